@@ -1,0 +1,27 @@
+"""Boxes in a tensor's index space, and arithmetic on many of them at once. numpy only."""
+
+from __future__ import annotations
+
+from shardproof.geometry.boxes import Boxes
+from shardproof.geometry.compose import Embedding, compose, flat_shard
+from shardproof.geometry.cut import cut
+from shardproof.geometry.deduplicate import deduplicate
+from shardproof.geometry.flat import contiguous_runs, flat_range_boxes, flat_range_of
+from shardproof.geometry.intersect import intersect, overlapping_pairs
+from shardproof.geometry.tiling import TilingFault, tiling_faults
+
+__all__ = [
+    "Boxes",
+    "Embedding",
+    "TilingFault",
+    "compose",
+    "contiguous_runs",
+    "cut",
+    "deduplicate",
+    "flat_range_boxes",
+    "flat_range_of",
+    "flat_shard",
+    "intersect",
+    "overlapping_pairs",
+    "tiling_faults",
+]

@@ -1,0 +1,208 @@
+"""Boxes as columns: half-open intervals in a tensor's index space, many at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["INT64_MAX", "Boxes", "Int64s", "row_major_strides", "suffix_volumes"]
+
+Int64s: TypeAlias = NDArray[np.int64]
+
+INT64_MAX = int(np.iinfo(np.int64).max)
+
+_SHOWN = 4
+"""Boxes that a repr spells out."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Boxes:
+    """``n`` boxes of ``d`` dimensions: box ``i`` is ``offsets[i] <= index < offsets[i] + sizes[i]``.
+
+    A box with a size of 0 is empty and holds no element. A box of no dimensions holds exactly one: the
+    element of a scalar.
+
+    Args:
+        offsets: (n, d) int64, first index of each box, in elements.
+        sizes: (n, d) int64, elements along each dimension, none negative.
+
+    Raises:
+        ValueError: the columns are not two (n, d) int64 arrays, or a size is negative.
+
+    >>> boxes = Boxes.of(((0, 0), (2, 4)), ((2, 0), (1, 4)))
+    >>> boxes
+    Boxes([0:2, 0:4] [2:3, 0:4])
+    >>> len(boxes), boxes.ndim, boxes.volumes().tolist(), boxes.ends.tolist()
+    (2, 2, [8, 4], [[2, 4], [3, 4]])
+    """
+
+    offsets: Int64s
+    sizes: Int64s
+
+    def __post_init__(self) -> None:
+        offsets, sizes = self.offsets, self.sizes
+        if offsets.ndim != 2 or offsets.shape != sizes.shape:
+            raise ValueError(
+                f"boxes need offsets and sizes of one shape (n, d), found {offsets.shape} and {sizes.shape}"
+            )
+        if offsets.dtype != np.int64 or sizes.dtype != np.int64:
+            raise ValueError(f"boxes need int64 columns, found {offsets.dtype} and {sizes.dtype}")
+        if sizes.size and sizes.min() < 0:
+            row = int(np.argmax((sizes < 0).any(axis=1)))
+            raise ValueError(f"box {row} has a negative size: {sizes[row].tolist()}")
+
+    @staticmethod
+    def empty(ndim: int) -> Boxes:
+        """No boxes, of `ndim` dimensions.
+
+        >>> len(Boxes.empty(3)), Boxes.empty(3).ndim
+        (0, 3)
+        """
+        return Boxes(np.zeros((0, ndim), np.int64), np.zeros((0, ndim), np.int64))
+
+    @staticmethod
+    def whole(shape: Sequence[int]) -> Boxes:
+        """The one box that is the whole of a tensor of this shape.
+
+        >>> Boxes.whole((3, 4))
+        Boxes([0:3, 0:4])
+        """
+        return Boxes.of(((0,) * len(shape), shape))
+
+    @staticmethod
+    def of(*pairs: tuple[Sequence[int], Sequence[int]]) -> Boxes:
+        """Boxes from pairs of offsets and sizes, at least one, all of one dimension.
+
+        >>> Boxes.of(((1,), (2,)), ((5,), (0,)))
+        Boxes([1:3] [5:5])
+        """
+        if not pairs:
+            raise ValueError("Boxes.of needs at least one box to know the dimensions; use Boxes.empty(ndim)")
+        if len({len(side) for pair in pairs for side in pair}) > 1:
+            raise ValueError(f"boxes need offsets and sizes of one length, found {pairs}")
+        columns = np.array(pairs, np.int64)
+        return Boxes(columns[:, 0].copy(), columns[:, 1].copy())
+
+    @staticmethod
+    def concatenate(parts: Sequence[Boxes]) -> Boxes:
+        """All boxes of the parts, in order. At least one part, all of one dimension.
+
+        >>> Boxes.concatenate([Boxes.whole((2,)), Boxes.empty(1), Boxes.of(((2,), (3,)))])
+        Boxes([0:2] [2:5])
+        """
+        return Boxes(
+            np.concatenate([part.offsets for part in parts]), np.concatenate([part.sizes for part in parts])
+        )
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def __repr__(self) -> str:
+        shown = zip(self.offsets[:_SHOWN].tolist(), self.sizes[:_SHOWN].tolist(), strict=True)
+        texts = [
+            "[" + ", ".join(f"{o}:{o + s}" for o, s in zip(offsets, sizes, strict=True)) + "]"
+            for offsets, sizes in shown
+        ]
+        if len(self) > _SHOWN:
+            texts.append(f"and {len(self) - _SHOWN} more")
+        return f"Boxes({' '.join(texts)})" if texts else f"Boxes(none of {self.ndim} dimensions)"
+
+    @property
+    def ndim(self) -> int:
+        """Dimensions of each box."""
+        return int(self.offsets.shape[1])
+
+    @property
+    def ends(self) -> Int64s:
+        """(n, d) one past the last index of each box."""
+        return self.offsets + self.sizes
+
+    def volumes(self) -> Int64s:
+        """(n,) elements of each box.
+
+        Raises:
+            OverflowError: a box has 2**63 - 1 elements or more.
+
+        >>> Boxes.of(((0, 0), (2, 3)), ((0, 0), (0, 3))).volumes().tolist()
+        [6, 0]
+        """
+        volumes = suffix_volumes(self.sizes)[:, 0]
+        if len(volumes) and volumes.max() == INT64_MAX:
+            row = int(volumes.argmax())
+            raise OverflowError(
+                f"box {row} of sizes {self.sizes[row].tolist()} has too many elements to count"
+            )
+        return volumes
+
+    def nonempty(self) -> NDArray[np.bool_]:
+        """(n,) whether each box holds at least one element.
+
+        >>> Boxes.of(((0,), (2,)), ((4,), (0,))).nonempty().tolist()
+        [True, False]
+        """
+        nonempty: NDArray[np.bool_] = np.all(self.sizes > 0, axis=1)
+        return nonempty
+
+    def inside(self, shapes: Sequence[int] | Int64s) -> NDArray[np.bool_]:
+        """(n,) whether each box lies within a tensor of this shape, or box ``i`` within ``shapes[i]``.
+
+        No sum is taken that could overflow, so columns read from a file may be asked.
+
+        >>> Boxes.of(((0,), (2,)), ((4,), (2,)), ((-1,), (1,))).inside((5,)).tolist()
+        [True, False, False]
+        """
+        room = np.asarray(shapes, np.int64) - self.sizes
+        inside: NDArray[np.bool_] = np.all((self.offsets >= 0) & (self.offsets <= room), axis=1)
+        return inside
+
+    def take(self, rows: Int64s | NDArray[np.bool_] | slice) -> Boxes:
+        """The boxes of these rows: indices in any order, a mask, or a slice.
+
+        >>> Boxes.of(((0,), (2,)), ((2,), (3,))).take(np.array([1, 1, 0]))
+        Boxes([2:5] [2:5] [0:2])
+        """
+        return Boxes(self.offsets[rows], self.sizes[rows])
+
+    def pair(self, row: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Offsets and sizes of one box, as tuples.
+
+        >>> Boxes.of(((0, 2), (3, 4))).pair(0)
+        ((0, 2), (3, 4))
+        """
+        return tuple(self.offsets[row].tolist()), tuple(self.sizes[row].tolist())
+
+
+def suffix_volumes(sizes: Int64s) -> Int64s:
+    """(n, d + 1): column ``k`` is the product of ``sizes[:, k:]``, held at `INT64_MAX` where it is larger.
+
+    >>> suffix_volumes(np.array([[2, 3, 4]])).tolist()
+    [[24, 12, 4, 1]]
+    """
+    n, d = sizes.shape
+    volumes = np.ones((n, d + 1), np.int64)
+    for k in reversed(range(d)):
+        size, rest = sizes[:, k], volumes[:, k + 1]
+        fits = rest <= INT64_MAX // np.maximum(size, 1)
+        volumes[:, k] = np.where(fits, size * np.where(fits, rest, 0), INT64_MAX)
+        volumes[size == 0, k] = 0
+    return volumes
+
+
+def row_major_strides(shape: Sequence[int]) -> list[int]:
+    """Elements between neighbours along each dimension of a dense row-major array.
+
+    Without elements there are no neighbours: the strides are then 1, which cannot overflow.
+
+    >>> row_major_strides((2, 3, 4))
+    [12, 4, 1]
+    """
+    strides = [1] * len(shape)
+    if 0 in shape:
+        return strides
+    for k in reversed(range(len(shape) - 1)):
+        strides[k] = strides[k + 1] * shape[k + 1]
+    return strides

@@ -1,0 +1,140 @@
+"""Ranges of a tensor's row-major elements as boxes, and boxes as runs of elements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+
+from shardproof.geometry.boxes import INT64_MAX, Boxes, Int64s, row_major_strides
+
+__all__ = ["contiguous_runs", "flat_range_boxes", "flat_range_of"]
+
+
+def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Boxes, Int64s]:
+    """Describes a range of a tensor's row-major elements by boxes.
+
+    From the range's beginning the boxes grow (part of a row, rows up to the end of a matrix, ...) until the
+    outermost dimension that the range crosses, and then shrink again: at most two for each dimension but that
+    one, so 2 n - 1 for n dimensions.
+
+    Args:
+        shape: of the tensor.
+        start: first element.
+        stop: one past the last.
+
+    Returns:
+        The boxes in row-major order, each a contiguous run of the range, and (k,) int64, where each run
+        starts, counted from the range's start: its place in a buffer that holds the range.
+
+    Raises:
+        ValueError: the range does not lie within the tensor.
+
+    >>> flat_range_boxes((3, 4), 2, 11)
+    (Boxes([0:1, 2:4] [1:2, 0:4] [2:3, 0:3]), array([0, 2, 6]))
+    """
+    if not 0 <= start <= stop <= prod(shape):
+        raise ValueError(
+            f"[{start}, {stop}) is no range of the {prod(shape)} elements of shape {tuple(shape)}"
+        )
+    if start == stop:
+        return Boxes.empty(len(shape)), np.zeros(0, np.int64)
+    if not shape:
+        return Boxes.whole(()), np.zeros(1, np.int64)
+    strides = row_major_strides(shape)
+    pairs, starts = [], []
+    position = start
+    while position < stop:
+        # The outermost dimension along which the range holds at least one whole index from here.
+        axis = next(
+            k for k, stride in enumerate(strides) if position % stride == 0 and position + stride <= stop
+        )
+        offsets = [position // stride % size for stride, size in zip(strides, shape, strict=True)]
+        count = min((stop - position) // strides[axis], shape[axis] - offsets[axis])
+        pairs.append((offsets, [1] * axis + [count] + list(shape[axis + 1 :])))
+        starts.append(position - start)
+        position += count * strides[axis]
+    return Boxes.of(*pairs), np.array(starts, np.int64)
+
+
+def flat_range_of(shape: Sequence[int], boxes: Boxes) -> tuple[int, int]:
+    """Finds the range of row-major elements that boxes make up together: `flat_range_boxes` undone.
+
+    Args:
+        shape: of the tensor.
+        boxes: in any order. Empty ones are ignored; of no others, the range is (0, 0).
+
+    Returns:
+        First element, and one past the last.
+
+    Raises:
+        ValueError: a box is not within the tensor, or the boxes are not one contiguous range of it.
+
+    >>> flat_range_of((3, 4), Boxes.of(((0, 2), (1, 2)), ((1, 0), (2, 4))))
+    (2, 12)
+    """
+    if boxes.ndim != len(shape):
+        raise ValueError(f"boxes of {boxes.ndim} dimensions cannot lie in shape {tuple(shape)}")
+    boxes = boxes.take(boxes.nonempty())
+    outside = ~boxes.inside(shape)
+    if outside.any():
+        raise ValueError(f"{boxes.take(outside)} are not within shape {tuple(shape)}")
+    if not len(boxes):
+        return 0, 0
+    # Elements of a tensor too large for int64 are counted by Python's integers.
+    strides = np.array(row_major_strides(shape), np.int64 if prod(shape) <= INT64_MAX else object)
+    firsts = (boxes.offsets * strides).sum(axis=1)
+    stops = firsts + ((boxes.sizes - 1) * strides).sum(axis=1) + 1
+    cuts_rows = stops - firsts != (boxes.sizes.astype(strides.dtype)).prod(axis=1)
+    if cuts_rows.any():
+        raise ValueError(f"{boxes.take(cuts_rows)} are not contiguous in row-major shape {tuple(shape)}")
+    order = np.argsort(firsts)
+    firsts, stops = firsts[order], stops[order]
+    apart = np.flatnonzero(firsts[1:] != stops[:-1])
+    if len(apart):
+        neighbours = boxes.take(order[apart[0] : apart[0] + 2])
+        raise ValueError(f"{neighbours} do not follow each other in row-major shape {tuple(shape)}")
+    return int(firsts[0]), int(stops[-1])
+
+
+def contiguous_runs(
+    shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
+) -> tuple[Int64s, Int64s]:
+    """Lists the runs of elements that a box takes in a dense row-major array, as few as there are.
+
+    Args:
+        shape: of the array.
+        offsets: of the box.
+        sizes: of the box.
+
+    Returns:
+        (k,) int64, first element of each run, ascending, and (k,) int64, how many it has. An empty box has no
+        runs.
+
+    Raises:
+        ValueError: the box does not lie within the array.
+
+    >>> contiguous_runs((4, 5), (1, 2), (2, 3))
+    (array([ 7, 12]), array([3, 3]))
+    >>> contiguous_runs((4, 5), (1, 0), (2, 5))
+    (array([5]), array([10]))
+    """
+    if not len(shape) == len(offsets) == len(sizes):
+        raise ValueError(
+            f"box {tuple(offsets)}, {tuple(sizes)} and shape {tuple(shape)} differ in dimensions"
+        )
+    if any(o < 0 or s < 0 or o + s > e for o, s, e in zip(offsets, sizes, shape, strict=True)):
+        raise ValueError(f"box {tuple(offsets)}, {tuple(sizes)} is not within shape {tuple(shape)}")
+    if 0 in sizes:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    strides = row_major_strides(shape)
+    # A run extends over the innermost dimensions that the box spans whole, and over one more.
+    axis = max(len(shape) - 1, 0)
+    while axis and sizes[axis] == shape[axis]:
+        axis -= 1
+    first = sum(o * stride for o, stride in zip(offsets, strides, strict=True))
+    starts = np.array([first], np.int64)
+    for k in range(axis):
+        starts = (starts[:, None] + np.arange(sizes[k]) * strides[k]).ravel()
+    return starts, np.full(len(starts), prod(sizes[axis:]), np.int64)

@@ -1,0 +1,207 @@
+"""The proof that boxes cover tensors exactly once, and what to say where they do not.
+
+Note: Why corners prove a tiling
+--------------------------------
+Let H(x) be 1 where no coordinate of x is negative, and 0 elsewhere. The indicator function of a box is the
+sum of sign(c) H(x - c) over its 2**d corners c. A corner takes the low or the high (exclusive) border along
+each dimension; its sign is -1 for an odd number of high ones. Add the corners of all boxes of a tensor,
+subtract those of the tensor itself, cancel opposite signs at equal points, and let p be the lexicographically
+smallest point left over. No other point left over is at most p in every coordinate, so of all the terms only
+those at p count there: the number of boxes that hold p, less 1, is the sum of the signs left at p. Therefore
+
+- the boxes cover the tensor exactly once if and only if nothing is left over: n 2**d log n for n boxes;
+- otherwise p is a witness, covered not at all (a gap) or more than once (an overlap).
+
+To compare, no signs are added up. A corner to be subtracted moves to the other side: the boxes' even corners
+and the tensor's odd ones on the left, the boxes' odd and the tensor's even ones on the right. Both sides
+have 2**(d-1) points for each box and tensor, so once they are sorted, each tensor's points stand at the same
+places of both, and p is the smaller of the first two that differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardproof.geometry.boxes import INT64_MAX, Boxes, Int64s
+
+__all__ = ["TilingFault", "tiling_faults"]
+
+_MOST_CORNERS = 1 << 27
+_MOST_LARGE_CORNERS = 1 << 22
+"""Corners that are compared at once, 1 GiB of them, and of those that int64 cannot count, which are larger.
+Tensors are taken in parts that stay below. A few boxes of many dimensions could ask for more: they are refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class TilingFault:
+    """Where the boxes of a tensor fail to cover it exactly once."""
+
+    tensor: int
+    """Row of the tensor."""
+    kind: Literal["gap", "overlap", "out of bounds"]
+    offsets: tuple[int, ...]
+    """Offsets of a box that nothing covers, that several boxes share, or that is out of bounds."""
+    sizes: tuple[int, ...]
+    """Its sizes."""
+    boxes: tuple[int, ...]
+    """Rows of the offending boxes, ascending; none for a gap."""
+
+
+def tiling_faults(shapes: Int64s, tensor: Int64s, boxes: Boxes) -> list[TilingFault]:
+    """Proves that the boxes of each tensor cover it exactly once, or tells where they do not.
+
+    Empty boxes count for nothing, so a tensor without elements needs no boxes; a scalar needs exactly one.
+    Takes n 2**d log n (note "Why corners prove a tiling"), where d counts only the dimensions along which
+    some box does not span its tensor.
+
+    Args:
+        shapes: (t, d) int64, shapes of the tensors.
+        tensor: (n,) int64, the row of `shapes` that each box belongs to, in any order.
+        boxes: n boxes.
+
+    Returns:
+        At most one fault a tensor, sorted by tensor. None at all is the proof.
+
+    Raises:
+        ValueError: the arguments do not fit each other, or the boxes of one tensor have more than 2**27
+            corners (2**22 if it has more points than int64 counts).
+
+    >>> shapes = np.array([[4, 4], [2, 2]])
+    >>> boxes = Boxes.of(((0, 0), (4, 2)), ((0, 2), (3, 2)), ((0, 0), (2, 2)))
+    >>> tiling_faults(shapes, np.array([0, 0, 1]), boxes)
+    [TilingFault(tensor=0, kind='gap', offsets=(3, 2), sizes=(1, 2), boxes=())]
+    """
+    _check_arguments(shapes, tensor, boxes)
+    rows = np.flatnonzero(boxes.nonempty())
+    outside = rows[~boxes.take(rows).inside(shapes[tensor[rows]])]
+    wrong, where = np.unique(tensor[outside], return_index=True)
+    faults = [
+        TilingFault(t, "out of bounds", *boxes.pair(row), (row,))
+        for t, row in zip(wrong.tolist(), outside[where].tolist(), strict=True)
+    ]
+
+    proved = np.all(shapes > 0, axis=1)
+    proved[wrong] = False
+    tensors = np.flatnonzero(proved)
+    number = np.cumsum(proved) - 1  # of each tensor among those
+    rows = rows[proved[tensor[rows]]]
+    points = _left_over(shapes[tensors], number[tensor[rows]], boxes.take(rows))
+    if points:
+        order = rows[np.argsort(tensor[rows], kind="stable")]
+        begins = np.searchsorted(tensor[order], tensors[[t for t, _ in points]], "left")
+        ends = np.searchsorted(tensor[order], tensors[[t for t, _ in points]], "right")
+        for (t, point), begin, end in zip(points, begins, ends, strict=True):
+            faults.append(_fault_at(point, int(tensors[t]), shapes[tensors[t]], order[begin:end], boxes))
+    return sorted(faults, key=lambda fault: fault.tensor)
+
+
+def _check_arguments(shapes: Int64s, tensor: Int64s, boxes: Boxes) -> None:
+    if shapes.ndim != 2 or shapes.shape[1] != boxes.ndim:
+        raise ValueError(f"boxes of {boxes.ndim} dimensions cannot tile tensors of shapes {shapes.shape}")
+    if tensor.shape != (len(boxes),):
+        raise ValueError(f"{len(boxes)} boxes need as many tensors, found an array of shape {tensor.shape}")
+    if len(tensor) and not 0 <= tensor.min() <= tensor.max() < len(shapes):
+        raise ValueError(f"boxes name tensors {tensor.min()} to {tensor.max()}, there are {len(shapes)}")
+
+
+def _left_over(shapes: Int64s, tensor: Int64s, boxes: Boxes) -> list[tuple[int, Int64s]]:
+    """For each tensor that is not tiled, its row and the smallest point left over.
+
+    All boxes and tensors hold elements, all boxes lie within their tensor.
+    """
+    # A dimension that every box spans whole adds nothing to the proof. Where there is no other, boxes equal
+    # their tensor (scalars too), and count like boxes of one element in a line of one element.
+    split = np.flatnonzero((boxes.sizes != shapes[tensor]).any(axis=0)).tolist()
+    lengths = shapes[:, split] if split else np.ones((len(shapes), 1), np.int64)
+
+    # A corner is the number of its point among all points of all tensors, so that it sorts by tensor,
+    # then lexicographically. Where int64 cannot count them, Python's integers do.
+    points_each = [prod(length + 1 for length in row) for row in lengths.tolist()]
+    fits = sum(points_each) <= INT64_MAX
+    corners = (len(boxes) + len(shapes)) << lengths.shape[1]
+    if corners > (_MOST_CORNERS if fits else _MOST_LARGE_CORNERS):
+        return _left_over_in_parts(shapes, tensor, boxes)
+    dtype: Any = np.int64 if fits else object
+    bases = np.array([0, *points_each], dtype).cumsum()
+    strides = np.ones(lengths.shape, dtype)
+    for k in reversed(range(lengths.shape[1] - 1)):
+        strides[:, k] = strides[:, k + 1] * (lengths[:, k + 1].astype(dtype) + 1)
+
+    first = bases[tensor]
+    spans = [] if split else [np.ones(len(boxes), dtype)]
+    for k, axis in enumerate(split):
+        first += boxes.offsets[:, axis] * strides[tensor, k]
+        spans.append(boxes.sizes[:, axis] * strides[tensor, k])
+    left, right = _corners(first, spans)
+    tensors_even, tensors_odd = _corners(bases[:-1], list((lengths * strides).T))
+    left, right = np.concatenate([left, tensors_odd]), np.concatenate([right, tensors_even])
+    left.sort()
+    right.sort()
+
+    differ = np.flatnonzero(left != right)
+    witnesses = np.minimum(left[differ], right[differ])
+    found, firsts = np.unique(np.searchsorted(bases, witnesses, "right") - 1, return_index=True)
+    points = []
+    for t, witness in zip(found.tolist(), witnesses[firsts], strict=True):
+        point = np.zeros(boxes.ndim, np.int64)
+        rest = witness - bases[t]
+        for k, axis in enumerate(split):
+            point[axis], rest = divmod(rest, strides[t, k])
+        points.append((t, point))
+    return points
+
+
+def _left_over_in_parts(shapes: Int64s, tensor: Int64s, boxes: Boxes) -> list[tuple[int, Int64s]]:
+    """What `_left_over` finds, for one half of the tensors after the other."""
+    half = len(shapes) // 2
+    if half == 0:
+        raise ValueError(
+            f"{len(boxes)} boxes of one tensor of shape {shapes[0].tolist()} have too many corners to check"
+        )
+    low, high = tensor < half, tensor >= half
+    points = _left_over(shapes[:half], tensor[low], boxes.take(low))
+    more = _left_over(shapes[half:], tensor[high] - half, boxes.take(high))
+    return points + [(half + t, point) for t, point in more]
+
+
+def _corners(first: NDArray[Any], spans: list[NDArray[Any]]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Corners with an even and with an odd number of high borders.
+
+    Args:
+        first: (n,) the lowest corner of each box.
+        spans: for each dimension, (n,) from a low border to the high one.
+
+    >>> even, odd = _corners(np.array([0]), [np.array([10]), np.array([1])])
+    >>> even.tolist(), odd.tolist()
+    ([0, 11], [10, 1])
+    """
+    even, odd = first[None], first[None][:0]
+    for span in spans:
+        even, odd = np.concatenate([even, odd + span]), np.concatenate([odd, even + span])
+    return even.ravel(), odd.ravel()
+
+
+def _fault_at(point: Int64s, tensor: int, shape: Int64s, rows: Int64s, boxes: Boxes) -> TilingFault:
+    """The fault at a point that is covered not once, among these rows of one tensor."""
+    own = boxes.take(rows)
+    holds = ((own.offsets <= point) & (point < own.ends)).all(axis=1)
+    if holds.any():
+        low, high = own.offsets[holds].max(axis=0), own.ends[holds].min(axis=0)
+        kind: Literal["gap", "overlap"] = "overlap"
+    else:
+        # Grow the gap along one dimension after the other up to the nearest box in the way.
+        low, high = point, point + 1
+        kind = "gap"
+        for k in reversed(range(len(shape))):
+            in_the_way = (own.offsets < high) & (low < own.ends)
+            in_the_way[:, k] = own.offsets[:, k] > point[k]
+            borders = own.offsets[in_the_way.all(axis=1), k]
+            high[k] = borders.min(initial=shape[k])
+    return TilingFault(
+        tensor, kind, tuple(low.tolist()), tuple((high - low).tolist()), tuple(rows[holds].tolist())
+    )
