@@ -1,0 +1,164 @@
+"""The structures of all ranks as one: a table of tensors, and every declared box with its holder.
+
+Tables that are equal to the byte are decoded once, and boxes stay columns, so that thousands of ranks with
+hundreds of tensors each merge in about a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardproof.dtypes import DTYPES
+from shardproof.errors import StructureError
+from shardproof.geometry import Boxes
+from shardproof.planning.structure import Structure, TensorTable
+
+__all__ = ["Declared", "Merged", "merge"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Declared:
+    """The non-empty boxes of all tensors of one number of dimensions, a row for each rank that holds one."""
+
+    boxes: Boxes
+    tensor: NDArray[np.int64]
+    """(n,) row of the merged tensor table."""
+    rank: NDArray[np.int64]
+    """(n,) the holder."""
+    piece: NDArray[np.int64]
+    """(n,) row of the box in the holder's own structure."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Merged:
+    """What all ranks together declare. Tensors are sorted by key."""
+
+    keys: list[str]
+    dtypes: list[str]
+    shapes: list[tuple[int, ...]]
+    aliases: dict[str, str]
+    """Key to the key that is stored in its place, where every rank that declares the key says so."""
+    declared: dict[int, Declared]
+    """Number of dimensions to boxes."""
+    objects: dict[str, int]
+    """Object key to the rank that stores it."""
+    ndims: NDArray[np.int64]
+    itemsizes: NDArray[np.int64]
+
+
+def merge(structures: Sequence[Structure]) -> Merged:
+    """Merges the structures of all ranks, in rank order.
+
+    Raises:
+        StructureError: dtype, shape or kind (tensor or object) of a key differs between ranks.
+    """
+    ranks_of: dict[bytes, list[int]] = {}
+    for rank, structure in enumerate(structures):
+        ranks_of.setdefault(structure.table, []).append(rank)
+    tables = {raw: structures[ranks[0]].tensors() for raw, ranks in ranks_of.items()}
+    known = _agree(tables, ranks_of)
+    keys = sorted(known)
+    row_of = {key: row for row, key in enumerate(keys)}
+    rows_of = {raw: np.array([row_of[key] for key in table.keys], np.int64) for raw, table in tables.items()}
+    ndims = np.array([len(known[key][1]) for key in keys], np.int64)
+    return Merged(
+        keys,
+        [known[key][0] for key in keys],
+        [known[key][1] for key in keys],
+        _aliases(tables.values(), known),
+        _declared(structures, rows_of, ndims),
+        _owners(structures, known),
+        ndims,
+        np.array([DTYPES[known[key][0]].itemsize for key in keys], np.int64),
+    )
+
+
+_Known = dict[str, tuple[str, tuple[int, ...], int]]
+
+
+def _agree(tables: dict[bytes, TensorTable], ranks_of: dict[bytes, list[int]]) -> _Known:
+    """Key to dtype, shape and the first rank that declares it; all ranks must say the same."""
+    known: _Known = {}
+    for raw, table in sorted(tables.items(), key=lambda item: ranks_of[item[0]][0]):
+        rank = ranks_of[raw][0]
+        for key, dtype, shape in zip(table.keys, table.dtypes, table.shapes, strict=True):
+            other = known.setdefault(key, (dtype, shape, rank))
+            if other[:2] != (dtype, shape):
+                raise StructureError(
+                    f"tensor {key!r}: rank {other[2]} declares {other[0]} {list(other[1])}, rank {rank} "
+                    f"declares "
+                    f"{dtype} {list(shape)}. All ranks must declare one dtype and one global shape for a "
+                    f"key; "
+                    "a value that belongs to one rank alone goes into sp.PerRank",
+                    key=key,
+                    ranks=[other[2], rank],
+                )
+    return known
+
+
+def _aliases(tables: object, known: _Known) -> dict[str, str]:
+    """Keys that every rank declaring them calls an alias of the same key."""
+    said: dict[str, set[str]] = {}
+    for table in tables:  # type: ignore[attr-defined]
+        for key, target in zip(table.keys, table.aliases, strict=True):
+            said.setdefault(key, set()).add(target)
+    aliases = {key: next(iter(targets)) for key, targets in said.items() if len(targets) == 1}
+    stored = {key for key in known if not aliases.get(key)}
+    return {
+        key: target
+        for key, target in sorted(aliases.items())
+        if target in stored and known[key][:2] == known[target][:2]
+    }
+
+
+def _declared(
+    structures: Sequence[Structure], rows_of: dict[bytes, NDArray[np.int64]], ndims: NDArray[np.int64]
+) -> dict[int, Declared]:
+    """All boxes of all ranks, grouped by number of dimensions, empty ones left out."""
+    counts = np.array([len(structure.box_tensor) for structure in structures], np.int64)
+    tensor = np.concatenate(
+        [rows_of[structure.table][structure.box_tensor] for structure in structures]
+        or [np.zeros(0, np.int64)]
+    )
+    rank = np.repeat(np.arange(len(structures)), counts)
+    piece = np.arange(len(tensor)) - np.repeat(np.cumsum(counts) - counts, counts)
+    offsets = np.concatenate([structure.box_offsets for structure in structures])
+    sizes = np.concatenate([structure.box_sizes for structure in structures])
+    ndim = ndims[tensor]
+    start = np.cumsum(ndim) - ndim
+    declared = {}
+    for dimensions in np.unique(ndims).tolist():
+        rows = np.flatnonzero(ndim == dimensions)
+        columns = start[rows, None] + np.arange(dimensions)
+        box_sizes = sizes[columns]
+        filled = (box_sizes > 0).all(axis=1)
+        rows = rows[filled]
+        declared[dimensions] = Declared(
+            Boxes(offsets[columns[filled]], box_sizes[filled]), tensor[rows], rank[rows], piece[rows]
+        )
+    return declared
+
+
+def _owners(structures: Sequence[Structure], known: _Known) -> dict[str, int]:
+    """The lowest rank that has an object stores it."""
+    owners: dict[str, int] = {}
+    seen: set[tuple[str, ...]] = set()
+    for rank, structure in enumerate(structures):
+        if structure.objects in seen:
+            continue
+        seen.add(structure.objects)
+        for key in structure.objects:
+            if key in known:
+                raise StructureError(
+                    f"{key!r} is a tensor on rank {known[key][2]} and a plain value on rank {rank}; give "
+                    f"them "
+                    "different keys, or sp.PerRank for values that differ by rank",
+                    key=key,
+                    ranks=[known[key][2], rank],
+                )
+            owners.setdefault(key, rank)
+    return owners

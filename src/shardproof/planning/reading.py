@@ -1,0 +1,230 @@
+"""The plan of a load on one rank: which stored chunks hold which part of which wanted box."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardproof.errors import TilingError
+from shardproof.geometry import Boxes, intersect, overlapping_pairs, tiling_faults
+from shardproof.planning.chunks import ChunkTable
+
+__all__ = ["ReadPlan", "Wanted", "plan_reads", "prove_chunks"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wanted:
+    """The boxes that a rank wants. A row has one entry for each dimension of its tensor."""
+
+    tensor: NDArray[np.int64]
+    """(w,) row of the manifest's tensor table."""
+    box_offsets: NDArray[np.int64]
+    box_sizes: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadPlan:
+    """One row for each part of a wanted box that one chunk holds, sorted by chunk."""
+
+    chunk: NDArray[np.int64]
+    """(n,) row of the chunk table."""
+    want: NDArray[np.int64]
+    """(n,) row of `Wanted`."""
+    whole: NDArray[np.bool_]
+    """(n,) the part is the whole chunk."""
+    run_start: NDArray[np.int64]
+    """(n,) first element of the part in the row-major order of the wanted box; -1 if it is no run there."""
+    in_chunk: NDArray[np.int64]
+    """(n, width) offsets of the part from the chunk's first element; dimensions beyond the tensor's are 0."""
+    in_want: NDArray[np.int64]
+    """(n, width) offsets of the part from the wanted box's first element."""
+    sizes: NDArray[np.int64]
+    """(n, width) sizes of the part; dimensions beyond the tensor's are 1."""
+
+    def only(self, rows: NDArray[np.bool_]) -> ReadPlan:
+        """The plan of some of the rows."""
+        return ReadPlan(
+            self.chunk[rows],
+            self.want[rows],
+            self.whole[rows],
+            self.run_start[rows],
+            self.in_chunk[rows],
+            self.in_want[rows],
+            self.sizes[rows],
+        )
+
+
+def prove_chunks(
+    keys: Sequence[str], shapes: Sequence[tuple[int, ...]], table: ChunkTable, tensors: NDArray[np.int64]
+) -> None:
+    """Proves that the stored chunks of some tensors tile them.
+
+    Args:
+        keys: of all tensors of the checkpoint.
+        shapes: of all tensors of the checkpoint.
+        table: all chunks.
+        tensors: rows of the tensors to prove.
+
+    Raises:
+        TilingError: naming the first tensor at fault.
+    """
+    tensors = np.unique(tensors)
+    ndims = np.array([len(shapes[row]) for row in tensors.tolist()], np.int64)
+    for dimensions in np.unique(ndims).tolist():
+        group = tensors[ndims == dimensions]
+        rows = _rows_of(table, group)
+        local = np.searchsorted(group, table.tensor[rows])
+        extents = np.array([shapes[row] for row in group.tolist()], np.int64)
+        extents = extents.reshape(len(group), dimensions)
+        faults = tiling_faults(extents, local, _boxes(table.box_start, table, rows, dimensions))
+        if faults:
+            fault = faults[0]
+            key = keys[int(group[fault.tensor])]
+            raise TilingError(
+                f"checkpoint: tensor {key!r} of shape {list(shapes[int(group[fault.tensor])])}: "
+                f"{fault.kind} at "
+                f"offsets {list(fault.offsets)}, sizes {list(fault.sizes)}: the stored chunks do not cover "
+                f"it "
+                "exactly once. Restore another step, and report this: a checkpoint is proved before it is "
+                "written",
+                key=key,
+                kind=fault.kind,
+                box=[list(fault.offsets), list(fault.sizes)],
+                holders={},
+            )
+
+
+def plan_reads(
+    keys: Sequence[str], shapes: Sequence[tuple[int, ...]], table: ChunkTable, wanted: Wanted
+) -> ReadPlan:
+    """Plans the reading of wanted boxes, and proves first that every element of them is stored once.
+
+    Raises:
+        TilingError: the stored chunks of a wanted tensor do not tile it, or a wanted box is not covered.
+    """
+    prove_chunks(keys, shapes, table, wanted.tensor)
+    all_ndims = np.fromiter((len(shape) for shape in shapes), np.int64, len(shapes))
+    ndims = all_ndims[wanted.tensor]
+    want_start = np.append(0, np.cumsum(ndims))
+    width = int(ndims.max(initial=0))
+    parts = [_no_parts(width)]
+    for dimensions in np.unique(ndims).tolist():
+        wants = np.flatnonzero(ndims == dimensions)
+        rows = _rows_of(table, np.unique(wanted.tensor[wants]))
+        want_boxes, chunk_boxes = (
+            _boxes(want_start, wanted, wants, dimensions),
+            _boxes(table.box_start, table, rows, dimensions),
+        )
+        of_want, of_chunk = overlapping_pairs(
+            _with_tensor(want_boxes, wanted.tensor[wants]), _with_tensor(chunk_boxes, table.tensor[rows])
+        )
+        want, chunk = want_boxes.take(of_want), chunk_boxes.take(of_chunk)
+        shared = intersect(want, chunk)
+        _prove_covered(keys, wanted, wants, want_boxes, of_want, shared)
+        parts.append(
+            ReadPlan(
+                rows[of_chunk],
+                wants[of_want],
+                (shared.sizes == chunk.sizes).all(axis=1),
+                _run_start(shared, want),
+                _widened(shared.offsets - chunk.offsets, width, 0),
+                _widened(shared.offsets - want.offsets, width, 0),
+                _widened(shared.sizes, width, 1),
+            )
+        )
+    return _sorted_by_chunk(parts)
+
+
+def _no_parts(width: int) -> ReadPlan:
+    none, wide = np.zeros(0, np.int64), np.zeros((0, width), np.int64)
+    return ReadPlan(none, none, np.zeros(0, bool), none, wide, wide, wide)
+
+
+def _sorted_by_chunk(parts: Sequence[ReadPlan]) -> ReadPlan:
+    chunk = np.concatenate([part.chunk for part in parts])
+    order = np.argsort(chunk, kind="stable")
+    return ReadPlan(
+        chunk[order],
+        np.concatenate([part.want for part in parts])[order],
+        np.concatenate([part.whole for part in parts])[order],
+        np.concatenate([part.run_start for part in parts])[order],
+        np.concatenate([part.in_chunk for part in parts])[order],
+        np.concatenate([part.in_want for part in parts])[order],
+        np.concatenate([part.sizes for part in parts])[order],
+    )
+
+
+def _rows_of(table: ChunkTable, tensors: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Rows of the chunks of some tensors (ascending); the table is sorted by tensor."""
+    first = np.searchsorted(table.tensor, tensors, "left")
+    count = np.searchsorted(table.tensor, tensors, "right") - first
+    before = np.cumsum(count) - count
+    return np.repeat(first - before, count) + np.arange(int(count.sum()))
+
+
+def _boxes(
+    start: NDArray[np.int64], columns: ChunkTable | Wanted, rows: NDArray[np.int64], dimensions: int
+) -> Boxes:
+    at = start[rows, None] + np.arange(dimensions)
+    return Boxes(columns.box_offsets[at], columns.box_sizes[at])
+
+
+def _with_tensor(boxes: Boxes, tensor: NDArray[np.int64]) -> Boxes:
+    """The boxes with the tensor's row as a first dimension, so that boxes of different tensors never meet."""
+    return Boxes(
+        np.column_stack((tensor, boxes.offsets)), np.column_stack((np.ones_like(tensor), boxes.sizes))
+    )
+
+
+def _prove_covered(
+    keys: Sequence[str],
+    wanted: Wanted,
+    wants: NDArray[np.int64],
+    boxes: Boxes,
+    of_want: NDArray[np.int64],
+    shared: Boxes,
+) -> None:
+    """Chunks of one tensor are disjoint, so a wanted box is covered when the volumes add up."""
+    found = np.zeros(len(wants), np.int64)
+    np.add.at(found, of_want, shared.volumes())
+    short = np.flatnonzero(found != boxes.volumes())
+    if len(short):
+        row = int(short[0])
+        key = keys[int(wanted.tensor[wants[row]])]
+        offsets, sizes = boxes.offsets[row].tolist(), boxes.sizes[row].tolist()
+        raise TilingError(
+            f"tensor {key!r}: the wanted box at offsets {offsets}, sizes {sizes} has "
+            f"{int(boxes.volumes()[row])} "
+            f"elements, of which the checkpoint holds {int(found[row])}; the box reaches outside the tensor",
+            key=key,
+            kind="out of bounds",
+            box=[offsets, sizes],
+            holders={},
+        )
+
+
+def _run_start(part: Boxes, parent: Boxes) -> NDArray[np.int64]:
+    """First element of each part in its parent's row-major order where the part is one run of it, else -1.
+
+    A box is one run of its parent when, left of the last dimension that it does not fill, it is one element
+    thick.
+    """
+    count, dimensions = part.sizes.shape
+    if dimensions == 0:
+        return np.zeros(count, np.int64)
+    index = np.arange(dimensions)
+    last_cut = np.where(part.sizes != parent.sizes, index, -1).max(axis=1)
+    is_run = ((part.sizes == 1) | (index >= last_cut[:, None])).all(axis=1)
+    strides = np.ones((count, dimensions), np.int64)
+    np.cumprod(parent.sizes[:, :0:-1], axis=1, out=strides[:, -2::-1])
+    start = ((part.offsets - parent.offsets) * strides).sum(axis=1)
+    return np.where(is_run, start, -1)
+
+
+def _widened(columns: NDArray[np.int64], width: int, fill: int) -> NDArray[np.int64]:
+    wide = np.full((len(columns), width), fill, np.int64)
+    wide[:, : columns.shape[1]] = columns
+    return wide

@@ -1,0 +1,319 @@
+"""Plans against a slow, obvious reference: arrays that hold their own global element numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardproof.errors import StructureError, TilingError
+from shardproof.planning import (
+    ChunkTable,
+    Structure,
+    TensorTable,
+    Wanted,
+    WritePlan,
+    plan_reads,
+    plan_writes,
+)
+from shardproof.planning.balance import balance_writers
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass
+class Run:
+    """Tensors of one run, and the boxes that each rank holds of each."""
+
+    shapes: list[tuple[int, ...]]
+    dtypes: list[str]
+    held: list[list[tuple[int, Box]]]
+
+    def structures(self) -> list[Structure]:
+        keys = tuple(f"t{row}" for row in range(len(self.shapes)))
+        table = TensorTable(keys, tuple(self.dtypes), tuple(self.shapes), ("",) * len(keys))
+        return [
+            Structure.build(
+                table,
+                ["note"],
+                [row for row, _ in held],
+                [value for _, (offsets, _) in held for value in offsets],
+                [value for _, (_, sizes) in held for value in sizes],
+            )
+            for held in self.held
+        ]
+
+    def values(self, row: int) -> np.ndarray:
+        """Every element is its own number."""
+        return np.arange(np.prod(self.shapes[row], dtype=int)).reshape(self.shapes[row])
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(offset, offset + size) for offset, size in zip(*box, strict=True))
+
+
+@st.composite
+def boxes_of(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
+    """An irregular tiling: the tensor is cut in two again and again."""
+    boxes: list[Box] = [((0,) * len(shape), shape)]
+    for _ in range(draw(st.integers(0, 4))):
+        at = draw(st.integers(0, len(boxes) - 1))
+        offsets, sizes = boxes[at]
+        dims = [dim for dim, size in enumerate(sizes) if size > 1]
+        if not dims:
+            continue
+        dim = draw(st.sampled_from(dims))
+        first = draw(st.integers(1, sizes[dim] - 1))
+        upper = (offsets, (*sizes[:dim], first, *sizes[dim + 1 :]))
+        lower = (
+            (*offsets[:dim], offsets[dim] + first, *offsets[dim + 1 :]),
+            (*sizes[:dim], sizes[dim] - first, *sizes[dim + 1 :]),
+        )
+        boxes[at : at + 1] = [upper, lower]
+    return boxes
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> Run:
+    world_size = draw(st.integers(1, 4))
+    shapes, dtypes = [], []
+    held: list[list[tuple[int, Box]]] = [[] for _ in range(world_size)]
+    for row in range(draw(st.integers(1, 4))):
+        shape = tuple(draw(st.lists(st.integers(0, 6), max_size=4)))
+        shapes.append(shape)
+        dtypes.append(draw(st.sampled_from(["bool", "bfloat16", "float32", "complex128"])))
+        for box in draw(boxes_of(shape)):
+            for rank in draw(st.sets(st.integers(0, world_size - 1), min_size=1)):
+                held[rank].append((row, box))
+    return Run(shapes, dtypes, held)
+
+
+def written(run: Run, plan: WritePlan) -> tuple[ChunkTable, list[np.ndarray]]:
+    """Carries the plan out: a file is the array of element numbers in it."""
+    files = []
+    parts = plan.rank_plans()
+    for rank, part in enumerate(parts):
+        file = []
+        for piece, start, count in zip(part.piece, part.piece_start, part.byte_count, strict=True):
+            row, box = run.held[rank][piece]
+            flat = run.values(row)[slices(box)].ravel()
+            elements = count // plan.merged.itemsizes[row]
+            file.append(flat[start : start + elements])
+        files.append(np.concatenate(file) if file else np.zeros(0, int))
+    return (
+        ChunkTable(
+            plan.tensor,
+            np.repeat(np.arange(len(parts)), np.diff(plan.writer_start)),
+            plan.byte_start,
+            plan.byte_count,
+            np.zeros((len(plan.tensor), 2), np.uint64),
+            plan.box_start,
+            plan.box_offsets,
+            plan.box_sizes,
+        ),
+        files,
+    )
+
+
+@settings(max_examples=200)
+@given(run=runs(), chunk_bytes=st.integers(1, 64))
+def test_every_element_is_written_once_where_the_plan_says(run: Run, chunk_bytes: int) -> None:
+    plan = plan_writes(run.structures(), chunk_bytes=chunk_bytes)
+    table, files = written(run, plan)
+    seen = [np.zeros(shape, int) for shape in run.shapes]
+    position = [0] * len(files)
+    for at in range(len(table)):
+        row, file = int(table.tensor[at]), int(table.file[at])
+        span = slice(table.box_start[at], table.box_start[at + 1])
+        box = (tuple(table.box_offsets[span]), tuple(table.box_sizes[span]))
+        expected = run.values(row)[slices(box)].ravel()
+        found = files[file][position[file] : position[file] + expected.size]
+        position[file] += expected.size
+        assert found.tolist() == expected.tolist()
+        itemsize = int(plan.merged.itemsizes[row])
+        assert table.byte_count[at] == expected.size * itemsize
+        assert table.byte_count[at] <= max(chunk_bytes, itemsize)
+        assert table.byte_start[at] % min(itemsize, 8) == 0
+        seen[row][slices(box)] += 1
+    assert all((counts == 1).all() for counts in seen)
+    for file in range(len(files)):
+        rows = np.flatnonzero(table.file == file)
+        ends = np.append(0, np.cumsum(table.byte_count[rows]))
+        assert table.byte_start[rows].tolist() == ends[:-1].tolist(), "a file has gaps"
+
+
+@settings(max_examples=200)
+@given(run=runs(), chunk_bytes=st.integers(1, 64), data=st.data())
+def test_a_wanted_box_is_read_from_where_its_elements_are(
+    run: Run, chunk_bytes: int, data: st.DataObject
+) -> None:
+    plan = plan_writes(run.structures(), chunk_bytes=chunk_bytes)
+    table, _ = written(run, plan)
+    order = np.argsort(table.tensor, kind="stable")
+    # plan_reads takes the table sorted by tensor, as the index is.
+    spans = [slice(table.box_start[at], table.box_start[at + 1]) for at in order]
+    table = ChunkTable(
+        table.tensor[order],
+        table.file[order],
+        table.byte_start[order],
+        table.byte_count[order],
+        table.digest[order],
+        np.append(0, np.cumsum([span.stop - span.start for span in spans])).astype(np.int64),
+        np.concatenate([table.box_offsets[span] for span in spans] or [np.zeros(0, np.int64)]),
+        np.concatenate([table.box_sizes[span] for span in spans] or [np.zeros(0, np.int64)]),
+    )
+    wants: list[tuple[int, Box]] = []
+    for _ in range(data.draw(st.integers(0, 4))):
+        row = data.draw(st.integers(0, len(run.shapes) - 1))
+        edges = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in run.shapes[row]]
+        wants.append((row, (tuple(a for a, _ in edges), tuple(b - a for a, b in edges))))
+    reads = plan_reads(
+        plan.merged.keys,
+        run.shapes,
+        table,
+        Wanted(
+            np.array([row for row, _ in wants], np.int64),
+            np.array([value for _, (offsets, _) in wants for value in offsets], np.int64),
+            np.array([value for _, (_, sizes) in wants for value in sizes], np.int64),
+        ),
+    )
+    results = [np.full(box[1], -1) for _, box in wants]
+    for part in range(len(reads.chunk)):
+        chunk, want = int(reads.chunk[part]), int(reads.want[part])
+        row, box = wants[want]
+        ndim = len(run.shapes[row])
+        span = slice(table.box_start[chunk], table.box_start[chunk + 1])
+        stored = run.values(row)[slices((table.box_offsets[span], table.box_sizes[span]))]
+        sizes = reads.sizes[part][:ndim]
+        source = stored[slices((reads.in_chunk[part][:ndim], sizes))]
+        target = slices((reads.in_want[part][:ndim], sizes))
+        assert (results[want][target] == -1).all(), "an element is read twice"
+        results[want][target] = source
+        assert reads.whole[part] == (source.shape == stored.shape)
+        start = int(reads.run_start[part])
+        numbered = np.arange(np.prod(box[1], dtype=int)).reshape(box[1])[target].ravel()
+        is_run = (np.diff(numbered) == 1).all()
+        assert (start >= 0) == is_run
+        if is_run:
+            assert start == numbered[0]
+    for (row, box), result in zip(wants, results, strict=True):
+        assert result.tolist() == run.values(row)[slices(box)].tolist()
+
+
+def test_replicas_are_shared_out_by_bytes() -> None:
+    shapes = [(64,)] * 6
+    whole = [(row, ((0,), (64,))) for row in range(6)]
+    plan = plan_writes(Run(shapes, ["float32"] * 6, [whole, whole, whole]).structures())
+    assert [int(part.byte_count.sum()) for part in plan.rank_plans()] == [512, 512, 512]
+
+
+@given(st.lists(st.sets(st.integers(0, 3), min_size=1), max_size=12), st.data())
+def test_a_box_is_written_by_one_of_its_holders(holders: list[set[int]], data: st.DataObject) -> None:
+    group = np.array([box for box, ranks in enumerate(holders) for _ in ranks], np.int64)
+    rank = np.array([rank for ranks in holders for rank in sorted(ranks)], np.int64)
+    sizes = np.array([data.draw(st.integers(1, 100)) for _ in holders], np.int64)
+    order = np.array(data.draw(st.permutations(range(len(group)))), np.int64)
+    group, rank = group[order], rank[order]
+    chosen = balance_writers(group, rank, sizes, 4)
+    assert group[chosen].tolist() == list(range(len(holders)))
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=30), st.integers(1, 5))
+def test_full_replicas_are_balanced_to_within_one_box(sizes: list[int], world_size: int) -> None:
+    group = np.repeat(np.arange(len(sizes)), world_size)
+    rank = np.tile(np.arange(world_size), len(sizes))
+    chosen = balance_writers(group, rank, np.array(sizes, np.int64), world_size)
+    load = np.bincount(rank[chosen], weights=sizes, minlength=world_size)
+    assert load.max() - load.min() <= max(sizes)
+
+
+def test_gap_names_key_box_and_holders() -> None:
+    run = Run([(4, 2)], ["float32"], [[(0, ((0, 0), (2, 2)))], [(0, ((2, 0), (1, 2)))]])
+    with pytest.raises(TilingError, match=r"'t0'.*gap.*\[3:4,0:2\].*ranks 0, 1") as caught:
+        plan_writes(run.structures())
+    assert caught.value.details["kind"] == "gap"
+    assert caught.value.details["box"] == [[3, 0], [1, 2]]
+
+
+def test_overlap_names_both_boxes() -> None:
+    run = Run([(4,)], ["float32"], [[(0, ((0,), (3,)))], [(0, ((2,), (2,)))]])
+    with pytest.raises(TilingError, match="overlap") as caught:
+        plan_writes(run.structures())
+    assert caught.value.details["holders"] == {"[0:3]": [0], "[2:4]": [1]}
+
+
+def test_out_of_bounds_is_named() -> None:
+    run = Run([(4,)], ["float32"], [[(0, ((0,), (5,)))]])
+    with pytest.raises(TilingError, match="out of bounds"):
+        plan_writes(run.structures())
+
+
+def test_a_tensor_that_nobody_holds_is_a_gap() -> None:
+    with pytest.raises(TilingError, match="no rank holds any of it"):
+        plan_writes(Run([(4,)], ["float32"], [[], []]).structures())
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [("float16", (4,)), ("float32", (5,))])
+def test_ranks_that_disagree_are_named(dtype: str, shape: tuple[int, ...]) -> None:
+    ours = Run([(4,)], ["float32"], [[(0, ((0,), (4,)))]]).structures()
+    theirs = Run([shape], [dtype], [[(0, ((0,), shape))]]).structures()
+    with pytest.raises(StructureError, match=r"rank 0 declares float32.*rank 1 declares"):
+        plan_writes(ours + theirs)
+
+
+def test_a_key_is_a_tensor_or_a_value_on_all_ranks() -> None:
+    tensor = Run([(4,)], ["float32"], [[(0, ((0,), (4,)))]]).structures()
+    value = Structure.build(TensorTable((), (), (), ()), ["t0"], [], [], [])
+    with pytest.raises(StructureError, match="a tensor on rank 0 and a plain value on rank 1"):
+        plan_writes([*tensor, value])
+
+
+def _tied(alias: str) -> Structure:
+    table = TensorTable(("a", "b"), ("float32",) * 2, ((4,), (4,)), ("", alias))
+    return Structure.build(table, [], [0, 1], [0, 0], [4, 4])
+
+
+def test_an_alias_is_stored_once() -> None:
+    plan = plan_writes([_tied("a"), _tied("a")])
+    assert plan.stored_keys == ["a"]
+    assert plan.merged.aliases == {"b": "a"}
+    assert int(plan.byte_count.sum()) == 16
+
+
+def test_an_alias_on_some_ranks_only_is_stored_on_its_own() -> None:
+    plan = plan_writes([_tied("a"), _tied("")])
+    assert plan.stored_keys == ["a", "b"]
+    assert int(plan.byte_count.sum()) == 32
+
+
+def test_plans_survive_the_wire() -> None:
+    run = Run([(4, 4), ()], ["float32", "int64"], [[(0, ((0, 0), (4, 4))), (1, ((), ()))]])
+    structure = run.structures()[0]
+    again = Structure.decode(structure.encode())
+    assert again.digest() == structure.digest()
+    part = plan_writes([structure]).rank_plans()[0]
+    copy = type(part).decode(part.encode())
+    assert copy.objects == part.objects == ("note",)
+    assert copy.byte_start.tolist() == part.byte_start.tolist()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"keys": ("x",)},
+        {"dtypes": ("float16",)},
+        {"shapes": ((2, 4),)},
+        {"aliases": ("y",)},
+    ],
+)
+def test_the_digest_sees_every_part_of_a_structure(change: dict[str, tuple]) -> None:
+    columns = {"keys": ("w",), "dtypes": ("float32",), "shapes": ((4, 2),), "aliases": ("",)}
+    base = Structure.build(TensorTable(**columns), ["o"], [0], [0, 0], [4, 2])
+    changed = Structure.build(TensorTable(**(columns | change)), ["o"], [0], [0, 0], [4, 2])
+    assert base.digest() != changed.digest()
+    other_box = Structure.build(TensorTable(**columns), ["o"], [0], [0, 0], [2, 2])
+    other_object = Structure.build(TensorTable(**columns), ["p"], [0], [0, 0], [4, 2])
+    assert len({base.digest(), other_box.digest(), other_object.digest()}) == 3
