@@ -1,0 +1,10 @@
+"""Where bytes are kept: create, read a range, list, delete and publish, on a local directory."""
+
+from __future__ import annotations
+
+from shardproof.storage.buffers import ALIGNMENT, aligned_buffer
+from shardproof.storage.interface import Sink, Storage
+from shardproof.storage.local import LocalStorage
+from shardproof.storage.names import check_name
+
+__all__ = ["ALIGNMENT", "LocalStorage", "Sink", "Storage", "aligned_buffer", "check_name"]

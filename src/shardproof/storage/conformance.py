@@ -1,0 +1,219 @@
+"""What every storage must do, as tests: subclass `StorageConformance` and give it a `storage` fixture.
+
+It needs pytest, which the package itself does not:
+
+    class TestMyStorage(StorageConformance):
+        @pytest.fixture
+        def storage(self, tmp_path):
+            return MyStorage(tmp_path)
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from shardproof.errors import AlreadyCommittedError, StorageError
+from shardproof.storage.buffers import ALIGNMENT, aligned_buffer
+from shardproof.storage.interface import Sink, Storage
+
+__all__ = ["StorageConformance"]
+
+_BAD_NAMES = ["", "/a", "../a", "a/../../b", "a//b", "./a", "a/", "a\0b", "..", "a/.", "\ud800"]
+
+
+def _write(storage: Storage, name: str, data: bytes) -> None:
+    sink = storage.create(name)
+    sink.write_at(0, memoryview(data))
+    sink.finish(len(data))
+
+
+class StorageConformance:
+    """Tests of the `Storage` protocol. A subclass provides an empty `storage` for each."""
+
+    def test_has_the_methods(self, storage: Storage) -> None:
+        assert isinstance(storage, Storage)
+        assert isinstance(storage.location, str)
+
+    def test_create_then_read(self, storage: Storage) -> None:
+        _write(storage, "shards/a/0", b"0123456789")
+        assert storage.size("shards/a/0") == 10
+        assert storage.read("shards/a/0") == b"0123456789"
+        assert storage.read("shards/a/0", 3) == b"3456789"
+        assert storage.read("shards/a/0", 3, 5) == b"34"
+        assert storage.read("shards/a/0", 10, 10) == b""
+
+    def test_an_empty_file(self, storage: Storage) -> None:
+        storage.create("empty").finish(0)
+        assert storage.size("empty") == 0
+        assert storage.read("empty") == b""
+
+    def test_create_is_exclusive(self, storage: Storage) -> None:
+        _write(storage, "a", b"first")
+        with pytest.raises(StorageError, match="a"):
+            storage.create("a")
+        assert storage.read("a") == b"first"
+
+    @pytest.mark.parametrize("start", [0, 1, ALIGNMENT, ALIGNMENT + 8])
+    @pytest.mark.parametrize("length", [0, 1, ALIGNMENT - 1, ALIGNMENT, 3 * ALIGNMENT, 3 * ALIGNMENT + 17])
+    @pytest.mark.parametrize("shift", [0, 8])
+    def test_ranges_of_any_alignment(self, storage: Storage, start: int, length: int, shift: int) -> None:
+        memory = aligned_buffer(shift + length)
+        memory[:] = bytes(i % 251 for i in range(shift + length))
+        sink = storage.create("a")
+        sink.write_at(start, memory[shift:])
+        sink.finish(start + length)
+        assert storage.read("a") == bytes(start) + bytes(memory[shift:])
+
+    def test_disjoint_ranges_from_many_threads(self, storage: Storage) -> None:
+        cuts = [0, 5, ALIGNMENT, 2 * ALIGNMENT + 1, 4 * ALIGNMENT, 8 * ALIGNMENT, 8 * ALIGNMENT + 3]
+        data = aligned_buffer(cuts[-1])
+        data[:] = bytes(i % 253 for i in range(len(data)))
+        sink = storage.create("a")
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda a, b: sink.write_at(a, data[a:b]), cuts[:-1], cuts[1:]))
+        sink.finish(len(data))
+        assert storage.read("a") == bytes(data)
+
+    def test_finish_sets_the_size(self, storage: Storage) -> None:
+        sink = storage.create("a")
+        sink.write_at(0, memoryview(b"0123456789"))
+        sink.finish(4)
+        assert storage.read("a") == b"0123"
+
+    def test_abort_leaves_nothing(self, storage: Storage) -> None:
+        sink: Sink = storage.create("shards/a")
+        sink.write_at(0, memoryview(b"0123456789"))
+        sink.abort()
+        sink.abort()
+        assert storage.size("shards/a") is None
+        _write(storage, "shards/a", b"again")
+        assert storage.read("shards/a") == b"again"
+
+    def test_abort_after_finish_does_nothing(self, storage: Storage) -> None:
+        sink = storage.create("a")
+        sink.finish(0)
+        sink.abort()
+        assert storage.size("a") == 0
+
+    def test_a_closed_sink_takes_nothing(self, storage: Storage) -> None:
+        sink = storage.create("a")
+        sink.finish(0)
+        with pytest.raises(StorageError):
+            sink.write_at(0, memoryview(b"late"))
+        with pytest.raises(StorageError):
+            sink.finish(4)
+
+    def test_read_into(self, storage: Storage) -> None:
+        _write(storage, "a", b"0123456789")
+        buffer = bytearray(4)
+        storage.read_into("a", 3, memoryview(buffer))
+        assert buffer == b"3456"
+        storage.read_into("a", 0, memoryview(bytearray()))
+
+    def test_short_reads_are_errors(self, storage: Storage) -> None:
+        _write(storage, "a", b"0123456789")
+        with pytest.raises(StorageError, match="short"):
+            storage.read("a", 5, 11)
+        with pytest.raises(StorageError, match="short"):
+            storage.read("a", 11)
+        with pytest.raises(StorageError, match="short"):
+            storage.read_into("a", 8, memoryview(bytearray(3)))
+
+    def test_missing_files(self, storage: Storage) -> None:
+        assert storage.size("a") is None
+        assert storage.size("a/b") is None
+        storage.delete("a")
+        with pytest.raises(StorageError) as read:
+            storage.read("a")
+        with pytest.raises(StorageError) as into:
+            storage.read_into("a", 0, memoryview(bytearray(1)))
+        assert read.value.details["missing"] and into.value.details["missing"]
+
+    def test_a_folder_is_no_file(self, storage: Storage) -> None:
+        _write(storage, "a/b", b"")
+        assert storage.size("a") is None
+        with pytest.raises(StorageError):
+            storage.read("a")
+
+    @pytest.mark.parametrize("name", _BAD_NAMES)
+    def test_names_stay_inside(self, storage: Storage, name: str) -> None:
+        for use in (
+            lambda: storage.create(name),
+            lambda: storage.publish(name, b""),
+            lambda: storage.read(name),
+            lambda: storage.read_into(name, 0, memoryview(bytearray(1))),
+            lambda: storage.size(name),
+            lambda: storage.delete(name),
+            lambda: storage.within(name),
+        ):
+            with pytest.raises(StorageError, match="cannot name a file"):
+                use()
+
+    def test_publish(self, storage: Storage) -> None:
+        storage.publish("run/manifest.json", b"one")
+        assert storage.read("run/manifest.json") == b"one"
+        with pytest.raises(AlreadyCommittedError):
+            storage.publish("run/manifest.json", b"two")
+        assert storage.read("run/manifest.json") == b"one"
+        storage.publish("run/manifest.json", b"three", replace=True)
+        assert storage.read("run/manifest.json") == b"three"
+        assert storage.list() == ["run/manifest.json"]
+
+    def test_publish_replace_needs_nothing_to_replace(self, storage: Storage) -> None:
+        storage.publish("a", b"one", replace=True)
+        assert storage.read("a") == b"one"
+
+    def test_one_publisher_of_many_wins(self, storage: Storage) -> None:
+        ready = threading.Barrier(8)
+
+        def publish(rank: int) -> bool:
+            ready.wait()
+            try:
+                storage.publish("manifest.json", b"%d" % rank * 1000)
+            except AlreadyCommittedError:
+                return False
+            return True
+
+        with ThreadPoolExecutor(8) as pool:
+            won = list(pool.map(publish, range(8)))
+        assert won.count(True) == 1
+        assert storage.read("manifest.json") == b"%d" % won.index(True) * 1000
+        assert storage.list() == ["manifest.json"]
+
+    def test_list(self, storage: Storage) -> None:
+        assert storage.list() == []
+        assert storage.list("shards") == []
+        for name in ("b", "shards/1", "shards/0", "shards/deep/er/2", "shards-more/3"):
+            _write(storage, name, b"")
+        assert storage.list() == ["b", "shards-more/3", "shards/0", "shards/1", "shards/deep/er/2"]
+        assert storage.list("shards") == ["shards/0", "shards/1", "shards/deep/er/2"]
+
+    def test_delete(self, storage: Storage) -> None:
+        _write(storage, "a/b/c", b"1")
+        _write(storage, "a/d", b"2")
+        storage.delete("a/b/c")
+        storage.delete("a/b/c")
+        assert storage.list() == ["a/d"]
+        storage.delete("a/d")
+        assert storage.list() == []
+        _write(storage, "a", b"a file where a folder was")
+
+    def test_within(self, storage: Storage) -> None:
+        part = storage.within("steps/1")
+        assert part.list() == []
+        _write(part, "shards/0", b"0")
+        part.publish("manifest.json", b"{}")
+        assert storage.list() == ["steps/1/manifest.json", "steps/1/shards/0"]
+        assert part.list() == ["manifest.json", "shards/0"]
+        assert part.location.startswith(storage.location)
+
+    def test_usable_after_close(self, storage: Storage) -> None:
+        _write(storage, "a", b"0123")
+        buffer = bytearray(4)
+        storage.read_into("a", 0, memoryview(buffer))
+        storage.close()
+        storage.read_into("a", 0, memoryview(buffer))
+        assert buffer == b"0123"

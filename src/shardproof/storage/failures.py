@@ -1,0 +1,44 @@
+"""Errors of the operating system, told to a person."""
+
+from __future__ import annotations
+
+import errno
+
+from shardproof.errors import StorageError
+
+__all__ = ["storage_error"]
+
+_ADVICE = {
+    errno.ENOSPC: "The disk is full: free space (`shardproof prune` removes leftovers), then save again.",
+    errno.EDQUOT: "The quota is used up: free space or ask for more, then save again.",
+    errno.EFBIG: "The file is larger than allowed: raise the limit (`ulimit -f`) or that of the file system.",
+    errno.EROFS: "The file system is mounted read-only: remount it or choose another place.",
+    errno.EACCES: "The process may not do this here: check owner and mode of the file and its folders.",
+    errno.EPERM: "The process may not do this here: check owner, mode and attributes of the file.",
+    errno.ENOENT: "There is no such file: check the path, and whether it is mounted on this node.",
+    errno.ENOTDIR: "A file stands where a folder is needed: check the path.",
+    errno.EISDIR: "A folder stands where a file is needed: check the path.",
+    errno.EEXIST: "There is already a file of this name: another save wrote it.",
+    errno.EIO: "The device failed: see the kernel log (`dmesg`), do not trust this disk.",
+    errno.ESTALE: "The file was removed or moved on the file server while it was open: try again.",
+    errno.EMFILE: "Too many open files: raise the limit (`ulimit -n`).",
+    errno.ENFILE: "Too many open files on this machine: raise `fs.file-max`.",
+    errno.ENAMETOOLONG: "The path is too long for this file system: choose a shorter one.",
+    errno.ELOOP: "The path has a circle of symbolic links: check it.",
+}
+
+
+def storage_error(cause: OSError, doing: str, path: str) -> StorageError:
+    """The error to raise from `cause`, which came up while `doing` ("write", "read") the file at `path`.
+
+    >>> error = storage_error(OSError(errno.ENOENT, "No such file or directory"), "read", "/runs/a/0")
+    >>> print(error)
+    cannot read /runs/a/0: No such file or directory (ENOENT). There is no such file: check the path, \
+and whether it is mounted on this node.
+    >>> error.details
+    {'file': '/runs/a/0', 'errno': 'ENOENT', 'missing': True}
+    """
+    code = cause.errno or 0
+    name = errno.errorcode.get(code, str(code))
+    text = f"cannot {doing} {path}: {cause.strerror or cause} ({name}). {_ADVICE.get(code, '')}".rstrip()
+    return StorageError(text, file=path, errno=name, missing=code == errno.ENOENT)

@@ -1,0 +1,82 @@
+"""What the rest of the package asks of a place that keeps bytes."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+__all__ = ["Sink", "Storage"]
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """A new file under construction. It exists for readers only as a name until `finish` has returned."""
+
+    def write_at(self, start: int, buffer: memoryview) -> None:
+        """Write the bytes of `buffer` at byte `start`. Several threads may write disjoint ranges at once."""
+        ...
+
+    def finish(self, size: int) -> None:
+        """Give the file `size` bytes, flush it and its directory entry to stable storage, close it."""
+        ...
+
+    def abort(self) -> None:
+        """Close and remove the file. After `finish`, or a second time, it does nothing. Never raises."""
+        ...
+
+
+@runtime_checkable
+class Storage(Protocol):
+    """Named byte sequences. Names are relative, with "/" between their parts (see `check_name`).
+
+    Every method raises `StorageError` with the file, the cause and what to do where the place refuses or
+    fails; a file that does not exist is an error with ``details["missing"]`` true.
+    """
+
+    @property
+    def location(self) -> str:
+        """The place, for messages."""
+        ...
+
+    def create(self, name: str) -> Sink:
+        """Begin a new file, with the folders on its way. A file of that name is a `StorageError`."""
+        ...
+
+    def publish(self, name: str, data: bytes, *, replace: bool = False) -> None:
+        """Make `data` appear under `name`: whole or not at all, on stable storage when this returns.
+
+        Raises:
+            AlreadyCommittedError: there is a file of that name and `replace` is false. Of several that
+                publish one name at a time, exactly one gets through.
+        """
+        ...
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Bytes `start` to `stop` (to the end if None) of the file as it is now. Fewer is an error."""
+        ...
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` from byte `start` on; fewer bytes is an error.
+
+        Meant for files that never change once they are finished: descriptors may be kept between calls.
+        """
+        ...
+
+    def size(self, name: str) -> int | None:
+        """Bytes of the file; None if there is no such file."""
+        ...
+
+    def list(self, prefix: str = "") -> list[str]:
+        """Sorted names of all files in the folder `prefix` and below, leftovers of `publish` included."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """Remove the file durably, and the folders this leaves empty. No such file: nothing to do."""
+        ...
+
+    def within(self, prefix: str) -> Storage:
+        """The part of this storage below the folder `prefix`, as a storage."""
+        ...
+
+    def close(self) -> None:
+        """Give back what is kept open. The storage stays usable."""
+        ...

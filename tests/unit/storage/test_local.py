@@ -1,0 +1,279 @@
+"""LocalStorage: the conformance suite, and what only a file system can do."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pathlib
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from shardproof.errors import AlreadyCommittedError, StorageError
+from shardproof.storage import ALIGNMENT, LocalStorage, aligned_buffer
+from shardproof.storage import durable as durable_module
+from shardproof.storage.conformance import StorageConformance
+
+
+class TestBestEffort(StorageConformance):
+    @pytest.fixture
+    def storage(self, tmp_path: pathlib.Path) -> LocalStorage:
+        return LocalStorage(tmp_path / "root")
+
+
+class TestBuffered(StorageConformance):
+    @pytest.fixture
+    def storage(self, tmp_path: pathlib.Path) -> LocalStorage:
+        return LocalStorage(tmp_path / "root", direct=False)
+
+
+class TestDirect(StorageConformance):
+    @pytest.fixture
+    def storage(self, tmp_path: pathlib.Path) -> LocalStorage:
+        storage = LocalStorage(tmp_path / "root", direct=True)
+        try:
+            storage.create("probe").abort()
+        except StorageError as error:
+            pytest.skip(f"no unbuffered files here: {error}")
+        return LocalStorage(tmp_path / "other", direct=True)
+
+
+def test_direct_where_it_works_falls_back_at_the_first_refused_write(tmp_path, monkeypatch):
+    storage = LocalStorage(tmp_path)
+    sink = storage.create("a")
+    if not sink.direct:
+        pytest.skip("no unbuffered files here")
+    real, direct = os.pwrite, sink._direct
+
+    def refuse(descriptor, data, start):
+        if descriptor == direct:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(descriptor, data, start)
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    data = aligned_buffer(2 * ALIGNMENT)
+    data[:] = b"x" * len(data)
+    sink.write_at(0, data)
+    assert not sink.direct
+    sink.finish(len(data))
+    assert storage.read("a") == bytes(data)
+
+
+def test_direct_falls_back_when_open_is_refused(tmp_path, monkeypatch):
+    real = os.open
+
+    def refuse(path, flags, *rest, **more):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    sink = LocalStorage(tmp_path).create("a")
+    assert not sink.direct
+    sink.write_at(0, aligned_buffer(ALIGNMENT))
+    sink.finish(ALIGNMENT)
+    with pytest.raises(StorageError, match="unbuffered"):
+        LocalStorage(tmp_path, direct=True).create("b")
+    assert LocalStorage(tmp_path).list() == ["a"]
+
+
+def test_finish_flushes_the_file_and_every_new_folder(tmp_path, monkeypatch):
+    flushed = _watch_flushes(monkeypatch)
+    LocalStorage(tmp_path / "run" / "step").create("shards/0").finish(0)
+    for folder in ("", "run", "run/step", "run/step/shards", "run/step/shards/0"):
+        assert str(tmp_path / folder) in flushed, folder
+
+
+def test_publish_flushes_before_and_after_the_name(tmp_path, monkeypatch):
+    storage = LocalStorage(tmp_path / "run")
+    (tmp_path / "run").mkdir()  # a peer that died before flushing it made it
+    events = _watch_flushes(monkeypatch)
+    real = os.link
+
+    def link(source, target):
+        events.append("link")
+        return real(source, target)
+
+    monkeypatch.setattr(os, "link", link)
+    storage.publish("manifest.json", b"{}")
+    at = events.index("link")
+    assert any(".tmp" in event for event in events[:at])
+    assert {str(tmp_path / "run"), str(tmp_path)} <= set(events[at:])
+
+
+def test_delete_is_durable(tmp_path, monkeypatch):
+    storage = LocalStorage(tmp_path)
+    storage.publish("a/b/c", b"")
+    flushed = _watch_flushes(monkeypatch)
+    storage.delete("a/b/c")
+    assert flushed == [str(tmp_path)]
+
+
+def test_a_failed_flush_leaves_no_file(tmp_path, monkeypatch):
+    storage = LocalStorage(tmp_path)
+    sink = storage.create("a")
+    monkeypatch.setattr(os, "fsync", _fail(errno.EIO, "Input/output error"))
+    with pytest.raises(StorageError, match="EIO") as caught:
+        sink.finish(0)
+    assert caught.value.details == {"file": str(tmp_path / "a"), "errno": "EIO", "missing": False}
+    with pytest.raises(StorageError, match="EIO"):
+        storage.publish("manifest.json", b"{}")
+    assert storage.list() == []
+
+
+def test_a_name_that_is_not_durable_is_taken_back(tmp_path, monkeypatch):
+    storage = LocalStorage(tmp_path)
+    real, calls = os.fsync, []
+
+    def fail_on_folders(descriptor):
+        calls.append(descriptor)
+        if len(calls) > 1:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail_on_folders)
+    with pytest.raises(StorageError, match="EIO"):
+        storage.publish("manifest.json", b"{}")
+    assert len(calls) == 2
+    assert storage.list() == []
+
+
+def test_publish_where_there_are_no_links(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "link", _fail(errno.EPERM, "Operation not permitted"))
+    storage = LocalStorage(tmp_path)
+    storage.publish("a", b"one")
+    with pytest.raises(AlreadyCommittedError):
+        storage.publish("a", b"two")
+    monkeypatch.setattr(durable_module.os.path, "exists", lambda path: False)
+    monkeypatch.setattr(pathlib.Path, "exists", lambda path: path.name != "a" and os.access(path, os.F_OK))
+    with pytest.raises(AlreadyCommittedError):
+        storage.publish("a", b"three")
+    assert storage.read("a") == b"one"
+    assert storage.list() == ["a"]
+
+
+def test_a_link_whose_answer_was_lost_counts(tmp_path, monkeypatch):
+    real = os.link
+
+    def link(source, target):
+        real(source, target)
+        raise FileExistsError(errno.EEXIST, "File exists")
+
+    monkeypatch.setattr(os, "link", link)
+    LocalStorage(tmp_path).publish("a", b"one")
+    assert LocalStorage(tmp_path).list() == ["a"]
+
+
+def test_a_full_disk_says_so(tmp_path, monkeypatch):
+    sink = LocalStorage(tmp_path, direct=False).create("a")
+    monkeypatch.setattr(os, "pwrite", _fail(errno.ENOSPC, "No space left on device"))
+    with pytest.raises(StorageError, match=r"a: No space left on device \(ENOSPC\)\. .*free space"):
+        sink.write_at(0, memoryview(b"x"))
+
+
+def test_a_file_size_limit_is_an_error_not_a_signal(tmp_path):
+    code = f"""
+import resource
+from shardproof.storage import LocalStorage, aligned_buffer
+from shardproof.errors import StorageError
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+sink = LocalStorage({str(tmp_path)!r}).create("a")
+try:
+    sink.write_at(0, aligned_buffer(1 << 20))
+except StorageError as error:
+    print(error.details["errno"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "EFBIG\n", done.stderr
+
+
+def test_a_pipe_in_the_way_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "manifest.json")
+    storage = LocalStorage(tmp_path)
+    assert storage.size("manifest.json") is None
+    with pytest.raises(StorageError, match="regular"):
+        storage.read("manifest.json")
+
+
+def test_a_file_where_a_folder_is_needed(tmp_path):
+    storage = LocalStorage(tmp_path)
+    storage.publish("shards", b"")
+    with pytest.raises(StorageError, match="ENOTDIR"):
+        storage.create("shards/0")
+    with pytest.raises(StorageError, match="ENOTDIR"):
+        storage.create("shards/0/1")
+    with pytest.raises(StorageError, match="ENOTDIR") as caught:
+        storage.publish("shards/0", b"")
+    assert not isinstance(caught.value, AlreadyCommittedError)
+    assert storage.size("shards/0") is None
+
+
+def test_links_in_a_circle(tmp_path):
+    (tmp_path / "loop").symlink_to(tmp_path)
+    storage = LocalStorage(tmp_path)
+    storage.publish("a", b"")
+    assert storage.list() == ["a"]
+
+
+def test_read_sees_a_replaced_file(tmp_path):
+    storage, other = LocalStorage(tmp_path), LocalStorage(tmp_path)
+    storage.publish("manifest.json", b"one")
+    buffer = bytearray(3)
+    storage.read_into("manifest.json", 0, memoryview(buffer))
+    other.publish("manifest.json", b"two", replace=True)
+    assert storage.read("manifest.json") == b"two"
+
+
+def test_descriptors_are_bounded_and_given_back(tmp_path):
+    storage = LocalStorage(tmp_path, direct=False)
+    before = len(os.listdir("/proc/self/fd"))
+    for i in range(200):
+        storage.create(f"{i}").finish(0)
+    for i in range(200):
+        storage.read_into(f"{i}", 0, memoryview(b""))
+    assert 0 < len(os.listdir("/proc/self/fd")) - before <= 64
+    storage.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 64
+
+
+def test_a_peer_that_removes_folders_does_not_stop_a_create(tmp_path, monkeypatch):
+    storage = LocalStorage(tmp_path)
+    real, losses = durable_module.make_folders, iter([True, True, False])
+
+    def make_and_lose(folder):
+        made = real(folder)
+        if next(losses):
+            os.rmdir(folder)
+        return made
+
+    monkeypatch.setattr(durable_module, "make_folders", make_and_lose)
+    storage.create("shards/0").finish(0)
+    assert storage.list() == ["shards/0"]
+
+
+def test_aligned_buffer_rejects_negative_sizes():
+    assert len(aligned_buffer(0)) == 0
+    with pytest.raises(ValueError, match="-1"):
+        aligned_buffer(-1)
+
+
+def _fail(code, text):
+    def fail(*args, **kwargs):
+        raise OSError(code, text)
+
+    return fail
+
+
+def _watch_flushes(monkeypatch) -> list[str]:
+    flushed: list[str] = []
+    real = os.fsync
+
+    def fsync(descriptor):
+        flushed.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        return real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    return flushed
