@@ -1,0 +1,115 @@
+"""What a manifest's records must fulfil beyond their types."""
+
+from __future__ import annotations
+
+import math
+import re
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from shardproof.dtypes import DTYPES
+from shardproof.errors import FormatError
+from shardproof.storage.names import name_fault
+
+if TYPE_CHECKING:
+    from shardproof.format.manifest import FileRecord, Manifest
+
+__all__ = ["MAX_NDIM", "check_manifest", "first_difference"]
+
+MAX_NDIM = 64
+"""Dimensions that a tensor may have."""
+
+_ATTEMPT = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")
+_HEX = re.compile(r"[0-9a-f]{32}")
+
+
+def check_manifest(manifest: Manifest, file: str) -> None:
+    """Raise FormatError unless the records of `manifest` fit each other and every number is in its range."""
+    fault = _head_fault(manifest) or _tensor_fault(manifest) or _key_fault(manifest) or _file_fault(manifest)
+    if fault is not None:
+        raise FormatError(f"{file}: {fault}.", file=file)
+
+
+def _head_fault(manifest: Manifest) -> str | None:
+    if not _ATTEMPT.fullmatch(manifest.attempt):
+        return f"the attempt {manifest.attempt!r} is not made of letters, digits, '.', '_' and '-'"
+    if manifest.step is not None and not 0 <= manifest.step < 2**63:
+        return f"the step is {manifest.step}, expected 0 or more"
+    if not 1 <= manifest.world_size < 2**31:
+        return f"the world size is {manifest.world_size}, expected 1 or more"
+    return None
+
+
+def _tensor_fault(manifest: Manifest) -> str | None:
+    # A shape's dimensions of 0 count as 1 here: then every product of a box inside the shape is in range.
+    most = {name: (2**63 - 1) // dtype.itemsize for name, dtype in DTYPES.items()}
+    for record in manifest.tensors:
+        limit = most.get(record.dtype)
+        if limit is None:
+            return f"tensor {record.key!r} has the unknown dtype {record.dtype!r}"
+        if len(record.shape) > MAX_NDIM:
+            return f"tensor {record.key!r} has {len(record.shape)} dimensions, at most {MAX_NDIM} are allowed"
+        if math.prod(record.shape) > limit or (0 in record.shape and _padded(record.shape) > limit):
+            return f"tensor {record.key!r} has the impossible shape {list(record.shape)}"
+    for one, two in pairwise(manifest.tensors):
+        if one.key >= two.key:
+            how = "is there twice" if one.key == two.key else "stands out of order"
+            return f"tensor {two.key!r} {how}"
+    return None
+
+
+def _padded(shape: tuple[int, ...]) -> int:
+    return math.prod([size or 1 for size in shape])
+
+
+def _key_fault(manifest: Manifest) -> str | None:
+    keys = {record.key for record in manifest.tensors}
+    for alias, target in manifest.aliases.items():
+        if alias in keys:
+            return f"{alias!r} is both a tensor and another name of {target!r}"
+        if target not in keys:
+            return f"{alias!r} is another name of {target!r}, which is no tensor"
+    for both in keys & manifest.objects.keys() or manifest.aliases.keys() & manifest.objects.keys():
+        return f"{both!r} is both a tensor and an object"
+    return None
+
+
+def _file_fault(manifest: Manifest) -> str | None:
+    names: set[str] = set()
+    for record in (*manifest.files, manifest.index):
+        fault = name_fault(record.name) or _record_fault(record)
+        if fault is not None:
+            return f"the file {record.name!r} cannot be: {fault}"
+        if record.name in names:
+            return f"the file {record.name!r} is there twice"
+        names.add(record.name)
+    for record in manifest.files:
+        if not 0 <= record.rank < manifest.world_size:
+            return f"the file {record.name!r} is of rank {record.rank} of {manifest.world_size}"
+    return None
+
+
+def _record_fault(record: FileRecord) -> str | None:
+    if not _HEX.fullmatch(record.digest):
+        return f"its digest {record.digest!r} is not 32 hexadecimal digits"
+    if record.data_start > record.size:
+        return f"its data begin at byte {record.data_start} of {record.size}"
+    return None
+
+
+def first_difference(written: Any, read: Any, path: str = "") -> str:
+    """Where two values differ first, and how, in words.
+
+    >>> first_difference({"metadata": {"loss": float("nan")}}, {"metadata": {"loss": None}})
+    'metadata.loss is nan and would be read as None'
+    """
+    if type(written) is type(read):
+        inner: Any = ()
+        if isinstance(written, dict) and written.keys() == read.keys():
+            inner = [(key, written[key], read[key]) for key in written]
+        elif isinstance(written, list | tuple) and len(written) == len(read):
+            inner = [(i, one, two) for i, (one, two) in enumerate(zip(written, read, strict=True))]
+        for key, one, two in inner:
+            if one != two:
+                return first_difference(one, two, f"{path}.{key}" if path else str(key))
+    return f"{path or 'it'} is {written!r:.200} and would be read as {read!r:.200}"

@@ -1,0 +1,141 @@
+"""The header of a safetensors file, read from a source that is not trusted."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from shardproof.errors import FormatError, StorageError
+from shardproof.format.checking import MAX_NDIM
+from shardproof.format.jsontext import decode_strictly
+from shardproof.storage.interface import Storage
+
+__all__ = ["MAX_HEADER", "HeaderEntry", "ShardHeader", "parse_header", "read_shard_header"]
+
+MAX_HEADER = 100_000_000
+"""Bytes of JSON that safetensors reads at most."""
+
+_LENGTH = 8
+_MAX_ENTRY = 8192
+_BITS = {
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+}
+
+_Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+HeaderEntry = tuple[str, str, tuple[int, ...], int, int]
+"""Name, safetensors' code of the type, shape, first byte in the file and the byte after the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardHeader:
+    """What the header of a safetensors file says."""
+
+    metadata: dict[str, str]
+    entries: list[HeaderEntry]
+    """In byte order. They fill the file from `data_start` to its end without a hole."""
+    data_start: int
+    raw: bytes
+    """The bytes before the data."""
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    dtype: str
+    shape: tuple[_Size, ...]
+    data_offsets: tuple[_Size, _Size]
+
+
+_MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_METADATA = msgspec.json.Decoder(dict[str, str])
+_ENTRIES = msgspec.json.Decoder(dict[str, _Entry])
+
+
+def read_shard_header(storage: Storage, name: str) -> ShardHeader:
+    """The header of the safetensors file `name`, wholly checked.
+
+    Raises:
+        FormatError: not what safetensors allows, or not fitting the file's size. No more is read or
+            allocated than the header has, which is at most `MAX_HEADER`, whatever it says.
+        StorageError: it cannot be read, or is not there.
+    """
+    size = storage.size(name)
+    if size is None:
+        raise StorageError(
+            f"{storage.location}/{name} is missing. Without it the checkpoint is not whole.",
+            file=name,
+            missing=True,
+        )
+    length = _header_length(storage.read(name, 0, min(size, _LENGTH)), size, name)
+    return parse_header(storage.read(name, 0, _LENGTH + length), size, name)
+
+
+def parse_header(data: bytes, size: int, file: str) -> ShardHeader:
+    """The header that `data` begins with.
+
+    Args:
+        data: the file's first bytes, at least those of the header.
+        size: bytes of the whole file.
+        file: for the messages.
+    """
+    data_start = _LENGTH + _header_length(data[:_LENGTH], size, file)
+    raw = data[:data_start]
+    text = raw[_LENGTH:]
+    if not text.startswith(b"{"):
+        raise FormatError(f"{file}: its header is no JSON object. It is no safetensors file.", file=file)
+    members = decode_strictly(_MEMBERS, text, file)
+    metadata = members.pop("__metadata__", None)
+    for name, member in members.items():
+        if len(memoryview(member)) > _MAX_ENTRY:
+            raise FormatError(f"{file}: the entry {name!r:.200} is longer than any can be.", file=file)
+    entries = decode_strictly(_ENTRIES, msgspec.json.encode(members), file)
+    ordered = sorted(entries.items(), key=lambda item: item[1].data_offsets)
+    found: list[HeaderEntry] = []
+    end = 0
+    for name, entry in ordered:
+        start, stop = entry.data_offsets
+        bits = _BITS.get(entry.dtype)
+        if bits is None:
+            raise FormatError(f"{file}: {name!r:.200} has the unknown type {entry.dtype!r:.50}.", file=file)
+        if len(entry.shape) > MAX_NDIM + 1 or math.prod(entry.shape) * bits != (stop - start) * 8:
+            raise FormatError(
+                f"{file}: {name!r:.200} of type {entry.dtype} and shape {list(entry.shape)!s:.200} cannot "
+                f"have {stop - start} bytes.",
+                file=file,
+            )
+        if start != end:
+            raise FormatError(
+                f"{file}: {name!r:.200} begins at byte {start} of the data, expected {end}.", file=file
+            )
+        end = stop
+        found.append((name, entry.dtype, entry.shape, data_start + start, data_start + stop))
+    if data_start + end != size:
+        raise FormatError(
+            f"{file}: {size} bytes, but its header speaks of {data_start + end}. "
+            "It was cut short or is another file.",
+            file=file,
+        )
+    texts = {} if metadata is None else decode_strictly(_METADATA, bytes(metadata), file)
+    return ShardHeader(metadata=texts, entries=found, data_start=data_start, raw=raw)
+
+
+def _header_length(first: bytes, size: int, file: str) -> int:
+    if len(first) < _LENGTH:
+        raise FormatError(f"{file}: {size} bytes, too short for a safetensors file.", file=file)
+    length = int.from_bytes(first, "little")
+    if length > min(MAX_HEADER, size - _LENGTH):
+        raise FormatError(
+            f"{file}: it says that its header has {length} bytes, but the file has {size} and a header at "
+            f"most {MAX_HEADER}. It was cut short or is no safetensors file.",
+            file=file,
+        )
+    return length

@@ -1,0 +1,185 @@
+"""The chunk index: the chunk table as columns of a safetensors file."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardproof.dtypes import DTYPES
+from shardproof.errors import FormatError
+from shardproof.format.digests import bytes_digest
+from shardproof.format.header import parse_header
+from shardproof.format.manifest import FORMAT_VERSION, Manifest, TensorRecord
+from shardproof.format.shards import encode_entries, shard_header
+from shardproof.planning.chunks import ChunkTable
+
+__all__ = ["decode_index", "encode_index"]
+
+_COLUMNS = {
+    "tensor": "I64",
+    "file": "I64",
+    "byte_start": "I64",
+    "byte_count": "I64",
+    "digest_hi": "U64",
+    "digest_lo": "U64",
+    "box_start": "I64",
+    "box_offsets": "I64",
+    "box_sizes": "I64",
+}
+_DTYPE = {"I64": np.dtype("<i8"), "U64": np.dtype("<u8")}
+
+
+def encode_index(table: ChunkTable) -> bytes:
+    """The bytes of the index file. The manifest's record of it holds their number and `bytes_digest`."""
+    columns = {name: getattr(table, name) for name in _COLUMNS if not name.startswith("digest")}
+    columns |= {"digest_hi": table.digest[:, 0], "digest_lo": table.digest[:, 1]}
+    data = [np.ascontiguousarray(columns[name], _DTYPE[code]) for name, code in _COLUMNS.items()]
+    counts = np.array([column.nbytes for column in data], np.int64)
+    entries = encode_entries(
+        list(_COLUMNS),
+        list(_COLUMNS.values()),
+        [column.shape for column in data],
+        np.cumsum(counts) - counts,
+        counts,
+    )
+    head = shard_header(entries, {"shardproof": json.dumps({"version": FORMAT_VERSION, "index": len(table)})})
+    return b"".join([head, *(column.data for column in data)])
+
+
+def decode_index(data: bytes, manifest: Manifest, file: str) -> ChunkTable:
+    """The chunk table in `data`, checked against the manifest.
+
+    Every row is in range: its tensor and file exist, its box lies inside the tensor, its bytes inside the
+    file and after the header, and there are as many as the box has. That boxes cover their tensors is for
+    the tiling proof to say.
+
+    Args:
+        data: all bytes of the index file.
+        manifest: it holds the size and the digest of `data`.
+        file: for the messages.
+
+    Raises:
+        FormatError: damaged, or not what format and manifest say.
+    """
+    if len(data) != manifest.index.size:
+        raise FormatError(
+            f"{file}: {len(data)} bytes, but the manifest says {manifest.index.size}. It was cut short or "
+            "belongs to another checkpoint; `shardproof repair` can write it again from the shard files.",
+            file=file,
+        )
+    found = bytes_digest(data)
+    if found != manifest.index.digest:
+        raise FormatError(
+            f"{file}: its bytes hash to {found}, but the manifest says {manifest.index.digest}. It is "
+            "damaged or belongs to another checkpoint; `shardproof repair` can write it again from the shard "
+            "files.",
+            file=file,
+        )
+    columns = _columns(data, file)
+    table = ChunkTable(
+        digest=np.stack([columns.pop("digest_hi"), columns.pop("digest_lo")], axis=1),
+        **columns,
+    )
+    fault = _length_fault(table) or _range_fault(table, manifest) or _box_fault(table, manifest)
+    if fault is not None:
+        raise FormatError(f"{file}: {fault}.", file=file)
+    return table
+
+
+def _columns(data: bytes, file: str) -> dict[str, NDArray[Any]]:
+    header = parse_header(data, len(data), file)
+    columns: dict[str, NDArray[Any]] = {}
+    for name, code, shape, start, _ in header.entries:
+        if _COLUMNS.get(name) != code or len(shape) != 1:
+            raise FormatError(
+                f"{file}: {name!r} of type {code} and shape {list(shape)} is no column.", file=file
+            )
+        columns[name] = np.frombuffer(data, _DTYPE[code], shape[0], start)
+    if columns.keys() != _COLUMNS.keys():
+        raise FormatError(
+            f"{file}: the columns {sorted(_COLUMNS.keys() - columns.keys())} are missing.", file=file
+        )
+    return columns
+
+
+def _length_fault(table: ChunkTable) -> str | None:
+    count = len(table.tensor)
+    columns = (table.file, table.byte_start, table.byte_count, table.digest)
+    if any(len(column) != count for column in columns) or len(table.box_start) != count + 1:
+        return "its columns differ in length"
+    if len(table.box_offsets) != len(table.box_sizes):
+        return "its boxes have more offsets than sizes, or fewer"
+    return None
+
+
+def _range_fault(table: ChunkTable, manifest: Manifest) -> str | None:
+    tensor, file = table.tensor, table.file
+    if not _within(tensor, len(manifest.tensors)):
+        return "a chunk is of a tensor that the manifest does not have"
+    if len(tensor) and (np.diff(tensor) < 0).any():
+        return "its chunks are not sorted by tensor"
+    if not _within(file, len(manifest.files)):
+        return "a chunk is in a file that the manifest does not have"
+    sizes = np.array([record.size for record in manifest.files], np.int64)
+    starts = np.array([record.data_start for record in manifest.files], np.int64)
+    if len(file):
+        room = sizes[file] - table.byte_start  # no overflow: sizes are not negative, see the first condition
+        bad = (table.byte_start < starts[file]) | (table.byte_count < 0) | (table.byte_count > room)
+        if bad.any():
+            row = int(bad.argmax())
+            return (
+                f"chunk {row} has the bytes {table.byte_start[row]} to "
+                f"{int(table.byte_start[row]) + int(table.byte_count[row])} of "
+                f"{manifest.files[file[row]].name}, whose data are the bytes "
+                f"{starts[file[row]]} to {sizes[file[row]]}"
+            )
+    return None
+
+
+def _within(column: NDArray[np.int64], count: int) -> bool:
+    return not len(column) or (int(column.min()) >= 0 and int(column.max()) < count)
+
+
+def _box_fault(table: ChunkTable, manifest: Manifest) -> str | None:
+    pointers, tensors = table.box_start, manifest.tensors
+    ndim_of = np.array([len(record.shape) for record in tensors], np.int64)
+    ndim = ndim_of[table.tensor] if len(table) else np.empty(0, np.int64)
+    if (
+        pointers[0] != 0
+        or pointers[-1] != len(table.box_sizes)
+        or (pointers[1:] - pointers[:-1] != ndim).any()
+    ):
+        return "the boxes do not have the dimensions of their tensors"
+    itemsize_of = np.array([DTYPES[record.dtype].itemsize for record in tensors], np.int64)
+    for dims in np.unique(ndim).tolist():
+        rows = np.flatnonzero(ndim == dims)
+        at = pointers[rows][:, None] + np.arange(dims)
+        offsets, sizes = table.box_offsets[at], table.box_sizes[at]
+        shapes = _shapes(tensors, ndim_of, dims)[table.tensor[rows]]
+        outside = ((offsets < 0) | (sizes < 0) | (offsets > shapes) | (sizes > shapes - offsets)).any(axis=1)
+        if outside.any():
+            row = int(outside.argmax())
+            return (
+                f"chunk {rows[row]} of {tensors[table.tensor[rows[row]]].key!r} has the box at "
+                f"{offsets[row].tolist()} of sizes {sizes[row].tolist()}, outside of {shapes[row].tolist()}"
+            )
+        nbytes = sizes.prod(axis=1, dtype=np.int64) * itemsize_of[table.tensor[rows]]
+        if (nbytes != table.byte_count[rows]).any():
+            row = int((nbytes != table.byte_count[rows]).argmax())
+            return (
+                f"chunk {rows[row]} of {tensors[table.tensor[rows[row]]].key!r} has {nbytes[row]} bytes, "
+                f"but its entry says {table.byte_count[rows[row]]}"
+            )
+    return None
+
+
+def _shapes(tensors: tuple[TensorRecord, ...], ndim: NDArray[np.int64], dims: int) -> NDArray[np.int64]:
+    """(tensors, dims) shapes of those with `dims` dimensions, at their rows; 0 elsewhere."""
+    shapes = np.zeros((len(tensors), dims), np.int64)
+    rows = np.flatnonzero(ndim == dims)
+    if len(rows) and dims:
+        shapes[rows] = [tensors[row].shape for row in rows.tolist()]
+    return shapes

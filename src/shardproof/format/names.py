@@ -1,0 +1,60 @@
+"""Names: of the files of a checkpoint, and of the chunks in a shard file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+__all__ = ["MANIFEST_NAME", "chunk_name", "index_name", "parse_chunk_name", "shard_name"]
+
+MANIFEST_NAME = "manifest.json"
+
+_CHUNK = re.compile(r"(.*)\[((?:[0-9]+:[0-9]+)(?:,[0-9]+:[0-9]+)*)?\]", re.DOTALL)
+
+
+def index_name(attempt: str) -> str:
+    """Name of the file that holds the chunk table.
+
+    It carries the attempt: while a save over a committed checkpoint goes on, the old one keeps its index.
+    """
+    return f"index-{attempt}.safetensors"
+
+
+def shard_name(rank: int, attempt: str) -> str:
+    """Name of the shard file that `rank` writes.
+
+    >>> shard_name(3, "5f0c")
+    'shards/00003-5f0c.safetensors'
+    """
+    return f"shards/{rank:05d}-{attempt}.safetensors"
+
+
+def chunk_name(key: str, offsets: Sequence[int], sizes: Sequence[int]) -> str:
+    """Name of the entry that holds a box of the tensor `key`: half-open ranges, one a dimension.
+
+    >>> chunk_name("model.w", (0, 4), (16, 4)), chunk_name("step", (), ())
+    ('model.w[0:16,4:8]', 'step[]')
+    """
+    return (
+        f"{key}[{','.join([f'{start}:{start + size}' for start, size in zip(offsets, sizes, strict=True)])}]"
+    )
+
+
+def parse_chunk_name(name: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    """Key, offsets and sizes of the box that `name` names.
+
+    Raises:
+        ValueError: it is no name that `chunk_name` gives.
+
+    >>> parse_chunk_name("model.w[0:16,4:8]")
+    ('model.w', (0, 4), (16, 4))
+    """
+    found = _CHUNK.fullmatch(name)
+    if found is not None and len(found[2] or "") < 4096:
+        key, box = found[1], found[2]
+        ranges = [part.split(":") for part in box.split(",")] if box else []
+        offsets = tuple(int(start) for start, _ in ranges)
+        sizes = tuple(int(stop) - int(start) for start, stop in ranges)
+        if all(size >= 0 for size in sizes) and chunk_name(key, offsets, sizes) == name:
+            return key, offsets, sizes
+    raise ValueError(f"{name!r} does not name a chunk: expected KEY[START:STOP,...]")

@@ -1,0 +1,126 @@
+"""Shard files: writing their headers, and reading the digests that they carry."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from shardproof.errors import FormatError
+from shardproof.format.header import MAX_HEADER, ShardHeader
+from shardproof.storage.interface import Storage
+
+__all__ = ["DATA_ALIGNMENT", "DIGESTS", "PADDING", "encode_entries", "read_chunk_digests", "shard_header"]
+
+DATA_ALIGNMENT = 4096
+"""Bytes, of which the data's first byte is a multiple."""
+
+PADDING = "@padding"
+"""Entry of zero bytes that aligns `DIGESTS`."""
+
+DIGESTS = "@digests"
+"""Last entry: U64 [n, 2], high and low half of the digests of the chunks before it, in byte order."""
+
+
+class _Entry(msgspec.Struct, gc=False):
+    dtype: str
+    shape: Sequence[int]
+    data_offsets: tuple[int, int]
+
+
+_ENCODER = msgspec.json.Encoder()
+
+
+def encode_entries(
+    names: Sequence[str],
+    codes: Sequence[str],
+    shapes: Sequence[Sequence[int]],
+    starts: NDArray[Any],
+    counts: NDArray[Any],
+) -> bytes:
+    """Entries of a safetensors header, as the inside of a JSON object.
+
+    It depends on the structure alone: the same plan, the same bytes.
+
+    Args:
+        names: of n entries.
+        codes: safetensors' codes of their types.
+        shapes: their shapes.
+        starts: (n,) int64, first byte of each, counted from the first byte of the data.
+        counts: (n,) int64, bytes.
+
+    Raises:
+        FormatError: two entries of one name, or a name that is not valid Unicode.
+
+    >>> encode_entries(["w[0:2]"], ["F32"], [(2,)], np.array([0]), np.array([8]))
+    b'"w[0:2]":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'
+    """
+    starts = np.asarray(starts, np.int64)
+    stops = (starts + counts).tolist()
+    offsets = zip(starts.tolist(), stops, strict=True)
+    entries = dict(zip(names, map(_Entry, codes, shapes, offsets), strict=True))
+    if len(entries) != len(names):
+        raise FormatError("a shard file would have two entries of one name.")
+    try:
+        return _ENCODER.encode(entries)[1:-1]
+    except UnicodeEncodeError as error:
+        raise FormatError(f"a key is not valid Unicode: {error}.") from error
+
+
+def shard_header(entries: bytes, metadata: dict[str, str]) -> bytes:
+    """All bytes of a shard file before its data, whose first byte comes at a multiple of `DATA_ALIGNMENT`.
+
+    Args:
+        entries: from `encode_entries`.
+        metadata: texts, the file's ``__metadata__``.
+
+    Raises:
+        FormatError: longer than any safetensors reader accepts.
+
+    >>> header = shard_header(b"", {"shardproof": "{}"})
+    >>> len(header), header[8:46]
+    (4096, b'{"__metadata__":{"shardproof":"{}"}}  ')
+    """
+    try:
+        head = b'{"__metadata__":' + _ENCODER.encode(metadata)
+    except UnicodeEncodeError as error:
+        raise FormatError(f"the metadata of a shard file is not valid Unicode: {error}.") from error
+    used = 8 + len(head) + bool(entries) + len(entries) + 1
+    length = -(-used // DATA_ALIGNMENT) * DATA_ALIGNMENT - 8
+    if length > MAX_HEADER:
+        raise FormatError(
+            f"the header of a shard file would have {length} bytes, but safetensors allows {MAX_HEADER}. "
+            "Save fewer or larger tensors and objects a rank."
+        )
+    parts = (length.to_bytes(8, "little"), head, b"," if entries else b"", entries, b"}")
+    return b"".join(parts) + b" " * (length + 8 - used)
+
+
+def read_chunk_digests(storage: Storage, name: str, header: ShardHeader) -> NDArray[np.uint64]:
+    """Digests of the chunks of the shard file `name`, as the file itself carries them.
+
+    Returns:
+        (n, 2) uint64, of the entries of `header` without the last ones, `PADDING` and `DIGESTS`.
+
+    Raises:
+        FormatError: there are none, their number is wrong, or the padding is not zero.
+    """
+    chunks = list(header.entries)
+    if not chunks or chunks[-1][0] != DIGESTS:
+        raise FormatError(f"{name}: its last entry is not {DIGESTS!r}. It is no shard file.", file=name)
+    _, code, shape, start, stop = chunks.pop()
+    if chunks and chunks[-1][0] == PADDING:
+        _, _, _, first, after = chunks.pop()
+        if after - first >= DATA_ALIGNMENT or any(storage.read(name, first, after)):
+            raise FormatError(f"{name}: the bytes {first} to {after} are padding, but not zero.", file=name)
+    if code != "U64" or shape != (len(chunks), 2):
+        raise FormatError(
+            f"{name}: {DIGESTS!r} is of type {code} and shape {list(shape)}, expected U64 and "
+            f"{[len(chunks), 2]}.",
+            file=name,
+        )
+    data = np.frombuffer(storage.read(name, start, stop), "<u8")
+    return data.reshape(-1, 2).astype(np.uint64, copy=False)
