@@ -1,0 +1,11 @@
+"""Where ranks meet: post, decide, answer, with deadlines and named culprits. No tensor data moves here."""
+
+from __future__ import annotations
+
+from shardproof.rendezvous.connecting import connect
+from shardproof.rendezvous.local import LocalRendezvous
+from shardproof.rendezvous.meetings import Meetings
+from shardproof.rendezvous.protocol import Decide, Rendezvous
+from shardproof.rendezvous.store import StoreRendezvous
+
+__all__ = ["Decide", "LocalRendezvous", "Meetings", "Rendezvous", "StoreRendezvous", "connect"]

@@ -1,0 +1,234 @@
+"""A rank's way to the store, in the terms of a meeting."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from shardproof.rendezvous.keys import MeetingKeys
+from shardproof.rendezvous.link import Link, patiently
+from shardproof.rendezvous.pulse import Pulse
+from shardproof.rendezvous.records import Record, cut, part_keys
+
+__all__ = ["Channel", "View"]
+
+_LONG_WAIT = timedelta(
+    hours=1
+)  # the client writes warnings when a wait times out: ours end because a key is set
+_BATCH = 256
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the store shows of a meeting: posts that came in, signs of life, the verdict once there is one."""
+
+    posts: Mapping[int, bytes]
+    signs: Mapping[int, bytes]
+    verdict: bytes | None
+
+
+class Channel:
+    """Two connections to the store: for requests answered at once, and for the one long wait of a meeting.
+
+    Every call is bounded by `patience` seconds and raises `LinkLost`. Between requests the first connection
+    posts this rank's signs of life.
+    """
+
+    def __init__(self, store: Any, name: str, rank: int, pulse: Pulse, patience: float) -> None:
+        self.patience = patience
+        self.pulse = pulse
+        self.rank = rank
+        self._name = name
+        self._root = ""
+        self._beat = _Beat(pulse)
+        self._requests = Link(store.clone, "shardproof-store", (self._beat, lambda: pulse.period))
+        self._waits = Link(store.clone, "shardproof-wait")
+        self._heard: dict[int, float] = {}
+        self._litter: list[tuple[int, list[str]]] = []
+
+    def join(self, number: int) -> MeetingKeys:
+        """The keys of a meeting.
+
+        A rank that joins the same store again under the same name gets another root: a process group that is
+        destroyed and made again may find the keys of its former life in a store that lived on.
+        """
+        if not self._root:
+            joined = f"{self._name}/joined/{self.rank}"
+            life = self._requests.call(lambda store: store.add(joined, 1), self.patience)
+            self._root = f"{self._name}/{life}"
+            self._beat.key = MeetingKeys(self._root, 0).beat(self.rank)
+        return MeetingKeys(self._root, number)
+
+    def post(self, keys: MeetingKeys, record: bytes, body: bytes, others: int) -> None:
+        """Post to the leader, and wake it if all `others` that it waits for are there."""
+        key = keys.post(self.rank)
+        self._litter.append((keys.number, [*self._write_parts(key, body), key]))
+
+        def request(store: Any) -> None:
+            store.set(key, record)
+            if store.add(keys.count, 1) == others:
+                store.set(keys.ready, b"1")
+
+        self._requests.call(request, self.patience)
+
+    def until_ready(self, keys: MeetingKeys) -> Future[None]:
+        """Done when all ranks have posted, or when `release` is called."""
+        return self._waits.submit(lambda store: _wait(store, keys.ready))
+
+    def until_verdict(self, keys: MeetingKeys) -> Future[None]:
+        """Done when there is a verdict."""
+        return self._waits.submit(lambda store: _wait(store, keys.wake))
+
+    def until_read(self, keys: MeetingKeys) -> Future[None]:
+        """Done when all ranks have read the verdict that asked for it."""
+        return self._waits.submit(lambda store: _wait(store, keys.all_read))
+
+    def acknowledge(self, keys: MeetingKeys, readers: int) -> None:
+        """Say that this rank has read its answer; does not wait. The last thing said about a meeting."""
+
+        def request(store: Any) -> None:
+            if store.add(keys.read, 1) == readers:
+                store.set(keys.all_read, b"1")
+
+        self._requests.submit(request)
+
+    def release(self, waiting: Future[None], key: str) -> None:
+        """End a wait that nobody needs any more."""
+        if not waiting.done():
+            self._requests.submit(lambda store: store.set(key, b"1"))
+
+    def look(self, keys: MeetingKeys, posts_of: Iterable[int], signs_of: Iterable[int]) -> View:
+        """What is there now, of those ranks."""
+        posts, signs = list(posts_of), list(signs_of)
+
+        def request(store: Any) -> View:
+            return View(
+                _present(store, {rank: keys.post(rank) for rank in posts}),
+                _present(store, {rank: keys.beat(rank) for rank in signs}),
+                store.get(keys.verdict) if store.check([keys.verdict]) else None,
+            )
+
+        return self._requests.call(request, self.patience)
+
+    def read(self, key: str) -> bytes:
+        """A value that is known to be there."""
+        return bytes(self._requests.call(lambda store: store.get(key), self.patience))
+
+    def body(self, key: str, record: Record) -> bytes:
+        """The bytes of the record at `key`, put together from its parts."""
+        if not record.parts:
+            return record.body
+        parts = []
+        for part in part_keys(key, record.parts):
+            parts.append(self.read(part))
+            self.pulse.tick()
+        body = b"".join(parts)
+        assert len(body) == record.size, f"{key}: {len(body)} bytes where {record.size} were written"
+        return body
+
+    def write_answer(self, keys: MeetingKeys, rank: int, record: bytes, body: bytes) -> None:
+        """Write what one rank is answered, ahead of the verdict."""
+        key = keys.answer(rank)
+        self._litter.append((keys.number, [*self._write_parts(key, body), key]))
+        self._requests.call(lambda store: store.set(key, record), self.patience)
+        self.pulse.tick()
+
+    def propose(self, keys: MeetingKeys, record: bytes, body: bytes = b"") -> bytes:
+        """End the meeting with this verdict, unless it has one; returns the verdict that stands."""
+        parts = self._write_parts(keys.verdict, body)
+        return patiently(self.propose_later(keys, record, parts), self.patience)
+
+    def propose_later(self, keys: MeetingKeys, record: bytes, parts: Sequence[str] = ()) -> Future[bytes]:
+        """The same without waiting for it, so that a store that hangs can take the verdict when it wakes."""
+        self._litter.append((keys.number, [*parts, *keys.shared]))
+
+        def request(store: Any) -> bytes:
+            standing = store.compare_set(keys.verdict, "", record)
+            store.set(keys.wake, b"1")
+            return bytes(standing)
+
+        return self._requests.submit(request)
+
+    def sweep(self, number: int) -> None:
+        """Delete what this rank wrote before meeting `number`, in which all have posted. Does not wait."""
+        old = [key for before, keys in self._litter if before < number for key in keys]
+        self._litter = [(before, keys) for before, keys in self._litter if before >= number]
+        for start in range(0, len(old), _BATCH):
+            batch = old[start : start + _BATCH]
+            self._requests.submit(partial(_delete, batch))
+
+    def heard(self, rank: int) -> None:
+        """A rank showed a sign of life just now."""
+        self._heard[rank] = time.monotonic()
+
+    def last_heard(self, rank: int) -> float | None:
+        """Seconds since a rank was heard; None if it never was."""
+        return time.monotonic() - self._heard[rank] if rank in self._heard else None
+
+    def close(self) -> None:
+        """End both connections."""
+        self._requests.close()
+        self._waits.close()
+
+    def _write_parts(self, key: str, body: bytes) -> list[str]:
+        written = []
+        for part_key, part in cut(key, body):
+            self._requests.call(partial(_set, part_key, part), self.patience)
+            self.pulse.tick()
+            written.append(part_key)
+        return written
+
+
+class _Beat:
+    """Posts this rank's signs of life, when there is news and it is known where."""
+
+    def __init__(self, pulse: Pulse) -> None:
+        self._pulse = pulse
+        self.key = ""
+
+    def __call__(self, store: Any) -> None:
+        if self.key and (news := self._pulse.news()) is not None:
+            store.set(self.key, news)
+
+
+def _set(key: str, value: bytes, store: Any) -> None:
+    store.set(key, value)
+
+
+def _delete(keys: Sequence[str], store: Any) -> None:
+    for key in keys:
+        store.delete_key(key)
+
+
+def _wait(store: Any, key: str) -> None:
+    while True:
+        began = time.monotonic()
+        try:
+            store.wait([key], _LONG_WAIT)
+            return
+        except RuntimeError:
+            # A timeout and a lost connection look alike in older stores; only the first takes its time.
+            if time.monotonic() - began < 0.9 * _LONG_WAIT.total_seconds():
+                raise
+
+
+def _present(store: Any, keys: Mapping[int, str]) -> dict[int, bytes]:
+    """The values of those keys that exist, found by halving: few requests if few are missing."""
+    found: list[int] = []
+    groups = [list(keys)] if keys else []
+    while groups:
+        group = groups.pop()
+        if store.check([keys[rank] for rank in group]):
+            found += group
+        elif len(group) > 1:
+            groups += [group[: len(group) // 2], group[len(group) // 2 :]]
+    values: dict[int, bytes] = {}
+    for start in range(0, len(found), _BATCH):
+        batch = found[start : start + _BATCH]
+        values.update(zip(batch, map(bytes, store.multi_get([keys[rank] for rank in batch])), strict=True))
+    return values

@@ -1,0 +1,125 @@
+"""The rendezvous of this process, found without being told."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+from shardproof.rendezvous.local import LocalRendezvous
+from shardproof.rendezvous.protocol import Rendezvous
+from shardproof.rendezvous.store import StoreRendezvous
+from shardproof.rendezvous.verdicts import store_lost
+
+__all__ = ["connect"]
+
+_DEADLINE = 300.0
+
+
+def connect(*, deadline: float | None = None) -> Rendezvous:
+    """The place where the ranks of this job meet.
+
+    It is, in this order: the store of the default process group, if that is initialised (its collectives stay
+    unused); the store that torchrun serves, or that `MASTER_ADDR` and `MASTER_PORT` name, if the environment
+    tells of more than one rank; otherwise this process alone. One process has one rendezvous for each store,
+    and all callers share it, so that ranks stay in step whoever meets.
+
+    Args:
+        deadline: seconds of silence after which a rank is given up (300 unless told); holds from now on for
+            all who share the rendezvous.
+
+    Raises:
+        RankSilent: the store that the environment names cannot be reached within the deadline.
+        ValueError: the environment names ranks but is incomplete.
+
+    >>> connect().world_size
+    1
+    """
+    group = _process_group()
+    if group is not None:
+        store, rank, world_size = group
+        # A clone is a client only: the group's own server ends when the group is destroyed, as it would
+        # without us.
+        return _shared.get(
+            store,
+            deadline,
+            lambda seconds: StoreRendezvous(store.clone(), rank, world_size, deadline=seconds),
+        )
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "MASTER_ADDR" in os.environ:
+        return _shared.get(None, deadline, lambda seconds: _from_environment(os.environ, seconds))
+    return LocalRendezvous(deadline=deadline or _DEADLINE)
+
+
+def _process_group() -> tuple[Any, int, int] | None:
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store(), dist.get_rank(), dist.get_world_size()
+
+
+def _from_environment(environment: Mapping[str, str], deadline: float) -> StoreRendezvous:
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    try:
+        rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    except KeyError as missing:
+        raise ValueError(
+            f"WORLD_SIZE and MASTER_ADDR are set but {missing.args[0]} is not: start with torchrun, set "
+            "all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or pass a rendezvous"
+        ) from None
+    served_by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        # multi_tenant: a process group that is initialised later shares the server on the same port.
+        store: Any = TCPStore(
+            host,
+            port,
+            world_size,
+            is_master=rank == 0 and not served_by_agent,
+            timeout=timedelta(seconds=deadline),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except Exception as error:
+        text = f"{host}:{port}, {type(error).__name__}: " + str(error).strip().split("\n", 1)[0]
+        raise store_lost("connecting", "connect", text, None) from error
+    if served_by_agent:
+        # Workers that torchrun started again must not find what the former ones wrote.
+        store = PrefixStore(f"/worker/attempt_{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return StoreRendezvous(store, rank, world_size, deadline=deadline)
+
+
+class _Shared:
+    """The rendezvous of this process, by store: two for one store would number their meetings apart."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: list[tuple[weakref.ref[Any] | None, StoreRendezvous]] = []
+
+    def get(
+        self, store: Any, deadline: float | None, make: Callable[[float], StoreRendezvous]
+    ) -> StoreRendezvous:
+        """The rendezvous at this store (None: the environment's), made if there is none that can be used."""
+        with self._lock:
+            self._known = [
+                (reference, known)
+                for reference, known in self._known
+                if not known.closed and (reference is None or reference() is not None)
+            ]
+            for reference, known in self._known:
+                if (reference() if reference is not None else None) is store:
+                    if deadline is not None:
+                        known.deadline = deadline
+                    return known
+            made = make(_DEADLINE if deadline is None else deadline)
+            self._known.append((None if store is None else weakref.ref(store), made))
+            return made
+
+
+_shared = _Shared()

@@ -1,0 +1,71 @@
+"""The names of a meeting's keys in the store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["MeetingKeys", "beat_key"]
+
+
+def beat_key(root: str, rank: int) -> str:
+    """Where a rank posts its signs of life, whatever the meeting."""
+    return f"{root}/beat/{rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class MeetingKeys:
+    """Keys of one meeting. A record's parts stand below the record's key, see `records.cut`.
+
+    >>> MeetingKeys("shardproof/4/1", 7).post(3)
+    'shardproof/4/1/7/post/3'
+    """
+
+    root: str
+    number: int
+
+    def post(self, rank: int) -> str:
+        """What a rank posted."""
+        return f"{self.root}/{self.number}/post/{rank}"
+
+    def answer(self, rank: int) -> str:
+        """What a rank is answered, where every rank has an answer of its own."""
+        return f"{self.root}/{self.number}/answer/{rank}"
+
+    def beat(self, rank: int) -> str:
+        """Where a rank posts its signs of life."""
+        return beat_key(self.root, rank)
+
+    @property
+    def shared(self) -> list[str]:
+        """The keys that belong to no single rank."""
+        return [self.count, self.ready, self.verdict, self.wake, self.read, self.all_read]
+
+    @property
+    def count(self) -> str:
+        """How many ranks have posted."""
+        return f"{self.root}/{self.number}/count"
+
+    @property
+    def ready(self) -> str:
+        """Set by the rank that posts last: the leader wakes."""
+        return f"{self.root}/{self.number}/ready"
+
+    @property
+    def verdict(self) -> str:
+        """How the meeting ended. Set once, by compare-and-set."""
+        return f"{self.root}/{self.number}/verdict"
+
+    @property
+    def read(self) -> str:
+        """How many ranks have read the verdict."""
+        return f"{self.root}/{self.number}/read"
+
+    @property
+    def all_read(self) -> str:
+        """Set by the rank that reads the verdict last: the leader, and the store with it, may go."""
+        return f"{self.root}/{self.number}/all read"
+
+    @property
+    def wake(self) -> str:
+        """Set after the verdict: everybody wakes. Compare-and-set does not wake waiters in every server."""
+        return f"{self.root}/{self.number}/wake"

@@ -1,0 +1,108 @@
+"""One connection to the store with a thread of its own."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeAlias, TypeVar
+
+__all__ = ["Link", "LinkLost", "patiently"]
+
+Answer = TypeVar("Answer")
+Idle: TypeAlias = "tuple[Callable[[Any], None], Callable[[], float]]"
+
+
+class LinkLost(Exception):
+    """The store refused a request, closed the connection, or does not answer."""
+
+
+class Link:
+    """Runs requests on one connection, in order, so that no other thread is ever inside the store's client.
+
+    The client holds a lock while it waits for the server, and it waits without limit for a server that is
+    stopped. Callers therefore wait for a future, which they can give up, and which Ctrl-C interrupts. The
+    thread is a daemon: a request that never returns does not keep the process alive.
+
+    Args:
+        open_connection: makes the connection; called on the link's thread, and kept no longer than that.
+        name: of the thread.
+        idle: what to do with the connection between requests, and how many seconds apart.
+    """
+
+    def __init__(self, open_connection: Callable[[], Any], name: str, idle: Idle | None = None) -> None:
+        self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=_serve, args=([open_connection], self._requests, idle), name=name, daemon=True
+        )
+        self._thread.start()
+
+    def submit(self, request: Callable[[Any], Answer]) -> Future[Answer]:
+        """Run a request when those before it are done. Nobody has to wait for it."""
+        future: Future[Answer] = Future()
+        self._requests.put((request, future))
+        return future
+
+    def call(self, request: Callable[[Any], Answer], patience: float) -> Answer:
+        """Run a request and wait for its result.
+
+        Raises:
+            LinkLost: it failed, or had no result after `patience` seconds.
+        """
+        return patiently(self.submit(request), patience)
+
+    def close(self, patience: float = 1.0) -> None:
+        """End the thread once the requests before are done; wait for that, but not for long."""
+        self._requests.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join(patience)
+
+
+_Request: TypeAlias = "tuple[Callable[[Any], Any], Future[Any]]"
+
+
+def patiently(future: Future[Answer], patience: float, steps: int = 8) -> Answer:
+    """The future's result, waited for in steps: a waiter that is stopped loses one step of its patience."""
+    for _ in range(steps):
+        try:
+            return future.result(patience / steps)
+        except Exception as error:
+            if future.done() and future.exception() is error:
+                text = str(error).strip().split("\n", 1)[0]
+                raise LinkLost(f"{type(error).__name__}: {text}") from error
+    raise LinkLost(f"no answer for {patience:.1f} s")
+
+
+def _serve(
+    opener: list[Callable[[], Any]], requests: queue.SimpleQueue[_Request | None], idle: Idle | None
+) -> None:
+    connection = None
+    last = time.monotonic()
+    while True:
+        try:
+            item = requests.get(
+                timeout=None if idle is None else max(last + idle[1]() - time.monotonic(), 0.0)
+            )
+        except queue.Empty:
+            pass
+        else:
+            if item is None:
+                return
+            request, future = item
+            try:
+                if connection is None:
+                    connection = opener[0]()
+                    opener.clear()
+                future.set_result(request(connection))
+            except BaseException as error:
+                future.set_exception(error)
+            del item, request, future  # keep nothing alive while waiting for the next one
+        if idle is not None and time.monotonic() - last >= idle[1]():
+            last = time.monotonic()
+            if connection is not None:
+                try:
+                    idle[0](connection)
+                except Exception:
+                    pass  # a lost connection shows in the next request, which has somebody to tell

@@ -1,0 +1,301 @@
+"""One meeting: what the leader does, and what everybody else does. See the note in `store`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from dataclasses import dataclass
+
+from shardproof.errors import RankFailure, RankSilent, ShardproofError
+from shardproof.rendezvous import verdicts
+from shardproof.rendezvous.channel import Channel
+from shardproof.rendezvous.keys import MeetingKeys
+from shardproof.rendezvous.link import LinkLost, patiently
+from shardproof.rendezvous.protocol import Decide
+from shardproof.rendezvous.pulse import describe
+from shardproof.rendezvous.records import Record, pack, unpack
+from shardproof.rendezvous.watch import Watch
+
+__all__ = ["Meeting", "PassedOver", "attend"]
+
+# Kinds of records. A post is BYTES or ERROR. A verdict is ALL (one answer), EACH (one a rank), ERROR, or
+# GIVEN_UP: an error that was decided before every rank had posted.
+_LONGEST_STAY = 10.0
+BYTES, ERROR, ALL, EACH, GIVEN_UP = "bytes", "error", "all", "each", "given up"
+
+
+class PassedOver(Exception):
+    """This meeting was given up without this rank and was about something else: go on to the next one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What ranks meet for."""
+
+    number: int
+    world_size: int
+    operation: str
+    phase: str
+    deadline: float
+
+    stays: bool
+    """Whether the leader waits until its verdict has been read: the store may end with its process."""
+
+    def record(self, kind: str, body: bytes, readers: int = 0) -> bytes:
+        """A record of this meeting."""
+        return pack(self.operation, self.phase, kind, body, readers if self.stays else 0)
+
+
+def attend(channel: Channel, meeting: Meeting, post: bytes | BaseException, decide: Decide) -> bytes:
+    """Take part in a meeting, leading it as rank 0; returns the answer or raises the common error."""
+    channel.pulse.enter(meeting.phase)
+    cause = post if isinstance(post, BaseException) else None
+    keys = None
+    try:
+        keys = channel.join(meeting.number)
+        if channel.rank == 0:
+            return _lead(channel, meeting, keys, post, decide)
+        return _follow(channel, meeting, keys, post)
+    except LinkLost as lost:
+        error = verdicts.store_lost(meeting.operation, meeting.phase, str(lost), channel.last_heard(0))
+        if keys is not None:
+            # A store that only slept finds this verdict when it wakes.
+            channel.propose_later(keys, meeting.record(GIVEN_UP, _wire(error)))
+        raise error from (cause or lost)
+    except ShardproofError as error:
+        if cause is not None:
+            raise error from cause
+        raise
+    finally:
+        channel.pulse.leave()
+
+
+def _follow(channel: Channel, meeting: Meeting, keys: MeetingKeys, post: bytes | BaseException) -> bytes:
+    kind, body = _as_post(post)
+    channel.post(keys, meeting.record(kind, body), body, others=meeting.world_size - 1)
+    waiting = channel.until_verdict(keys)
+    watch = Watch([0], time.monotonic(), 2 * channel.pulse.period)
+    try:
+        verdict = None
+        while verdict is None:
+            if _is_over(waiting, channel.pulse.period):
+                verdict = channel.read(keys.verdict)
+                break
+            channel.pulse.tick()
+            view = channel.look(keys, posts_of=[], signs_of=[0])
+            verdict = view.verdict
+            _observe(channel, watch, view.signs)
+            if verdict is None and watch.silent(meeting.deadline):
+                error = _silence(channel, meeting, watch, [0])
+                verdict = channel.propose(keys, meeting.record(GIVEN_UP, _wire(error)))
+    finally:
+        channel.release(waiting, keys.wake)
+    return _answer(channel, meeting, keys, verdict)
+
+
+def _lead(
+    channel: Channel, meeting: Meeting, keys: MeetingKeys, post: bytes | BaseException, decide: Decide
+) -> bytes:
+    try:
+        found = _collect(channel, meeting, keys, post)
+        if isinstance(found, bytes):
+            outcome, ours, verdict = _Outcome(), b"", found
+        else:
+            outcome = _conclude(channel, meeting, found, decide)
+            ours, verdict = _publish(channel, meeting, keys, outcome)
+        if unpack(verdict).readers > 0:
+            _stay(channel, meeting, keys)
+        if verdict == ours and outcome.error is None:
+            channel.sweep(meeting.number)
+            return outcome.answer if outcome.answers is None else outcome.answers[0]
+        try:
+            return _answer(channel, meeting, keys, verdict)
+        except ShardproofError as error:
+            if outcome.cause is not None:
+                raise error from outcome.cause
+            raise
+    except (LinkLost, ShardproofError, PassedOver):
+        raise
+    except BaseException as error:  # Ctrl-C: the others need not wait for a deadline to learn it
+        gone = verdicts.failure(
+            meeting.operation, meeting.phase, meeting.world_size, {0: verdicts.cause_text(error)}
+        )
+        channel.propose_later(keys, meeting.record(GIVEN_UP, _wire(gone)))
+        raise
+
+
+def _collect(
+    channel: Channel, meeting: Meeting, keys: MeetingKeys, post: bytes | BaseException
+) -> dict[int, Record] | bytes:
+    """All posts by rank, or the verdict that stands because the meeting was given up."""
+    kind, body = _as_post(post)
+    posts = {0: Record(meeting.operation, meeting.phase, kind, body)}
+    if meeting.world_size == 1:
+        return posts
+    watch = Watch(range(1, meeting.world_size), time.monotonic(), 2 * channel.pulse.period)
+    waiting = channel.until_ready(keys)
+    failed_at = time.monotonic() if kind == ERROR else None
+    try:
+        while watch.ranks:
+            _is_over(waiting, channel.pulse.period)
+            channel.pulse.tick()
+            view = channel.look(keys, posts_of=watch.ranks, signs_of=[] if waiting.done() else watch.ranks)
+            if view.verdict is not None:
+                return view.verdict
+            for rank, value in view.posts.items():
+                posts[rank] = unpack(value)
+                watch.arrived(rank)
+                channel.heard(rank)
+                if posts[rank].kind == ERROR and failed_at is None:
+                    failed_at = time.monotonic()
+            _observe(channel, watch, view.signs)
+            silent = watch.silent(meeting.deadline)
+            # Once a rank has failed there is no success to wait for: others get a deadline to add their
+            # causes.
+            late = failed_at is not None and time.monotonic() - failed_at >= meeting.deadline
+            if watch.ranks and (silent or late):
+                error: ShardproofError
+                if failed_at is not None:
+                    error = _failure(channel, meeting, keys, posts, silent)
+                else:
+                    error = _silence(channel, meeting, watch, silent)
+                verdict = meeting.record(GIVEN_UP, _wire(error), readers=len(posts) - 1)
+                return channel.propose(keys, verdict, _wire(error))
+    finally:
+        channel.release(waiting, keys.ready)
+    for rank, record in posts.items():
+        if record.parts:
+            posts[rank] = Record(
+                record.operation, record.phase, record.kind, channel.body(keys.post(rank), record)
+            )
+    return posts
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What the leader has decided: an error, one answer, or one answer a rank."""
+
+    error: ShardproofError | None = None
+    cause: BaseException | None = None
+    answer: bytes = b""
+    answers: tuple[bytes, ...] | None = None
+
+
+def _conclude(channel: Channel, meeting: Meeting, posts: Mapping[int, Record], decide: Decide) -> _Outcome:
+    causes = {rank: post.body.decode() for rank, post in posts.items() if post.kind == ERROR}
+    if causes:
+        phase = posts[min(causes)].phase
+        return _Outcome(verdicts.failure(meeting.operation, phase, meeting.world_size, causes))
+    purposes = {rank: (post.operation, post.phase) for rank, post in posts.items()}
+    if len(set(purposes.values())) > 1:
+        return _Outcome(verdicts.disagreement(purposes))
+    channel.pulse.decide(True)
+    try:
+        answer = decide([posts[rank].body for rank in range(meeting.world_size)])
+        if isinstance(answer, bytes | bytearray | memoryview):
+            return _Outcome(answer=bytes(answer))
+        answers = tuple(bytes(one) for one in answer)
+        if len(answers) != meeting.world_size:
+            raise ValueError(f"{len(answers)} answers for {meeting.world_size} ranks")
+        return _Outcome(answers=answers)
+    except ShardproofError as error:
+        return _Outcome(error=error, cause=error)
+    except BaseException as error:
+        causes = {0: verdicts.cause_text(error)}
+        return _Outcome(verdicts.failure(meeting.operation, meeting.phase, meeting.world_size, causes), error)
+    finally:
+        channel.pulse.decide(False)
+
+
+def _publish(channel: Channel, meeting: Meeting, keys: MeetingKeys, outcome: _Outcome) -> tuple[bytes, bytes]:
+    """The verdict that this rank proposes, and the one that stands."""
+    if outcome.error is not None:
+        kind, body = ERROR, _wire(outcome.error)
+    elif outcome.answers is not None:
+        kind, body = EACH, b""
+        for rank, answer in enumerate(outcome.answers[1:], start=1):
+            channel.write_answer(keys, rank, meeting.record(ALL, answer), answer)
+    else:
+        kind, body = ALL, outcome.answer
+    ours = meeting.record(kind, body, readers=meeting.world_size - 1)
+    return ours, channel.propose(keys, ours, body) if meeting.world_size > 1 else ours
+
+
+def _stay(channel: Channel, meeting: Meeting, keys: MeetingKeys) -> None:
+    """Wait until all who live have read the verdict; not for ever, for it stands whoever reads it."""
+    waiting = channel.until_read(keys)
+    _is_over(waiting, min(meeting.deadline, _LONGEST_STAY))
+    channel.release(waiting, keys.all_read)
+
+
+def _answer(channel: Channel, meeting: Meeting, keys: MeetingKeys, verdict: bytes) -> bytes:
+    """This rank's part of a verdict."""
+    channel.heard(0)
+    key, record = keys.verdict, unpack(verdict)
+    readers = record.readers
+    if record.kind == GIVEN_UP:
+        if (record.operation, record.phase) != (meeting.operation, meeting.phase):
+            raise PassedOver
+    else:
+        channel.sweep(meeting.number)
+    if record.kind == EACH:
+        key = keys.answer(channel.rank)
+        record = unpack(channel.read(key))
+    body = channel.body(key, record)
+    if readers > 0 and channel.rank != 0:
+        channel.acknowledge(keys, readers)
+    if record.kind in (ERROR, GIVEN_UP):
+        raise ShardproofError.from_wire(json.loads(body))
+    return body
+
+
+def _is_over(waiting: Future[None], seconds: float) -> bool:
+    """Whether the wait ends within so many seconds."""
+    try:
+        waiting.result(seconds)
+    except NotYet:
+        return False
+    except Exception:
+        patiently(waiting, seconds)  # tells why
+    return True
+
+
+def _observe(channel: Channel, watch: Watch, signs: Mapping[int, bytes]) -> None:
+    watch.step(time.monotonic())
+    for rank, sign in signs.items():
+        if watch.observe(rank, sign):
+            channel.heard(rank)
+
+
+def _silence(channel: Channel, meeting: Meeting, watch: Watch, ranks: Iterable[int]) -> RankSilent:
+    ranks = list(ranks)
+    return verdicts.silence(
+        meeting.operation,
+        meeting.phase,
+        meeting.world_size,
+        meeting.deadline,
+        {rank: channel.last_heard(rank) for rank in ranks},
+        {rank: describe(watch.sign(rank)) for rank in ranks},
+    )
+
+
+def _failure(
+    channel: Channel, meeting: Meeting, keys: MeetingKeys, posts: Mapping[int, Record], silent: Iterable[int]
+) -> RankFailure:
+    failed = {rank: post for rank, post in posts.items() if post.kind == ERROR}
+    causes = {rank: channel.body(keys.post(rank), post).decode() for rank, post in failed.items()}
+    phase = failed[min(failed)].phase
+    return verdicts.failure(meeting.operation, phase, meeting.world_size, causes, silent)
+
+
+def _as_post(post: bytes | BaseException) -> tuple[str, bytes]:
+    if isinstance(post, BaseException):
+        return ERROR, verdicts.cause_text(post).encode("utf-8", "replace")
+    return BYTES, bytes(post)
+
+
+def _wire(error: ShardproofError) -> bytes:
+    return json.dumps(error.to_wire(), default=str).encode()

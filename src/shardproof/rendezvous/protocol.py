@@ -1,0 +1,52 @@
+"""What every rendezvous offers to the layers above it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
+
+__all__ = ["Decide", "Rendezvous"]
+
+Decide: TypeAlias = Callable[[list[bytes]], "bytes | Sequence[bytes]"]
+"""Posts in the order of ranks to one answer for all, or to a sequence with one answer a rank."""
+
+
+class Rendezvous(Protocol):
+    """A place where all ranks of a job meet.
+
+    Every rank calls `meet` in the same order with the same operation and phase. Meetings are numbered by that
+    order, also when one fails, so that ranks stay in step whatever happened before.
+    """
+
+    rank: int
+    world_size: int
+    deadline: float
+    """Seconds of silence after which a rank is given up. Work that moves is never cut short."""
+
+    def meet(self, operation: str, phase: str, post: bytes | BaseException, decide: Decide) -> bytes:
+        """Post, and return the answer that rank 0 decides on once every rank has posted.
+
+        Args:
+            operation: what the ranks are doing, with its place: ``"save runs/a/step-00000010"``. A rank that
+                comes to a meeting that was given up without it goes on to the next one if that meeting was
+                for
+                another operation.
+            phase: the part of the operation that ends with this meeting.
+            post: what this rank has to say, or the exception that stopped it.
+            decide: called on rank 0 only, with one post a rank.
+
+        Raises:
+            RankFailure: a rank posted an exception, or `decide` failed. Equal on every rank.
+            RankSilent: a rank was not heard from within the deadline. Equal on every rank that is alive.
+            StructureError: ranks met for different operations or phases. Equal on every rank.
+            ShardproofError: whatever `decide` raised of that tree. Equal on every rank.
+        """
+        ...
+
+    def progress(self, done: int, total: int) -> None:
+        """Say that this rank moves: bytes done, of so many, in the current phase. Cheap, from any thread."""
+        ...
+
+    def close(self) -> None:
+        """End what runs in the background. The rendezvous cannot be used afterwards."""
+        ...

@@ -1,0 +1,87 @@
+"""A rank's own signs of life: evidence that it works, not that its process exists."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import Any
+
+__all__ = ["Pulse", "describe"]
+
+
+class Pulse:
+    """What a rank has to show for itself. Written by the rank's threads, read by the thread that posts it.
+
+    Evidence is progress that was reported, a step of a wait that is itself bounded, and, while the leader
+    decides, processor time of the thread that decides. A process that lives but stands still (a hung file
+    system, a deadlock) has none, and falls silent like one that is gone.
+    """
+
+    def __init__(self) -> None:
+        self.period = 1.0
+        """Seconds between two looks at the evidence."""
+        self._progress = (0, 0)
+        self._ticks = 0
+        self._phase = ""
+        self._clock: int | None = None
+        self._posted: tuple[Any, ...] = self._evidence()
+        self._count = 0
+
+    def progress(self, done: int, total: int) -> None:
+        """Bytes done, of so many, in the current phase."""
+        self._progress = (done, total)
+
+    def tick(self) -> None:
+        """One more bounded step was made."""
+        self._ticks += 1
+
+    def enter(self, phase: str) -> None:
+        """A meeting begins."""
+        self._phase = phase
+        self._ticks += 1
+
+    def leave(self) -> None:
+        """A meeting is over, and so is what was done before it."""
+        self._phase = ""
+        self._progress = (0, 0)
+        self._posted = self._evidence()
+
+    def decide(self, active: bool) -> None:
+        """The calling thread starts or ends a decision: its processor time counts as a sign of life."""
+        if active and hasattr(time, "pthread_getcpuclockid"):
+            self._clock = time.pthread_getcpuclockid(threading.get_ident())
+        else:
+            self._clock = None
+
+    def news(self) -> bytes | None:
+        """The value to post, or None when there is nothing new since the last one."""
+        evidence = self._evidence()
+        if evidence == self._posted:
+            return None
+        self._posted = evidence
+        self._count += 1
+        done, total = self._progress
+        return json.dumps({"beat": self._count, "phase": self._phase, "done": done, "total": total}).encode()
+
+    def _evidence(self) -> tuple[Any, ...]:
+        clock = self._clock
+        try:
+            busy = int(time.clock_gettime(clock) * 100) if clock is not None else 0
+        except OSError:  # the thread that decides has ended: no evidence
+            busy = 0
+        return (self._progress, self._ticks, self._phase, busy)
+
+
+def describe(sign: bytes | None) -> str:
+    """A sign of life in words.
+
+    >>> describe(b'{"beat": 7, "phase": "", "done": 3145728, "total": 8388608}')
+    '3.0 MiB of 8.0 MiB'
+    """
+    if sign is None:
+        return "no progress reported"
+    beat = json.loads(sign)
+    if beat["total"] or beat["done"]:
+        return f"{beat['done'] / 2**20:.1f} MiB of {beat['total'] / 2**20:.1f} MiB"
+    return f"in the meeting of phase {beat['phase']}" if beat["phase"] else "no progress reported"

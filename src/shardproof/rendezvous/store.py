@@ -1,0 +1,155 @@
+"""Meetings of many processes over the key-value store that their launcher already runs.
+
+Note: Why ranks cannot wait for ever
+------------------------------------
+Rank 0 leads. Five facts bound every wait:
+
+1. No caller is ever inside the store's client. Requests run on the threads of two `Link`s, one for requests
+   that the server answers at once and one for the single long wait of a meeting. The caller waits for both in
+   steps of a fraction of the deadline, so a server that is dead or stopped is noticed like a rank.
+2. The leader watches the ranks that have not posted; the other ranks watch the leader. Watching means to
+   read, at each step, the sign of life that a rank's `Pulse` posts, and to add up the time without news.
+   Signs of life are evidence of work: a rank that hangs is as silent as one that is gone, and one that moves
+   is waited for.
+3. Whoever gives up says so in the store, by compare-and-set on the meeting's one verdict. The first verdict
+   is the only one: a leader that was stopped, was given up by the others and wakes finds that verdict, and
+   not its own.
+4. Meetings are numbered by each rank for itself, one number a call, whatever the call ends in. So a rank that
+   comes too late finds the verdict under the number that the others used, and is in step again. A rank that
+   left out a whole operation sees by the verdict's operation that it was not meant, and takes the next.
+5. A leader whose process may serve the store stays until the others have read its verdict, but not for ever.
+
+What this cannot give: should the leader be given up while it decides, what it did by then is done. A decision
+that acts on the world (the commit of a checkpoint) may have taken effect although all ranks get `RankSilent`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from shardproof.rendezvous.channel import Channel
+from shardproof.rendezvous.meeting import Meeting, PassedOver, attend
+from shardproof.rendezvous.protocol import Decide
+from shardproof.rendezvous.pulse import Pulse
+
+__all__ = ["StoreRendezvous"]
+
+
+class StoreRendezvous:
+    """The ranks of a job meet over a `torch.distributed` store.
+
+    Any store will do (TCPStore, HashStore, FileStore, PrefixStore). It is cloned, never waited on, so that
+    its
+    other users are not held up. Meetings of one process may be called from several threads but are held one
+    at
+    a time, and all ranks must call them in the same order.
+
+    Args:
+        store: the store, shared by all ranks.
+        rank: of this process.
+        world_size: number of ranks.
+        deadline: seconds of silence after which a rank is given up.
+        name: keys begin with it. Two rendezvous of the same ranks at one store need different names, or must
+            meet first in the same order on every rank.
+
+    >>> from torch.distributed import HashStore
+    >>> alone = StoreRendezvous(HashStore(), rank=0, world_size=1, deadline=10.0)
+    >>> alone.meet("save", "plan", b"two", lambda posts: posts[0] * 2)
+    b'twotwo'
+    >>> alone.close()
+    """
+
+    def __init__(
+        self, store: Any, rank: int, world_size: int, *, deadline: float = 300.0, name: str = "shardproof"
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} is not in a world of {world_size}")
+        self.rank = rank
+        self.world_size = world_size
+        self._pulse = Pulse()
+        self.deadline = deadline
+        self._name = f"{name}/{world_size}"
+        self._store = store
+        self._stays = rank == 0 and _ends_with_this_process(store)
+        self._channel: Channel | None = None
+        self._number = 0
+        self._turn = threading.Lock()
+        self._holder: int | None = None
+        self._closed = False
+        self._process = os.getpid()
+
+    @property
+    def deadline(self) -> float:
+        """Seconds of silence after which a rank is given up."""
+        return self._deadline
+
+    @deadline.setter
+    def deadline(self, seconds: float) -> None:
+        if not seconds > 0:
+            raise ValueError(f"a deadline is a positive number of seconds, not {seconds!r}")
+        self._deadline = float(seconds)
+        self._pulse.period = min(1.0, self._deadline / 8)
+
+    def meet(self, operation: str, phase: str, post: bytes | BaseException, decide: Decide) -> bytes:
+        """Post, and return the answer that rank 0 decides on. See `Rendezvous.meet`."""
+        with self._my_turn():
+            while True:
+                number, self._number = self._number, self._number + 1
+                meeting = Meeting(number, self.world_size, operation, phase, self._deadline, self._stays)
+                try:
+                    return attend(self._open(), meeting, post, decide)
+                except PassedOver:
+                    continue
+
+    def progress(self, done: int, total: int) -> None:
+        """Say that this rank moves: bytes done, of so many. Costs one assignment."""
+        self._pulse.progress(done, total)
+
+    def close(self) -> None:
+        """End the background threads. Further meetings raise RuntimeError."""
+        self._closed = True
+        if self._channel is not None and self._process == os.getpid():
+            self._channel.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether this rendezvous can be used no more: closed, or made before this process was forked."""
+        return self._closed or self._process != os.getpid()
+
+    def _open(self) -> Channel:
+        if self._channel is None:
+            self._channel = Channel(self._store, self._name, self.rank, self._pulse, self._deadline)
+            weakref.finalize(
+                self, self._channel.close
+            )  # also at interpreter exit, while threads can still be joined
+        self._channel.patience = self._deadline
+        return self._channel
+
+    @contextmanager
+    def _my_turn(self) -> Iterator[None]:
+        if self._closed:
+            raise RuntimeError("this rendezvous is closed")
+        if self._process != os.getpid():
+            raise RuntimeError(
+                "this rendezvous belongs to the parent process: after a fork, make one of your own"
+            )
+        if self._holder == threading.get_ident():
+            raise RuntimeError("a meeting was called from inside the decision of another one")
+        with self._turn:
+            self._holder = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._holder = None
+
+
+def _ends_with_this_process(store: Any) -> bool:
+    """Whether rank 0 may be the one that serves this store (a client cannot be asked)."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return type(store).__name__ == "TCPStore" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

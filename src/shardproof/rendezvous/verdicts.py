@@ -1,0 +1,139 @@
+"""What is said when a meeting fails: the errors, worded for the person who reads one rank's log at night."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from shardproof.errors import RankFailure, RankSilent, StructureError
+
+__all__ = ["cause_text", "disagreement", "failure", "fold", "silence", "store_lost"]
+
+_LISTED = 16
+_LONGEST_CAUSE = 4000
+
+
+def cause_text(error: BaseException) -> str:
+    """An exception in one piece of text.
+
+    >>> cause_text(ValueError("not positive"))
+    'ValueError: not positive'
+    """
+    try:
+        text = str(error)
+    except Exception:
+        text = "(its text cannot be made)"
+    whole = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return whole if len(whole) <= _LONGEST_CAUSE else whole[:_LONGEST_CAUSE] + " ..."
+
+
+def fold(ranks: Iterable[int]) -> str:
+    """Ranks in words.
+
+    >>> fold([3, 0, 1, 2, 7])
+    '0-3, 7'
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def failure(
+    operation: str, phase: str, world_size: int, causes: Mapping[int, str], silent: Iterable[int] = ()
+) -> RankFailure:
+    """Some ranks failed; others may have fallen silent meanwhile."""
+    silent = sorted(silent)
+    lines = [
+        f"{operation}, phase {phase}: {_ranks(causes)} of {world_size} failed, so it failed on every rank."
+    ]
+    lines += _listed({rank: causes[rank] for rank in sorted(causes)})
+    if silent:
+        lines.append(f"  Nothing was heard from {_ranks(silent)} in the meantime.")
+    lines.append(
+        "The whole story is in the log of the rank named first. Ranks are in step: it may be tried again."
+    )
+    return RankFailure(
+        "\n".join(lines),
+        operation=operation,
+        phase=phase,
+        causes={str(rank): causes[rank] for rank in sorted(causes)},
+        silent=silent,
+    )
+
+
+def silence(
+    operation: str,
+    phase: str,
+    world_size: int,
+    deadline: float,
+    last_heard: Mapping[int, float | None],
+    progress: Mapping[int, str],
+) -> RankSilent:
+    """Some ranks showed no sign of life for the deadline."""
+    said = {}
+    for rank, seconds in sorted(last_heard.items()):
+        said[rank] = "never heard" if seconds is None else f"last heard {seconds:.1f} s ago"
+        said[rank] += f", {progress[rank]}"
+    lines = [
+        f"{operation}, phase {phase}: {_ranks(last_heard)} of {world_size} silent for {deadline:g} s, the "
+        "deadline, so it failed on every rank."
+    ]
+    lines += _listed(said)
+    lines.append(
+        "Look at the process of the rank that is named: ended, stopped, out of memory, or stuck in a file "
+        "system or a collective. A longer deadline helps only where work makes no progress it can report."
+    )
+    return RankSilent(
+        "\n".join(lines),
+        operation=operation,
+        phase=phase,
+        ranks=sorted(last_heard),
+        last_heard={str(rank): last_heard[rank] for rank in sorted(last_heard)},
+        progress={str(rank): progress[rank] for rank in sorted(progress)},
+    )
+
+
+def store_lost(operation: str, phase: str, text: str, last_heard: float | None) -> RankSilent:
+    """The store itself is gone, and with it the way to every other rank."""
+    message = (
+        f"{operation}, phase {phase}: the store through which the ranks meet is lost ({text}). Rank 0 or the "
+        "launcher on its host serves it: look there first. No rank can be reached, so it failed here."
+    )
+    return RankSilent(
+        message,
+        operation=operation,
+        phase=phase,
+        ranks=[0],
+        last_heard={"0": last_heard},
+        progress={"0": "store lost"},
+        store=text,
+    )
+
+
+def disagreement(meetings: Mapping[int, tuple[str, str]]) -> StructureError:
+    """Ranks came to one meeting for different things."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for rank, meeting in sorted(meetings.items()):
+        groups.setdefault(meeting, []).append(rank)
+    lines = ["Ranks meet for different operations, so none of them was carried out:"]
+    for (operation, phase), ranks in groups.items():
+        lines.append(f"  {_ranks(ranks)}: {operation}, phase {phase}")
+    lines.append("Every rank must save and load in the same order, with the same arguments.")
+    return StructureError(
+        "\n".join(lines), meetings={str(rank): list(meeting) for rank, meeting in sorted(meetings.items())}
+    )
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    ranks = list(ranks)
+    return f"rank{'s' if len(ranks) > 1 else ''} {fold(ranks)}"
+
+
+def _listed(texts: Mapping[int, str]) -> list[str]:
+    lines = [f"  rank {rank}: {text}" for rank, text in list(texts.items())[:_LISTED]]
+    if len(texts) > _LISTED:
+        lines.append(f"  and {len(texts) - _LISTED} more")
+    return lines

@@ -1,0 +1,124 @@
+"""The parts that need neither a store nor time: records, the watch, signs of life, the errors' texts."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardproof.errors import ShardproofError
+from shardproof.rendezvous import records, verdicts
+from shardproof.rendezvous.pulse import Pulse, describe
+from shardproof.rendezvous.watch import Watch
+
+
+@given(st.text(max_size=20), st.text(max_size=20), st.binary(max_size=200))
+def test_small_records_survive(operation: str, phase: str, body: bytes) -> None:
+    record = records.unpack(records.pack(operation, phase, "bytes", body, readers=3))
+    assert (record.operation, record.phase, record.body, record.parts) == (operation, phase, body, 0)
+    assert (record.size, record.readers) == (len(body), 3)
+
+
+@pytest.mark.parametrize(
+    "size", [records.INLINE, records.INLINE + 1, records.PART, records.PART + 1, 3 * records.PART]
+)
+def test_large_records_are_cut_below_the_store_limit(size: int) -> None:
+    body = bytes(range(256)) * (size // 256 + 1)
+    body = body[:size]
+    value = records.pack("save", "plan", "bytes", body)
+    record = records.unpack(value)
+    parts = dict(records.cut("k", body))
+    assert len(value) < 7 << 20 and all(len(part) <= 7 << 20 for part in parts.values())
+    assert list(parts) == records.part_keys("k", record.parts)
+    assert (b"".join(parts.values()) if record.parts else record.body) == body
+
+
+def test_an_old_sign_of_life_buys_no_time() -> None:
+    watch = Watch([1], now=0.0, longest_step=1.0)
+    watch.step(0.5)
+    assert not watch.observe(1, b"old")
+    assert watch.silence(1) == 0.5
+    assert watch.observe(1, b"new")
+    assert watch.silence(1) == 0.0
+    assert not watch.observe(1, b"new")
+
+
+def test_time_in_which_the_watcher_was_stopped_is_nobodys_silence() -> None:
+    watch = Watch([1, 2], now=0.0, longest_step=0.5)
+    watch.step(100.0)
+    assert watch.silent(for_seconds=1.0) == []
+    watch.arrived(2)
+    watch.step(100.5)
+    assert watch.silent(for_seconds=1.0) == [1]
+
+
+def test_only_evidence_makes_news() -> None:
+    pulse = Pulse()
+    assert pulse.news() is None
+    pulse.progress(1, 10)
+    assert pulse.news() is not None
+    assert pulse.news() is None
+    pulse.tick()
+    assert pulse.news() is not None
+    pulse.decide(True)
+    pulse.news()
+    time.sleep(0.05)
+    assert pulse.news() is None  # asleep while it decides
+    ends = time.monotonic() + 0.2
+    while time.monotonic() < ends:
+        pass
+    assert pulse.news() is not None
+    pulse.decide(False)
+    pulse.leave()
+    assert pulse.news() is None
+
+
+def test_signs_of_life_in_words() -> None:
+    pulse = Pulse()
+    pulse.enter("plan")
+    assert describe(pulse.news()) == "in the meeting of phase plan"
+    assert describe(None) == "no progress reported"
+
+
+def test_the_errors_name_ranks_phase_and_cause_and_travel() -> None:
+    failed = verdicts.failure("save a", "write", 4, {3: "OSError: full", 1: "ValueError: x"}, silent=[2])
+    silent = verdicts.silence(
+        "save a", "write", 4, 3.0, {2: 3.25, 1: None}, {2: "1.0 MiB of 2.0 MiB", 1: "none"}
+    )
+    apart = verdicts.disagreement({0: ("save a", "write"), 1: ("load b", "plan"), 2: ("load b", "plan")})
+    for error, parts in [
+        (failed, ["ranks 1, 3 of 4", "rank 3: OSError: full", "phase write", "rank 2"]),
+        (
+            silent,
+            ["ranks 1-2 of 4", "rank 2: last heard 3.2 s ago, 1.0 MiB of 2.0 MiB", "rank 1: never heard"],
+        ),
+        (apart, ["rank 0: save a, phase write", "ranks 1-2: load b, phase plan"]),
+    ]:
+        again = ShardproofError.from_wire(json.loads(json.dumps(error.to_wire())))
+        assert type(again) is type(error) and again.details == error.details
+        for part in parts:
+            assert part in str(again), (part, str(again))
+    assert failed.causes == {1: "ValueError: x", 3: "OSError: full"}
+
+
+def test_a_cause_without_a_text_and_one_without_end() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no")
+
+    assert verdicts.cause_text(Mute()) == "Mute: (its text cannot be made)"
+    assert verdicts.cause_text(KeyboardInterrupt()) == "KeyboardInterrupt"
+    assert len(verdicts.cause_text(ValueError("x" * 10**6))) < 5000
+
+
+def test_many_ranks_are_folded() -> None:
+    text = str(
+        verdicts.silence(
+            "save", "write", 4096, 3.0, dict.fromkeys(range(4096)), dict.fromkeys(range(4096), "x")
+        )
+    )
+    assert "ranks 0-4095" in text and "and 4080 more" in text
+    assert len(text) < 3000

@@ -1,0 +1,197 @@
+"""StoreRendezvous in one process: ranks are threads that share a HashStore."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
+
+from shardproof.errors import RankFailure, RankSilent, StructureError
+from shardproof.rendezvous import LocalRendezvous, StoreRendezvous, connect
+
+
+def join(posts: list[bytes]) -> bytes:
+    return b",".join(posts)
+
+
+def on_ranks(
+    count: int, store: Any, work: Callable[[StoreRendezvous], Any], deadline: float = 5.0
+) -> list[Any]:
+    """What `work` returned or raised on each rank."""
+    ends: list[Any] = [None] * count
+
+    def run(rank: int) -> None:
+        meetings = StoreRendezvous(store, rank, count, deadline=deadline)
+        try:
+            ends[rank] = work(meetings)
+        except BaseException as error:
+            ends[rank] = error
+        finally:
+            meetings.close()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return ends
+
+
+@pytest.mark.parametrize("kind", ["hash", "prefix", "file", "tcp", "tcp without libuv"])
+def test_any_store_will_do(kind: str, tmp_path: Any) -> None:
+    if kind.startswith("tcp"):
+        store: Any = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, use_libuv=kind == "tcp")
+    else:
+        store = FileStore(str(tmp_path / "store"), 3) if kind == "file" else HashStore()
+    if kind == "prefix":
+        store = PrefixStore("job 7", store)
+
+    def work(meetings: StoreRendezvous) -> list[bytes]:
+        own = b"%d" % meetings.rank
+        return [
+            meetings.meet("save", "agree", own, join),
+            meetings.meet("save", "plan", own, lambda posts: [post * 2 for post in posts]),
+            meetings.meet("save", "empty", b"", lambda posts: b""),
+        ]
+
+    began = time.monotonic()
+    assert on_ranks(3, store, work) == [[b"0,1,2", b"%d%d" % (rank, rank), b""] for rank in range(3)]
+    assert time.monotonic() - began < 4.0  # nobody was woken by a step of waiting alone
+
+
+def test_many_ranks_and_meetings_leave_few_keys() -> None:
+    store = HashStore()
+
+    def work(meetings: StoreRendezvous) -> int:
+        for number in range(20):
+            own = b"%d" % (meetings.rank + number)
+            each = meetings.meet("save", f"phase {number}", own, list)
+            assert each == own
+            meetings.meet("save", f"answer {number}", own, join)
+        return number
+
+    assert on_ranks(16, store, work) == [19] * 16
+    # The last meeting's keys, one counter a rank, and signs of life.
+    assert store.num_keys() <= 16 * 3 + 8
+
+
+def test_ranks_stay_in_step_after_errors() -> None:
+    def work(meetings: StoreRendezvous) -> list[str]:
+        seen = []
+        for number in range(9):
+            own: Any = ValueError("no") if number % 3 == 0 and meetings.rank == 1 else b"yes"
+            phase = "b" if number % 3 == 1 and meetings.rank == 2 else "a"
+            try:
+                seen.append(meetings.meet("save", phase, own, join).decode())
+            except (RankFailure, StructureError) as error:
+                seen.append(type(error).__name__)
+        return seen
+
+    assert on_ranks(3, HashStore(), work) == [["RankFailure", "StructureError", "yes,yes,yes"] * 3] * 3
+
+
+def test_silence_over_threads() -> None:
+    def work(meetings: StoreRendezvous) -> bytes | None:
+        return None if meetings.rank == 1 else meetings.meet("save", "agree", b"", join)
+
+    ends = on_ranks(3, HashStore(), work, deadline=0.4)
+    assert isinstance(ends[0], RankSilent) and isinstance(ends[2], RankSilent)
+    assert ends[0].to_wire() == ends[2].to_wire()
+    assert ends[0].ranks == [1]
+
+
+def test_a_second_life_at_the_same_store_does_not_read_the_first() -> None:
+    store = HashStore()
+    for life in (b"1", b"2"):
+        ends = on_ranks(2, store, lambda meetings: meetings.meet("save", "agree", life, join))  # noqa: B023
+        assert ends == [life + b"," + life] * 2
+
+
+def test_meetings_of_several_threads_are_held_one_at_a_time() -> None:
+    def work(meetings: StoreRendezvous) -> list[bytes]:
+        answers: list[bytes] = []
+
+        def several() -> None:
+            answers.extend(meetings.meet("save", "agree", b"x", join) for _ in range(10))
+
+        threads = [threading.Thread(target=several) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        return answers
+
+    assert on_ranks(2, HashStore(), work) == [[b"x,x"] * 30] * 2
+
+
+def test_misuse_is_refused() -> None:
+    meetings = StoreRendezvous(HashStore(), 0, 1, deadline=5)
+    with pytest.raises(RankFailure, match="inside the decision"):
+        meetings.meet("save", "a", b"", lambda posts: meetings.meet("save", "b", b"", join))
+    meetings.close()
+    meetings.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        meetings.meet("save", "a", b"", join)
+    with pytest.raises(ValueError, match="not in a world"):
+        StoreRendezvous(HashStore(), 2, 2)
+    with pytest.raises(ValueError, match="positive"):
+        StoreRendezvous(HashStore(), 0, 2, deadline=0)
+
+
+def test_a_forked_child_is_told_to_make_its_own() -> None:
+    meetings = StoreRendezvous(HashStore(), 0, 1, deadline=5)
+    meetings.meet("save", "a", b"", join)
+    child = os.fork()
+    if child == 0:
+        try:
+            meetings.meet("save", "b", b"", join)
+        except RuntimeError as error:
+            os._exit(7 if "fork" in str(error) and meetings.closed else 8)
+        os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert meetings.meet("save", "b", b"1", join) == b"1"
+    meetings.close()
+
+
+def test_nothing_is_left_running_once_it_is_dropped() -> None:
+    before = threading.active_count()
+    meetings = StoreRendezvous(HashStore(), 0, 1, deadline=5)
+    meetings.meet("save", "a", b"", join)
+    assert threading.active_count() == before + 2
+    gone = weakref.ref(meetings)
+    del meetings
+    gc.collect()
+    assert gone() is None
+    assert threading.active_count() == before
+
+
+def test_local_raises_what_was_posted() -> None:
+    with pytest.raises(OSError, match="full"):
+        LocalRendezvous().meet("save", "write", OSError("full"), join)
+    assert LocalRendezvous().meet("save", "plan", b"x", lambda posts: [b"only"]) == b"only"
+
+
+def test_connect_without_a_launcher_is_local(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    found = connect(deadline=7.0)
+    assert isinstance(found, LocalRendezvous)
+    assert found.deadline == 7.0
+
+
+def test_connect_says_what_is_missing_or_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ValueError, match="RANK is not"):
+        connect()
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(RankSilent, match=r"127\.0\.0\.1:1"):
+        connect(deadline=0.5)
