@@ -1,0 +1,176 @@
+"""A state tree bound to a checkpoint: destinations for its tensors, and what is to be done after."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shardproof.errors import PlainDataError, StructureError
+from shardproof.state.aliases import tie
+from shardproof.state.collecting import hoisted_key
+from shardproof.state.entries import Binding, Catalogue, Mismatch, Piece, TensorEntry, describe
+from shardproof.state.plain import decode, encode, references
+from shardproof.state.tensors import check_destination, empty_like_layout, pieces_of, torch_dtype
+from shardproof.state.visiting import Place, Visitor
+
+__all__ = ["MISSING", "Binder"]
+
+MISSING: Any = object()
+"""What `Binder.object` answers where there is nothing to set."""
+
+
+@dataclass(kw_only=True)
+class Binder(Visitor):
+    """Answers what the catalogue holds and notes what the tree asked for."""
+
+    catalogue: Catalogue
+    selected: Callable[[str], bool]
+    strict: bool
+    binding: Binding = field(default_factory=Binding)
+    anchors: dict[str, torch.Tensor] = field(default_factory=dict)
+    _sorted: list[str] = field(default_factory=list)
+
+    def visit(self, place: Place, value: Any) -> None:
+        """Bind a value of any kind."""
+        self.handler_of(value, place).bind(place, value, self)
+
+    def tensor(self, key: str, tensor: torch.Tensor) -> bool:
+        """Let a tensor or DTensor be filled in place. Whether it will be."""
+        if not self.selected(key):
+            return False
+        dtype, shape, pieces, local = pieces_of(tensor, key)
+        if not pieces:
+            self.anchors[key] = local
+        return self._destination(TensorEntry(key, dtype, shape, pieces))
+
+    def pieces(self, key: str, dtype: str, shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> bool:
+        """Let pieces be filled in place. Whether they will be."""
+        return self.selected(key) and self._destination(TensorEntry(key, dtype, shape, pieces))
+
+    def _destination(self, entry: TensorEntry) -> bool:
+        key = entry.key
+        self.binding.used.add(key)
+        found = self.catalogue.tensors.get(key)
+        if found is None:
+            self._lacking(key, describe(entry.dtype, entry.shape))
+            return False
+        if tuple(found[1]) != entry.shape:
+            self.mismatch(key, describe(entry.dtype, entry.shape), describe(found[0], tuple(found[1])))
+            return False
+        for piece in entry.pieces:
+            check_destination(piece.view, key)
+        self.binding.tensors.append(entry)
+        return True
+
+    def object(self, key: str) -> Any:
+        """The plain data stored under a key, still encoded; MISSING, and noted so, where there is none."""
+        if not self.selected(key):
+            return MISSING
+        self.binding.used.add(key)
+        data = self.catalogue.objects.get(key, MISSING)
+        if data is MISSING:
+            self._lacking(key, "a plain value")
+        return data
+
+    def rebuild(self, key: str, data: Any, current: Callable[[], Any] | None = None) -> Callable[[], Any]:
+        """How to decode the object at `key` once its tensors are read.
+
+        Args:
+            current: answers the value that the target has now; where it holds a tensor of the same path and
+                global shape, the new tensor is laid out the same (a DTensor, on a device).
+        """
+        needed = list(references(data))
+        layouts = self._layouts(key, current()) if needed and current is not None else {}
+        fresh: dict[str, torch.Tensor] = {}
+        for name, kind in needed:
+            found = self.catalogue.tensors.get(name)
+            if found is None:
+                self.binding.used.add(name)
+                self._lacking(name, "a tensor that a plain value refers to")
+                continue
+            dtype, shape = torch_dtype(found[0]), tuple(found[1])
+            like = layouts.get(name) if kind == "tensor" else None
+            if name not in fresh:
+                fresh[name] = self.fresh(name, dtype, shape, like)
+        return lambda: decode(data, fresh.__getitem__, key)
+
+    def fresh(
+        self, key: str, dtype: torch.dtype, shape: tuple[int, ...], like: torch.Tensor | None
+    ) -> torch.Tensor:
+        """A new destination for a stored tensor."""
+        if like is not None and tuple(like.shape) == shape:
+            tensor = empty_like_layout(like, dtype)
+        else:
+            tensor = torch.empty(shape, dtype=dtype)
+        self.fill(key, tensor)
+        return tensor
+
+    def fill(self, key: str, tensor: torch.Tensor) -> None:
+        """Let a new tensor be filled, whether or not its own key is selected."""
+        name, shape, pieces, local = pieces_of(tensor, key)
+        if not pieces:
+            self.anchors[key] = local
+        self._destination(TensorEntry(key, name, shape, pieces))
+
+    def mismatch(self, key: str, expected: str, found: str) -> None:
+        """Note that target and checkpoint disagree."""
+        self.binding.mismatched.append(Mismatch(key, expected, found))
+
+    def later_on(self, act: Callable[[], None]) -> None:
+        """Do something once all tensors are read."""
+        self.binding.finish.append(act)
+
+    def keys_below(self, prefix: str) -> list[str]:
+        """Keys of the catalogue that start with `prefix`."""
+        if not self._sorted:
+            self._sorted = sorted([*self.catalogue.tensors, *self.catalogue.objects])
+        first = bisect_left(self._sorted, prefix)
+        last = first
+        while last < len(self._sorted) and self._sorted[last].startswith(prefix):
+            last += 1
+        return self._sorted[first:last]
+
+    def put_of(self, place: Place) -> Callable[[Any], None]:
+        """How to replace the value at a place."""
+        if place.put is None:
+            raise StructureError(
+                f"{place.path} cannot be replaced by what is loaded: it is in no container. "
+                "Hand over a dict that holds it",
+                key=place.key,
+            )
+        return place.put
+
+    def result(self) -> Binding:
+        """The whole binding."""
+        self.finish_walk()
+        self.binding.tensors = tie(sorted(self.binding.tensors, key=lambda entry: entry.key), self.anchors)
+        return self.binding
+
+    def _layouts(self, key: str, value: Any) -> dict[str, torch.Tensor]:
+        layouts: dict[str, torch.Tensor] = {}
+        taken: set[str] = set()
+
+        def note(path: str, kind: str, value: Any) -> str:
+            name = hoisted_key(key, path, taken)
+            if kind == "tensor":
+                layouts[name] = value
+            return name
+
+        try:
+            encode(value, key, note)
+        except PlainDataError:
+            pass  # the target's present value will be replaced; only its layouts were of interest
+        return layouts
+
+    def _lacking(self, key: str, expected: str) -> None:
+        if key in self.catalogue.objects:
+            self.mismatch(key, expected, "a plain value")
+        elif key in self.catalogue.tensors:
+            dtype, shape = self.catalogue.tensors[key]
+            self.mismatch(key, expected, describe(dtype, tuple(shape)))
+        else:
+            self.binding.missing.append(key)

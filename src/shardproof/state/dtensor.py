@@ -1,0 +1,195 @@
+"""What this rank holds of a DTensor, by arithmetic on mesh coordinate and placements.
+
+A dimension of the local tensor is a list of segments ``(start, size)`` of the global dimension, in local
+order. Every placement maps lists of segments to shorter ones, so that the cost does not grow with the
+tensor and no rank asks another.
+
+Note: the order of sharding
+    Placements apply from the left, except that FSDP over tensor parallelism shards a dimension that is
+    already sharded and writes this as ``_StridedShard(dim, split_factor)`` to the left of ``Shard(dim)``:
+    the true order is from the right, and ``split_factor`` is the number of shards made before. Read
+    literally, a strided shard cuts into `split_factor` parts and takes its share of each. Both readings
+    give the same for sizes that divide, and differ where they do not (9 rows, 2 tensor parallel ranks,
+    4 data parallel ranks): there FSDP holds what the true order says and `distribute_tensor` holds what the
+    literal reading says. The two never agree on the local shape while they differ in content on one
+    rank, so the local shape tells which one it is.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import lru_cache
+from itertools import product
+from typing import Any, TypeGuard
+
+import torch
+
+from shardproof.errors import StructureError
+from shardproof.state.entries import Piece
+
+__all__ = ["Segments", "dtensor_pieces", "is_dtensor", "local_segments", "order_of_sharding"]
+
+Segments = tuple[tuple[int, int], ...]
+"""Parts ``(start, size)`` of one global dimension, in the order in which they lie in the local tensor."""
+
+Sharding = tuple[tuple[int, int, int], ...]
+"""For each mesh dimension that shards: mesh dimension, tensor dimension, split factor (0 if not strided)."""
+
+
+def is_dtensor(value: Any) -> TypeGuard[Any]:
+    """Whether the value is a DTensor. Imports nothing: where nobody did, there is none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def dtensor_pieces(tensor: Any, path: str) -> tuple[tuple[Piece, ...], torch.Tensor]:
+    """The pieces of a DTensor on this rank, and its local tensor.
+
+    Raises:
+        StructureError: a placement is a partial sum or unknown, or the local tensor is not what mesh and
+            placements say.
+    """
+    mesh = tensor.device_mesh
+    local = tensor._local_tensor
+    shape = tuple(tensor.shape)
+    coordinate = mesh.get_coordinate()
+    sharding = _sharding(tuple(tensor.placements), len(shape), path)
+    if coordinate is None:
+        return (), local
+    mesh_shape, coordinate = tuple(mesh.shape), tuple(coordinate)
+    for ordered in (True, False):
+        segments = local_segments(shape, mesh_shape, coordinate, sharding, ordered)
+        if segments is not None and _sizes(segments) == tuple(local.shape):
+            return _pieces(local.detach(), segments), local
+    expected = _sizes(local_segments(shape, mesh_shape, coordinate, sharding, False) or ())
+    raise StructureError(
+        f"{path}: the local tensor of this DTensor has shape {list(local.shape)}, but placements "
+        f"{tuple(tensor.placements)} on a mesh of shape {list(mesh_shape)} put {list(expected)} of "
+        f"{list(shape)} at coordinate {list(coordinate)}. Describe an irregular layout with "
+        "shardproof.ShardedTensor",
+        key=path,
+    )
+
+
+def _sharding(placements: tuple[Any, ...], ndim: int, path: str) -> Sharding:
+    sharding: list[tuple[int, int, int]] = []
+    for mesh_dim, placement in enumerate(placements):
+        if placement.is_partial():
+            raise StructureError(
+                f"{path}: the DTensor holds partial sums ({placement}) over mesh dimension {mesh_dim}. "
+                "Reduce it first: tensor.redistribute(placements=[...]) with Replicate() or Shard(dim)",
+                key=path,
+            )
+        if placement.is_replicate():
+            continue
+        if type(placement).__name__ not in ("Shard", "_StridedShard") or not ndim:
+            raise StructureError(f"{path}: the placement {placement} of a DTensor is not known", key=path)
+        sharding.append((mesh_dim, placement.dim % ndim, int(getattr(placement, "split_factor", 0))))
+    return tuple(sharding)
+
+
+@lru_cache(maxsize=4096)
+def local_segments(
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    sharding: Sharding,
+    ordered: bool = True,
+) -> tuple[Segments, ...] | None:
+    """The segments of each dimension that the rank at `coordinate` holds.
+
+    Args:
+        shape: global shape.
+        mesh_shape: ranks along each mesh dimension.
+        coordinate: of this rank in the mesh.
+        sharding: what the placements say, without those that replicate.
+        ordered: whether strided shards stand for an order of sharding; None is returned where they
+            cannot. Otherwise they are read literally (see "the order of sharding" above).
+
+    >>> local_segments((5, 3), (2,), (1,), ((0, 0, 0),))
+    (((3, 2),), ((0, 3),))
+    >>> local_segments((8,), (2,), (1,), ((0, 0, 2),), False)
+    (((2, 2), (6, 2)),)
+    """
+    steps: list[tuple[int, int, int]] | None = list(sharding)
+    if ordered:
+        steps = order_of_sharding(mesh_shape, sharding)
+        if steps is None:
+            return None
+    assert steps is not None
+    dims: list[Segments] = [((0, size),) for size in shape]
+    for mesh_dim, dim, split in steps:
+        count, index = mesh_shape[mesh_dim], coordinate[mesh_dim]
+        parts = [_chunk(dims[dim], split, part) for part in range(split)] if split > 1 else [dims[dim]]
+        dims[dim] = _join([segment for part in parts for segment in _chunk(part, count, index)])
+    return tuple(dims)
+
+
+def order_of_sharding(mesh_shape: tuple[int, ...], sharding: Sharding) -> list[tuple[int, int, int]] | None:
+    """The same sharding in the order in which it was done, without strides; None if there is no such order.
+
+    >>> order_of_sharding((4, 2), ((0, 0, 2), (1, 0, 0)))
+    [(1, 0, 0), (0, 0, 0)]
+    """
+    order: dict[int, list[int]] = {}
+    for mesh_dim, dim, split in reversed(sharding):
+        done = order.setdefault(dim, [])
+        made, place = 1, 0
+        while made < split and place < len(done):
+            made *= mesh_shape[done[place]]
+            place += 1
+        if made != max(split, 1):
+            return None
+        done.insert(place, mesh_dim)
+    return [(mesh_dim, dim, 0) for dim, done in order.items() for mesh_dim in done]
+
+
+def _chunk(segments: Segments, count: int, index: int) -> Segments:
+    """Part `index` of `count` as `torch.chunk` cuts: parts of equal size, the last ones smaller or empty."""
+    total = sum(size for _, size in segments)
+    step = -(-total // count)
+    low, high = min(index * step, total), min((index + 1) * step, total)
+    taken = []
+    position = 0
+    for start, size in segments:
+        first, last = max(low, position), min(high, position + size)
+        if first < last:
+            taken.append((start + first - position, last - first))
+        position += size
+    return tuple(taken)
+
+
+def _join(segments: list[tuple[int, int]]) -> Segments:
+    """Neighbours made one, so that an order of sharding that keeps rows together gives one piece."""
+    joined: list[tuple[int, int]] = []
+    for start, size in segments:
+        if joined and sum(joined[-1]) == start:
+            joined[-1] = (joined[-1][0], joined[-1][1] + size)
+        else:
+            joined.append((start, size))
+    return tuple(joined)
+
+
+def _sizes(segments: tuple[Segments, ...]) -> tuple[int, ...]:
+    return tuple(sum(size for _, size in dim) for dim in segments)
+
+
+def _pieces(local: torch.Tensor, segments: tuple[Segments, ...]) -> tuple[Piece, ...]:
+    if local.numel() == 0:
+        return ()
+    if all(len(dim) == 1 for dim in segments):
+        return (Piece(local, tuple(dim[0][0] for dim in segments)),)
+    placed: list[list[tuple[int, int, int]]] = []
+    for dim in segments:
+        position = 0
+        placed.append([])
+        for start, size in dim:
+            placed[-1].append((position, start, size))
+            position += size
+    return tuple(
+        Piece(
+            local[tuple(slice(position, position + size) for position, _, size in part)],
+            tuple(start for _, start, _ in part),
+        )
+        for part in product(*placed)
+    )

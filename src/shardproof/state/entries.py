@@ -1,0 +1,109 @@
+"""The values that pass between the state of a rank and the rest of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+__all__ = ["Binding", "Catalogue", "Collected", "Mismatch", "ObjectEntry", "Piece", "TensorEntry", "describe"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A view of local memory and where in the global tensor it lies."""
+
+    view: torch.Tensor
+    """Detached view; its shape is the box's sizes. It may be non-contiguous, conjugate or negative."""
+    offsets: tuple[int, ...]
+    """Global offsets of the view's first element."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """What one rank holds of one global tensor."""
+
+    key: str
+    dtype: str
+    """torch's name, one of `shardproof.dtypes.DTYPES`."""
+    shape: tuple[int, ...]
+    """Global shape."""
+    pieces: tuple[Piece, ...]
+    """Pieces with at least one element; none for an empty shard."""
+    alias_of: str | None = None
+    """The key under which the same memory is stored, for tied tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectEntry:
+    """A value that is not a tensor, as plain JSON data (see `shardproof.state.plain`)."""
+
+    key: str
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """The state of one rank: its tensors and objects, each sorted by key."""
+
+    tensors: tuple[TensorEntry, ...]
+    objects: tuple[ObjectEntry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    """What a checkpoint holds, as `bind` needs to know it."""
+
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    """Key to dtype and global shape; aliases are in it under their own keys too."""
+    aliases: Mapping[str, str]
+    """Alias to the key that is stored."""
+    objects: Mapping[str, Any]
+    """Key to plain JSON data."""
+    world_size: int
+    """Ranks that saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """One key at which the target and the checkpoint disagree."""
+
+    key: str
+    expected: str
+    """What the target holds."""
+    found: str
+    """What the checkpoint holds."""
+
+    def __str__(self) -> str:
+        return f"{self.key}: expected {self.expected}, found {self.found}"
+
+
+@dataclass
+class Binding:
+    """How a state tree takes what a checkpoint holds.
+
+    Making one touches nothing. Writing the pieces of `tensors` and calling `finish` does.
+    """
+
+    tensors: list[TensorEntry] = field(default_factory=list)
+    """Destinations. Their dtype is the destination's and may differ from the stored one."""
+    finish: list[Callable[[], None]] = field(default_factory=list)
+    """To be called in order once all tensors are read and verified on all ranks."""
+    used: set[str] = field(default_factory=set)
+    """Keys of the catalogue that the tree asks for."""
+    missing: list[str] = field(default_factory=list)
+    """Keys that the tree asks for and the catalogue lacks."""
+    mismatched: list[Mismatch] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    """Keys of per-rank values left as they are, because fewer ranks saved than load."""
+
+
+def describe(dtype: str, shape: tuple[int, ...]) -> str:
+    """A tensor's kind, for people.
+
+    >>> describe("float32", (4, 5))
+    'tensor float32 [4, 5]'
+    """
+    return f"tensor {dtype} {list(shape)}"

@@ -1,0 +1,165 @@
+"""Layouts that the program describes itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardproof.errors import StructureError
+from shardproof.state.binding import Binder
+from shardproof.state.collecting import Collector
+from shardproof.state.entries import Piece
+from shardproof.state.tensors import PLAIN_TYPES, dtype_name
+from shardproof.state.visiting import Place
+
+if TYPE_CHECKING:
+    from shardproof.geometry import Embedding
+
+__all__ = ["EXPLICIT", "FlatShard", "ShardedTensor"]
+
+
+class ShardedTensor:
+    """A global tensor of which this rank holds some boxes.
+
+    Args:
+        shape: global shape, the same on every rank.
+        pieces: pairs of a local view and the global offsets of its first element. A rank may hold none.
+        dtype: needed where there are no pieces.
+
+    Raises:
+        StructureError: a piece does not lie within the shape or has another dtype.
+
+    Rank 1 of a 4 x 3 tensor whose first three rows are on rank 0:
+
+    >>> row = torch.zeros(1, 3)
+    >>> ShardedTensor((4, 3), [(row, (3, 0))])
+    ShardedTensor(shape=(4, 3), dtype=torch.float32, pieces=1)
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        pieces: Iterable[tuple[torch.Tensor, Sequence[int]]],
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.shape = tuple(shape)
+        self.pieces = [(view, tuple(int(offset) for offset in offsets)) for view, offsets in pieces]
+        if dtype is None:
+            if not self.pieces:
+                raise StructureError("a ShardedTensor without pieces needs its dtype, which other ranks know")
+            dtype = self.pieces[0][0].dtype
+        self.dtype = dtype
+        for view, offsets in self.pieces:
+            self._check(view, offsets)
+
+    def _check(self, view: torch.Tensor, offsets: tuple[int, ...]) -> None:
+        if type(view) not in PLAIN_TYPES or view.layout is not torch.strided:
+            raise StructureError(f"a piece is a plain tensor, not a {type(view).__name__} of {view.layout}")
+        if view.dtype != self.dtype:
+            raise StructureError(f"a piece has dtype {view.dtype}, the tensor {self.dtype}")
+        inside = len(offsets) == view.dim() == len(self.shape) and all(
+            0 <= offset <= size - part
+            for offset, part, size in zip(offsets, view.shape, self.shape, strict=True)
+        )
+        if not inside:
+            raise StructureError(
+                f"a piece of shape {list(view.shape)} at offsets {list(offsets)} does not lie within "
+                f"the global shape {list(self.shape)}"
+            )
+
+    def __repr__(self) -> str:
+        return f"ShardedTensor(shape={self.shape}, dtype={self.dtype}, pieces={len(self.pieces)})"
+
+
+class FlatShard:
+    """A 1-D buffer that holds the elements [start, stop) of a tensor in row-major order.
+
+    Args:
+        buffer: 1-D, ``stop - start`` elements.
+        shape: global shape.
+        start: first element.
+        stop: one past the last element.
+        embedding: where the local array, of whose row-major elements the buffer holds a range, lies in the
+            global tensor (`shardproof.geometry.Embedding`): a tensor parallel shard, a fused weight.
+            Without it the local array is the whole tensor.
+
+    >>> FlatShard(torch.zeros(5), (4, 3), 2, 7).sharded()
+    ShardedTensor(shape=(4, 3), dtype=torch.float32, pieces=3)
+    """
+
+    def __init__(
+        self,
+        buffer: torch.Tensor,
+        shape: Sequence[int],
+        start: int,
+        stop: int,
+        embedding: Embedding | None = None,
+    ) -> None:
+        self.buffer = buffer
+        self.shape = tuple(shape)
+        self.start, self.stop = start, stop
+        self.embedding = embedding
+        if buffer.dim() != 1 or buffer.numel() != stop - start:
+            raise StructureError(
+                f"the buffer of a flat shard has shape {list(buffer.shape)}, not [{stop - start}] for the "
+                f"elements {start} to {stop}"
+            )
+        if embedding is not None and tuple(embedding.global_shape) != self.shape:
+            raise StructureError(
+                f"the embedding leads into shape {list(embedding.global_shape)}, the tensor has {list(shape)}"
+            )
+
+    def sharded(self) -> ShardedTensor:
+        """The same as boxes, which share the buffer's memory."""
+        from shardproof.geometry import Embedding, flat_shard
+
+        try:
+            boxes, starts, strides = flat_shard(
+                self.embedding or Embedding.whole(self.shape), self.start, self.stop
+            )
+        except ValueError as error:
+            raise StructureError(f"flat shard [{self.start}, {self.stop}): {error}") from error
+        buffer = self.buffer.detach()
+        base, step = buffer.storage_offset(), buffer.stride(0)
+        pieces = [
+            (buffer.as_strided(sizes, [stride * step for stride in strides_of], base + start * step), offsets)
+            for offsets, sizes, start, strides_of in zip(
+                boxes.offsets.tolist(), boxes.sizes.tolist(), starts.tolist(), strides.tolist(), strict=True
+            )
+        ]
+        return ShardedTensor(self.shape, pieces, dtype=self.buffer.dtype)
+
+    def __repr__(self) -> str:
+        return f"FlatShard(shape={self.shape}, dtype={self.buffer.dtype}, range=[{self.start}, {self.stop}))"
+
+
+class _Explicit:
+    """Handles `ShardedTensor` and `FlatShard`."""
+
+    def collect(self, place: Place, value: ShardedTensor | FlatShard, out: Collector) -> None:
+        """The described pieces."""
+        out.pieces(place.key, *_described(place, value), origin=place.path)
+
+    def bind(self, place: Place, value: ShardedTensor | FlatShard, to: Binder) -> None:
+        """The described pieces, in place."""
+        to.pieces(place.key, *_described(place, value))
+
+
+EXPLICIT = _Explicit()
+
+
+def _described(
+    place: Place, value: ShardedTensor | FlatShard
+) -> tuple[str, tuple[int, ...], tuple[Piece, ...]]:
+    sharded = value.sharded() if isinstance(value, FlatShard) else value
+    views: list[tuple[Any, tuple[int, ...]]] = [(v, o) for v, o in sharded.pieces if v.numel()]
+    for view, _ in views:
+        if view.is_meta:
+            raise StructureError(
+                f"{place.key}: a piece is on the meta device and has no values", key=place.key
+            )
+    pieces = tuple(Piece(view.detach(), offsets) for view, offsets in views)
+    return dtype_name(sharded.dtype, place.key), sharded.shape, pieces

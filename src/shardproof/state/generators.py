@@ -1,0 +1,104 @@
+"""Random generators: those of the process, and generator objects in the tree."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from shardproof.state.statefuls import Stateful
+
+__all__ = ["GENERATOR", "NUMPY_GENERATOR", "PYTHON_GENERATOR", "RandomState"]
+
+
+class RandomState:
+    """The global random generators of this process: Python's, numpy's, torch's on CPU and accelerator.
+
+    Each rank stores and gets back its own. Ranks beyond those that saved keep theirs, or fail with
+    ``missing="error"``.
+
+    >>> rng = RandomState()
+    >>> state = rng.state_dict()
+    >>> before = torch.rand(1)
+    >>> rng.load_state_dict(state)
+    >>> bool(torch.rand(1) == before)
+    True
+    """
+
+    def __init__(self, *, missing: Literal["keep", "error"] = "keep") -> None:
+        self.missing = missing
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of all generators. Draws nothing."""
+        return {
+            "python": _python_state(random),
+            "numpy": np.random.get_state(legacy=False),
+            "torch": torch.get_rng_state(),
+            "accelerator": _accelerator_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set the generators to what `state_dict` answered."""
+        _set_python_state(random, state["python"])
+        np.random.set_state(state["numpy"])
+        torch.set_rng_state(state["torch"].cpu())
+        _set_accelerator_state(state["accelerator"])
+
+
+def _python_state(generator: Any) -> dict[str, Any]:
+    version, words, gauss = generator.getstate()
+    return {"version": version, "words": np.array(words, np.uint32), "gauss": gauss}
+
+
+def _set_python_state(generator: Any, state: dict[str, Any]) -> None:
+    generator.setstate((state["version"], tuple(state["words"].tolist()), state["gauss"]))
+
+
+def _accelerator() -> Any:
+    """The module of the accelerator in use, None if there is none or nothing has used it yet."""
+    if not torch.accelerator.is_available():
+        return None
+    device = torch.accelerator.current_accelerator()
+    module = torch.get_device_module(device)
+    if not hasattr(module, "get_rng_state"):
+        return None
+    # Asking would start the device, which a process that has not used it should not do.
+    return module if getattr(module, "is_initialized", lambda: True)() else None
+
+
+def _accelerator_state() -> dict[str, Any] | None:
+    module = _accelerator()
+    if module is None:
+        return None
+    if not hasattr(module, "device_count"):
+        return {"current": 0, "devices": [module.get_rng_state()]}
+    devices = [module.get_rng_state(index) for index in range(module.device_count())]
+    return {"current": module.current_device(), "devices": devices}
+
+
+def _set_accelerator_state(state: dict[str, Any] | None) -> None:
+    """Device by device; the rank's current device gets the state of what was its current device."""
+    module = _accelerator()
+    if module is None or state is None:
+        return
+    if not hasattr(module, "device_count"):
+        module.set_rng_state(state["devices"][state["current"]].cpu())
+        return
+    for index, stored in enumerate(state["devices"][: module.device_count()]):
+        module.set_rng_state(stored.cpu(), index)
+    module.set_rng_state(state["devices"][state["current"]].cpu(), module.current_device())
+
+
+def _set_torch_generator(generator: torch.Generator, state: torch.Tensor) -> None:
+    generator.set_state(state.cpu())
+
+
+def _set_numpy_generator(generator: np.random.Generator, state: dict[str, Any]) -> None:
+    generator.bit_generator.state = state
+
+
+GENERATOR = Stateful(lambda generator: generator.get_state(), _set_torch_generator)
+NUMPY_GENERATOR = Stateful(lambda generator: generator.bit_generator.state, _set_numpy_generator)
+PYTHON_GENERATOR = Stateful(_python_state, _set_python_state)

@@ -1,0 +1,148 @@
+"""Modules: parameters, persistent buffers and extra state, by name."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from shardproof.errors import StructureError
+from shardproof.state.binding import MISSING, Binder
+from shardproof.state.collecting import Collector
+from shardproof.state.dtensor import is_dtensor
+from shardproof.state.tensors import empty_like_layout, storage_of
+from shardproof.state.visiting import OwnedParameters, Place
+
+__all__ = ["MODULE", "clean_name", "unwrapped"]
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+_EXTRA_STATE = "_extra_state"
+
+
+class _Module:
+    """Handles `torch.nn.Module`."""
+
+    def collect(self, place: Place, value: torch.nn.Module, out: Collector) -> None:
+        """Each tensor under its name; extra state as an object."""
+        module, state = _state_of(value, place)
+        prefix = f"{place.key}." if place.key else ""
+        for name, item in state.items():
+            key = prefix + clean_name(name)
+            if isinstance(item, torch.Tensor) and not _is_extra(name):
+                out.tensor(key, item, (place.path, name))
+            else:
+                out.object(key, item, (place.path, name))
+        out.modules.append(OwnedParameters(place.key, module, state))
+
+    def bind(self, place: Place, value: torch.nn.Module, to: Binder) -> None:
+        """Tensors in place. What the module made up for its state dict goes through load_state_dict."""
+        module, state = _state_of(value, place)
+        prefix = f"{place.key}." if place.key else ""
+        lives = _lives_in(module)
+        made_up: dict[str, Callable[[], Any]] = {}
+        for name, item in state.items():
+            key = prefix + clean_name(name)
+            if _is_extra(name):
+                self._bind_extra(module, name, key, item, to)
+            elif not isinstance(item, torch.Tensor):
+                data = to.object(key)
+                if data is not MISSING:
+                    made_up[name] = to.rebuild(key, data, lambda item=item: item)
+            elif lives(item):
+                to.tensor(key, item)
+            elif item.is_meta:
+                to.tensor(key, item)  # refused there
+            else:
+                fresh = empty_like_layout(item, item.dtype)
+                if to.tensor(key, fresh):
+                    made_up[name] = lambda fresh=fresh: fresh
+        if made_up:
+            to.later_on(lambda: _load(module, state, made_up))
+        to.modules.append(OwnedParameters(place.key, module, state))
+
+    @staticmethod
+    def _bind_extra(module: torch.nn.Module, name: str, key: str, current: Any, to: Binder) -> None:
+        data = to.object(key)
+        if data is not MISSING:
+            owner = module.get_submodule(name.rpartition(".")[0])
+            rebuilt = to.rebuild(key, data, lambda: current)
+            to.later_on(lambda: owner.set_extra_state(rebuilt()))
+
+
+MODULE = _Module()
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """The module that DistributedDataParallel wraps, or the module itself."""
+    while isinstance(module, torch.nn.parallel.DistributedDataParallel):
+        module = module.module
+    return module
+
+
+def clean_name(name: str) -> str:
+    """A name without the segments that compiling and activation checkpointing put in.
+
+    >>> clean_name("_orig_mod.layers.0._checkpoint_wrapped_module.weight")
+    'layers.0.weight'
+    """
+    if any(wrapper in name for wrapper in _WRAPPERS):
+        return ".".join(segment for segment in name.split(".") if segment not in _WRAPPERS)
+    return name
+
+
+def _is_extra(name: str) -> bool:
+    return name == _EXTRA_STATE or name.endswith(f".{_EXTRA_STATE}")
+
+
+def _state_of(value: torch.nn.Module, place: Place) -> tuple[torch.nn.Module, Mapping[str, Any]]:
+    module = unwrapped(value)
+    _refuse_fsdp1(module, place)
+    if type(module).state_dict is torch.nn.Module.state_dict:
+        return module, module.state_dict(keep_vars=True)
+    return module, module.state_dict()  # its own, which may take no arguments
+
+
+def _refuse_fsdp1(module: torch.nn.Module, place: Place) -> None:
+    """Its state dict gathers from all ranks, which collecting must not do."""
+    fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    kind = getattr(fsdp, "FullyShardedDataParallel", None)
+    if kind is not None and any(isinstance(part, kind) for part in module.modules()):
+        raise StructureError(
+            f"{place.path} holds FullyShardedDataParallel (FSDP1), whose state_dict is a collective. "
+            "Use fully_shard (FSDP2), or hand over its flat parameters as shardproof.FlatShard",
+            key=place.key,
+        )
+
+
+def _lives_in(module: torch.nn.Module) -> Callable[[torch.Tensor], bool]:
+    """Whether a value of the state dict is memory of the module."""
+    live = [*module.parameters(), *module.buffers()]
+    objects = set(map(id, live))
+    storages: set[int] = set()
+
+    def lives(tensor: torch.Tensor) -> bool:
+        if id(tensor) in objects:
+            return True
+        if not storages:
+            storages.update(storage_of(_local(item)) for item in live if not item.is_meta)
+        return not tensor.is_meta and storage_of(_local(tensor)) in storages
+
+    return lives
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
+
+
+def _load(
+    module: torch.nn.Module, state: Mapping[str, Any], made_up: Mapping[str, Callable[[], Any]]
+) -> None:
+    filled = OrderedDict(state)
+    filled.update({name: value() for name, value in made_up.items()})
+    metadata = getattr(state, "_metadata", None)
+    if metadata is not None:
+        filled._metadata = metadata  # type: ignore[attr-defined]
+    module.load_state_dict(filled)

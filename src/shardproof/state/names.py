@@ -1,0 +1,107 @@
+"""Names of an optimizer's parameters, which it does not know itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from shardproof.errors import StructureError
+from shardproof.state.modules import clean_name, unwrapped
+from shardproof.state.visiting import OwnedParameters, Place, join
+
+__all__ = ["Names"]
+
+
+class Names:
+    """Parameter to name. A parameter without a name is an error that says how to give it one."""
+
+    def __init__(self, names: Mapping[int, str], place: Place) -> None:
+        self._names = names
+        self._place = place
+
+    def __getitem__(self, parameter: torch.Tensor) -> str:
+        name = self._names.get(id(parameter))
+        if name is None:
+            raise StructureError(
+                f"{self._place.path} trains a parameter of shape {list(parameter.shape)} that belongs to no "
+                "module of the state tree. Put the module into the tree, or hand over "
+                "shardproof.OptimizerState(optimizer, module)",
+                key=self._place.key,
+            )
+        return name
+
+    @staticmethod
+    def given(names: Mapping[str, torch.Tensor], place: Place) -> Names:
+        """Names that the program gives."""
+        return Names(_by_identity(sorted(names.items())), place)
+
+    @staticmethod
+    def of_modules(
+        optimizer: torch.optim.Optimizer, modules: Sequence[torch.nn.Module], place: Place
+    ) -> Names:
+        """Names in modules that are not in the tree; of several, the position comes first."""
+        owned = [
+            OwnedParameters(str(index) if len(modules) > 1 else "", unwrapped(module), {})
+            for index, module in enumerate(modules)
+        ]
+        names: dict[int, str] = {}
+        for owner in owned:
+            for parameter, name in _of_module(owner).items():
+                names.setdefault(parameter, join(owner.key, name))
+        return Names(names, place)
+
+    @staticmethod
+    def of_tree(optimizer: torch.optim.Optimizer, modules: Sequence[OwnedParameters], place: Place) -> Names:
+        """Names in the modules of the tree, relative to the one that owns all parameters.
+
+        Where several modules are needed, each name is prefixed with its module's key. Names that the
+        optimizer was given (``param_names``) serve where no module has the parameter.
+        """
+        wanted = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        owners: list[tuple[str, dict[int, str]]] = []
+        for owner in sorted(modules, key=lambda owner: owner.key):
+            names = _of_module(owner)
+            if all(parameter in names for parameter in wanted):
+                return Names(names, place)
+            if any(parameter in names for parameter in wanted):
+                owners.append((owner.key, names))
+        named: dict[int, str] = {}
+        for key, names in owners:
+            for parameter, name in names.items():
+                named.setdefault(parameter, join(key, name))
+        own = [] if owners else list(_own_names(optimizer))
+        return Names(named | _by_identity(own), place)
+
+
+def _of_module(owner: OwnedParameters) -> dict[int, str]:
+    """Of a parameter with several names, the first in the order of keys, under which a tied one is stored."""
+    named = _by_identity(
+        sorted(
+            (clean_name(name), item)
+            for name, item in owner.state.items()
+            if isinstance(item, torch.nn.Parameter)
+        )
+        if owner.state
+        else []
+    )
+    listed = [
+        (clean_name(name), parameter)
+        for name, parameter in owner.module.named_parameters(remove_duplicate=False)
+        if id(parameter) not in named
+    ]
+    return named | _by_identity(sorted(listed, key=lambda item: item[0]))
+
+
+def _own_names(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    for group in optimizer.param_groups:
+        if "param_names" in group:
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                yield clean_name(name), parameter
+
+
+def _by_identity(named: Sequence[tuple[str, torch.Tensor]]) -> dict[int, str]:
+    names: dict[int, str] = {}
+    for name, parameter in named:
+        names.setdefault(id(parameter), name)
+    return names

@@ -1,0 +1,77 @@
+"""The options of an optimizer's groups (learning rate, betas, ...), kept by parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardproof.state.binding import Binder
+from shardproof.state.plain import decode, encode
+
+__all__ = ["Options"]
+
+_NOT_OPTIONS = ("params", "param_names")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is stored as options of the parameters of one target group."""
+
+    key: str
+    """Of the optimizer."""
+    stored: Mapping[str, Any]
+    """Parameter name to its encoded options."""
+
+    @staticmethod
+    def encode(group: Mapping[str, Any], key: str) -> Any:
+        """The options of a group. A learning rate that is a tensor is kept as its value."""
+        options = {name: value for name, value in group.items() if name not in _NOT_OPTIONS}
+        return encode(options, f"{key}.@options")
+
+    def bind(self, group: dict[str, Any], to: Binder) -> Callable[[], None]:
+        """How the group takes its options. What its parameters disagree about is a mismatch."""
+        agreed: dict[str, Any] = {}
+        source: dict[str, str] = {}
+        refused: set[str] = set()
+        for parameter, options in self.stored.items():
+            for name, value in options.items():
+                if name not in agreed:
+                    agreed[name], source[name] = value, parameter
+                elif agreed[name] != value and name not in refused:
+                    refused.add(name)
+                    if to.strict:
+                        to.mismatch(
+                            f"{self.key}.{parameter}.@options" if self.key else f"{parameter}.@options",
+                            f"{name}={agreed[name]!r} as for {source[name]}, which is in the same group",
+                            f"{name}={value!r}",
+                        )
+        values = {
+            name: decode(value, path=f"{self.key}.@options")
+            for name, value in agreed.items()
+            if name not in refused
+        }
+
+        def apply() -> None:
+            for name, value in values.items():
+                group[name] = _adopted(group.get(name), value)
+
+        return apply
+
+
+def _adopted(present: Any, stored: Any) -> Any:
+    """The stored option as the target keeps it: a tensor is filled in place, a number stays one."""
+    if isinstance(present, torch.Tensor):
+        with torch.no_grad():
+            if isinstance(stored, torch.Tensor):
+                present.copy_(stored)
+            else:
+                present.fill_(stored)
+        return present
+    if isinstance(stored, torch.Tensor) and isinstance(present, (int, float)):
+        return stored.item()
+    if isinstance(present, tuple) and isinstance(stored, tuple) and len(present) == len(stored):
+        return tuple(_adopted(mine, theirs) for mine, theirs in zip(present, stored, strict=True))
+    return stored

@@ -1,0 +1,411 @@
+"""Plain data as JSON values, and back.
+
+None, booleans, integers of 64 bits, finite floats, strings, lists, and dicts with string keys stand for
+themselves. Everything else is an object with one member whose name starts with ``$``:
+
+=============================================  =====================================================
+``{"$tuple": [...]}``                          tuple
+``{"$float": "nan" | "inf" | "-inf"}``         float that JSON lacks
+``{"$int": "-0x1f..."}``                       integer beyond 64 bits
+``{"$complex": [re, im]}``                     complex
+``{"$bytes": base64}``, ``{"$bytearray": ..}`` bytes
+``{"$set": [...]}``, ``{"$frozenset": [...]}`` sets, in the order of their elements' text
+``{"$dict": [[k, v], ...]}``                   dict with other keys, in the order of the keys' text
+``{"$ordered": [[k, v], ...]}``                OrderedDict, in its own order
+``{"$counter": [[k, v], ...]}``                Counter
+``{"$defaultdict": [factory, [[k, v], ...]]}`` defaultdict of a builtin type, or of nothing
+``{"$scalar": [dtype, base64]}``               numpy scalar
+``{"$array": [dtype, shape, base64]}``         numpy array
+``{"$value": [dtype, shape, base64]}``         small tensor kept inline
+``{"$dtype": name}``, ``{"$size": [...]}``     torch dtype, torch size
+``{"$device": text}``                          torch device
+``{"$enum": [name, member]}``                  member of a registered enum
+``{"$dataclass": [name, {field: value}]}``     registered dataclass
+``{"$tensor": key}``                           tensor, stored as one under this key
+``{"$tensor": key, "kind": kind}``             array, bytes or bytearray, stored as a tensor
+=============================================  =====================================================
+
+Plain dicts are written in sorted key order: ranks that filled theirs in another order hold the same value.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import enum
+import json
+import math
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardproof.errors import PlainDataError
+from shardproof.state.registered import name_of, registered_dataclass, registered_enum
+from shardproof.state.tensors import array_dtype, torch_dtype
+
+__all__ = ["INLINE_BYTES", "Hoist", "decode", "encode", "references"]
+
+INLINE_BYTES = 64
+"""Arrays and bytes up to this size stay in the JSON where larger ones can go elsewhere."""
+
+Hoist = Callable[[str, str, Any], str]
+"""Takes path, kind and value of what shall be stored as a tensor; answers the key that it gets."""
+
+_DEPTH = 200
+_FACTORIES: dict[str, Any] = {cls.__name__: cls for cls in (list, dict, set, int, float, str, tuple, bool)}
+_NATIVE = (type(None), bool)
+_KINDS: dict[str, Any] = {"tensor": None, "array": None, "bytes": bytes, "bytearray": bytearray}
+
+
+def encode(value: Any, path: str = "value", hoist: Hoist | None = None) -> Any:
+    """The JSON value that stands for `value`.
+
+    Args:
+        path: of the value, for errors.
+        hoist: stores tensors and large arrays elsewhere. Without it arrays stay inline, whatever their size,
+            and tensors are kept inline too (for the few options of an optimizer that are tensors).
+
+    Raises:
+        PlainDataError: something in it is not plain data; the text says where.
+
+    >>> encode((1, float("inf"), {"b": 2, "a": {3}}))
+    {'$tuple': [1, {'$float': 'inf'}, {'a': {'$set': [3]}, 'b': 2}]}
+    """
+    return _Encoder(path, hoist).encode(value, "", 0)
+
+
+def decode(data: Any, tensors: Callable[[str], torch.Tensor] | None = None, path: str = "value") -> Any:
+    """The value that `data` stands for.
+
+    Args:
+        tensors: answers the tensor stored under a key (see `references`).
+        path: of the value, for errors.
+
+    Raises:
+        PlainDataError: `data` is not what `encode` makes.
+
+    >>> decode({"$tuple": [1, {"$float": "inf"}]})
+    (1, inf)
+    """
+    return _Decoder(path, tensors).decode(data, 0)
+
+
+def references(data: Any) -> Iterator[tuple[str, str]]:
+    """Key and kind of every tensor that encoded data refers to.
+
+    >>> list(references({"a": {"$tensor": "object.a", "kind": "bytes"}}))
+    [('object.a', 'bytes')]
+    """
+    pending = [data]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, dict):
+            if "$tensor" in item:
+                key, kind = item["$tensor"], item.get("kind", "tensor")
+                if type(key) is not str or kind not in _KINDS:
+                    raise PlainDataError(f"a reference to a tensor reads {str(item)[:200]}")
+                yield key, kind
+            else:
+                pending.extend(item.values())
+        elif isinstance(item, list):
+            pending.extend(item)
+
+
+class _Encoder:
+    def __init__(self, path: str, hoist: Hoist | None) -> None:
+        self.path = path
+        self.hoist = hoist
+
+    def refuse(self, inner: str, why: str) -> PlainDataError:
+        path = f"{self.path}.{inner}" if inner else self.path
+        return PlainDataError(f"{path}: {why}", path=path)
+
+    def encode(self, value: Any, at: str, depth: int) -> Any:
+        kind = type(value)
+        if kind in _NATIVE:
+            return value
+        if kind is int:
+            return value if -(2**63) <= value < 2**63 else {"$int": hex(value)}
+        if kind is float:
+            return value if math.isfinite(value) else {"$float": str(value)}
+        if kind is str:
+            return self.text(value, at)
+        encoder = _ENCODERS.get(kind)
+        if encoder is not None:
+            if depth >= _DEPTH:
+                raise self.refuse(at[:80], f"nested deeper than {_DEPTH} levels, or contains itself")
+            return encoder(self, value, at, depth + 1)
+        return self.other(value, at, depth + 1)
+
+    def text(self, value: str, at: str) -> str:
+        if not value.isascii():
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                raise self.refuse(at, f"the text is not valid Unicode ({error})") from error
+        return value
+
+    def items(self, value: Any, at: str, depth: int) -> list[Any]:
+        return [self.encode(item, _join(at, index), depth) for index, item in enumerate(value)]
+
+    def pairs(self, value: Any, at: str, depth: int, *, ordered: bool = False) -> list[Any]:
+        keyed = [(self.whole(key, at, depth), key, item) for key, item in value.items()]
+        if not ordered:
+            keyed.sort(key=lambda entry: _text(entry[0]))
+        return [[stored, self.encode(item, _join(at, key), depth)] for stored, key, item in keyed]
+
+    def whole(self, value: Any, at: str, depth: int) -> Any:
+        """Keys and elements of sets, which nothing may be taken out of."""
+        if value != value:
+            raise self.refuse(at, "NaN as a key or element of a set cannot be found again")
+        return _Encoder(self.path, _no_tensors).encode(value, at, depth)
+
+    def mapping(self, value: dict[Any, Any], at: str, depth: int) -> Any:
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return {
+                self.text(key, at): self.encode(value[key], _join(at, key), depth) for key in sorted(value)
+            }
+        return {"$dict": self.pairs(value, at, depth)}
+
+    def default(self, value: defaultdict[Any, Any], at: str, depth: int) -> Any:
+        factory = value.default_factory
+        name = None if factory is None else getattr(factory, "__name__", "")
+        if name is not None and _FACTORIES.get(name) is not factory:
+            raise self.refuse(
+                at, f"a defaultdict of {factory!r} cannot be stored, only one of {', '.join(_FACTORIES)}"
+            )
+        return {"$defaultdict": [name, self.pairs(value, at, depth)]}
+
+    def unordered(self, value: Any, at: str, depth: int) -> list[Any]:
+        return sorted((self.whole(item, at, depth) for item in value), key=_text)
+
+    def blob(self, value: bytes | bytearray, at: str, depth: int) -> Any:
+        kind = type(value).__name__
+        if self.hoist is not None and self.hoist is not _no_tensors and len(value) > INLINE_BYTES:
+            return {"$tensor": self.hoist(at, kind, value), "kind": kind}
+        return {f"${kind}": base64.b64encode(value).decode()}
+
+    def array(self, value: np.ndarray[Any, Any], at: str, depth: int) -> Any:
+        name = array_dtype(value)
+        if name is None:
+            raise self.refuse(at, f"arrays of dtype {value.dtype} cannot be stored")
+        if self.hoist is not None and self.hoist is not _no_tensors and value.nbytes > INLINE_BYTES:
+            return {"$tensor": self.hoist(at, "array", value), "kind": "array"}
+        return {"$array": [name, list(value.shape), base64.b64encode(value.tobytes()).decode()]}
+
+    def tensor(self, value: torch.Tensor, at: str) -> Any:
+        if self.hoist is not None:
+            return {"$tensor": self.hoist(at, "tensor", value)}
+        if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_meta:
+            raise self.refuse(at, f"a {type(value).__name__} on {value.device} cannot be kept inline")
+        host = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        raw = host.reshape(-1).view(torch.uint8).numpy().tobytes()
+        return {
+            "$value": [
+                str(host.dtype).removeprefix("torch."),
+                list(host.shape),
+                base64.b64encode(raw).decode(),
+            ]
+        }
+
+    def other(self, value: Any, at: str, depth: int) -> Any:
+        if depth > _DEPTH:
+            raise self.refuse(at[:80], f"nested deeper than {_DEPTH} levels, or contains itself")
+        if isinstance(value, torch.Tensor):
+            return self.tensor(value, at)
+        if isinstance(value, np.generic) and array_dtype(np.asarray(value)) is not None:
+            return {"$scalar": [value.dtype.name, base64.b64encode(value.tobytes()).decode()]}
+        if isinstance(value, enum.Enum):
+            name = name_of(type(value))
+            if name is None:
+                raise self.refuse(
+                    at,
+                    f"the enum {type(value).__qualname__} is not registered: shardproof.register_enum",
+                )
+            return {"$enum": [name, value.name]}
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            name = name_of(type(value))
+            if name is None:
+                raise self.refuse(
+                    at,
+                    f"the dataclass {type(value).__qualname__} is not registered: "
+                    "shardproof.register_dataclass",
+                )
+            fields = sorted(field.name for field in dataclasses.fields(value))
+            return {
+                "$dataclass": [
+                    name,
+                    {field: self.encode(getattr(value, field), _join(at, field), depth) for field in fields},
+                ]
+            }
+        raise self.refuse(at, f"{_what(value)} cannot be stored: it is not plain data and has no state_dict")
+
+
+def _no_tensors(path: str, kind: str, value: Any) -> str:
+    raise PlainDataError(f"{path}: a {kind} cannot be a key of a dict or an element of a set", path=path)
+
+
+_ENCODERS: dict[type, Callable[[_Encoder, Any, str, int], Any]] = {
+    list: _Encoder.items,
+    dict: _Encoder.mapping,
+    tuple: lambda e, value, at, depth: {"$tuple": e.items(value, at, depth)},
+    set: lambda e, value, at, depth: {"$set": e.unordered(value, at, depth)},
+    frozenset: lambda e, value, at, depth: {"$frozenset": e.unordered(value, at, depth)},
+    OrderedDict: lambda e, value, at, depth: {"$ordered": e.pairs(value, at, depth, ordered=True)},
+    Counter: lambda e, value, at, depth: {"$counter": e.pairs(value, at, depth)},
+    defaultdict: _Encoder.default,
+    bytes: _Encoder.blob,
+    bytearray: _Encoder.blob,
+    complex: lambda e, value, at, depth: {"$complex": e.items((value.real, value.imag), at, depth)},
+    np.ndarray: _Encoder.array,
+    torch.dtype: lambda e, value, at, depth: {"$dtype": str(value).removeprefix("torch.")},
+    torch.Size: lambda e, value, at, depth: {"$size": list(value)},
+    torch.device: lambda e, value, at, depth: {"$device": str(value)},
+}
+
+
+def _join(path: str, segment: Any) -> str:
+    return f"{path}.{segment}" if path else str(segment)
+
+
+def _text(data: Any) -> str:
+    return json.dumps(data, sort_keys=True)
+
+
+def _what(value: Any) -> str:
+    kind = value if isinstance(value, type) else type(value)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if isinstance(value, type):
+        return f"the class {name}"
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"the function {value.__module__}.{value.__qualname__}"
+    return f"a value of {name}"
+
+
+class _Decoder:
+    def __init__(self, path: str, tensors: Callable[[str], torch.Tensor] | None) -> None:
+        self.path = path
+        self.tensors = tensors
+
+    def decode(self, data: Any, depth: int) -> Any:
+        if depth > 2 * _DEPTH + 10:
+            raise PlainDataError(f"{self.path}: nested too deeply", path=self.path)
+        if isinstance(data, list):
+            return [self.decode(item, depth + 1) for item in data]
+        if not isinstance(data, dict):
+            return data
+        if "$tensor" in data:
+            return self.reference(data)
+        tag = next(iter(data), "")
+        if not tag.startswith("$"):
+            return {key: self.decode(item, depth + 1) for key, item in data.items()}
+        decoder = _DECODERS.get(tag)
+        if decoder is None or len(data) != 1:
+            raise PlainDataError(
+                f"{self.path}: {tag!r} is no kind of plain data that this version knows", path=self.path
+            )
+        try:
+            return decoder(self, data[tag], depth + 1)
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
+            raise PlainDataError(f"{self.path}: malformed {tag!r}: {error}", path=self.path) from error
+
+    def pairs(self, data: Any, depth: int) -> list[tuple[Any, Any]]:
+        return [(self.decode(key, depth), self.decode(item, depth)) for key, item in data]
+
+    def default(self, data: Any, depth: int) -> Any:
+        name, pairs = data
+        return defaultdict(None if name is None else _FACTORIES[name], self.pairs(pairs, depth))
+
+    def array(self, data: Any, depth: int) -> Any:
+        name, shape, text = data
+        raw = np.frombuffer(base64.b64decode(text, validate=True), _numpy_dtype(name))
+        return raw.reshape(_shape(shape)).copy()
+
+    def scalar(self, data: Any, depth: int) -> Any:
+        name, text = data
+        (value,) = np.frombuffer(base64.b64decode(text, validate=True), _numpy_dtype(name))
+        return value
+
+    def value(self, data: Any, depth: int) -> torch.Tensor:
+        name, shape, text = data
+        raw = torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)
+        return raw.clone().view(torch_dtype(name)).reshape(_shape(shape))
+
+    def member(self, data: Any, depth: int) -> Any:
+        name, member = data
+        return registered_enum(name, self.path)[member]
+
+    def record(self, data: Any, depth: int) -> Any:
+        name, stored = data
+        cls = registered_dataclass(name, self.path)
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        if stored.keys() - fields.keys():
+            raise ValueError(f"{name} has no field {', '.join(sorted(stored.keys() - fields.keys()))}")
+        instance = cls.__new__(cls)
+        for field in fields.values():
+            if field.name in stored:
+                value = self.decode(stored[field.name], depth)
+            elif field.default is not dataclasses.MISSING:
+                value = field.default
+            elif field.default_factory is not dataclasses.MISSING:
+                value = field.default_factory()
+            else:
+                raise ValueError(f"the field {field.name} of {name} is not stored and has no default")
+            object.__setattr__(instance, field.name, value)
+        return instance
+
+    def reference(self, data: Any) -> Any:
+        ((key, kind),) = references(data)
+        if self.tensors is None:
+            raise PlainDataError(
+                f"{self.path}: part of the value is stored as the tensor {key}", path=self.path
+            )
+        tensor = self.tensors(key)
+        if kind == "tensor":
+            return tensor
+        array = tensor.detach().cpu().numpy()
+        return array if kind == "array" else _KINDS[kind](array.tobytes())
+
+
+def _numpy_dtype(name: str) -> np.dtype[Any]:
+    dtype = np.dtype(name)
+    if array_dtype(np.empty(0, dtype)) != name:
+        raise ValueError(f"{name!r} is not the dtype of an array that can be stored")
+    return dtype
+
+
+def _shape(shape: Any) -> tuple[int, ...]:
+    if not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"{shape!r} is not a shape")
+    return tuple(shape)
+
+
+def _float(text: str) -> float:
+    return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[text]
+
+
+_DECODERS: dict[str, Callable[[_Decoder, Any, int], Any]] = {
+    "$tuple": lambda d, data, depth: tuple([d.decode(item, depth) for item in data]),
+    "$float": lambda d, data, depth: _float(data),
+    "$int": lambda d, data, depth: int(data, 16),
+    "$complex": lambda d, data, depth: complex(d.decode(data[0], depth), d.decode(data[1], depth)),
+    "$bytes": lambda d, data, depth: base64.b64decode(data, validate=True),
+    "$bytearray": lambda d, data, depth: bytearray(base64.b64decode(data, validate=True)),
+    "$set": lambda d, data, depth: {d.decode(item, depth) for item in data},
+    "$frozenset": lambda d, data, depth: frozenset([d.decode(item, depth) for item in data]),
+    "$dict": lambda d, data, depth: dict(d.pairs(data, depth)),
+    "$ordered": lambda d, data, depth: OrderedDict(d.pairs(data, depth)),
+    "$counter": lambda d, data, depth: Counter(dict(d.pairs(data, depth))),
+    "$defaultdict": _Decoder.default,
+    "$scalar": _Decoder.scalar,
+    "$array": _Decoder.array,
+    "$value": _Decoder.value,
+    "$dtype": lambda d, data, depth: torch_dtype(data),
+    "$size": lambda d, data, depth: torch.Size(_shape(data)),
+    "$device": lambda d, data, depth: torch.device(data),
+    "$enum": _Decoder.member,
+    "$dataclass": _Decoder.record,
+}

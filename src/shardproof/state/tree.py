@@ -1,0 +1,78 @@
+"""Both ways over a state tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from shardproof.errors import StructureError
+from shardproof.state.binding import Binder
+from shardproof.state.collecting import Collector
+from shardproof.state.entries import Binding, Catalogue, Collected
+from shardproof.state.visiting import Place
+from shardproof.state.walk import handler_of
+
+__all__ = ["bind", "collect"]
+
+
+def collect(tree: Any, *, rank: int = 0, world_size: int = 1) -> Collected:
+    """What this rank holds of a state tree. Communicates with nobody and changes nothing.
+
+    Args:
+        tree: nested dicts, lists and tuples of tensors, modules, optimizers, objects with state_dict and
+            load_state_dict, and plain values.
+        rank: of this process; per-rank values are stored under it.
+        world_size: number of ranks.
+
+    Raises:
+        StructureError, PlainDataError: something cannot be kept; the text says where and what to do.
+
+    >>> import torch
+    >>> collected = collect({"w": torch.ones(2), "epoch": 3})
+    >>> [entry.key for entry in collected.tensors], collected.objects
+    (['w'], (ObjectEntry(key='epoch', value=3),))
+    """
+    out = Collector(handler_of, rank, world_size)
+    _walk(out.visit, tree)
+    return out.result()
+
+
+def bind(
+    tree: Any,
+    catalogue: Catalogue,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    selected: Callable[[str], bool] = lambda key: True,
+    strict: bool = True,
+) -> Binding:
+    """How a state tree takes what a checkpoint holds. Touches nothing: see `Binding`.
+
+    Args:
+        tree: as for `collect`; the target.
+        catalogue: what the checkpoint holds.
+        rank: of this process.
+        world_size: number of ranks that load.
+        selected: whether the value under a key takes part.
+        strict: whether options that differ between the parameters of one optimizer group are a mismatch;
+            otherwise the group keeps its own.
+
+    Raises:
+        StructureError: the target holds something that cannot be loaded into.
+
+    >>> tree = {"epoch": 0}
+    >>> binding = bind(tree, Catalogue({}, {}, {"epoch": 3}, 1))
+    >>> for act in binding.finish: act()
+    >>> tree
+    {'epoch': 3}
+    """
+    to = Binder(handler_of, rank, world_size, catalogue=catalogue, selected=selected, strict=strict)
+    _walk(to.visit, tree)
+    return to.result()
+
+
+def _walk(visit: Callable[[Place, Any], None], tree: Any) -> None:
+    try:
+        visit(Place("", "state"), tree)
+    except RecursionError:
+        raise StructureError("the state tree is nested too deeply, or contains itself") from None

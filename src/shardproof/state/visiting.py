@@ -1,0 +1,82 @@
+"""What every handler of a kind of leaf sees: where it is in the tree, and who visits.
+
+A state tree is walked twice in a checkpoint's life: to collect what it holds and to bind it to what a
+checkpoint holds. Each kind of leaf has one `Handler` that knows both ways, so that they cannot drift apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from shardproof.state.binding import Binder
+    from shardproof.state.collecting import Collector
+
+__all__ = ["Handler", "OwnedParameters", "Place", "Visitor", "join"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a value is in the tree."""
+
+    key: str
+    """Dotted path, the key of a checkpoint."""
+    path: str
+    """How Python would reach it, for people."""
+    put: Callable[[Any], None] | None = None
+    """Replaces the value in its container; None where nothing can."""
+
+    def at(self, segment: Any, put: Callable[[Any], None] | None = None) -> Place:
+        """The place of an item of the container at this place."""
+        return Place(join(self.key, segment), f"{self.path}[{segment!r}]", put)
+
+
+def join(key: str, segment: Any) -> str:
+    """The key of an item.
+
+    >>> join("model", "weight"), join("", 0)
+    ('model.weight', '0')
+    """
+    return f"{key}.{segment}" if key else str(segment)
+
+
+class Handler(Protocol):
+    """Knows how one kind of value is collected, and how it takes what a checkpoint holds."""
+
+    def collect(self, place: Place, value: Any, out: Collector) -> None:
+        """Add the value's entries to `out`. Changes nothing."""
+
+    def bind(self, place: Place, value: Any, to: Binder) -> None:
+        """Ask `to` for the value's entries. Changes nothing before `Binding.finish`."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedParameters:
+    """A module of the tree, for the optimizers that speak of its parameters."""
+
+    key: str
+    module: torch.nn.Module
+    state: Mapping[str, Any]
+    """Name to value, as collected."""
+
+
+@dataclass
+class Visitor:
+    """What collecting and binding share."""
+
+    handler_of: Callable[[Any, Place], Handler]
+    rank: int
+    world_size: int
+    modules: list[OwnedParameters] = field(default_factory=list)
+    """Modules visited so far."""
+    later: list[Callable[[], None]] = field(default_factory=list)
+    """What needs all modules to be known."""
+
+    def finish_walk(self) -> None:
+        """Do what waited for the end of the walk."""
+        for act in self.later:
+            act()

@@ -1,0 +1,238 @@
+"""The walk over a state tree: containers, plain leaves and tensors, and which handler takes what."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, OrderedDict, defaultdict
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardproof.errors import StructureError
+from shardproof.state.binding import MISSING, Binder
+from shardproof.state.collecting import Collector
+from shardproof.state.explicit import EXPLICIT, FlatShard, ShardedTensor
+from shardproof.state.generators import GENERATOR, NUMPY_GENERATOR, PYTHON_GENERATOR, RandomState
+from shardproof.state.modules import MODULE
+from shardproof.state.optimizers import OPTIMIZER, OptimizerState
+from shardproof.state.per_rank import PER_RANK, PerRank
+from shardproof.state.statefuls import STATEFUL, is_stateful
+from shardproof.state.tensors import PLAIN_TYPES, array_dtype, tensor_of_array
+from shardproof.state.visiting import Handler, Place
+
+__all__ = ["handler_of"]
+
+
+class _Plain:
+    """Handles values that are stored whole as plain data, and replaced in their container on load."""
+
+    def collect(self, place: Place, value: Any, out: Collector) -> None:
+        """One object."""
+        out.object(place.key, value, place.path)
+
+    def bind(self, place: Place, value: Any, to: Binder) -> None:
+        """Replaced in its container."""
+        data = to.object(place.key)
+        if data is not MISSING:
+            put = to.put_of(place)
+            rebuilt = to.rebuild(place.key, data, lambda: value)
+            to.later_on(lambda: put(rebuilt()))
+
+
+class _Tensor:
+    """Handles tensors and DTensors."""
+
+    def collect(self, place: Place, value: torch.Tensor, out: Collector) -> None:
+        """This rank's pieces."""
+        out.tensor(place.key, value, place.path)
+
+    def bind(self, place: Place, value: torch.Tensor, to: Binder) -> None:
+        """Filled in place."""
+        to.tensor(place.key, value)
+
+
+class _Array:
+    """Handles numpy arrays: tensors under another name."""
+
+    def collect(self, place: Place, value: np.ndarray[Any, Any], out: Collector) -> None:
+        """Shares the array's memory where torch can."""
+        out.tensor(place.key, self._tensor(place, value)[0], place.path)
+
+    def bind(self, place: Place, value: np.ndarray[Any, Any], to: Binder) -> None:
+        """Filled in place, directly where torch can share the memory."""
+        tensor, shared = self._tensor(place, value)
+        if not value.flags.writeable:
+            raise StructureError(f"{place.key}: the array is read-only. Load into a copy", key=place.key)
+        if to.tensor(place.key, tensor) and not shared:
+            to.later_on(lambda: np.copyto(value, tensor.numpy()))
+
+    @staticmethod
+    def _tensor(place: Place, value: np.ndarray[Any, Any]) -> tuple[torch.Tensor, bool]:
+        if array_dtype(value) is None:
+            raise StructureError(
+                f"{place.key}: arrays of dtype {value.dtype} cannot be stored", key=place.key
+            )
+        return tensor_of_array(value)
+
+
+class _Mapping:
+    """Handles dicts: an item each, under the item's key."""
+
+    def collect(self, place: Place, value: dict[Any, Any], out: Collector) -> None:
+        """Each item, with a short way for the many tensors that a dict may hold."""
+        prefix, path = f"{place.key}." if place.key else "", place.path
+        for name, item in value.items():
+            if type(name) is str and name.startswith("@"):
+                raise StructureError(f"{path}[{name!r}]: keys may not start with '@'", key=place.key)
+            if type(item) in PLAIN_TYPES:
+                out.tensor(f"{prefix}{name}", item, (path, name))
+            else:
+                out.visit(place.at(name), item)
+
+    def bind(self, place: Place, value: dict[Any, Any], to: Binder) -> None:
+        """Each item."""
+        for name, item in value.items():
+            to.visit(place.at(name, partial(value.__setitem__, name)), item)
+
+
+class _List:
+    """Handles lists that hold tensors or objects: an item each, under its index."""
+
+    def collect(self, place: Place, value: Any, out: Collector) -> None:
+        """Each item."""
+        for index, item in enumerate(value):
+            out.visit(place.at(index), item)
+
+    def bind(self, place: Place, value: Any, to: Binder) -> None:
+        """Each item."""
+        for index, item in enumerate(value):
+            to.visit(place.at(index, partial(value.__setitem__, index)), item)
+
+
+class _Tuple(_List):
+    """Handles tuples that hold tensors or objects, and named tuples: rebuilt when an item is replaced."""
+
+    def bind(self, place: Place, value: Any, to: Binder) -> None:
+        """Each item, then the tuple in its container."""
+        items = list(value)
+        replaceable = place.put is not None
+        for index, item in enumerate(value):
+            to.visit(place.at(index, partial(items.__setitem__, index) if replaceable else None), item)
+        put = place.put
+        if put is not None:
+
+            def rebuild() -> None:
+                if any(new is not old for new, old in zip(items, value, strict=True)):
+                    put(value._make(items) if hasattr(value, "_make") else tuple(items))
+
+            to.later_on(rebuild)
+
+
+_PLAIN, _TENSOR, _ARRAY, _MAPPING, _LIST, _TUPLE = (
+    _Plain(),
+    _Tensor(),
+    _Array(),
+    _Mapping(),
+    _List(),
+    _Tuple(),
+)
+
+_DICTS = (dict, OrderedDict, defaultdict, Counter)
+_LISTS = (list, tuple, set, frozenset)
+_SCALARS = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray))
+_BY_TYPE: dict[type, Handler] = {
+    **dict.fromkeys(_SCALARS, _PLAIN),
+    **dict.fromkeys(PLAIN_TYPES, _TENSOR),
+    np.ndarray: _ARRAY,
+    np.memmap: _ARRAY,
+    PerRank: PER_RANK,
+    RandomState: PER_RANK,
+    ShardedTensor: EXPLICIT,
+    FlatShard: EXPLICIT,
+    OptimizerState: OPTIMIZER,
+    torch.Generator: GENERATOR,
+    np.random.Generator: NUMPY_GENERATOR,
+    random.Random: PYTHON_GENERATOR,
+}
+
+
+def handler_of(value: Any, place: Place) -> Handler:
+    """The one handler for this kind of value; plain data takes what is left, or refuses it."""
+    kind = type(value)
+    handler = _BY_TYPE.get(kind)
+    if handler is not None:
+        return handler
+    if kind in _DICTS:
+        return _of_dict(value, place)
+    if kind in _LISTS:
+        return _of_list(value, place)
+    if isinstance(value, torch.nn.Module):
+        return MODULE
+    if isinstance(value, torch.optim.Optimizer):
+        return OPTIMIZER
+    if isinstance(value, torch.Tensor):
+        return _TENSOR
+    if isinstance(value, np.ndarray):
+        raise StructureError(f"{place.key}: {kind.__name__} cannot be stored; use a plain numpy.ndarray")
+    if isinstance(value, (list, tuple, dict, set)) and kind is not torch.Size:
+        if isinstance(value, tuple) and hasattr(value, "_make"):
+            return _TUPLE
+        if not is_stateful(value):
+            base = next(base.__name__ for base in kind.__mro__ if base in (list, tuple, dict, set))
+            raise StructureError(
+                f"{place.key}: {kind.__module__}.{kind.__qualname__} is a {base} with more to it, which would "
+                f"be lost. Convert it to a plain {base}, or give it state_dict and load_state_dict",
+                key=place.key,
+            )
+    if is_stateful(value):
+        return STATEFUL
+    return _PLAIN
+
+
+def _of_dict(value: dict[Any, Any], place: Place) -> Handler:
+    """Dicts are descended, but for empty ones and those whose keys make no path."""
+    if not value:
+        return _PLAIN
+    if all(type(name) is str or type(name) is int for name in value):
+        # Its kind (defaultdict, Counter) is that of the tree that is loaded into; its items are stored.
+        return _MAPPING
+    if _holds_state(value):
+        names = [name for name in value if type(name) not in (str, int)]
+        raise StructureError(
+            f"{place.path} holds tensors or objects under the key {names[0]!r}, which makes no path. "
+            "Use text or whole numbers as keys",
+            key=place.key,
+        )
+    return _PLAIN
+
+
+def _of_list(value: Any, place: Place) -> Handler:
+    if not _holds_state(value):
+        return _PLAIN
+    if isinstance(value, (set, frozenset)):
+        raise StructureError(
+            f"{place.path} is a set that holds tensors or objects, which have no order in it. Use a list",
+            key=place.key,
+        )
+    return _TUPLE if isinstance(value, tuple) else _LIST
+
+
+def _holds_state(value: Any, depth: int = 0) -> bool:
+    """Whether a container holds something, at any depth, that is not plain data."""
+    if depth > 200:
+        raise StructureError("the state is nested deeper than 200 levels, or contains itself")
+    items = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+    for item in items:
+        kind = type(item)
+        if kind in _SCALARS:
+            continue
+        if kind in _DICTS or kind in _LISTS:
+            if _holds_state(item, depth + 1):
+                return True
+        elif kind in _BY_TYPE or isinstance(item, (torch.nn.Module, torch.Tensor, np.ndarray)):
+            return True
+        elif is_stateful(item) or isinstance(item, tuple) and hasattr(item, "_make"):
+            return True
+    return False
