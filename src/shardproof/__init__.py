@@ -1,0 +1,124 @@
+"""Checkpoints of large PyTorch runs: saved from any parallel layout, proved whole, loaded into any other.
+
+The public names are loaded when they are first used, so that ``import shardproof`` costs next to nothing
+and needs neither torch nor numpy.
+
+>>> import tempfile, torch
+>>> import shardproof as sp
+>>> weight = torch.arange(6.0).reshape(2, 3)
+>>> with tempfile.TemporaryDirectory() as folder:
+...     committed = sp.save(f"{folder}/step", {"weight": weight})
+...     target = {"weight": torch.zeros(2, 3)}
+...     report = sp.load(f"{folder}/step", target)
+>>> torch.equal(target["weight"], weight)
+True
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardproof.version import __version__
+
+if TYPE_CHECKING:
+    from shardproof.checkpointer import Checkpointer, KeepLatest
+    from shardproof.errors import (
+        AlreadyCommittedError,
+        CorruptChunkError,
+        FormatError,
+        KeyMismatchError,
+        NotCommittedError,
+        PlainDataError,
+        RankFailure,
+        RankSilent,
+        ShardproofError,
+        StorageError,
+        StructureError,
+        TilingError,
+    )
+    from shardproof.loading import LoadReport, load, open
+    from shardproof.saving import Committed, save
+    from shardproof.state import (
+        FlatShard,
+        OptimizerState,
+        PerRank,
+        RandomState,
+        ShardedTensor,
+        register_dataclass,
+        register_enum,
+    )
+
+__all__ = [
+    "AlreadyCommittedError",
+    "Checkpointer",
+    "Committed",
+    "CorruptChunkError",
+    "FlatShard",
+    "FormatError",
+    "KeepLatest",
+    "KeyMismatchError",
+    "LoadReport",
+    "NotCommittedError",
+    "OptimizerState",
+    "PerRank",
+    "PlainDataError",
+    "RandomState",
+    "RankFailure",
+    "RankSilent",
+    "ShardedTensor",
+    "ShardproofError",
+    "StorageError",
+    "StructureError",
+    "TilingError",
+    "__version__",
+    "load",
+    "open",
+    "register_dataclass",
+    "register_enum",
+    "save",
+]
+
+_HOMES = {
+    "checkpointer": ("Checkpointer", "KeepLatest"),
+    "loading": ("LoadReport", "load", "open"),
+    "saving": ("Committed", "save"),
+    "state": (
+        "FlatShard",
+        "OptimizerState",
+        "PerRank",
+        "RandomState",
+        "ShardedTensor",
+        "register_dataclass",
+        "register_enum",
+    ),
+    "errors": (
+        "AlreadyCommittedError",
+        "CorruptChunkError",
+        "FormatError",
+        "KeyMismatchError",
+        "NotCommittedError",
+        "PlainDataError",
+        "RankFailure",
+        "RankSilent",
+        "ShardproofError",
+        "StorageError",
+        "StructureError",
+        "TilingError",
+    ),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """The public name, loaded from its home and kept for the next use (PEP 562)."""
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'shardproof' has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(f"shardproof.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

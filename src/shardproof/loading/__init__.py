@@ -1,0 +1,84 @@
+"""Reading checkpoints: into a live state, by slices, or to prove them whole."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from shardproof.loading.checkpoint import Checkpoint, StoredTensor
+from shardproof.loading.checkpoint import open_checkpoint as open
+from shardproof.loading.loader import UNREADABLE, LoadReport, load_from
+from shardproof.loading.selection import Cast, Patterns
+from shardproof.loading.verify import VerifyReport, verify
+from shardproof.rendezvous import Rendezvous, connect
+from shardproof.storage import LocalStorage
+
+__all__ = [
+    "UNREADABLE",
+    "Checkpoint",
+    "LoadReport",
+    "StoredTensor",
+    "VerifyReport",
+    "load",
+    "load_from",
+    "open",
+    "verify",
+]
+
+
+def load(
+    path: str | os.PathLike[str],
+    state: Any,
+    *,
+    strict: bool = True,
+    include: Patterns = None,
+    exclude: Patterns = None,
+    cast: Cast = False,
+    rename: Mapping[str, str] | None = None,
+    rendezvous: Rendezvous | None = None,
+) -> LoadReport:
+    """Fills a state tree from a committed checkpoint, saved from whatever layout. Called by every rank.
+
+    Tensors are filled in place, other leaves are replaced in their container (a tuple on the way is rebuilt
+    in its parent),
+    objects get their state through ``load_state_dict``. Optimizer state that the target has not created yet
+    is created, without running a step. Every byte is verified.
+
+    Args:
+        path: the folder of the checkpoint.
+        state: the tree to fill.
+        strict: whether a key that only one side has is an error. A shape or dtype that differs always is.
+        include: patterns (`fnmatch`, over the whole key or the keys above it) of the keys to load; None for
+        all.
+        exclude: patterns of the keys to leave as they are.
+        cast: True, or patterns of keys, where values may be converted to the dtype of their destination.
+        rename: key in the target to key in the checkpoint, for a key and all below it.
+        rendezvous: where the ranks meet; found by itself when None.
+
+    Raises:
+        NotCommittedError: no checkpoint is here.
+        KeyMismatchError: the state and the checkpoint do not fit; nothing was changed.
+        CorruptChunkError, FormatError, StorageError, TilingError: the checkpoint is damaged. If tensors were
+        partly overwritten
+            by then, the message says so.
+        RankFailure, RankSilent: some rank failed or fell silent.
+
+    >>> import shardproof as sp, tempfile, torch
+    >>> place = tempfile.mkdtemp() + "/ckpt"
+    >>> _ = sp.save(place, {"w": torch.ones(2), "epoch": 3})
+    >>> state = {"w": torch.zeros(2), "epoch": 0}
+    >>> report = sp.load(place, state)
+    >>> state
+    {'w': tensor([1., 1.]), 'epoch': 3}
+    """
+    return load_from(
+        LocalStorage(path),
+        state,
+        rendezvous or connect(),
+        strict=strict,
+        include=include,
+        exclude=exclude,
+        cast=cast,
+        rename=rename,
+    )

@@ -1,0 +1,239 @@
+"""One committed checkpoint, open for reading: no process group, no GPU, only the bytes that are asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from types import EllipsisType, TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardproof.dtypes import DTYPES
+from shardproof.format import Manifest, read_index, read_manifest
+from shardproof.geometry import contiguous_runs
+from shardproof.loading.place import Destination, read_planned
+from shardproof.planning import ChunkTable, Wanted, plan_reads
+from shardproof.state import Catalogue, decode_plain
+from shardproof.storage import LocalStorage, Storage
+
+__all__ = ["Checkpoint", "StoredTensor", "open_checkpoint"]
+
+Index = int | slice | EllipsisType
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Opens a committed checkpoint for reading, in one process.
+
+    Args:
+        path: the folder that holds `manifest.json`.
+
+    Raises:
+        NotCommittedError: there is no manifest.
+        FormatError: manifest or index are damaged.
+
+    >>> import shardproof as sp, tempfile, torch
+    >>> place = tempfile.mkdtemp() + "/ckpt"
+    >>> _ = sp.save(place, {"w": torch.arange(12.0).reshape(4, 3), "note": "hi"})
+    >>> with sp.open(place) as ckpt:
+    ...     ckpt["w"][1:3, 0].tolist(), ckpt["note"], ckpt.shape("w")
+    ([3.0, 6.0], 'hi', (4, 3))
+    """
+    return Checkpoint(LocalStorage(path))
+
+
+class Checkpoint:
+    """A committed checkpoint. Tensors are lazy (`StoredTensor`), plain values are as they were saved."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self.manifest: Manifest = read_manifest(storage)
+        self.table: ChunkTable = read_index(storage, self.manifest)
+        self._row = {record.key: row for row, record in enumerate(self.manifest.tensors)}
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the files that reading opened."""
+        self.storage.close()
+
+    @property
+    def step(self) -> int | None:
+        """The step that was given at save."""
+        return self.manifest.step
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The metadata that was given at save."""
+        decoded = decode_plain(self.manifest.metadata, self._referenced)
+        assert isinstance(decoded, dict)
+        return decoded
+
+    def keys(self) -> list[str]:
+        """All keys, of tensors and of plain values, sorted. Keys of tied tensors are among them."""
+        return sorted([*self._row, *self.manifest.aliases, *self.manifest.objects])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._row or key in self.manifest.aliases or key in self.manifest.objects
+
+    def __len__(self) -> int:
+        return len(self._row) + len(self.manifest.aliases) + len(self.manifest.objects)
+
+    def __getitem__(self, key: str) -> Any:
+        """A `StoredTensor`, or the plain value.
+
+        Raises:
+            KeyError: neither is stored under this key.
+        """
+        if key in self.manifest.objects:
+            return decode_plain(self.manifest.objects[key], self._referenced)
+        return StoredTensor(self, key, self.row(key))
+
+    def row(self, key: str) -> int:
+        """Row of a tensor in the manifest's table; a tied tensor's is that of the key it is stored under."""
+        row = self._row.get(self.manifest.aliases.get(key, key))
+        if row is None:
+            raise KeyError(f"{self.storage.location} has no {key!r}; its keys are given by keys()")
+        return row
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Global shape of a tensor."""
+        return self.manifest.tensors[self.row(key)].shape
+
+    def dtype(self, key: str) -> str:
+        """Torch's name of a tensor's dtype, for example "bfloat16"."""
+        return self.manifest.tensors[self.row(key)].dtype
+
+    def catalogue(self) -> Catalogue:
+        """What this checkpoint holds, for binding a state to it."""
+        tensors = {record.key: (record.dtype, record.shape) for record in self.manifest.tensors}
+        tensors |= {alias: tensors[key] for alias, key in self.manifest.aliases.items()}
+        return Catalogue(tensors, self.manifest.aliases, self.manifest.objects, self.manifest.world_size)
+
+    def _referenced(self, key: str) -> torch.Tensor:
+        """A tensor that a plain value refers to."""
+        return StoredTensor(self, key, self.row(key)).read()
+
+
+class StoredTensor:
+    """A tensor in a checkpoint, not read yet.
+
+    Slicing reads whole chunks where it needs most of them, else just the byte ranges it needs. Bytes read as
+    a whole chunk are
+    verified; the digest of a chunk cannot be checked from part of it, so `read` is the verified way to get
+    everything.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, key: str, row: int) -> None:
+        self._checkpoint = checkpoint
+        self._row = row
+        self.key = key
+        record = checkpoint.manifest.tensors[row]
+        self.shape: tuple[int, ...] = record.shape
+        self.dtype: torch.dtype = getattr(torch, record.dtype)
+        self.nbytes: int = DTYPES[record.dtype].itemsize * int(np.prod(self.shape, dtype=np.int64))
+
+    def __repr__(self) -> str:
+        return f"StoredTensor({self.key!r}, shape={self.shape}, dtype={self.dtype})"
+
+    def read(self) -> torch.Tensor:
+        """The whole tensor, every byte verified.
+
+        Raises:
+            CorruptChunkError: stored bytes do not match their digest.
+        """
+        return self._read([0] * len(self.shape), list(self.shape))
+
+    def __getitem__(self, index: Index | tuple[Index, ...]) -> torch.Tensor:
+        """Basic slicing, as torch: integers, slices with positive steps, one ellipsis.
+
+        Raises:
+            IndexError: too many indices, or an integer out of range.
+            CorruptChunkError: a chunk that was read whole does not match its digest.
+        """
+        indices = self._expanded(index if isinstance(index, tuple) else (index,))
+        offsets, sizes, steps = [], [], []
+        for dim, (entry, extent) in enumerate(zip(indices, self.shape, strict=True)):
+            if isinstance(entry, int):
+                if not -extent <= entry < extent:
+                    raise IndexError(
+                        f"{self.key}: index {entry} is out of range for dimension {dim} of size {extent}"
+                    )
+                entry = slice(entry % extent, entry % extent + 1)
+            if entry.step is not None and entry.step < 1:
+                raise IndexError(f"{self.key}: a slice step must be positive, got {entry.step}")
+            start, stop, step = entry.indices(extent)
+            offsets.append(start)
+            sizes.append(max(stop - start, 0))
+            steps.append(slice(None, None, step))
+        box = self._read(offsets, sizes)[tuple(steps)]
+        scalar = tuple(0 if isinstance(entry, int) else slice(None) for entry in indices)
+        return box[scalar]
+
+    def _expanded(self, index: tuple[Index, ...]) -> list[int | slice]:
+        """One entry for each dimension."""
+        plain = [entry for entry in index if entry is not Ellipsis]
+        if len(index) - len(plain) > 1 or len(plain) > len(self.shape):
+            raise IndexError(f"{self.key}: cannot index shape {self.shape} with {index}")
+        for entry in plain:
+            if isinstance(entry, bool) or not isinstance(entry, int | slice):
+                raise IndexError(
+                    f"{self.key}: only integers, slices and ... can index a stored tensor, got {entry!r}"
+                )
+        at = index.index(Ellipsis) if len(plain) < len(index) else len(plain)
+        filler = [slice(None)] * (len(self.shape) - len(plain))
+        return [*plain[:at], *filler, *plain[at:]]  # type: ignore[list-item]
+
+    def _read(self, offsets: list[int], sizes: list[int]) -> torch.Tensor:
+        result = torch.empty(sizes, dtype=self.dtype)
+        if result.numel() == 0:
+            return result
+        checkpoint = self._checkpoint
+        manifest, table = checkpoint.manifest, checkpoint.table
+        keys = [record.key for record in manifest.tensors]
+        shapes = [record.shape for record in manifest.tensors]
+        wanted = Wanted(np.array([self._row]), np.array(offsets, np.int64), np.array(sizes, np.int64))
+        plan = plan_reads(keys, shapes, table, wanted)
+        for part in np.flatnonzero(~plan.whole).tolist():
+            self._read_part(
+                result,
+                int(plan.chunk[part]),
+                plan.in_chunk[part].tolist(),
+                plan.in_want[part].tolist(),
+                plan.sizes[part].tolist(),
+            )
+        read_planned(
+            checkpoint.storage, manifest, table, plan.only(plan.whole), [Destination(self.key, result)]
+        )
+        return result
+
+    def _read_part(
+        self, result: torch.Tensor, chunk: int, in_chunk: list[int], in_want: list[int], sizes: list[int]
+    ) -> None:
+        """Reads the runs of one chunk that a box needs."""
+        checkpoint = self._checkpoint
+        table = checkpoint.table
+        extents = table.box_sizes[table.box_start[chunk] : table.box_start[chunk + 1]].tolist()
+        starts, lengths = contiguous_runs(extents, in_chunk, sizes)
+        name = checkpoint.manifest.files[int(table.file[chunk])].name
+        itemsize, first = self.dtype.itemsize, int(table.byte_start[chunk])
+        raw = torch.empty(int(lengths.sum()) * itemsize, dtype=torch.uint8)
+        memory = memoryview(raw.numpy())
+        done = 0
+        for start, length in zip((starts * itemsize).tolist(), (lengths * itemsize).tolist(), strict=True):
+            checkpoint.storage.read_into(name, first + start, memory[done : done + length])
+            done += length
+        target = result
+        for dim, (offset, size) in enumerate(zip(in_want, sizes, strict=True)):
+            target = target.narrow(dim, offset, size)
+        target.copy_(raw.view(self.dtype).view(sizes))

@@ -1,0 +1,203 @@
+"""Proving that a checkpoint is whole, without a state to load it into."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from shardproof.errors import FormatError, ShardproofError, StorageError, TilingError
+from shardproof.format import Manifest, file_digest, read_index, read_manifest, read_shard_header
+from shardproof.loading.place import corrupt_chunk
+from shardproof.planning import ChunkTable, prove_chunks
+from shardproof.storage import Storage
+
+__all__ = ["VerifyReport", "verify"]
+
+_BATCH_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What a verification found. It is good when there are no faults."""
+
+    location: str
+    step: int | None
+    files: int
+    chunks: int
+    bytes: int
+    """Bytes of chunks that were read and compared with their digests."""
+    seconds: float
+    faults: list[ShardproofError] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every byte is what was saved."""
+        return not self.faults
+
+    def to_json(self) -> dict[str, Any]:
+        """These facts as plain JSON values."""
+        return {
+            "location": self.location,
+            "step": self.step,
+            "ok": self.ok,
+            "files": self.files,
+            "chunks": self.chunks,
+            "bytes": self.bytes,
+            "seconds": self.seconds,
+            "faults": [fault.to_wire() for fault in self.faults],
+        }
+
+
+def verify(storage: Storage, on_progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+    """Reads a whole checkpoint and compares every byte with what was saved.
+
+    Manifest and index by their digests, the header of each shard file by the file's, each chunk by its own,
+    the padding by its
+    value, the digests that a shard file carries by those of the index; and the chunks of each tensor are
+    proved to tile it.
+
+    Args:
+        storage: of the checkpoint.
+        on_progress: called with bytes done and bytes in all.
+
+    Raises:
+        NotCommittedError: there is no manifest. All other faults are in the report.
+    """
+    begun = time.monotonic()
+    faults: list[ShardproofError] = []
+    try:
+        manifest = read_manifest(storage)
+        table = read_index(storage, manifest)
+    except (FormatError, StorageError) as error:
+        return VerifyReport(storage.location, None, 0, 0, 0, time.monotonic() - begun, [error])
+    try:
+        prove_chunks(
+            [record.key for record in manifest.tensors],
+            [record.shape for record in manifest.tensors],
+            table,
+            np.arange(len(manifest.tensors)),
+        )
+    except TilingError as error:
+        faults.append(error)
+    checker = _Checker(storage, manifest, table, faults, on_progress)
+    try:
+        for file in range(len(manifest.files)):
+            checker.check_file(file)
+    finally:
+        storage.close()
+    return VerifyReport(
+        storage.location,
+        manifest.step,
+        len(manifest.files),
+        len(table),
+        checker.done,
+        time.monotonic() - begun,
+        faults,
+    )
+
+
+class _Checker:
+    def __init__(
+        self,
+        storage: Storage,
+        manifest: Manifest,
+        table: ChunkTable,
+        faults: list[ShardproofError],
+        on_progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self.done = 0
+        self._storage = storage
+        self._manifest = manifest
+        self._table = table
+        self._faults = faults
+        self._on_progress = on_progress
+        self._total = int(table.byte_count.sum())
+        self._buffer = bytearray(_BATCH_BYTES)
+
+    def check_file(self, file: int) -> None:
+        """Checks one shard file; what cannot be read at all is one fault."""
+        record = self._manifest.files[file]
+        rows = np.flatnonzero(self._table.file == file)
+        rows = rows[np.argsort(self._table.byte_start[rows], kind="stable")]
+        try:
+            size = self._storage.size(record.name)
+            if size != record.size:
+                found = "it is missing" if size is None else f"it has {size}"
+                raise StorageError(f"{record.name}: expected {record.size} bytes, {found}", file=record.name)
+            header = read_shard_header(self._storage, record.name)
+            if header.data_start != record.data_start or record.digest != file_digest(
+                header.raw, self._table.digest[rows]
+            ):
+                raise FormatError(
+                    f"{record.name}: the header or the list of its chunks is not what was written (digest "
+                    f"differs from "
+                    "the manifest's)",
+                    file=record.name,
+                )
+        except (FormatError, StorageError) as error:
+            self._faults.append(error)
+            if isinstance(error, StorageError):
+                return
+        self._check_chunks(file, rows)
+        self._check_tail(file, rows)
+
+    def _check_chunks(self, file: int, rows: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+        name = self._manifest.files[file].name
+        table = self._table
+        columns = (table.byte_start[rows], table.byte_count[rows], table.tensor[rows], table.digest[rows])
+        starts, counts, tensors, digests = (column.tolist() for column in columns)
+        memory = memoryview(self._buffer)
+        begin = 0
+        while begin < len(starts):
+            if counts[begin] > len(memory):
+                memory = memoryview(bytearray(counts[begin]))
+            end = begin + 1
+            while end < len(starts) and starts[end] + counts[end] - starts[begin] <= len(memory):
+                end += 1
+            base = starts[begin]
+            try:
+                self._storage.read_into(name, base, memory[: starts[end - 1] + counts[end - 1] - base])
+            except StorageError as error:
+                self._faults.append(error)
+                return
+            for at in range(begin, end):
+                found = xxhash.xxh3_128_hexdigest(memory[starts[at] - base : starts[at] - base + counts[at]])
+                expected = f"{digests[at][0]:016x}{digests[at][1]:016x}"
+                if found != expected:
+                    fault = corrupt_chunk(
+                        self._manifest, file, tensors[at], starts[at], counts[at], expected, found
+                    )
+                    self._faults.append(fault)
+                self.done += counts[at]
+            if self._on_progress is not None:
+                self._on_progress(self.done, self._total)
+            begin = end
+
+    def _check_tail(self, file: int, rows: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+        """Padding and the shard's own table of digests, the last bytes of the file."""
+        record, table = self._manifest.files[file], self._table
+        end = record.data_start
+        if len(rows):
+            end = int(table.byte_start[rows[-1]] + table.byte_count[rows[-1]])
+        digests = table.digest[rows].astype("<u8").tobytes()
+        expected = bytes(-(end - record.data_start) % 8) + digests
+        try:
+            found = self._storage.read(record.name, end, record.size)
+        except StorageError as error:
+            self._faults.append(error)
+            return
+        if found != expected:
+            self._faults.append(
+                FormatError(
+                    f"{record.name}: the last {record.size - end} bytes (padding and the file's own "
+                    f"digests) are not "
+                    "what was written; the tensors are not affected, but the file could not be used for "
+                    "repair",
+                    file=record.name,
+                )
+            )

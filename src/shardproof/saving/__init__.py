@@ -1,0 +1,48 @@
+"""Writing checkpoints."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from shardproof.rendezvous import Rendezvous, connect
+from shardproof.saving.repair import repair
+from shardproof.saving.saver import Committed, Saver
+from shardproof.storage import LocalStorage
+
+__all__ = ["Committed", "Saver", "repair", "save"]
+
+
+def save(
+    path: str | os.PathLike[str],
+    state: Any,
+    *,
+    step: int | None = None,
+    metadata: dict[str, Any] | None = None,
+    overwrite: bool = False,
+    rendezvous: Rendezvous | None = None,
+) -> Committed:
+    """Saves a state tree and returns once it is committed: durable, whole and proved. Called by every rank.
+
+    Args:
+        path: the folder of the checkpoint.
+        state: nested dicts, lists and tuples of tensors, modules, optimizers, objects with ``state_dict``,
+        plain values.
+        step: kept in the manifest.
+        metadata: plain data, kept in the manifest.
+        overwrite: whether to replace a committed checkpoint; it stays valid until the new one is committed.
+        rendezvous: where the ranks meet; found by itself when None.
+
+    Raises:
+        AlreadyCommittedError: a checkpoint is committed here and `overwrite` is False.
+        StructureError, TilingError, PlainDataError: the state cannot be kept; nothing was written.
+        RankFailure, RankSilent: some rank failed or fell silent; nothing was committed.
+        StorageError: the storage failed.
+
+    >>> import shardproof as sp, tempfile, torch
+    >>> committed = sp.save(tempfile.mkdtemp() + "/ckpt", {"w": torch.ones(2)}, step=7)
+    >>> committed.step, committed.tensors
+    (7, 1)
+    """
+    saver = Saver(rendezvous or connect())
+    return saver.save(LocalStorage(path), state, step=step, metadata=metadata, overwrite=overwrite)
