@@ -1,6 +1,20 @@
-"""The steps of a run."""
+"""The steps of a run. Retention needs no torch; `Checkpointer` does, and is loaded when first used."""
 
-from shardproof.checkpointer.checkpointer import Checkpointer, PassedOver, PendingSave
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from shardproof.checkpointer.retention import KeepLatest, Retention
 
+if TYPE_CHECKING:
+    from shardproof.checkpointer.checkpointer import Checkpointer, PassedOver, PendingSave
+
 __all__ = ["Checkpointer", "KeepLatest", "PassedOver", "PendingSave", "Retention"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Checkpointer", "PassedOver", "PendingSave"):
+        from shardproof.checkpointer import checkpointer
+
+        return getattr(checkpointer, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shardproof.errors import TilingError
+from shardproof.errors import FormatError, TilingError
 from shardproof.geometry import Boxes, intersect, overlapping_pairs, tiling_faults
 from shardproof.planning.chunks import ChunkTable
 
@@ -70,6 +70,7 @@ def prove_chunks(
 
     Raises:
         TilingError: naming the first tensor at fault.
+        FormatError: more boxes than a proof would hold in memory.
     """
     tensors = np.unique(tensors)
     ndims = np.array([len(shapes[row]) for row in tensors.tolist()], np.int64)
@@ -79,7 +80,10 @@ def prove_chunks(
         local = np.searchsorted(group, table.tensor[rows])
         extents = np.array([shapes[row] for row in group.tolist()], np.int64)
         extents = extents.reshape(len(group), dimensions)
-        faults = tiling_faults(extents, local, _boxes(table.box_start, table, rows, dimensions))
+        try:
+            faults = tiling_faults(extents, local, _boxes(table.box_start, table, rows, dimensions))
+        except ValueError as error:
+            raise FormatError(f"the chunk index is no tiling that could have been saved: {error}") from error
         if faults:
             fault = faults[0]
             key = keys[int(group[fault.tensor])]

@@ -114,7 +114,7 @@ def publish(
         sink.abort()
         raise
     manifest = Manifest(
-        writer=__version__,
+        writer=f"shardproof {__version__}",
         attempt=attempt.id,
         step=attempt.step,
         time=attempt.time,

@@ -2,224 +2,235 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import xxhash
-from numpy.typing import NDArray
 
-from shardproof.dtypes import DTYPES
-from shardproof.errors import (
-    AlreadyCommittedError,
-    CorruptChunkError,
-    FormatError,
-    NotCommittedError,
-    StorageError,
-)
+from shardproof.errors import AlreadyCommittedError, FormatError, NotCommittedError
 from shardproof.format import (
     MANIFEST_NAME,
     FileRecord,
     Manifest,
-    ShardHeader,
     TensorRecord,
-    file_digest,
+    bytes_digest,
+    decode_index,
+    encode_index,
+    encode_manifest,
     index_name,
-    parse_chunk_name,
     read_index,
     read_manifest,
-    read_shard_header,
 )
-from shardproof.planning import prove_chunks
-from shardproof.saving.commit import chunk_table, publish
-from shardproof.saving.prepare import Attempt
+from shardproof.planning import ChunkTable, prove_chunks
+from shardproof.saving.commit import chunk_table
+from shardproof.saving.stored import FoundShard, VerifiedShard, find_shard, verify_shard
 from shardproof.storage import Storage
+from shardproof.version import __version__
 
 __all__ = ["repair"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Shard:
-    """One shard file, its chunks verified against the digests that it carries."""
-
-    record: FileRecord
-    declared: dict[str, Any]
-    keys: list[str]
-    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]
-    byte_start: list[int]
-    byte_count: list[int]
-    digests: NDArray[np.uint64]
 
 
 def repair(storage: Storage) -> Manifest:
     """Rebuilds index and manifest from complete, verified shard files, and commits them.
 
     Every chunk is read and compared with the digest that its file carries, and the tiling of every tensor is
-    proved. Of several complete attempts the newest is taken.
+    proved. A manifest that is fine while its index is not says which files it wants. Without one, the
+    attempts that came as far as writing an index are the candidates, or else the complete ones; the newest
+    is taken.
 
     Raises:
         AlreadyCommittedError: manifest and index are fine; there is nothing to repair.
-        FormatError: no attempt has all its shard files, or they contradict each other.
+        FormatError: the attempt lacks shard files, or they contradict each other.
         CorruptChunkError: the bytes of a chunk are damaged.
         TilingError: the chunks do not cover a tensor.
         StorageError: the storage failed.
     """
     try:
-        try:
-            read_index(storage, read_manifest(storage))
-        except (NotCommittedError, FormatError, StorageError):
-            pass  # this is what repair is for
-        else:
-            raise AlreadyCommittedError(
-                f"{storage.location} is committed and readable: there is nothing to repair (`shardproof "
-                f"verify` checks "
-                "its bytes)",
-                path=storage.location,
-            )
-        return _rebuild(storage, _newest_complete(storage))
+        intact = _intact_manifest(storage)
+        shards = [verify_shard(storage, shard) for shard in _shards(storage, intact)]
+        _check_alike(shards)
+        if intact is not None:
+            _check_named(shards, intact)
+        return _commit(storage, shards, intact)
     finally:
         storage.close()
 
 
-def _newest_complete(storage: Storage) -> list[_Shard]:
-    """The shards of the newest attempt that has all its files."""
-    attempts: dict[str, list[tuple[str, ShardHeader, dict[str, Any]]]] = {}
+def _intact_manifest(storage: Storage) -> Manifest | None:
+    """The manifest, if it is readable and only its index is not."""
+    try:
+        manifest = read_manifest(storage)
+    except (NotCommittedError, FormatError):
+        return None
+    try:
+        read_index(storage, manifest)
+    except FormatError:
+        return manifest
+    raise AlreadyCommittedError(
+        f"{storage.location} is committed and readable: there is nothing to repair (`shardproof verify` "
+        "checks its bytes)",
+        path=storage.location,
+    )
+
+
+def _shards(storage: Storage, intact: Manifest | None) -> list[FoundShard]:
+    """The shard files of the attempt to rebuild, by rank, all of them."""
+    attempts: dict[str, list[FoundShard]] = {}
     unreadable: list[str] = []
     for name in storage.list("shards"):
         if not name.endswith(".safetensors"):
             continue
         try:
-            header = read_shard_header(storage, name)
-            declared = _declaration(name, header)
+            shard = find_shard(storage, name)
         except FormatError as error:
-            unreadable.append(str(error))
+            unreadable.append(error.message)
             continue
-        attempts.setdefault(str(declared["attempt"]), []).append((name, header, declared))
-    complete = [files for files in attempts.values() if len(files) == files[0][2]["files"]]
-    if not complete:
-        found = "; ".join(
-            f"attempt {attempt}: {len(files)} of {files[0][2]['files']} files"
-            for attempt, files in attempts.items()
-        )
+        attempts.setdefault(shard.declared.attempt, []).append(shard)
+    candidates = _candidates(storage, attempts, intact)
+    chosen = max(candidates, key=lambda attempt: attempts[attempt][0].declared.time, default=None)
+    if chosen is None or not _is_complete(attempts[chosen]):
+        found = [f"attempt {name}: {_count(files)}" for name, files in attempts.items()] or ["there are none"]
         raise FormatError(
-            f"{storage.location}: no attempt has all its shard files ({found or 'there are none'}"
-            f"{'; ' + '; '.join(unreadable) if unreadable else ''}). It cannot be repaired: restore another "
-            f"step",
+            f"{storage.location}: not all shard files of {_name_of(intact, chosen)} are there "
+            f"({'; '.join([*found, *unreadable])}). It cannot be repaired: restore another step",
             file="shards",
         )
-    newest = max(complete, key=lambda files: float(files[0][2]["time"]))
-    ordered = sorted(newest, key=lambda item: int(item[2]["rank"]))
-    return [_verified(storage, name, header, declared) for name, header, declared in ordered]
+    return sorted(attempts[chosen], key=lambda shard: shard.declared.rank)
 
 
-def _declaration(name: str, header: ShardHeader) -> dict[str, Any]:
-    """What the shard says of itself, with the types that it must have."""
-    try:
-        declared = json.loads(header.metadata["shardproof"])
-        expected: dict[str, type | tuple[type, ...]] = {
-            "attempt": str,
-            "time": (int, float),
-            "rank": int,
-            "world_size": int,
-            "files": int,
-            "tensors": dict,
-            "aliases": dict,
-            "objects": dict,
-            "metadata": dict,
-        }
-        for field, kind in expected.items():
-            if not isinstance(declared[field], kind):
-                raise TypeError(f"{field} is {type(declared[field]).__name__}")
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise FormatError(f"{name}: not a shard of this format ({error})", file=name) from error
-    return dict(declared)
+def _candidates(
+    storage: Storage, attempts: dict[str, list[FoundShard]], intact: Manifest | None
+) -> list[str]:
+    """Attempts that may be what was committed here.
+
+    A save writes its index when every shard file is on stable storage. So where there is an index, an attempt
+    without one is a save that died, and an attempt with one must not be passed over for lack of a shard.
+    """
+    if intact is not None:
+        return [intact.attempt] if intact.attempt in attempts else []
+    present = set(storage.list())
+    indexed = [attempt for attempt in attempts if index_name(attempt) in present]
+    return indexed or [attempt for attempt, files in attempts.items() if _is_complete(files)]
 
 
-def _verified(storage: Storage, name: str, header: ShardHeader, declared: dict[str, Any]) -> _Shard:
-    entries = sorted(header.entries, key=lambda entry: entry.start)
-    chunks = [entry for entry in entries if not entry.name.startswith("@")]
-    tail = entries[-1] if entries else None
-    if tail is None or tail.name != "@digests" or tail.stop - tail.start != 16 * len(chunks):
-        raise FormatError(f"{name}: it does not end in the digests of its {len(chunks)} chunks", file=name)
-    raw = storage.read(name, header.data_start + tail.start, header.data_start + tail.stop)
-    digests = np.frombuffer(raw, "<u8").astype(np.uint64).reshape(-1, 2)
-    keys, boxes = [], []
-    for entry, (high, low) in zip(chunks, digests.tolist(), strict=True):
-        key, offsets, sizes = parse_chunk_name(entry.name)
-        first, last = header.data_start + entry.start, header.data_start + entry.stop
-        found = xxhash.xxh3_128_hexdigest(storage.read(name, first, last))
-        if found != f"{high:016x}{low:016x}":
-            raise CorruptChunkError(
-                f"{name}: bytes {first} to {last} of tensor {key!r} do not match the digest that the file "
-                f"carries; it cannot be "
-                "repaired: restore another step",
-                file=name,
-                key=key,
-                byte_start=first,
-                byte_count=last - first,
-            )
-        keys.append(key)
-        boxes.append((offsets, sizes))
-    size = storage.size(name)
-    assert size is not None
-    record = FileRecord(
-        name, size, file_digest(header.raw, digests), header.data_start, int(declared["rank"])
-    )
-    starts = [header.data_start + entry.start for entry in chunks]
-    return _Shard(
-        record, declared, keys, boxes, starts, [entry.stop - entry.start for entry in chunks], digests
-    )
+def _is_complete(shards: list[FoundShard]) -> bool:
+    return len(shards) == shards[0].declared.files
 
 
-def _rebuild(storage: Storage, shards: list[_Shard]) -> Manifest:
-    first = shards[0].declared
-    tensors: dict[str, TensorRecord] = {}
-    objects: dict[str, Any] = {}
+def _count(shards: list[FoundShard]) -> str:
+    return f"{len(shards)} of {shards[0].declared.files} files"
+
+
+def _name_of(intact: Manifest | None, chosen: str | None) -> str:
+    attempt = intact.attempt if intact is not None else chosen
+    return "any attempt" if attempt is None else f"attempt {attempt}"
+
+
+def _check_alike(shards: list[VerifiedShard]) -> None:
+    """Shards of one save say the same of it."""
+    first = shards[0]
     for shard in shards:
-        objects |= shard.declared["objects"]
-        for key, (dtype, shape) in shard.declared["tensors"].items():
-            record = TensorRecord(key, dtype, tuple(shape))
-            if dtype not in DTYPES or tensors.setdefault(key, record) != record:
+        if shard.declared.save != first.declared.save:
+            raise FormatError(
+                f"{shard.record.name}: it contradicts {first.record.name} on the save that both are part of. "
+                "One of them is damaged; it cannot be repaired: restore another step",
+                file=shard.record.name,
+            )
+
+
+def _check_named(shards: list[VerifiedShard], intact: Manifest) -> None:
+    """The files are those that the manifest names."""
+    named = {record.name: record for record in intact.files}
+    for shard in shards:
+        if named.pop(shard.record.name, None) != shard.record:
+            raise FormatError(
+                f"{shard.record.name}: not the file that the manifest names (its digest differs). It cannot "
+                "be repaired: restore another step",
+                file=shard.record.name,
+            )
+    for name in named:
+        raise FormatError(f"{name} is missing, but the manifest names it", file=name)
+
+
+def _commit(storage: Storage, shards: list[VerifiedShard], intact: Manifest | None) -> Manifest:
+    """Checks all that is to be written as a reader would, and only then touches anything."""
+    first = shards[0].declared
+    tensors = _tensors(shards) if intact is None else intact.tensors
+    table = _table(storage, shards, tensors)
+    index = encode_index(table)
+    manifest = Manifest(
+        writer=__version__,
+        attempt=first.attempt,
+        step=first.step,
+        time=first.time,
+        world_size=first.world_size,
+        metadata=first.metadata if intact is None else intact.metadata,
+        tensors=tensors,
+        aliases=first.aliases if intact is None else intact.aliases,
+        objects=_objects(shards) if intact is None else intact.objects,
+        files=tuple(shard.record for shard in shards),
+        index=FileRecord(index_name(first.attempt), len(index), bytes_digest(index)),
+        repaired=True,
+    )
+    text = encode_manifest(manifest)
+    decode_index(index, manifest, manifest.index.name)
+    storage.delete(manifest.index.name)
+    if intact is None:
+        storage.delete(MANIFEST_NAME)
+    sink = storage.create(manifest.index.name)
+    try:
+        sink.write_at(0, memoryview(index))
+        sink.finish(len(index))
+    except BaseException:
+        sink.abort()
+        raise
+    storage.publish(MANIFEST_NAME, text, replace=intact is not None)
+    return manifest
+
+
+def _tensors(shards: list[VerifiedShard]) -> tuple[TensorRecord, ...]:
+    """What the shards declare. Tied tensors that have no element are declared under each of their keys."""
+    tensors: dict[str, TensorRecord] = {}
+    for shard in shards:
+        for key, (dtype, shape) in shard.declared.tensors.items():
+            record = TensorRecord(key, dtype, shape)
+            if tensors.setdefault(key, record) != record:
                 raise FormatError(
                     f"{shard.record.name}: it contradicts another shard on {key!r}", file=shard.record.name
                 )
-    keys = sorted(tensors)
-    row_of = {key: row for row, key in enumerate(keys)}
-    unknown = sorted({key for shard in shards for key in shard.keys} - row_of.keys())
-    if unknown:
-        raise FormatError(
-            f"{storage.location}: the shards hold {unknown[0]!r}, but none declares it", file="shards"
-        )
+    aliases = shards[0].declared.aliases
+    return tuple(tensors[key] for key in sorted(tensors) if key not in aliases)
+
+
+def _objects(shards: list[VerifiedShard]) -> dict[str, Any]:
+    objects: dict[str, Any] = {}
+    for shard in shards:
+        twice = sorted(objects.keys() & shard.declared.objects.keys())
+        if twice:
+            raise FormatError(
+                f"{shard.record.name}: another shard stores {twice[0]!r} too", file=shard.record.name
+            )
+        objects |= shard.declared.objects
+    return dict(sorted(objects.items()))
+
+
+def _table(storage: Storage, shards: list[VerifiedShard], tensors: tuple[TensorRecord, ...]) -> ChunkTable:
+    """The chunks of all shards, proved to tile the tensors."""
+    row_of = {record.key: row for row, record in enumerate(tensors)}
     boxes = [box for shard in shards for box in shard.boxes]
+    chunks = [chunk for shard in shards for chunk in shard.chunks]
+    unknown = sorted({key for key, _, _ in boxes} - row_of.keys())
+    if unknown:
+        raise FormatError(f"{storage.location}: the manifest does not know {unknown[0]!r}", file="shards")
     table = chunk_table(
-        np.array([row_of[key] for shard in shards for key in shard.keys], np.int64),
-        np.repeat(np.arange(len(shards)), [len(shard.keys) for shard in shards]),
-        np.array([start for shard in shards for start in shard.byte_start], np.int64),
-        np.array([count for shard in shards for count in shard.byte_count], np.int64),
+        np.array([row_of[key] for key, _, _ in boxes], np.int64),
+        np.repeat(np.arange(len(shards)), [len(shard.chunks) for shard in shards]),
+        np.array([start for _, _, _, start, _ in chunks], np.int64),
+        np.array([stop - start for _, _, _, start, stop in chunks], np.int64),
         np.concatenate([shard.digests for shard in shards]),
-        np.append(0, np.cumsum([len(offsets) for offsets, _ in boxes], dtype=np.int64)),
-        np.array([value for offsets, _ in boxes for value in offsets], np.int64),
-        np.array([value for _, sizes in boxes for value in sizes], np.int64),
+        np.append(0, np.cumsum([len(offsets) for _, offsets, _ in boxes], dtype=np.int64)),
+        np.array([value for _, offsets, _ in boxes for value in offsets], np.int64),
+        np.array([value for _, _, sizes in boxes for value in sizes], np.int64),
     )
-    prove_chunks(keys, [tensors[key].shape for key in keys], table, np.arange(len(keys)))
-    attempt = Attempt(
-        str(first["attempt"]),
-        float(first["time"]),
-        first["step"],
-        int(first["world_size"]),
-        first["metadata"],
-    )
-    for leftover in (MANIFEST_NAME, index_name(attempt.id)):
-        storage.delete(leftover)
-    return publish(
-        storage,
-        attempt,
-        tuple(tensors[key] for key in keys),
-        dict(first["aliases"]),
-        objects,
-        tuple(shard.record for shard in shards),
-        table,
-        False,
-        repaired=True,
-    )
+    keys, shapes = [record.key for record in tensors], [record.shape for record in tensors]
+    prove_chunks(keys, shapes, table, np.arange(len(keys)))
+    return table

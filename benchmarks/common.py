@@ -1,0 +1,256 @@
+"""What all benchmarks share: ranks, states, the physical limit, and a table of medians and ratios.
+
+A benchmark is a command. It starts its own ranks, measures peer and shardproof in turn in the same run, next
+to raw reads and writes of the same bytes, and prints medians with their spread and the ratios to ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from shardproof.storage import aligned_buffer
+
+GIB = 1 << 30
+_BLOCK = 16 << 20
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The options that every benchmark takes."""
+    options = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--ranks", type=int, default=2, help="processes (default 2)")
+    options.add_argument(
+        "--gib", type=float, default=1.7, help="size of the whole state in GiB (default 1.7)"
+    )
+    options.add_argument("--repeats", type=int, default=5, help="measured rounds (default 5)")
+    options.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
+    options.add_argument("--json", action="store_true", help="print the figures as JSON")
+    return options
+
+
+def launch(options: argparse.Namespace, ranks: int, timeout: float = 1800) -> None:
+    """Runs this script again under torchrun, in a folder that is removed afterwards."""
+    folder = Path(tempfile.mkdtemp(prefix="shardproof-bench-", dir=options.folder))
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        *sys.argv,
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "SHARDPROOF_BENCH_FOLDER": str(folder)}
+    try:
+        sys.exit(subprocess.run(command, env=environment, timeout=timeout, check=False).returncode)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_rank() -> bool:
+    """Whether this process is a rank, not the command that starts them."""
+    return "RANK" in os.environ
+
+
+def folder() -> Path:
+    """The folder of this run, the same on all ranks."""
+    return Path(os.environ["SHARDPROOF_BENCH_FOLDER"])
+
+
+@dataclass
+class Measured:
+    """Seconds of one way of doing one thing, a value for each round: the slowest rank's."""
+
+    name: str
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+def rounds(
+    ways: dict[str, Callable[[int], Any]], repeats: int, *, prepare: Callable[[str, int], None] | None = None
+) -> dict[str, Measured]:
+    """Measures each way in turn, `repeats` times after one unmeasured round.
+
+    Args:
+        ways: name to a function of the round's number.
+        repeats: measured rounds.
+        prepare: called before each, unmeasured, with the name and the round.
+    """
+    measured = {name: Measured(name) for name in ways}
+    for number in range(-1, repeats):
+        for name, way in ways.items():
+            if prepare is not None:
+                prepare(name, number)
+            dist.barrier()
+            begun = time.perf_counter()
+            way(number)
+            taken = torch.tensor(time.perf_counter() - begun, dtype=torch.float64)
+            dist.all_reduce(taken, dist.ReduceOp.MAX)
+            if number >= 0:
+                measured[name].seconds.append(taken.item())
+    return measured
+
+
+def gpt_state(gib: float, mesh: DeviceMesh, *, placement: int = 0, filled: bool = True) -> dict[str, Any]:
+    """Parameters and Adam moments of a GPT-shaped model in float32, about `gib` GiB, sharded over a dimension."""
+    width = 1024
+    shapes = {
+        "attention.qkv": (3 * width, width),
+        "attention.out": (width, width),
+        "mlp.up": (4 * width, width),
+        "mlp.down": (width, 4 * width),
+        "norm": (width,),
+    }
+    per_layer = 3 * 4 * sum(int(torch.Size(shape).numel()) for shape in shapes.values())
+    layers = max(1, round(gib * GIB / per_layer))
+    state: dict[str, Any] = {"model": {}, "optimizer": {}}
+    for layer in range(layers):
+        for name, shape in shapes.items():
+            key = f"layers.{layer}.{name}"
+            make = lambda shape=shape: sharded(shape, mesh, placement, filled)  # noqa: E731
+            state["model"][key] = make()
+            state["optimizer"][key] = {"exp_avg": make(), "exp_avg_sq": make()}
+    return state
+
+
+def sharded(shape: tuple[int, ...], mesh: DeviceMesh, placement: int, filled: bool) -> DTensor:
+    """A DTensor of random values, or of touched memory with one value."""
+    dim = min(placement, len(shape) - 1)
+    index = mesh.get_local_rank()
+    pieces = [len(part) for part in torch.arange(shape[dim]).chunk(mesh.size())]
+    pieces += [0] * (mesh.size() - len(pieces))
+    local_shape = (*shape[:dim], pieces[index], *shape[dim + 1 :])
+    local = torch.randn(local_shape) if filled else torch.full(local_shape, -1.0)
+    stride = tuple(int(torch.Size(shape[at + 1 :]).numel()) for at in range(len(shape)))
+    return DTensor.from_local(
+        local, mesh, [Shard(dim)], run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def tensors_of(state: Any) -> list[torch.Tensor]:
+    """Local tensors of a nested state."""
+    if isinstance(state, dict):
+        return [tensor for value in state.values() for tensor in tensors_of(value)]
+    return [state.to_local() if isinstance(state, DTensor) else state]
+
+
+def local_bytes(state: Any) -> int:
+    """Bytes that this rank holds."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(state))
+
+
+def total_bytes(state: Any) -> int:
+    """Bytes that all ranks hold."""
+    total = torch.tensor(local_bytes(state), dtype=torch.int64)
+    dist.all_reduce(total)
+    return int(total.item())
+
+
+class RawFile:
+    """The limit: the same bytes, one file a rank, from and to one reused aligned buffer."""
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self.path = path
+        self.nbytes = -(-nbytes // _BLOCK) * _BLOCK
+        self.buffer = aligned_buffer(_BLOCK)
+
+    def write(self, *, direct: bool) -> None:
+        """Writes and flushes a new file."""
+        self.path.unlink(missing_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | (os.O_DIRECT if direct else 0)
+        handle = os.open(self.path, flags, 0o644)
+        try:
+            for start in range(0, self.nbytes, _BLOCK):
+                os.pwrite(handle, self.buffer, start)
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def read(self, into: list[torch.Tensor]) -> None:
+        """Reads the file's bytes into memory that is in use already."""
+        handle = os.open(self.path, os.O_RDONLY)
+        try:
+            start = 0
+            for tensor in into:
+                memory = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+                for begin in range(0, len(memory), _BLOCK):
+                    start += os.preadv(handle, [memory[begin : begin + _BLOCK]], start)
+        finally:
+            os.close(handle)
+
+
+def remove(path: Path) -> None:
+    """Rank 0 removes what an earlier round wrote, and the disk settles, outside of the measured time."""
+    if dist.get_rank() == 0:
+        shutil.rmtree(path, ignore_errors=True)
+        os.sync()
+    dist.barrier()
+
+
+def report(
+    title: str,
+    measured: dict[str, Measured],
+    *,
+    ours: str,
+    nbytes: int | None,
+    as_json: bool,
+    notes: dict[str, Any] | None = None,
+) -> None:
+    """Prints a table of medians, spread, speed and ratio to ours, or the same as JSON. Rank 0 only."""
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
+    base = measured[ours].median
+    rows = [
+        {
+            "name": name,
+            "median_s": item.median,
+            "min_s": min(item.seconds),
+            "max_s": max(item.seconds),
+            "gib_per_s": None if nbytes is None else nbytes / item.median / GIB,
+            "over_ours": item.median / base,
+        }
+        for name, item in measured.items()
+    ]
+    facts = {
+        "title": title,
+        "bytes": nbytes,
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}",
+        "rows": rows,
+        **(notes or {}),
+    }
+    if as_json:
+        print(json.dumps(facts), flush=True)
+        return
+    size = "" if nbytes is None else f", {nbytes / GIB:.2f} GiB"
+    print(f"\n{title}{size} ({facts['machine']})")
+    print(f"{'':34}{'median s':>10}{'min':>9}{'max':>9}{'GiB/s':>9}{'time / ours':>13}")
+    for row in rows:
+        speed = "" if row["gib_per_s"] is None else f"{row['gib_per_s']:.2f}"
+        print(
+            f"{row['name']:34}{row['median_s']:>10.3f}{row['min_s']:>9.3f}{row['max_s']:>9.3f}{speed:>9}"
+            f"{row['over_ours']:>12.2f}x"
+        )
+    for name, value in (notes or {}).items():
+        print(f"{name}: {value}")
+    sys.stdout.flush()

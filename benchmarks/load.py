@@ -1,0 +1,66 @@
+"""Loading a GPT-shaped state into the layout that it was saved from, from a warm page cache.
+
+shardproof (every byte verified) and torch DCP in turn, beside a raw read of the same bytes into the same
+tensors.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from common import (
+    RawFile,
+    folder,
+    gpt_state,
+    is_rank,
+    launch,
+    local_bytes,
+    parser,
+    report,
+    rounds,
+    tensors_of,
+    total_bytes,
+)
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardproof as sp
+
+
+def main() -> None:
+    options = parser(__doc__).parse_args()
+    if not is_rank():
+        launch(options, options.ranks)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (options.ranks,))
+    state = gpt_state(options.gib, mesh)
+    nbytes = total_bytes(state)
+    sp.save(folder() / "ours", state)
+    dcp.save(state, checkpoint_id=folder() / "dcp")
+    target = gpt_state(options.gib, mesh, filled=False)
+    raw = RawFile(folder() / f"raw-{dist.get_rank()}", local_bytes(state))
+    raw.write(direct=False)
+    measured = rounds(
+        {
+            "raw read": lambda number: raw.read(tensors_of(target)),
+            "shardproof": lambda number: sp.load(folder() / "ours", target),
+            "torch DCP": lambda number: dcp.load(target, checkpoint_id=folder() / "dcp"),
+        },
+        options.repeats,
+    )
+    for tensor in tensors_of(target):
+        tensor.fill_(-1)
+    sp.load(folder() / "ours", target)
+    assert all(torch.equal(a, b) for a, b in zip(tensors_of(state), tensors_of(target), strict=True))
+    report(
+        f"load, same layout, warm, {options.ranks} ranks",
+        measured,
+        ours="shardproof",
+        nbytes=nbytes,
+        as_json=options.json,
+    )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

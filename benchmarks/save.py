@@ -1,0 +1,55 @@
+"""Saving a GPT-shaped state (parameters and Adam moments, sharded by rows) until it is durable.
+
+shardproof and torch DCP (defaults: it flushes its files) in turn, beside a raw flushed write of the same
+bytes.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from common import (
+    RawFile,
+    folder,
+    gpt_state,
+    is_rank,
+    launch,
+    local_bytes,
+    parser,
+    remove,
+    report,
+    rounds,
+    total_bytes,
+)
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardproof as sp
+
+
+def main() -> None:
+    options = parser(__doc__).parse_args()
+    if not is_rank():
+        launch(options, options.ranks)
+    dist.init_process_group("gloo")
+    state = gpt_state(options.gib, init_device_mesh("cpu", (options.ranks,)))
+    nbytes = total_bytes(state)
+    checkpointer = sp.Checkpointer(folder() / "ours")
+    raw = RawFile(folder() / f"raw-{dist.get_rank()}", local_bytes(state))
+    measured = rounds(
+        {
+            "raw write, O_DIRECT, flushed": lambda number: raw.write(direct=True),
+            "raw write, buffered, flushed": lambda number: raw.write(direct=False),
+            "shardproof": lambda number: checkpointer.save(number + 1, state).result(),
+            "torch DCP": lambda number: dcp.save(state, checkpoint_id=folder() / "dcp"),
+        },
+        options.repeats,
+        prepare=lambda name, number: remove(
+            folder() / {"shardproof": "ours", "torch DCP": "dcp"}.get(name, "none")
+        ),
+    )
+    report(f"save, {options.ranks} ranks", measured, ours="shardproof", nbytes=nbytes, as_json=options.json)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

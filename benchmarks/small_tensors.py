@@ -1,0 +1,57 @@
+"""Saving and loading 20,000 tensors of 4 KiB on each rank: the cost of a tensor, not of its bytes."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from common import folder, is_rank, launch, parser, remove, report, rounds, sharded, tensors_of, total_bytes
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardproof as sp
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--tensors", type=int, default=20_000, help="tensors (default 20,000)")
+    options = options.parse_args()
+    if not is_rank():
+        launch(options, options.ranks)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (options.ranks,))
+    names = [f"layers.{number // 20}.part.{number % 20}" for number in range(options.tensors)]
+
+    def build(filled: bool) -> dict[str, torch.Tensor]:
+        return {name: sharded((1024 * options.ranks,), mesh, 0, filled) for name in names}
+
+    state, target = build(True), build(False)
+    checkpointer = sp.Checkpointer(folder() / "ours")
+    saved = rounds(
+        {
+            "shardproof": lambda number: checkpointer.save(number + 1, state),
+            "torch DCP": lambda number: dcp.save(state, checkpoint_id=folder() / "dcp"),
+        },
+        options.repeats,
+        prepare=lambda name, number: remove(folder() / {"shardproof": "ours", "torch DCP": "dcp"}[name]),
+    )
+    title = f"{options.tensors} tensors of 4 KiB a rank, {options.ranks} ranks"
+    nbytes = total_bytes(state)
+    report(f"save {title}", saved, ours="shardproof", nbytes=nbytes, as_json=options.json)
+    step = checkpointer.steps()[-1]
+    loaded = rounds(
+        {
+            "shardproof": lambda number: checkpointer.restore(target, step=step),
+            "torch DCP": lambda number: dcp.load(target, checkpoint_id=folder() / "dcp"),
+        },
+        options.repeats,
+    )
+    for tensor in tensors_of(target):
+        tensor.fill_(-1)
+    checkpointer.restore(target)
+    assert all(torch.equal(a, b) for a, b in zip(tensors_of(state), tensors_of(target), strict=True))
+    report(f"load {title}", loaded, ours="shardproof", nbytes=nbytes, as_json=options.json)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""Shard files as they lie there: what they say of themselves, and whether their bytes are what they say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import xxhash
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from shardproof.dtypes import DTYPES
+from shardproof.errors import CorruptChunkError, FormatError
+from shardproof.format import (
+    FileRecord,
+    ShardHeader,
+    file_digest,
+    parse_chunk_name,
+    read_chunk_digests,
+    read_shard_header,
+    shard_name,
+)
+from shardproof.format.header import HeaderEntry
+from shardproof.format.jsontext import decode_strictly
+from shardproof.storage import Storage
+
+__all__ = ["Declared", "FoundShard", "VerifiedShard", "find_shard", "verify_shard"]
+
+_SPAN = 8 << 20
+"""Bytes read and hashed at once, whatever a chunk has."""
+
+_Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+
+class Declared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a shard file says of itself and of the save that it is part of."""
+
+    version: int
+    attempt: str
+    step: _Size | None
+    time: float
+    rank: _Size
+    world_size: _Size
+    files: _Size
+    tensors: dict[str, tuple[str, tuple[_Size, ...]]]
+    aliases: dict[str, str]
+    objects: dict[str, Any]
+    metadata: dict[str, Any]
+
+    @property
+    def save(self) -> tuple[Any, ...]:
+        """What all shards of one save say alike."""
+        return self.version, self.step, self.time, self.world_size, self.files, self.aliases, self.metadata
+
+
+_DECODER = msgspec.json.Decoder(Declared)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FoundShard:
+    """One shard file, by its header."""
+
+    name: str
+    header: ShardHeader
+    declared: Declared
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VerifiedShard:
+    """One shard file, its chunks verified against the digests that it carries."""
+
+    record: FileRecord
+    declared: Declared
+    chunks: list[HeaderEntry]
+    boxes: list[tuple[str, tuple[int, ...], tuple[int, ...]]]
+    """Key, offsets and sizes of each chunk."""
+    digests: NDArray[np.uint64]
+
+
+def find_shard(storage: Storage, name: str) -> FoundShard:
+    """The shard file `name`, its header read and checked.
+
+    Raises:
+        FormatError: it is no shard file, is damaged, or was renamed.
+        StorageError: it cannot be read.
+    """
+    header = read_shard_header(storage, name)
+    text = header.metadata.get("shardproof")
+    if text is None:
+        raise FormatError(f"{name}: a safetensors file, but no shard: it says nothing of its save", file=name)
+    declared = decode_strictly(_DECODER, text.encode(), name)
+    if name != shard_name(declared.rank, declared.attempt):
+        raise FormatError(
+            f"{name}: it says that it is {shard_name(declared.rank, declared.attempt)}. "
+            "It was copied or renamed",
+            file=name,
+        )
+    return FoundShard(name, header, declared)
+
+
+def verify_shard(storage: Storage, shard: FoundShard) -> VerifiedShard:
+    """Compares every chunk with the digest that the file carries.
+
+    Raises:
+        CorruptChunkError: one does not match.
+        FormatError: an entry is not what its name and the file's declaration say.
+        StorageError: it cannot be read.
+    """
+    name, header = shard.name, shard.header
+    digests = read_chunk_digests(storage, name, header)
+    chunks = header.entries[: len(digests)]
+    boxes = [_box(name, entry, shard.declared) for entry in chunks]
+    for (_, _, _, start, stop), (key, _, _), (high, low) in zip(chunks, boxes, digests.tolist(), strict=True):
+        if _digest_of(storage, name, start, stop) != f"{high:016x}{low:016x}":
+            raise CorruptChunkError(
+                f"{name}: bytes {start} to {stop} of tensor {key!r} do not match the digest that the file "
+                "carries. It cannot be repaired: restore another step",
+                file=name,
+                key=key,
+                byte_start=start,
+                byte_count=stop - start,
+            )
+    size = header.entries[-1][4]
+    record = FileRecord(name, size, file_digest(header.raw, digests), header.data_start, shard.declared.rank)
+    return VerifiedShard(record, shard.declared, chunks, boxes, digests)
+
+
+def _box(name: str, entry: HeaderEntry, declared: Declared) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    """The box that an entry holds, if the entry is of the type and shape that its tensor says."""
+    title, code, shape, _, _ = entry
+    try:
+        key, offsets, sizes = parse_chunk_name(title)
+    except ValueError as error:
+        raise FormatError(f"{name}: {error}", file=name) from error
+    tensor = declared.tensors.get(key)
+    dtype = DTYPES.get(tensor[0]) if tensor is not None else None
+    if tensor is None or dtype is None or len(tensor[1]) != len(sizes):
+        raise FormatError(f"{name}: it holds {title!r}, but declares {key!r} as {tensor}", file=name)
+    if code != dtype.code or shape != ((*sizes, dtype.parts) if dtype.parts > 1 else sizes):
+        raise FormatError(
+            f"{name}: the entry {title!r} is {code} {list(shape)}, but {key!r} is {dtype.name}", file=name
+        )
+    return key, offsets, sizes
+
+
+def _digest_of(storage: Storage, name: str, start: int, stop: int) -> str:
+    hasher = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(min(_SPAN, stop - start)))
+    for at in range(start, stop, _SPAN):
+        span = buffer[: min(_SPAN, stop - at)]
+        storage.read_into(name, at, span)
+        hasher.update(span)
+    return hasher.hexdigest()
