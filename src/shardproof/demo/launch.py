@@ -1,0 +1,190 @@
+"""Starting the trainer's processes, following them, and ending them: always with a limit, and only these.
+
+Note "Whose processes": torchrun gives each worker a session of its own, so that a signal to torchrun's
+process group does not reach the workers, and a torchrun that is killed leaves them behind. Every worker
+therefore records its process id as its first act, and these are ended one by one, after a look that the id
+still is a worker of this task.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import shardproof
+from shardproof.demo.task import Record, Task, read_records
+from shardproof.errors import ShardproofError
+
+__all__ = ["DemoError", "Job"]
+
+POLL = 0.05
+GRACE = 5.0
+"""Seconds between asking a job to end and making it."""
+
+
+class DemoError(ShardproofError):
+    """A run of the demo did not do what the next one builds on. Details: ``log``."""
+
+
+class Job:
+    """The processes of one run.
+
+    A context manager: whatever happens inside, no process outlives it.
+    """
+
+    def __init__(self, task: Task, *, limit: float) -> None:
+        self.task = task
+        self.log = Path(task.folder) / f"{task.name}.log"
+        self.seconds = 0.0
+        self._limit = limit
+        self._begin = time.monotonic()
+        self._heard = 0
+        worker = ["-m", "shardproof.demo.train", str(task.write())]
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, *_launcher(task.layout.ranks), *worker],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=_environment(),
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(GRACE)
+            except subprocess.TimeoutExpired:
+                pass
+        self.kill()
+
+    def finish(self, hear: Callable[[Record], None]) -> None:
+        """Follow the run to its end.
+
+        Raises:
+            DemoError: it failed, or took longer than its limit.
+        """
+        while self._process.poll() is None:
+            self._follow(hear, "finish")
+        self._hear(hear)
+        self.seconds = time.monotonic() - self._begin
+        if self._process.returncode != 0:
+            raise self._error(f"ended with exit code {self._process.returncode}")
+
+    def wait_for(self, mark: Path, hear: Callable[[Record], None]) -> None:
+        """Follow the run until it has made the file `mark`.
+
+        Raises:
+            DemoError: it ended without, or took longer than its limit.
+        """
+        while not mark.exists():
+            if self._process.poll() is not None:
+                raise self._error(
+                    f"ended with exit code {self._process.returncode} before it made {mark.name}"
+                )
+            self._follow(hear, f"make {mark.name}")
+        self._hear(hear)
+
+    def kill(self) -> int:
+        """SIGKILL to the launcher, so that it cannot clean up, and to every worker.
+
+        Returns:
+            The number of workers that were running.
+        """
+        workers = [pid for pid in self._worker_pids() if _is_alive(pid, self.task)]
+        if self._process.poll() is None:
+            self._process.kill()
+        for pid in workers:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        self._process.wait(GRACE)
+        deadline = time.monotonic() + GRACE
+        while any(_is_alive(pid, self.task) for pid in workers) and time.monotonic() < deadline:
+            time.sleep(POLL)
+        self.seconds = time.monotonic() - self._begin
+        return len(workers)
+
+    def _follow(self, hear: Callable[[Record], None], what: str) -> None:
+        self._hear(hear)
+        if time.monotonic() - self._begin > self._limit:
+            raise self._error(f"did not {what} within {self._limit:.0f} s")
+        time.sleep(POLL)
+
+    def _hear(self, hear: Callable[[Record], None]) -> None:
+        records = read_records(self.task.records(0))
+        for record in records[self._heard :]:
+            hear(record)
+        self._heard = len(records)
+
+    def _worker_pids(self) -> list[int]:
+        ranks = range(self.task.layout.ranks)
+        starts = [read_records(self.task.records(rank))[:1] for rank in ranks]
+        return [int(record["pid"]) for records in starts for record in records]
+
+    def _error(self, what: str) -> DemoError:
+        failures = [
+            f"rank {rank}: {record['error']}"
+            for rank in range(self.task.layout.ranks)
+            for record in read_records(self.task.records(rank))
+            if record["event"] == "failed"
+        ]
+        said = failures or self.log.read_text(errors="replace").splitlines()[-15:]
+        return DemoError(
+            f"the demo's run {self.task.name!r} ({self.task.layout}) {what}; its output is in {self.log}\n"
+            + "\n".join(said),
+            log=str(self.log),
+        )
+
+
+def _launcher(ranks: int) -> list[str]:
+    """torchrun with a rendezvous of its own on a free port; one rank needs no launcher."""
+    if ranks == 1:
+        return []
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=1",
+        f"--nproc-per-node={ranks}",
+        "--rdzv-backend=c10d",
+    ]
+    return [*torchrun, "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "--max-restarts=0"]
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment, without what a launcher would have put there."""
+    launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
+    environment["OMP_NUM_THREADS"] = "1"
+    environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS may vary from run to run
+    package = str(Path(shardproof.__file__).parents[1])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH")]))
+    if Path("/sys/class/net/lo").exists():
+        # gloo would look up the host's name, which need not resolve.
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return environment
+
+
+def _is_alive(pid: int, task: Task) -> bool:
+    """Whether `pid` is a worker of `task` that runs (one that has ended and was not collected does not)."""
+    process = Path(f"/proc/{pid}")
+    if Path("/proc/self").exists():
+        try:
+            return task.folder in (process / "cmdline").read_bytes().decode(errors="replace")
+        except OSError:
+            return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,165 @@
+"""The demo's model: a small decoder-only transformer over bytes.
+
+RMSNorm, rotary positions, grouped-query attention and SwiGLU, as in the models people train today, and two
+things that make its state harder to keep than its size suggests: a hidden width that no number of ranks
+divides evenly, and gains of one element, whose shards are empty on every rank but one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["ModelSize", "Transformer"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """The sizes of a `Transformer`."""
+
+    vocabulary: int = 256
+    width: int = 128
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    hidden: int = 346
+    """Width of the feed-forward layers. Halved by tensor parallelism it is 173, which FSDP2 cuts unevenly."""
+    context: int = 128
+    """Positions that the rotary tables cover."""
+
+
+class RMSNorm(nn.Module):
+    """Scale to unit root mean square, then by a learned weight."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, 1e-6)
+
+
+class Gain(nn.Module):
+    """A learned factor on a residual branch: a parameter of one element."""
+
+    def __init__(self, initial: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((1,), initial))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention with rotary positions.
+
+    The number of heads is read from the activations, so a tensor-parallel rank that holds some of the rows of
+    the projections computes its own heads with the same code.
+    """
+
+    def __init__(self, size: ModelSize) -> None:
+        super().__init__()
+        self.head_width = size.width // size.heads
+        self.query = nn.Linear(size.width, size.heads * self.head_width, bias=False)
+        self.key = nn.Linear(size.width, size.kv_heads * self.head_width, bias=False)
+        self.value = nn.Linear(size.width, size.kv_heads * self.head_width, bias=False)
+        self.out = nn.Linear(size.heads * self.head_width, size.width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        query = self.query(x).view(batch, length, -1, self.head_width).transpose(1, 2)
+        key = self.key(x).view(batch, length, -1, self.head_width).transpose(1, 2)
+        value = self.value(x).view(batch, length, -1, self.head_width).transpose(1, 2)
+        query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        joined: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
+        return joined
+
+
+class SwiGLU(nn.Module):
+    """Feed-forward layer, gated by SiLU (Shazeer, 2020)."""
+
+    def __init__(self, size: ModelSize) -> None:
+        super().__init__()
+        self.gate = nn.Linear(size.width, size.hidden, bias=False)
+        self.up = nn.Linear(size.width, size.hidden, bias=False)
+        self.down = nn.Linear(size.hidden, size.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        narrowed: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return narrowed
+
+
+class Block(nn.Module):
+    """One layer: attention and feed-forward, each behind a norm and a gain."""
+
+    def __init__(self, size: ModelSize) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(size.width)
+        self.attention = Attention(size)
+        self.attention_gain = Gain(1.0)
+        self.mlp_norm = RMSNorm(size.width)
+        self.mlp = SwiGLU(size)
+        self.mlp_gain = Gain(1.0)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention_gain(self.attention(self.attention_norm(x), cos, sin))
+        out: Tensor = x + self.mlp_gain(self.mlp(self.mlp_norm(x)))
+        return out
+
+
+class Transformer(nn.Module):
+    """Bytes in, scores for the next byte out.
+
+    >>> size = ModelSize(width=32, layers=1, heads=2, kv_heads=1, hidden=48, context=16)
+    >>> Transformer(size, seed=0)(torch.zeros(2, 16, dtype=torch.long)).shape
+    torch.Size([2, 16, 256])
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, size: ModelSize, *, seed: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(size.vocabulary, size.width)
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.norm = RMSNorm(size.width)
+        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
+        cos, sin = _rotary_tables(size.context, size.width // size.heads)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+        self._initialise(size, torch.Generator().manual_seed(seed))
+
+    @torch.no_grad()
+    def _initialise(self, size: ModelSize, generator: torch.Generator) -> None:
+        """Draw the weights from a generator of their own, so that every layout starts from the same ones."""
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                deviation = 0.02 if "embedding" in name else parameter.shape[1] ** -0.5
+                residual = name.endswith(("out.weight", "down.weight"))
+                parameter.normal_(0.0, deviation / (2 * size.layers) ** (0.5 * residual), generator=generator)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Scores (batch, length, vocabulary) of the byte after each of `tokens` (batch, length), int64."""
+        length = tokens.shape[1]
+        cos, sin = self.cos[:length], self.sin[:length]
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        scores: Tensor = self.head(self.norm(x))
+        return scores
+
+
+def _rotary_tables(context: int, head_width: int) -> tuple[Tensor, Tensor]:
+    frequency = 10_000.0 ** (-torch.arange(0, head_width, 2, dtype=torch.float64) / head_width)
+    angle = torch.arange(context, dtype=torch.float64)[:, None] * frequency[None, :]
+    return angle.cos().float(), angle.sin().float()
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions (Su et al., 2021): turn the pair (first half, second half) by the position's angle."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

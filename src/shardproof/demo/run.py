@@ -1,0 +1,263 @@
+"""The demo from end to end: runs the story's parts one after the other and puts the evidence together."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import shardproof as sp
+from shardproof.demo.evidence import RunRecords, compare_draws, compare_losses, compare_tensors
+from shardproof.demo.launch import DemoError, Job
+from shardproof.demo.layout import Layout
+from shardproof.demo.report import DemoReport, KillFacts, RunFacts, facts_of
+from shardproof.demo.stored import stored_facts
+from shardproof.demo.story import LOSS_TOLERANCE, Story
+from shardproof.demo.task import Record, Task
+
+__all__ = ["DemoEvent", "run_demo"]
+
+TEXT = Path(__file__).with_name("text.txt")
+RUN_LIMIT = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class DemoEvent:
+    """Something happened: for a person who waits."""
+
+    run: str
+    kind: str
+    """"begin" and "end" of a run, "step", "saved", "restored", "killed"."""
+    text: str
+    step: int | None = None
+    last_step: int | None = None
+
+
+def run_demo(
+    *,
+    text: Path | None = None,
+    ranks: int = 4,
+    resume_ranks: Sequence[int] = (3, 1),
+    device: str = "cpu",
+    steps: int = 24,
+    save_every: int = 4,
+    run_dir: Path | None = None,
+    keep: bool = False,
+    on_event: Callable[[DemoEvent], None] | None = None,
+    limit: float = RUN_LIMIT,
+) -> DemoReport:
+    """Train, save, kill in the middle of a save, resume on other layouts, and compare every bit.
+
+    Args:
+        text: file to train on; None for the one that comes with the package.
+        ranks: processes before the accident; even numbers from 4 on use tensor parallelism inside FSDP2.
+        resume_ranks: processes of each further run, under FSDP2 alone; each resumes from the one before.
+        device: "cpu", or "cuda" and the like for tensors on an accelerator.
+        steps: training steps of the whole story.
+        save_every: steps between saves.
+        run_dir: an empty or new folder that stays; None for a temporary one.
+        keep: keep the temporary folder as well. It is also kept when something fails.
+        on_event: told what happens, as it happens.
+        limit: seconds that one run may take.
+
+    Raises:
+        ValueError: sizes that make no story, or a folder that is not empty.
+        DemoError: a run failed. A claim that does not hold is no error, but ``ok`` of the report is False.
+    """
+    story = Story.of(ranks, resume_ranks, steps, save_every)
+    if run_dir is not None and run_dir.exists() and any(run_dir.iterdir()):
+        raise ValueError(f"{run_dir} is not empty: the demo wants a folder of its own")
+    if run_dir is None:
+        folder = Path(tempfile.mkdtemp(prefix="shardproof-demo-"))
+    else:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        folder = run_dir.resolve()
+    stays = keep or run_dir is not None
+    report = _Demo(story, folder, (text or TEXT).resolve(), device, on_event or _ignore, limit).run(stays)
+    if not stays and report.ok:
+        shutil.rmtree(folder, ignore_errors=True)
+    return report
+
+
+class _Demo:
+    """The runs of a story, and what they leave for each other."""
+
+    def __init__(
+        self,
+        story: Story,
+        folder: Path,
+        text: Path,
+        device: str,
+        on_event: Callable[[DemoEvent], None],
+        limit: float,
+    ) -> None:
+        self._story = story
+        self._folder = folder
+        self._text = text
+        self._device = device
+        self._on_event = on_event
+        self._limit = limit
+        self._checkpoints = folder / "checkpoints"
+        (folder / "runs").mkdir()
+
+    def run(self, stays: bool) -> DemoReport:
+        """Everything, in order."""
+        begin = time.monotonic()
+        story = self._story
+        whole = self._task("uninterrupted", story.layout, stop=story.steps)
+        reference, seconds = self._finish(whole)
+
+        killed_task = self._task(
+            "killed",
+            story.layout,
+            stop=story.steps,
+            save_every=story.save_every,
+            die_in_save_of=story.killed_step,
+        )
+        saved, killed_facts, kill = self._kill(killed_task, reference)
+
+        runs = [facts_of(whole, reference, seconds), killed_facts]
+        step = story.restored_step
+        same = self._task("resumed-same", story.layout, stop=story.steps, restore=True, seed=101)
+        runs.append(self._resume(same, saved, step, reference, story.ranks, same_layout=True)[1])
+
+        # From here on each run saves, and the next one resumes from what it saved.
+        known_ranks = story.ranks
+        for part, (ranks, stop) in enumerate(zip(story.resume_ranks, story.stops, strict=True)):
+            known_ranks = min(known_ranks, ranks)
+            task = self._task(
+                f"resumed-{part + 1}-on-{ranks}",
+                Layout(ranks),
+                stop=stop,
+                save_every=story.save_every,
+                restore=True,
+                seed=102 + part,
+            )
+            saved, facts = self._resume(task, saved, step, reference, known_ranks)
+            runs.append(facts)
+            step = stop
+
+        stored = stored_facts(self._checkpoints, step, saved)
+        seconds = time.monotonic() - begin
+        ok = all(run.ok for run in runs) and kill.ok and stored.ok
+        return DemoReport(
+            versions=_versions(),
+            text=self._text.name,
+            text_bytes=self._text.stat().st_size,
+            device=self._device,
+            parameters=reference.all("model")[0]["parameters"],
+            steps=story.steps,
+            save_every=story.save_every,
+            runs=tuple(runs),
+            kill=kill,
+            stored=stored,
+            steps_left=tuple(sp.Checkpointer(self._checkpoints).steps()),
+            folder=str(self._folder) if stays or not ok else None,
+            seconds=seconds,
+        )
+
+    def _task(
+        self,
+        name: str,
+        layout: Layout,
+        *,
+        stop: int,
+        save_every: int = 0,
+        restore: bool = False,
+        die_in_save_of: int = 0,
+        seed: int = 0,
+    ) -> Task:
+        return Task(
+            name=name,
+            folder=str(self._folder / "runs"),
+            text=str(self._text),
+            device=self._device,
+            layout=layout,
+            checkpoints=str(self._checkpoints),
+            horizon=self._story.steps,
+            stop=stop,
+            save_every=save_every,
+            restore=restore,
+            die_in_save_of=die_in_save_of,
+            seed=seed,
+        )
+
+    def _finish(self, task: Task) -> tuple[RunRecords, float]:
+        with Job(task, limit=self._limit) as job:
+            self._tell(task, "begin", str(task.layout))
+            job.finish(self._teller(task))
+        self._tell(task, "end", f"{job.seconds:.1f} s")
+        return RunRecords.of(task), job.seconds
+
+    def _kill(self, task: Task, reference: RunRecords) -> tuple[RunRecords, RunFacts, KillFacts]:
+        with Job(task, limit=self._limit) as job:
+            self._tell(task, "begin", str(task.layout))
+            job.wait_for(task.stalled, self._teller(task))
+            workers = job.kill()
+        step = self._story.killed_step
+        files = [path for path in self._checkpoints.glob(f"step-{step:08d}/**/*") if path.is_file()]
+        shards = [path for path in files if path.parent.name == "shards"]
+        size = sum(path.stat().st_size for path in shards)
+        committed = any(path.name == "manifest.json" for path in files)
+        kill = KillFacts(step, workers, len(shards), size, committed)
+        self._tell(task, "killed", f"SIGKILL to every worker ({workers}) in the save of step {step}", step)
+        records = RunRecords.of(task)
+        if not records.all("saved"):
+            raise DemoError(f"nothing was saved before the kill; see {job.log}", log=str(job.log))
+        difference = compare_losses(reference, records)
+        facts = facts_of(task, records, job.seconds, loss_difference=difference)
+        return records, facts, kill
+
+    def _resume(
+        self,
+        task: Task,
+        saved: RunRecords,
+        step: int,
+        reference: RunRecords,
+        known_ranks: int,
+        *,
+        same_layout: bool = False,
+    ) -> tuple[RunRecords, RunFacts]:
+        records, seconds = self._finish(task)
+        facts = facts_of(
+            task,
+            records,
+            seconds,
+            expected_step=step,
+            restored=compare_tensors(saved, "saved", records, "restored", step),
+            end=compare_tensors(reference, "end", records, "end", task.stop) if same_layout else None,
+            draws_identical=compare_draws(reference, records, known_ranks),
+            loss_difference=compare_losses(reference, records),
+            loss_tolerance=0.0 if same_layout else LOSS_TOLERANCE,
+        )
+        return records, facts
+
+    def _teller(self, task: Task) -> Callable[[Record], None]:
+        def hear(record: Record) -> None:
+            if record["event"] == "step":
+                self._tell(task, "step", f"loss {record['loss']:.4f}", record["step"])
+            elif record["event"] in ("saved", "restored"):
+                text = f"{record['event']} step {record['step']} in {record['seconds']:.2f} s"
+                self._tell(task, record["event"], text, record["step"])
+
+        return hear
+
+    def _tell(self, task: Task, kind: str, text: str, step: int | None = None) -> None:
+        self._on_event(DemoEvent(task.name, kind, text, step, task.stop))
+
+
+def _versions() -> dict[str, str]:
+    found = {"shardproof": sp.__version__}
+    try:
+        found["torch"] = version("torch")
+    except PackageNotFoundError:
+        pass
+    return found
+
+
+def _ignore(_event: DemoEvent) -> None:
+    pass

@@ -1,0 +1,220 @@
+"""The demo's trainer, one process of it: ``python -m shardproof.demo.train TASK.json`` under torchrun.
+
+What a training script does with shardproof is `Trainer.__init__` (name the state, restore) and one line in
+`Trainer.run` (save). The rest is training, and the records from which the demo draws its conclusions.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import shardproof as sp
+from shardproof.demo.accident import stop_in_the_middle
+from shardproof.demo.data import TextLoader
+from shardproof.demo.digests import state_digests
+from shardproof.demo.model import ModelSize, Transformer
+from shardproof.demo.parallel import Place, spread
+from shardproof.demo.story import BATCH
+from shardproof.demo.task import Task
+
+__all__ = ["Trainer"]
+
+LEARNING_RATE = 3e-3
+WARM_UP = 4
+DEADLINE = 60.0
+"""Seconds of silence after which a rank, or a collective, counts as lost."""
+
+
+class Trainer:
+    """One rank of a run."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.device = _device(task.device)
+        if task.layout.ranks > 1:
+            dist.init_process_group(_backend(self.device), timeout=timedelta(seconds=DEADLINE))
+        self._records = task.records(self.rank).open("a")
+        self.record("start", pid=os.getpid())
+
+        # A run that resumes starts from other weights and generators than the run it continues: whatever
+        # is right after the restore came from the checkpoint.
+        size = ModelSize()
+        self.place = Place.of(task.layout, self.device)
+        self.model = Transformer(size, seed=task.seed).to(self.device)
+        spread(self.model, self.place)
+        self.record("model", parameters=sum(parameter.numel() for parameter in self.model.parameters()))
+        random.seed(task.seed + self.rank)
+        np.random.seed(task.seed + self.rank)
+        torch.manual_seed(task.seed + self.rank)
+        self.optimizer = _optimizer(self.model)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, _Schedule(task.horizon))
+        self.data = TextLoader(
+            Path(task.text).read_bytes(),
+            batch=BATCH,
+            length=size.context,
+            rows=(self.place.data_rank, task.layout.data),
+            seed=task.seed,
+        )
+
+        self.state = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "data": self.data,
+            "rng": sp.RandomState(),
+        }
+        self.checkpointer = sp.Checkpointer(task.checkpoints, keep=sp.KeepLatest(3), deadline=DEADLINE)
+        if task.die_in_save_of and self.rank == task.layout.ranks - 1:
+            stop_in_the_middle(f"step-{task.die_in_save_of:08d}", task.stalled)
+        self.step = self.restore() if task.restore else 0
+
+    def restore(self) -> int:
+        """Fill the state from the newest checkpoint; the step it was saved at."""
+        begin = time.perf_counter()
+        step: int | None = self.checkpointer.restore(self.state)
+        if step is None:
+            raise RuntimeError(f"no checkpoint to resume from in {self.task.checkpoints}")
+        seconds = time.perf_counter() - begin
+        passed_over = {str(newer.step): newer.reason for newer in self.checkpointer.passed_over}
+        self.record("restored", step=step, seconds=seconds, passed_over=passed_over)
+        self.record_state("restored", step)
+        return step
+
+    def run(self) -> None:
+        """Train to the task's last step, saving on the way."""
+        task = self.task
+        while self.step < task.stop:
+            begin = time.perf_counter()
+            loss, rate = self.train_step()
+            self.step += 1
+            # One draw of each generator a step: had a restore not put them back, these would tell.
+            draws = [random.random(), float(np.random.random()), float(torch.rand((), dtype=torch.float64))]
+            seconds = time.perf_counter() - begin
+            self.record("step", step=self.step, loss=loss, rate=rate, draws=draws, seconds=seconds)
+            if task.save_every and self.step % task.save_every == 0:
+                self.save()
+        self.record_state("end", self.step)
+        self.record("done")
+
+    def save(self) -> None:
+        """Save this step, and record what went in so that a later run can compare."""
+        self.record_state("saved", self.step)
+        self.record("saving", step=self.step)
+        begin = time.perf_counter()
+        self.checkpointer.save(self.step, self.state).result()
+        self.record("saved", step=self.step, seconds=time.perf_counter() - begin)
+
+    def train_step(self) -> tuple[float, float]:
+        """One step; the loss of the whole batch and the learning rate used."""
+        tokens, targets = (part.to(self.device) for part in self.data.next())
+        scores = self.model(tokens)
+        total = F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum")
+        # FSDP2 averages gradients over the data-parallel ranks: scaled so, the average is the gradient of
+        # the mean over the whole batch, however many rows each rank has.
+        every = BATCH * tokens.shape[1]
+        torch.autograd.backward(total * (self.task.layout.data / every))
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        rate = float(self.scheduler.get_last_lr()[0])
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return self.mean_loss(total.detach().double() / every), rate
+
+    def mean_loss(self, share: torch.Tensor) -> float:
+        """The sum of the data-parallel ranks' shares."""
+        if self.place.mesh is not None:
+            dist.all_reduce(share, group=self.place.mesh.get_group("data"))
+        return float(share)
+
+    def record_state(self, when: str, step: int) -> None:
+        """Record the digests of all tensors, and the states that are plain values."""
+        tensors = state_digests(self.model, self.optimizer)
+        plain = {"scheduler": self.scheduler.state_dict(), "data": self.data.state_dict()}
+        self.record("digests", when=when, step=step, tensors=tensors, plain=repr(plain))
+
+    def record(self, event: str, **values: Any) -> None:
+        """Append one line to this rank's records."""
+        self._records.write(json.dumps({"event": event, **values}) + "\n")
+        self._records.flush()
+
+    def close(self) -> None:
+        """Leave the process group."""
+        self._records.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class _Schedule:
+    """Learning rate as a fraction of its peak: warm-up, then a cosine down to a tenth."""
+
+    def __init__(self, horizon: int) -> None:
+        self.horizon = horizon
+
+    def __call__(self, step: int) -> float:
+        if step < WARM_UP:
+            return (step + 1) / WARM_UP
+        done = min(1.0, (step - WARM_UP) / max(1, self.horizon - WARM_UP))
+        return 0.1 + 0.45 * (1.0 + math.cos(math.pi * done))
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW that decays matrices and leaves norms and gains alone."""
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95))
+
+
+def _device(name: str) -> torch.device:
+    """The device of this rank; ranks share devices where there are fewer."""
+    # Two runs of one layout are compared bit for bit, so sums must not depend on which thread comes first.
+    torch.use_deterministic_algorithms(True)
+    if name == "cpu":
+        return torch.device("cpu")
+    devices = torch.get_device_module(name)
+    device = torch.device(name, int(os.environ.get("LOCAL_RANK", "0")) % devices.device_count())
+    devices.set_device(device)
+    if name == "cuda":
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    return device
+
+
+def _backend(device: torch.device) -> str:
+    """gloo, beside NCCL where every rank has a device of its own (NCCL refuses two ranks on one)."""
+    own = device.type == "cuda" and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return "cpu:gloo,cuda:nccl" if own else "gloo"
+
+
+def main() -> None:
+    """Run the task named on the command line."""
+    torch.set_num_threads(1)
+    task = Task.read(Path(sys.argv[1]))
+    try:
+        trainer = Trainer(task)
+        trainer.run()
+        trainer.close()
+    except Exception as error:
+        with task.records(int(os.environ.get("RANK", "0"))).open("a") as records:
+            records.write(json.dumps({"event": "failed", "error": f"{type(error).__name__}: {error}"}) + "\n")
+        raise
+
+
+if __name__ == "__main__":
+    main()
