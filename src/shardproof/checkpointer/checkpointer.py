@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from shardproof.checkpointer.retention import Retention, delete_step, parse_step, step_name
+from shardproof.checkpointer.retention import Retention, delete_step, is_ours, parse_step, step_name
 from shardproof.errors import NotCommittedError, StorageError
 from shardproof.format import MANIFEST_NAME, read_index, read_manifest
 from shardproof.loading import UNREADABLE, LoadReport, load_from
@@ -21,12 +21,14 @@ from shardproof.storage import LocalStorage
 
 __all__ = ["Checkpointer", "PassedOver", "PendingSave"]
 
+_NEVER_COMMITTED = "it has no manifest: its save died or is still under way, so it is not a checkpoint"
+
 _log = logging.getLogger("shardproof")
 
 
 @dataclass(frozen=True, slots=True)
 class PassedOver:
-    """A newer step that `Checkpointer.restore` did not take."""
+    """A newer step that `Checkpointer.restore` did not take: damaged, or never committed."""
 
     step: int
     reason: str
@@ -116,13 +118,17 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Committed steps, ascending. Local: asks the storage, meets nobody."""
-        found = []
+        return sorted(step for step, committed in self._folders().items() if committed)
+
+    def _folders(self) -> dict[int, bool]:
+        """Every step that has files of ours, and whether it has a manifest."""
+        found: dict[int, bool] = {}
         for name in self._storage.list():
             folder, _, file = name.partition("/")
             step = parse_step(folder)
-            if file == MANIFEST_NAME and step is not None:
-                found.append(step)
-        return sorted(found)
+            if step is not None and is_ours(file):
+                found[step] = found.get(step, False) or file == MANIFEST_NAME
+        return found
 
     def restore(
         self,
@@ -188,14 +194,13 @@ class Checkpointer:
             if step is not None:
                 return msgspec.msgpack.encode((step, []))
             passed: list[tuple[int, str]] = []
-            steps = self.steps()
-            for candidate in reversed(steps):
-                if candidate in tried:
-                    continue
-                reason = self._why_unreadable(candidate)
+            folders = self._folders()
+            for candidate in sorted(folders.keys() - set(tried), reverse=True):
+                reason = self._why_unreadable(candidate) if folders[candidate] else _NEVER_COMMITTED
                 if reason is None:
                     return msgspec.msgpack.encode((candidate, passed))
                 passed.append((candidate, reason))
+            steps = [step for step, committed in folders.items() if committed]
             if steps:
                 reasons = [(item.step, item.reason) for item in self.passed_over] + passed
                 said = "\n".join(f"  step {number}: {reason}" for number, reason in reasons)

@@ -1,0 +1,25 @@
+"""The command line: ``shardproof`` and ``python -m shardproof``.
+
+Exit codes: 0 yes; 1 the checkpoint is bad (for diff: they differ); 2 bad usage; 3 an unexpected failure,
+which says nothing about the checkpoint; 130 interrupted, 141 nobody reads the output any more.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Runs a command and leaves the process with its exit code.
+
+    Args:
+        arguments: of the command line, without the program's name; None for the process's own.
+    """
+    # Imported here so that `shardproof.cli` itself costs nothing.
+    from shardproof.cli.group import run
+
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))

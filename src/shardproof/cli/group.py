@@ -1,0 +1,92 @@
+"""The group of commands, each loaded from its own file, and what becomes of their errors.
+
+The files of the commands import click and nothing heavier; what a command needs, it imports when it runs. So
+``--help`` needs neither torch nor numpy nor rich.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from shardproof.cli.failures import BAD, CUT_OFF, INTERRUPTED, UNEXPECTED, USAGE, show_failure, show_usage
+from shardproof.errors import ShardproofError
+
+__all__ = ["run"]
+
+COMMANDS = ("ls", "inspect", "verify", "diff", "repair", "prune", "demo")
+
+
+class Commands(click.Group):
+    """Commands found by name in the files of this folder."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names, in the order of the help."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command, imported from the file of its name."""
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f"shardproof.cli.{cmd_name}").command
+        return command
+
+
+def _show_version(ctx: click.Context, _parameter: click.Parameter, asked: bool) -> None:
+    if asked:
+        from shardproof import __version__
+
+        click.echo(f"shardproof {__version__}")
+        ctx.exit()
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Show the version and exit.",
+)
+def commands() -> None:
+    """Checkpoints of PyTorch training runs: look at them, prove them whole, compare, repair, tidy up.
+
+    Exit codes: 0 yes, 1 the checkpoint is bad (diff: they differ), 2 bad usage, 3 an unexpected failure.
+    """
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs a command line and gives its exit code. Errors are printed, never raised.
+
+    Args:
+        arguments: without the program's name.
+    """
+    # Known before parsing: an error of parsing is printed as JSON too.
+    as_json = "--json" in arguments
+    try:
+        result: Any = commands.main(list(arguments), prog_name="shardproof", standalone_mode=False)
+        sys.stdout.flush()
+    except click.UsageError as error:
+        show_usage(error, as_json)
+        return USAGE
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        return INTERRUPTED
+    except ShardproofError as error:
+        show_failure(error, as_json)
+        return BAD
+    except (BrokenPipeError, SystemExit):
+        # The reader, `head` for one, has seen enough; click and rich make an exit of it. The answer may not
+        # have been found yet, so this is neither a yes nor a no.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CUT_OFF
+    except Exception as error:
+        show_failure(error, as_json)
+        return UNEXPECTED
+    return result if isinstance(result, int) else 0

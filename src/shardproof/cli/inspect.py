@@ -1,0 +1,193 @@
+"""``shardproof inspect``: what a checkpoint holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import click
+
+from shardproof.cli.failures import YES
+from shardproof.cli.options import folder_argument, json_option, print_json
+
+if TYPE_CHECKING:
+    from shardproof.format import Manifest
+    from shardproof.report import ObjectDetail, Summary, TensorDetail
+
+__all__ = ["command"]
+
+WRITERS_SHOWN = 16
+OBJECTS_SHOWN = 20
+
+
+@click.command("inspect", short_help="Show what a checkpoint holds, and who wrote what.")
+@folder_argument("ckpt")
+@click.argument("key", required=False)
+@click.option(
+    "--depth",
+    type=click.IntRange(min=1),
+    default=2,
+    show_default=True,
+    help="Words of a key that name a part of the tree.",
+)
+@json_option
+def command(ckpt: str, key: str | None, depth: int, as_json: bool) -> int:
+    """Show what CKPT holds: tensors with repeated layers folded, bytes by part of the tree and by rank.
+
+    With KEY: of a tensor its shape, dtype and where each chunk lies; of a plain value the value; of a part
+    of the tree the same summary for that part.
+    """
+    from shardproof.format import read_index, read_manifest
+    from shardproof.report import detail, summarise
+    from shardproof.storage import LocalStorage
+
+    storage = LocalStorage(ckpt)
+    manifest = read_manifest(storage)
+    table = read_index(storage, manifest)
+    found = detail(manifest, table, key) if key is not None else None
+    if found is not None:
+        if as_json:
+            print_json(found.to_json())
+        else:
+            _show_detail(found)
+        return YES
+    summary = summarise(storage.location, manifest, table, prefix=key, depth=depth)
+    if key is not None and not (summary.tensors or summary.objects or summary.aliases):
+        raise click.UsageError(f"{storage.location} has no key {key!r}{_near(key, manifest)}")
+    if as_json:
+        print_json(summary.to_json())
+    else:
+        _show_summary(summary)
+    return YES
+
+
+def _near(key: str, manifest: Manifest) -> str:
+    """Keys that may have been meant, as the end of a sentence."""
+    import difflib
+
+    keys = [*(record.key for record in manifest.tensors), *manifest.aliases, *manifest.objects]
+    words = {".".join(name.split(".")[:depth]) for name in keys for depth in range(1, name.count(".") + 2)}
+    near = difflib.get_close_matches(key, words, n=3)
+    return f"; near it: {', '.join(near)}" if near else "; without KEY, inspect shows what there is"
+
+
+def _show_summary(summary: Summary) -> None:
+    import time
+
+    from shardproof.cli.terminal import console, table
+    from shardproof.cli.words import age, counted, gigabytes, printable
+    from shardproof.report.folding import fold
+
+    out = console()
+    where = summary.location + (f", {summary.prefix}" if summary.prefix else "")
+    step = "no step" if summary.step is None else f"step {summary.step}"
+    repaired = ", manifest rebuilt by repair" if summary.repaired else ""
+    out.print(printable(f"{where}: {step}, saved {age(time.time() - summary.time)} ago"), end="")
+    out.print(f" by {counted(summary.world_size, 'rank')} ({printable(summary.writer)}){repaired}")
+    out.print(
+        f"{gigabytes(summary.bytes)} in {counted(summary.tensors, 'tensor')} and "
+        f"{counted(summary.chunks, 'chunk')}, {counted(len(summary.aliases), 'tied tensor')}, "
+        f"{counted(len(summary.objects), 'plain value')}"
+    )
+    if summary.rows:
+        out.print()
+        rows = (
+            (row.key, f"{row.count:,}", row.dtype, _shape(row.shape), gigabytes(row.bytes))
+            for row in summary.rows
+        )
+        out.print(table(("tensor", "count", "dtype", "shape", "size"), rows, right=("count", "size")))
+        out.print()
+        parts = (
+            (
+                row.pattern,
+                f"{row.count * row.label[0]:,}",
+                gigabytes(row.count * row.label[1]),
+                _share(row.count * row.label[1], summary.bytes),
+            )
+            for row in fold((part.part, (part.tensors, part.bytes)) for part in summary.parts)
+        )
+        out.print(table(("part", "tensors", "size", "share"), parts, right=("tensors", "size", "share")))
+    if summary.writers:
+        out.print()
+        _show_writers(summary)
+    if summary.aliases:
+        out.print()
+        ties = [(row.pattern, row.label) for row in fold(summary.aliases.items())]
+        out.print(table(("tied tensor", "stored as"), ties))
+    if summary.objects:
+        out.print()
+        values = [(row.pattern, f"{row.count:,}") for row in fold((key, None) for key in summary.objects)]
+        out.print(table(("plain value", "count"), values[:OBJECTS_SHOWN], right=("count",)))
+        if len(values) > OBJECTS_SHOWN:
+            out.print(f"and {len(values) - OBJECTS_SHOWN:,} more (--json lists all)")
+    if summary.metadata:
+        out.print()
+        rows_of_metadata = ((key, str(value)) for key, value in summary.metadata.items())
+        out.print(table(("metadata", ""), rows_of_metadata))
+
+
+def _show_writers(summary: Summary) -> None:
+    from shardproof.cli.terminal import console, table
+    from shardproof.cli.words import gigabytes
+
+    out = console()
+    # The busiest of many, so that an imbalance is seen.
+    most = sorted(summary.writers, key=lambda row: -row.bytes)[:WRITERS_SHOWN]
+    rows = (
+        (
+            str(row.rank),
+            f"{row.tensors:,}",
+            f"{row.chunks:,}",
+            gigabytes(row.bytes),
+            _share(row.bytes, summary.bytes),
+            row.file,
+        )
+        for row in sorted(most, key=lambda row: row.rank)
+    )
+    right = ("rank", "tensors", "chunks", "size", "share")
+    out.print(table(("rank", "tensors", "chunks", "size", "share", "file"), rows, right=right))
+    if len(summary.writers) > WRITERS_SHOWN:
+        sizes = [row.bytes for row in summary.writers]
+        out.print(
+            f"the {WRITERS_SHOWN} largest of {len(sizes):,} writers; smallest {gigabytes(min(sizes))}, "
+            f"mean {gigabytes(sum(sizes) / len(sizes))} (--json lists all)"
+        )
+
+
+def _show_detail(found: TensorDetail | ObjectDetail) -> None:
+    from shardproof.cli.terminal import console, table
+    from shardproof.cli.words import gigabytes, printable
+    from shardproof.report import ObjectDetail
+    from shardproof.report.detail import spelled
+
+    out = console()
+    if isinstance(found, ObjectDetail):
+        out.print(printable(f"{found.key} = {spelled(found.value)}"))
+        return
+    tied = f", tied with {', '.join(found.tied)}" if found.tied else ""
+    out.print(printable(f"{found.key}: {found.dtype} {_shape(found.shape)}, {gigabytes(found.bytes)}{tied}"))
+    rows = (
+        (
+            _box(chunk.offsets, chunk.sizes),
+            str(chunk.rank),
+            chunk.file,
+            f"[{chunk.byte_start}, {chunk.byte_stop})",
+            chunk.digest,
+        )
+        for chunk in found.chunks
+    )
+    if found.chunks:
+        out.print()
+        out.print(table(("box", "rank", "file", "bytes", "xxh3_128"), rows, right=("rank",)))
+
+
+def _shape(shape: Iterable[int]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def _box(offsets: Iterable[int], sizes: Iterable[int]) -> str:
+    return f"[{', '.join(f'{first}:{first + size}' for first, size in zip(offsets, sizes, strict=True))}]"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "-"

@@ -1,0 +1,144 @@
+"""``shardproof prune``: remove what dead saves left, and old steps."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import click
+
+from shardproof.cli.failures import YES
+from shardproof.cli.options import folder_argument, json_option, print_json, span
+
+if TYPE_CHECKING:
+    from shardproof.report import PrunePlan
+    from shardproof.storage import Storage
+
+__all__ = ["command"]
+
+
+@click.command("prune", short_help="Remove what dead saves left, and old steps.")
+@folder_argument("run")
+@click.option(
+    "--keep", type=click.IntRange(min=1), help="Also remove committed steps but the newest so many."
+)
+@click.option(
+    "--older-than",
+    callback=span,
+    metavar="SPAN",
+    default="1h",
+    show_default=True,
+    help="Leave what was written to since: it may belong to a save in progress.",
+)
+@click.option("--dry-run", is_flag=True, help="Show what would be removed, and remove nothing.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@json_option
+def command(run: str, keep: int | None, older_than: float, dry_run: bool, yes: bool, as_json: bool) -> int:
+    """Remove from RUN what dead saves left: files in step folders that no manifest names.
+
+    Only files that shardproof wrote are ever removed. Asks first on a terminal.
+    """
+    from shardproof.report import plan_prune
+    from shardproof.storage import LocalStorage
+
+    storage = LocalStorage(run)
+    now = time.time()
+
+    def modified(name: str) -> float | None:
+        try:
+            return os.stat(os.path.join(run, name)).st_mtime
+        except FileNotFoundError:
+            return None
+
+    plan = plan_prune(storage, modified, older_than=older_than, now=now, keep=keep)
+    if not as_json:
+        _show(plan, now, older_than)
+    carried_out = not dry_run and not plan.empty and (yes or _agreed(plan))
+    committed_meanwhile = _carry_out(storage, plan) if carried_out else []
+    if not dry_run:
+        _remove_empty_folders(run, older_than, now)
+    if as_json:
+        print_json(
+            {
+                "location": storage.location,
+                "dry_run": dry_run,
+                "removed": carried_out,
+                "committed_meanwhile": committed_meanwhile,
+                **plan.to_json(),
+            }
+        )
+    elif not plan.empty:
+        click.echo("removed" if carried_out else "nothing was removed")
+        for folder in committed_meanwhile:
+            click.echo(f"left alone, for it has been committed meanwhile: {folder}")
+    return YES
+
+
+def _agreed(plan: PrunePlan) -> bool:
+    if not sys.stdin.isatty():
+        return True
+    from shardproof.cli.words import gigabytes
+
+    return click.confirm(f"remove {gigabytes(plan.bytes)}?", err=True)
+
+
+def _carry_out(storage: Storage, plan: PrunePlan) -> list[str]:
+    """Removes what is planned; gives the folders of leftovers that were committed since the plan was made."""
+    from shardproof.checkpointer.retention import delete_step, remove_leftover
+
+    spared = [leftover.folder for leftover in plan.leftovers if not remove_leftover(storage, leftover)]
+    for name in plan.steps:
+        delete_step(storage, name)
+    return spared
+
+
+def _remove_empty_folders(run: str, older_than: float, now: float) -> None:
+    """Step folders in which a save died before its first file: no file, so no storage tells of them."""
+    from shardproof.checkpointer.retention import parse_step
+
+    for name in os.listdir(run):
+        top = os.path.join(run, name)
+        if parse_step(name) is None or os.path.islink(top):
+            continue
+        # Both ages before the first removal, which makes the folder above it young.
+        folders = [folder for folder in (os.path.join(top, "shards"), top) if os.path.isdir(folder)]
+        if all(now - os.stat(folder).st_mtime >= older_than for folder in folders):
+            for folder in folders:
+                with suppress(OSError):  # not empty: it stays
+                    os.rmdir(folder)
+
+
+def _show(plan: PrunePlan, now: float, older_than: float) -> None:
+    from shardproof.cli.terminal import console, table
+    from shardproof.cli.words import age, counted, gigabytes, printable
+
+    out = console()
+    rows = [
+        (
+            leftover.folder,
+            counted(len(leftover.files), "file")
+            + (f" of attempt {leftover.attempt}" if leftover.attempt else ""),
+            gigabytes(leftover.bytes),
+            age(now - leftover.modified) if leftover.modified is not None else "-",
+        )
+        for leftover in plan.leftovers
+    ]
+    rows += [(name, "committed, beyond those to keep", "", "") for name in plan.steps]
+    if rows:
+        out.print(table(("to remove", "what", "size", "age"), rows, right=("size", "age")))
+        out.print(f"{gigabytes(plan.bytes)} in all")
+    else:
+        out.print("nothing to remove")
+    for leftover in plan.young:
+        size = gigabytes(leftover.bytes)
+        out.print(
+            printable(
+                f"kept: {leftover.folder}: {size} that no manifest names, written to in the last "
+                f"{age(older_than)}: a save may be in progress (--older-than)"
+            )
+        )
+    for name in plan.damaged:
+        out.print(printable(f"kept: {name}: damaged (see `shardproof repair`)"))

@@ -1,0 +1,27 @@
+"""What checkpoints and runs hold, and how they differ, as values: no torch, no terminal."""
+
+from __future__ import annotations
+
+from shardproof.report.detail import ObjectDetail, TensorDetail, detail
+from shardproof.report.difference import Difference, diff, structure_changes
+from shardproof.report.folding import Folded, fold
+from shardproof.report.pruning import PrunePlan, plan_prune
+from shardproof.report.runs import StepInfo, scan_run
+from shardproof.report.summary import Summary, summarise
+
+__all__ = [
+    "Difference",
+    "Folded",
+    "ObjectDetail",
+    "PrunePlan",
+    "StepInfo",
+    "Summary",
+    "TensorDetail",
+    "detail",
+    "diff",
+    "fold",
+    "plan_prune",
+    "scan_run",
+    "structure_changes",
+    "summarise",
+]

@@ -1,0 +1,173 @@
+"""Comparing one tensor in two checkpoints that cut it differently, a chunk at a time.
+
+Every chunk of the first is read once and held against the chunks of the second that share elements with it.
+Those are kept in a cache of bounded size, so memory is that cache and one chunk, whatever the tensor's size.
+Chunks are read whole, so every byte that takes part is checked against its digest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from shardproof.dtypes import DTYPES
+from shardproof.errors import CorruptChunkError, TilingError
+from shardproof.format import Manifest
+from shardproof.geometry import Boxes, intersect, overlapping_pairs
+from shardproof.planning.chunks import ChunkTable
+from shardproof.report.detail import rows_of
+from shardproof.storage import Storage
+
+__all__ = ["CHUNK_CACHE_BYTES", "ChunkReader", "Compared", "compare_chunks"]
+
+CHUNK_CACHE_BYTES = 512 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """How far the comparison of a tensor is."""
+
+    elements: int
+    """Elements compared."""
+    different: int
+    """Of these, how many differ in a bit."""
+    bytes: int
+    """Bytes compared, counted in both checkpoints."""
+
+
+class ChunkReader:
+    """Chunks of one checkpoint as arrays of their bits, verified, the last ones kept.
+
+    Args:
+        storage: of the checkpoint.
+        manifest: its manifest.
+        table: its chunk table.
+        cache_bytes: bytes of chunks to keep.
+    """
+
+    def __init__(self, storage: Storage, manifest: Manifest, table: ChunkTable, cache_bytes: int = 0) -> None:
+        self.manifest = manifest
+        self.location = storage.location
+        self.bytes_read = 0
+        self._storage = storage
+        self._table = table
+        self._kept: OrderedDict[int, NDArray[Any]] = OrderedDict()
+        self._kept_bytes = 0
+        self._cache_bytes = cache_bytes
+
+    def boxes(self, tensor: int) -> tuple[NDArray[np.int64], Boxes]:
+        """Rows of a tensor's chunks, in the order of their offsets, and their boxes."""
+        table, rows = self._table, rows_of(self._table, tensor)
+        shape = (rows.stop - rows.start, len(self.manifest.tensors[tensor].shape))
+        span = slice(int(table.box_start[rows.start]), int(table.box_start[rows.stop]))
+        offsets = table.box_offsets[span].reshape(shape)
+        order = np.lexsort(offsets.T[::-1]) if shape[1] else np.arange(shape[0])
+        boxes = Boxes(offsets[order], table.box_sizes[span].reshape(shape)[order])
+        return rows.start + order, boxes
+
+    def bits(self, row: int, sizes: tuple[int, ...], itemsize: int) -> NDArray[Any]:
+        """The chunk in this row as unsigned integers of its elements' width, shaped `sizes`.
+
+        Elements of 16 bytes are two integers each, in one more dimension.
+
+        Raises:
+            CorruptChunkError: it does not match its digest.
+        """
+        kept = self._kept.get(row)
+        if kept is not None:
+            self._kept.move_to_end(row)
+            return kept
+        data = self._read(row)
+        word = min(itemsize, 8)
+        bits = data.view(f"u{word}").reshape(*sizes, *((2,) if itemsize > 8 else ()))
+        if data.nbytes <= self._cache_bytes:
+            self._kept[row] = bits
+            self._kept_bytes += data.nbytes
+            while self._kept_bytes > self._cache_bytes:
+                self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
+        return bits
+
+    def _read(self, row: int) -> NDArray[np.uint8]:
+        table = self._table
+        name = self.manifest.files[int(table.file[row])].name
+        start, count = int(table.byte_start[row]), int(table.byte_count[row])
+        data = np.empty(count, np.uint8)
+        self._storage.read_into(name, start, data.data)
+        self.bytes_read += count
+        high, low = (int(half) for half in table.digest[row])
+        found = xxhash.xxh3_128_hexdigest(data.data)
+        if found != f"{high:016x}{low:016x}":
+            key = self.manifest.tensors[int(table.tensor[row])].key
+            raise CorruptChunkError(
+                f"{self._storage.location}/{name}: the {count} bytes from byte {start} on, a chunk of "
+                f"{key!r}, hash to {found}, but {high:016x}{low:016x} was saved. `shardproof verify` lists "
+                "all damage; restore another step or copy this file again from where it is whole.",
+                file=name,
+                key=key,
+                byte_start=start,
+                byte_count=count,
+            )
+        return data
+
+
+def compare_chunks(a: ChunkReader, row_a: int, b: ChunkReader, row_b: int) -> Iterator[Compared]:
+    """Compares a tensor of equal dtype and shape in two checkpoints; yields after each chunk of `a`.
+
+    The last value is the result; for a tensor without elements it is the only one.
+
+    Raises:
+        CorruptChunkError: a chunk does not match its digest.
+        TilingError: the chunks of one of the two do not cover the tensor exactly once.
+    """
+    record = a.manifest.tensors[row_a]
+    itemsize = DTYPES[record.dtype].itemsize
+    rows_a, boxes_a = a.boxes(row_a)
+    rows_b, boxes_b = b.boxes(row_b)
+    pairs_a, pairs_b = overlapping_pairs(boxes_a, boxes_b)
+    shared = intersect(boxes_a.take(pairs_a), boxes_b.take(pairs_b))
+    total = math.prod(record.shape)
+    for boxes, reader in ((boxes_a, a), (boxes_b, b)):
+        _check_cover(record.key, int(boxes.volumes().sum()), total, reader)
+    _check_cover(record.key, int(shared.volumes().sum()), total, a)
+    elements = different = 0
+    yield Compared(0, 0, 0)
+    # The pairs come sorted by the chunk of `a`: those of one chunk lie side by side.
+    borders = [0, *(np.flatnonzero(np.diff(pairs_a)) + 1).tolist(), len(pairs_a)]
+    for start, stop in pairwise(borders) if len(pairs_a) else ():
+        chunk_a = int(pairs_a[start])
+        bits_a = a.bits(int(rows_a[chunk_a]), tuple(boxes_a.sizes[chunk_a].tolist()), itemsize)
+        for pair in range(start, stop):
+            chunk_b = int(pairs_b[pair])
+            bits_b = b.bits(int(rows_b[chunk_b]), tuple(boxes_b.sizes[chunk_b].tolist()), itemsize)
+            first, sizes = shared.offsets[pair], shared.sizes[pair]
+            part_a = bits_a[_within(first - boxes_a.offsets[chunk_a], sizes)]
+            part_b = bits_b[_within(first - boxes_b.offsets[chunk_b], sizes)]
+            unequal = part_a != part_b
+            if itemsize > 8:
+                unequal = unequal.any(axis=-1)
+            different += int(np.count_nonzero(unequal))
+            elements += math.prod(sizes.tolist())
+        yield Compared(elements, different, 2 * elements * itemsize)
+
+
+def _within(offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> tuple[slice, ...]:
+    return tuple(
+        slice(first, first + size) for first, size in zip(offsets.tolist(), sizes.tolist(), strict=True)
+    )
+
+
+def _check_cover(key: str, found: int, expected: int, reader: ChunkReader) -> None:
+    if found != expected:
+        raise TilingError(
+            f"{reader.location}: the chunks of {key!r} hold {found} elements, but the tensor has {expected}. "
+            "The chunk index is wrong; `shardproof verify` says where.",
+            key=key,
+        )

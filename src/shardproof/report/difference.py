@@ -1,0 +1,218 @@
+"""How two checkpoints differ: in structure, in plain values, in the values of their tensors.
+
+Tensors are compared by the digests of their chunks where both checkpoints cut them into the same boxes, so
+that nothing is read. Where the layouts differ, `compare_chunks` reads both, a chunk at a time. Bits are
+compared in both cases: a NaN equals itself, and 0.0 is not -0.0.
+
+What is compared is the state. Step, time, metadata and layout are not differences.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from shardproof.format import Manifest, read_index, read_manifest
+from shardproof.planning.chunks import ChunkTable
+from shardproof.report.compare import CHUNK_CACHE_BYTES, ChunkReader, compare_chunks
+from shardproof.report.detail import rows_of
+from shardproof.report.summary import tensor_bytes
+from shardproof.storage import Storage
+
+__all__ = ["Change", "Difference", "ValueDifference", "diff", "structure_changes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One key that both have, but differently: as texts."""
+
+    key: str
+    a: str
+    b: str
+
+
+@dataclass(frozen=True, slots=True)
+class ValueDifference:
+    """A tensor of the same dtype and shape whose bits differ."""
+
+    key: str
+    how: str
+    """"digest": `different` of `total` chunks differ. "read": `different` of `total` elements do."""
+    different: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What `diff` found. All key lists are sorted."""
+
+    a: str
+    b: str
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    changed: tuple[Change, ...]
+    """Kind, dtype, shape, or what a tensor is tied to."""
+    objects: tuple[Change, ...]
+    """Plain values."""
+    values: tuple[ValueDifference, ...]
+    same_tensors: int
+    """Tensors equal to the bit."""
+    by_digest: int
+    """Tensors compared by digests alone."""
+    by_reading: int
+    """Tensors that were read, for their layouts differ."""
+    bytes_read: int
+
+    @property
+    def same(self) -> bool:
+        """Whether both hold the same state."""
+        return not (self.only_a or self.only_b or self.changed or self.objects or self.values)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {"same": self.same, **asdict(self)}
+
+
+def structure_changes(a: Manifest, b: Manifest) -> tuple[list[str], list[str], list[Change]]:
+    """Keys that only `a` has, keys that only `b` has, and keys that differ in more than their values."""
+    left, right = _described(a), _described(b)
+    changed = [
+        Change(key, left[key], right[key])
+        for key in sorted(left.keys() & right.keys())
+        if left[key] != right[key]
+    ]
+    return sorted(left.keys() - right.keys()), sorted(right.keys() - left.keys()), changed
+
+
+def diff(
+    a: Storage,
+    b: Storage,
+    *,
+    on_progress: Callable[[int, int], None] | None = None,
+    cache_bytes: int = CHUNK_CACHE_BYTES,
+) -> Difference:
+    """Compares the states in two checkpoints.
+
+    Digests are trusted: that the bytes are what they were when saved is for `verify` to say.
+
+    Args:
+        a: one checkpoint.
+        b: the other.
+        on_progress: called with the bytes read so far and in all.
+        cache_bytes: memory for chunks of `b` that several chunks of `a` overlap.
+
+    Raises:
+        NotCommittedError, FormatError, StorageError: one of them cannot be read.
+        CorruptChunkError: a chunk that had to be read does not match its digest.
+        TilingError: the chunks of a tensor that had to be read do not cover it.
+    """
+    manifest_a, manifest_b = read_manifest(a), read_manifest(b)
+    table_a, table_b = read_index(a, manifest_a), read_index(b, manifest_b)
+    only_a, only_b, changed = structure_changes(manifest_a, manifest_b)
+    pairs = list(_comparable(manifest_a, manifest_b))
+    unlike, values = [], []
+    for key, row_a, row_b in pairs:
+        different = _different_chunks(table_a, row_a, table_b, row_b)
+        if different is None:
+            unlike.append((key, row_a, row_b))
+        elif different.any():
+            values.append(ValueDifference(key, "digest", int(different.sum()), len(different)))
+    total = 2 * sum(tensor_bytes(manifest_a.tensors[row]) for _, row, _ in unlike)
+    left = ChunkReader(a, manifest_a, table_a)
+    right = ChunkReader(b, manifest_b, table_b, cache_bytes)
+    done = 0
+    for key, row_a, row_b in unlike:
+        for step in compare_chunks(left, row_a, right, row_b):
+            if on_progress is not None:
+                on_progress(min(done + step.bytes, total), total)
+        done += 2 * tensor_bytes(manifest_a.tensors[row_a])
+        if step.different:
+            values.append(ValueDifference(key, "read", step.different, step.elements))
+    return Difference(
+        a.location,
+        b.location,
+        tuple(only_a),
+        tuple(only_b),
+        tuple(changed),
+        tuple(_object_changes(manifest_a.objects, manifest_b.objects)),
+        tuple(sorted(values, key=lambda value: value.key)),
+        len(pairs) - len(values),
+        len(pairs) - len(unlike),
+        len(unlike),
+        left.bytes_read + right.bytes_read,
+    )
+
+
+def _described(manifest: Manifest) -> dict[str, str]:
+    """Each key with all of it that is structure, as a text."""
+    tensors = {record.key: f"{record.dtype} {list(record.shape)}" for record in manifest.tensors}
+    tied = {key: f"{tensors[target]}, tied to {target}" for key, target in manifest.aliases.items()}
+    return tensors | tied | dict.fromkeys(manifest.objects, "plain value")
+
+
+def _comparable(a: Manifest, b: Manifest) -> Iterable[tuple[str, int, int]]:
+    """Key and rows of each pair of tensors that both have with the same dtype and shape, once a pair."""
+    rows_a, rows_b = _rows(a), _rows(b)
+    seen = set()
+    for key, row_a in rows_a.items():
+        row_b = rows_b.get(key)
+        if row_b is None or (row_a, row_b) in seen:
+            continue
+        seen.add((row_a, row_b))
+        one, other = a.tensors[row_a], b.tensors[row_b]
+        if one.dtype == other.dtype and one.shape == other.shape:
+            yield key, row_a, row_b
+
+
+def _rows(manifest: Manifest) -> dict[str, int]:
+    """Row of every tensor; a tied one's is that of the key it is stored under."""
+    rows = {record.key: row for row, record in enumerate(manifest.tensors)}
+    return rows | {key: rows[target] for key, target in manifest.aliases.items()}
+
+
+def _different_chunks(
+    a: ChunkTable, row_a: int, b: ChunkTable, row_b: int
+) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
+    """Which chunks of a tensor differ; None if the two do not have the same boxes."""
+    rows_a, rows_b = rows_of(a, row_a), rows_of(b, row_b)
+    if rows_a.stop - rows_a.start != rows_b.stop - rows_b.start:
+        return None
+    boxes_a, order_a = _boxes_in_order(a, rows_a)
+    boxes_b, order_b = _boxes_in_order(b, rows_b)
+    if not np.array_equal(boxes_a, boxes_b):
+        return None
+    different: np.ndarray[Any, np.dtype[np.bool_]] = (
+        a.digest[rows_a][order_a] != b.digest[rows_b][order_b]
+    ).any(axis=1)
+    return different
+
+
+def _boxes_in_order(
+    table: ChunkTable, rows: slice
+) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int64]]]:
+    """Offsets and sizes of a tensor's chunks, (n, 2d), in one order for one set of boxes; and that order."""
+    count = rows.stop - rows.start
+    span = slice(int(table.box_start[rows.start]), int(table.box_start[rows.stop]))
+    boxes = (
+        np.concatenate(
+            [table.box_offsets[span].reshape(count, -1), table.box_sizes[span].reshape(count, -1)], axis=1
+        )
+        if count
+        else np.empty((0, 0), np.int64)
+    )
+    if count < 2 or boxes.shape[1] == 0:
+        return boxes, np.arange(count)
+    order = np.lexsort(boxes.T[::-1])
+    return boxes[order], order
+
+
+def _object_changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterable[Change]:
+    """Plain values under a key of both that differ. As JSON text: 1, 1.0 and true are three values."""
+    for key in sorted(a.keys() & b.keys()):
+        left, right = (json.dumps(value, sort_keys=True, ensure_ascii=False) for value in (a[key], b[key]))
+        if left != right:
+            yield Change(key, left, right)

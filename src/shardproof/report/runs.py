@@ -1,0 +1,111 @@
+"""What a run's folder holds, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shardproof.errors import FormatError, NotCommittedError
+from shardproof.format import MANIFEST_NAME, Manifest, read_manifest
+from shardproof.report.summary import tensor_bytes
+from shardproof.storage import Storage
+
+__all__ = ["StepInfo", "scan_run"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInfo:
+    """One checkpoint of a run, or what is left of one that never came to be."""
+
+    name: str
+    """The folder in the run; "." for the run's folder itself."""
+    step: int | None
+    status: str
+    """"committed", "leftover" (no manifest) or "damaged" (unreadable manifest, or a file is missing)."""
+    reason: str | None
+    """Why it is not committed."""
+    time: float | None
+    """When it was saved, Unix seconds."""
+    bytes: int
+    """Bytes of its tensors; for a leftover, of its files."""
+    tensors: int
+    objects: int
+    world_size: int | None
+    attempt: str | None
+    repaired: bool
+    unnamed: int
+    """Files of dead attempts beside a committed checkpoint, which `prune` removes."""
+
+    @property
+    def committed(self) -> bool:
+        """Whether it can be restored."""
+        return self.status == "committed"
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {**asdict(self), "committed": self.committed}
+
+
+def scan_run(storage: Storage) -> list[StepInfo]:
+    """Every checkpoint in a run's folder, oldest step first, and the leftovers among them.
+
+    Folders named ``step-...`` count when they hold any file that shardproof writes, other folders (and the
+    run's folder itself) when they hold a manifest. Only manifests are read; that every byte is what was
+    written, `shardproof.loading.verify` says.
+    """
+    from shardproof.checkpointer.retention import is_ours, parse_step
+
+    files: dict[str, set[str]] = {}
+    for name in storage.list():
+        folder, slash, rest = name.partition("/")
+        if slash:
+            files.setdefault(folder, set()).add(rest)
+        if not slash or folder == "shards":
+            files.setdefault(".", set()).add(name)
+    found = []
+    for folder, names in files.items():
+        step = parse_step(folder)
+        ours = {name for name in names if is_ours(name)}
+        if MANIFEST_NAME in ours or (step is not None and ours):
+            place = storage if folder == "." else storage.within(folder)
+            found.append(_step_info(place, folder, step, ours))
+    return sorted(found, key=lambda info: (info.step is None, info.step or 0, info.name))
+
+
+def _step_info(place: Storage, name: str, step: int | None, files: set[str]) -> StepInfo:
+    try:
+        manifest = read_manifest(place)
+    except (FormatError, NotCommittedError) as error:
+        leftover = isinstance(error, NotCommittedError)
+        reason = "no manifest: the save died, or is still in progress" if leftover else str(error)
+        size = sum(place.size(file) or 0 for file in files)
+        return StepInfo(
+            name, step, "leftover" if leftover else "damaged", reason, None, size, 0, 0, None, None, False, 0
+        )
+    named = {manifest.index.name, *(record.name for record in manifest.files)}
+    missing = sorted(named - files)
+    return StepInfo(
+        name=name,
+        step=step if step is not None else manifest.step,
+        status="damaged" if missing else "committed",
+        reason=_missing(missing) if missing else None,
+        time=manifest.time,
+        bytes=sum(tensor_bytes(record) for record in manifest.tensors),
+        tensors=len(manifest.tensors),
+        objects=len(manifest.objects),
+        world_size=manifest.world_size,
+        attempt=manifest.attempt,
+        repaired=manifest.repaired,
+        unnamed=_unnamed(manifest, files),
+    )
+
+
+def _missing(names: list[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"files that the manifest names are missing: {names[0]}{more}"
+
+
+def _unnamed(manifest: Manifest, files: Iterable[str]) -> int:
+    named = {MANIFEST_NAME, manifest.index.name, *(record.name for record in manifest.files)}
+    return sum(file not in named for file in files)

@@ -1,0 +1,458 @@
+"""The commands: exit codes, JSON, and what a person reads; as calls in this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardproof.cli.failures
+from shardproof.cli.group import COMMANDS, run
+from shardproof.format import MANIFEST_NAME
+from tests.unit.cli.samples import Sample, model, rows_cut, write
+
+STATE = model(4)
+SPREAD = Sample(
+    STATE,
+    cuts={key: rows_cut(array.shape, 2) for key, array in STATE.items()},
+    world_size=2,
+    step=7,
+    time=time.time() - 7300,
+    objects={"lr": 0.1, "betas": {"$tuple": [0.9, 0.99]}},
+    aliases={"model.head.weight": "model.embed.weight"},
+    metadata={"note": "hi"},
+)
+
+
+@pytest.fixture
+def ckpt(tmp_path: Path) -> Path:
+    write(tmp_path / "step-00000007", SPREAD)
+    return tmp_path / "step-00000007"
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs a command: exit code, standard output, standard error."""
+
+    def called(*arguments: object) -> tuple[int, str, str]:
+        code = run([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        return code, captured.out, captured.err
+
+    return called
+
+
+def make_old(folder: Path, seconds: float = 7200) -> None:
+    then = time.time() - seconds
+    for path in [*folder.rglob("*"), folder]:
+        os.utime(path, (then, then))
+
+
+# What every command has in common.
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_and_json(call: Any, name: str) -> None:
+    code, out, _ = call(name, "--help")
+    assert code == 0
+    assert out.startswith(f"Usage: shardproof {name}")
+    assert "--json" in out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("ls", "/nowhere"),
+        ("inspect", "/nowhere"),
+        ("verify", "/nowhere"),
+        ("diff", "/nowhere", "/nowhere"),
+        ("repair", "/nowhere"),
+        ("prune", "/nowhere"),
+        ("ls",),
+        ("ls", ".", "."),
+        ("ls", ".", "--nothing"),
+        ("prune", ".", "--keep", "0"),
+        ("prune", ".", "--older-than", "soon"),
+        ("inspect", ".", "--depth", "0"),
+        ("demo", "--ranks", "0"),
+        ("demo", "--resume-ranks", "3,x"),
+        ("demo", "--text", "/nowhere"),
+        ("nothing",),
+        ("--nothing",),
+    ],
+)
+def test_bad_usage_is_2(call: Any, arguments: tuple[str, ...]) -> None:
+    code, out, err = call(*arguments)
+    assert (code, out) == (2, "")
+    assert "error: " in err
+    code, out, err = call(*arguments, "--json")
+    assert (code, out) == (2, "")
+    told = json.loads(err)
+    assert told["type"] == "UsageError"
+    assert told["message"]
+    assert told["details"] == {}
+
+
+def test_no_command_is_bad_usage_and_shows_the_help(call: Any) -> None:
+    code, out, err = call()
+    assert (code, out) == (2, "")
+    assert "Commands:" in err
+
+
+def test_a_file_is_not_a_folder(call: Any, ckpt: Path) -> None:
+    assert call("inspect", ckpt / MANIFEST_NAME)[0] == 2
+
+
+@pytest.mark.parametrize("name", ["inspect", "diff"])
+def test_no_checkpoint_is_1_with_what_to_do(call: Any, tmp_path: Path, name: str) -> None:
+    arguments = [name, *[tmp_path] * (2 if name == "diff" else 1)]
+    code, out, err = call(*arguments)
+    assert (code, out) == (1, "")
+    assert "no committed checkpoint" in err
+    code, out, err = call(*arguments, "--json")
+    assert (code, out) == (1, "")
+    assert json.loads(err)["type"] == "NotCommittedError"
+    assert json.loads(err)["details"] == {"path": str(tmp_path)}
+
+
+def test_a_damaged_manifest_is_1(call: Any, ckpt: Path) -> None:
+    data = bytearray((ckpt / MANIFEST_NAME).read_bytes())
+    data[10] ^= 1
+    (ckpt / MANIFEST_NAME).write_bytes(data)
+    code, _, err = call("inspect", ckpt, "--json")
+    assert code == 1
+    assert json.loads(err)["type"] == "FormatError"
+
+
+def test_an_unexpected_error_is_3_and_no_traceback(
+    call: Any, ckpt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("oops")
+
+    monkeypatch.setattr("shardproof.report.scan_run", broken)
+    monkeypatch.delenv(shardproof.cli.failures.TRACEBACK, raising=False)
+    code, out, err = call("ls", ckpt)
+    assert (code, out) == (3, "")
+    assert "unexpected RuntimeError: oops" in err
+    code, _, err = call("ls", ckpt, "--json")
+    assert code == 3
+    assert json.loads(err)["type"] == "RuntimeError"
+
+
+def test_an_interrupt_is_130(call: Any, ckpt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shardproof.report.scan_run", interrupted)
+    assert call("ls", ckpt)[0] == 130
+
+
+def test_nothing_of_a_hostile_key_reaches_the_terminal(call: Any, tmp_path: Path) -> None:
+    hostile = "w\x1b]0;owned\x07"
+    one = np.ones(2, np.float32)
+    write(tmp_path / "a", Sample({hostile: one}, objects={"o\x1b[2J": "v\x1b"}, metadata={"m\x1b": "\x9b"}))
+    write(tmp_path / "b", Sample({hostile: 2 * one}))
+    for arguments in (
+        ("inspect", tmp_path / "a"),
+        ("inspect", tmp_path / "a", hostile),
+        ("inspect", tmp_path / "a", "o\x1b[2J"),
+        ("inspect", tmp_path / "a", "w\x1b"),
+        ("diff", tmp_path / "a", tmp_path / "b"),
+    ):
+        _, out, err = call(*arguments)
+        assert not {"\x1b", "\x07", "\x9b"} & set(out + err)
+        assert "\\x1b" in out + err
+
+
+# Each command.
+
+
+def test_ls(call: Any, ckpt: Path) -> None:
+    run_folder = ckpt.parent
+    write(run_folder / "step-00000008", Sample(STATE), commit=False)
+    code, out, _ = call("ls", run_folder)
+    assert code == 0
+    committed, leftover = out.splitlines()[1:]
+    size = sum(array.nbytes for array in STATE.values())
+    assert committed.split()[:8] == [
+        "7",
+        "step-00000007",
+        "2",
+        "h",
+        f"{size / 1e3:.1f}",
+        "kB",
+        str(len(STATE)),
+        "2",
+    ]
+    assert "committed" in committed
+    assert "leftover" in leftover
+    assert "no manifest" in leftover
+    code, out, _ = call("ls", run_folder, "--json")
+    told = json.loads(out)
+    assert code == 0
+    assert told["location"] == str(run_folder)
+    first, second = told["checkpoints"]
+    assert first == {
+        "name": "step-00000007",
+        "step": 7,
+        "status": "committed",
+        "committed": True,
+        "reason": None,
+        "time": SPREAD.time,
+        "bytes": size,
+        "tensors": len(STATE),
+        "objects": 2,
+        "world_size": 2,
+        "attempt": "a1",
+        "repaired": False,
+        "unnamed": 0,
+    }
+    assert (second["step"], second["committed"], second["time"]) == (8, False, None)
+
+
+def test_ls_of_an_empty_folder(call: Any, tmp_path: Path) -> None:
+    code, out, _ = call("ls", tmp_path)
+    assert code == 0
+    assert "no checkpoints" in out
+    assert json.loads(call("ls", tmp_path, "--json")[1])["checkpoints"] == []
+
+
+def test_inspect(call: Any, ckpt: Path) -> None:
+    code, out, _ = call("inspect", ckpt)
+    assert code == 0
+    for text in (
+        "step 7",
+        "2 h ago",
+        "model.layers.{0..3}.wq",
+        "optimizer.layers",
+        "50.0 %",
+        "shards/00001-a1",
+        "betas",
+        "note",
+    ):
+        assert text in out
+    code, out, _ = call("inspect", ckpt, "--json")
+    told = json.loads(out)
+    assert code == 0
+    assert set(told) == {
+        "location", "prefix", "step", "time", "writer", "attempt", "repaired", "world_size", "metadata",
+        "tensors", "bytes", "chunks", "rows", "parts", "writers", "aliases", "objects",
+    }  # fmt: skip
+    assert {
+        "key": "model.layers.{0..3}.wq",
+        "count": 4,
+        "dtype": "float32",
+        "shape": [8, 8],
+        "bytes": 1024,
+    } in told["rows"]
+    assert {"part": "model.layers", "tensors": 8, "bytes": 2048} in told["parts"]
+    assert [writer["rank"] for writer in told["writers"]] == [0, 1]
+    assert told["metadata"] == {"note": "hi"}
+
+
+def test_inspect_of_a_part(call: Any, ckpt: Path) -> None:
+    told = json.loads(call("inspect", ckpt, "model.layers", "--json")[1])
+    assert (told["prefix"], told["tensors"]) == ("model.layers", 8)
+
+
+def test_inspect_of_a_tensor(call: Any, ckpt: Path) -> None:
+    code, out, _ = call("inspect", ckpt, "model.embed.weight")
+    assert code == 0
+    for text in (
+        "float32 [16, 8]",
+        "[8:16, 0:8]",
+        "shards/00001-a1",
+        "[4096, 4352)",
+        "tied with model.head.weight",
+    ):
+        assert text in out
+    told = json.loads(call("inspect", ckpt, "model.embed.weight", "--json")[1])
+    assert set(told) == {"kind", "key", "stored_as", "tied", "dtype", "shape", "bytes", "chunks"}
+    assert told["kind"] == "tensor"
+    assert set(told["chunks"][0]) == {"offsets", "sizes", "file", "rank", "byte_start", "byte_stop", "digest"}
+
+
+def test_inspect_of_a_value(call: Any, ckpt: Path) -> None:
+    assert call("inspect", ckpt, "betas") == (0, "betas = (0.9, 0.99)\n", "")
+    told = json.loads(call("inspect", ckpt, "betas", "--json")[1])
+    assert told == {"kind": "object", "key": "betas", "value": {"$tuple": [0.9, 0.99]}}
+
+
+def test_inspect_of_no_key_is_bad_usage_and_says_which_was_meant(call: Any, ckpt: Path) -> None:
+    code, _, err = call("inspect", ckpt, "model.embed.weigth")
+    assert code == 2
+    assert "near it: model.embed.weight" in err
+
+
+def test_verify(call: Any, ckpt: Path) -> None:
+    code, out, err = call("verify", ckpt)
+    assert (code, err) == (0, "")
+    assert out.startswith(f"whole: {ckpt}, step 7")
+    assert "GB/s" in out
+    code, out, _ = call("verify", ckpt, "--json")
+    told = json.loads(out)
+    assert code == 0
+    assert set(told) == {"location", "step", "ok", "files", "chunks", "bytes", "seconds", "faults"}
+    assert (told["ok"], told["faults"], told["bytes"]) == (True, [], sum(x.nbytes for x in STATE.values()))
+
+
+def test_verify_of_a_damaged_chunk(call: Any, ckpt: Path) -> None:
+    file = ckpt / "shards" / "00001-a1.safetensors"
+    data = bytearray(file.read_bytes())
+    data[4096] ^= 1
+    file.write_bytes(data)
+    code, out, err = call("verify", ckpt)
+    assert (code, out) == (1, "")
+    assert "BAD" in err
+    assert "model.embed.weight" in err
+    code, out, err = call("verify", ckpt, "--json")
+    told = json.loads(out)
+    assert (code, told["ok"], err) == (1, False, "")
+    (fault,) = told["faults"]
+    assert fault["type"] == "CorruptChunkError"
+    assert fault["details"]["key"] == "model.embed.weight"
+
+
+def test_verify_of_nothing(call: Any, tmp_path: Path) -> None:
+    code, _, err = call("verify", tmp_path)
+    assert code == 1
+    assert "no committed checkpoint" in err
+    code, out, _ = call("verify", tmp_path, "--json")
+    told = json.loads(out)
+    assert (code, told["ok"]) == (1, False)
+    assert told["faults"][0]["type"] == "NotCommittedError"
+
+
+def test_diff(call: Any, ckpt: Path, tmp_path: Path) -> None:
+    code, out, _ = call("diff", ckpt, ckpt)
+    assert code == 0
+    assert "the same state" in out
+    changed = {key: array.copy() for key, array in STATE.items()}
+    changed["model.layers.2.wo"][1, 1] += 1
+    del changed["model.layers.3.wq"]
+    changed["model.layers.4.wq"] = changed["model.embed.weight"]
+    write(tmp_path / "b", Sample(changed, objects={"lr": 0.2, "betas": {"$tuple": [0.9, 0.99]}}))
+    code, out, _ = call("diff", ckpt, tmp_path / "b")
+    assert code == 1
+    for text in (
+        "only in A",
+        "model.layers.3.wq",
+        "only in B",
+        "model.layers.4.wq",
+        "lr",
+        "1 of 64 elements",
+        "the states differ",
+    ):
+        assert text in out
+    code, out, _ = call("diff", ckpt, tmp_path / "b", "--json")
+    told = json.loads(out)
+    assert code == 1
+    assert set(told) == {
+        "same", "a", "b", "only_a", "only_b", "changed", "objects", "values", "same_tensors", "by_digest",
+        "by_reading", "bytes_read",
+    }  # fmt: skip
+    assert told["same"] is False
+    assert told["objects"] == [{"key": "lr", "a": "0.1", "b": "0.2"}]
+    assert told["values"] == [{"key": "model.layers.2.wo", "how": "read", "different": 1, "total": 64}]
+    assert json.loads(call("diff", ckpt, ckpt, "--json")[1])["same"] is True
+
+
+def test_repair(call: Any, ckpt: Path) -> None:
+    whole = json.loads(call("inspect", ckpt, "--json")[1])
+    assert call("repair", ckpt)[0] == 0
+    assert json.loads(call("repair", ckpt, "--json")[1])["repaired"] is False
+    (ckpt / MANIFEST_NAME).unlink()
+    code, out, _ = call("repair", ckpt, "--json")
+    told = json.loads(out)
+    assert code == 0
+    assert set(told) == {"location", "repaired", "step", "attempt", "tensors", "objects", "bytes", "files"}
+    assert (told["repaired"], told["step"], told["tensors"]) == (True, 7, len(STATE))
+    again = json.loads(call("inspect", ckpt, "--json")[1])
+    assert again["repaired"]
+    assert again["rows"] == whole["rows"]
+    assert call("verify", ckpt)[0] == 0
+    (ckpt / MANIFEST_NAME).unlink()
+    code, out, _ = call("repair", ckpt)
+    assert code == 0
+    assert out.startswith("repaired")
+
+
+def test_repair_of_what_cannot_be(call: Any, ckpt: Path) -> None:
+    (ckpt / MANIFEST_NAME).unlink()
+    (ckpt / "shards" / "00001-a1.safetensors").unlink()
+    code, _, err = call("repair", ckpt, "--json")
+    assert code == 1
+    assert json.loads(err)["type"] == "FormatError"
+
+
+def test_prune(call: Any, ckpt: Path) -> None:
+    run_folder = ckpt.parent
+    write(run_folder / "step-00000008", Sample(STATE, attempt="dead"), commit=False)
+    write(ckpt, Sample(STATE, attempt="dead"), commit=False)
+    (run_folder / "step-00000009" / "shards").mkdir(parents=True)
+    code, out, _ = call("prune", run_folder)
+    assert code == 0
+    assert "nothing to remove" in out
+    assert "may be in progress" in out
+    assert (run_folder / "step-00000009").exists()
+    make_old(run_folder)
+    code, out, _ = call("prune", run_folder, "--dry-run", "--json")
+    told = json.loads(out)
+    assert code == 0
+    assert set(told) == {
+        "location", "dry_run", "removed", "committed_meanwhile", "bytes", "leftovers", "steps", "steps_bytes",
+        "young", "damaged",
+    }  # fmt: skip
+    assert (told["dry_run"], told["removed"]) == (True, False)
+    assert [left["folder"] for left in told["leftovers"]] == ["step-00000007", "step-00000008"]
+    assert (run_folder / "step-00000008").exists()
+    code, out, _ = call("prune", run_folder)
+    assert code == 0
+    assert out.endswith("removed\n")
+    assert [path.name for path in run_folder.iterdir()] == ["step-00000007"]
+    assert call("verify", ckpt)[0] == 0
+    assert "nothing to remove" in call("prune", run_folder)[1]
+
+
+def test_prune_keeps_what_it_is_told(call: Any, tmp_path: Path) -> None:
+    for step in (1, 2, 3, 10):
+        write(tmp_path / f"step-{step:08d}", Sample(STATE, step=step))
+    assert json.loads(call("prune", tmp_path, "--json")[1])["steps"] == []
+    told = json.loads(call("prune", tmp_path, "--keep", 2, "--json")[1])
+    assert (told["steps"], told["removed"]) == (["step-00000001", "step-00000002"], True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000010"]
+
+
+@pytest.mark.parametrize(("answer", "removed"), [("y\n", True), ("n\n", False), ("\n", False)])
+def test_prune_asks_on_a_terminal(
+    call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, removed: bool
+) -> None:
+    write(tmp_path / "step-00000008", Sample(STATE), commit=False)
+    make_old(tmp_path)
+    monkeypatch.setattr("shardproof.cli.prune.sys.stdin", _Terminal(answer))
+    code, out, err = call("prune", tmp_path, "--json")
+    assert code == 0
+    assert "remove" in err
+    assert json.loads(out)["removed"] is removed
+    assert (tmp_path / "step-00000008").exists() is not removed
+    if not removed:
+        assert call("prune", tmp_path, "--yes")[0] == 0
+        assert not (tmp_path / "step-00000008").exists()
+
+
+class _Terminal:
+    def __init__(self, answer: str) -> None:
+        self.answer = answer
+
+    def isatty(self) -> bool:
+        return True
+
+    def readline(self, *_: object) -> str:
+        return self.answer

@@ -1,0 +1,186 @@
+"""Comparing checkpoints: structure, plain values, and bits under any pair of layouts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardproof.errors import CorruptChunkError, NotCommittedError
+from shardproof.format import read_index, read_manifest
+from shardproof.report import Difference, diff
+from shardproof.report.compare import ChunkReader, compare_chunks
+from shardproof.storage import LocalStorage
+from tests.unit.cli.samples import Sample, model, rows_cut, write
+
+STATE = model(2)
+
+
+def compare(folder: Path, a: Sample, b: Sample, **options: Any) -> Difference:
+    write(folder / "a", a)
+    write(folder / "b", b)
+    return diff(LocalStorage(folder / "a"), LocalStorage(folder / "b"), **options)
+
+
+def cut(state: dict[str, np.ndarray[Any, Any]], parts: int, dim: int = 0, **options: Any) -> Sample:
+    cuts = {key: rows_cut(array.shape, parts, dim) for key, array in state.items() if array.ndim > dim}
+    return Sample(state, cuts=cuts, world_size=parts, **options)
+
+
+def test_equal_layouts_are_compared_without_reading(tmp_path: Path) -> None:
+    found = compare(tmp_path, cut(STATE, 3, step=1), cut(STATE, 3, step=2, metadata={"x": 1}, attempt="b"))
+    assert found.same
+    assert (found.same_tensors, found.by_digest, found.by_reading, found.bytes_read) == (
+        len(STATE),
+        len(STATE),
+        0,
+        0,
+    )
+    json.dumps(found.to_json())
+
+
+@pytest.mark.parametrize(("parts", "dim"), [(1, 0), (3, 0), (2, 1), (5, 1)])
+def test_other_layouts_of_the_same_bits_are_equal(tmp_path: Path, parts: int, dim: int) -> None:
+    seen: list[tuple[int, int]] = []
+    found = compare(tmp_path, cut(STATE, 2), cut(STATE, parts, dim), on_progress=lambda *at: seen.append(at))
+    assert found.same
+    assert found.by_reading == len(STATE)
+    total = 2 * sum(array.nbytes for array in STATE.values())
+    assert found.bytes_read == total
+    assert seen == sorted(seen)
+    assert seen[-1] == (total, total)
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_one_bit_is_found(tmp_path: Path, parts: int) -> None:
+    other = {key: array.copy() for key, array in STATE.items()}
+    other["model.layers.1.wq"].view(np.uint32)[7, 7] ^= 1
+    found = compare(tmp_path, cut(STATE, 2), cut(other, parts))
+    assert not found.same
+    (value,) = found.values
+    how = ("digest", 1, 2) if parts == 2 else ("read", 1, 64)
+    assert (value.key, value.how, value.different, value.total) == ("model.layers.1.wq", *how)
+    assert found.same_tensors == len(STATE) - 1
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_bits_are_compared_and_not_numbers(tmp_path: Path, parts: int) -> None:
+    nan, zero = np.full((4, 2), np.nan, np.float32), np.zeros((4, 2), np.float32)
+    other_nan = nan.copy()
+    other_nan.view(np.uint32)[3, 1] |= 1
+    a = cut({"nan": nan, "other_nan": nan, "zero": zero}, 1)
+    b = cut({"nan": nan, "other_nan": other_nan, "zero": -zero}, parts)
+    found = compare(tmp_path, a, b)
+    assert [value.key for value in found.values] == ["other_nan", "zero"]
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bool", "int8", "uint16", "float16", "float32", "float64", "complex64", "complex128"]
+)
+def test_every_width_of_element(tmp_path: Path, dtype: str) -> None:
+    array = np.arange(24).reshape(4, 6).astype(dtype)
+    other = array.copy()
+    other[2, 5] = not other[2, 5] if dtype == "bool" else 99
+    other[0, 0] = not other[0, 0] if dtype == "bool" else 77
+    found = compare(tmp_path, cut({"x": array, "y": array}, 2), cut({"x": array, "y": other}, 4, 1))
+    assert [(value.key, value.different, value.total) for value in found.values] == [("y", 2, 24)]
+
+
+def test_tensors_without_elements_or_dimensions(tmp_path: Path) -> None:
+    state = {"empty": np.zeros((3, 0), np.float32), "step": np.array(3, np.int64)}
+    assert compare(tmp_path, Sample(state), Sample(state, world_size=2)).same
+    other = state | {"step": np.array(4, np.int64)}
+    found = compare(tmp_path / "2", Sample(state), Sample(other))
+    assert [value.key for value in found.values] == ["step"]
+
+
+def test_structure(tmp_path: Path) -> None:
+    one = np.ones((2, 2), np.float32)
+    a = Sample({"gone": one, "dtype": one, "shape": one, "same": one, "w": one}, objects={"kind": 1})
+    b = Sample(
+        {
+            "new": one,
+            "dtype": one.astype(np.float16),
+            "shape": one.reshape(4),
+            "same": one,
+            "w": one,
+            "kind": one,
+        },
+    )
+    found = compare(tmp_path, a, b)
+    assert (found.only_a, found.only_b) == (("gone",), ("new",))
+    assert {change.key: (change.a, change.b) for change in found.changed} == {
+        "dtype": ("float32 [2, 2]", "float16 [2, 2]"),
+        "kind": ("plain value", "float32 [2, 2]"),
+        "shape": ("float32 [2, 2]", "float32 [4]"),
+    }
+    assert found.values == ()
+    assert found.same_tensors == 2
+
+
+def test_a_tie_is_structure_and_its_values_are_compared_too(tmp_path: Path) -> None:
+    one = np.ones((2, 2), np.float32)
+    tied = Sample({"embed": one}, aliases={"head": "embed"})
+    assert compare(tmp_path / "1", tied, tied).same
+    found = compare(tmp_path / "2", tied, Sample({"embed": one, "head": 2 * one}))
+    assert [change.key for change in found.changed] == ["head"]
+    assert [value.key for value in found.values] == ["head"]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        (1, 1, True),
+        (1, 1.0, False),
+        (1, True, False),
+        (0.0, -0.0, False),
+        ({"x": 1, "y": 2}, {"y": 2, "x": 1}, True),
+        ([1, 2], [2, 1], False),
+        (None, 0, False),
+    ],
+)
+def test_plain_values(tmp_path: Path, a: object, b: object, same: bool) -> None:
+    found = compare(tmp_path, Sample({}, objects={"v": a}), Sample({}, objects={"v": b}))
+    assert found.same is same
+    assert [change.key for change in found.objects] == ([] if same else ["v"])
+
+
+def test_a_damaged_chunk_is_no_difference_but_an_error(tmp_path: Path) -> None:
+    manifest = write(tmp_path / "a", cut(STATE, 1))
+    write(tmp_path / "b", cut(STATE, 2))
+    file = tmp_path / "a" / manifest.files[0].name
+    data = bytearray(file.read_bytes())
+    data[manifest.files[0].data_start] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CorruptChunkError, match=r"model\.embed\.weight") as caught:
+        diff(LocalStorage(tmp_path / "a"), LocalStorage(tmp_path / "b"))
+    assert caught.value.details["file"] == manifest.files[0].name
+    assert caught.value.details["byte_start"] == manifest.files[0].data_start
+
+
+def test_what_is_not_committed_cannot_be_compared(tmp_path: Path) -> None:
+    write(tmp_path / "a", Sample(STATE))
+    write(tmp_path / "b", Sample(STATE), commit=False)
+    with pytest.raises(NotCommittedError):
+        diff(LocalStorage(tmp_path / "a"), LocalStorage(tmp_path / "b"))
+
+
+@pytest.mark.parametrize("cache", [0, 512, 1 << 20])
+def test_memory_is_the_cache_and_a_chunk(tmp_path: Path, cache: int) -> None:
+    array = np.random.default_rng(0).integers(0, 1 << 30, (64, 64), np.int32)
+    readers = []
+    for name, dim, size in (("a", 0, 0), ("b", 1, cache)):
+        storage = LocalStorage(tmp_path / name)
+        write(storage, cut({"w": array}, 16, dim))
+        manifest = read_manifest(storage)
+        readers.append(ChunkReader(storage, manifest, read_index(storage, manifest), size))
+
+    for step in compare_chunks(readers[0], 0, readers[1], 0):  # noqa: B007
+        assert sum(bits.nbytes for bits in readers[1]._kept.values()) <= cache
+        assert not readers[0]._kept
+    assert (step.elements, step.different) == (array.size, 0)
+    assert readers[0].bytes_read == array.nbytes
+    assert readers[1].bytes_read == (array.nbytes if cache > array.nbytes else 16 * array.nbytes)

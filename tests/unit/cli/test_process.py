@@ -1,0 +1,140 @@
+"""The command line as a process: how fast help answers, what it imports, and what a terminal sees."""
+
+from __future__ import annotations
+
+import os
+import pty
+import resource
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import shardproof as package
+from tests.unit.cli.samples import SECONDS, Sample, rows_cut, shardproof, write
+
+HELP_SECONDS = 0.1
+ONE = Sample({"w": np.arange(12, dtype=np.float32).reshape(4, 3)}, step=1)
+
+IMPORTED = """
+import sys
+from shardproof.cli.group import run
+code = run(sys.argv[2:])
+print(*sorted(set(sys.argv[1].split(",")) & set(sys.modules)), file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def imported(watched: str, *arguments: object) -> list[str]:
+    """Which of the watched modules a command imports."""
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED, watched, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr.split()
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["ls", "--help"], ["verify", "--help"], ["demo", "--help"]]
+)
+def test_help_needs_nothing_heavy(arguments: list[str]) -> None:
+    assert imported("torch,numpy,rich,msgspec,xxhash,safetensors", *arguments) == []
+
+
+def test_looking_needs_no_torch(tmp_path: Path) -> None:
+    write(tmp_path / "step-00000001", ONE)
+    step = tmp_path / "step-00000001"
+    for arguments in (
+        ["ls", tmp_path],
+        ["inspect", step],
+        ["inspect", step, "w"],
+        ["diff", step, step],
+        ["prune", tmp_path],
+    ):
+        assert imported("torch", *arguments) == []
+        assert imported("torch,rich", *arguments, "--json") == [] or arguments[0] == "diff"
+
+
+def test_help_answers_in_a_tenth_of_a_second() -> None:
+    """Time of the processor, the best of several: other work on the machine says nothing about us."""
+    best = float("inf")
+    for _ in range(5):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = shardproof("--help")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert done.returncode == 0
+        assert done.stdout.startswith("Usage: shardproof")
+        best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert best < HELP_SECONDS, f"{best:.3f} s"
+
+
+def test_the_exit_code_is_that_of_the_process(tmp_path: Path) -> None:
+    write(tmp_path / "a", ONE)
+    write(tmp_path / "b", Sample({"w": np.zeros((4, 3), np.float32)}))
+    assert shardproof("diff", tmp_path / "a", tmp_path / "a").returncode == 0
+    assert shardproof("diff", tmp_path / "a", tmp_path / "b").returncode == 1
+    assert shardproof("inspect", tmp_path).returncode == 1
+    assert shardproof("inspect", tmp_path / "nowhere").returncode == 2
+    assert shardproof("--version").stdout == f"shardproof {package.__version__}\n"
+
+
+def test_a_reader_that_stops_is_told_of_no_error(tmp_path: Path) -> None:
+    write(tmp_path, Sample({f"w{row}x": np.zeros(1, np.float32) for row in range(3000)}))
+    command = [sys.executable, "-m", "shardproof", "inspect", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(10)
+        process.stdout.close()
+        assert process.wait(SECONDS) == 141
+        assert process.stderr.read() == b""
+
+
+def on_a_terminal(*arguments: object) -> tuple[int, str, str]:
+    """Runs a command with standard error on a terminal: exit code, standard output, what the terminal got."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shardproof", *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        env=os.environ | {"TERM": "xterm", "COLUMNS": "120"},
+    )
+    os.close(theirs)
+    shown = b""
+    deadline = time.monotonic() + SECONDS
+    try:
+        while time.monotonic() < deadline:
+            if select.select([ours], [], [], 1.0)[0]:
+                try:
+                    shown += os.read(ours, 65536)
+                except OSError:  # the other side is closed
+                    break
+        out, _ = process.communicate(timeout=SECONDS)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    return process.returncode, out.decode(), shown.decode()
+
+
+def test_progress_on_a_terminal_and_only_there(tmp_path: Path) -> None:
+    array = np.zeros((512, 1024), np.float32)
+    write(tmp_path / "a", Sample({"w": array}))
+    write(tmp_path / "b", Sample({"w": array}, cuts={"w": rows_cut(array.shape, 4)}, world_size=4))
+    code, out, shown = on_a_terminal("diff", tmp_path / "a", tmp_path / "b")
+    assert code == 0
+    assert "the same state" in out
+    assert " of 0.00 GB" in shown
+    assert "GB/s" in shown
+    assert on_a_terminal("diff", tmp_path / "a", tmp_path / "b", "--json")[2] == ""
+    done = shardproof("diff", tmp_path / "a", tmp_path / "b")
+    assert (done.returncode, done.stderr) == (0, "")
