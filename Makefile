@@ -1,0 +1,58 @@
+# `make demo` and `make test` work on a fresh clone with nothing but Python 3.11 or newer.
+
+# The first Python on the path that runs, is new enough and can make a virtual environment; PYTHON=... overrides it.
+USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,\
+	$(shell $(name) -c '$(USABLE)' 2>/dev/null && echo $(name))))
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+# Tests start several ranks at a time: one thread each keeps them from fighting for the cores.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-all bench check format clean
+
+help:  ## show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+venv: $(STAMP)  ## make .venv with everything that the other targets need
+
+# torch first: it is the largest, and its pin decides what else fits.
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || test -n "$(PYTHON)" || \
+		{ echo "shardproof needs Python 3.11 or newer with its venv module on the path" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) -e '.[dev]'
+	touch $@
+
+demo: $(STAMP)  ## train, save, be killed, resume on other layouts, prove it
+	$(BIN)/shardproof demo $(ARGS)
+
+test: $(STAMP)  ## the tests that fit in 15 minutes on 2 cores
+	$(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
+
+test-all: $(STAMP)  ## every test, the slow ones too
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+bench: $(STAMP)  ## measure beside torch's own checkpoints
+	@set -e; for script in save load reshard small_tensors planning; do \
+		echo "== $$script"; $(BIN)/python benchmarks/$$script.py $(ARGS); \
+	done
+
+check: $(STAMP)  ## format, lint, types, layers, docs
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/unit/test_layers.py tests/unit/test_docs.py
+
+format: $(STAMP)  ## mend what can be mended by itself
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove what the other targets made, .venv too
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

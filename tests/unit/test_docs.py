@@ -1,0 +1,147 @@
+"""What the documentation shows runs: docstring examples, and every Python block of README.md and docs/."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "src"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SECONDS_A_PAGE = 120
+
+# Started by their launcher, or written as a pytest suite: not modules that a person imports.
+NOT_IMPORTED = {"__main__", "conformance"}
+
+
+def module_names() -> list[str]:
+    """Every module that a person may import: no file or folder of its path starts with an underscore."""
+    names = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = list(path.relative_to(SOURCE).with_suffix("").parts)
+        if parts[-1] == "__init__":
+            parts.pop()
+        if not any(part.startswith("_") or part in NOT_IMPORTED for part in parts):
+            names.append(".".join(parts))
+    return names
+
+
+@pytest.mark.parametrize("name", module_names())
+def test_docstring_examples(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    module = importlib.import_module(name)
+    flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+    result = doctest.testmod(module, optionflags=flags)
+    assert result.failed == 0, (
+        f"{result.failed} of {result.attempted} examples of {name} fail (see the output)"
+    )
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced Python block of a page."""
+
+    line: int
+    """The line of its first statement, counted from 1."""
+    text: str
+
+
+def python_blocks(text: str) -> list[Block]:
+    """The blocks between a line that is exactly ```python and the next ```."""
+    blocks: list[Block] = []
+    lines: list[str] | None = None
+    for number, line in enumerate(text.splitlines(), 1):
+        if lines is None:
+            if line.rstrip() == "```python":
+                lines, start = [], number + 1
+        elif line.rstrip() == "```":
+            blocks.append(Block(start, "\n".join(lines) + "\n"))
+            lines = None
+        else:
+            lines.append(line)
+    assert lines is None, "a block is not closed"
+    return blocks
+
+
+def as_script(blocks: list[Block]) -> str:
+    """One program that runs the blocks in turn in one namespace, as a reader would paste them.
+
+    A block that starts with a prompt is run as a doctest, so that what it prints is checked.
+    """
+    return (
+        "import doctest, sys\n"
+        "page, names = sys.argv[1], {'__name__': '__main__'}\n"
+        f"for line, text in {[(block.line, block.text) for block in blocks]!r}:\n"
+        "    if text.startswith('>>> '):\n"
+        "        test = doctest.DocTestParser().get_doctest(text, names, page, page, line - 1)\n"
+        "        test.globs = names\n"
+        "        flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE\n"
+        "        failed, _ = doctest.DocTestRunner(optionflags=flags).run(test, clear_globs=False)\n"
+        "        assert not failed, f'{page}, line {line}: output differs'\n"
+        "    else:\n"
+        "        exec(compile('\\n' * (line - 1) + text, page, 'exec'), names)\n"
+    )
+
+
+def run_blocks(blocks: list[Block], page: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", as_script(blocks), page],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS_A_PAGE,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_python_blocks_of_a_page(page: Path, tmp_path: Path) -> None:
+    blocks = python_blocks(page.read_text())
+    if not blocks:
+        pytest.skip("no Python block")
+    done = run_blocks(blocks, str(page.relative_to(ROOT)), tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_readme_has_an_example() -> None:
+    assert python_blocks((ROOT / "README.md").read_text())
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in [*PAGES, *ROOT.glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
+
+
+# The checks themselves: a block that fails is a failure, and blocks share their names.
+
+
+def test_a_failing_block_is_found(tmp_path: Path) -> None:
+    blocks = python_blocks("text\n```python\nx = 1\n```\n```python\nassert x == 2\n```\n")
+    done = run_blocks(blocks, "page.md", tmp_path)
+    assert done.returncode != 0
+    assert 'File "page.md", line 6' in done.stderr
+
+
+def test_a_wrong_output_is_found(tmp_path: Path) -> None:
+    assert run_blocks(python_blocks("```python\n>>> 1 + 1\n2\n```\n"), "page.md", tmp_path).returncode == 0
+    assert run_blocks(python_blocks("```python\n>>> 1 + 1\n3\n```\n"), "page.md", tmp_path).returncode != 0
+
+
+def test_blocks_share_their_names(tmp_path: Path) -> None:
+    done = run_blocks(
+        python_blocks("```python\nx = 1\n```\n```python\n>>> x + 1\n2\n```\n"), "p.md", tmp_path
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,371 @@
+"""The layers of ARCHITECTURE.md, enforced on what the source says (every import, also inside functions)."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "src" / "shardproof"
+
+ENGINE = (
+    "version",
+    "errors",
+    "dtypes",
+    "geometry",
+    "state",
+    "planning",
+    "rendezvous",
+    "storage",
+    "format",
+    "saving",
+    "loading",
+    "checkpointer",
+    "interop",
+)
+TRAINING = ("optim", "fsdp", "rerun")
+PEOPLE = ("cli", "report", "demo")
+
+MAY_IMPORT: dict[str, frozenset[str]] = {
+    name: frozenset(ENGINE[: row + 1]) for row, name in enumerate(ENGINE)
+}
+MAY_IMPORT |= {
+    name: frozenset({"version", "errors", "dtypes", "geometry", "state", name}) for name in TRAINING
+}
+MAY_IMPORT |= {name: frozenset({*ENGINE, *TRAINING, *PEOPLE, ""}) for name in PEOPLE}
+MAY_IMPORT |= {"": frozenset({*ENGINE, *TRAINING}), "__main__": frozenset({"cli"})}
+
+NO_TORCH_ON_IMPORT = (
+    "version",
+    "errors",
+    "dtypes",
+    "geometry",
+    "planning",
+    "storage",
+    "format",
+    "cli",
+    "report",
+)
+STORES = {"FileStore", "HashStore", "MultiTenantStore", "PrefixStore", "Store", "TCPStore"}
+
+# Collectives, and calls that run one inside.
+COLLECTIVES = {
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "full_tensor",
+    "gather_object",
+    "init_device_mesh",
+    "init_process_group",
+    "monitored_barrier",
+    "new_group",
+    "new_subgroups",
+    "redistribute",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter_object_list",
+}
+# Words with other meanings too: meant only when they come from torch.distributed.
+COLLECTIVES_OF_TORCH = {"gather", "irecv", "isend", "recv", "reduce", "scatter", "send"}
+NOT_TORCH = {"functools", "np", "numpy"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name: ``from module import name`` or ``import module`` (no name)."""
+
+    module: str
+    name: str | None
+    line: int
+    at_load: bool
+    """Runs when the module is loaded: not inside a function, not for type checkers only."""
+
+
+def layer_of(path: Path) -> str:
+    """The layer a file belongs to: its first folder or its stem; the top's ``__init__`` is ''."""
+    first = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+    return "" if first == "__init__" else first
+
+
+def _only_for_types(node: ast.If) -> bool:
+    test = node.test
+    return (isinstance(test, ast.Name) and test.id == "TYPE_CHECKING") or (
+        isinstance(test, ast.Attribute) and test.attr == "TYPE_CHECKING"
+    )
+
+
+def imports(tree: ast.AST, at_load: bool = True) -> Iterator[Import]:
+    """Every import below `tree`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, None, node.lineno, at_load)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports are banned by the linter"
+            for alias in node.names:
+                yield Import(node.module or "", alias.name, node.lineno, at_load)
+        elif isinstance(node, ast.If) and _only_for_types(node):
+            yield from imports(ast.Module(node.body, []), False)
+            yield from imports(ast.Module(node.orelse, []), at_load)
+        else:
+            inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            yield from imports(node, at_load and not inside)
+
+
+def layers_imported(found: Import) -> set[str]:
+    """The layers of shardproof that an import reaches ('' for the top's lazy names, which reach all)."""
+    if found.module == "shardproof":
+        if found.name is None:
+            return {""}
+        if found.name == "__version__":
+            return set()
+        return {
+            found.name if (SOURCE / found.name).is_dir() or (SOURCE / f"{found.name}.py").is_file() else ""
+        }
+    if found.module.startswith("shardproof."):
+        return {found.module.split(".")[1]}
+    return set()
+
+
+def wrong_imports(layer: str, source: str) -> list[str]:
+    """What a file of `layer` with this source imports against the rules, one line each."""
+    wrong = []
+    for found in imports(ast.parse(source)):
+        what = f"line {found.line}: imports {found.module}{'.' + found.name if found.name else ''}"
+        above = layers_imported(found) - MAY_IMPORT[layer]
+        if above:
+            wrong.append(f"{what}, which is not below {layer!r}")
+        torch = found.module.split(".")[0] == "torch"
+        if torch and layer == "geometry":
+            wrong.append(f"{what}, but geometry knows nothing of torch")
+        elif torch and found.at_load and layer in NO_TORCH_ON_IMPORT:
+            wrong.append(f"{what} when it is loaded; import torch inside the function that needs it")
+        if torch and layer == "format" and "distributed" in f"{found.module}.{found.name}".split("."):
+            wrong.append(f"{what}, but a file format has no ranks")
+        if torch and found.name in STORES and layer != "rendezvous":
+            wrong.append(f"{what}; only rendezvous talks to a store")
+    return wrong
+
+
+def _root_and_path(node: ast.expr) -> list[str]:
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if isinstance(node, ast.Name):
+        parts.append(node.id)
+    return parts[::-1]
+
+
+def collectives(source: str) -> list[str]:
+    """Every mention of a collective, called or handed on, one line each."""
+    tree = ast.parse(source)
+    of_torch = {"dist", "distributed", "funcol"}
+    found = []
+    for entry in imports(tree):
+        if entry.module.startswith("torch.distributed") and entry.name in COLLECTIVES | COLLECTIVES_OF_TORCH:
+            found.append(f"line {entry.line}: imports {entry.module}.{entry.name}")
+        if "_functional_collectives" in f"{entry.module}.{entry.name}":
+            found.append(f"line {entry.line}: imports the functional collectives")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            path = _root_and_path(node)
+            if (node.attr in COLLECTIVES and path[0] not in NOT_TORCH) or (
+                node.attr in COLLECTIVES_OF_TORCH and of_torch & set(path[:-1])
+            ):
+                found.append(f"line {node.lineno}: {'.'.join(path)}")
+    return found
+
+
+def stores(source: str) -> list[str]:
+    """Every mention of a store class of torch.distributed as an attribute."""
+    return [
+        f"line {node.lineno}: {'.'.join(_root_and_path(node))}"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute)
+        and node.attr in STORES
+        and {"dist", "distributed", "torch"} & set(_root_and_path(node)[:-1])
+    ]
+
+
+FILES = sorted(SOURCE.rglob("*.py"))
+ids = [str(path.relative_to(SOURCE)) for path in FILES]
+
+
+@pytest.mark.parametrize("path", FILES, ids=ids)
+def test_a_file_imports_only_what_is_below_it(path: Path) -> None:
+    layer = layer_of(path)
+    assert layer in MAY_IMPORT, f"{layer!r} is no layer of ARCHITECTURE.md: give it its place in the list"
+    assert wrong_imports(layer, path.read_text()) == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=ids)
+def test_no_collective_and_no_store_on_the_way_of_a_save_or_load(path: Path) -> None:
+    layer = layer_of(path)
+    if layer not in {*TRAINING, "demo"}:  # those train, and a training has collectives of its own
+        assert collectives(path.read_text()) == []
+        assert layer == "rendezvous" or stores(path.read_text()) == []
+
+
+def test_light_packages_load_without_torch() -> None:
+    """Also by no detour: what they import may not import torch either."""
+    present = [name for name in NO_TORCH_ON_IMPORT if layer_exists(name)]
+    modules = [
+        "shardproof." + ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
+        for path in FILES
+        if layer_of(path) in present and path.stem != "conformance"
+    ]
+    script = (
+        "import importlib, sys\n"
+        f"for name in {modules!r}:\n"
+        "    importlib.import_module(name)\n"
+        "    assert 'torch' not in sys.modules, name\n"
+    )
+    run_python(script)
+
+
+def test_the_package_itself_is_light() -> None:
+    """`import shardproof` needs none of its dependencies and less than 50 ms."""
+    script = (
+        "import sys, time\n"
+        "start = time.process_time()\n"
+        "import shardproof\n"
+        "seconds = time.process_time() - start\n"
+        "heavy = {'torch', 'numpy', 'click', 'rich', 'msgspec', 'safetensors'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "assert seconds < 0.05, f'{seconds:.3f} s'\n"
+    )
+    run_python(script)
+
+
+def test_every_public_name_loads() -> None:
+    import shardproof
+
+    assert sorted(dir(shardproof)) == sorted(shardproof.__all__)
+    for name in shardproof.__all__:
+        assert getattr(shardproof, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = shardproof.nothing
+
+
+def test_dependencies_are_those_imported() -> None:
+    """Nothing is imported that is not declared, nothing declared that is not imported."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {re.split(r"[<>=~!\[; ]", entry, maxsplit=1)[0] for entry in project["dependencies"]}
+    imported = {
+        found.module.split(".")[0]
+        for path in FILES
+        if path.stem != "conformance"
+        for found in imports(ast.parse(path.read_text()))
+    }
+    assert imported - sys.stdlib_module_names - {"shardproof"} == declared
+
+
+def test_pins_cover_what_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    entries = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    pins = {
+        line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
+    }
+    assert {re.split(r"[<>=~!\[; ]", entry, maxsplit=1)[0] for entry in entries} <= pins
+
+
+# The rules themselves: each finds what it is for.
+
+
+@pytest.mark.parametrize(
+    ("layer", "source"),
+    [
+        ("geometry", "import torch"),
+        ("geometry", "def f():\n    import torch.nn"),
+        ("geometry", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
+        ("geometry", "from shardproof.state import collect"),
+        ("planning", "import torch"),
+        ("planning", "try:\n    from torch import Tensor\nexcept ImportError:\n    pass"),
+        ("planning", "class A:\n    import torch"),
+        ("state", "def f():\n    from shardproof.planning import plan_writes"),
+        ("state", "from shardproof import planning"),
+        ("storage", "from shardproof import save"),
+        ("loading", "import shardproof as sp"),
+        ("loading", "import shardproof.checkpointer"),
+        ("loading", "from shardproof.cli import main"),
+        ("format", "def f():\n    import torch.distributed as dist"),
+        ("format", "def f():\n    from torch import distributed"),
+        ("saving", "from torch.distributed import TCPStore"),
+        ("optim", "from shardproof.saving import save"),
+    ],
+)
+def test_a_wrong_import_is_found(layer: str, source: str) -> None:
+    assert wrong_imports(layer, source) != []
+
+
+@pytest.mark.parametrize(
+    ("layer", "source"),
+    [
+        ("planning", "def f():\n    import torch"),
+        ("planning", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from torch import Tensor"),
+        ("format", "from shardproof import __version__, errors"),
+        ("state", "from shardproof.state.pieces import Piece"),
+        ("rendezvous", "from torch.distributed import TCPStore"),
+        ("cli", "import shardproof as sp"),
+    ],
+)
+def test_a_right_import_passes(layer: str, source: str) -> None:
+    assert wrong_imports(layer, source) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "dist.barrier()",
+        "torch.distributed.all_reduce(x)",
+        "run(dist.broadcast)",
+        "x.full_tensor()",
+        "dist.gather(x)",
+        "from torch.distributed import all_gather_object",
+        "from torch.distributed import reduce",
+        "import torch.distributed._functional_collectives as funcol",
+        "def f(group):\n    group.allgather\n    group.barrier().wait()",
+    ],
+)
+def test_a_collective_is_found(source: str) -> None:
+    assert collectives(source) != []
+
+
+@pytest.mark.parametrize("source", ["np.add.reduce(x)", "np.broadcast(x)", "x.gather(0, i)", "pipe.send(1)"])
+def test_other_uses_of_the_words_pass(source: str) -> None:
+    assert collectives(source) == []
+
+
+def test_a_store_is_found() -> None:
+    assert stores("torch.distributed.TCPStore('h', 1)") != []
+    assert stores("dist.HashStore()") != []
+    assert stores("self.Store") == []
+
+
+def layer_exists(name: str) -> bool:
+    return (SOURCE / name).is_dir() or (SOURCE / f"{name}.py").is_file()
+
+
+def run_python(script: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
