@@ -1,8 +1,9 @@
 """The element types that a checkpoint can hold, by torch's names, without importing torch.
 
 A dtype that safetensors knows is stored under its safetensors code. The others are stored as a code of the
-same bytes: wider complex numbers as pairs of their parts (one more trailing dimension of 2), 8-bit floats
-that safetensors lacks as U8. The manifest keeps the true name.
+same bytes: complex numbers that safetensors lacks as pairs of their parts (one more trailing dimension of
+2), packed pairs of 4-bit floats as U8 (F4 counts half bytes: shapes would not be those of the boxes).
+The manifest keeps the true name.
 """
 
 from __future__ import annotations

@@ -188,7 +188,6 @@ def suffix_volumes(sizes: Int64s) -> Int64s:
         size, rest = sizes[:, k], volumes[:, k + 1]
         fits = rest <= INT64_MAX // np.maximum(size, 1)
         volumes[:, k] = np.where(fits, size * np.where(fits, rest, 0), INT64_MAX)
-        volumes[size == 0, k] = 0
     return volumes
 
 

@@ -33,8 +33,8 @@ __all__ = ["TilingFault", "tiling_faults"]
 
 _MOST_CORNERS = 1 << 27
 _MOST_LARGE_CORNERS = 1 << 22
-"""Corners that are compared at once, 1 GiB of them, and of those that int64 cannot count, which are larger.
-Tensors are taken in parts that stay below. A few boxes of many dimensions could ask for more: they are refused."""
+"""Corners that are compared at once, 1 GiB of them, and of the larger ones that int64 cannot count. Tensors
+are taken in parts that stay below. A few boxes of many dimensions could ask for more: they are refused."""
 
 
 @dataclass(frozen=True, slots=True)

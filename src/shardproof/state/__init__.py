@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardproof.state.decoding import decode as decode_plain
 from shardproof.state.entries import (
     Binding,
     Catalogue,
@@ -15,7 +16,6 @@ from shardproof.state.explicit import FlatShard, ShardedTensor
 from shardproof.state.generators import RandomState
 from shardproof.state.optimizers import OptimizerState
 from shardproof.state.per_rank import PerRank
-from shardproof.state.plain import decode as decode_plain
 from shardproof.state.plain import encode as encode_plain
 from shardproof.state.registered import register_dataclass, register_enum
 from shardproof.state.tree import bind, collect

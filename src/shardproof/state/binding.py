@@ -12,8 +12,9 @@ import torch
 from shardproof.errors import PlainDataError, StructureError
 from shardproof.state.aliases import tie
 from shardproof.state.collecting import hoisted_key
+from shardproof.state.decoding import decode, references
 from shardproof.state.entries import Binding, Catalogue, Mismatch, Piece, TensorEntry, describe
-from shardproof.state.plain import decode, encode, references
+from shardproof.state.plain import encode
 from shardproof.state.tensors import check_destination, empty_like_layout, pieces_of, torch_dtype
 from shardproof.state.visiting import Place, Visitor
 
@@ -80,6 +81,8 @@ class Binder(Visitor):
         """How to decode the object at `key` once its tensors are read.
 
         Args:
+            key: of the object.
+            data: as stored.
             current: answers the value that the target has now; where it holds a tensor of the same path and
                 global shape, the new tensor is laid out the same (a DTensor, on a device).
         """

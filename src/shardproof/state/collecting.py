@@ -70,7 +70,8 @@ class Collector(Visitor):
 
     def _twice(self, key: str, origin: Any) -> StructureError:
         return StructureError(
-            f"two values have the key {key!r}: {_path(self.origins[key])} and {_path(origin)}. Rename one of them",
+            f"two values have the key {key!r}: {_path(self.origins[key])} and {_path(origin)}. "
+            "Rename one of them",
             key=key,
         )
 
@@ -85,6 +86,7 @@ class Hoister:
         self.taken: set[str] = set()
 
     def __call__(self, path: str, kind: str, value: Any) -> str:
+        """See `shardproof.state.plain.Hoist`."""
         key = hoisted_key(self.key, path, self.taken)
         self.out.tensor(key, hoisted_tensor(kind, value), (self.origin, path))
         return key

@@ -11,8 +11,9 @@ Note: the order of sharding
     literally, a strided shard cuts into `split_factor` parts and takes its share of each. Both readings
     give the same for sizes that divide, and differ where they do not (9 rows, 2 tensor parallel ranks,
     4 data parallel ranks): there FSDP holds what the true order says and `distribute_tensor` holds what the
-    literal reading says. The two never agree on the local shape while they differ in content on one
-    rank, so the local shape tells which one it is.
+    literal reading says. The local shape tells which one it is, though not on every rank: some hold as
+    many rows either way, but other ones. Such a rank takes the true order, and a rank that sees that this is
+    wrong refuses the tensor for all. Where all ranks would hold as many rows either way, all refuse.
 """
 
 from __future__ import annotations
@@ -57,11 +58,22 @@ def dtensor_pieces(tensor: Any, path: str) -> tuple[tuple[Piece, ...], torch.Ten
     if coordinate is None:
         return (), local
     mesh_shape, coordinate = tuple(mesh.shape), tuple(coordinate)
-    for ordered in (True, False):
-        segments = local_segments(shape, mesh_shape, coordinate, sharding, ordered)
-        if segments is not None and _sizes(segments) == tuple(local.shape):
-            return _pieces(local.detach(), segments), local
-    expected = _sizes(local_segments(shape, mesh_shape, coordinate, sharding, False) or ())
+    ordered = local_segments(shape, mesh_shape, coordinate, sharding)
+    literal = local_segments(shape, mesh_shape, coordinate, sharding, False)
+    assert literal is not None
+    fits = [segments is not None and _sizes(segments) == local.shape for segments in (ordered, literal)]
+    if ordered is not None and ordered != literal and any(fits):
+        alike_somewhere, alike_everywhere = _confusable(shape, mesh_shape, sharding)
+        if alike_everywhere or (alike_somewhere and not fits[0]):
+            raise StructureError(
+                f"{path}: placements {tuple(tensor.placements)} of a {list(shape)} tensor on a mesh of shape "
+                f"{list(mesh_shape)} can mean two layouts, and there are ranks whose local shapes fit both. "
+                "Use sizes that the mesh divides, or describe the layout with shardproof.ShardedTensor",
+                key=path,
+            )
+    if any(fits):
+        return _pieces(local.detach(), ordered if fits[0] and ordered is not None else literal), local
+    expected = _sizes(literal)
     raise StructureError(
         f"{path}: the local tensor of this DTensor has shape {list(local.shape)}, but placements "
         f"{tuple(tensor.placements)} on a mesh of shape {list(mesh_shape)} put {list(expected)} of "
@@ -123,6 +135,22 @@ def local_segments(
         parts = [_chunk(dims[dim], split, part) for part in range(split)] if split > 1 else [dims[dim]]
         dims[dim] = _join([segment for part in parts for segment in _chunk(part, count, index)])
     return tuple(dims)
+
+
+@lru_cache(maxsize=4096)
+def _confusable(shape: tuple[int, ...], mesh_shape: tuple[int, ...], sharding: Sharding) -> tuple[bool, bool]:
+    """Whether the two readings give one local shape but other content on some rank, and one shape on all."""
+    sharded = {mesh_dim for mesh_dim, _, _ in sharding}
+    somewhere, everywhere = False, True
+    for coordinate in product(*(range(n if dim in sharded else 1) for dim, n in enumerate(mesh_shape))):
+        ordered = local_segments(shape, mesh_shape, coordinate, sharding)
+        literal = local_segments(shape, mesh_shape, coordinate, sharding, False)
+        assert ordered is not None and literal is not None
+        if _sizes(ordered) != _sizes(literal):
+            everywhere = False
+        elif ordered != literal:
+            somewhere = True
+    return somewhere, everywhere
 
 
 def order_of_sharding(mesh_shape: tuple[int, ...], sharding: Sharding) -> list[tuple[int, int, int]] | None:

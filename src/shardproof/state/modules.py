@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class _Module:
             elif not isinstance(item, torch.Tensor):
                 data = to.object(key)
                 if data is not MISSING:
-                    made_up[name] = to.rebuild(key, data, lambda item=item: item)
+                    made_up[name] = to.rebuild(key, data, partial(_same, item))
             elif lives(item):
                 to.tensor(key, item)
             elif item.is_meta:
@@ -58,7 +59,7 @@ class _Module:
             else:
                 fresh = empty_like_layout(item, item.dtype)
                 if to.tensor(key, fresh):
-                    made_up[name] = lambda fresh=fresh: fresh
+                    made_up[name] = partial(_same, fresh)
         if made_up:
             to.later_on(lambda: _load(module, state, made_up))
         to.modules.append(OwnedParameters(place.key, module, state))
@@ -91,6 +92,10 @@ def clean_name(name: str) -> str:
     if any(wrapper in name for wrapper in _WRAPPERS):
         return ".".join(segment for segment in name.split(".") if segment not in _WRAPPERS)
     return name
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _is_extra(name: str) -> bool:

@@ -19,8 +19,8 @@ from shardproof.errors import StructureError
 from shardproof.state.binding import MISSING, Binder
 from shardproof.state.collecting import Collector, Hoister
 from shardproof.state.names import Names
-from shardproof.state.plain import encode
 from shardproof.state.options import Options
+from shardproof.state.plain import encode
 from shardproof.state.tensors import empty_like_layout, torch_dtype
 from shardproof.state.visiting import Place, Visitor, join
 
@@ -197,8 +197,8 @@ def _collect_shared(place: Place, optimizer: torch.optim.Optimizer, out: Collect
     strange = [name for name in shared if not isinstance(name, str)]
     if strange:
         raise StructureError(
-            f"{place.path} holds state of a {type(strange[0]).__name__} that is in none of its groups. Remove it "
-            "from optimizer.state, or add the parameter to a group",
+            f"{place.path} holds state of a {type(strange[0]).__name__} that is in none of its groups. "
+            "Remove it from optimizer.state, or add the parameter to a group",
             key=place.key,
         )
     out.object(join(place.key, "@shared"), shared, place.path)
@@ -224,8 +224,8 @@ def _optimizer_of(value: Any, place: Place) -> torch.optim.Optimizer:
     kind = type(value)
     if kind.state_dict is not torch.optim.Optimizer.state_dict:
         raise StructureError(
-            f"{place.path}: {kind.__qualname__} has a state_dict of its own, so its state may be more than slots "
-            "by parameter. If it is not, hand over shardproof.OptimizerState(optimizer, model)",
+            f"{place.path}: {kind.__qualname__} has a state_dict of its own, so its state may be more than "
+            "slots by parameter. If it is not, hand over shardproof.OptimizerState(optimizer, model)",
             key=place.key,
         )
     return value

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from shardproof.state.binding import Binder
-from shardproof.state.plain import decode, encode
+from shardproof.state.decoding import decode
+from shardproof.state.plain import encode
 
 __all__ = ["Options"]
 

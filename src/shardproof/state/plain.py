@@ -1,4 +1,4 @@
-"""Plain data as JSON values, and back.
+"""Plain data as JSON values. `shardproof.state.decoding` is the way back.
 
 None, booleans, integers of 64 bits, finite floats, strings, lists, and dicts with string keys stand for
 themselves. Everything else is an object with one member whose name starts with ``$``:
@@ -36,17 +36,17 @@ import enum
 import json
 import math
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from shardproof.errors import PlainDataError
-from shardproof.state.registered import name_of, registered_dataclass, registered_enum
-from shardproof.state.tensors import array_dtype, torch_dtype
+from shardproof.state.registered import name_of
+from shardproof.state.tensors import array_dtype
 
-__all__ = ["INLINE_BYTES", "Hoist", "decode", "encode", "references"]
+__all__ = ["DEPTH", "FACTORIES", "INLINE_BYTES", "Hoist", "encode"]
 
 INLINE_BYTES = 64
 """Arrays and bytes up to this size stay in the JSON where larger ones can go elsewhere."""
@@ -54,16 +54,18 @@ INLINE_BYTES = 64
 Hoist = Callable[[str, str, Any], str]
 """Takes path, kind and value of what shall be stored as a tensor; answers the key that it gets."""
 
-_DEPTH = 200
-_FACTORIES: dict[str, Any] = {cls.__name__: cls for cls in (list, dict, set, int, float, str, tuple, bool)}
+DEPTH = 200
+"""Containers within containers, at most."""
+FACTORIES: dict[str, Any] = {cls.__name__: cls for cls in (list, dict, set, int, float, str, tuple, bool)}
+"""What a defaultdict may make."""
 _NATIVE = (type(None), bool)
-_KINDS: dict[str, Any] = {"tensor": None, "array": None, "bytes": bytes, "bytearray": bytearray}
 
 
 def encode(value: Any, path: str = "value", hoist: Hoist | None = None) -> Any:
     """The JSON value that stands for `value`.
 
     Args:
+        value: plain data.
         path: of the value, for errors.
         hoist: stores tensors and large arrays elsewhere. Without it arrays stay inline, whatever their size,
             and tensors are kept inline too (for the few options of an optimizer that are tensors).
@@ -75,43 +77,6 @@ def encode(value: Any, path: str = "value", hoist: Hoist | None = None) -> Any:
     {'$tuple': [1, {'$float': 'inf'}, {'a': {'$set': [3]}, 'b': 2}]}
     """
     return _Encoder(path, hoist).encode(value, "", 0)
-
-
-def decode(data: Any, tensors: Callable[[str], torch.Tensor] | None = None, path: str = "value") -> Any:
-    """The value that `data` stands for.
-
-    Args:
-        tensors: answers the tensor stored under a key (see `references`).
-        path: of the value, for errors.
-
-    Raises:
-        PlainDataError: `data` is not what `encode` makes.
-
-    >>> decode({"$tuple": [1, {"$float": "inf"}]})
-    (1, inf)
-    """
-    return _Decoder(path, tensors).decode(data, 0)
-
-
-def references(data: Any) -> Iterator[tuple[str, str]]:
-    """Key and kind of every tensor that encoded data refers to.
-
-    >>> list(references({"a": {"$tensor": "object.a", "kind": "bytes"}}))
-    [('object.a', 'bytes')]
-    """
-    pending = [data]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, dict):
-            if "$tensor" in item:
-                key, kind = item["$tensor"], item.get("kind", "tensor")
-                if type(key) is not str or kind not in _KINDS:
-                    raise PlainDataError(f"a reference to a tensor reads {str(item)[:200]}")
-                yield key, kind
-            else:
-                pending.extend(item.values())
-        elif isinstance(item, list):
-            pending.extend(item)
 
 
 class _Encoder:
@@ -135,8 +100,8 @@ class _Encoder:
             return self.text(value, at)
         encoder = _ENCODERS.get(kind)
         if encoder is not None:
-            if depth >= _DEPTH:
-                raise self.refuse(at[:80], f"nested deeper than {_DEPTH} levels, or contains itself")
+            if depth >= DEPTH:
+                raise self.refuse(at[:80], f"nested deeper than {DEPTH} levels, or contains itself")
             return encoder(self, value, at, depth + 1)
         return self.other(value, at, depth + 1)
 
@@ -173,9 +138,9 @@ class _Encoder:
     def default(self, value: defaultdict[Any, Any], at: str, depth: int) -> Any:
         factory = value.default_factory
         name = None if factory is None else getattr(factory, "__name__", "")
-        if name is not None and _FACTORIES.get(name) is not factory:
+        if name is not None and FACTORIES.get(name) is not factory:
             raise self.refuse(
-                at, f"a defaultdict of {factory!r} cannot be stored, only one of {', '.join(_FACTORIES)}"
+                at, f"a defaultdict of {factory!r} cannot be stored, only one of {', '.join(FACTORIES)}"
             )
         return {"$defaultdict": [name, self.pairs(value, at, depth)]}
 
@@ -212,8 +177,8 @@ class _Encoder:
         }
 
     def other(self, value: Any, at: str, depth: int) -> Any:
-        if depth > _DEPTH:
-            raise self.refuse(at[:80], f"nested deeper than {_DEPTH} levels, or contains itself")
+        if depth > DEPTH:
+            raise self.refuse(at[:80], f"nested deeper than {DEPTH} levels, or contains itself")
         if isinstance(value, torch.Tensor):
             return self.tensor(value, at)
         if isinstance(value, np.generic) and array_dtype(np.asarray(value)) is not None:
@@ -283,129 +248,3 @@ def _what(value: Any) -> str:
     if callable(value) and hasattr(value, "__qualname__"):
         return f"the function {value.__module__}.{value.__qualname__}"
     return f"a value of {name}"
-
-
-class _Decoder:
-    def __init__(self, path: str, tensors: Callable[[str], torch.Tensor] | None) -> None:
-        self.path = path
-        self.tensors = tensors
-
-    def decode(self, data: Any, depth: int) -> Any:
-        if depth > 2 * _DEPTH + 10:
-            raise PlainDataError(f"{self.path}: nested too deeply", path=self.path)
-        if isinstance(data, list):
-            return [self.decode(item, depth + 1) for item in data]
-        if not isinstance(data, dict):
-            return data
-        if "$tensor" in data:
-            return self.reference(data)
-        tag = next(iter(data), "")
-        if not tag.startswith("$"):
-            return {key: self.decode(item, depth + 1) for key, item in data.items()}
-        decoder = _DECODERS.get(tag)
-        if decoder is None or len(data) != 1:
-            raise PlainDataError(
-                f"{self.path}: {tag!r} is no kind of plain data that this version knows", path=self.path
-            )
-        try:
-            return decoder(self, data[tag], depth + 1)
-        except (ValueError, TypeError, KeyError, OverflowError) as error:
-            raise PlainDataError(f"{self.path}: malformed {tag!r}: {error}", path=self.path) from error
-
-    def pairs(self, data: Any, depth: int) -> list[tuple[Any, Any]]:
-        return [(self.decode(key, depth), self.decode(item, depth)) for key, item in data]
-
-    def default(self, data: Any, depth: int) -> Any:
-        name, pairs = data
-        return defaultdict(None if name is None else _FACTORIES[name], self.pairs(pairs, depth))
-
-    def array(self, data: Any, depth: int) -> Any:
-        name, shape, text = data
-        raw = np.frombuffer(base64.b64decode(text, validate=True), _numpy_dtype(name))
-        return raw.reshape(_shape(shape)).copy()
-
-    def scalar(self, data: Any, depth: int) -> Any:
-        name, text = data
-        (value,) = np.frombuffer(base64.b64decode(text, validate=True), _numpy_dtype(name))
-        return value
-
-    def value(self, data: Any, depth: int) -> torch.Tensor:
-        name, shape, text = data
-        raw = torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)
-        return raw.clone().view(torch_dtype(name)).reshape(_shape(shape))
-
-    def member(self, data: Any, depth: int) -> Any:
-        name, member = data
-        return registered_enum(name, self.path)[member]
-
-    def record(self, data: Any, depth: int) -> Any:
-        name, stored = data
-        cls = registered_dataclass(name, self.path)
-        fields = {field.name: field for field in dataclasses.fields(cls)}
-        if stored.keys() - fields.keys():
-            raise ValueError(f"{name} has no field {', '.join(sorted(stored.keys() - fields.keys()))}")
-        instance = cls.__new__(cls)
-        for field in fields.values():
-            if field.name in stored:
-                value = self.decode(stored[field.name], depth)
-            elif field.default is not dataclasses.MISSING:
-                value = field.default
-            elif field.default_factory is not dataclasses.MISSING:
-                value = field.default_factory()
-            else:
-                raise ValueError(f"the field {field.name} of {name} is not stored and has no default")
-            object.__setattr__(instance, field.name, value)
-        return instance
-
-    def reference(self, data: Any) -> Any:
-        ((key, kind),) = references(data)
-        if self.tensors is None:
-            raise PlainDataError(
-                f"{self.path}: part of the value is stored as the tensor {key}", path=self.path
-            )
-        tensor = self.tensors(key)
-        if kind == "tensor":
-            return tensor
-        array = tensor.detach().cpu().numpy()
-        return array if kind == "array" else _KINDS[kind](array.tobytes())
-
-
-def _numpy_dtype(name: str) -> np.dtype[Any]:
-    dtype = np.dtype(name)
-    if array_dtype(np.empty(0, dtype)) != name:
-        raise ValueError(f"{name!r} is not the dtype of an array that can be stored")
-    return dtype
-
-
-def _shape(shape: Any) -> tuple[int, ...]:
-    if not all(type(size) is int and size >= 0 for size in shape):
-        raise ValueError(f"{shape!r} is not a shape")
-    return tuple(shape)
-
-
-def _float(text: str) -> float:
-    return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[text]
-
-
-_DECODERS: dict[str, Callable[[_Decoder, Any, int], Any]] = {
-    "$tuple": lambda d, data, depth: tuple([d.decode(item, depth) for item in data]),
-    "$float": lambda d, data, depth: _float(data),
-    "$int": lambda d, data, depth: int(data, 16),
-    "$complex": lambda d, data, depth: complex(d.decode(data[0], depth), d.decode(data[1], depth)),
-    "$bytes": lambda d, data, depth: base64.b64decode(data, validate=True),
-    "$bytearray": lambda d, data, depth: bytearray(base64.b64decode(data, validate=True)),
-    "$set": lambda d, data, depth: {d.decode(item, depth) for item in data},
-    "$frozenset": lambda d, data, depth: frozenset([d.decode(item, depth) for item in data]),
-    "$dict": lambda d, data, depth: dict(d.pairs(data, depth)),
-    "$ordered": lambda d, data, depth: OrderedDict(d.pairs(data, depth)),
-    "$counter": lambda d, data, depth: Counter(dict(d.pairs(data, depth))),
-    "$defaultdict": _Decoder.default,
-    "$scalar": _Decoder.scalar,
-    "$array": _Decoder.array,
-    "$value": _Decoder.value,
-    "$dtype": lambda d, data, depth: torch_dtype(data),
-    "$size": lambda d, data, depth: torch.Size(_shape(data)),
-    "$device": lambda d, data, depth: torch.device(data),
-    "$enum": _Decoder.member,
-    "$dataclass": _Decoder.record,
-}

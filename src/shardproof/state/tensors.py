@@ -103,7 +103,7 @@ def _check(tensor: torch.Tensor, path: str) -> None:
 
 def _refused_subclass(tensor: torch.Tensor, path: str) -> StructureError:
     kind = type(tensor)
-    if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+    if isinstance(tensor, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)):
         return StructureError(
             f"{path}: the parameter of a lazy module has no shape yet. Run the module once before", key=path
         )
@@ -139,7 +139,7 @@ def check_destination(view: torch.Tensor, path: str) -> None:
 
 def storage_of(tensor: torch.Tensor) -> int:
     """Identity of the tensor's storage, which empty tensors have too."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def same_memory(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -182,8 +182,8 @@ def handler_of(value: Any, place: Place) -> Handler:
         if not is_stateful(value):
             base = next(base.__name__ for base in kind.__mro__ if base in (list, tuple, dict, set))
             raise StructureError(
-                f"{place.key}: {kind.__module__}.{kind.__qualname__} is a {base} with more to it, which would "
-                f"be lost. Convert it to a plain {base}, or give it state_dict and load_state_dict",
+                f"{place.key}: {kind.__module__}.{kind.__qualname__} is a {base} with more to it, which "
+                f"would be lost. Convert it to a plain {base}, or give it state_dict and load_state_dict",
                 key=place.key,
             )
     if is_stateful(value):
@@ -231,8 +231,11 @@ def _holds_state(value: Any, depth: int = 0) -> bool:
         if kind in _DICTS or kind in _LISTS:
             if _holds_state(item, depth + 1):
                 return True
-        elif kind in _BY_TYPE or isinstance(item, (torch.nn.Module, torch.Tensor, np.ndarray)):
-            return True
-        elif is_stateful(item) or isinstance(item, tuple) and hasattr(item, "_make"):
+        elif (
+            kind in _BY_TYPE
+            or isinstance(item, (torch.nn.Module, torch.Tensor, np.ndarray))
+            or is_stateful(item)
+            or (isinstance(item, tuple) and hasattr(item, "_make"))
+        ):
             return True
     return False

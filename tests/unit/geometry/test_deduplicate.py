@@ -9,10 +9,15 @@ from tests.unit.geometry import reference
 
 small = st.integers(0, 2)
 huge = st.sampled_from([0, 1, 2**31, 2**40, 2**62, INT64_MAX])
+middling = st.sampled_from([0, 1, 2**31 - 1, 2**31])
 signed = st.sampled_from([-INT64_MAX - 1, -1, 0, 3, INT64_MAX])
 
 
-@given(st.data(), st.integers(0, 4), st.sampled_from([(small, small), (huge, huge), (signed, huge)]))
+@given(
+    st.data(),
+    st.integers(0, 4),
+    st.sampled_from([(small, small), (middling, middling), (huge, huge), (signed, huge)]),
+)
 def test_deduplicate_matches_unique_rows(data, ndim, numbers):
     offset, size = numbers
     rows = data.draw(
@@ -38,6 +43,13 @@ def test_deduplicate_keeps_the_first_of_many_replicas():
     assert first.tolist() == list(range(len(own)))
     assert inverse.tolist() == list(range(len(own))) * 50
     assert (reference.counts(shape, replicas.take(first)) == 1).all()
+
+
+def test_deduplicate_sorts_columns_that_share_no_key():
+    corners = np.indices((2, 2, 2, 2)).reshape(4, -1).T[::-1] * 2**31
+    boxes = Boxes(corners[:, 1:].copy(), np.ones((16, 3), np.int64))
+    first, inverse = deduplicate(corners[:, 0], boxes)
+    assert first.tolist() == inverse.tolist() == list(range(15, -1, -1))
 
 
 def test_deduplicate_needs_a_tensor_a_box():

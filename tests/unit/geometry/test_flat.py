@@ -67,6 +67,21 @@ def test_contiguous_runs_are_the_elements_in_as_few_runs_as_there_are(data):
         assert len(starts) == (breaks + 1 if numbers else 0)
 
 
+@pytest.mark.parametrize(
+    ("offsets", "sizes", "runs"),
+    [
+        ((0, 0, 0), (2, 3, 4), ([0], [24])),
+        ((0, 1, 0), (2, 2, 4), ([4, 16], [8, 8])),
+        ((1, 1, 1), (1, 2, 2), ([17, 21], [2, 2])),
+        ((1, 2, 1), (1, 1, 2), ([21], [2])),
+        ((1, 3, 1), (1, 0, 2), ([], [])),
+    ],
+)
+def test_contiguous_runs_of_whole_rows_and_matrices(offsets, sizes, runs):
+    starts, lengths = contiguous_runs((2, 3, 4), offsets, sizes)
+    assert (starts.tolist(), lengths.tolist()) == runs
+
+
 def test_ranges_of_scalars_and_of_no_elements():
     assert [part.tolist() for part in contiguous_runs((), (), ())] == [[0], [1]]
     assert flat_range_of((), Boxes.whole(())) == (0, 1)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -93,19 +95,19 @@ def test_collecting_and_binding_change_nothing(kind: str, steps: int) -> None:
         step(model, optimizer)
     before, weights, entries = frozen(optimizer), copy.deepcopy(model.state_dict()), len(optimizer.state)
     grads = [parameter.grad for parameter in model.parameters()]
-    generator = torch.get_rng_state()
-    checkpoint = saved({"model": model, "optimizer": optimizer})
     other = network(3)
     trained = OPTIMIZERS[kind](other.parameters())
     step(other, trained)
-    saved({"model": other, "optimizer": trained}).bind({"model": model, "optimizer": optimizer})
+    another = saved({"model": other, "optimizer": trained})
+    generator = torch.get_rng_state()
+    checkpoint = saved({"model": model, "optimizer": optimizer})
+    another.bind({"model": model, "optimizer": optimizer})
     checkpoint.bind({"model": model, "optimizer": optimizer})
+    assert torch.equal(torch.get_rng_state(), generator)
     assert same(optimizer.state_dict(), before) and len(optimizer.state) == entries
     assert same(dict(model.state_dict()), dict(weights))
     assert all(p.grad is grad for p, grad in zip(model.parameters(), grads, strict=True))
     assert all(p.requires_grad for p in model.parameters())
-    torch.manual_seed(3)
-    assert len(generator) == len(torch.get_rng_state())
 
 
 def test_an_optimizer_before_its_first_step_is_saved_as_that() -> None:
@@ -417,27 +419,27 @@ def test_objects_with_state_are_one_object_with_their_tensors_beside() -> None:
         "short": b"y",
         1: torch.zeros(1),
         "1": torch.ones(1),
-        "array": __import__("numpy").arange(100),
+        "array": np.arange(100),
     }
     checkpoint = saved({"data": Loader(state)})
     assert list(checkpoint.objects) == ["data"]
     assert {"data.buffer.0", "data.buffer.1.0", "data.blob", "data.array"} < set(checkpoint.catalogue.tensors)
     target = Loader(None)
     checkpoint.load({"data": target})
-    assert repr(target.state) == repr(dict(sorted(state.items(), key=lambda item: repr(item[0])))) or same(
-        {key: value for key, value in target.state.items() if key != "array"},
-        {key: value for key, value in state.items() if key != "array"},
-    )
+    assert target.state.keys() == state.keys()
+    for key in state.keys() - {"array"}:
+        assert same(target.state[key], state[key]), key
     assert (target.state["array"] == state["array"]).all()
 
 
-def test_an_error_in_state_dict_is_the_callers_own() -> None:
+def test_an_error_in_state_dict_is_the_callers_own_and_leaves_nothing_changed() -> None:
     class Broken(Loader):
         def state_dict(self) -> Any:
             raise OSError("the data set is gone")
 
     with pytest.raises(OSError, match="the data set is gone"):
         collect({"data": Broken(None)})
+    assert gc.isenabled()
 
 
 def test_fsdp1_is_refused() -> None:
@@ -454,7 +456,9 @@ def test_fsdp1_is_refused() -> None:
 @pytest.mark.parametrize("container", ["dict", "module"])
 def test_collecting_twenty_thousand_small_tensors_is_quick(container: str) -> None:
     tensors = [torch.zeros(4) for _ in range(20_000)]
-    tree: Any = {str(i): t for i, t in enumerate(tensors)} if container == "dict" else nn.ParameterList(tensors)
+    tree: Any = (
+        {str(i): t for i, t in enumerate(tensors)} if container == "dict" else nn.ParameterList(tensors)
+    )
     seconds = []
     for _ in range(5):
         begun = time.process_time()

@@ -13,7 +13,7 @@ from shardproof.errors import PlainDataError, StructureError
 from shardproof.state import Catalogue, FlatShard, PerRank, RandomState, ShardedTensor, bind, collect
 from tests.unit.state.fake_checkpoint import FakeCheckpoint, saved, saved_by_ranks
 
-Pair = namedtuple("Pair", "left right")  # noqa: PYI024
+Pair = namedtuple("Pair", "left right")
 
 
 def test_containers_at_any_depth_come_back_with_their_types() -> None:
@@ -45,7 +45,9 @@ def test_containers_at_any_depth_come_back_with_their_types() -> None:
 
 
 def test_key_order_does_not_matter() -> None:
-    assert saved({"a": 1, "b": {"x": 2, "y": [3]}}).objects == saved({"b": {"y": [3], "x": 2}, "a": 1}).objects
+    assert (
+        saved({"a": 1, "b": {"x": 2, "y": [3]}}).objects == saved({"b": {"y": [3], "x": 2}, "a": 1}).objects
+    )
     assert [entry.key for entry in collect({"b": torch.ones(1), "a": torch.ones(1)}).tensors] == ["a", "b"]
 
 
@@ -246,7 +248,13 @@ def test_random_generators_go_on_where_they_were() -> None:
     import random
 
     def draw() -> list[Any]:
-        return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(2).tolist()]
+        return [
+            random.random(),
+            random.gauss(0, 1),
+            np.random.rand(),
+            np.random.randn(),
+            torch.rand(2).tolist(),
+        ]
 
     random.gauss(0, 1)
     own = {"t": torch.Generator(), "n": np.random.default_rng(3), "p": random.Random(4), "m": RandomState()}
@@ -274,7 +282,9 @@ def test_explicit_boxes_and_flat_shards_hold_what_they_say() -> None:
         box = whole[rank : rank + 1] if rank < 4 else whole[4:]
         return {
             "flat": FlatShard(buffer, (5, 7), cuts[rank], cuts[rank + 1]),
-            "boxes": ShardedTensor((5, 7), [(box[:, :2].clone(), (rank, 0)), (box[:, 2:].clone(), (rank, 2))]),
+            "boxes": ShardedTensor(
+                (5, 7), [(box[:, :2].clone(), (rank, 0)), (box[:, 2:].clone(), (rank, 2))]
+            ),
         }
 
     checkpoint = saved_by_ranks(sharded, 5)
@@ -292,7 +302,9 @@ def test_a_flat_shard_of_a_fused_tensor_parallel_weight() -> None:
 
     whole = torch.arange(24.0).reshape(8, 3)
     # Rank 1 of 2: rows 2, 3 (gate) and 6, 7 (up) as one local weight of 4 rows; a flat range of it.
-    fused = Embedding((4, 3), (8, 3), Boxes.of(((0, 0), (2, 3)), ((2, 0), (2, 3))), np.array([[2, 0], [6, 0]]))
+    fused = Embedding(
+        (4, 3), (8, 3), Boxes.of(((0, 0), (2, 3)), ((2, 0), (2, 3))), np.array([[2, 0], [6, 0]])
+    )
     local = torch.cat([whole[2:4], whole[6:8]]).reshape(-1)
     shard = FlatShard(local[2:11].clone(), (8, 3), 2, 11, fused)
     (entry,) = collect({"w": shard}).tensors

@@ -1,0 +1,190 @@
+"""JSON values to the plain data that they stand for; `shardproof.state.plain` has the table.
+
+Nothing in a checkpoint can make this run code: a name in it means a class only where the program has
+registered one.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import math
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardproof.errors import PlainDataError
+from shardproof.state.plain import DEPTH, FACTORIES
+from shardproof.state.registered import registered_dataclass, registered_enum
+from shardproof.state.tensors import array_dtype, torch_dtype
+
+__all__ = ["decode", "references"]
+
+_KINDS: dict[str, Any] = {"tensor": None, "array": None, "bytes": bytes, "bytearray": bytearray}
+
+
+def decode(data: Any, tensors: Callable[[str], torch.Tensor] | None = None, path: str = "value") -> Any:
+    """The value that `data` stands for.
+
+    Args:
+        data: what `encode` made.
+        tensors: answers the tensor stored under a key (see `references`).
+        path: of the value, for errors.
+
+    Raises:
+        PlainDataError: `data` is not what `encode` makes.
+
+    >>> decode({"$tuple": [1, {"$float": "inf"}]})
+    (1, inf)
+    """
+    return _Decoder(path, tensors).decode(data, 0)
+
+
+def references(data: Any) -> Iterator[tuple[str, str]]:
+    """Key and kind of every tensor that encoded data refers to.
+
+    >>> list(references({"a": {"$tensor": "object.a", "kind": "bytes"}}))
+    [('object.a', 'bytes')]
+    """
+    pending = [data]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, dict):
+            if "$tensor" in item:
+                key, kind = item["$tensor"], item.get("kind", "tensor")
+                if type(key) is not str or kind not in _KINDS:
+                    raise PlainDataError(f"a reference to a tensor reads {str(item)[:200]}")
+                yield key, kind
+            else:
+                pending.extend(item.values())
+        elif isinstance(item, list):
+            pending.extend(item)
+
+
+class _Decoder:
+    def __init__(self, path: str, tensors: Callable[[str], torch.Tensor] | None) -> None:
+        self.path = path
+        self.tensors = tensors
+
+    def decode(self, data: Any, depth: int) -> Any:
+        if depth > 2 * DEPTH + 10:
+            raise PlainDataError(f"{self.path}: nested too deeply", path=self.path)
+        if isinstance(data, list):
+            return [self.decode(item, depth + 1) for item in data]
+        if not isinstance(data, dict):
+            return data
+        if "$tensor" in data:
+            return self.reference(data)
+        tag = next(iter(data), "")
+        if not tag.startswith("$"):
+            return {key: self.decode(item, depth + 1) for key, item in data.items()}
+        decoder = _DECODERS.get(tag)
+        if decoder is None or len(data) != 1:
+            raise PlainDataError(
+                f"{self.path}: {tag!r} is no kind of plain data that this version knows", path=self.path
+            )
+        try:
+            return decoder(self, data[tag], depth + 1)
+        except (ValueError, TypeError, KeyError, OverflowError, RuntimeError) as error:
+            raise PlainDataError(f"{self.path}: malformed {tag!r}: {error}", path=self.path) from error
+
+    def pairs(self, data: Any, depth: int) -> list[tuple[Any, Any]]:
+        return [(self.decode(key, depth), self.decode(item, depth)) for key, item in data]
+
+    def default(self, data: Any, depth: int) -> Any:
+        name, pairs = data
+        return defaultdict(None if name is None else FACTORIES[name], self.pairs(pairs, depth))
+
+    def array(self, data: Any, depth: int) -> Any:
+        name, shape, text = data
+        raw = np.frombuffer(base64.b64decode(text, validate=True), _numpy_dtype(name))
+        return raw.reshape(_shape(shape)).copy()
+
+    def scalar(self, data: Any, depth: int) -> Any:
+        name, text = data
+        (value,) = np.frombuffer(base64.b64decode(text, validate=True), _numpy_dtype(name))
+        return value
+
+    def value(self, data: Any, depth: int) -> torch.Tensor:
+        name, shape, text = data
+        raw = torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)
+        return raw.clone().view(torch_dtype(name)).reshape(_shape(shape))
+
+    def member(self, data: Any, depth: int) -> Any:
+        name, member = data
+        return registered_enum(name, self.path)[member]
+
+    def record(self, data: Any, depth: int) -> Any:
+        name, stored = data
+        cls = registered_dataclass(name, self.path)
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        if stored.keys() - fields.keys():
+            raise ValueError(f"{name} has no field {', '.join(sorted(stored.keys() - fields.keys()))}")
+        instance = cls.__new__(cls)
+        for field in fields.values():
+            if field.name in stored:
+                value = self.decode(stored[field.name], depth)
+            elif field.default is not dataclasses.MISSING:
+                value = field.default
+            elif field.default_factory is not dataclasses.MISSING:
+                value = field.default_factory()
+            else:
+                raise ValueError(f"the field {field.name} of {name} is not stored and has no default")
+            object.__setattr__(instance, field.name, value)
+        return instance
+
+    def reference(self, data: Any) -> Any:
+        ((key, kind),) = references(data)
+        if self.tensors is None:
+            raise PlainDataError(
+                f"{self.path}: part of the value is stored as the tensor {key}", path=self.path
+            )
+        tensor = self.tensors(key)
+        if kind == "tensor":
+            return tensor
+        array = tensor.detach().cpu().numpy()
+        return array if kind == "array" else _KINDS[kind](array.tobytes())
+
+
+def _numpy_dtype(name: str) -> np.dtype[Any]:
+    dtype = np.dtype(name)
+    if array_dtype(np.empty(0, dtype)) != name:
+        raise ValueError(f"{name!r} is not the dtype of an array that can be stored")
+    return dtype
+
+
+def _shape(shape: Any) -> tuple[int, ...]:
+    if not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"{shape!r} is not a shape")
+    return tuple(shape)
+
+
+def _float(text: str) -> float:
+    return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[text]
+
+
+_DECODERS: dict[str, Callable[[_Decoder, Any, int], Any]] = {
+    "$tuple": lambda d, data, depth: tuple([d.decode(item, depth) for item in data]),
+    "$float": lambda d, data, depth: _float(data),
+    "$int": lambda d, data, depth: int(data, 16),
+    "$complex": lambda d, data, depth: complex(d.decode(data[0], depth), d.decode(data[1], depth)),
+    "$bytes": lambda d, data, depth: base64.b64decode(data, validate=True),
+    "$bytearray": lambda d, data, depth: bytearray(base64.b64decode(data, validate=True)),
+    "$set": lambda d, data, depth: {d.decode(item, depth) for item in data},
+    "$frozenset": lambda d, data, depth: frozenset([d.decode(item, depth) for item in data]),
+    "$dict": lambda d, data, depth: dict(d.pairs(data, depth)),
+    "$ordered": lambda d, data, depth: OrderedDict(d.pairs(data, depth)),
+    "$counter": lambda d, data, depth: Counter(dict(d.pairs(data, depth))),
+    "$defaultdict": _Decoder.default,
+    "$scalar": _Decoder.scalar,
+    "$array": _Decoder.array,
+    "$value": _Decoder.value,
+    "$dtype": lambda d, data, depth: torch_dtype(data),
+    "$size": lambda d, data, depth: torch.Size(_shape(data)),
+    "$device": lambda d, data, depth: torch.device(data),
+    "$enum": _Decoder.member,
+    "$dataclass": _Decoder.record,
+}

@@ -1,0 +1,303 @@
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import math
+from collections import Counter, OrderedDict, defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardproof.errors import PlainDataError
+from shardproof.state import collect, decode_plain, encode_plain, register_dataclass, register_enum
+from shardproof.state.decoding import references
+from tests.unit.state.fake_checkpoint import saved
+
+
+@register_enum
+class Phase(enum.Enum):
+    WARMUP = 1
+    DECAY = "x"
+
+
+@register_enum
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+@register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class Progress:
+    tokens: int
+    history: list[float]
+    phase: Phase = Phase.WARMUP
+    derived: int = dataclasses.field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        if self.tokens < 0:
+            raise AssertionError("must not run on load")
+
+
+def there_and_back(value: Any) -> Any:
+    return decode_plain(json.loads(json.dumps(encode_plain(value), allow_nan=False)))
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Equal, and of the same types all the way down."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float):
+        return (math.isnan(a) and math.isnan(b)) or (a == b and math.copysign(1, a) == math.copysign(1, b))
+    if isinstance(a, complex):
+        return equal(a.real, b.real) and equal(a.imag, b.imag)
+    if isinstance(a, dict):
+        keys = list(a) == list(b) if isinstance(a, OrderedDict) else a.keys() == b.keys()
+        return keys and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    return bool(a == b)
+
+
+VALUES: list[Any] = [
+    None,
+    True,
+    1,
+    -(2**63),
+    2**63,
+    -(2**5000),
+    0.1,
+    -0.0,
+    math.inf,
+    -math.inf,
+    math.nan,
+    5e-324,
+    "",
+    "é\n\u2028\x00",
+    b"",
+    b"\xff" * 200,
+    bytearray(b"ab"),
+    1 + 2j,
+    complex(-0.0, math.nan),
+    (),
+    (1, [2, (3,)]),
+    {},
+    {"$tuple": [1]},
+    {"a": {"$x": 1, "b": 2}},
+    {1: "a", "1": "b", None: 3, (1, 2): 4, 1.5: 5, False: 6},
+    set(),
+    {1, "a", (2, 3), frozenset({4})},
+    frozenset({1}),
+    OrderedDict([("b", 1), ("a", 2)]),
+    OrderedDict([(2, 1), (1, 2)]),
+    defaultdict(list, {"a": [1]}),
+    defaultdict(None, {1: 2}),
+    Counter("abca"),
+    np.float32(0.1),
+    np.int64(2**62),
+    np.bool_(True),
+    np.complex64(1 + 2j),
+    np.arange(6, dtype=np.uint16).reshape(2, 3),
+    np.zeros((0, 3), np.float16),
+    np.array(1.5),
+    torch.bfloat16,
+    torch.Size((2, 3)),
+    torch.device("cuda", 1),
+    Phase.DECAY,
+    Level.LOW,
+    Progress(3, [math.nan]),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:40])
+def test_values_come_back_as_they_were(value: Any) -> None:
+    back = there_and_back([value, {"in": value}])
+    assert equal(back[0], value) or (isinstance(value, Progress) and repr(back[0]) == repr(value))
+    assert repr(back[1]["in"]) == repr(value) or equal(back[1]["in"], value)
+
+
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.complex_numbers(),
+    st.text(),
+    st.binary(max_size=100),
+)
+hashable = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary()),
+    lambda inner: st.one_of(st.tuples(inner, inner), st.frozensets(inner, max_size=3)),
+    max_leaves=4,
+)
+anything = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.tuples(inner, inner),
+        st.dictionaries(st.text(), inner, max_size=4),
+        st.dictionaries(hashable, inner, max_size=4),
+        st.sets(hashable, max_size=4),
+        st.dictionaries(hashable, inner, max_size=3).map(OrderedDict),
+    ),
+    max_leaves=20,
+)
+
+
+@given(anything)
+def test_any_plain_value_comes_back(value: Any) -> None:
+    assert equal(there_and_back(value), value)
+
+
+@given(st.dictionaries(hashable, st.integers(), max_size=6), st.randoms())
+def test_equal_values_are_written_alike_whatever_their_order(value: dict[Any, int], random: Any) -> None:
+    items = list(value.items())
+    random.shuffle(items)
+    assert json.dumps(encode_plain(dict(items))) == json.dumps(encode_plain(value))
+    keys = list(value)
+    random.shuffle(keys)
+    assert json.dumps(encode_plain(set(keys))) == json.dumps(encode_plain(set(value)))
+
+
+def test_tensors_stay_inline_where_nothing_takes_them() -> None:
+    tensor = torch.tensor([1.5, -2.0], dtype=torch.bfloat16)
+    back = there_and_back({"lr": tensor, "scalar": torch.tensor(3)})
+    assert torch.equal(back["lr"], tensor) and back["lr"].dtype == torch.bfloat16
+    assert back["scalar"].shape == ()
+
+
+def test_a_registered_dataclass_with_a_tensor_in_the_tree() -> None:
+    @register_dataclass
+    @dataclasses.dataclass
+    class Running:
+        mean: torch.Tensor
+        count: int
+
+    tree: dict[str, Any] = {"r": Running(torch.ones(3), 4)}
+    checkpoint = saved(tree)
+    assert set(checkpoint.catalogue.tensors) == {"r.mean"}
+    assert list(references(checkpoint.objects["r"])) == [("r.mean", "tensor")]
+    target: dict[str, Any] = {"r": Running(torch.zeros(3), 0)}
+    checkpoint.load(target)
+    assert target["r"].count == 4 and torch.equal(target["r"].mean, torch.ones(3))
+
+
+def test_new_fields_take_their_defaults_and_unknown_ones_are_refused() -> None:
+    data = encode_plain(Progress(3, []))
+    stored = data["$dataclass"][1]
+    del stored["phase"]
+    assert decode_plain(data).phase is Phase.WARMUP
+    stored["future"] = 1
+    with pytest.raises(PlainDataError, match="future"):
+        decode_plain(data)
+
+
+class Unregistered(enum.Enum):
+    A = 1
+
+
+@dataclasses.dataclass
+class NotRegistered:
+    a: int
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (Unregistered.A, "register_enum"),
+        (NotRegistered(1), "register_dataclass"),
+        (defaultdict(lambda: 1), "defaultdict"),
+        ([{"deep": (1, object())}], "x.0.deep.1"),
+        (type, "class"),
+        (print, "function"),
+        (np.array(["a"]), "dtype"),
+    ],
+)
+def test_other_values_are_refused_with_path_and_advice(value: Any, text: str) -> None:
+    with pytest.raises(PlainDataError, match="x") as caught:
+        encode_plain(value, "x")
+    assert text in str(caught.value)
+    assert caught.value.details["path"].startswith("x")
+
+
+def test_two_classes_of_one_name_are_refused() -> None:
+    @dataclasses.dataclass
+    class Progress:
+        a: int
+
+    with pytest.raises(ValueError, match="name="):
+        register_dataclass(Progress, name="Progress")
+    with pytest.raises(TypeError):
+        register_enum(Progress)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"$unknown": 1},
+        {"$tuple": [1], "more": 2},
+        {"$tuple": 5},
+        {"$float": "1e5"},
+        {"$int": "x"},
+        {"$bytes": "%%"},
+        {"$set": [[1]]},
+        {"$dict": [[1]]},
+        {"$defaultdict": ["eval", []]},
+        {"$scalar": ["float32", "AAAAAAAAAAA="]},
+        {"$array": ["object", [1], "AAAAAAAAAAA="]},
+        {"$array": ["float32", [-1], "AAAA"]},
+        {"$array": ["float32", [10**12], "AAAAAA=="]},
+        {"$value": ["float32", [2], "AAAAAA=="]},
+        {"$value": ["nn", [2], "AAAAAA=="]},
+        {"$dtype": "save"},
+        {"$size": [-1]},
+        {"$device": "moon"},
+        {"$enum": ["Nobody", "A"]},
+        {"$enum": ["Phase", "NONE"]},
+        {"$enum": ["Progress", "tokens"]},
+        {"$dataclass": ["Phase", {}]},
+        {"$dataclass": ["Progress", {"tokens": 1}]},
+        {"$tensor": 5},
+        {"$tensor": "a", "kind": "code"},
+        {"$tensor": "a"},
+    ],
+    ids=str,
+)
+def test_malformed_data_is_an_error_of_ours(data: Any) -> None:
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        decode_plain({"a": [data]})
+    assert type(caught.value).__name__ in ("PlainDataError", "StructureError")
+
+
+def test_nesting_has_a_bound_both_ways() -> None:
+    deep: Any = []
+    for _ in range(1000):
+        deep = [deep]
+    with pytest.raises(PlainDataError, match="nested"):
+        encode_plain(deep)
+    with pytest.raises(PlainDataError, match="nested"):
+        decode_plain(deep)
+    fits: Any = 1
+    for _ in range(150):
+        fits = ({1: fits},)
+    with pytest.raises(PlainDataError):
+        encode_plain(fits)
+    bound: Any = 1
+    for _ in range(99):
+        bound = ({1: bound},)
+    assert repr(there_and_back(bound)) == repr(bound)
+
+
+def test_large_bytes_and_arrays_leave_the_json() -> None:
+    tree = {"blob": b"x" * 65, "list": [np.arange(100), 1], "odd": {(1,): b"y" * 65}, "short": b"x" * 64}
+    collected = collect(tree)
+    assert [entry.key for entry in collected.tensors] == ["blob.@data", "list.0", "odd.(1,)"]
+    target = {"blob": None, "list": [np.zeros(100, np.int64), 0], "odd": 1, "short": 2}
+    saved(tree).load(target)
+    assert repr(target) == repr(tree)
