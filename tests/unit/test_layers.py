@@ -18,6 +18,7 @@ SOURCE = ROOT / "src" / "shardproof"
 
 ENGINE = (
     "version",
+    "garbage",
     "errors",
     "dtypes",
     "geometry",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardproof.loading.checkpoint import Checkpoint, StoredTensor
-from shardproof.loading.checkpoint import open_checkpoint as open
+from shardproof.loading.checkpoint import open_checkpoint as open  # noqa: A004 the public name is sp.open
 from shardproof.loading.loader import UNREADABLE, LoadReport, load_from
 from shardproof.loading.selection import Cast, Patterns
 from shardproof.loading.verify import VerifyReport, verify

@@ -28,6 +28,7 @@ from shardproof.errors import (
     StructureError,
 )
 from shardproof.format import MANIFEST_NAME, Manifest, read_manifest, shard_name
+from shardproof.garbage import no_garbage_collection
 from shardproof.planning import CHUNK_BYTES, RankPlan, Structure, WritePlan, plan_writes
 from shardproof.rendezvous import Meetings, Rendezvous
 from shardproof.saving.buffers import BufferPool
@@ -118,9 +119,10 @@ class Saver:
             nonlocal collected, structure
             if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
                 raise StructureError(f"a step is an int of 0 or more, got {step!r}")
-            collected = collect(state, rank=self._rendezvous.rank, world_size=self._rendezvous.world_size)
-            structure = Structure.of(collected)
-            plain = msgspec.json.encode(encode_plain(metadata or {}))
+            with no_garbage_collection():
+                collected = collect(state, rank=self._rendezvous.rank, world_size=self._rendezvous.world_size)
+                structure = Structure.of(collected)
+            plain = msgspec.json.encode(encode_plain(metadata or {}, "metadata"))
             held = self._held.id if self._held else ""
             return msgspec.msgpack.encode((structure.digest(), held, step, plain))
 

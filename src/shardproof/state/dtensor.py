@@ -21,7 +21,7 @@ from __future__ import annotations
 import sys
 from functools import lru_cache
 from itertools import product
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
@@ -50,33 +50,94 @@ def dtensor_pieces(tensor: Any, path: str) -> tuple[tuple[Piece, ...], torch.Ten
         StructureError: a placement is a partial sum or unknown, or the local tensor is not what mesh and
             placements say.
     """
-    mesh = tensor.device_mesh
-    local = tensor._local_tensor
-    shape = tuple(tensor.shape)
+    mesh, placements = tensor.device_mesh, tuple(tensor.placements)
+    local, shape = tensor._local_tensor, tensor.shape
     coordinate = mesh.get_coordinate()
-    sharding = _sharding(tuple(tensor.placements), len(shape), path)
     if coordinate is None:
+        _sharding(placements, len(shape), path)
         return (), local
-    mesh_shape, coordinate = tuple(mesh.shape), tuple(coordinate)
+    where = (tuple(mesh.shape), tuple(coordinate), placements, tuple(map(type, placements)))
+    held = _held(shape, local.shape, *where)
+    if held is None:
+        raise _not_held(tensor, path, *where[:3])
+    if held.offsets is not None:
+        return (Piece(local.detach(), held.offsets),), local
+    return _pieces(local.detach(), held.segments), local
+
+
+class _Held(NamedTuple):
+    segments: tuple[Segments, ...]
+    offsets: tuple[int, ...] | None
+    """Of the one piece, where it is one and has elements."""
+
+
+@lru_cache(maxsize=4096)
+def _held(
+    shape: tuple[int, ...],
+    local_shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    placements: tuple[Any, ...],
+    kinds: tuple[type, ...],
+) -> _Held | None:
+    """What a local tensor of this shape holds; None where that is refused (see `_not_held`).
+
+    `kinds` are the types of the placements, since a shard and a strided shard may compare equal.
+    """
+    try:
+        sharding = _sharding(placements, len(shape), "")
+    except StructureError:
+        return None
+    ordered = local_segments(shape, mesh_shape, coordinate, sharding)
+    literal = local_segments(shape, mesh_shape, coordinate, sharding, False)
+    readings = [ordered, literal] if ordered is not None else [literal]
+    fitting = [reading for reading in readings if reading is not None and _sizes(reading) == local_shape]
+    if not fitting or _is_ambiguous(shape, mesh_shape, sharding, ordered, literal, fitting):
+        return None
+    segments = fitting[0]
+    if 0 in local_shape or any(len(dim) > 1 for dim in segments):
+        return _Held(segments, None)
+    return _Held(segments, tuple(dim[0][0] for dim in segments))
+
+
+def _is_ambiguous(
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    sharding: Sharding,
+    ordered: tuple[Segments, ...] | None,
+    literal: tuple[Segments, ...] | None,
+    fitting: list[tuple[Segments, ...]],
+) -> bool:
+    """Whether the readings of the placements differ, and local shapes cannot tell which one is meant."""
+    if ordered is None or ordered == literal:
+        return False
+    alike_somewhere, alike_everywhere = _confusable(shape, mesh_shape, sharding)
+    return alike_everywhere or (alike_somewhere and fitting[0] != ordered)
+
+
+def _not_held(
+    tensor: Any,
+    path: str,
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    placements: tuple[Any, ...],
+) -> StructureError:
+    """Why a DTensor is refused; raises where a placement alone is the reason."""
+    shape, local_shape = tuple(tensor.shape), tuple(tensor._local_tensor.shape)
+    sharding = _sharding(placements, len(shape), path)
     ordered = local_segments(shape, mesh_shape, coordinate, sharding)
     literal = local_segments(shape, mesh_shape, coordinate, sharding, False)
     assert literal is not None
-    fits = [segments is not None and _sizes(segments) == local.shape for segments in (ordered, literal)]
-    if ordered is not None and ordered != literal and any(fits):
-        alike_somewhere, alike_everywhere = _confusable(shape, mesh_shape, sharding)
-        if alike_everywhere or (alike_somewhere and not fits[0]):
-            raise StructureError(
-                f"{path}: placements {tuple(tensor.placements)} of a {list(shape)} tensor on a mesh of shape "
-                f"{list(mesh_shape)} can mean two layouts, and there are ranks whose local shapes fit both. "
-                "Use sizes that the mesh divides, or describe the layout with shardproof.ShardedTensor",
-                key=path,
-            )
-    if any(fits):
-        return _pieces(local.detach(), ordered if fits[0] and ordered is not None else literal), local
-    expected = _sizes(literal)
-    raise StructureError(
-        f"{path}: the local tensor of this DTensor has shape {list(local.shape)}, but placements "
-        f"{tuple(tensor.placements)} on a mesh of shape {list(mesh_shape)} put {list(expected)} of "
+    if local_shape in (_sizes(literal), _sizes(ordered or literal)):
+        return StructureError(
+            f"{path}: placements {placements} of a {list(shape)} tensor on a mesh of shape "
+            f"{list(mesh_shape)} can mean two layouts, and there are ranks whose local shapes fit both. "
+            "Use sizes that the mesh divides, or describe the layout with shardproof.ShardedTensor",
+            key=path,
+        )
+    return StructureError(
+        f"{path}: the local tensor of this DTensor has shape {list(local_shape)}, but placements "
+        f"{placements} on a mesh of shape {list(mesh_shape)} put {list(_sizes(literal))} of "
         f"{list(shape)} at coordinate {list(coordinate)}. Describe an irregular layout with "
         "shardproof.ShardedTensor",
         key=path,
@@ -205,8 +266,6 @@ def _sizes(segments: tuple[Segments, ...]) -> tuple[int, ...]:
 def _pieces(local: torch.Tensor, segments: tuple[Segments, ...]) -> tuple[Piece, ...]:
     if local.numel() == 0:
         return ()
-    if all(len(dim) == 1 for dim in segments):
-        return (Piece(local, tuple(dim[0][0] for dim in segments)),)
     placed: list[list[tuple[int, int, int]]] = []
     for dim in segments:
         position = 0

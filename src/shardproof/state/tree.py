@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from shardproof.errors import StructureError
+from shardproof.garbage import no_garbage_collection
 from shardproof.state.binding import Binder
 from shardproof.state.collecting import Collector
 from shardproof.state.entries import Binding, Catalogue, Collected
@@ -35,7 +36,7 @@ def collect(tree: Any, *, rank: int = 0, world_size: int = 1) -> Collected:
     (['w'], (ObjectEntry(key='epoch', value=3),))
     """
     out = Collector(handler_of, rank, world_size)
-    with _no_garbage_collection():
+    with no_garbage_collection():
         _walk(out.visit, tree)
         return out.result()
 
@@ -70,24 +71,19 @@ def bind(
     {'epoch': 3}
     """
     to = Binder(handler_of, rank, world_size, catalogue=catalogue, selected=selected, strict=strict)
-    with _no_garbage_collection():
+    with no_garbage_collection():
         _walk(to.visit, tree)
         return to.result()
 
 
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A large state makes several small objects a tensor and no garbage; looking for it triples the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 def _walk(visit: Callable[[Place, Any], None], tree: Any) -> None:
+    if isinstance(tree, dict) and not tree:
+        return  # inside a tree it would be a plain value; the tree itself has no key
+    if not isinstance(tree, (dict, list, tuple, torch.nn.Module, torch.optim.Optimizer)):
+        raise StructureError(
+            f"a state tree is a dict (or a list, tuple, module or optimizer), not a {type(tree).__name__}: "
+            'the value has no key. Hand over {"name": value}'
+        )
     try:
         visit(Place("", "state"), tree)
     except RecursionError:

@@ -13,6 +13,7 @@ import torch
 from shardproof.errors import StructureError
 from shardproof.state.binding import MISSING, Binder
 from shardproof.state.collecting import Collector
+from shardproof.state.dtensor import is_dtensor
 from shardproof.state.explicit import EXPLICIT, FlatShard, ShardedTensor
 from shardproof.state.generators import GENERATOR, NUMPY_GENERATOR, PYTHON_GENERATOR, RandomState
 from shardproof.state.modules import MODULE
@@ -86,15 +87,19 @@ class _Mapping:
         for name, item in value.items():
             if type(name) is str and name.startswith("@"):
                 raise StructureError(f"{path}[{name!r}]: keys may not start with '@'", key=place.key)
-            if type(item) in PLAIN_TYPES:
+            if type(item) in PLAIN_TYPES or is_dtensor(item):
                 out.tensor(f"{prefix}{name}", item, (path, name))
             else:
                 out.visit(place.at(name), item)
 
     def bind(self, place: Place, value: dict[Any, Any], to: Binder) -> None:
-        """Each item."""
+        """Each item, with the same short way."""
+        prefix = f"{place.key}." if place.key else ""
         for name, item in value.items():
-            to.visit(place.at(name, partial(value.__setitem__, name)), item)
+            if type(item) in PLAIN_TYPES or is_dtensor(item):
+                to.tensor(f"{prefix}{name}", item)
+            else:
+                to.visit(place.at(name, partial(value.__setitem__, name)), item)
 
 
 class _List:

@@ -170,8 +170,10 @@ def test_targets_that_cannot_be_filled_are_refused() -> None:
     frozen.flags.writeable = False
     with pytest.raises(StructureError, match="read-only"):
         checkpoint.bind({"x": frozen})
-    with pytest.raises(StructureError, match="in no container"):
+    with pytest.raises(StructureError, match="a state tree is a dict"):
         bind(3, Catalogue({}, {}, {"": 4}, 1))
+    with pytest.raises(StructureError, match="in no container"):
+        bind((3, torch.ones(1)), Catalogue({}, {}, {"0": 4}, 1))
 
 
 def test_binding_reports_everything_and_touches_nothing() -> None:
