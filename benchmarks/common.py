@@ -113,7 +113,7 @@ def rounds(
 
 
 def gpt_state(gib: float, mesh: DeviceMesh, *, placement: int = 0, filled: bool = True) -> dict[str, Any]:
-    """Parameters and Adam moments of a GPT-shaped model in float32, about `gib` GiB, sharded over a dimension."""
+    """Parameters and Adam moments in float32 of a GPT-shaped model of about `gib` GiB, sharded."""
     width = 1024
     shapes = {
         "attention.qkv": (3 * width, width),

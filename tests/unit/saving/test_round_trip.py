@@ -32,7 +32,11 @@ def _random(dtype: torch.dtype, count: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", [name for name in DTYPES if hasattr(torch, name)])
 def test_every_dtype_keeps_its_bits(name: str, tmp_path: Path) -> None:
     dtype = getattr(torch, name)
-    source = {"vector": _random(dtype, 24), "matrix": _random(dtype, 24).view(4, 6), "scalar": _random(dtype, 1)[0]}
+    source = {
+        "vector": _random(dtype, 24),
+        "matrix": _random(dtype, 24).view(4, 6),
+        "scalar": _random(dtype, 1)[0],
+    }
     sp.save(tmp_path / "c", source)
     target = {key: _random(dtype, value.numel()).view(value.shape) for key, value in source.items()}
     sp.load(tmp_path / "c", target)
@@ -97,7 +101,12 @@ def test_every_kind_of_view_is_filled_in_place(kind: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("chunk_bytes", [1, 64, 1000, 1 << 20])
 def test_chunks_of_any_size_give_the_same_values(chunk_bytes: int, tmp_path: Path) -> None:
-    state = {"a": torch.randn(17, 13), "t": torch.randn(13, 17).t(), "s": torch.tensor(1.0), "z": torch.zeros(0)}
+    state = {
+        "a": torch.randn(17, 13),
+        "t": torch.randn(13, 17).t(),
+        "s": torch.tensor(1.0),
+        "z": torch.zeros(0),
+    }
     storage = LocalStorage(tmp_path / "c")
     Saver(LocalRendezvous(), chunk_bytes=chunk_bytes).save(storage, state)
     target = {key: torch.full(value.shape, 7.0) for key, value in state.items()}
