@@ -35,6 +35,11 @@ def main() -> None:
     nbytes = total_bytes(state)
     checkpointer = sp.Checkpointer(folder() / "ours")
     raw = RawFile(folder() / f"raw-{dist.get_rank()}", local_bytes(state))
+
+    def prepare(name: str, number: int) -> None:
+        raw.remove()
+        remove(folder() / {"shardproof": "ours", "torch DCP": "dcp"}.get(name, "none"))
+
     measured = rounds(
         {
             "raw write, O_DIRECT, flushed": lambda number: raw.write(direct=True),
@@ -43,9 +48,7 @@ def main() -> None:
             "torch DCP": lambda number: dcp.save(state, checkpoint_id=folder() / "dcp"),
         },
         options.repeats,
-        prepare=lambda name, number: remove(
-            folder() / {"shardproof": "ours", "torch DCP": "dcp"}.get(name, "none")
-        ),
+        prepare=prepare,
     )
     report(f"save, {options.ranks} ranks", measured, ours="shardproof", nbytes=nbytes, as_json=options.json)
     dist.destroy_process_group()

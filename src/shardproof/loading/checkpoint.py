@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import EllipsisType, TracebackType
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 import torch
 
 from shardproof.dtypes import DTYPES
-from shardproof.format import Manifest, read_index, read_manifest
+from shardproof.errors import FormatError, StorageError
+from shardproof.format import MANIFEST_NAME, Manifest, read_index, read_manifest
 from shardproof.geometry import contiguous_runs
 from shardproof.loading.place import Destination, read_planned
 from shardproof.planning import ChunkTable, Wanted, plan_reads
@@ -20,7 +23,7 @@ from shardproof.storage import LocalStorage, Storage
 
 __all__ = ["Checkpoint", "StoredTensor", "open_checkpoint"]
 
-Index = int | slice | EllipsisType
+Index = SupportsIndex | slice | EllipsisType
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -51,6 +54,7 @@ class Checkpoint:
         self.manifest: Manifest = read_manifest(storage)
         self.table: ChunkTable = read_index(storage, self.manifest)
         self._row = {record.key: row for row, record in enumerate(self.manifest.tensors)}
+        self._sized: set[int] = set()
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -72,7 +76,7 @@ class Checkpoint:
     @property
     def metadata(self) -> dict[str, Any]:
         """The metadata that was given at save."""
-        decoded = decode_plain(self.manifest.metadata, self._referenced)
+        decoded = self._decoded(self.manifest.metadata)
         assert isinstance(decoded, dict)
         return decoded
 
@@ -96,7 +100,7 @@ class Checkpoint:
             KeyError: neither is stored under this key.
         """
         if key in self.manifest.objects:
-            return decode_plain(self.manifest.objects[key], self._referenced)
+            return self._decoded(self.manifest.objects[key])
         return StoredTensor(self, key, self.row(key))
 
     def row(self, key: str) -> int:
@@ -120,18 +124,49 @@ class Checkpoint:
         tensors |= {alias: tensors[key] for alias, key in self.manifest.aliases.items()}
         return Catalogue(tensors, self.manifest.aliases, self.manifest.objects, self.manifest.world_size)
 
+    def check_sizes(self, files: Iterable[int]) -> None:
+        """Compares the sizes of shard files, rows of the manifest's table, with those that were written.
+
+        A file that is missing or cut short is found before memory is taken for what it should hold, and
+        before anything of a target is overwritten. A file that was found right is not asked for again.
+
+        Raises:
+            StorageError: a size is not what the manifest says.
+        """
+        for file in set(files) - self._sized:
+            record = self.manifest.files[file]
+            size = self.storage.size(record.name)
+            if size != record.size:
+                found = "it is missing" if size is None else f"it has {size}"
+                raise StorageError(
+                    f"{self.storage.location}/{record.name}: expected {record.size} bytes, {found}. Restore "
+                    "an older step; `shardproof verify` lists all damage",
+                    file=record.name,
+                    missing=size is None,
+                )
+            self._sized.add(file)
+
+    def _decoded(self, value: Any) -> Any:
+        """A plain value. A tensor that it refers to is read once, however often it does."""
+        return decode_plain(value, functools.cache(self._referenced))
+
     def _referenced(self, key: str) -> torch.Tensor:
         """A tensor that a plain value refers to."""
+        if self.manifest.aliases.get(key, key) not in self._row:
+            raise FormatError(
+                f"{self.storage.location}: a plain value refers to the tensor {key!r}, which is not there",
+                file=MANIFEST_NAME,
+                key=key,
+            )
         return StoredTensor(self, key, self.row(key)).read()
 
 
 class StoredTensor:
     """A tensor in a checkpoint, not read yet.
 
-    Slicing reads whole chunks where it needs most of them, else just the byte ranges it needs. Bytes read as
-    a whole chunk are
-    verified; the digest of a chunk cannot be checked from part of it, so `read` is the verified way to get
-    everything.
+    Slicing reads just the byte ranges of the box it needs (with a step greater than 1, what it steps over
+    too). A chunk that is needed whole is verified. The digest of a chunk cannot be checked from part of it,
+    so `read` is the verified way to get everything.
     """
 
     def __init__(self, checkpoint: Checkpoint, key: str, row: int) -> None:
@@ -162,7 +197,9 @@ class StoredTensor:
             CorruptChunkError: a chunk that was read whole does not match its digest.
         """
         indices = self._expanded(index if isinstance(index, tuple) else (index,))
-        offsets, sizes, steps = [], [], []
+        offsets: list[int] = []
+        sizes: list[int] = []
+        steps: list[slice] = []
         for dim, (entry, extent) in enumerate(zip(indices, self.shape, strict=True)):
             if isinstance(entry, int):
                 if not -extent <= entry < extent:
@@ -182,28 +219,36 @@ class StoredTensor:
 
     def _expanded(self, index: tuple[Index, ...]) -> list[int | slice]:
         """One entry for each dimension."""
-        plain = [entry for entry in index if entry is not Ellipsis]
-        if len(index) - len(plain) > 1 or len(plain) > len(self.shape):
-            raise IndexError(f"{self.key}: cannot index shape {self.shape} with {index}")
-        for entry in plain:
-            if isinstance(entry, bool) or not isinstance(entry, int | slice):
+        plain: list[int | slice] = []
+        at = None
+        for entry in index:
+            if isinstance(entry, EllipsisType) and at is None:
+                at = len(plain)
+            elif isinstance(entry, slice):
+                plain.append(entry)
+            elif isinstance(entry, SupportsIndex) and not isinstance(entry, bool):
+                plain.append(operator.index(entry))
+            else:
                 raise IndexError(
-                    f"{self.key}: only integers, slices and ... can index a stored tensor, got {entry!r}"
+                    f"{self.key}: integers, slices and one ... can index a stored tensor, got {entry!r}"
                 )
-        at = index.index(Ellipsis) if len(plain) < len(index) else len(plain)
+        if len(plain) > len(self.shape):
+            raise IndexError(f"{self.key}: {len(plain)} indices for the shape {self.shape}")
+        at = len(plain) if at is None else at
         filler = [slice(None)] * (len(self.shape) - len(plain))
-        return [*plain[:at], *filler, *plain[at:]]  # type: ignore[list-item]
+        return [*plain[:at], *filler, *plain[at:]]
 
     def _read(self, offsets: list[int], sizes: list[int]) -> torch.Tensor:
-        result = torch.empty(sizes, dtype=self.dtype)
-        if result.numel() == 0:
-            return result
+        if 0 in sizes:
+            return torch.empty(sizes, dtype=self.dtype)
         checkpoint = self._checkpoint
         manifest, table = checkpoint.manifest, checkpoint.table
         keys = [record.key for record in manifest.tensors]
         shapes = [record.shape for record in manifest.tensors]
         wanted = Wanted(np.array([self._row]), np.array(offsets, np.int64), np.array(sizes, np.int64))
         plan = plan_reads(keys, shapes, table, wanted)
+        checkpoint.check_sizes(table.file[plan.chunk].tolist())
+        result = torch.empty(sizes, dtype=self.dtype)
         for part in np.flatnonzero(~plan.whole).tolist():
             self._read_part(
                 result,
@@ -228,7 +273,7 @@ class StoredTensor:
         name = checkpoint.manifest.files[int(table.file[chunk])].name
         itemsize, first = self.dtype.itemsize, int(table.byte_start[chunk])
         raw = torch.empty(int(lengths.sum()) * itemsize, dtype=torch.uint8)
-        memory = memoryview(raw.numpy())
+        memory = memoryview(raw.numpy().data)
         done = 0
         for start, length in zip((starts * itemsize).tolist(), (lengths * itemsize).tolist(), strict=True):
             checkpoint.storage.read_into(name, first + start, memory[done : done + length])

@@ -28,6 +28,7 @@ from shardproof.errors import (
     StorageError,
     TilingError,
 )
+from shardproof.garbage import no_garbage_collection
 from shardproof.loading.checkpoint import Checkpoint
 from shardproof.loading.place import Destination, read_planned
 from shardproof.loading.selection import Cast, Patterns, casts, renamed, selects
@@ -133,7 +134,10 @@ class _Loader:
         """Opens the checkpoint, binds the state to it and plans the reading, without touching the state."""
         try:
             self._checkpoint = Checkpoint(self._storage)
-            return self._match(state, strict, selected, may_cast, rename)
+            if self._rendezvous.rank == 0:
+                self._checkpoint.check_sizes(range(len(self._checkpoint.manifest.files)))
+            with no_garbage_collection():
+                return self._match(state, strict, selected, may_cast, rename)
         except UNREADABLE as error:
             return _Asked("", (), (), (), error.to_wire())
 

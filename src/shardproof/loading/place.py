@@ -168,7 +168,7 @@ class _Job:
 
     def _is_direct(self, at: int) -> bool:
         part = self._first[at]
-        return (
+        return bool(
             self._count[at] >= _DIRECT_BYTES
             and self._last[at] == part + 1
             and self._whole[part]
@@ -193,7 +193,7 @@ class _Job:
         start = self._start[batch.start]
         end = self._start[batch.stop - 1] + self._count[batch.stop - 1]
         scratch = self._scratch(end - start)
-        memory = memoryview(scratch.numpy())[: end - start]
+        memory = memoryview(scratch.numpy().data)[: end - start]
         name = self._manifest.files[self._file[batch.start]].name
         self._storage.read_into(name, start, memory)
         base = scratch.data_ptr()

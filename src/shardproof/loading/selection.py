@@ -26,6 +26,8 @@ def selects(include: Patterns, exclude: Patterns) -> Callable[[str], bool]:
     [True, False, False]
     """
     included, excluded = _as_tuple(include), _as_tuple(exclude)
+    if include is None and not excluded:
+        return lambda key: True
 
     def selected(key: str) -> bool:
         return (include is None or _matches(key, included)) and not _matches(key, excluded)
@@ -54,7 +56,13 @@ def renamed(catalogue: Catalogue, rename: Mapping[str, str] | None) -> tuple[Cat
     """
     if not rename:
         return catalogue, {}
-    stored_names = {stored: target for target, stored in rename.items()}
+    stored_names: dict[str, str] = {}
+    for target, stored in rename.items():
+        other = stored_names.setdefault(stored, target)
+        if other != target:
+            raise StructureError(
+                f"rename: both {other!r} and {target!r} would be {stored!r} of the checkpoint", key=stored
+            )
     unused = set(stored_names)
     names: dict[str, str] = {}
     for key in (*catalogue.tensors, *catalogue.objects):

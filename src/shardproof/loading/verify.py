@@ -117,7 +117,7 @@ class _Checker:
         self._faults = faults
         self._on_progress = on_progress
         self._total = int(table.byte_count.sum())
-        self._buffer = bytearray(_BATCH_BYTES)
+        self._buffer = memoryview(bytearray(min(_BATCH_BYTES, self._total)))
 
     def check_file(self, file: int) -> None:
         """Checks one shard file; what cannot be read at all is one fault."""
@@ -151,22 +151,24 @@ class _Checker:
         table = self._table
         columns = (table.byte_start[rows], table.byte_count[rows], table.tensor[rows], table.digest[rows])
         starts, counts, tensors, digests = (column.tolist() for column in columns)
-        memory = memoryview(self._buffer)
+        memory = self._buffer
         begin = 0
         while begin < len(starts):
-            if counts[begin] > len(memory):
-                memory = memoryview(bytearray(counts[begin]))
-            end = begin + 1
-            while end < len(starts) and starts[end] + counts[end] - starts[begin] <= len(memory):
-                end += 1
             base = starts[begin]
+            end = begin + 1
+            while end < len(starts) and starts[end] + counts[end] - base <= len(memory):
+                end += 1
             try:
-                self._storage.read_into(name, base, memory[: starts[end - 1] + counts[end - 1] - base])
+                if counts[begin] > len(memory):
+                    digests_found = [self._digest_of_large(name, base, counts[begin])]
+                else:
+                    self._storage.read_into(name, base, memory[: starts[end - 1] + counts[end - 1] - base])
+                    spans = [memory[starts[at] - base :][: counts[at]] for at in range(begin, end)]
+                    digests_found = [xxhash.xxh3_128_hexdigest(span) for span in spans]
             except StorageError as error:
                 self._faults.append(error)
                 return
-            for at in range(begin, end):
-                found = xxhash.xxh3_128_hexdigest(memory[starts[at] - base : starts[at] - base + counts[at]])
+            for at, found in zip(range(begin, end), digests_found, strict=True):
                 expected = f"{digests[at][0]:016x}{digests[at][1]:016x}"
                 if found != expected:
                     fault = corrupt_chunk(
@@ -177,6 +179,15 @@ class _Checker:
             if self._on_progress is not None:
                 self._on_progress(self.done, self._total)
             begin = end
+
+    def _digest_of_large(self, name: str, start: int, count: int) -> str:
+        """Digest of a chunk that the buffer cannot hold at once."""
+        hasher = xxhash.xxh3_128()
+        for done in range(0, count, len(self._buffer)):
+            span = self._buffer[: count - done]
+            self._storage.read_into(name, start + done, span)
+            hasher.update(span)
+        return hasher.hexdigest()
 
     def _check_tail(self, file: int, rows: np.ndarray[Any, np.dtype[np.int64]]) -> None:
         """Padding and the shard's own table of digests, the last bytes of the file."""

@@ -85,7 +85,7 @@ def _shards(storage: Storage, intact: Manifest | None) -> list[FoundShard]:
             unreadable.append(error.message)
             continue
         attempts.setdefault(shard.declared.attempt, []).append(shard)
-    candidates = _candidates(storage, attempts, intact)
+    candidates = _candidates(storage, attempts, intact, unreadable)
     chosen = max(candidates, key=lambda attempt: attempts[attempt][0].declared.time, default=None)
     if chosen is None or not _is_complete(attempts[chosen]):
         found = [f"attempt {name}: {_count(files)}" for name, files in attempts.items()] or ["there are none"]
@@ -98,17 +98,27 @@ def _shards(storage: Storage, intact: Manifest | None) -> list[FoundShard]:
 
 
 def _candidates(
-    storage: Storage, attempts: dict[str, list[FoundShard]], intact: Manifest | None
+    storage: Storage, attempts: dict[str, list[FoundShard]], intact: Manifest | None, unreadable: list[str]
 ) -> list[str]:
     """Attempts that may be what was committed here.
 
-    A save writes its index when every shard file is on stable storage. So where there is an index, an attempt
-    without one is a save that died, and an attempt with one must not be passed over for lack of a shard.
+    A save writes its index when every shard file is on stable storage. So where there is an index, an
+    attempt without one is a save that died, and an attempt with one must not be passed over for lack of a
+    shard.
     """
     if intact is not None:
         return [intact.attempt] if intact.attempt in attempts else []
-    present = set(storage.list())
-    indexed = [attempt for attempt in attempts if index_name(attempt) in present]
+    before, after = index_name("\n").split("\n")
+    names = [name for name in storage.list() if name.startswith(before) and name.endswith(after)]
+    indexed = [name.removeprefix(before).removesuffix(after) for name in names]
+    for attempt in indexed:
+        if attempt not in attempts:
+            raise FormatError(
+                f"{storage.location}: attempt {attempt} came as far as its index, and none of its shard "
+                f"files can be read ({'; '.join(unreadable) or 'there are none'}). It cannot be repaired: "
+                f"restore another step, or remove {index_name(attempt)} to repair an older attempt",
+                file="shards",
+            )
     return indexed or [attempt for attempt, files in attempts.items() if _is_complete(files)]
 
 

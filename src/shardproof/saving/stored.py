@@ -138,6 +138,8 @@ def _box(name: str, entry: HeaderEntry, declared: Declared) -> tuple[str, tuple[
     dtype = DTYPES.get(tensor[0]) if tensor is not None else None
     if tensor is None or dtype is None or len(tensor[1]) != len(sizes):
         raise FormatError(f"{name}: it holds {title!r}, but declares {key!r} as {tensor}", file=name)
+    if any(start + size > extent for start, size, extent in zip(offsets, sizes, tensor[1], strict=True)):
+        raise FormatError(f"{name}: {title!r} is outside of {key!r} of shape {list(tensor[1])}", file=name)
     if code != dtype.code or shape != ((*sizes, dtype.parts) if dtype.parts > 1 else sizes):
         raise FormatError(
             f"{name}: the entry {title!r} is {code} {list(shape)}, but {key!r} is {dtype.name}", file=name

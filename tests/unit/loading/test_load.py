@@ -1,0 +1,264 @@
+"""Filling a state in place: all kinds of destination, partial loads, one report of all that does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardproof as sp
+from shardproof.errors import KeyMismatchError, ShardproofError, StructureError
+from shardproof.loading import place
+from shardproof.rendezvous import LocalRendezvous
+from shardproof.saving import Saver
+from shardproof.storage import LocalStorage
+
+STORED = torch.arange(6 * 10, dtype=torch.float32).reshape(6, 10)
+
+
+@pytest.fixture(scope="module", params=[64, 1 << 20], ids=["many chunks", "one chunk"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("saved") / "step"
+    saver = Saver(LocalRendezvous(), chunk_bytes=request.param)
+    state = {"w": STORED, "b": {"x": torch.arange(5), "y": torch.ones(2, 2)}, "epoch": 4, "tags": ["a", "b"]}
+    saver.save(LocalStorage(place), state, step=9)
+    return place
+
+
+def _state(w: Any) -> dict[str, Any]:
+    return {
+        "w": w,
+        "b": {"x": torch.zeros(5, dtype=torch.int64), "y": torch.zeros(2, 2)},
+        "epoch": 0,
+        "tags": [],
+    }
+
+
+DESTINATIONS: dict[str, Callable[[], torch.Tensor]] = {
+    "contiguous": lambda: torch.zeros(6, 10),
+    "transposed": lambda: torch.zeros(10, 6).t(),
+    "every other column": lambda: torch.zeros(6, 20)[:, ::2],
+    "rows of a larger one": lambda: torch.zeros(9, 10)[2:8],
+    "columns of a larger one": lambda: torch.zeros(6, 13)[:, 1:11],
+    "permuted from four": lambda: torch.zeros(10, 1, 6).permute(1, 2, 0)[0],
+    "a parameter": lambda: torch.nn.Parameter(torch.zeros(6, 10)),
+}
+
+
+@pytest.mark.parametrize("kind", DESTINATIONS)
+def test_destinations_are_filled_in_place(folder: Path, kind: str) -> None:
+    target = DESTINATIONS[kind]()
+    state = _state(target)
+    report = sp.load(folder, state)
+    assert state["w"] is target and torch.equal(target.detach(), STORED)
+    assert state["epoch"] == 4 and state["tags"] == ["a", "b"]
+    assert torch.equal(state["b"]["x"], torch.arange(5)) and torch.equal(state["b"]["y"], torch.ones(2, 2))
+    assert (report.step, report.tensors, report.bytes) == (9, 3, 6 * 10 * 4 + 5 * 8 + 2 * 2 * 4)
+    assert (report.missing, report.unexpected, report.kept) == ((), (), ())
+
+
+@pytest.mark.parametrize("kind", ["every other column", "rows of a larger one", "columns of a larger one"])
+def test_memory_around_a_destination_stays_as_it_was(folder: Path, kind: str) -> None:
+    view = DESTINATIONS[kind]()
+    base = view._base
+    assert base is not None
+    base.fill_(-5)
+    sp.load(folder, _state(view))
+    assert torch.equal(view, STORED)
+    view.fill_(-5)
+    assert bool((base == -5).all())
+
+
+def test_an_expanded_destination_is_refused_and_nothing_changes(folder: Path) -> None:
+    state = _state(torch.zeros(1, 10).expand(6, 10))
+    with pytest.raises(ShardproofError, match="'?w'?"):
+        sp.load(folder, state)
+    assert not state["w"].any() and not state["b"]["y"].any() and state["epoch"] == 0
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.complex64]
+)
+@pytest.mark.parametrize("kind", ["contiguous", "transposed"])
+def test_a_cast_converts_and_is_asked_for(folder: Path, dtype: torch.dtype, kind: str) -> None:
+    target = DESTINATIONS[kind]().to(dtype)
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(KeyMismatchError, match=f"w: expected .*{name}.*float32"):
+        sp.load(folder, _state(target))
+    assert not target.any()
+    for cast in (True, "w", ["b", "w"]):
+        state = _state(target.clone())
+        sp.load(folder, state, cast=cast)  # type: ignore[arg-type]
+        assert state["w"].dtype == dtype and torch.equal(state["w"], STORED.to(dtype))
+    with pytest.raises(KeyMismatchError):
+        sp.load(folder, _state(target), cast="b")
+
+
+def test_a_shape_never_changes_with_a_cast(folder: Path) -> None:
+    for shape in ((10, 6), (6, 10, 1), (60,), (7, 10), (0, 10)):
+        with pytest.raises(KeyMismatchError, match="w: expected"):
+            sp.load(folder, _state(torch.zeros(shape)), cast=True, strict=False)
+
+
+def _unfitting() -> dict[str, Any]:
+    return {
+        "w": torch.zeros(6, 11),
+        "b": {"x": torch.zeros(5), "new": torch.zeros(3)},
+        "epoch": 0,
+        "lr": 0.5,
+    }
+
+
+def test_everything_that_does_not_fit_is_one_report_and_nothing_changed(folder: Path) -> None:
+    state = _unfitting()
+    with pytest.raises(KeyMismatchError) as caught:
+        sp.load(folder, state)
+    details, text = caught.value.details, caught.value.message
+    assert details["missing"] == ["b.new", "lr"]
+    assert details["unexpected"] == ["b.y", "tags"]
+    assert [key for key, _, _ in details["mismatched"]] == ["b.x", "w"]
+    assert "nothing was changed" in text
+    for words in ("b.new", "lr", "b.y", "tags", "[6, 11]", "[6, 10]", "float32", "int64"):
+        assert words in text, text
+    assert not state["w"].any() and not state["b"]["x"].any() and state["epoch"] == 0 and state["lr"] == 0.5
+
+
+def test_a_long_report_is_cut_but_its_details_are_not(tmp_path: Path) -> None:
+    sp.save(tmp_path / "a", {"x": 1})
+    state = {"x": 0, "deep": {f"k{number:03d}": torch.zeros(1) for number in range(50)}}
+    with pytest.raises(
+        KeyMismatchError, match=r"missing in the checkpoint \(50; .*\n(.*\n)*.*30 more"
+    ) as caught:
+        sp.load(tmp_path / "a", state)
+    assert len(caught.value.details["missing"]) == 50
+
+
+def test_not_strict_loads_what_both_have_and_says_the_rest(folder: Path) -> None:
+    state = {"w": torch.zeros(6, 10), "b": {"new": torch.full((3,), 8.0)}, "epoch": 0, "lr": 0.5}
+    report = sp.load(folder, state, strict=False)
+    assert torch.equal(state["w"], STORED) and state["epoch"] == 4  # type: ignore[arg-type]
+    assert state["lr"] == 0.5 and state["b"]["new"].tolist() == [8.0, 8.0, 8.0]  # type: ignore[index]
+    assert report.missing == ("b.new", "lr") and report.unexpected == ("b.x", "b.y", "tags")
+
+
+def test_not_strict_is_no_excuse_for_what_differs(folder: Path) -> None:
+    state = _unfitting()
+    with pytest.raises(KeyMismatchError) as caught:
+        sp.load(folder, state, strict=False)
+    assert caught.value.details["missing"] == [] == caught.value.details["unexpected"]
+    assert [key for key, _, _ in caught.value.details["mismatched"]] == ["b.x", "w"]
+    assert not state["w"].any() and state["epoch"] == 0
+
+
+def test_a_tensor_where_a_plain_value_is_and_the_other_way(folder: Path) -> None:
+    state = {"w": 3, "b": {"x": torch.zeros(5, dtype=torch.int64), "y": torch.zeros(2, 2)}, "tags": []}
+    with pytest.raises(KeyMismatchError) as caught:
+        sp.load(folder, {**state, "epoch": torch.zeros(1)})
+    assert [key for key, _, _ in caught.value.details["mismatched"]] == ["epoch", "w"]
+    assert state["tags"] == []
+
+
+def test_included_keys_alone_are_loaded(folder: Path) -> None:
+    state = _state(torch.zeros(6, 10))
+    report = sp.load(folder, state, include=["b", "epoch"], exclude="*.y")
+    assert not state["w"].any() and not state["b"]["y"].any() and state["tags"] == []
+    assert torch.equal(state["b"]["x"], torch.arange(5)) and state["epoch"] == 4
+    assert report.tensors == 1 and report.bytes == 40 and report.unexpected == ()
+
+
+def test_excluded_keys_need_not_fit(folder: Path) -> None:
+    state = _unfitting()
+    sp.load(folder, state, include="epoch")
+    assert state["epoch"] == 4 and not state["w"].any()
+    sp.load(folder, state, exclude=["w", "b", "lr", "tags"])
+
+
+def test_a_part_of_a_tensor_reads_its_part(tmp_path: Path) -> None:
+    """One piece of a tensor of many chunks: the boxes that it wants, and no others."""
+    Saver(LocalRendezvous(), chunk_bytes=40).save(LocalStorage(tmp_path), {"w": STORED})
+    piece = torch.zeros(2, 4)
+    state = {"w": sp.ShardedTensor((6, 10), [(piece, (3, 5))], dtype=torch.float32)}
+    report = sp.load(tmp_path, state)
+    assert torch.equal(piece, STORED[3:5, 5:9])
+    assert report.bytes == 2 * 40, "two chunks of one row each"
+
+
+def test_renamed_keys_are_loaded_and_reported_under_the_targets_names(folder: Path) -> None:
+    state = {
+        "weight": torch.zeros(6, 10),
+        "c": {"x": torch.zeros(5, dtype=torch.int64)},
+        "epoch": 0,
+        "tags": 0,
+    }
+    rename = {"weight": "w", "c": "b"}
+    with pytest.raises(KeyMismatchError) as caught:
+        sp.load(folder, state, rename=rename)
+    assert caught.value.details["unexpected"] == ["c.y"]
+    sp.load(folder, state, rename=rename, exclude="c.y")
+    assert torch.equal(state["weight"], STORED) and state["epoch"] == 4  # type: ignore[arg-type]
+    with pytest.raises(StructureError, match="has no .*'v'"):
+        sp.load(folder, state, rename={"weight": "v"})
+
+
+def test_tied_targets_take_tied_values_and_refuse_two(tmp_path: Path) -> None:
+    one = torch.arange(4.0)
+    sp.save(tmp_path / "tied", {"a": one, "b": one})
+    sp.save(tmp_path / "equal", {"a": one, "b": one.clone()})
+    sp.save(tmp_path / "apart", {"a": one, "b": one + 1})
+    for saved in ("tied", "equal"):
+        target = torch.zeros(4)
+        sp.load(tmp_path / saved, {"a": target, "b": target})
+        assert torch.equal(target, one)
+        apart = {"a": torch.zeros(4), "b": torch.zeros(4)}
+        sp.load(tmp_path / saved, apart)
+        assert torch.equal(apart["a"], one) and torch.equal(apart["b"], one)
+    target = torch.zeros(4)
+    with pytest.raises(KeyMismatchError, match="two tensors with different values"):
+        sp.load(tmp_path / "apart", {"a": target, "b": target})
+    assert not target.any()
+    sp.load(tmp_path / "apart", {"a": target, "b": target}, exclude="b")
+    assert torch.equal(target, one)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("direct", [1, 1 << 40], ids=["in place", "through scratch"])
+def test_every_way_of_reading_gives_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int, direct: int
+) -> None:
+    monkeypatch.setattr(place, "_DIRECT_BYTES", direct)
+    monkeypatch.setattr(place, "_BATCH_BYTES", 1 << 12)
+    monkeypatch.setattr(place, "_SPAN", 100)
+    monkeypatch.setattr("shardproof.loading.loader._threads", lambda: threads)
+    state = {f"t{n}": torch.randn(n * 37 % 50 + 1, n % 9 + 1) for n in range(60)}
+    state |= {f"u{n}": torch.randint(0, 255, (n * 3 + 1,), dtype=torch.uint8) for n in range(20)}
+    Saver(LocalRendezvous(), chunk_bytes=500).save(LocalStorage(tmp_path), state)
+    target = {key: torch.zeros_like(value) for key, value in state.items()}
+    strided = {key: torch.zeros(*value.shape, 2, dtype=value.dtype)[..., 1] for key, value in state.items()}
+    for filled in (target, strided):
+        report = sp.load(tmp_path, filled)
+        assert report.bytes == sum(value.nbytes for value in state.values())
+        assert all(torch.equal(filled[key], value) for key, value in state.items())
+
+
+def test_every_dtype_at_any_alignment(tmp_path: Path) -> None:
+    from shardproof.dtypes import DTYPES
+
+    state = {}
+    for name, dtype in DTYPES.items():
+        if hasattr(torch, name):
+            raw = torch.randint(0, 2 if name == "bool" else 255, (7 * dtype.itemsize,), dtype=torch.uint8)
+            state[name] = raw.view(getattr(torch, name))
+    Saver(LocalRendezvous(), chunk_bytes=16).save(LocalStorage(tmp_path), state)
+    target = {
+        key: torch.zeros(7 * value.element_size(), dtype=torch.uint8).view(value.dtype)
+        for key, value in state.items()
+    }
+    sp.load(tmp_path, target)
+    for key, value in state.items():
+        assert torch.equal(target[key].view(torch.uint8), value.view(torch.uint8)), key
+        with sp.open(tmp_path) as opened:
+            assert torch.equal(opened[key].read().view(torch.uint8), value.view(torch.uint8)), key
+            assert torch.equal(opened[key][3:6].view(torch.uint8), value[3:6].view(torch.uint8)), key

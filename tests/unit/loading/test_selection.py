@@ -1,0 +1,124 @@
+"""Which keys a load is about, under which names."""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from shardproof.errors import StructureError
+from shardproof.loading.selection import casts, renamed, selects
+from shardproof.state import Catalogue
+
+KEYS = [
+    "model.0.weight",
+    "model.0.bias",
+    "model.1.weight",
+    "modelx",
+    "optimizer.model.0.weight.exp_avg",
+    "epoch",
+]
+
+
+def _chosen(include: Any, exclude: Any) -> list[str]:
+    selected = selects(include, exclude)
+    return [key for key in KEYS if selected(key)]
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "expected"),
+    [
+        (None, None, KEYS),
+        ("model", None, KEYS[:3]),
+        ("model.0", None, KEYS[:2]),
+        ("model*", None, KEYS[:4]),
+        (["epoch", "modelx"], None, ["modelx", "epoch"]),
+        (None, "model", KEYS[3:]),
+        (None, ["*.bias", "optimizer"], [KEYS[0], KEYS[2], "modelx", "epoch"]),
+        ("model", "*.weight", [KEYS[1]]),
+        ("model.[0-1].weight", None, [KEYS[0], KEYS[2]]),
+        ("Model", None, []),
+        ((), None, []),
+        (None, (), KEYS),
+        ("*", "*", []),
+    ],
+)
+def test_patterns_take_a_key_and_all_below_it(include: Any, exclude: Any, expected: list[str]) -> None:
+    assert _chosen(include, exclude) == expected
+
+
+@given(st.text("ab.*?", max_size=5), st.text("ab.", min_size=1, max_size=8))
+def test_a_pattern_takes_what_fnmatch_takes_of_the_key_or_a_key_above(pattern: str, key: str) -> None:
+    above = [key[:at] for at, character in enumerate(key) if character == "."]
+    expected = any(fnmatch.fnmatchcase(name, pattern) for name in (key, *above))
+    assert selects(pattern, None)(key) == expected
+    assert selects(None, pattern)(key) != expected
+
+
+def test_casts_are_all_none_or_by_pattern() -> None:
+    assert casts(True)("w") and not casts(False)("w")
+    assert [key for key in KEYS if casts("model.1")(key)] == ["model.1.weight"]
+    assert [key for key in KEYS if casts(["epoch", "*.bias"])(key)] == ["model.0.bias", "epoch"]
+    assert not casts(())("w")
+
+
+def _catalogue(**more: Any) -> Catalogue:
+    tensors = {"net.w": ("float32", (2,)), "net.w.x": ("float32", (3,)), "net.b": ("float32", (4,))}
+    tensors |= {"net.tied": ("float32", (2,)), "blob.@data": ("uint8", (100,))}
+    objects = {"epoch": 3, "blob": {"$tensor": "blob.@data", "kind": "bytes"}} | more
+    return Catalogue(tensors, {"net.tied": "net.w"}, objects, 2)
+
+
+def test_no_rename_changes_nothing() -> None:
+    catalogue = _catalogue()
+    assert renamed(catalogue, None) == (catalogue, {}) == renamed(catalogue, {})
+
+
+def test_a_rename_is_for_a_key_and_all_below_it_and_the_longest_wins() -> None:
+    view, stored = renamed(_catalogue(), {"model": "net", "special": "net.w"})
+    assert view.tensors.keys() == {"special", "special.x", "model.b", "model.tied", "blob.@data"}
+    assert view.tensors["special.x"] == ("float32", (3,)) and view.tensors["model.b"] == ("float32", (4,))
+    assert view.aliases == {"model.tied": "special"}
+    assert view.objects == _catalogue().objects and view.world_size == 2
+    assert stored["special.x"] == "net.w.x" and stored["model.b"] == "net.b" and stored["epoch"] == "epoch"
+
+
+def test_a_rename_never_takes_part_of_a_name() -> None:
+    catalogue = Catalogue({"net.w": ("float32", ()), "network.w": ("float32", ())}, {}, {}, 1)
+    view, _ = renamed(catalogue, {"m": "net"})
+    assert view.tensors.keys() == {"m.w", "network.w"}
+
+
+def test_two_names_can_be_exchanged() -> None:
+    view, stored = renamed(_catalogue(), {"net.w": "net.b", "net.b": "net.w"})
+    assert view.tensors["net.w"] == ("float32", (4,)) and view.tensors["net.b.x"] == ("float32", (3,))
+    assert (stored["net.w"], stored["net.b"]) == ("net.b", "net.w")
+
+
+def test_references_in_objects_follow() -> None:
+    inner = {"$tuple": [{"x": {"$tensor": "blob.@data"}}, ["blob.@data", {"$tensor": "blob.@data"}]]}
+    view, _ = renamed(_catalogue(more=inner), {"bytes": "blob", "all": "more"})
+    assert view.objects["bytes"] == {"$tensor": "bytes.@data", "kind": "bytes"}
+    to = {"$tensor": "bytes.@data"}
+    assert view.objects["all"] == {"$tuple": [{"x": to}, ["blob.@data", to]]}
+    assert inner["$tuple"][0] == {"x": {"$tensor": "blob.@data"}}, "the catalogue itself is as it was"
+
+
+def test_a_name_that_the_checkpoint_lacks_is_refused() -> None:
+    with pytest.raises(StructureError, match="has no .*'net.w.y', 'nett'"):
+        renamed(_catalogue(), {"a": "nett", "b": "net.w.y", "c": "net.b"})
+
+
+def test_two_keys_of_the_checkpoint_under_one_name_are_refused() -> None:
+    with pytest.raises(StructureError, match="both 'epoch' and 'net.b'|both 'net.b' and 'epoch'"):
+        renamed(_catalogue(), {"epoch": "net.b"})
+    with pytest.raises(StructureError, match="would be 'net.b'"):
+        renamed(_catalogue(), {"net": "blob", "net.b": "blob.@data", "x": "net.w"})
+
+
+def test_one_key_of_the_checkpoint_under_two_names_is_refused() -> None:
+    with pytest.raises(StructureError, match="both 'a' and 'b' would be 'net.w' of the checkpoint"):
+        renamed(_catalogue(), {"a": "net.w", "b": "net.w"})

@@ -1,0 +1,229 @@
+"""Lazy tensors: slices equal numpy's, and read no more bytes than they need."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import EllipsisType
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+import shardproof as sp
+from shardproof.errors import CorruptChunkError, NotCommittedError, StorageError
+from shardproof.loading.checkpoint import Checkpoint
+from shardproof.rendezvous import LocalRendezvous
+from shardproof.saving import Saver
+from shardproof.storage import LocalStorage
+
+TENSORS = {
+    "scalar": torch.tensor(7.5),
+    "line": torch.arange(11, dtype=torch.int16),
+    "plane": torch.arange(9 * 7, dtype=torch.float32).reshape(9, 7),
+    "space": torch.arange(4 * 5 * 6, dtype=torch.float64).reshape(4, 5, 6),
+    "wide": torch.arange(3 * 40, dtype=torch.int32).reshape(1, 3, 1, 40),
+    "nothing": torch.zeros(3, 0, 2),
+    "half": torch.arange(20, dtype=torch.bfloat16).reshape(4, 5),
+    "complex": torch.complex(torch.arange(6.0), -torch.arange(6.0)).reshape(3, 2),
+}
+NUMPY_HAS = [key for key in TENSORS if key != "half"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("saved") / "step"
+    saver = Saver(LocalRendezvous(), chunk_bytes=64)
+    saver.save(LocalStorage(place), {**TENSORS, "note": {"a": (1, 2)}}, step=5, metadata={"who": ("me", 1)})
+    return place
+
+
+@pytest.fixture(scope="module")
+def checkpoint(folder: Path) -> Iterator[Checkpoint]:
+    with sp.open(folder) as opened:
+        assert len(opened.table) > 2 * len(TENSORS), "tensors of many chunks"
+        yield opened
+
+
+@st.composite
+def _indices(draw: st.DrawFn) -> tuple[str, tuple[Any, ...]]:
+    key = draw(st.sampled_from(NUMPY_HAS))
+    shape = tuple(TENSORS[key].shape)
+    count = draw(st.integers(0, len(shape)))
+    index: list[Any] = []
+    hole = draw(st.one_of(st.none(), st.integers(0, count)))
+    rest = shape[:count] if hole is None else shape[:hole] + shape[len(shape) - (count - hole) :]
+    for extent in rest:
+        bound = st.one_of(st.none(), st.integers(-extent - 3, extent + 3))
+        entry: st.SearchStrategy[Any] = st.builds(
+            slice, bound, bound, st.one_of(st.none(), st.integers(1, extent + 2))
+        )
+        if extent:
+            entry = st.one_of(entry, st.integers(-extent, extent - 1))
+        index.append(draw(entry))
+    if hole is not None:
+        index.insert(hole, ...)
+    return key, tuple(index)
+
+
+@given(_indices())
+def test_slices_are_those_of_numpy(checkpoint: Checkpoint, drawn: tuple[str, tuple[Any, ...]]) -> None:
+    key, index = drawn
+    expected = TENSORS[key].numpy()[index]
+    found = checkpoint[key][index]
+    assert found.dtype == TENSORS[key].dtype
+    assert tuple(found.shape) == expected.shape
+    assert np.array_equal(found.numpy(), expected)
+
+
+@pytest.mark.parametrize("key", TENSORS)
+def test_reading_whole(checkpoint: Checkpoint, key: str) -> None:
+    for found in (checkpoint[key].read(), checkpoint[key][...]):
+        assert found.dtype == TENSORS[key].dtype and torch.equal(found, TENSORS[key])
+    stored = checkpoint[key]
+    assert (stored.shape, stored.dtype) == (tuple(TENSORS[key].shape), TENSORS[key].dtype)
+    assert stored.nbytes == TENSORS[key].nbytes
+    assert checkpoint.shape(key) == stored.shape and f"torch.{checkpoint.dtype(key)}" == str(stored.dtype)
+    assert repr(key) in repr(stored)
+
+
+def test_an_index_alone_need_not_be_a_tuple(checkpoint: Checkpoint) -> None:
+    plane, numpy = checkpoint["plane"], TENSORS["plane"].numpy()
+    for index in (3, -1, np.int64(2), slice(1, None, 3), ...):
+        assert np.array_equal(plane[index].numpy(), numpy[index])
+    assert plane[2, 3].shape == () and plane[2, 3].item() == numpy[2, 3]
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        (9, "out of range"),
+        (-10, "out of range"),
+        ((0, 7), "dimension 1"),
+        ((0, 0, 0), "3 indices"),
+        ((..., ...), "one ..."),
+        (slice(None, None, -1), "positive"),
+        (slice(None, None, 0), "positive"),
+        (True, "integers"),
+        (None, "integers"),
+        ([0, 1], "integers"),
+        (1.0, "integers"),
+        (torch.tensor([1, 2]), "integers|scalar|only"),
+    ],
+)
+def test_what_no_index_is(checkpoint: Checkpoint, index: Any, words: str) -> None:
+    with pytest.raises((IndexError, TypeError), match=words):
+        checkpoint["plane"][index]
+
+
+def test_keys_and_plain_values(checkpoint: Checkpoint) -> None:
+    assert checkpoint.keys() == sorted([*TENSORS, "note.a"]) == list(checkpoint)
+    assert len(checkpoint) == len(TENSORS) + 1 and "plane" in checkpoint and "plan" not in checkpoint
+    assert (
+        checkpoint["note.a"] == (1, 2) and checkpoint.step == 5 and checkpoint.metadata == {"who": ("me", 1)}
+    )
+    for get in (checkpoint.__getitem__, checkpoint.shape, checkpoint.dtype):
+        with pytest.raises(KeyError, match="has no 'plan'"):
+            get("plan")
+
+
+class _Counting:
+    """A storage that notes which bytes of which file are read."""
+
+    def __init__(self, inner: LocalStorage) -> None:
+        self.inner = inner
+        self.read_bytes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        data = self.inner.read(name, start, stop)
+        self.read_bytes += len(data)
+        return data
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        self.read_bytes += len(buffer)
+        self.inner.read_into(name, start, buffer)
+
+
+Index = int | slice | EllipsisType
+
+
+@pytest.mark.parametrize(
+    ("key", "index", "elements"),
+    [
+        ("plane", (slice(2, 4),), 14),
+        ("plane", (slice(None), 3), 9),
+        ("plane", (5, 6), 1),
+        ("plane", (slice(0, 0),), 0),
+        ("space", (1, slice(2, 4), slice(1, 5)), 8),
+        ("space", (..., 0), 20),
+        ("space", (2, ...), 30),
+        ("line", (slice(3, 9, 5),), 6),  # what a step steps over is read too
+        ("nothing", (...,), 0),
+        ("scalar", (), 1),
+        ("half", (..., slice(1, 3)), 8),
+    ],
+)
+def test_a_slice_reads_only_the_bytes_it_needs(
+    folder: Path, key: str, index: tuple[Index, ...], elements: int
+) -> None:
+    counting = _Counting(LocalStorage(folder))
+    opened = Checkpoint(counting)  # type: ignore[arg-type]
+    counting.read_bytes = 0
+    stored = opened[key]
+    assert counting.read_bytes == 0, "a tensor that nobody slices is not read"
+    found = stored[index]
+    assert torch.equal(found, TENSORS[key][index])
+    assert counting.read_bytes == elements * TENSORS[key].element_size()
+
+
+def test_whole_chunks_of_a_slice_are_verified(folder: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    with sp.open(copy) as opened:
+        row = opened.row("plane")
+        chunk = int(np.flatnonzero(opened.table.tensor == row)[0])
+        first = opened.table.box_start[chunk]
+        rows = int(opened.table.box_sizes[first])
+        shard = copy / opened.manifest.files[0].name
+        data = bytearray(shard.read_bytes())
+        data[int(opened.table.byte_start[chunk])] ^= 1
+        shard.write_bytes(data)
+        for read in (
+            lambda: opened["plane"][:rows],
+            lambda: opened["plane"].read(),
+            lambda: opened["plane"][...],
+        ):
+            with pytest.raises(CorruptChunkError, match="'plane'"):
+                read()
+        assert torch.equal(opened["plane"][rows:], TENSORS["plane"][rows:])
+        assert torch.equal(opened["space"].read(), TENSORS["space"])
+
+
+def test_a_short_file_is_known_before_memory_is_taken(folder: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    with sp.open(copy) as opened:
+        shard = copy / opened.manifest.files[0].name
+        shard.write_bytes(shard.read_bytes()[:-1])
+        with pytest.raises(StorageError, match="expected .* bytes, it has"):
+            opened["plane"].read()
+        assert opened["nothing"].read().shape == (3, 0, 2), "needs no file"
+
+
+def test_there_is_nothing_to_open(tmp_path: Path) -> None:
+    with pytest.raises(NotCommittedError):
+        sp.open(tmp_path / "nowhere")
+    with pytest.raises(NotCommittedError):
+        sp.open(tmp_path)
+
+
+def test_a_plain_value_may_refer_to_a_tensor(tmp_path: Path) -> None:
+    blob = bytes(range(256))
+    sp.save(tmp_path / "a", {"blob": blob, "pair": [1, {"inner": blob + blob}]})
+    with sp.open(tmp_path / "a") as opened:
+        assert opened["blob"] == blob and opened["pair"] == [1, {"inner": blob + blob}]
