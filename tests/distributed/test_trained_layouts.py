@@ -80,7 +80,7 @@ CASES: list[tuple[Callable[[int, Meshes], Block], int]] = [
 
 
 def _build(make: Callable[[int, Meshes], Block], n: int, meshes: Meshes, *, train: bool) -> dict[str, Any]:
-    """Model and optimizer; trained for three steps whose gradients depend on values alone, not on the layout."""
+    """Model and optimizer; trained for three steps whose gradients depend on values, not on the layout."""
     model = make(n, meshes)
     decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]

@@ -182,6 +182,13 @@ def _a_chunk_elsewhere(forgery: Forgery) -> None:
     forgery.columns["box_offsets"][at] -= 1
 
 
+def _one_chunk_for_all(forgery: Forgery) -> None:
+    """All chunks of a tensor are the bytes of its first, with its digest: much from little."""
+    rows = forgery.chunks_of("w")
+    for name in ("byte_start", "digest_hi", "digest_lo"):
+        forgery.columns[name][rows] = forgery.columns[name][rows[0]]
+
+
 def _no_chunks(forgery: Forgery) -> None:
     forgery.columns = {name: column[:0] for name, column in forgery.columns.items()}
     forgery.columns["box_start"] = np.zeros(1, np.int64)
@@ -217,6 +224,7 @@ CASES |= {
     "a hole": _without_a_chunk,
     "an overlap": _a_chunk_elsewhere,
     "no chunks": _no_chunks,
+    "chunks that share bytes": _one_chunk_for_all,
     "chunks out of order": lambda forgery: forgery.columns.update(
         tensor=forgery.columns["tensor"][::-1].copy()
     ),

@@ -157,7 +157,7 @@ def test_damage_to_a_shard_is_refused_wherever_it_is(folder: Path, saved: Path, 
                 if region.key:
                     error = _refused(folder, CorruptChunkError, region.file)
                     assert error.details["key"] == region.key
-                elif region.start or which == "index":
+                else:
                     _refused(folder, ShardproofError, region.file)
         assert path.read_bytes() == data
     repair(LocalStorage(folder))

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from shardproof.checkpointer.retention import Retention, delete_step, is_ours, parse_step, step_name
-from shardproof.errors import NotCommittedError, StorageError
-from shardproof.format import MANIFEST_NAME, read_index, read_manifest
+from shardproof.errors import FormatError, NotCommittedError, StorageError
+from shardproof.format import MANIFEST_NAME, Manifest, read_index, read_manifest
 from shardproof.loading import UNREADABLE, LoadReport, load_from
 from shardproof.loading.selection import Cast, Patterns
 from shardproof.rendezvous import Meetings, Rendezvous, connect
@@ -192,6 +192,7 @@ class Checkpointer:
 
         def decide(posts: Sequence[bytes]) -> bytes:
             if step is not None:
+                self._check_step(read_manifest(self._storage.within(step_name(step))), step)
                 return msgspec.msgpack.encode((step, []))
             passed: list[tuple[int, str]] = []
             folders = self._folders()
@@ -221,11 +222,23 @@ class Checkpointer:
         if self._rendezvous.rank == 0:
             _log.warning("%s: step %d is passed over: %s", self.root, item.step, item.reason)
 
+    def _check_step(self, manifest: Manifest, step: int) -> None:
+        """A folder that was renamed or copied would restore one step as another."""
+        if manifest.step != step:
+            name = step_name(step)
+            raise FormatError(
+                f"{self.root}/{name} holds step {manifest.step}: it was renamed or copied. Give it back its "
+                f"name, or "
+                "load it with shardproof.load",
+                file=f"{name}/{MANIFEST_NAME}",
+            )
+
     def _why_unreadable(self, step: int) -> str | None:
         """What is wrong with a step as far as manifest, index and file sizes tell; None if nothing is."""
         folder = self._storage.within(step_name(step))
         try:
             manifest = read_manifest(folder)
+            self._check_step(manifest, step)
             read_index(folder, manifest)
             for record in manifest.files:
                 size = folder.size(record.name)

@@ -136,6 +136,12 @@ def _range_fault(table: ChunkTable, manifest: Manifest) -> str | None:
                 f"{manifest.files[file[row]].name}, whose data are the bytes "
                 f"{starts[file[row]]} to {sizes[file[row]]}"
             )
+        order = np.lexsort((table.byte_start, file))
+        begin, end = table.byte_start[order], (table.byte_start + table.byte_count)[order]
+        shared = (begin[1:] < end[:-1]) & (file[order][1:] == file[order][:-1])
+        if shared.any():
+            one, two = order[int(shared.argmax())], order[int(shared.argmax()) + 1]
+            return f"the chunks {one} and {two} share bytes of {manifest.files[file[one]].name}"
     return None
 
 

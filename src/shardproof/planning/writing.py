@@ -31,6 +31,9 @@ CHUNK_BYTES = 16 << 20
 is good for the number of rows in the index. 16 MiB is 8,192 chunks for 128 GiB."""
 
 
+_Wire = tuple[list[bytes], tuple[str, ...], int, dict[str, str], dict[str, tuple[str, tuple[int, ...]]]]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RankPlan:
     """What one rank writes: one row a chunk, in the order of its file."""
@@ -51,23 +54,25 @@ class RankPlan:
     """Number of shard files of the whole checkpoint."""
     aliases: dict[str, str]
     """Keys stored under another key."""
+    empty: dict[str, tuple[str, tuple[int, ...]]]
+    """Tensors without an element, for which no chunk speaks, to dtype and shape; one writer declares them."""
 
     def encode(self) -> bytes:
         """This plan as bytes for the rendezvous."""
         columns = (self.piece, self.piece_start, self.byte_start, self.byte_count)
         wire = [column.tobytes() for column in (*columns, self.box_offsets, self.box_sizes)]
-        return msgspec.msgpack.encode((wire, self.objects, self.files, self.aliases))
+        return msgspec.msgpack.encode((wire, self.objects, self.files, self.aliases, self.empty))
 
     @staticmethod
     def decode(data: bytes) -> RankPlan:
         """The plan that `encode` wrote."""
-        wire, objects, files, aliases = msgspec.msgpack.decode(
-            data, type=tuple[list[bytes], tuple[str, ...], int, dict[str, str]]
-        )
+        wire, objects, files, aliases, empty = msgspec.msgpack.decode(data, type=_Wire)
         piece, piece_start, byte_start, byte_count, offsets, sizes = (
             np.frombuffer(column, np.int64) for column in wire
         )
-        return RankPlan(piece, piece_start, byte_start, byte_count, offsets, sizes, objects, files, aliases)
+        return RankPlan(
+            piece, piece_start, byte_start, byte_count, offsets, sizes, objects, files, aliases, empty
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,6 +105,13 @@ class WritePlan:
         owned: dict[int, list[str]] = {}
         for key, owner in self.merged.objects.items():
             owned.setdefault(owner, []).append(key)
+        empty = {
+            key: (dtype, shape)
+            for key, dtype, shape in zip(
+                self.merged.keys, self.merged.dtypes, self.merged.shapes, strict=True
+            )
+            if 0 in shape and key not in self.merged.aliases
+        }
         box_starts = self.box_start[self.writer_start].tolist()
         plans = []
         for rank, first in enumerate(self.writer_start[:-1].tolist()):
@@ -116,6 +128,7 @@ class WritePlan:
                     tuple(owned.get(rank, ())),
                     len(self.writers),
                     self.merged.aliases,
+                    empty if self.writers[:1] == (rank,) else {},
                 )
             )
         return plans

@@ -87,7 +87,7 @@ def _follow(channel: Channel, meeting: Meeting, keys: MeetingKeys, post: bytes |
             channel.pulse.tick()
             view = channel.look(keys, posts_of=[], signs_of=[0])
             verdict = view.verdict
-            _observe(channel, watch, view.signs)
+            _observe(channel, watch, {0: view.signs.get(0)})
             if verdict is None and watch.silent(meeting.deadline):
                 error = _silence(channel, meeting, watch, [0])
                 verdict = channel.propose(keys, meeting.record(GIVEN_UP, _wire(error)))
@@ -142,7 +142,8 @@ def _collect(
         while watch.ranks:
             _is_over(waiting, channel.pulse.period)
             channel.pulse.tick()
-            view = channel.look(keys, posts_of=watch.ranks, signs_of=[] if waiting.done() else watch.ranks)
+            asked = [] if waiting.done() else watch.ranks
+            view = channel.look(keys, posts_of=watch.ranks, signs_of=asked)
             if view.verdict is not None:
                 return view.verdict
             for rank, value in view.posts.items():
@@ -151,7 +152,7 @@ def _collect(
                 channel.heard(rank)
                 if posts[rank].kind == ERROR and failed_at is None:
                     failed_at = time.monotonic()
-            _observe(channel, watch, view.signs)
+            _observe(channel, watch, {rank: view.signs.get(rank) for rank in asked})
             silent = watch.silent(meeting.deadline)
             # Once a rank has failed there is no success to wait for: others get a deadline to add their
             # causes.
@@ -263,7 +264,7 @@ def _is_over(waiting: Future[None], seconds: float) -> bool:
     return True
 
 
-def _observe(channel: Channel, watch: Watch, signs: Mapping[int, bytes]) -> None:
+def _observe(channel: Channel, watch: Watch, signs: Mapping[int, bytes | None]) -> None:
     watch.step(time.monotonic())
     for rank, sign in signs.items():
         if watch.observe(rank, sign):

@@ -10,9 +10,9 @@ __all__ = ["Watch"]
 class Watch:
     """Silence of the ranks that one rank waits for, in one meeting.
 
-    A rank's sign of life is any value that changes. The first one seen only sets what later ones are compared
-    with: it may be old. Time in which the watcher itself did not run (stopped, starved) is nobody's silence:
-    one step counts for at most `longest_step` seconds.
+    A rank's sign of life is any value that changes. What the first look finds, be it nothing, only sets what
+    later ones are compared with: it may be old. Time in which the watcher itself did not run (stopped,
+    starved) is nobody's silence: one step counts for at most `longest_step` seconds.
 
     >>> watch = Watch([1, 2], now=0.0, longest_step=1.0)
     >>> watch.observe(1, b"first seen")
@@ -27,7 +27,7 @@ class Watch:
 
     def __init__(self, ranks: Iterable[int], now: float, longest_step: float) -> None:
         self._silence = dict.fromkeys(ranks, 0.0)
-        self._seen: dict[int, bytes] = {}
+        self._seen: dict[int, bytes | None] = {}
         self._now = now
         self._longest_step = longest_step
 
@@ -43,11 +43,12 @@ class Watch:
         for rank in self._silence:
             self._silence[rank] += passed
 
-    def observe(self, rank: int, sign: bytes) -> bool:
-        """Take a rank's newest sign of life; True when it is news."""
+    def observe(self, rank: int, sign: bytes | None) -> bool:
+        """Take what a look found of a rank's signs of life; True when it is news."""
+        looked = rank in self._seen
         before = self._seen.get(rank)
         self._seen[rank] = sign
-        if before is None or before == sign or rank not in self._silence:
+        if not looked or before == sign or rank not in self._silence:
             return False
         self._silence[rank] = 0.0
         return True

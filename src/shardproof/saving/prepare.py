@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from shardproof.dtypes import DTYPES
-from shardproof.format import FORMAT_VERSION, chunk_name, encode_entries, shard_header
+from shardproof.format import FORMAT_VERSION, bytes_digest, chunk_name, encode_entries, shard_header
 from shardproof.planning import RankPlan, Structure
 
 __all__ = ["Attempt", "PreparedShard", "prepare_shard"]
@@ -36,7 +36,7 @@ class PreparedShard:
     padding: int
     """Zero bytes before `@digests`."""
     tensors: msgspec.Raw
-    """Encoded key to dtype and global shape, of what the file holds and of what has no element."""
+    """Encoded key to dtype and global shape, of what the file holds and of what it declares as empty."""
     data_bytes: int
 
     @property
@@ -59,7 +59,10 @@ class PreparedShard:
             "objects": {key: msgspec.Raw(value) for key, value in objects.items()},
             "metadata": attempt.metadata,
         }
-        return shard_header(self.entries, {"shardproof": msgspec.json.encode(declared).decode()})
+        text = msgspec.json.encode(declared)
+        return shard_header(
+            self.entries, {"shardproof": text.decode(), "digest": bytes_digest(text + self.entries)}
+        )
 
 
 def prepare_shard(structure: Structure, plan: RankPlan) -> PreparedShard:
@@ -89,12 +92,11 @@ def prepare_shard(structure: Structure, plan: RankPlan) -> PreparedShard:
     codes.append("U64")
     shapes.append((len(rows), 2))
     starts, counts = np.append(starts, data_bytes + padding), np.append(counts, 16 * len(rows))
-    held = set(rows) | {row for row, shape in enumerate(table.shapes) if 0 in shape}
-    declared = {table.keys[row]: (table.dtypes[row], table.shapes[row]) for row in sorted(held)}
+    declared = {table.keys[row]: (table.dtypes[row], table.shapes[row]) for row in sorted(set(rows))}
     return PreparedShard(
         plan,
         encode_entries(names, codes, shapes, starts, counts),
         padding,
-        msgspec.Raw(msgspec.json.encode(declared)),
+        msgspec.Raw(msgspec.json.encode(declared | plan.empty)),
         data_bytes,
     )

@@ -27,7 +27,7 @@ from shardproof.errors import (
     StorageError,
     StructureError,
 )
-from shardproof.format import MANIFEST_NAME, Manifest, read_manifest, shard_name
+from shardproof.format import MANIFEST_NAME, Manifest, index_name, read_manifest, shard_name
 from shardproof.garbage import no_garbage_collection
 from shardproof.planning import CHUNK_BYTES, RankPlan, Structure, WritePlan, plan_writes
 from shardproof.rendezvous import Meetings, Rendezvous
@@ -131,11 +131,11 @@ class Saver:
 
         agreed = msgspec.msgpack.decode(meeting.meet("collect", describe, agree), type=_Agreed)
         assert collected is not None and structure is not None
+        part = None
         if not agreed.reuse or self._held is None:
-            self._plan(meeting, structure, agreed.attempt)
-        assert self._held is not None
+            part = self._plan(meeting, structure, agreed.attempt)
         return self._write_and_commit(
-            meeting, storage, collected, self._held.shard, agreed.attempt, begun, overwrite
+            meeting, storage, collected, structure, part, agreed.attempt, begun, overwrite
         )
 
     def _agree(self, storage: Storage, posts: Sequence[bytes], overwrite: bool) -> bytes:
@@ -148,6 +148,16 @@ class Saver:
                 path=storage.location,
             )
         said = [msgspec.msgpack.decode(post, type=tuple[bytes, str, int | None, bytes]) for post in posts]
+        for rank, (_, _, step, metadata) in enumerate(said):
+            if (step, metadata) != said[0][2:]:
+                raise StructureError(
+                    f"{storage.location}: rank {rank} saves step {step} with metadata {metadata.decode()}, "
+                    f"rank 0 step "
+                    f"{said[0][2]} with {said[0][3].decode()}; all ranks must give the same. What differs "
+                    f"by rank "
+                    "belongs into the state, in sp.PerRank",
+                    ranks=[0, rank],
+                )
         digests = tuple(digest for digest, _, _, _ in said)
         planned = self._planned
         reuse = (
@@ -160,8 +170,8 @@ class Saver:
         )
         return msgspec.msgpack.encode(_Agreed(attempt, reuse))
 
-    def _plan(self, meeting: Meetings, structure: Structure, attempt: Attempt) -> None:
-        """All ranks post their structures; the leader proves and plans; each rank keeps its part."""
+    def _plan(self, meeting: Meetings, structure: Structure, attempt: Attempt) -> bytes:
+        """All ranks post their structures; the leader proves and plans; each rank gets its part."""
 
         def plan(posts: list[bytes]) -> list[bytes]:
             self._planned = None
@@ -172,21 +182,26 @@ class Saver:
             return [part.encode() for part in planned.rank_plans()]
 
         self._held = None
-        part = RankPlan.decode(meeting.meet("plan", structure.encode, plan))
-        self._held = _HeldPlan(attempt.id, prepare_shard(structure, part))
+        return meeting.meet("plan", structure.encode, plan)
 
     def _write_and_commit(
         self,
         meeting: Meetings,
         storage: Storage,
         collected: Collected,
-        shard: PreparedShard,
+        structure: Structure,
+        part: bytes | None,
         attempt: Attempt,
         begun: float,
         overwrite: bool,
     ) -> Committed:
+        """Writes what a new `part`, or the plan held since an earlier save, says; then all meet to commit."""
+
         def write() -> bytes:
-            return msgspec.msgpack.encode(self._write(storage, collected, shard, attempt))
+            if part is not None:
+                self._held = _HeldPlan(attempt.id, prepare_shard(structure, RankPlan.decode(part)))
+            assert self._held is not None
+            return msgspec.msgpack.encode(self._write(storage, collected, self._held.shard, attempt))
 
         def decide(posts: list[bytes]) -> bytes:
             written = [msgspec.msgpack.decode(post, type=Written) for post in posts]
@@ -201,8 +216,7 @@ class Saver:
             # Note "Whose files": the leader may still commit. Prune removes the file if it does not.
             raise
         except BaseException:
-            if shard.is_written:
-                self._remove_uncommitted(storage, attempt)
+            self._remove_uncommitted(storage, attempt)
             raise
         done = msgspec.msgpack.decode(answer, type=Committed)
         return msgspec.structs.replace(done, seconds=time.monotonic() - begun)
@@ -218,8 +232,11 @@ class Saver:
             raise
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
+            outcome = "nothing was committed"
+            if _is_visible(storage, attempt):
+                outcome = "committed, but perhaps not flushed to stable storage (save again to be sure)"
             raise RankFailure(
-                f"{storage.location}: nothing was committed: rank 0 failed in phase 'commit': {cause}",
+                f"{storage.location}: {outcome}: rank 0 failed in phase 'commit': {cause}",
                 phase="commit",
                 causes={"0": cause},
             ) from error
@@ -251,12 +268,11 @@ class Saver:
         return Written(file.size, file.data_start, file.digest, file.digests.tobytes(), owned, keys, digests)
 
     def _remove_uncommitted(self, storage: Storage, attempt: Attempt) -> None:
-        """Removes this rank's file of a save that was refused.
+        """Removes this rank's files of a save that was refused.
 
         Note "Whose files": a file may be removed only when no manifest can name it, now or later. A refusal
-        that came
-        from the leader is such a case unless its publishing failed after the manifest was visible, so the
-        manifest is looked at once more. A silent leader is not: it may be slow, and commit.
+        that came from the leader is such a case unless its publishing failed after the manifest was visible,
+        so the manifest is looked at once more. A silent leader is not: it may be slow, and commit.
         """
         try:
             if read_manifest(storage).attempt == attempt.id:
@@ -269,8 +285,19 @@ class Saver:
             )
             return
         try:
-            storage.delete(shard_name(self._rendezvous.rank, attempt.id))
+            if self._held is not None and self._held.shard.is_written:
+                storage.delete(shard_name(self._rendezvous.rank, attempt.id))
+            if self._rendezvous.rank == 0:
+                storage.delete(index_name(attempt.id))
         except StorageError as error:
             _log.warning(
                 "%s: files of the refused attempt %s stay for prune (%s)", storage.location, attempt.id, error
             )
+
+
+def _is_visible(storage: Storage, attempt: Attempt) -> bool:
+    """Whether the manifest of this attempt is in place, although publishing it raised an error."""
+    try:
+        return read_manifest(storage).attempt == attempt.id
+    except (FormatError, NotCommittedError, StorageError):
+        return False

@@ -16,6 +16,8 @@ from shardproof.errors import CorruptChunkError, FormatError
 from shardproof.format import (
     FileRecord,
     ShardHeader,
+    bytes_digest,
+    encode_entries,
     file_digest,
     parse_chunk_name,
     read_chunk_digests,
@@ -90,6 +92,8 @@ def find_shard(storage: Storage, name: str) -> FoundShard:
     text = header.metadata.get("shardproof")
     if text is None:
         raise FormatError(f"{name}: a safetensors file, but no shard: it says nothing of its save", file=name)
+    if header.metadata.get("digest") != bytes_digest(text.encode() + _entries(header)):
+        raise FormatError(f"{name}: its header is damaged: it does not match the digest in it", file=name)
     declared = decode_strictly(_DECODER, text.encode(), name)
     if name != shard_name(declared.rank, declared.attempt):
         raise FormatError(
@@ -98,6 +102,14 @@ def find_shard(storage: Storage, name: str) -> FoundShard:
             file=name,
         )
     return FoundShard(name, header, declared)
+
+
+def _entries(header: ShardHeader) -> bytes:
+    """The entries as they were written, which the header's own digest is over, with the declaration."""
+    names, codes, shapes, starts, stops = ([entry[at] for entry in header.entries] for at in range(5))
+    first = np.array(starts, np.int64)
+    counts = np.array(stops, np.int64) - first
+    return encode_entries(names, codes, shapes, first - header.data_start, counts)  # type: ignore[arg-type]
 
 
 def verify_shard(storage: Storage, shard: FoundShard) -> VerifiedShard:

@@ -55,7 +55,7 @@ def references(data: Any) -> Iterator[tuple[str, str]]:
         if isinstance(item, dict):
             if "$tensor" in item:
                 key, kind = item["$tensor"], item.get("kind", "tensor")
-                if type(key) is not str or kind not in _KINDS:
+                if type(key) is not str or type(kind) is not str or kind not in _KINDS:
                     raise PlainDataError(f"a reference to a tensor reads {str(item)[:200]}")
                 yield key, kind
             else:
@@ -88,7 +88,7 @@ class _Decoder:
             )
         try:
             return decoder(self, data[tag], depth + 1)
-        except (ValueError, TypeError, KeyError, OverflowError, RuntimeError) as error:
+        except (ValueError, TypeError, LookupError, OverflowError, RuntimeError) as error:
             raise PlainDataError(f"{self.path}: malformed {tag!r}: {error}", path=self.path) from error
 
     def pairs(self, data: Any, depth: int) -> list[tuple[Any, Any]]:

@@ -115,7 +115,9 @@ VALUES: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:40])
+@pytest.mark.parametrize(
+    "value", VALUES, ids=[f"{type(value).__name__}-{row}" for row, value in enumerate(VALUES)]
+)
 def test_values_come_back_as_they_were(value: Any) -> None:
     back = there_and_back([value, {"in": value}])
     assert equal(back[0], value) or (isinstance(value, Progress) and repr(back[0]) == repr(value))

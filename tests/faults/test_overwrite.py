@@ -1,0 +1,145 @@
+"""Saving over a committed step and dying at any file operation leaves the old one or the new one, whole."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardproof as sp
+from shardproof.checkpointer.retention import step_name
+from shardproof.format import MANIFEST_NAME
+from shardproof.loading import verify
+from shardproof.rendezvous import LocalRendezvous
+from shardproof.storage import LocalStorage
+from tests.faults.dying import Deadly, die_at_every_operation
+from tests.faulty_storage import FaultyStorage
+from tests.harness import Job, rank, reach, rendezvous, run_ranks, world_size
+from tests.scenarios.states import (
+    agreed,
+    attempt,
+    blanked,
+    differences,
+    files_below,
+    only_its_own,
+    plain_state,
+    whole_state,
+)
+
+RANKS = 2
+STEP = 7
+
+
+def salt_found(root: Path) -> int:
+    """The salt of the one whole checkpoint that this process alone finds."""
+    folder = root / step_name(STEP)
+    only_its_own(folder, leftovers=True)
+    target = blanked(whole_state(RANKS, 0))
+    sp.load(folder, target, rendezvous=LocalRendezvous())
+    salt = int(target["epoch"])
+    assert differences(target, whole_state(RANKS, salt)) == []
+    return salt
+
+
+def save_over(root: Path, meetings: Any, number: int, deadly: Deadly) -> str:
+    """Saves the step again with values of its own."""
+    checkpointer = sp.Checkpointer(root, rendezvous=meetings)
+    if not checkpointer.steps():
+        checkpointer.save(STEP, plain_state(rank(), world_size(), 1))
+    salt = number + 2
+    with deadly():
+        return attempt(
+            lambda: checkpointer.save(STEP, plain_state(rank(), world_size(), salt), overwrite=True)
+        ).kind
+
+
+def look(root: Path, seen: dict[int, int], number: int, ended: list[str]) -> None:
+    """Notes which salt is there; it is that of this job or the one from before."""
+    found, before = salt_found(root), list(seen.values())[-1]
+    assert found in (before, number + 2), f"job {number} left {found}, before it was {before}"
+    if set(ended) == {""}:
+        assert found == number + 2
+    seen[number] = found
+
+
+def killed_everywhere(root: str, who: int, everyone: bool) -> tuple[list[str], dict[int, int]]:
+    run, seen = Path(root), {-1: 1}
+    ended = die_at_every_operation(partial(save_over, run), partial(look, run, seen), who, everyone)
+    return ended, seen
+
+
+@pytest.mark.parametrize(
+    ("who", "everyone"),
+    [(0, False), (1, False), (0, True)],
+    ids=["the leader", "a follower", "all"],
+)
+def test_dying_at_any_file_operation_leaves_the_old_or_the_new(
+    who: int, everyone: bool, tmp_path: Path
+) -> None:
+    outcomes = run_ranks(RANKS, killed_everywhere, str(tmp_path), who, everyone, timeout=250)
+    ended, seen = outcomes[who].value[0], outcomes[0].value[1]
+    assert ended[-1] == ""
+    assert set(ended) == {"", "killed"}
+    assert ended.count("killed") > (30 if who == 0 else 10)
+    new = [number for number in range(ended.count("killed")) if seen[number] == number + 2]
+    # Death comes before the commit, or after it while the files of the old one are removed (by the leader).
+    assert bool(new) == (who == 0)
+    assert len(new) < len(ended) - 10
+
+
+def refused_then_replaced(root: str) -> list[Any]:
+    checkpointer = sp.Checkpointer(root, rendezvous=rendezvous(deadline=10.0))
+    checkpointer.save(STEP, plain_state(rank(), world_size(), 1))
+    kept = checkpointer._storage
+    changes = ("create", "write_at", "finish", "publish", "delete")
+    watched = FaultyStorage(kept, only=changes)
+    checkpointer._storage = watched  # type: ignore[assignment]
+    refused = attempt(lambda: checkpointer.save(STEP, plain_state(rank(), world_size(), 2)))
+    operations = list(watched.operations)
+    reach("refused")
+    replaced = attempt(lambda: checkpointer.save(STEP, plain_state(rank(), world_size(), 3), overwrite=True))
+    return [refused, operations, replaced]
+
+
+def test_overwriting_must_be_asked_for(tmp_path: Path) -> None:
+    found = []
+
+    def script(job: Job) -> None:
+        for number in range(RANKS):
+            job.until_held(number, "refused")
+        only_its_own(tmp_path / step_name(STEP))
+        found.append(salt_found(tmp_path))
+        for number in range(RANKS):
+            job.go(number)
+
+    hold = dict.fromkeys(range(RANKS), "refused")
+    values = [
+        o.value for o in run_ranks(RANKS, refused_then_replaced, str(tmp_path), hold=hold, script=script)
+    ]
+    refused = agreed([value[0] for value in values])
+    assert refused.kind == "AlreadyCommittedError"
+    assert "overwrite=True" in refused.text
+    assert [value[1] for value in values] == [[], []]
+    assert found == [1]
+    assert agreed([value[2] for value in values]).kind == ""
+    only_its_own(tmp_path / step_name(STEP))
+    assert salt_found(tmp_path) == 3
+
+
+def other_layout(root: str) -> Any:
+    """Overwrites with a state in which rank 1 has nothing to write: its old file must not stay in use."""
+    checkpointer = sp.Checkpointer(root, rendezvous=rendezvous(deadline=10.0))
+    checkpointer.save(STEP, plain_state(rank(), world_size(), 1))
+    checkpointer.save(STEP, {"epoch": 2}, overwrite=True)
+    return checkpointer.steps()
+
+
+def test_fewer_files_than_before(tmp_path: Path) -> None:
+    assert [outcome.value for outcome in run_ranks(RANKS, other_layout, str(tmp_path))] == [[STEP], [STEP]]
+    folder = tmp_path / step_name(STEP)
+    only_its_own(folder)
+    assert len(files_below(folder)) == 3
+    assert MANIFEST_NAME in files_below(folder)
+    assert verify(LocalStorage(folder)).chunks == 0

@@ -1,0 +1,374 @@
+"""A rank fails in its own `state_dict`, in planning, writing or committing: all ranks are told who and why.
+
+Each case is a save between two that work. Nothing of it is committed, the save before it restores bit for
+bit, and the save after it works.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import shardproof as sp
+from shardproof.storage.failures import storage_error
+from tests.faulty_storage import FaultyStorage
+from tests.harness import rank, rendezvous, run_ranks, world_size
+from tests.scenarios.states import (
+    Said,
+    agreed,
+    attempt,
+    blanked,
+    differences,
+    files_below,
+    only_its_own,
+    plain_state,
+    rows,
+    whole,
+)
+
+RANKS = 3
+DEADLINE = 4.0
+
+
+class Loader:
+    """A stateful object whose state cannot be had on one rank."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self.error = error
+        self.position = 7
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.error is not None:
+            raise self.error
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+def state_of(salt: int, error: BaseException | None = None) -> dict[str, Any]:
+    return plain_state(rank(), world_size(), salt) | {"loader": Loader(error)}
+
+
+class Run:
+    """One rank's side of a case: a good save, the one that fails, what is left, and a good save again."""
+
+    def __init__(self, root: str) -> None:
+        self.checkpointer = sp.Checkpointer(root, rendezvous=rendezvous(deadline=DEADLINE))
+        self.step = 0
+
+    def case(self, save: Callable[[int], Any]) -> Said:
+        before, failing, after = self.step + 1, self.step + 2, self.step + 3
+        self.step += 3
+        self.checkpointer.save(before, state_of(before))
+        said = attempt(lambda: save(failing))
+        said.after["wrong before"] = self.restored(before)
+        self.checkpointer.save(after, state_of(after))
+        said.after["wrong after"] = self.restored(after)
+        said.after["steps"] = self.checkpointer.steps()[-2:] == [before, after]
+        return said
+
+    def restored(self, step: int) -> list[str]:
+        """What a restore of the newest step got wrong."""
+        target = blanked(plain_state(rank(), world_size(), 0)) | {"loader": Loader(None)}
+        found = self.checkpointer.restore(target)
+        loader = target.pop("loader")
+        wrong = differences(target, plain_state(rank(), world_size(), step))
+        if found != step or loader.position != 7:
+            wrong.append(f"restored step {found}, position {loader.position}")
+        return wrong
+
+    @contextmanager
+    def faulty(self, at: int | None, fault: Any, *only: str, after: bool = False) -> Iterator[FaultyStorage]:
+        """Saves go through a storage with a fault."""
+        kept = self.checkpointer._storage
+        storage = FaultyStorage(kept, at, fault, only=only, after=after)
+        self.checkpointer._storage = storage  # type: ignore[assignment]
+        try:
+            yield storage
+        finally:
+            self.checkpointer._storage = kept
+
+
+def collect_fails(run: Run, who: int) -> Callable[[int], Any]:
+    error = RuntimeError("the sampler is gone") if rank() == who else None
+    return lambda step: run.checkpointer.save(step, state_of(step, error))
+
+
+def planning_fails(run: Run, who: int) -> Callable[[int], Any]:
+    def save(step: int) -> Any:
+        changed = state_of(step) | {f"new-{step}": torch.ones(2)}  # no cached plan
+        with mock.patch("shardproof.saving.saver.plan_writes", side_effect=MemoryError("no room to plan")):
+            return run.checkpointer.save(step, changed)
+
+    return save
+
+
+def preparing_fails(run: Run, who: int) -> Callable[[int], Any]:
+    """After the plan was handed out, a rank cannot make its part of it."""
+
+    def save(step: int) -> Any:
+        changed = state_of(step) | {f"new-{step}": torch.ones(2)}
+        error = MemoryError("no room for a header")
+        if rank() != who:
+            return run.checkpointer.save(step, changed)
+        with mock.patch("shardproof.saving.saver.prepare_shard", side_effect=error):
+            return run.checkpointer.save(step, changed)
+
+    return save
+
+
+def storage_fails(
+    operation: str, at: int, code: int, *, after: bool = False
+) -> Callable[[Run, int], Callable[[int], Any]]:
+    """A case in which an operation of the storage fails on one rank with an error of the operating system."""
+
+    def case(run: Run, who: int) -> Callable[[int], Any]:
+        def save(step: int) -> Any:
+            error = storage_error(OSError(code, os.strerror(code)), operation, "the file")
+            with run.faulty(at if rank() == who else None, error, operation, after=after):
+                return run.checkpointer.save(step, state_of(step))
+
+        return save
+
+    return case
+
+
+def file_size_limit(run: Run, who: int) -> Callable[[int], Any]:
+    """The operating system refuses to let one rank's file grow."""
+
+    def save(step: int) -> Any:
+        large = state_of(step) | {
+            "large": rows(whole((3 * 4096, 16), step), 4096 * rank(), 4096 * (rank() + 1))
+        }
+        if rank() != who:
+            return run.checkpointer.save(step, large)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        try:
+            return run.checkpointer.save(step, large)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, handler)
+
+    return save
+
+
+def file_instead_of_folder(run: Run, who: int) -> Callable[[int], Any]:
+    """A file has the name of the folder for shards: every rank meets it."""
+
+    def save(step: int) -> Any:
+        folder = Path(run.checkpointer.root, f"step-{step:08d}")
+        folder.mkdir(exist_ok=True)
+        (folder / "shards").touch()
+        return run.checkpointer.save(step, state_of(step))
+
+    return save
+
+
+CASES: dict[str, tuple[Callable[[Run, int], Callable[[int], Any]], int, str, str]] = {
+    "state_dict": (collect_fails, 1, "collect", "RuntimeError: the sampler is gone"),
+    "state_dict of the leader": (collect_fails, 0, "collect", "RuntimeError: the sampler is gone"),
+    "planning": (planning_fails, 0, "plan", "MemoryError: no room to plan"),
+    "taking the plan": (preparing_fails, 2, "write", "MemoryError: no room for a header"),
+    "taking the plan on the leader": (preparing_fails, 0, "write", "MemoryError: no room for a header"),
+    "creating the shard": (storage_fails("create", 0, errno.EACCES), 1, "write", "EACCES"),
+    "full disk": (storage_fails("write_at", 0, errno.ENOSPC), 2, "write", "ENOSPC"),
+    "full disk at the leader": (storage_fails("write_at", 0, errno.ENOSPC), 0, "write", "ENOSPC"),
+    "flushing": (storage_fails("finish", 0, errno.EIO), 1, "write", "EIO"),
+    "file size limit": (file_size_limit, 1, "write", "EFBIG"),
+    "writing the index": (storage_fails("write_at", 1, errno.ENOSPC), 0, "commit", "ENOSPC"),
+    "flushing the index": (storage_fails("finish", 1, errno.EIO), 0, "commit", "EIO"),
+    "publishing the manifest": (storage_fails("publish", 0, errno.EROFS), 0, "commit", "EROFS"),
+}
+
+
+def run_cases(root: str) -> dict[str, Said]:
+    run = Run(root)
+    return {name: run.case(case(run, who)) for name, (case, who, _, _) in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Said]]]:
+    root = tmp_path_factory.mktemp("run")
+    outcomes = run_ranks(RANKS, run_cases, str(root), timeout=120)
+    return root, {name: [outcome.value[name] for outcome in outcomes] for name in CASES}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_rank_learns_rank_phase_and_cause(name: str, told: tuple[Path, dict[str, list[Said]]]) -> None:
+    _, who, phase, cause = CASES[name]
+    said = agreed(told[1][name])
+    assert said.kind == "RankFailure", said.text
+    assert said.details["phase"] == phase
+    assert list(said.details["causes"]) == [str(who)]
+    assert cause in said.details["causes"][str(who)]
+    assert f"rank {who}" in said.text
+    assert phase in said.text
+    assert cause in said.text
+    assert max(one.seconds for one in told[1][name]) < DEADLINE
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_is_committed_and_the_steps_around_it_are_good(
+    name: str, told: tuple[Path, dict[str, list[Said]]]
+) -> None:
+    root, saids = told
+    for said in saids[name]:
+        assert said.after == {"wrong before": [], "wrong after": [], "steps": True}
+    step = 3 * list(CASES).index(name) + 2
+    assert files_below(root / f"step-{step:08d}") == []
+    only_its_own(root / f"step-{step - 1:08d}")
+    only_its_own(root / f"step-{step + 1:08d}")
+
+
+def all_meet_a_file(root: str) -> Said:
+    run = Run(root)
+    return run.case(file_instead_of_folder(run, 0))
+
+
+def test_a_file_where_a_folder_is_needed(tmp_path: Path) -> None:
+    saids = [outcome.value for outcome in run_ranks(RANKS, all_meet_a_file, str(tmp_path))]
+    said = agreed(saids)
+    assert (said.kind, said.details["phase"]) == ("RankFailure", "write")
+    assert said.details["causes"].keys() == {"0", "1", "2"}
+    assert all("shards" in cause and "StorageError" in cause for cause in said.details["causes"].values())
+    assert saids[0].after == {"wrong before": [], "wrong after": [], "steps": True}
+
+
+def as_nobody(root: str) -> Said:
+    """Rank 1 has no right to write into the run's folder."""
+    run = Run(root)
+
+    def save(step: int) -> Any:
+        if rank() != 1:
+            return run.checkpointer.save(step, state_of(step))
+        os.seteuid(65534)
+        try:
+            return run.checkpointer.save(step, state_of(step))
+        finally:
+            os.seteuid(0)
+
+    return run.case(save)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_folder_that_one_rank_may_not_write_to(tmp_path: Path) -> None:
+    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
+        folder.chmod(0o755)  # it may look, not write
+    root = tmp_path / "run"
+    root.mkdir(mode=0o755)
+    saids = [outcome.value for outcome in run_ranks(2, as_nobody, str(root))]
+    said = agreed(saids)
+    assert (said.kind, said.details["phase"]) == ("RankFailure", "write")
+    assert list(said.details["causes"]) == ["1"]
+    assert "EACCES" in said.details["causes"]["1"]
+    assert [one.after for one in saids] == [{"wrong before": [], "wrong after": [], "steps": True}] * 2
+    assert files_below(root / "step-00000002") == []
+
+
+@contextmanager
+def small_disk(folder: Path, size: int) -> Iterator[None]:
+    """A file system of so many bytes; skips where mounting is not allowed."""
+    folder.mkdir()
+    options = ["-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    try:
+        made = subprocess.run(["mount", *options], capture_output=True, text=True, timeout=20)
+    except FileNotFoundError:
+        pytest.skip("there is no mount command")
+    if made.returncode != 0:
+        pytest.skip(f"mounting a tmpfs is not permitted here: {made.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True, timeout=20)
+
+
+def fill_the_disk(root: str) -> Said:
+    run = Run(root)
+
+    def save(step: int) -> Any:
+        mine = rows(whole((1024, 1024), step), 0, 1024 if rank() == 1 else 0)  # 4 MiB, all on rank 1
+        return run.checkpointer.save(step, state_of(step) | {"large": mine})
+
+    return run.case(save)
+
+
+def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+    root = tmp_path / "disk"
+    with small_disk(root, 1 << 20):
+        saids = [outcome.value for outcome in run_ranks(2, fill_the_disk, str(root))]
+        said = agreed(saids)
+        assert (said.kind, said.details["phase"]) == ("RankFailure", "write")
+        assert list(said.details["causes"]) == ["1"]
+        assert "ENOSPC" in said.text
+        assert "The disk is full" in said.text
+        assert [one.after for one in saids] == [{"wrong before": [], "wrong after": [], "steps": True}] * 2
+        assert files_below(root / "step-00000002") == []
+        only_its_own(root / "step-00000003")
+
+
+def value_differs(root: str) -> Said:
+    run = Run(root)
+    return run.case(lambda step: run.checkpointer.save(step, state_of(step) | {"seed": rank() // 2}))
+
+
+def test_a_plain_value_that_differs_between_ranks(tmp_path: Path) -> None:
+    saids = [outcome.value for outcome in run_ranks(RANKS, value_differs, str(tmp_path))]
+    said = agreed(saids)
+    assert said.kind == "StructureError"
+    assert said.details["key"] == "seed"
+    assert said.details["ranks"] == [0, 2]
+    assert "sp.PerRank" in said.text
+    assert saids[0].after == {"wrong before": [], "wrong after": [], "steps": True}
+    assert files_below(tmp_path / "step-00000002") == []
+
+
+def one_exits(root: str) -> Said | str:
+    run = Run(root)
+    error = SystemExit("out of quota") if rank() == 1 else None
+    try:
+        return attempt(lambda: run.checkpointer.save(1, state_of(1, error)))
+    except SystemExit as caught:
+        return str(caught)
+
+
+def test_a_rank_that_exits_tells_the_others_and_exits(tmp_path: Path) -> None:
+    told, exited = (outcome.value for outcome in run_ranks(2, one_exits, str(tmp_path)))
+    assert exited == "out of quota"
+    assert (told.kind, told.details["phase"]) == ("RankFailure", "collect")
+    assert told.details["causes"] == {"1": "SystemExit: out of quota"}
+    assert files_below(tmp_path) == []
+
+
+def published_then_fails(root: str) -> Said:
+    """The manifest is in place, and then the flush of its folder fails."""
+    run = Run(root)
+    error = storage_error(OSError(errno.EIO, os.strerror(errno.EIO)), "publish", "manifest.json")
+    run.checkpointer.save(1, state_of(1))
+    with run.faulty(0 if rank() == 0 else None, error, "publish", after=True):
+        said = attempt(lambda: run.checkpointer.save(2, state_of(2)))
+    said.after["wrong"] = run.restored(2)
+    return said
+
+
+def test_a_manifest_that_is_visible_is_never_left_without_its_files(tmp_path: Path) -> None:
+    saids = [outcome.value for outcome in run_ranks(2, published_then_fails, str(tmp_path))]
+    said = agreed(saids)
+    assert (said.kind, said.details["phase"]) == ("RankFailure", "commit")
+    assert "EIO" in said.text
+    assert "nothing was committed" not in said.text  # it may have been, as here
+    assert [one.after["wrong"] for one in saids] == [[], []]
+    only_its_own(tmp_path / "step-00000002")

@@ -1,0 +1,101 @@
+"""SIGKILL at every file operation of a save, of one rank and of all.
+
+Each job restores, repeats the save that the last job died in, and dies one operation later in a new one,
+until a save gets through to its end. Between the jobs a process of its own looks at the files.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardproof as sp
+from shardproof.checkpointer.retention import leftovers, remove_leftover, step_name
+from shardproof.format import MANIFEST_NAME, read_manifest
+from shardproof.rendezvous import LocalRendezvous
+from shardproof.storage import LocalStorage
+from tests.faults.dying import Deadly, die_at_every_operation
+from tests.harness import rank, run_ranks, world_size
+from tests.scenarios.states import (
+    attempt,
+    blanked,
+    differences,
+    files_below,
+    only_its_own,
+    plain_state,
+    whole_state,
+)
+
+RANKS = 2
+
+
+def resume_and_save(root: Path, meetings: Any, number: int, deadly: Deadly) -> str:
+    """Saves step `number` + 1, whatever is left of it, and dies in the save of the step after it."""
+    checkpointer = sp.Checkpointer(root, rendezvous=meetings)
+    step = number + 1
+    target = blanked(plain_state(rank(), world_size(), 0))
+    restored = checkpointer.restore(target)
+    if restored is not None:
+        assert restored in (step - 1, step, step + 1)
+        assert differences(target, plain_state(rank(), world_size(), restored)) == []
+    if restored is None or restored < step:
+        checkpointer.save(step, plain_state(rank(), world_size(), step))
+    if restored == step + 1:
+        return "committed before"
+    with deadly():
+        return attempt(lambda: checkpointer.save(step + 1, plain_state(rank(), world_size(), step + 1))).kind
+
+
+def look(root: Path, number: int, ended: list[str]) -> None:
+    """One process alone restores the newest committed step; every committed one is of one attempt."""
+    checkpointer = sp.Checkpointer(root, rendezvous=LocalRendezvous())
+    committed = checkpointer.steps()
+    step = number + 1
+    assert committed in (list(range(1, step + 1)), list(range(1, step + 2)))
+    target = blanked(whole_state(RANKS, 0))
+    assert checkpointer.restore(target) == committed[-1]
+    passed_over = {item.step for item in checkpointer.passed_over}
+    assert passed_over <= {step + 1} - set(committed)  # nothing but the save that died
+    assert differences(target, whole_state(RANKS, committed[-1])) == []
+    for found in committed[-2:]:
+        only_its_own(root / step_name(found), leftovers=True)
+    if number % 4 == 3:  # at other times leftovers stay, in the way of the next save
+        prune(root)
+    assert set(ended) <= {"", "killed", "RankSilent", "RankFailure", "committed before"}, ended
+
+
+def prune(root: Path) -> None:
+    """Removes what dead saves left; then every file belongs to a committed step."""
+    storage = LocalStorage(root)
+    for leftover in leftovers(storage, lambda name: time.time()):
+        assert remove_leftover(storage, leftover)
+    expected = []
+    for step in sp.Checkpointer(root, rendezvous=LocalRendezvous()).steps():
+        manifest = read_manifest(storage.within(step_name(step)))
+        names = [MANIFEST_NAME, manifest.index.name, *(record.name for record in manifest.files)]
+        expected += [f"{step_name(step)}/{name}" for name in names]
+    assert files_below(root) == sorted(expected)
+
+
+def killed_everywhere(root: str, who: int, everyone: bool) -> list[str]:
+    run = Path(root)
+    return die_at_every_operation(partial(resume_and_save, run), partial(look, run), who, everyone)
+
+
+@pytest.mark.parametrize(
+    ("who", "everyone"),
+    [(0, False), (1, False), (0, True)],
+    ids=["the leader", "a follower", "all"],
+)
+def test_killed_at_every_file_operation(who: int, everyone: bool, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    outcomes = run_ranks(RANKS, killed_everywhere, str(root), who, everyone, timeout=250)
+    ended = outcomes[who].value
+    assert ended[-1] == ""
+    assert ended.count("killed") > (30 if who == 0 else 10)
+    assert set(ended) == {"", "killed"}
+    prune(root)

@@ -1,0 +1,143 @@
+"""A gap, an overlap, or ranks that differ in a shape, a dtype or a key: one error for all, and no file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardproof as sp
+from tests.faulty_storage import FaultyStorage
+from tests.harness import rank, rendezvous, run_ranks, world_size
+from tests.scenarios.states import (
+    Said,
+    agreed,
+    attempt,
+    blanked,
+    differences,
+    files_below,
+    only_its_own,
+    plain_state,
+    rows,
+    whole,
+)
+
+RANKS = 3
+HEIGHT = 4 * RANKS
+CHANGES_STORAGE = ("create", "write_at", "finish", "publish", "delete")
+
+
+def _gap(state: dict[str, Any]) -> None:
+    if rank() == 1:
+        state["model"]["weight"] = rows(whole((HEIGHT, 3), 1), 4, 7)
+
+
+def _overlap(state: dict[str, Any]) -> None:
+    if rank() == 1:
+        state["model"]["weight"] = rows(whole((HEIGHT, 3), 1), 4, 9)
+
+
+def _other_shape(state: dict[str, Any]) -> None:
+    if rank() == 2:
+        state["model"]["bias"] = torch.zeros(6)
+
+
+def _other_global_shape(state: dict[str, Any]) -> None:
+    if rank() == 1:
+        state["model"]["weight"] = rows(whole((HEIGHT + 4, 3), 1), 4, 8)
+
+
+def _other_dtype(state: dict[str, Any]) -> None:
+    if rank() == 0:
+        state["model"]["bias"] = state["model"]["bias"].double()
+
+
+def _key_missing(state: dict[str, Any]) -> None:
+    if rank() == 1:
+        del state["model"]["weight"]
+
+
+def _key_without_holder(state: dict[str, Any]) -> None:
+    if rank() == 0:
+        state["alone"] = rows(whole((2, 2), 1, torch.int64), 0, 0)
+
+
+def _two_kinds(state: dict[str, Any]) -> None:
+    if rank() == 1:
+        state["epoch"] = torch.zeros(())
+
+
+INVALID: dict[str, tuple[Any, str, list[str]]] = {
+    "gap": (_gap, "TilingError", ["'model.weight'", "gap", "[7:8,0:3]"]),
+    "overlap": (_overlap, "TilingError", ["'model.weight'", "overlap", "[8:9,0:3]", "rank 1", "rank 2"]),
+    "shape": (_other_shape, "StructureError", ["'model.bias'", "[5]", "[6]", "rank 0", "rank 2"]),
+    "global shape": (
+        _other_global_shape,
+        "StructureError",
+        ["'model.weight'", f"[{HEIGHT}, 3]", f"[{HEIGHT + 4}, 3]", "rank 1"],
+    ),
+    "dtype": (_other_dtype, "StructureError", ["'model.bias'", "float64", "float32", "rank 0", "rank 1"]),
+    "key missing": (_key_missing, "TilingError", ["'model.weight'", "gap", "[4:8,0:3]", "ranks 0, 2"]),
+    "no holder": (_key_without_holder, "TilingError", ["'alone'", "gap", "no rank holds any of it"]),
+    "two kinds": (_two_kinds, "StructureError", ["'epoch'", "rank 0", "rank 1"]),
+}
+
+
+def save_invalid_then_valid(root: str) -> dict[str, Said]:
+    """Every invalid state under a step of its own, each followed by a valid save, with one Checkpointer."""
+    checkpointer = sp.Checkpointer(root, rendezvous=rendezvous(deadline=10.0))
+    said = {}
+    for number, (name, (spoil, _, _)) in enumerate(INVALID.items()):
+        state = plain_state(rank(), world_size(), number)
+        spoil(state)
+        watched = FaultyStorage(checkpointer._storage, only=CHANGES_STORAGE)
+        kept, checkpointer._storage = checkpointer._storage, watched  # type: ignore[assignment]
+        one = attempt(lambda state=state, step=2 * number: checkpointer.save(step, state))  # type: ignore[misc]
+        checkpointer._storage = kept
+        one.after["operations"] = watched.operations
+        checkpointer.save(2 * number + 1, plain_state(rank(), world_size(), number))
+        target = blanked(plain_state(rank(), world_size(), 0))
+        one.after["restored"] = checkpointer.restore(target)
+        one.after["wrong"] = differences(target, plain_state(rank(), world_size(), number))
+        said[name] = one
+    return said
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Said]]]:
+    root = tmp_path_factory.mktemp("run")
+    return root, [outcome.value for outcome in run_ranks(RANKS, save_invalid_then_valid, str(root))]
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_all_ranks_get_the_same_error(name: str, outcomes: tuple[Path, list[dict[str, Said]]]) -> None:
+    _, kind, words = INVALID[name]
+    one = agreed([said[name] for said in outcomes[1]])
+    assert one.kind == kind
+    for word in words:
+        assert word in one.text, one.text
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_nothing_is_written(name: str, outcomes: tuple[Path, list[dict[str, Said]]]) -> None:
+    root, saids = outcomes
+    assert [said[name].after["operations"] for said in saids] == [[]] * RANKS
+    step = 2 * list(INVALID).index(name)
+    assert not (root / f"step-{step:08d}").exists()
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_the_next_valid_save_works_and_loads(name: str, outcomes: tuple[Path, list[dict[str, Said]]]) -> None:
+    root, saids = outcomes
+    step = 2 * list(INVALID).index(name) + 1
+    assert [said[name].after["restored"] for said in saids] == [step] * RANKS
+    assert [said[name].after["wrong"] for said in saids] == [[]] * RANKS
+    only_its_own(root / f"step-{step:08d}")
+
+
+def test_only_the_valid_steps_are_there(outcomes: tuple[Path, list[dict[str, Said]]]) -> None:
+    root, _ = outcomes
+    steps = {name.split("/")[0] for name in files_below(root)}
+    assert steps == {f"step-{2 * number + 1:08d}" for number in range(len(INVALID))}

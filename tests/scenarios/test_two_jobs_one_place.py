@@ -1,0 +1,87 @@
+"""Two jobs save to one step at once: one commits, the other is told, and nothing of theirs is mixed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardproof as sp
+from shardproof.checkpointer.retention import step_name
+from tests import harness
+from tests.faulty_storage import FaultyStorage
+from tests.harness import Job, reach, run_ranks
+from tests.scenarios.states import (
+    Said,
+    agreed,
+    attempt,
+    blanked,
+    differences,
+    only_its_own,
+    plain_state,
+    whole_state,
+)
+
+STEP = 5
+
+
+def save_as_one_of_two(root: str, point: str) -> Said:
+    """Ranks 0 and 1 are one job, ranks 2 and 3 the other; each job's leader reaches a point in its save."""
+    from torch.distributed import TCPStore
+
+    from shardproof.rendezvous import StoreRendezvous
+
+    job, rank = divmod(harness.rank(), 2)
+    store = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), None, is_master=False)
+    meetings = StoreRendezvous(store, rank, 2, deadline=20.0, name=f"job-{job}")
+    checkpointer = sp.Checkpointer(root, rendezvous=meetings)
+    kept = checkpointer._storage
+    if rank == 0:
+        storage = FaultyStorage(kept, 0, lambda *_: reach(point), only=(point,))
+        checkpointer._storage = storage  # type: ignore[assignment]
+    salt = 10 * (job + 1)
+    said = attempt(lambda: checkpointer.save(STEP, plain_state(rank, 2, salt)))
+    checkpointer._storage = kept
+    winner = 10 * (job + 1) if not said.kind else 10 * (2 - job)
+    reach("after")
+    target = blanked(plain_state(rank, 2, 0))
+    assert checkpointer.restore(target) == STEP
+    said.after["wrong"] = differences(target, plain_state(rank, 2, winner))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("first", "point"), [(0, "publish"), (2, "publish"), (None, "publish"), (2, "create"), (None, "size")]
+)
+def test_one_commits_and_the_other_is_told(first: int | None, point: str, tmp_path: Path) -> None:
+    def script(job: Job) -> None:
+        for leader in (0, 2):
+            job.until_held(leader, point)  # both have come as far; neither further
+        for leader in (0, 2) if first is None else (first, 2 - first):
+            job.go(leader)
+            if first is not None:
+                job.until_held(leader, "after")  # the other one comes when all is over
+        for rank in range(4):
+            job.until_held(rank, "after")
+        for rank in range(4):
+            job.go(rank)
+
+    hold = {rank: [point, "after"] if rank % 2 == 0 else "after" for rank in range(4)}
+    outcomes = run_ranks(4, save_as_one_of_two, str(tmp_path), point, hold=hold, script=script)
+    said = [outcome.value for outcome in outcomes]
+    jobs = [agreed(said[:2]), agreed(said[2:])]
+    assert sorted(job.kind for job in jobs) == ["", "AlreadyCommittedError"]
+    won = 0 if not jobs[0].kind else 1
+    if first is not None:
+        assert won == first // 2
+    assert step_name(STEP) in jobs[1 - won].text
+    assert [one.after["wrong"] for one in said] == [[]] * 4
+    folder = tmp_path / step_name(STEP)
+    assert only_its_own(folder) == said[2 * won].value.result().attempt
+    target = blanked(whole_state(2, 0))
+    sp.load(folder, target)
+    assert differences(target, whole_state(2, 10 * (won + 1))) == []
+    with sp.open(folder) as checkpoint:
+        assert torch.equal(checkpoint["model.bias"][...], whole_state(2, 10 * (won + 1))["model"]["bias"])
