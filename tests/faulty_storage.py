@@ -72,6 +72,9 @@ class FaultyStorage:
     def list(self, prefix: str = "") -> list[str]:
         return self._do("list", prefix, lambda: self._inner.list(prefix))
 
+    def folders(self) -> list[str]:
+        return self._do("folders", "", self._inner.folders)
+
     def delete(self, name: str) -> None:
         self._do("delete", name, lambda: self._inner.delete(name))
 

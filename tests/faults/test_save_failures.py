@@ -109,7 +109,7 @@ def collect_fails(run: Run, who: int) -> Callable[[int], Any]:
 def planning_fails(run: Run, who: int) -> Callable[[int], Any]:
     def save(step: int) -> Any:
         changed = state_of(step) | {f"new-{step}": torch.ones(2)}  # no cached plan
-        with mock.patch("shardproof.saving.saver.plan_writes", side_effect=MemoryError("no room to plan")):
+        with mock.patch("shardproof.saving.session.plan_writes", side_effect=MemoryError("no room to plan")):
             return run.checkpointer.save(step, changed)
 
     return save
@@ -123,7 +123,7 @@ def preparing_fails(run: Run, who: int) -> Callable[[int], Any]:
         error = MemoryError("no room for a header")
         if rank() != who:
             return run.checkpointer.save(step, changed)
-        with mock.patch("shardproof.saving.saver.prepare_shard", side_effect=error):
+        with mock.patch("shardproof.saving.session.prepare_shard", side_effect=error):
             return run.checkpointer.save(step, changed)
 
     return save

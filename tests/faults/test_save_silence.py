@@ -195,7 +195,7 @@ def one_writes_slowly(root: str, slow: int) -> Said:
     checkpointer = checkpointer_at(root, deadline=1.5)
     state = {"large": rows(whole((6 * 1024, 2), 1), 0, 6 * 1024 if rank() == slow else 0)}
     if rank() == slow:
-        checkpointer._saver._pool = BufferPool(4096, 3)
+        checkpointer._saver._kept.pool = BufferPool(4096, 3)
         checkpointer._storage = Gated(checkpointer._storage)  # type: ignore[assignment]
     return attempt(lambda: checkpointer.save(1, state))
 

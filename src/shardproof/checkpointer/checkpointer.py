@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,9 +12,16 @@ from typing import Any
 import msgspec
 
 from shardproof.checkpointer.retention import Retention, delete_step, is_ours, parse_step, step_name
-from shardproof.errors import FormatError, NotCommittedError, StorageError
+from shardproof.errors import (
+    FormatError,
+    KeyMismatchError,
+    NotCommittedError,
+    ShardproofError,
+    StorageError,
+    StructureError,
+)
 from shardproof.format import MANIFEST_NAME, Manifest, read_index, read_manifest
-from shardproof.loading import UNREADABLE, LoadReport, load_from
+from shardproof.loading import UNREADABLE, LoadReport, Options, load_from
 from shardproof.loading.selection import Cast, Patterns
 from shardproof.rendezvous import Meetings, Rendezvous, connect
 from shardproof.saving import Committed, Saver
@@ -84,6 +92,8 @@ class Checkpointer:
         self.passed_over: tuple[PassedOver, ...] = ()
         """Newer steps that the last `restore` could not take, and why; newest first."""
         self._keep = keep
+        self._damaged: set[int] = set()
+        """Steps that a restore passed over as damaged; saving one of them again replaces it."""
         self._storage = LocalStorage(root)
         self._rendezvous = rendezvous or connect(deadline=deadline)
         self._saver = Saver(self._rendezvous)
@@ -102,15 +112,18 @@ class Checkpointer:
         Raises:
             ShardproofError: see `shardproof.save`.
         """
-        try:
-            folder = step_name(step)
-        except ValueError:
-            folder = "invalid-step"  # refused below, where every rank learns of it
+        number, folder = _named(step)
         committed = self._saver.save(
-            self._storage.within(folder), state, step=step, metadata=metadata, overwrite=overwrite
+            self._storage.within(folder),
+            state,
+            step=number,
+            metadata=metadata,
+            overwrite=overwrite or number in self._damaged,
         )
+        assert committed.step is not None
+        self._damaged.discard(committed.step)
         if self._keep is not None and self._rendezvous.rank == 0:
-            self._retain(self._keep, step)
+            self._retain(self._keep, committed.step)
         return PendingSave(committed)
 
     def wait(self) -> None:
@@ -123,11 +136,13 @@ class Checkpointer:
     def _folders(self) -> dict[int, bool]:
         """Every step that has files of ours, and whether it has a manifest."""
         found: dict[int, bool] = {}
-        for name in self._storage.list():
-            folder, _, file = name.partition("/")
-            step = parse_step(folder)
-            if step is not None and is_ours(file):
-                found[step] = found.get(step, False) or file == MANIFEST_NAME
+        for name in self._storage.folders():
+            step = parse_step(name)
+            if step is not None:
+                folder = self._storage.within(name)
+                committed = folder.size(MANIFEST_NAME) is not None
+                if committed or any(is_ours(file) for file in folder.list()):
+                    found[step] = committed
         return found
 
     def restore(
@@ -144,7 +159,8 @@ class Checkpointer:
         """Loads the newest committed and readable step, into whatever layout the state has now.
 
         A step that is damaged is passed over for the next older one, and `passed_over` says why. A step that
-        is whole but does not fit the state is an error, never passed over.
+        is whole but does not fit the state is an error, never passed over; so is one that cannot be had just
+        now (no permission, a stale file handle). The newest is the one with the highest number.
 
         Args:
             state: the tree to fill.
@@ -162,26 +178,26 @@ class Checkpointer:
             NotCommittedError: there are committed steps, but none can be read; or `step` is not committed.
             ShardproofError: see `shardproof.load`.
         """
+        options = Options(strict, include, exclude, cast, rename)
         self.passed_over = ()
         self.last_restore = None
+        overwritten: int | None = None
         while (chosen := self._choose(step)) is not None:
-            folder = self._storage.within(step_name(chosen))
             try:
-                self.last_restore = load_from(
-                    folder,
-                    state,
-                    self._rendezvous,
-                    strict=strict,
-                    include=include,
-                    exclude=exclude,
-                    cast=cast,
-                    rename=rename,
-                )
+                report = load_from(self._storage.within(step_name(chosen)), state, self._rendezvous, options)
+            except KeyMismatchError as error:
+                raise error if overwritten is None else _mixed(error.message, overwritten, chosen) from error
             except UNREADABLE as error:
-                if step is not None:
+                if step is not None or not _is_damage(error):
                     raise
-                self._pass_over(PassedOver(chosen, str(error)))
+                if error.details.get("overwritten"):
+                    overwritten = chosen
+                self._damaged.add(chosen)
+                self._pass_over(PassedOver(chosen, error.message))
                 continue
+            if overwritten is not None and report.missing:
+                raise _mixed(f"it lacks {', '.join(report.missing[:8])}", overwritten, chosen)
+            self.last_restore = report
             return chosen
         return None
 
@@ -191,6 +207,13 @@ class Checkpointer:
         tried = [item.step for item in self.passed_over]
 
         def decide(posts: Sequence[bytes]) -> bytes:
+            wanted = {msgspec.msgpack.decode(post, type=int | None) for post in posts}
+            if len(wanted) > 1:
+                raise StructureError(
+                    f"{self.root}: ranks were asked to restore different steps: {sorted(map(str, wanted))}; "
+                    f"nothing "
+                    "was changed"
+                )
             if step is not None:
                 self._check_step(read_manifest(self._storage.within(step_name(step))), step)
                 return msgspec.msgpack.encode((step, []))
@@ -211,7 +234,7 @@ class Checkpointer:
                 )
             return msgspec.msgpack.encode((None, passed))
 
-        answer = meeting.meet("choose", lambda: b"", decide)
+        answer = meeting.meet("choose", lambda: msgspec.msgpack.encode(step), decide)
         chosen, passed = msgspec.msgpack.decode(answer, type=tuple[int | None, list[tuple[int, str]]])
         for number, reason in passed:
             self._pass_over(PassedOver(number, reason))
@@ -224,7 +247,7 @@ class Checkpointer:
 
     def _check_step(self, manifest: Manifest, step: int) -> None:
         """A folder that was renamed or copied would restore one step as another."""
-        if manifest.step != step:
+        if manifest.step not in (None, step):
             name = step_name(step)
             raise FormatError(
                 f"{self.root}/{name} holds step {manifest.step}: it was renamed or copied. Give it back its "
@@ -246,18 +269,64 @@ class Checkpointer:
                     found = "no file" if size is None else str(size)
                     return f"{record.name}: expected {record.size} bytes, found {found}"
         except UNREADABLE as error:
-            return str(error)
+            if not _is_damage(error):
+                raise
+            return error.message
         finally:
             folder.close()
         return None
 
     def _retain(self, keep: Retention, newest: int) -> None:
-        """Removes what the policy lets go. Failing costs space, not safety, so it is only logged."""
-        steps = self.steps()
-        kept = keep.select(steps) | {newest}
-        for step in steps:
-            if step not in kept:
-                try:
-                    delete_step(self._storage, step_name(step))
-                except StorageError as error:
-                    _log.warning("%s: step %d could not be removed: %s", self.root, step, error)
+        """Removes what the policy lets go. Failing costs space, not safety, so it is only logged.
+
+        Note "One line of steps": only steps up to the one just saved are counted. Newer ones are there when
+        the
+        run was rolled back; they must not push out the steps of the run that goes on. Nor do damaged steps
+        count.
+        """
+        try:
+            steps = [step for step in self.steps() if step not in self._damaged]
+            newer = [step for step in steps if step > newest]
+            if newer:
+                _log.warning(
+                    "%s: steps %s are newer than step %d, which was just saved: restore() would take them. "
+                    "Remove "
+                    "their folders if the run was rolled back",
+                    self.root,
+                    newer,
+                    newest,
+                )
+            counted = [step for step in steps if step <= newest]
+            let_go = sorted(set(counted) - set(keep.select(counted)) - {newest})
+            for done, step in enumerate(let_go):
+                self._rendezvous.progress(done, len(let_go))
+                delete_step(self._storage, step_name(step))
+        except Exception as error:
+            _log.warning("%s: old steps could not be removed: %s", self.root, error)
+
+
+def _named(step: Any) -> tuple[Any, str]:
+    """The step and its folder. One that is no step is refused by the save, where every rank learns of it."""
+    try:
+        number = operator.index(step)
+        return (step if isinstance(step, bool) else number), step_name(number)
+    except (TypeError, ValueError):
+        return repr(step), "invalid-step"
+
+
+def _is_damage(error: ShardproofError) -> bool:
+    """Whether stored bytes are lost or changed, rather than out of reach just now."""
+    if not isinstance(error, StorageError):
+        return True
+    return bool(error.details.get("missing")) or error.details.get("errno") in (None, "EIO")
+
+
+def _mixed(problem: str, damaged: int, older: int) -> StructureError:
+    return StructureError(
+        f"step {damaged} turned out to be damaged after part of the target was overwritten, and step "
+        f"{older} does "
+        f"not replace all of it: {problem}\nThe target holds values of both: make the state anew, and "
+        f"restore "
+        f"step={older} into it with what it lacks left out or strict=False",
+        overwritten=True,
+    )

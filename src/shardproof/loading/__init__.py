@@ -9,6 +9,7 @@ from typing import Any
 from shardproof.loading.checkpoint import Checkpoint, StoredTensor
 from shardproof.loading.checkpoint import open_checkpoint as open  # noqa: A004 the public name is sp.open
 from shardproof.loading.loader import UNREADABLE, LoadReport, load_from
+from shardproof.loading.matching import Options
 from shardproof.loading.selection import Cast, Patterns
 from shardproof.loading.verify import VerifyReport, verify
 from shardproof.rendezvous import Rendezvous, connect
@@ -18,6 +19,7 @@ __all__ = [
     "UNREADABLE",
     "Checkpoint",
     "LoadReport",
+    "Options",
     "StoredTensor",
     "VerifyReport",
     "load",
@@ -76,9 +78,5 @@ def load(
         LocalStorage(path),
         state,
         rendezvous or connect(),
-        strict=strict,
-        include=include,
-        exclude=exclude,
-        cast=cast,
-        rename=rename,
+        Options(strict, include, exclude, cast, rename),
     )

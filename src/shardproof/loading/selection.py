@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from shardproof.errors import StructureError
 from shardproof.state import Catalogue
 
-__all__ = ["Cast", "Patterns", "casts", "renamed", "selects"]
+__all__ = ["Cast", "Patterns", "casts", "check_patterns", "renamed", "selects"]
 
 Patterns = str | Sequence[str] | None
 Cast = bool | str | Sequence[str]
@@ -41,6 +41,20 @@ def casts(cast: Cast) -> Callable[[str], bool]:
         return lambda key: cast
     patterns = _as_tuple(cast)
     return lambda key: _matches(key, patterns)
+
+
+def check_patterns(option: str, patterns: Patterns, keys: Iterable[str]) -> None:
+    """Refuses a pattern that matches no key: a typo would load nothing and report success.
+
+    Raises:
+        StructureError: naming the patterns.
+    """
+    known = list(keys)
+    unused = [item for item in _as_tuple(patterns) if not any(_matches(key, (item,)) for key in known)]
+    if unused:
+        raise StructureError(
+            f"{option}: no key matches {unused}; `shardproof inspect` lists the keys of the checkpoint"
+        )
 
 
 def renamed(catalogue: Catalogue, rename: Mapping[str, str] | None) -> tuple[Catalogue, dict[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,10 @@ class ReadPlan:
     """(n, width) offsets of the part from the wanted box's first element."""
     sizes: NDArray[np.int64]
     """(n, width) sizes of the part; dimensions beyond the tensor's are 1."""
+
+    def for_wants(self, want: NDArray[np.int64]) -> ReadPlan:
+        """The same parts for other destinations."""
+        return replace(self, want=want)
 
     def only(self, rows: NDArray[np.bool_]) -> ReadPlan:
         """The plan of some of the rows."""

@@ -114,9 +114,11 @@ def _lead(
         try:
             return _answer(channel, meeting, keys, verdict)
         except ShardproofError as error:
-            if outcome.cause is not None:
-                raise error from outcome.cause
-            raise
+            if outcome.cause is None:
+                raise
+            if not isinstance(outcome.cause, Exception):
+                raise outcome.cause from None  # an interrupt or exit stays one on the rank that it came to
+            raise error from outcome.cause
     except (LinkLost, ShardproofError, PassedOver):
         raise
     except BaseException as error:  # Ctrl-C: the others need not wait for a deadline to learn it

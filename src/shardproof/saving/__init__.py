@@ -7,7 +7,8 @@ from typing import Any
 
 from shardproof.rendezvous import Rendezvous, connect
 from shardproof.saving.repair import repair
-from shardproof.saving.saver import Committed, Saver
+from shardproof.saving.saver import Saver
+from shardproof.saving.session import Committed
 from shardproof.storage import LocalStorage
 
 __all__ = ["Committed", "Saver", "repair", "save"]

@@ -22,7 +22,6 @@ class BufferPool:
 
     def __init__(self, nbytes: int = 8 << 20, count: int = 3) -> None:
         self.nbytes = nbytes
-        self.count = count
         self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         for _ in range(count):
             self._free.put(aligned_buffer(nbytes))

@@ -61,6 +61,7 @@ def commit(
     """
     _check_objects_agree(written)
     _check_planned(plan, written)
+    _check_visible(storage, plan, attempt, written)
     files = tuple(
         FileRecord(
             shard_name(rank, attempt.id),
@@ -200,6 +201,21 @@ def _check_planned(plan: WritePlan, written: Sequence[Written]) -> None:
             )
 
 
+def _check_visible(storage: Storage, plan: WritePlan, attempt: Attempt, written: Sequence[Written]) -> None:
+    """The shard files are where the leader, and so any reader, looks for them."""
+    for rank in plan.writers:
+        name = shard_name(rank, attempt.id)
+        size = storage.size(name)
+        if size != written[rank].size:
+            found = "no such file" if size is None else f"{size} bytes"
+            raise StorageError(
+                f"rank {rank} wrote {storage.location}/{name} with {written[rank].size} bytes, and rank 0 "
+                f"finds "
+                f"{found}: is this place shared by all nodes?",
+                file=name,
+            )
+
+
 def _check_objects_agree(written: Sequence[Written]) -> None:
     """A value that several ranks have under one key must be the same on all of them."""
     first: dict[str, tuple[bytes, int]] = {}
@@ -224,7 +240,7 @@ def _check_objects_agree(written: Sequence[Written]) -> None:
 
 
 def _committed_files(storage: Storage) -> list[str]:
-    """Files of the checkpoint that is about to be replaced; none where there is none that can be read."""
+    """Files of the checkpoint that is about to be replaced, as far as their names are ours to give."""
     try:
         old = read_manifest(storage)
     except NotCommittedError:
@@ -236,7 +252,8 @@ def _committed_files(storage: Storage) -> list[str]:
             error,
         )
         return []
-    return [old.index.name, *(record.name for record in old.files)]
+    named = {index_name(old.attempt), *(shard_name(record.rank, old.attempt) for record in old.files)}
+    return [name for name in (old.index.name, *(record.name for record in old.files)) if name in named]
 
 
 def _remove(storage: Storage, name: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -52,11 +51,6 @@ def _to_host(piece: Piece, offsets: list[int], sizes: list[int]) -> torch.Tensor
     for dim, (offset, size, first) in enumerate(zip(offsets, sizes, piece.offsets, strict=True)):
         part = part.narrow(dim, offset - first, size)
     return part.resolve_conj().resolve_neg().contiguous().cpu()
-
-
-def as_memory(address: int, byte_count: int) -> memoryview:
-    """Host memory as bytes, without a copy; the caller keeps its owner alive."""
-    return memoryview((ctypes.c_char * byte_count).from_address(address)).cast("B")
 
 
 def digests_as_array(digests: Sequence[bytes]) -> np.ndarray[tuple[int, int], np.dtype[np.uint64]]:

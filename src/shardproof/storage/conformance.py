@@ -191,6 +191,14 @@ class StorageConformance:
         assert storage.list() == ["b", "shards-more/3", "shards/0", "shards/1", "shards/deep/er/2"]
         assert storage.list("shards") == ["shards/0", "shards/1", "shards/deep/er/2"]
 
+    def test_folders(self, storage: Storage) -> None:
+        assert storage.folders() == []
+        for name in ("b", "shards/deep/er/2", "other/3"):
+            _write(storage, name, b"")
+        assert storage.folders() == ["other", "shards"]
+        assert storage.within("shards").folders() == ["deep"]
+        assert storage.within("none").folders() == []
+
     def test_delete(self, storage: Storage) -> None:
         _write(storage, "a/b/c", b"1")
         _write(storage, "a/d", b"2")

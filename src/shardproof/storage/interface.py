@@ -65,6 +65,10 @@ class Storage(Protocol):
         """Bytes of the file; None if there is no such file."""
         ...
 
+    def folders(self) -> list[str]:
+        """Sorted names of the folders directly in this storage."""
+        ...
+
     def list(self, prefix: str = "") -> list[str]:
         """Sorted names of all files in the folder `prefix` and below, leftovers of `publish` included."""
         ...

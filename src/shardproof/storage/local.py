@@ -122,6 +122,16 @@ class LocalStorage:
             raise storage_error(error, "look at", str(path)) from error
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
+    def folders(self) -> list[str]:
+        """Sorted names of the folders directly in the root. Links are not folders."""
+        try:
+            with os.scandir(self._root) as entries:
+                return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise storage_error(error, "list", str(self._root)) from error
+
     def list(self, prefix: str = "") -> list[str]:
         """Sorted names of the files in the folder `prefix` and below. Linked folders are not entered."""
         top = self._path(prefix) if prefix else self._root

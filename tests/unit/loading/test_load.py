@@ -216,7 +216,7 @@ def test_tied_targets_take_tied_values_and_refuse_two(tmp_path: Path) -> None:
         sp.load(tmp_path / saved, apart)
         assert torch.equal(apart["a"], one) and torch.equal(apart["b"], one)
     target = torch.zeros(4)
-    with pytest.raises(KeyMismatchError, match="two tensors with different values"):
+    with pytest.raises(KeyMismatchError, match="two tensors in the checkpoint whose chunks differ"):
         sp.load(tmp_path / "apart", {"a": target, "b": target})
     assert not target.any()
     sp.load(tmp_path / "apart", {"a": target, "b": target}, exclude="b")
@@ -262,3 +262,58 @@ def test_every_dtype_at_any_alignment(tmp_path: Path) -> None:
         with sp.open(tmp_path) as opened:
             assert torch.equal(opened[key].read().view(torch.uint8), value.view(torch.uint8)), key
             assert torch.equal(opened[key][3:6].view(torch.uint8), value[3:6].view(torch.uint8)), key
+
+
+def test_memory_that_two_keys_share_takes_equal_values_only(tmp_path: Path) -> None:
+    base = torch.arange(8.0)
+    sp.save(tmp_path / "agree", {"a": base, "b": base[:4]})
+    sp.save(tmp_path / "differ", {"a": base, "b": base[:4] + 100})
+    memory = torch.zeros(8)
+    target = {"a": memory, "b": memory[:4]}
+    sp.load(tmp_path / "agree", target)
+    assert torch.equal(memory, base)
+    with pytest.raises(sp.StructureError, match="shares memory") as caught:
+        sp.load(tmp_path / "differ", target)
+    assert "partly overwritten" in str(caught.value)
+    sp.load(tmp_path / "differ", target, exclude="b")
+
+
+def test_interleaved_views_of_one_memory_are_no_conflict(tmp_path: Path) -> None:
+    memory = torch.arange(8.0)
+    sp.save(tmp_path / "c", {"even": memory[::2], "odd": memory[1::2]})
+    other = torch.zeros(8)
+    sp.load(tmp_path / "c", {"even": other[::2], "odd": other[1::2]})
+    assert torch.equal(other, memory)
+
+
+@pytest.mark.parametrize("option", ["include", "cast"])
+def test_a_pattern_that_names_nothing_is_refused(option: str, tmp_path: Path) -> None:
+    sp.save(tmp_path / "c", {"model": {"w": torch.ones(2)}})
+    with pytest.raises(sp.StructureError, match=rf"{option}: no key matches \['modle.\*'\]"):
+        sp.load(tmp_path / "c", {"model": {"w": torch.zeros(2)}}, **{option: ["modle.*"]})
+
+
+def test_complex_values_are_never_cast_to_real_ones(tmp_path: Path) -> None:
+    sp.save(tmp_path / "c", {"w": torch.ones(2, dtype=torch.complex64)})
+    with pytest.raises(sp.KeyMismatchError, match="imaginary"):
+        sp.load(tmp_path / "c", {"w": torch.zeros(2)}, cast=True)
+
+
+def test_an_object_that_refuses_its_state_says_what_became_of_the_target(tmp_path: Path) -> None:
+    class Refuses:
+        def state_dict(self) -> dict[str, int]:
+            return {"n": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            raise ValueError("boom")
+
+    sp.save(tmp_path / "c", {"w": torch.ones(2), "x": Refuses()})
+    with pytest.raises(ValueError, match="boom") as caught:
+        sp.load(tmp_path / "c", {"w": torch.zeros(2), "x": Refuses()})
+    assert "partly overwritten" in caught.value.__notes__[0]
+
+
+def test_per_rank_values_that_the_target_forgot_are_unexpected(tmp_path: Path) -> None:
+    sp.save(tmp_path / "c", {"w": torch.ones(2), "rng": sp.RandomState()})
+    with pytest.raises(sp.KeyMismatchError, match="not asked for"):
+        sp.load(tmp_path / "c", {"w": torch.zeros(2)})

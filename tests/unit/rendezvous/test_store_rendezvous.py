@@ -44,7 +44,10 @@ def on_ranks(
     return ends
 
 
-@pytest.mark.parametrize("kind", ["hash", "prefix", "file", "tcp", "tcp without libuv"])
+@pytest.mark.parametrize(
+    "kind",
+    ["hash", "prefix", "file", "tcp", pytest.param("tcp without libuv", marks=pytest.mark.slow)],
+)
 def test_any_store_will_do(kind: str, tmp_path: Any) -> None:
     if kind.startswith("tcp"):
         store: Any = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, use_libuv=kind == "tcp")

@@ -1,0 +1,216 @@
+"""Matching a state with a checkpoint: what goes where, and what does not fit, before anything is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from shardproof.errors import KeyMismatchError, ShardproofError, StorageError, StructureError
+from shardproof.loading.checkpoint import Checkpoint
+from shardproof.loading.place import Destination
+from shardproof.loading.selection import Cast, Patterns, casts, check_patterns, renamed, selects
+from shardproof.planning import ReadPlan, Wanted, plan_reads
+from shardproof.state import Binding, TensorEntry, bind
+
+__all__ = ["DEFAULTS", "Asked", "Matched", "Options", "agree", "from_rank", "match"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options of a load; see `shardproof.load`."""
+
+    strict: bool = True
+    include: Patterns = None
+    exclude: Patterns = None
+    cast: Cast = False
+    rename: Mapping[str, str] | None = None
+
+
+DEFAULTS = Options()
+
+
+class Asked(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank found when it matched its target with the checkpoint."""
+
+    attempt: str
+    strict: bool
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    mismatched: tuple[tuple[str, str, str], ...] = ()
+    error: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """What one rank will read, and where it goes."""
+
+    asked: Asked
+    binding: Binding
+    destinations: list[Destination]
+    plan: ReadPlan | None
+    """None where something does not fit, so that nothing will be read."""
+
+
+def match(checkpoint: Checkpoint, state: Any, options: Options, rank: int, world_size: int) -> Matched:
+    """Binds a state to a checkpoint and plans the reading, without touching the state.
+
+    Raises:
+        StructureError: the target cannot be loaded into, or a pattern or rename names nothing.
+        TilingError: the stored chunks of a wanted tensor do not tile it.
+    """
+    catalogue, stored_of = renamed(checkpoint.catalogue(), options.rename)
+    selected, may_cast = selects(options.include, options.exclude), casts(options.cast)
+    binding = bind(
+        state, catalogue, rank=rank, world_size=world_size, selected=selected, strict=options.strict
+    )
+    known = {*catalogue.tensors, *catalogue.objects, *binding.missing}
+    check_patterns("include", options.include, known)
+    check_patterns("cast", None if isinstance(options.cast, bool) else options.cast, known)
+    mismatched = [(item.key, item.expected, item.found) for item in binding.mismatched]
+    fitting: list[TensorEntry] = []
+    for entry in binding.tensors:
+        difference = _difference(entry, *catalogue.tensors[entry.key], may_cast)
+        if difference is None:
+            fitting.append(entry)
+        else:
+            mismatched.append((entry.key, *difference))
+    rows = {entry.key: checkpoint.row(stored_of.get(entry.key, entry.key)) for entry in fitting}
+    entries = []
+    for entry in fitting:
+        other = entry.alias_of
+        if other is None or other not in rows:
+            entries.append(entry)
+        elif not _same_chunks(checkpoint, rows[entry.key], rows[other]):
+            found = "two tensors in the checkpoint whose chunks differ (exclude one of them)"
+            mismatched.append((entry.key, f"one tensor with {other!r}", found))
+    used = binding.used
+    unexpected = sorted(
+        key for key in (*catalogue.tensors, *catalogue.objects) if key not in used and selected(key)
+    )
+    asked = Asked(
+        checkpoint.manifest.attempt,
+        options.strict,
+        tuple(binding.missing),
+        tuple(unexpected),
+        tuple(mismatched),
+    )
+    if mismatched or (options.strict and binding.missing):
+        return Matched(asked, binding, [], None)
+    return Matched(asked, binding, *_planned(checkpoint, entries, rows))
+
+
+def _difference(
+    entry: TensorEntry, dtype: str, shape: tuple[int, ...], may_cast: Callable[[str], bool]
+) -> tuple[str, str] | None:
+    """What the target expects and what the checkpoint has, where they do not fit."""
+    if tuple(entry.shape) != tuple(shape):
+        return f"shape {list(entry.shape)}", f"shape {list(shape)}"
+    if entry.dtype == dtype:
+        return None
+    if dtype.startswith("complex") and not entry.dtype.startswith("complex"):
+        return entry.dtype, f"{dtype} (a cast would drop the imaginary part)"
+    return None if may_cast(entry.key) else (entry.dtype, f"{dtype} (cast=True converts)")
+
+
+def _same_chunks(checkpoint: Checkpoint, row: int, other: int) -> bool:
+    """Whether two stored tensors are the same, chunk by chunk."""
+    if row == other:
+        return True
+    table = checkpoint.table
+
+    def described(tensor: int) -> list[Any]:
+        rows = np.flatnonzero(table.tensor == tensor).tolist()
+        spans = [slice(table.box_start[at], table.box_start[at + 1]) for at in rows]
+        boxes = [(table.box_offsets[span].tolist(), table.box_sizes[span].tolist()) for span in spans]
+        return sorted(zip(boxes, table.digest[rows].tolist(), strict=True))
+
+    return described(row) == described(other)
+
+
+def _planned(
+    checkpoint: Checkpoint, entries: Sequence[TensorEntry], rows: Mapping[str, int]
+) -> tuple[list[Destination], ReadPlan]:
+    destinations: list[Destination] = []
+    tensor: list[int] = []
+    offsets: list[int] = []
+    sizes: list[int] = []
+    for entry in entries:
+        row = rows[entry.key]
+        for piece in entry.pieces:
+            if piece.view.numel():
+                destinations.append(Destination(entry.key, piece.view))
+                tensor.append(row)
+                offsets.extend(piece.offsets)
+                sizes.extend(piece.view.shape)
+    tensors = checkpoint.manifest.tensors
+    plan = plan_reads(
+        [record.key for record in tensors],
+        [record.shape for record in tensors],
+        checkpoint.table,
+        Wanted(np.array(tensor, np.int64), np.array(offsets, np.int64), np.array(sizes, np.int64)),
+    )
+    return destinations, plan
+
+
+def agree(location: str, posts: Sequence[bytes]) -> bytes:
+    """Leader: all ranks see one checkpoint, and what they ask for together is what it holds."""
+    said = [msgspec.msgpack.decode(post, type=Asked) for post in posts]
+    for rank, asked in enumerate(said):
+        if asked.error is not None:
+            raise from_rank(rank, len(said), asked.error)
+        if asked.strict != said[0].strict:
+            raise StructureError(
+                f"{location}: rank 0 loads with strict={said[0].strict}, rank {rank} with "
+                f"strict={asked.strict}; "
+                "nothing was changed",
+                ranks=[0, rank],
+            )
+    attempts = {asked.attempt: rank for rank, asked in reversed(list(enumerate(said)))}
+    if len(attempts) > 1:
+        seen = ", ".join(f"rank {rank} sees attempt {attempt}" for attempt, rank in sorted(attempts.items()))
+        raise StorageError(
+            f"{location}: ranks see different checkpoints at this place: {seen}", file=location
+        )
+    strict = said[0].strict
+    missing = sorted({key for asked in said for key in asked.missing})
+    mismatched = sorted({item for asked in said for item in asked.mismatched})
+    unexpected = sorted(set.intersection(*(set(asked.unexpected) for asked in said)))
+    if mismatched or (strict and (missing or unexpected)):
+        raise _mismatch(location, missing if strict else [], unexpected if strict else [], mismatched)
+    return msgspec.msgpack.encode((missing, unexpected))
+
+
+def from_rank(rank: int, world_size: int, wire: dict[str, Any]) -> ShardproofError:
+    """An error that a rank posted, with the rank in its text where there are several."""
+    error = ShardproofError.from_wire(wire)
+    if world_size == 1:
+        return error
+    return type(error)(f"rank {rank}: {error.message}", **{**error.details, "rank": rank})
+
+
+def _mismatch(
+    location: str, missing: list[str], unexpected: list[str], mismatched: list[tuple[str, str, str]]
+) -> KeyMismatchError:
+    """Everything that does not fit, at once."""
+    differences = [f"{key}: expected {want}, found {got}" for key, want, got in mismatched]
+    lines = [f"{location} does not fit the state it is loaded into; nothing was changed."]
+    for title, keys, advice in (
+        ("missing in the checkpoint", missing, "strict=False leaves them as they are"),
+        ("in the checkpoint, not asked for", unexpected, "strict=False or exclude= ignores them"),
+        ("different", differences, "exclude= skips them"),
+    ):
+        if keys:
+            lines.append(f"  {title} ({len(keys)}; {advice}):")
+            lines.extend(f"    {key}" for key in keys[:20])
+            if len(keys) > 20:
+                lines.append(f"    ... and {len(keys) - 20} more")
+    return KeyMismatchError(
+        "\n".join(lines),
+        missing=missing,
+        unexpected=unexpected,
+        mismatched=[list(item) for item in mismatched],
+    )

@@ -1,0 +1,69 @@
+"""Destinations that share memory: what two keys say of the same bytes must agree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from shardproof.errors import StructureError
+from shardproof.loading.checkpoint import Checkpoint
+from shardproof.loading.place import Destination, read_planned
+from shardproof.planning import ReadPlan
+
+__all__ = ["check_shared_memory"]
+
+
+def check_shared_memory(checkpoint: Checkpoint, plan: ReadPlan, destinations: Sequence[Destination]) -> None:
+    """Reads what went into shared memory once more, and compares.
+
+    A view and its base may both be in a state. They are stored apart, and both are filled; had they been
+    stored
+    with different values, the last to be written would win by chance. Destinations whose extents touch are
+    rare, so reading them twice is cheaper than reasoning about every stride.
+
+    Raises:
+        StructureError: two keys want different values in the same memory.
+    """
+    shared = _sharing(destinations)
+    if not shared:
+        return
+    place = {row: at for at, row in enumerate(shared)}
+    part = plan.only(np.isin(plan.want, shared))
+    again = [Destination(destinations[row].key, torch.empty_like(destinations[row].view)) for row in shared]
+    wanted = np.array([place[row] for row in part.want.tolist()], np.int64)
+    read_planned(checkpoint.storage, checkpoint.manifest, checkpoint.table, part.for_wants(wanted), again)
+    for row, copy in zip(shared, again, strict=True):
+        if not _same_bits(destinations[row].view, copy.view):
+            raise StructureError(
+                f"{copy.key!r} shares memory with another key of the target, and the checkpoint has "
+                f"different values "
+                "for the two: exclude one of them, or give each memory of its own",
+                key=copy.key,
+            )
+
+
+def _sharing(destinations: Sequence[Destination]) -> list[int]:
+    """Rows of the destinations whose extents in memory touch another's."""
+    extents: dict[torch.device, list[tuple[int, int, int]]] = {}
+    for row, destination in enumerate(destinations):
+        view = destination.view
+        reach = sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True)) + 1
+        start = view.data_ptr()
+        extents.setdefault(view.device, []).append((start, start + reach * view.element_size(), row))
+    found: set[int] = set()
+    for spans in extents.values():
+        spans.sort()
+        furthest, holder = -1, -1
+        for start, stop, row in spans:
+            if start < furthest:
+                found |= {row, holder}
+            if stop > furthest:
+                furthest, holder = stop, row
+    return sorted(found)
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    one, other = (tensor.resolve_conj().resolve_neg().contiguous().reshape(-1) for tensor in (one, other))
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))

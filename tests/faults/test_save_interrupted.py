@@ -1,0 +1,112 @@
+"""An interrupt on one rank never takes a file from a checkpoint that the others commit."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardproof as sp
+from shardproof.loading import verify
+from shardproof.rendezvous import StoreRendezvous
+from shardproof.saving import Saver
+from shardproof.storage import LocalStorage
+from tests.faulty_storage import FaultyStorage
+from tests.harness import Job, rank, reach, rendezvous, run_ranks
+
+
+def _state(value: float) -> dict[str, Any]:
+    mine = torch.full((1000,), value)
+    return {"w": sp.ShardedTensor((2000,), [(mine, (1000 * rank(),))])}
+
+
+def _save_held(folder: str, overwrite: bool) -> str:
+    """Rank 0 is held in its write; rank 1 is done, and waits for the verdict, when its signal comes."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+    meeting: StoreRendezvous = rendezvous(deadline=20)
+    saver = Saver(meeting)
+    if overwrite:
+        saver.save(LocalStorage(folder), _state(1))
+    storage: Any = LocalStorage(folder)
+    if rank() == 0:
+        storage = FaultyStorage(storage, 0, lambda *_: reach("a write"), only=("write_at",))
+    elif rank() == 1:
+        storage = _Told(storage)
+    try:
+        saver.save(storage, _state(2), overwrite=overwrite)
+    except SystemExit as told:
+        return f"exit {told.code}"
+    return "committed"
+
+
+class _Told(FaultyStorage):
+    """Says when this rank's shard is finished: what follows is the wait for the others."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner, 0, lambda *_: reach("finishing"), only=("finish",))
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_rank_that_is_told_to_exit_while_it_waits(overwrite: bool, tmp_path: Path) -> None:
+    def script(job: Job) -> None:
+        job.until_held(0, "a write")
+        job.until_held(1, "finishing")
+        job.go(1)
+        shards = tmp_path / "c" / "shards"
+        while len([item for item in shards.iterdir() if item.name.startswith("00001-")]) < 1 + overwrite:
+            job.pump(0.05)
+        job.pump(
+            0.5
+        )  # the rank posts and waits: an earlier signal finds it in its own work, which is as good
+        job.signal(1, signal.SIGTERM)
+        job.until_done(1)
+        job.go(0)
+
+    outcomes = run_ranks(
+        2,
+        _save_held,
+        str(tmp_path / "c"),
+        overwrite,
+        hold={0: "a write", 1: "finishing"},
+        script=script,
+        timeout=60,
+    )
+    assert outcomes[1].value == "exit 3"
+    if outcomes[0].error is None:
+        assert outcomes[0].value == "committed"
+    elif not overwrite:
+        assert not (tmp_path / "c" / "manifest.json").exists()
+        return
+    assert verify(LocalStorage(tmp_path / "c")).faults == []
+
+
+def _save_apart(folder: str) -> str:
+    """A place that looks the same and is not shared."""
+    meeting = rendezvous(deadline=10)
+    storage = LocalStorage(f"{folder}/{rank()}")
+    named = _Renamed(storage)
+    try:
+        Saver(meeting).save(named, _state(1))
+    except sp.RankFailure as error:
+        return error.message
+    return "committed"
+
+
+class _Renamed:
+    location = "/scratch/run"
+
+    def __init__(self, inner: LocalStorage) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def test_a_place_that_is_not_shared_is_found_out_before_the_commit(tmp_path: Path) -> None:
+    for outcome in run_ranks(2, _save_apart, str(tmp_path), timeout=60):
+        assert "is this place shared by all nodes?" in outcome.value
+    assert not list(tmp_path.rglob("manifest.json"))

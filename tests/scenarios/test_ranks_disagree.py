@@ -1,0 +1,46 @@
+"""Ranks that are asked for different things all learn of it, and nothing happens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+import shardproof as sp
+from tests.harness import rank, rendezvous, run_ranks
+
+
+def _disagree(root: str) -> list[str]:
+    meeting = rendezvous(deadline=10)
+    checkpointer = sp.Checkpointer(root, rendezvous=meeting)
+    state = {"w": torch.ones(3)}
+    checkpointer.save(1, state)
+    checkpointer.save(2, state)
+    first = rank() == 0
+    calls = [
+        lambda: checkpointer.restore({"w": torch.zeros(3)}, step=None if first else 1),
+        lambda: checkpointer.restore({"w": torch.zeros(3)}, strict=first),
+        lambda: checkpointer.save(2, state, overwrite=first),
+        lambda: checkpointer.save(3, state, metadata={"rank": rank()}),
+        lambda: checkpointer.save(3 + rank(), state),
+    ]
+    said = []
+    for call in calls:
+        try:
+            call()
+            said.append("done")
+        except sp.StructureError as error:
+            said.append(error.message)
+    assert checkpointer.steps() == [1, 2]
+    checkpointer.save(5, state)
+    return said
+
+
+def test_every_rank_gets_the_same_refusal(tmp_path: Path) -> None:
+    outcomes = run_ranks(2, _disagree, str(tmp_path), timeout=60)
+    said = outcomes[0].value
+    assert outcomes[1].value == said
+    for text, expected in zip(
+        said, ["different steps", "strict=", "overwrite=", "metadata", "step-00000003"], strict=True
+    ):
+        assert expected in text

@@ -1,0 +1,182 @@
+"""The steps of a run: which are restored, passed over, replaced and removed."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shardproof as sp
+from shardproof.errors import StorageError
+
+
+def state(value: float, *more: str) -> dict[str, Any]:
+    return {key: torch.full((70_000,), value) for key in ("a", *more)}
+
+
+def damage(root: Path, step: int) -> None:
+    """One bit in the last chunk of a step."""
+    (shard,) = (root / f"step-{step:08d}" / "shards").iterdir()
+    raw = bytearray(shard.read_bytes())
+    raw[-1000] ^= 1
+    shard.write_bytes(raw)
+
+
+def test_nothing_to_restore_is_none(tmp_path: Path) -> None:
+    checkpointer = sp.Checkpointer(tmp_path / "run")
+    target = state(7)
+    assert checkpointer.restore(target) is None
+    assert checkpointer.steps() == []
+    assert (target["a"] == 7).all()
+
+
+def test_damaged_and_unfinished_steps_are_passed_over_with_the_reason(tmp_path: Path) -> None:
+    checkpointer = sp.Checkpointer(tmp_path)
+    for step in (1, 2, 3):
+        checkpointer.save(step, state(step))
+    damage(tmp_path, 3)
+    unfinished = tmp_path / "step-00000004" / "shards"
+    unfinished.mkdir(parents=True)
+    (unfinished / "00000-0123456789abcdef.safetensors").write_bytes(b"begun")
+    target = state(0)
+    assert checkpointer.restore(target) == 2
+    assert (target["a"] == 2).all()
+    assert [item.step for item in checkpointer.passed_over] == [4, 3]
+    assert "no manifest" in checkpointer.passed_over[0].reason
+    assert "digest" in checkpointer.passed_over[1].reason
+
+
+def test_a_step_that_was_passed_over_can_be_saved_again(tmp_path: Path) -> None:
+    checkpointer = sp.Checkpointer(tmp_path, keep=sp.KeepLatest(2))
+    for step in (1, 2, 3):
+        checkpointer.save(step, state(step))
+    damage(tmp_path, 3)
+    assert checkpointer.restore(state(0)) == 2
+    checkpointer.save(3, state(30))
+    target = state(0)
+    assert checkpointer.restore(target) == 3
+    assert (target["a"] == 30).all()
+    with pytest.raises(sp.AlreadyCommittedError):
+        checkpointer.save(3, state(31))
+
+
+def test_a_damaged_step_takes_no_place_among_those_kept(tmp_path: Path) -> None:
+    checkpointer = sp.Checkpointer(tmp_path, keep=sp.KeepLatest(2))
+    checkpointer.save(10, state(1))
+    checkpointer.save(20, state(2))
+    damage(tmp_path, 20)
+    assert checkpointer.restore(state(0)) == 10
+    checkpointer.save(15, state(3))
+    assert checkpointer.steps() == [10, 15, 20]
+
+
+def test_after_a_rollback_the_steps_that_go_on_are_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpointer = sp.Checkpointer(tmp_path, keep=sp.KeepLatest(2))
+    for step in (100, 190, 200):
+        checkpointer.save(step, state(step))
+    with caplog.at_level(logging.WARNING):
+        checkpointer.save(110, state(110))
+        checkpointer.save(120, state(120))
+    assert checkpointer.steps() == [110, 120, 190, 200]
+    assert "rolled back" in caplog.text
+
+
+def test_an_older_step_that_leaves_damage_behind_is_no_restore(tmp_path: Path) -> None:
+    checkpointer = sp.Checkpointer(tmp_path)
+    checkpointer.save(1, state(1))
+    checkpointer.save(2, state(2, "b"))
+    damage(tmp_path, 2)
+    for strict in (True, False):
+        with pytest.raises(sp.StructureError, match="holds values of both"):
+            checkpointer.restore(state(0, "b"), strict=strict)
+
+
+def test_a_failure_that_passes_does_not_roll_the_run_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = sp.Checkpointer(tmp_path)
+    checkpointer.save(1, state(1))
+    checkpointer.save(2, state(2))
+
+    def stale(*_: Any) -> None:
+        raise StorageError("cannot read", file="x", errno=errno.errorcode[errno.ESTALE], missing=False)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shardproof.storage.LocalStorage.read_into", stale)
+        with pytest.raises(StorageError, match="cannot read"):
+            checkpointer.restore(state(0))
+    assert checkpointer.restore(state(0)) == 2
+
+
+def test_a_folder_with_another_name_is_not_its_step(tmp_path: Path) -> None:
+    checkpointer = sp.Checkpointer(tmp_path)
+    checkpointer.save(1, state(1))
+    (tmp_path / "step-00000001").rename(tmp_path / "step-00000002")
+    with pytest.raises(sp.NotCommittedError, match="renamed or copied"):
+        checkpointer.restore(state(0))
+    with pytest.raises(sp.FormatError, match="renamed or copied"):
+        checkpointer.restore(state(0), step=2)
+
+
+@pytest.mark.parametrize("step", [None, -1, True, 1.5, "3", 10**18])
+def test_what_is_no_step_is_refused(step: Any, tmp_path: Path) -> None:
+    with pytest.raises(sp.StructureError, match="a step is an int"):
+        sp.Checkpointer(tmp_path).save(step, state(1))
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_numpy_step_is_a_step(tmp_path: Path) -> None:
+    checkpointer = sp.Checkpointer(tmp_path)
+    checkpointer.save(np.int64(7), state(1))  # type: ignore[arg-type]
+    assert checkpointer.steps() == [7]
+
+
+def test_retention_that_fails_costs_space_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken:
+        def select(self, steps: Any) -> Any:
+            raise TypeError("no policy")
+
+    checkpointer = sp.Checkpointer(tmp_path, keep=Broken())
+    checkpointer.save(1, state(1))
+    assert checkpointer.steps() == [1]
+    assert "no policy" in caplog.text
+
+
+def test_threads_take_turns(tmp_path: Path) -> None:
+    checkpointer = sp.Checkpointer(tmp_path)
+
+    def save(first: int) -> None:
+        for step in range(first, 40, 2):
+            tree = {
+                f"{'ab'[first]}{number}": torch.full((50,), float(step)) for number in range(1 + step % 5)
+            }
+            checkpointer.save(step, tree)
+
+    threads = [threading.Thread(target=save, args=(first,)) for first in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for step in range(40):
+        with sp.open(tmp_path / f"step-{step:08d}") as checkpoint:
+            assert list(checkpoint) == [f"{'ab'[step % 2]}{number}" for number in range(1 + step % 5)]
+            assert all((checkpoint[key].read() == step).all() for key in checkpoint)
+
+
+def test_other_files_in_the_run_folder_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "lost+found").mkdir(mode=0)
+    (tmp_path / "notes.txt").write_text("mine")
+    checkpointer = sp.Checkpointer(tmp_path, keep=sp.KeepLatest(1))
+    for step in (1, 2):
+        checkpointer.save(step, state(step))
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["lost+found", "notes.txt", "step-00000002"]
