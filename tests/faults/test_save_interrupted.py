@@ -78,10 +78,10 @@ def test_a_rank_that_is_told_to_exit_while_it_waits(overwrite: bool, tmp_path: P
     assert outcomes[1].value == "exit 3"
     if outcomes[0].error is None:
         assert outcomes[0].value == "committed"
-    elif not overwrite:
-        assert not (tmp_path / "c" / "manifest.json").exists()
-        return
-    assert verify(LocalStorage(tmp_path / "c")).faults == []
+    else:  # the signal was early, and rank 1 said so; a file that it took away would be another error
+        assert "SystemExit" in str(outcomes[0].error)
+    if outcomes[0].error is None or overwrite:
+        assert verify(LocalStorage(tmp_path / "c")).faults == []
 
 
 def _save_apart(folder: str) -> str:
