@@ -65,6 +65,7 @@ def _is_as_saved(folder: Path, saved: Path) -> Manifest:
     """Asserts that everything but the mark of the repair is as it was."""
     before, after = read_manifest(LocalStorage(saved)), read_manifest(LocalStorage(folder))
     assert after.repaired and not before.repaired
+    assert after.writer == before.writer
     for field in (
         "attempt",
         "step",
@@ -140,6 +141,14 @@ def test_a_missing_shard_is_refused(folder: Path, which: str) -> None:
     (folder / (MANIFEST_NAME if which == "manifest" else manifest.index.name)).unlink()
     (folder / manifest.files[-1].name).unlink()
     _refused(folder, FormatError, manifest.attempt)
+
+
+@pytest.mark.parametrize("loss", ["removed", "cut", "emptied"])
+def test_a_lost_shard_beside_a_whole_manifest_is_no_checkpoint_that_is_fine(folder: Path, loss: str) -> None:
+    name = read_manifest(LocalStorage(folder)).files[-1].name
+    LOSSES[loss](folder / name)
+    error = _refused(folder, FormatError, "cannot be repaired: restore another step")
+    assert error.details["file"] == name
 
 
 @pytest.mark.parametrize("which", ["manifest", "index"])

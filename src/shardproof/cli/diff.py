@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from shardproof.cli.failures import BAD, YES
-from shardproof.cli.options import folder_argument, json_option, print_json
+from shardproof.cli.options import checkpoint_argument, json_option, print_json
 
 if TYPE_CHECKING:
     from shardproof.report import Difference
@@ -20,8 +20,8 @@ _NOUNS = {"digest": "chunk", "read": "element"}
 
 
 @click.command("diff", short_help="Compare two checkpoints, to the bit.")
-@folder_argument("a")
-@folder_argument("b")
+@checkpoint_argument("a")
+@checkpoint_argument("b")
 @json_option
 def command(a: str, b: str, as_json: bool) -> int:
     """Compare the states in A and B: keys, dtypes, shapes, plain values, and every tensor to the bit.

@@ -5,13 +5,24 @@ from __future__ import annotations
 import json
 import os
 import traceback
+from collections.abc import Mapping
 
 import click
 
 from shardproof.cli.words import printable
 from shardproof.errors import ShardproofError
 
-__all__ = ["BAD", "CUT_OFF", "INTERRUPTED", "UNEXPECTED", "USAGE", "YES", "show_failure", "show_usage"]
+__all__ = [
+    "BAD",
+    "CUT_OFF",
+    "INTERRUPTED",
+    "UNEXPECTED",
+    "USAGE",
+    "YES",
+    "show_failure",
+    "show_usage",
+    "tells_nothing",
+]
 
 YES, BAD, USAGE, UNEXPECTED = 0, 1, 2, 3
 INTERRUPTED, CUT_OFF = 130, 141
@@ -19,6 +30,19 @@ INTERRUPTED, CUT_OFF = 130, 141
 
 TRACEBACK = "SHARDPROOF_TRACEBACK"
 """Environment variable: show where an unexpected failure came from."""
+
+
+def tells_nothing(details: Mapping[str, object]) -> bool:
+    """Whether an error is of the system that reads, and not of the checkpoint, as a missing file would be.
+
+    No permission, a file server that is gone, too many open files: the checkpoint may be whole.
+
+    >>> tells_nothing({"errno": "EACCES", "missing": False})
+    True
+    >>> tells_nothing({"errno": "ENOENT", "missing": True})
+    False
+    """
+    return bool(details.get("errno")) and details.get("missing") is not True
 
 
 def show_usage(error: click.UsageError, as_json: bool) -> None:
@@ -39,6 +63,8 @@ def show_failure(error: Exception, as_json: bool) -> None:
     """Prints an error: one of shardproof's in its own words, any other as a failure of the program."""
     if isinstance(error, ShardproofError):
         kind, message, details = type(error).__name__, error.message, error.details
+        if tells_nothing(details):
+            message += " This says nothing about the checkpoint, which may be whole."
     else:
         kind, details = type(error).__name__, {}
         message = (

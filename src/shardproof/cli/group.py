@@ -14,7 +14,16 @@ from typing import Any
 
 import click
 
-from shardproof.cli.failures import BAD, CUT_OFF, INTERRUPTED, UNEXPECTED, USAGE, show_failure, show_usage
+from shardproof.cli.failures import (
+    BAD,
+    CUT_OFF,
+    INTERRUPTED,
+    UNEXPECTED,
+    USAGE,
+    show_failure,
+    show_usage,
+    tells_nothing,
+)
 from shardproof.errors import ShardproofError
 
 __all__ = ["run"]
@@ -80,7 +89,7 @@ def run(arguments: Sequence[str]) -> int:
         return INTERRUPTED
     except ShardproofError as error:
         show_failure(error, as_json)
-        return BAD
+        return UNEXPECTED if tells_nothing(error.details) else BAD
     except (BrokenPipeError, SystemExit):
         # The reader, `head` for one, has seen enough; click and rich make an exit of it. The answer may not
         # have been found yet, so this is neither a yes nor a no.

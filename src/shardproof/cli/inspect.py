@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from shardproof.cli.failures import YES
-from shardproof.cli.options import folder_argument, json_option, print_json
+from shardproof.cli.options import checkpoint_argument, json_option, print_json
 
 if TYPE_CHECKING:
     from shardproof.format import Manifest
@@ -21,7 +21,7 @@ OBJECTS_SHOWN = 20
 
 
 @click.command("inspect", short_help="Show what a checkpoint holds, and who wrote what.")
-@folder_argument("ckpt")
+@checkpoint_argument("ckpt")
 @click.argument("key", required=False)
 @click.option(
     "--depth",

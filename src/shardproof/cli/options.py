@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import stat
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -10,7 +13,10 @@ import click
 
 from shardproof.cli.words import seconds_of
 
-__all__ = ["folder_argument", "json_option", "print_json", "span"]
+__all__ = ["checkpoint_argument", "folder_argument", "json_option", "print_json", "span"]
+
+MANIFEST = "manifest.json"
+"""As in `shardproof.format`, which would import numpy."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -25,7 +31,37 @@ def span(_context: click.Context, _parameter: click.Parameter, value: str) -> fl
 
 def folder_argument(name: str) -> Callable[[Function], Function]:
     """A folder that must exist. A path that does not is bad usage, exit code 2."""
-    return click.argument(name, type=click.Path(exists=True, file_okay=False))
+    return click.argument(name, callback=_folder)
+
+
+def checkpoint_argument(name: str) -> Callable[[Function], Function]:
+    """A folder that must exist and not be a run's, which has checkpoints in it."""
+    return click.argument(name, callback=_checkpoint)
+
+
+def _folder(_context: click.Context, _parameter: click.Parameter, path: str) -> str:
+    try:
+        mode = os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise click.BadParameter(f"{path!r} does not exist") from error
+    except OSError:  # the storage tells of it
+        return path
+    if not stat.S_ISDIR(mode):
+        raise click.BadParameter(f"{path!r} is a file, and a folder is needed")
+    return path
+
+
+def _checkpoint(context: click.Context, parameter: click.Parameter, path: str) -> str:
+    try:
+        names = os.listdir(_folder(context, parameter, path))
+    except OSError:  # the storage tells of it
+        return path
+    steps = [name for name in names if re.fullmatch(r"step-[0-9]{8,18}", name)]
+    if steps and MANIFEST not in names and "shards" not in names:
+        whole = [step for step in steps if os.path.exists(os.path.join(path, step, MANIFEST))]
+        step = os.path.join(path, max(whole or steps, key=lambda name: int(name[5:])))
+        raise click.BadParameter(f"this is a run: give a step, e.g. {step} (`shardproof ls {path}`)")
+    return path
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")

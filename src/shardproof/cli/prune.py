@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
+_REMOVE = "; remove the folder, or all such steps with --damaged"
+
 
 @click.command("prune", short_help="Remove what dead saves left, and old steps.")
 @folder_argument("run")
@@ -33,10 +35,15 @@ __all__ = ["command"]
     show_default=True,
     help="Leave what was written to since: it may belong to a save in progress.",
 )
+@click.option(
+    "--damaged", is_flag=True, help="Also remove committed steps that lost shard files, past any repair."
+)
 @click.option("--dry-run", is_flag=True, help="Show what would be removed, and remove nothing.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="Do not ask. Needed with --keep or --damaged off a terminal.")
 @json_option
-def command(run: str, keep: int | None, older_than: float, dry_run: bool, yes: bool, as_json: bool) -> int:
+def command(
+    run: str, keep: int | None, older_than: float, damaged: bool, dry_run: bool, yes: bool, as_json: bool
+) -> int:
     """Remove from RUN what dead saves left: files in step folders that no manifest names.
 
     Only files that shardproof wrote are ever removed. Asks first on a terminal.
@@ -44,6 +51,12 @@ def command(run: str, keep: int | None, older_than: float, dry_run: bool, yes: b
     from shardproof.report import plan_prune
     from shardproof.storage import LocalStorage
 
+    if (keep is not None or damaged) and not (yes or dry_run or sys.stdin.isatty()):
+        option = "--keep" if keep is not None else "--damaged"
+        raise click.UsageError(
+            f"{option} removes committed steps, and there is no terminal to ask on: add --yes to remove "
+            "them, or --dry-run to see which"
+        )
     storage = LocalStorage(run)
     now = time.time()
 
@@ -53,9 +66,9 @@ def command(run: str, keep: int | None, older_than: float, dry_run: bool, yes: b
         except FileNotFoundError:
             return None
 
-    plan = plan_prune(storage, modified, older_than=older_than, now=now, keep=keep)
+    plan = plan_prune(storage, modified, older_than=older_than, now=now, keep=keep, damaged=damaged)
     if not as_json:
-        _show(plan, now, older_than)
+        _show(plan, now, older_than, damaged)
     carried_out = not dry_run and not plan.empty and (yes or _agreed(plan))
     committed_meanwhile = _carry_out(storage, plan) if carried_out else []
     if not dry_run:
@@ -86,13 +99,28 @@ def _agreed(plan: PrunePlan) -> bool:
 
 
 def _carry_out(storage: Storage, plan: PrunePlan) -> list[str]:
-    """Removes what is planned; gives the folders of leftovers that were committed since the plan was made."""
+    """Removes what is planned, but for folders that were committed since then: it gives these."""
     from shardproof.checkpointer.retention import delete_step, remove_leftover
 
     spared = [leftover.folder for leftover in plan.leftovers if not remove_leftover(storage, leftover)]
     for name in plan.steps:
         delete_step(storage, name)
+    for name in plan.lost:
+        if _is_lost(storage.within(name)):
+            delete_step(storage, name)
+        else:
+            spared.append(name)
     return spared
+
+
+def _is_lost(step: Storage) -> bool:
+    from shardproof.errors import FormatError, NotCommittedError
+    from shardproof.format import lost_files, read_manifest
+
+    try:
+        return bool(lost_files(step, read_manifest(step)))
+    except (FormatError, NotCommittedError):
+        return False
 
 
 def _remove_empty_folders(run: str, older_than: float, now: float) -> None:
@@ -111,7 +139,7 @@ def _remove_empty_folders(run: str, older_than: float, now: float) -> None:
                     os.rmdir(folder)
 
 
-def _show(plan: PrunePlan, now: float, older_than: float) -> None:
+def _show(plan: PrunePlan, now: float, older_than: float, damaged: bool) -> None:
     from shardproof.cli.terminal import console, table
     from shardproof.cli.words import age, counted, gigabytes, printable
 
@@ -127,6 +155,7 @@ def _show(plan: PrunePlan, now: float, older_than: float) -> None:
         for leftover in plan.leftovers
     ]
     rows += [(name, "committed, beyond those to keep", "", "") for name in plan.steps]
+    rows += [(name, "damaged, cannot be repaired", "", "") for name in plan.lost]
     if rows:
         out.print(table(("to remove", "what", "size", "age"), rows, right=("size", "age")))
         out.print(f"{gigabytes(plan.bytes)} in all")
@@ -141,4 +170,11 @@ def _show(plan: PrunePlan, now: float, older_than: float) -> None:
             )
         )
     for name in plan.damaged:
-        out.print(printable(f"kept: {name}: damaged (see `shardproof repair`)"))
+        out.print(
+            printable(
+                f"kept: {name}: damaged (see `shardproof repair`; where that refuses, remove the folder)"
+            )
+        )
+    for name in plan.beyond_repair:
+        why = f", but written to in the last {age(older_than)} (--older-than)" if damaged else _REMOVE
+        out.print(printable(f"kept: {name}: damaged, cannot be repaired{why}"))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import click
 
 from shardproof.cli.failures import YES
-from shardproof.cli.options import folder_argument, json_option, print_json
+from shardproof.cli.options import checkpoint_argument, json_option, print_json
 
 __all__ = ["command"]
 
 
 @click.command("repair", short_help="Rebuild a lost manifest from the shard files.")
-@folder_argument("ckpt")
+@checkpoint_argument("ckpt")
 @json_option
 def command(ckpt: str, as_json: bool) -> int:
     """Rebuild the manifest and index of CKPT from its shard files, and commit it.

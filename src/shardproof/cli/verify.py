@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
-from shardproof.cli.failures import BAD, YES
-from shardproof.cli.options import folder_argument, json_option, print_json
+from shardproof.cli.failures import BAD, UNEXPECTED, YES, tells_nothing
+from shardproof.cli.options import checkpoint_argument, json_option, print_json
 
 __all__ = ["command"]
 
@@ -15,12 +15,13 @@ FAULTS_SHOWN = 20
 
 
 @click.command("verify", short_help="Read every byte and prove a checkpoint whole.")
-@folder_argument("ckpt")
+@checkpoint_argument("ckpt")
 @json_option
 def command(ckpt: str, as_json: bool) -> int:
     """Read every byte of CKPT and compare it with what was saved; prove that the chunks tile every tensor.
 
-    Exit code 0: it is whole. 1: it is not, or not committed; each fault is named.
+    Exit code 0: it is whole. 1: it is not, or not committed; each fault is named. 3: it could not be read,
+    and may be whole.
     """
     from shardproof.cli.terminal import bytes_progress
     from shardproof.errors import NotCommittedError
@@ -38,7 +39,13 @@ def command(ckpt: str, as_json: bool) -> int:
         print_json(report)
     else:
         _show(report)
-    return YES if report["ok"] else BAD
+    return _code(report)
+
+
+def _code(report: dict[str, Any]) -> int:
+    if report["ok"]:
+        return YES
+    return UNEXPECTED if all(tells_nothing(fault["details"]) for fault in report["faults"]) else BAD
 
 
 def _nothing_there(location: str, fault: dict[str, Any]) -> dict[str, Any]:
@@ -67,10 +74,11 @@ def _show(report: dict[str, Any]) -> None:
         click.echo(printable(f"whole: {report['location']}{step}: {read}"))
         return
     faults = report["faults"]
-    click.echo(
-        printable(f"BAD: {report['location']}{step}: {counted(len(faults), 'fault')} ({read})"), err=True
-    )
+    title = "BAD" if _code(report) == BAD else "NO ANSWER"
+    click.echo(printable(f"{title}: {report['location']}{step}: {counted(len(faults), 'fault')} ({read})"))
     for fault in faults[:FAULTS_SHOWN]:
-        click.echo(printable(f"  {fault['type']}: {fault['message']}"), err=True)
+        click.echo(printable(f"  {fault['type']}: {fault['message']}"))
     if len(faults) > FAULTS_SHOWN:
-        click.echo(f"  and {len(faults) - FAULTS_SHOWN:,} more (--json lists all)", err=True)
+        click.echo(f"  and {len(faults) - FAULTS_SHOWN:,} more (--json lists all)")
+    if title != "BAD":
+        click.echo("It could not be read, which says nothing about the checkpoint: it may be whole.")

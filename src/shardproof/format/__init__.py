@@ -14,7 +14,7 @@ from shardproof.format.manifest import (
     encode_manifest,
 )
 from shardproof.format.names import MANIFEST_NAME, chunk_name, index_name, parse_chunk_name, shard_name
-from shardproof.format.reading import read_index, read_manifest
+from shardproof.format.reading import lost_files, read_index, read_manifest
 from shardproof.format.shards import (
     DATA_ALIGNMENT,
     DIGESTS,
@@ -43,6 +43,7 @@ __all__ = [
     "encode_manifest",
     "file_digest",
     "index_name",
+    "lost_files",
     "parse_chunk_name",
     "parse_header",
     "read_chunk_digests",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError
-from shardproof.storage.names import name_fault
+from shardproof.format.names import index_name, shard_name
 
 if TYPE_CHECKING:
     from shardproof.format.manifest import FileRecord, Manifest
@@ -75,25 +75,27 @@ def _key_fault(manifest: Manifest) -> str | None:
 
 
 def _file_fault(manifest: Manifest) -> str | None:
-    names: set[str] = set()
-    for record in (*manifest.files, manifest.index):
-        fault = name_fault(record.name) or _record_fault(record)
-        if fault is not None:
-            return f"the file {record.name!r} cannot be: {fault}"
-        if record.name in names:
-            return f"the file {record.name!r} is there twice"
-        names.add(record.name)
+    """Names are those that a save gives, so that no manifest makes us read or remove another's file."""
+    ranks: set[int] = set()
     for record in manifest.files:
         if not 0 <= record.rank < manifest.world_size:
             return f"the file {record.name!r} is of rank {record.rank} of {manifest.world_size}"
-    return None
+        fault = _record_fault(record, shard_name(record.rank, manifest.attempt))
+        if fault is not None:
+            return fault
+        if record.rank in ranks:
+            return f"the file {record.name!r} is there twice"
+        ranks.add(record.rank)
+    return _record_fault(manifest.index, index_name(manifest.attempt))
 
 
-def _record_fault(record: FileRecord) -> str | None:
+def _record_fault(record: FileRecord, name: str) -> str | None:
+    if record.name != name:
+        return f"it names the file {record.name!r:.200}, but that file is called {name!r}"
     if not _HEX.fullmatch(record.digest):
-        return f"its digest {record.digest!r} is not 32 hexadecimal digits"
+        return f"the digest {record.digest!r:.200} of {name!r} is not 32 hexadecimal digits"
     if record.data_start > record.size:
-        return f"its data begin at byte {record.data_start} of {record.size}"
+        return f"the data of {name!r} begin at byte {record.data_start} of {record.size}"
     return None
 
 

@@ -9,7 +9,7 @@ from shardproof.format.names import MANIFEST_NAME
 from shardproof.planning.chunks import ChunkTable
 from shardproof.storage.interface import Storage
 
-__all__ = ["read_index", "read_manifest"]
+__all__ = ["lost_files", "read_index", "read_manifest"]
 
 
 def read_manifest(storage: Storage) -> Manifest:
@@ -58,3 +58,21 @@ def read_index(storage: Storage, manifest: Manifest) -> ChunkTable:
             file=name,
         )
     return decode_index(storage.read(name), manifest, file)
+
+
+def lost_files(storage: Storage, manifest: Manifest) -> dict[str, str]:
+    """Shard files that are not as long as they were written, and so cannot be had back.
+
+    Returns:
+        Name to what was expected and found, in words. Nothing is read.
+
+    Raises:
+        StorageError: the storage cannot tell.
+    """
+    lost = {}
+    for record in manifest.files:
+        size = storage.size(record.name)
+        if size != record.size:
+            found = "it is missing" if size is None else f"it has {size}"
+            lost[record.name] = f"{record.name}: expected {record.size} bytes, {found}"
+    return lost

@@ -32,6 +32,7 @@ class _Entry(msgspec.Struct, gc=False):
 
 
 _ENCODER = msgspec.json.Encoder()
+_MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def encode_entries(
@@ -91,12 +92,31 @@ def shard_header(entries: bytes, metadata: dict[str, str]) -> bytes:
     used = 8 + len(head) + bool(entries) + len(entries) + 1
     length = -(-used // DATA_ALIGNMENT) * DATA_ALIGNMENT - 8
     if length > MAX_HEADER:
+        part, count = _largest_part(entries, metadata)
         raise FormatError(
             f"the header of a shard file would have {length} bytes, but safetensors allows {MAX_HEADER}. "
-            "Save fewer or larger tensors and objects a rank."
+            f"Most of it, {count} bytes, is {part}. Keep large values as tensors or arrays, tensors in fewer "
+            "and larger pieces, and large metadata in a file of your own."
         )
     parts = (length.to_bytes(8, "little"), head, b"," if entries else b"", entries, b"}")
     return b"".join(parts) + b" " * (length + 8 - used)
+
+
+def _largest_part(entries: bytes, metadata: dict[str, str]) -> tuple[str, int]:
+    """What takes most of a header, in words, and its bytes: down to one object where that can be told."""
+    sizes = {"the list of its chunks": len(entries)}
+    for name, text in metadata.items():
+        sizes[f"the metadata {name!r:.200}"] = len(text)
+        try:
+            members = _MEMBERS.decode(text)
+            inner = {group: _MEMBERS.decode(members.pop(group)) for group in ("objects", "metadata")}
+        except (msgspec.MsgspecError, KeyError):
+            continue  # not of a shard
+        del sizes[f"the metadata {name!r:.200}"]
+        sizes |= {f"the list of its {group}": len(bytes(raw)) for group, raw in members.items()}
+        sizes |= {f"the value of {key!r:.200}": len(bytes(raw)) for key, raw in inner["objects"].items()}
+        sizes |= {f"the metadata {key!r:.200}": len(bytes(raw)) for key, raw in inner["metadata"].items()}
+    return max(sizes.items(), key=lambda part: part[1])
 
 
 def read_chunk_digests(storage: Storage, name: str, header: ShardHeader) -> NDArray[np.uint64]:

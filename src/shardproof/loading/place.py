@@ -29,7 +29,7 @@ _DIRECT_BYTES = 256 << 10
 """Chunks from here on are read straight into place; below, one read for many chunks is cheaper."""
 _BATCH_BYTES = 8 << 20
 """Bytes of one read of neighbouring chunks, unless a single chunk is larger."""
-_SPAN = 1 << 20
+_SPAN = 256 << 10
 """Bytes read, then hashed while they are still in the processor's cache."""
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardproof.errors import FormatError, NotCommittedError
-from shardproof.format import MANIFEST_NAME, Manifest, read_manifest
+from shardproof.errors import FormatError, NotCommittedError, StorageError
+from shardproof.format import MANIFEST_NAME, Manifest, lost_files, read_manifest
 from shardproof.report.summary import tensor_bytes
 from shardproof.storage import Storage
 
@@ -22,7 +22,8 @@ class StepInfo:
     """The folder in the run; "." for the run's folder itself."""
     step: int | None
     status: str
-    """"committed", "leftover" (no manifest) or "damaged" (unreadable manifest, or a file is missing)."""
+    """"committed", "leftover" (no manifest), "damaged" (its manifest is, or a file is missing), or
+    "unreadable": the storage failed, which says nothing about the checkpoint."""
     reason: str | None
     """Why it is not committed."""
     time: float | None
@@ -36,6 +37,8 @@ class StepInfo:
     repaired: bool
     unnamed: int
     """Files of dead attempts beside a committed checkpoint, which `prune` removes."""
+    beyond_repair: bool
+    """Shard files are missing or cut, so that `repair` cannot help."""
 
     @property
     def committed(self) -> bool:
@@ -47,12 +50,16 @@ class StepInfo:
         return {**asdict(self), "committed": self.committed}
 
 
-def scan_run(storage: Storage) -> list[StepInfo]:
+def scan_run(storage: Storage, *, sizes: bool = False) -> list[StepInfo]:
     """Every checkpoint in a run's folder, oldest step first, and the leftovers among them.
 
     Folders named ``step-...`` count when they hold any file that shardproof writes, other folders (and the
     run's folder itself) when they hold a manifest. Only manifests are read; that every byte is what was
     written, `shardproof.loading.verify` says.
+
+    Args:
+        storage: the run's folder.
+        sizes: also ask for the size of every shard file; one that was cut is damage, too.
     """
     from shardproof.checkpointer.retention import is_ours, parse_step
 
@@ -69,27 +76,30 @@ def scan_run(storage: Storage) -> list[StepInfo]:
         ours = {name for name in names if is_ours(name)}
         if MANIFEST_NAME in ours or (step is not None and ours):
             place = storage if folder == "." else storage.within(folder)
-            found.append(_step_info(place, folder, step, ours))
+            found.append(_step_info(place, folder, step, ours, sizes))
     return sorted(found, key=lambda info: (info.step is None, info.step or 0, info.name))
 
 
-def _step_info(place: Storage, name: str, step: int | None, files: set[str]) -> StepInfo:
+def _step_info(place: Storage, name: str, step: int | None, files: set[str], sizes: bool) -> StepInfo:
     try:
         manifest = read_manifest(place)
-    except (FormatError, NotCommittedError) as error:
-        leftover = isinstance(error, NotCommittedError)
-        reason = "no manifest: the save died, or is still in progress" if leftover else str(error)
-        size = sum(place.size(file) or 0 for file in files)
-        return StepInfo(
-            name, step, "leftover" if leftover else "damaged", reason, None, size, 0, 0, None, None, False, 0
-        )
-    named = {manifest.index.name, *(record.name for record in manifest.files)}
-    missing = sorted(named - files)
+        cut = lost_files(place, manifest) if sizes else {}
+    except NotCommittedError:
+        reason = "no manifest: the save died, or is still in progress"
+        return _without_manifest(place, name, step, files, "leftover", reason)
+    except FormatError as error:
+        return _without_manifest(place, name, step, files, "damaged", str(error))
+    except StorageError as error:
+        return _without_manifest(place, name, step, files, "unreadable", str(error))
+    shards = {record.name for record in manifest.files}
+    missing = sorted(({manifest.index.name} | shards) - files)
+    lost = sorted((shards - files) | cut.keys())
+    fault = _missing(missing) if missing else _cut(cut) if cut else None
     return StepInfo(
         name=name,
         step=step if step is not None else manifest.step,
-        status="damaged" if missing else "committed",
-        reason=_missing(missing) if missing else None,
+        status="committed" if fault is None else "damaged",
+        reason=f"{fault}; it cannot be repaired" if lost else fault,
         time=manifest.time,
         bytes=sum(tensor_bytes(record) for record in manifest.tensors),
         tensors=len(manifest.tensors),
@@ -98,12 +108,28 @@ def _step_info(place: Storage, name: str, step: int | None, files: set[str]) -> 
         attempt=manifest.attempt,
         repaired=manifest.repaired,
         unnamed=_unnamed(manifest, files),
+        beyond_repair=bool(lost),
     )
+
+
+def _without_manifest(
+    place: Storage, name: str, step: int | None, files: Iterable[str], status: str, reason: str
+) -> StepInfo:
+    try:
+        size = sum(place.size(file) or 0 for file in files)
+    except StorageError:
+        size = 0
+    return StepInfo(name, step, status, reason, None, size, 0, 0, None, None, False, 0, False)
 
 
 def _missing(names: list[str]) -> str:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return f"files that the manifest names are missing: {names[0]}{more}"
+
+
+def _cut(faults: Mapping[str, str]) -> str:
+    more = f", and {len(faults) - 1} more such files" if len(faults) > 1 else ""
+    return next(iter(faults.values())) + more
 
 
 def _unnamed(manifest: Manifest, files: Iterable[str]) -> int:

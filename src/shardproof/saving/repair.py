@@ -17,6 +17,7 @@ from shardproof.format import (
     encode_index,
     encode_manifest,
     index_name,
+    lost_files,
     read_index,
     read_manifest,
 )
@@ -39,7 +40,7 @@ def repair(storage: Storage) -> Manifest:
 
     Raises:
         AlreadyCommittedError: manifest and index are fine; there is nothing to repair.
-        FormatError: the attempt lacks shard files, or they contradict each other.
+        FormatError: shard files are missing or cut, or they contradict each other.
         CorruptChunkError: the bytes of a chunk are damaged.
         TilingError: the chunks do not cover a tensor.
         StorageError: the storage failed.
@@ -65,6 +66,14 @@ def _intact_manifest(storage: Storage) -> Manifest | None:
         read_index(storage, manifest)
     except FormatError:
         return manifest
+    lost = lost_files(storage, manifest)
+    if lost:
+        name, fault = next(iter(lost.items()))
+        more = f", and {len(lost) - 1} more are missing or of another size" if len(lost) > 1 else ""
+        raise FormatError(
+            f"{storage.location}: {fault}{more}. It cannot be repaired: restore another step",
+            file=name,
+        )
     raise AlreadyCommittedError(
         f"{storage.location} is committed and readable: there is nothing to repair (`shardproof verify` "
         "checks its bytes)",
@@ -168,7 +177,7 @@ def _commit(storage: Storage, shards: list[VerifiedShard], intact: Manifest | No
     table = _table(storage, shards, tensors)
     index = encode_index(table)
     manifest = Manifest(
-        writer=__version__,
+        writer=f"shardproof {__version__}",
         attempt=first.attempt,
         step=first.step,
         time=first.time,

@@ -24,7 +24,7 @@ from shardproof.storage import Sink
 
 __all__ = ["WrittenShard", "write_shard"]
 
-_SPAN = 1 << 20
+_SPAN = 256 << 10
 """Bytes copied, then hashed while they are still in the processor's cache."""
 
 

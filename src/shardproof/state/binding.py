@@ -67,14 +67,19 @@ class Binder(Visitor):
         self.binding.tensors.append(entry)
         return True
 
-    def object(self, key: str) -> Any:
-        """The plain data stored under a key, still encoded; MISSING, and noted so, where there is none."""
+    def object(self, key: str, expected: str = "a plain value") -> Any:
+        """The plain data stored under a key, still encoded; MISSING, and noted so, where there is none.
+
+        Args:
+            key: of the object.
+            expected: what the target has there, for people.
+        """
         if not self.selected(key):
             return MISSING
         self.binding.used.add(key)
         data = self.catalogue.objects.get(key, MISSING)
         if data is MISSING:
-            self._lacking(key, "a plain value")
+            self._lacking(key, expected, ": give the target a tensor like it, or exclude it")
         return data
 
     def rebuild(self, key: str, data: Any, current: Callable[[], Any] | None = None) -> Callable[[], Any]:
@@ -85,20 +90,27 @@ class Binder(Visitor):
             data: as stored.
             current: answers the value that the target has now; where it holds a tensor of the same path and
                 global shape, the new tensor is laid out the same (a DTensor, on a device).
+
+        Raises:
+            PlainDataError: the data cannot be decoded. Known now, while no target has been touched.
         """
         needed = list(references(data))
         layouts = self._layouts(key, current()) if needed and current is not None else {}
         fresh: dict[str, torch.Tensor] = {}
+        standing_in: dict[str, torch.Tensor] = {}
         for name, kind in needed:
             found = self.catalogue.tensors.get(name)
             if found is None:
                 self.binding.used.add(name)
                 self._lacking(name, "a tensor that a plain value refers to")
+                standing_in[name] = torch.empty(0)
                 continue
             dtype, shape = torch_dtype(found[0]), tuple(found[1])
+            standing_in[name] = torch.empty((0,) * len(shape), dtype=dtype)
             like = layouts.get(name) if kind == "tensor" else None
             if name not in fresh:
                 fresh[name] = self.fresh(name, dtype, shape, like)
+        decode(data, standing_in.__getitem__, key)
         return lambda: decode(data, fresh.__getitem__, key)
 
     def fresh(
@@ -169,11 +181,33 @@ class Binder(Visitor):
             pass  # the target's present value will be replaced; only its layouts were of interest
         return layouts
 
-    def _lacking(self, key: str, expected: str) -> None:
+    def _lacking(self, key: str, expected: str, advice: str = "") -> None:
+        """Note that the catalogue has something else under a key, or nothing.
+
+        Args:
+            key: of the target.
+            expected: what the target has there.
+            advice: what to do where the catalogue has a tensor.
+        """
         if key in self.catalogue.objects:
             self.mismatch(key, expected, "a plain value")
         elif key in self.catalogue.tensors:
             dtype, shape = self.catalogue.tensors[key]
-            self.mismatch(key, expected, describe(dtype, tuple(shape)))
+            self.mismatch(key, expected, describe(dtype, tuple(shape)) + advice)
+        elif below := self._selected_below(key):
+            self.binding.used.update(below)
+            self.mismatch(key, expected, _described(key, below))
         else:
             self.binding.missing.append(key)
+
+    def _selected_below(self, key: str) -> list[str]:
+        """Keys of the catalogue below one that it lacks, where that is a fault."""
+        return [name for name in self.keys_below(f"{key}.") if self.selected(name)] if self.strict else []
+
+
+def _described(key: str, below: list[str]) -> str:
+    """Keys that the checkpoint has below one of the target, and what to do."""
+    if below[0].startswith(f"{key}.@rank-"):
+        return "values of each rank's own: wrap the target's in shardproof.PerRank, or exclude it"
+    count = f"{len(below)} keys" if len(below) > 1 else "a key"
+    return f"{count} below it ({', '.join(below[:3])}): give the target the same keys, or exclude it"

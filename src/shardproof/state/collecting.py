@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from shardproof.errors import StructureError
@@ -46,6 +47,7 @@ class Collector(Visitor):
 
     def add(self, entry: TensorEntry, origin: Any) -> None:
         """Add an entry under a key that is not taken."""
+        _check_key(entry.key, origin)
         if self.origins.setdefault(entry.key, origin) is not origin:
             raise self._twice(entry.key, origin)
         self.tensors.append(entry)
@@ -56,6 +58,7 @@ class Collector(Visitor):
 
     def encoded(self, key: str, data: Any, origin: Any) -> None:
         """Add plain data that is encoded already."""
+        _check_key(key, origin)
         if key in self.origins:
             raise self._twice(key, origin)
         self.origins[key] = origin
@@ -106,9 +109,22 @@ def hoisted_tensor(kind: str, value: Any) -> torch.Tensor:
     if kind == "tensor":
         assert isinstance(value, torch.Tensor)
         return value
-    if kind == "array":
+    if isinstance(value, np.ndarray):
         return tensor_of_array(value)[0]
     return torch.frombuffer(bytearray(value), dtype=torch.uint8)
+
+
+def _check_key(key: str, origin: Any) -> None:
+    if not key:
+        raise StructureError(f"{_path(origin)} has an empty key. Give it a name")
+    if not key.isascii():
+        try:
+            key.encode()
+        except UnicodeEncodeError as error:
+            raise StructureError(
+                f"{_path(origin)} makes a key that is not valid Unicode ({error.reason}). Rename it",
+                key=ascii(key),
+            ) from error
 
 
 def _key(entry: TensorEntry | ObjectEntry) -> str:

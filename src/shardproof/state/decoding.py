@@ -23,7 +23,15 @@ from shardproof.state.tensors import array_dtype, torch_dtype
 
 __all__ = ["decode", "references"]
 
-_KINDS: dict[str, Any] = {"tensor": None, "array": None, "bytes": bytes, "bytearray": bytearray}
+_KINDS: dict[str, Callable[[np.ndarray[Any, Any]], Any]] = {
+    "array": lambda array: array,
+    "bytes": lambda array: array.tobytes(),
+    "bytearray": lambda array: bytearray(array.tobytes()),
+    "str": lambda array: array.tobytes().decode(),
+    "ints": lambda array: _numbers(array, np.int64),
+    "floats": lambda array: _numbers(array, np.float64),
+}
+"""What a reference of a kind stands for; one of the kind "tensor" is the tensor."""
 
 
 def decode(data: Any, tensors: Callable[[str], torch.Tensor] | None = None, path: str = "value") -> Any:
@@ -55,7 +63,7 @@ def references(data: Any) -> Iterator[tuple[str, str]]:
         if isinstance(item, dict):
             if "$tensor" in item:
                 key, kind = item["$tensor"], item.get("kind", "tensor")
-                if type(key) is not str or type(kind) is not str or kind not in _KINDS:
+                if type(key) is not str or type(kind) is not str or (kind != "tensor" and kind not in _KINDS):
                     raise PlainDataError(f"a reference to a tensor reads {str(item)[:200]}")
                 yield key, kind
             else:
@@ -70,7 +78,7 @@ class _Decoder:
         self.tensors = tensors
 
     def decode(self, data: Any, depth: int) -> Any:
-        if depth > 2 * DEPTH + 10:
+        if depth > DEPTH + 10:
             raise PlainDataError(f"{self.path}: nested too deeply", path=self.path)
         if isinstance(data, list):
             return [self.decode(item, depth + 1) for item in data]
@@ -145,8 +153,10 @@ class _Decoder:
         tensor = self.tensors(key)
         if kind == "tensor":
             return tensor
-        array = tensor.detach().cpu().numpy()
-        return array if kind == "array" else _KINDS[kind](array.tobytes())
+        try:
+            return _KINDS[kind](tensor.detach().cpu().numpy())
+        except (ValueError, TypeError) as error:
+            raise PlainDataError(f"{self.path}: {key} is not stored as {kind}: {error}", path=key) from error
 
 
 def _numpy_dtype(name: str) -> np.dtype[Any]:
@@ -154,6 +164,13 @@ def _numpy_dtype(name: str) -> np.dtype[Any]:
     if array_dtype(np.empty(0, dtype)) != name:
         raise ValueError(f"{name!r} is not the dtype of an array that can be stored")
     return dtype
+
+
+def _numbers(array: np.ndarray[Any, Any], dtype: Any) -> list[Any]:
+    if array.dtype != dtype or array.ndim != 1:
+        raise ValueError(f"it is {array.dtype} of {array.ndim} dimensions")
+    numbers: list[Any] = array.tolist()
+    return numbers
 
 
 def _shape(shape: Any) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import torch
 
 from shardproof.state.statefuls import Stateful
 
-__all__ = ["GENERATOR", "NUMPY_GENERATOR", "PYTHON_GENERATOR", "RandomState"]
+__all__ = ["GENERATOR", "NUMPY_GENERATOR", "NUMPY_RANDOM_STATE", "PYTHON_GENERATOR", "RandomState"]
 
 
 class RandomState:
@@ -101,4 +101,8 @@ def _set_numpy_generator(generator: np.random.Generator, state: dict[str, Any]) 
 
 GENERATOR = Stateful(lambda generator: generator.get_state(), _set_torch_generator)
 NUMPY_GENERATOR = Stateful(lambda generator: generator.bit_generator.state, _set_numpy_generator)
+NUMPY_RANDOM_STATE = Stateful(
+    lambda generator: generator.get_state(legacy=False),
+    lambda generator, state: generator.set_state(state),
+)
 PYTHON_GENERATOR = Stateful(_python_state, _set_python_state)

@@ -17,9 +17,10 @@ from shardproof.state.dtensor import is_dtensor
 from shardproof.state.tensors import empty_like_layout, storage_of
 from shardproof.state.visiting import OwnedParameters, Place
 
-__all__ = ["MODULE", "clean_name", "unwrapped"]
+__all__ = ["MODULE", "clean_name", "cleaner", "unwrapped"]
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+_PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 _EXTRA_STATE = "_extra_state"
 
 
@@ -29,9 +30,9 @@ class _Module:
     def collect(self, place: Place, value: torch.nn.Module, out: Collector) -> None:
         """Each tensor under its name; extra state as an object."""
         module, state = _state_of(value, place)
-        prefix = f"{place.key}." if place.key else ""
+        clean, prefix = cleaner(module), f"{place.key}." if place.key else ""
         for name, item in state.items():
-            key = prefix + clean_name(name)
+            key = prefix + clean(name)
             if isinstance(item, torch.Tensor) and not _is_extra(name):
                 out.tensor(key, item, (place.path, name))
             else:
@@ -41,11 +42,11 @@ class _Module:
     def bind(self, place: Place, value: torch.nn.Module, to: Binder) -> None:
         """Tensors in place. What the module made up for its state dict goes through load_state_dict."""
         module, state = _state_of(value, place)
-        prefix = f"{place.key}." if place.key else ""
+        clean, prefix = cleaner(module), f"{place.key}." if place.key else ""
         lives = _lives_in(module)
         made_up: dict[str, Callable[[], Any]] = {}
         for name, item in state.items():
-            key = prefix + clean_name(name)
+            key = prefix + clean(name)
             if _is_extra(name):
                 self._bind_extra(module, name, key, item, to)
             elif not isinstance(item, torch.Tensor):
@@ -69,6 +70,8 @@ class _Module:
         data = to.object(key)
         if data is not MISSING:
             owner = module.get_submodule(name.rpartition(".")[0])
+            while (inner := _inside(owner)) is not None:
+                owner = inner
             rebuilt = to.rebuild(key, data, lambda: current)
             to.later_on(lambda: owner.set_extra_state(rebuilt()))
 
@@ -77,10 +80,14 @@ MODULE = _Module()
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """The module that DistributedDataParallel wraps, or the module itself."""
-    while isinstance(module, torch.nn.parallel.DistributedDataParallel):
-        module = module.module
-    return module
+    """The module inside of data parallelism and compilation, in any order, or the module itself."""
+    while True:
+        if isinstance(module, _PARALLEL):
+            module = module.module
+        elif "_orig_mod" in module._modules:
+            module = module.get_submodule("_orig_mod")
+        else:
+            return module
 
 
 def clean_name(name: str) -> str:
@@ -92,6 +99,36 @@ def clean_name(name: str) -> str:
     if any(wrapper in name for wrapper in _WRAPPERS):
         return ".".join(segment for segment in name.split(".") if segment not in _WRAPPERS)
     return name
+
+
+def cleaner(module: torch.nn.Module) -> Callable[[str], str]:
+    """How names in a module read without any wrapper: `clean_name`, and without nested data parallelism.
+
+    Its segment is called ``module``, as others may be, so it is known by the modules that it stands in.
+    """
+    parallel = {
+        clean_name(path)
+        for path, part in module.named_modules(remove_duplicate=False)
+        if isinstance(part, _PARALLEL)
+    }
+    if not parallel:
+        return clean_name
+
+    def clean(name: str) -> str:
+        kept: list[str] = []
+        path = ""
+        for segment in clean_name(name).split("."):
+            if segment != "module" or path not in parallel:
+                kept.append(segment)
+            path = f"{path}.{segment}" if path else segment
+        return ".".join(kept)
+
+    return clean
+
+
+def _inside(module: torch.nn.Module) -> torch.nn.Module | None:
+    """What a wrapper of compilation or activation checkpointing wraps."""
+    return next((module.get_submodule(name) for name in _WRAPPERS if name in module._modules), None)
 
 
 def _same(value: Any) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from shardproof.errors import StructureError
-from shardproof.state.modules import clean_name, unwrapped
+from shardproof.state.modules import clean_name, cleaner, unwrapped
 from shardproof.state.visiting import OwnedParameters, Place, join
 
 __all__ = ["Names"]
@@ -76,17 +76,16 @@ class Names:
 
 def _of_module(owner: OwnedParameters) -> dict[int, str]:
     """Of a parameter with several names, the first in the order of keys, under which a tied one is stored."""
+    clean = cleaner(owner.module)
     named = _by_identity(
         sorted(
-            (clean_name(name), item)
-            for name, item in owner.state.items()
-            if isinstance(item, torch.nn.Parameter)
+            (clean(name), item) for name, item in owner.state.items() if isinstance(item, torch.nn.Parameter)
         )
         if owner.state
         else []
     )
     listed = [
-        (clean_name(name), parameter)
+        (clean(name), parameter)
         for name, parameter in owner.module.named_parameters(remove_duplicate=False)
         if id(parameter) not in named
     ]

@@ -1,9 +1,10 @@
 """Optimizers: state by parameter name and slot, options by parameter.
 
 Of each parameter an optimizer stores the tensors ``<key>.<parameter>.<slot>`` and one object
-``<key>.<parameter>.@options``: the options of its group, the names of the slots that exist, and the slots
-that are no tensors. Nothing speaks of groups or positions, so that parameters that are grouped or ordered
-in another way load. `optimizer.state` is only looked at: a parameter that has no state yet has none after.
+``<key>.<parameter>.@options``: the optimizer's class, the options of its group, the names of the slots that
+exist, and the slots that are no tensors. Nothing speaks of groups or positions, so that parameters that are
+grouped or ordered in another way load. `optimizer.state` is only looked at: a parameter that has no state yet
+has none after.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class _Optimizer:
 
     @staticmethod
     def _collect(place: Place, optimizer: torch.optim.Optimizer, names: Names, out: Collector) -> None:
-        seen = 0
+        seen, kind = 0, type(optimizer).__qualname__
         for group in optimizer.param_groups:
             options = Options.encode(group, place.key)
             for parameter in group["params"]:
@@ -87,7 +88,12 @@ class _Optimizer:
                     else:
                         hoist = Hoister(f"{key}.{slot}", out, place.path)
                         values[slot] = encode(item, f"{key}.{slot}", hoist)
-                data = {"options": options, "slots": sorted(slots), "values": dict(sorted(values.items()))}
+                data = {
+                    "class": kind,
+                    "options": options,
+                    "slots": sorted(slots),
+                    "values": dict(sorted(values.items())),
+                }
                 out.encoded(f"{key}.@options", data, (place.path, names[parameter]))
         if len(optimizer.state) > seen:
             _collect_shared(place, optimizer, out)
@@ -105,6 +111,8 @@ class _Binding:
     names: Names
     to: Binder
     attach: list[Any] = field(default_factory=list)
+    others: dict[str, str] = field(default_factory=dict)
+    """Class that another optimizer's state was of, to the first key that says so."""
 
     def bind(self) -> None:
         """All parameters, then what the optimizer keeps beside them."""
@@ -118,12 +126,23 @@ class _Binding:
                     self._known_slots(key, parameter)
                     continue
                 _check_data(data, key)
+                self._check_class(data, key)
                 stored[name] = data["options"]
                 self._state(key, group, parameter, data)
             self.attach.append(Options(self.place.key, stored).bind(group, self.to))
         self._shared()
         for act in self.attach:
             self.to.later_on(act)
+
+    def _check_class(self, data: Any, key: str) -> None:
+        """State of another optimizer is a mismatch, once, however many parameters have it."""
+        kind = type(self.optimizer).__qualname__
+        found = data.get("class", kind)  # early checkpoints do not say
+        if self.to.strict and found != kind and found not in self.others:
+            self.others[found] = key
+            self.to.mismatch(
+                f"{key}.@options", f"state of {kind}", f"state of {found}; strict=False loads it all the same"
+            )
 
     def _known_slots(self, key: str, parameter: torch.Tensor) -> None:
         """Options are left out or missing: what can still be filled in place is."""
@@ -149,7 +168,7 @@ class _Binding:
                     self.to.binding.missing.append(name)
             elif self.to.selected(name):
                 dtype, shape = torch_dtype(found[0]), tuple(found[1])
-                new[slot] = _new_slot(parameter, group, dtype, shape)
+                new[slot] = _new_slot(parameter, group, slot, dtype, shape)
                 self.to.fill(name, new[slot])
         values = {
             slot: self.to.rebuild(f"{key}.{slot}", value, partial(current.get, slot))
@@ -205,14 +224,18 @@ def _collect_shared(place: Place, optimizer: torch.optim.Optimizer, out: Collect
 
 
 def _new_slot(
-    parameter: torch.Tensor, group: dict[str, Any], dtype: torch.dtype, shape: tuple[int, ...]
+    parameter: torch.Tensor, group: dict[str, Any], slot: str, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> torch.Tensor:
-    """Memory for a slot that the target has not made yet, where the optimizer would have made it."""
-    if not shape and parameter.shape != ():
+    """Memory for a slot that the target has not made yet, where the target's group would have made it.
+
+    As in torch's own `Optimizer.load_state_dict`, step counts lie on the CPU unless the group computes with
+    them on the device, and all else lies where the parameter does.
+    """
+    if slot == "step" and not shape:
         on_device = group.get("capturable") or group.get("fused")
         return torch.empty((), dtype=dtype, device=parameter.device if on_device else "cpu")
-    if not shape and not (group.get("capturable") or group.get("fused")) and parameter.device.type == "cpu":
-        return torch.empty((), dtype=dtype)
+    if not shape and parameter.shape != ():
+        return torch.empty((), dtype=dtype, device=parameter.device)
     return empty_like_layout(parameter, dtype, shape)
 
 
@@ -247,5 +270,7 @@ def _check_slot(slot: Any, key: str) -> None:
 
 
 def _check_data(data: Any, key: str) -> None:
-    if not (isinstance(data, dict) and {"options", "slots", "values"} <= data.keys()):
+    if not (isinstance(data, dict) and {"options", "slots", "values"} <= data.keys()) or not isinstance(
+        data.get("class", ""), str
+    ):
         raise StructureError(f"{key}.@options in the checkpoint is not what an optimizer stores", key=key)

@@ -15,6 +15,8 @@ from shardproof.state.plain import encode
 __all__ = ["Options"]
 
 _NOT_OPTIONS = ("params", "param_names")
+_OF_THE_PROGRAM = frozenset(("fused", "foreach", "capturable", "differentiable"))
+"""How a step is computed, not what: stored for people, and on load the target's own stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,8 @@ class Options:
         refused: set[str] = set()
         for parameter, options in self.stored.items():
             for name, value in options.items():
+                if name in _OF_THE_PROGRAM:
+                    continue
                 if name not in agreed:
                     agreed[name], source[name] = value, parameter
                 elif agreed[name] != value and name not in refused:

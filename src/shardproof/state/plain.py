@@ -22,10 +22,12 @@ themselves. Everything else is an object with one member whose name starts with 
 ``{"$enum": [name, member]}``                  member of a registered enum
 ``{"$dataclass": [name, {field: value}]}``     registered dataclass
 ``{"$tensor": key}``                           tensor, stored as one under this key
-``{"$tensor": key, "kind": kind}``             array, bytes or bytearray, stored as a tensor
+``{"$tensor": key, "kind": kind,               array, bytes, bytearray, long text, or long list of only ints
+"digest": xxh3_64}``                           or only floats, stored as a tensor
 =============================================  =====================================================
 
 Plain dicts are written in sorted key order: ranks that filled theirs in another order hold the same value.
+The digest of what leaves the JSON stays in it, so that ranks whose values differ are still found out.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
 from shardproof.errors import PlainDataError
 from shardproof.state.registered import name_of
@@ -51,11 +54,18 @@ __all__ = ["DEPTH", "FACTORIES", "INLINE_BYTES", "Hoist", "encode"]
 INLINE_BYTES = 64
 """Arrays and bytes up to this size stay in the JSON where larger ones can go elsewhere."""
 
-Hoist = Callable[[str, str, Any], str]
-"""Takes path, kind and value of what shall be stored as a tensor; answers the key that it gets."""
+LONG_TEXT = 1 << 16
+"""Texts of more characters than this go elsewhere too."""
+LONG_LIST = 1000
+"""Lists of numbers with more items than this go elsewhere too."""
 
-DEPTH = 200
-"""Containers within containers, at most."""
+Hoist = Callable[[str, str, Any], str]
+"""Takes path, kind and value of what shall be stored as a tensor: a tensor, a numpy array, or bytes. Answers
+the key that it gets."""
+
+DEPTH = 190
+"""JSON arrays and objects around a container, at most. The format allows 200: the rest is for what lies
+around the value (the manifest, an optimizer's options) and for the tags of the innermost one."""
 FACTORIES: dict[str, Any] = {cls.__name__: cls for cls in (list, dict, set, int, float, str, tuple, bool)}
 """What a defaultdict may make."""
 _NATIVE = (type(None), bool)
@@ -83,6 +93,7 @@ class _Encoder:
     def __init__(self, path: str, hoist: Hoist | None) -> None:
         self.path = path
         self.hoist = hoist
+        self.hoists = hoist is not None and hoist is not _no_tensors
 
     def refuse(self, inner: str, why: str) -> PlainDataError:
         path = f"{self.path}.{inner}" if inner else self.path
@@ -97,13 +108,12 @@ class _Encoder:
         if kind is float:
             return value if math.isfinite(value) else {"$float": str(value)}
         if kind is str:
-            return self.text(value, at)
+            text = self.text(value, at)
+            return self.outside("str", at, text.encode()) if len(text) > LONG_TEXT and self.hoists else text
+        if depth >= DEPTH:
+            raise self.refuse(at[:80], f"nested deeper than {DEPTH} levels of JSON, or contains itself")
         encoder = _ENCODERS.get(kind)
-        if encoder is not None:
-            if depth >= DEPTH:
-                raise self.refuse(at[:80], f"nested deeper than {DEPTH} levels, or contains itself")
-            return encoder(self, value, at, depth + 1)
-        return self.other(value, at, depth + 1)
+        return self.other(value, at, depth) if encoder is None else encoder(self, value, at, depth)
 
     def text(self, value: str, at: str) -> str:
         if not value.isascii():
@@ -113,10 +123,25 @@ class _Encoder:
                 raise self.refuse(at, f"the text is not valid Unicode ({error})") from error
         return value
 
+    def outside(self, kind: str, at: str, value: bytes | bytearray | np.ndarray[Any, Any]) -> Any:
+        """A reference to what is stored as a tensor."""
+        assert self.hoist is not None
+        raw = np.frombuffer(value, np.uint8) if isinstance(value, (bytes, bytearray)) else value
+        digest = xxhash.xxh3_64_hexdigest(np.ascontiguousarray(raw).reshape(-1).view(np.uint8).data)
+        return {"$tensor": self.hoist(at, kind, value), "kind": kind, "digest": digest}
+
+    def sequence(self, value: list[Any], at: str, depth: int) -> Any:
+        numbers = _numbers(value) if self.hoists and len(value) > LONG_LIST else None
+        if numbers is not None:
+            return self.outside("ints" if numbers.dtype == np.int64 else "floats", at, numbers)
+        return self.items(value, at, depth + 1)
+
     def items(self, value: Any, at: str, depth: int) -> list[Any]:
+        """Of a JSON array that `depth` arrays and objects are around, itself included."""
         return [self.encode(item, _join(at, index), depth) for index, item in enumerate(value)]
 
     def pairs(self, value: Any, at: str, depth: int, *, ordered: bool = False) -> list[Any]:
+        """Of JSON arrays that `depth` arrays and objects are around, themselves included."""
         keyed = [(self.whole(key, at, depth), key, item) for key, item in value.items()]
         if not ordered:
             keyed.sort(key=lambda entry: _text(entry[0]))
@@ -131,9 +156,10 @@ class _Encoder:
     def mapping(self, value: dict[Any, Any], at: str, depth: int) -> Any:
         if all(type(key) is str and not key.startswith("$") for key in value):
             return {
-                self.text(key, at): self.encode(value[key], _join(at, key), depth) for key in sorted(value)
+                self.text(key, at): self.encode(value[key], _join(at, key), depth + 1)
+                for key in sorted(value)
             }
-        return {"$dict": self.pairs(value, at, depth)}
+        return {"$dict": self.pairs(value, at, depth + 3)}
 
     def default(self, value: defaultdict[Any, Any], at: str, depth: int) -> Any:
         factory = value.default_factory
@@ -142,23 +168,23 @@ class _Encoder:
             raise self.refuse(
                 at, f"a defaultdict of {factory!r} cannot be stored, only one of {', '.join(FACTORIES)}"
             )
-        return {"$defaultdict": [name, self.pairs(value, at, depth)]}
+        return {"$defaultdict": [name, self.pairs(value, at, depth + 4)]}
 
     def unordered(self, value: Any, at: str, depth: int) -> list[Any]:
-        return sorted((self.whole(item, at, depth) for item in value), key=_text)
+        return sorted((self.whole(item, at, depth + 2) for item in value), key=_text)
 
     def blob(self, value: bytes | bytearray, at: str, depth: int) -> Any:
         kind = type(value).__name__
-        if self.hoist is not None and self.hoist is not _no_tensors and len(value) > INLINE_BYTES:
-            return {"$tensor": self.hoist(at, kind, value), "kind": kind}
+        if self.hoists and len(value) > INLINE_BYTES:
+            return self.outside(kind, at, value)
         return {f"${kind}": base64.b64encode(value).decode()}
 
     def array(self, value: np.ndarray[Any, Any], at: str, depth: int) -> Any:
         name = array_dtype(value)
         if name is None:
             raise self.refuse(at, f"arrays of dtype {value.dtype} cannot be stored")
-        if self.hoist is not None and self.hoist is not _no_tensors and value.nbytes > INLINE_BYTES:
-            return {"$tensor": self.hoist(at, "array", value), "kind": "array"}
+        if self.hoists and value.nbytes > INLINE_BYTES:
+            return self.outside("array", at, value)
         return {"$array": [name, list(value.shape), base64.b64encode(value.tobytes()).decode()]}
 
     def tensor(self, value: torch.Tensor, at: str) -> Any:
@@ -177,8 +203,6 @@ class _Encoder:
         }
 
     def other(self, value: Any, at: str, depth: int) -> Any:
-        if depth > DEPTH:
-            raise self.refuse(at[:80], f"nested deeper than {DEPTH} levels, or contains itself")
         if isinstance(value, torch.Tensor):
             return self.tensor(value, at)
         if isinstance(value, np.generic) and array_dtype(np.asarray(value)) is not None:
@@ -190,7 +214,12 @@ class _Encoder:
                     at,
                     f"the enum {type(value).__qualname__} is not registered: shardproof.register_enum",
                 )
-            return {"$enum": [name, value.name]}
+            member = value.name
+            if member is None or type(value).__members__.get(member) is not value:
+                raise self.refuse(
+                    at, f"{value!r} is no single member of its enum, so it has no name. Store its value"
+                )
+            return {"$enum": [name, member]}
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             name = name_of(type(value))
             if name is None:
@@ -203,10 +232,17 @@ class _Encoder:
             return {
                 "$dataclass": [
                     name,
-                    {field: self.encode(getattr(value, field), _join(at, field), depth) for field in fields},
+                    {
+                        field: self.encode(getattr(value, field), _join(at, field), depth + 3)
+                        for field in fields
+                    },
                 ]
             }
-        raise self.refuse(at, f"{_what(value)} cannot be stored: it is not plain data and has no state_dict")
+        raise self.refuse(
+            at,
+            f"{_what(value)} cannot be stored: it is not plain data and has no state_dict "
+            "and load_state_dict",
+        )
 
 
 def _no_tensors(path: str, kind: str, value: Any) -> str:
@@ -214,13 +250,13 @@ def _no_tensors(path: str, kind: str, value: Any) -> str:
 
 
 _ENCODERS: dict[type, Callable[[_Encoder, Any, str, int], Any]] = {
-    list: _Encoder.items,
+    list: _Encoder.sequence,
     dict: _Encoder.mapping,
-    tuple: lambda e, value, at, depth: {"$tuple": e.items(value, at, depth)},
+    tuple: lambda e, value, at, depth: {"$tuple": e.items(value, at, depth + 2)},
     set: lambda e, value, at, depth: {"$set": e.unordered(value, at, depth)},
     frozenset: lambda e, value, at, depth: {"$frozenset": e.unordered(value, at, depth)},
-    OrderedDict: lambda e, value, at, depth: {"$ordered": e.pairs(value, at, depth, ordered=True)},
-    Counter: lambda e, value, at, depth: {"$counter": e.pairs(value, at, depth)},
+    OrderedDict: lambda e, value, at, depth: {"$ordered": e.pairs(value, at, depth + 3, ordered=True)},
+    Counter: lambda e, value, at, depth: {"$counter": e.pairs(value, at, depth + 3)},
     defaultdict: _Encoder.default,
     bytes: _Encoder.blob,
     bytearray: _Encoder.blob,
@@ -230,6 +266,16 @@ _ENCODERS: dict[type, Callable[[_Encoder, Any, str, int], Any]] = {
     torch.Size: lambda e, value, at, depth: {"$size": list(value)},
     torch.device: lambda e, value, at, depth: {"$device": str(value)},
 }
+
+
+def _numbers(value: list[Any]) -> np.ndarray[Any, Any] | None:
+    """The same as an array, where that loses nothing."""
+    kinds = set(map(type, value))
+    if kinds == {float}:
+        return np.array(value, np.float64)
+    if kinds == {int} and min(value) >= -(2**63) and max(value) < 2**63:
+        return np.array(value, np.int64)
+    return None
 
 
 def _join(path: str, segment: Any) -> str:

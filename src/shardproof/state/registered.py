@@ -25,10 +25,10 @@ def register_dataclass(cls: _Class, *, name: str | None = None) -> _Class:
 
     Fields are stored and restored one by one; neither ``__init__`` nor ``__post_init__`` runs on load.
 
-    >>> @register_dataclass
-    ... @dataclasses.dataclass
+    >>> @dataclasses.dataclass
     ... class Progress:
     ...     tokens: int
+    >>> Progress = register_dataclass(Progress, name="docs.Progress")
     """
     if not dataclasses.is_dataclass(cls):
         raise TypeError(f"{cls.__qualname__} is not a dataclass")
@@ -38,9 +38,9 @@ def register_dataclass(cls: _Class, *, name: str | None = None) -> _Class:
 def register_enum(cls: _Class, *, name: str | None = None) -> _Class:
     """Let members of an enum be stored, by the class's name (or `name`) and the member's name.
 
-    >>> @register_enum
-    ... class Phase(enum.Enum):
+    >>> class Phase(enum.Enum):
     ...     WARMUP = 1
+    >>> Phase = register_enum(Phase, name="docs.Phase")
     """
     if not (isinstance(cls, type) and issubclass(cls, enum.Enum)):
         raise TypeError(f"{cls!r} is not an enum")

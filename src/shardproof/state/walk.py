@@ -15,7 +15,13 @@ from shardproof.state.binding import MISSING, Binder
 from shardproof.state.collecting import Collector
 from shardproof.state.dtensor import is_dtensor
 from shardproof.state.explicit import EXPLICIT, FlatShard, ShardedTensor
-from shardproof.state.generators import GENERATOR, NUMPY_GENERATOR, PYTHON_GENERATOR, RandomState
+from shardproof.state.generators import (
+    GENERATOR,
+    NUMPY_GENERATOR,
+    NUMPY_RANDOM_STATE,
+    PYTHON_GENERATOR,
+    RandomState,
+)
 from shardproof.state.modules import MODULE
 from shardproof.state.optimizers import OPTIMIZER, OptimizerState
 from shardproof.state.per_rank import PER_RANK, PerRank
@@ -35,7 +41,7 @@ class _Plain:
 
     def bind(self, place: Place, value: Any, to: Binder) -> None:
         """Replaced in its container."""
-        data = to.object(place.key)
+        data = to.object(place.key, _described(value))
         if data is not MISSING:
             put = to.put_of(place)
             rebuilt = to.rebuild(place.key, data, lambda: value)
@@ -63,6 +69,8 @@ class _Array:
 
     def bind(self, place: Place, value: np.ndarray[Any, Any], to: Binder) -> None:
         """Filled in place, directly where torch can share the memory."""
+        if not to.selected(place.key):
+            return
         tensor, shared = self._tensor(place, value)
         if not value.flags.writeable:
             raise StructureError(f"{place.key}: the array is read-only. Load into a copy", key=place.key)
@@ -87,6 +95,8 @@ class _Mapping:
         for name, item in value.items():
             if type(name) is str and name.startswith("@"):
                 raise StructureError(f"{path}[{name!r}]: keys may not start with '@'", key=place.key)
+            if name == "" and not place.key:
+                raise StructureError(f"{path}[{name!r}]: the key is empty. Give it a name")
             if type(item) in PLAIN_TYPES or is_dtensor(item):
                 out.tensor(f"{prefix}{name}", item, (path, name))
             else:
@@ -159,6 +169,7 @@ _BY_TYPE: dict[type, Handler] = {
     OptimizerState: OPTIMIZER,
     torch.Generator: GENERATOR,
     np.random.Generator: NUMPY_GENERATOR,
+    np.random.RandomState: NUMPY_RANDOM_STATE,
     random.Random: PYTHON_GENERATOR,
 }
 
@@ -222,6 +233,15 @@ def _of_list(value: Any, place: Place) -> Handler:
             key=place.key,
         )
     return _TUPLE if isinstance(value, tuple) else _LIST
+
+
+def _described(value: Any) -> str:
+    """What a plain leaf of a target is, where it looks as if it waited to be filled."""
+    if value is None:
+        return "None"
+    if type(value) in (*_DICTS, *_LISTS) and not value:
+        return f"an empty {type(value).__name__}"
+    return "a plain value"
 
 
 def _holds_state(value: Any, depth: int = 0) -> bool:

@@ -154,9 +154,8 @@ def _write_shard(
         "objects": dict(sample.objects) if rank == 0 else {},
         "metadata": dict(sample.metadata),
     }
-    header = shard_header(
-        encode_entries(names, codes, shapes, starts, np.array(counts)), {"shardproof": json.dumps(about)}
-    )
+    entries, text = encode_entries(names, codes, shapes, starts, np.array(counts)), json.dumps(about)
+    header = shard_header(entries, {"shardproof": text, "digest": bytes_digest(text.encode() + entries)})
     data = b"".join([header, *(part[2] for part in parts), bytes(padding), digests.astype("<u8").tobytes()])
     name = shard_name(rank, sample.attempt)
     _put(storage, name, data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -105,8 +106,73 @@ def test_no_command_is_bad_usage_and_shows_the_help(call: Any) -> None:
     assert "Commands:" in err
 
 
-def test_a_file_is_not_a_folder(call: Any, ckpt: Path) -> None:
-    assert call("inspect", ckpt / MANIFEST_NAME)[0] == 2
+@pytest.mark.parametrize("name", ["ls", "inspect", "verify", "repair", "prune"])
+def test_a_file_is_not_a_folder(call: Any, ckpt: Path, name: str) -> None:
+    code, _, err = call(name, ckpt / MANIFEST_NAME)
+    assert code == 2
+    assert "is a file, and a folder is needed" in err
+
+
+@pytest.mark.parametrize("name", ["inspect", "verify", "diff", "repair"])
+def test_a_run_is_no_checkpoint_and_a_step_is_named(call: Any, ckpt: Path, name: str) -> None:
+    write(ckpt.parent / "step-00000006", SPREAD)
+    write(ckpt.parent / "step-00000008", SPREAD, commit=False)
+    code, out, err = call(name, *[ckpt.parent] * (2 if name == "diff" else 1))
+    assert (code, out) == (2, "")
+    assert f"this is a run: give a step, e.g. {ckpt} (`shardproof ls {ckpt.parent}`)" in err
+    assert call(name, *[ckpt] * (2 if name == "diff" else 1))[0] == 0
+
+
+def test_a_checkpoint_with_steps_in_it_is_one(call: Any, ckpt: Path) -> None:
+    write(ckpt / "step-00000001", SPREAD)
+    assert call("verify", ckpt)[0] == 0
+    (ckpt / MANIFEST_NAME).unlink()
+    assert call("repair", ckpt)[0] == 0
+
+
+def _unreadable(monkeypatch: pytest.MonkeyPatch, part: str, number: int) -> None:
+    """Reading a file whose path has this part fails with this error of the system."""
+    real = os.open
+
+    def opened(path: Any, *arguments: Any, **options: Any) -> int:
+        if part in str(path):
+            raise OSError(number, os.strerror(number))
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr("shardproof.storage.local.os.open", opened)
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EACCES, errno.EMFILE, errno.EIO])
+@pytest.mark.parametrize("part", [MANIFEST_NAME, "index-", "shards/00001"])
+def test_a_storage_that_fails_says_nothing_about_the_checkpoint(
+    call: Any, ckpt: Path, monkeypatch: pytest.MonkeyPatch, part: str, number: int
+) -> None:
+    _unreadable(monkeypatch, part, number)
+    code, out, err = call("verify", ckpt)
+    assert (code, err) == (3, "")
+    assert out.startswith("NO ANSWER")
+    assert "may be whole" in out
+    code, out, _ = call("verify", ckpt, "--json")
+    assert (code, json.loads(out)["ok"]) == (3, False)
+    if not part.startswith("shards"):
+        code, out, err = call("inspect", ckpt)
+        assert (code, out) == (3, "")
+        assert "may be whole" in err
+
+
+def test_damage_counts_even_where_the_storage_fails_too(
+    call: Any, ckpt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.truncate(ckpt / "shards" / "00000-a1.safetensors", 5000)
+    _unreadable(monkeypatch, "shards/00001", errno.EIO)
+    code, out, _ = call("verify", ckpt)
+    assert code == 1
+    assert out.startswith("BAD")
+
+
+def test_a_missing_file_is_damage(call: Any, ckpt: Path) -> None:
+    (ckpt / "shards" / "00000-a1.safetensors").unlink()
+    assert call("verify", ckpt)[0] == 1
 
 
 @pytest.mark.parametrize("name", ["inspect", "diff"])
@@ -213,8 +279,24 @@ def test_ls(call: Any, ckpt: Path) -> None:
         "attempt": "a1",
         "repaired": False,
         "unnamed": 0,
+        "beyond_repair": False,
     }
     assert (second["step"], second["committed"], second["time"]) == (8, False, None)
+
+
+def test_ls_goes_on_where_a_manifest_cannot_be_read(
+    call: Any, ckpt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(ckpt.parent / "step-00000008", SPREAD)
+    _unreadable(monkeypatch, "step-00000007/manifest", errno.EACCES)
+    code, out, _ = call("ls", ckpt.parent)
+    assert code == 0
+    bad, *_, good = out.splitlines()[1:]
+    assert "unreadable  cannot read" in bad
+    assert "EACCES" in out
+    assert "committed" in good
+    first, second = json.loads(call("ls", ckpt.parent, "--json")[1])["checkpoints"]
+    assert (first["status"], first["committed"], second["committed"]) == ("unreadable", False, True)
 
 
 def test_ls_of_an_empty_folder(call: Any, tmp_path: Path) -> None:
@@ -309,9 +391,9 @@ def test_verify_of_a_damaged_chunk(call: Any, ckpt: Path) -> None:
     data[4096] ^= 1
     file.write_bytes(data)
     code, out, err = call("verify", ckpt)
-    assert (code, out) == (1, "")
-    assert "BAD" in err
-    assert "model.embed.weight" in err
+    assert (code, err) == (1, "")
+    assert "BAD" in out
+    assert "model.embed.weight" in out
     code, out, err = call("verify", ckpt, "--json")
     told = json.loads(out)
     assert (code, told["ok"], err) == (1, False, "")
@@ -321,9 +403,9 @@ def test_verify_of_a_damaged_chunk(call: Any, ckpt: Path) -> None:
 
 
 def test_verify_of_nothing(call: Any, tmp_path: Path) -> None:
-    code, _, err = call("verify", tmp_path)
-    assert code == 1
-    assert "no committed checkpoint" in err
+    code, out, err = call("verify", tmp_path)
+    assert (code, err) == (1, "")
+    assert "no committed checkpoint" in out
     code, out, _ = call("verify", tmp_path, "--json")
     told = json.loads(out)
     assert (code, told["ok"]) == (1, False)
@@ -408,7 +490,7 @@ def test_prune(call: Any, ckpt: Path) -> None:
     assert code == 0
     assert set(told) == {
         "location", "dry_run", "removed", "committed_meanwhile", "bytes", "leftovers", "steps", "steps_bytes",
-        "young", "damaged",
+        "young", "damaged", "beyond_repair", "lost", "lost_bytes",
     }  # fmt: skip
     assert (told["dry_run"], told["removed"]) == (True, False)
     assert [left["folder"] for left in told["leftovers"]] == ["step-00000007", "step-00000008"]
@@ -425,9 +507,85 @@ def test_prune_keeps_what_it_is_told(call: Any, tmp_path: Path) -> None:
     for step in (1, 2, 3, 10):
         write(tmp_path / f"step-{step:08d}", Sample(STATE, step=step))
     assert json.loads(call("prune", tmp_path, "--json")[1])["steps"] == []
-    told = json.loads(call("prune", tmp_path, "--keep", 2, "--json")[1])
+    code, out, err = call("prune", tmp_path, "--keep", 2)
+    assert (code, out) == (2, ""), "there is no terminal to ask on"
+    assert "--yes" in err
+    assert len(list(tmp_path.iterdir())) == 4
+    dry = json.loads(call("prune", tmp_path, "--keep", 2, "--dry-run", "--json")[1])
+    assert (dry["steps"], dry["removed"]) == (["step-00000001", "step-00000002"], False)
+    told = json.loads(call("prune", tmp_path, "--keep", 2, "--yes", "--json")[1])
     assert (told["steps"], told["removed"]) == (["step-00000001", "step-00000002"], True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000010"]
+
+
+@pytest.mark.parametrize("loss", ["missing", "cut"])
+def test_repair_and_prune_do_not_send_a_lost_step_to_each_other(call: Any, ckpt: Path, loss: str) -> None:
+    shard = ckpt / "shards" / "00001-a1.safetensors"
+    if loss == "missing":
+        shard.unlink()
+    else:
+        os.truncate(shard, 5000)
+    write(ckpt.parent / "step-00000001", SPREAD)
+    (ckpt / "tokenizer.json").write_text("{}")
+    make_old(ckpt.parent)
+    code, out, err = call("repair", ckpt)
+    assert (code, out) == (1, "")
+    assert "shards/00001-a1" in err
+    assert "cannot be repaired: restore another step" in err
+    code, out, _ = call("prune", ckpt.parent)
+    assert code == 0
+    assert "kept: step-00000007: damaged, cannot be repaired; remove the folder" in out
+    assert "--damaged" in out
+    code, _, err = call("prune", ckpt.parent, "--damaged")
+    assert code == 2
+    assert "--yes" in err
+    told = json.loads(call("prune", ckpt.parent, "--damaged", "--dry-run", "--json")[1])
+    assert (told["lost"], told["beyond_repair"], told["removed"]) == (["step-00000007"], [], False)
+    files = [path for path in ckpt.rglob("*") if path.is_file() and path.name != "tokenizer.json"]
+    assert told["bytes"] == told["lost_bytes"] == sum(path.stat().st_size for path in files)
+    assert shard.parent.exists()
+    code, out, _ = call("prune", ckpt.parent, "--damaged", "--yes")
+    assert code == 0
+    assert out.endswith("removed\n")
+    assert [path.name for path in ckpt.iterdir()] == ["tokenizer.json"]
+    assert call("verify", ckpt.parent / "step-00000001")[0] == 0
+
+
+def test_prune_leaves_a_damaged_step_that_is_young_or_may_be_repaired(call: Any, ckpt: Path) -> None:
+    write(ckpt.parent / "step-00000008", SPREAD)
+    (ckpt.parent / "step-00000008" / "index-a1.safetensors").unlink()
+    make_old(ckpt.parent)
+    os.truncate(ckpt / "shards" / "00001-a1.safetensors", 5000)  # a copy that is under way looks the same
+    told = json.loads(call("prune", ckpt.parent, "--damaged", "--yes", "--json")[1])
+    assert (told["removed"], told["lost"], told["beyond_repair"]) == (False, [], ["step-00000007"])
+    assert told["damaged"] == ["step-00000008"]
+    assert "written to in the last" in call("prune", ckpt.parent, "--damaged", "--yes")[1]
+    assert call("repair", ckpt.parent / "step-00000008")[0] == 0
+
+
+def test_prune_does_not_count_a_cut_step_as_one_of_the_newest(call: Any, ckpt: Path) -> None:
+    write(ckpt.parent / "step-00000001", SPREAD)
+    os.truncate(ckpt / "shards" / "00001-a1.safetensors", 5000)
+    told = json.loads(call("prune", ckpt.parent, "--keep", 1, "--yes", "--json")[1])
+    assert told["steps"] == []
+    assert (ckpt.parent / "step-00000001").exists()
+
+
+def test_prune_spares_a_step_that_was_saved_again_meanwhile(
+    call: Any, ckpt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.truncate(ckpt / "shards" / "00001-a1.safetensors", 5000)
+    make_old(ckpt.parent)
+
+    def agreed(_plan: object) -> bool:
+        write(ckpt, Sample(STATE, attempt="a2"))
+        return True
+
+    monkeypatch.setattr("shardproof.cli.prune._agreed", agreed)
+    monkeypatch.setattr("shardproof.cli.prune.sys.stdin", _Terminal(""))
+    told = json.loads(call("prune", ckpt.parent, "--damaged", "--json")[1])
+    assert told["committed_meanwhile"] == ["step-00000007"]
+    assert call("verify", ckpt)[0] == 0
 
 
 @pytest.mark.parametrize(("answer", "removed"), [("y\n", True), ("n\n", False), ("\n", False)])

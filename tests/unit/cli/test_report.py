@@ -62,6 +62,8 @@ def test_a_run_lists_what_is_committed_and_why_the_rest_is_not(tmp_path: Path) -
     assert leftover.bytes > first.bytes
     assert "repair" in str(unreadable.reason)
     assert "shards/00000-a1.safetensors" in str(incomplete.reason)
+    assert "cannot be repaired" in str(incomplete.reason)
+    assert [info.beyond_repair for info in infos] == [False, False, False, False, True, False]
     assert json.loads(json.dumps(first.to_json()))["committed"] is True
 
 

@@ -67,7 +67,7 @@ def test_a_run_from_save_to_prune(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert answer(capsys, "diff", ten, twenty)[0] == 0
 
     (thirty / MANIFEST_NAME).unlink()
-    code, told = answer(capsys, "prune", tmp_path, "--keep", 1, "--older-than", "0s")
+    code, told = answer(capsys, "prune", tmp_path, "--keep", 1, "--older-than", "0s", "--yes")
     assert code == 0
     assert told["steps"] == ["step-00000010"]
     assert [leftover["folder"] for leftover in told["leftovers"]] == ["step-00000030"]

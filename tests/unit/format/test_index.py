@@ -179,7 +179,7 @@ def _checkpoints(draw):
         TensorRecord(f"{i}", dtype, tuple(shape))
         for i, (dtype, shape) in enumerate(zip(dtypes, shapes, strict=True))
     )
-    return chunks, tensors, (FileRecord("shards/0", end, 32 * "0", 4096, 0),)
+    return chunks, tensors, (FileRecord("shards/00000-5f0c.safetensors", end, 32 * "0", 4096, 0),)
 
 
 @settings(max_examples=150, deadline=None)

@@ -88,20 +88,26 @@ def test_every_flipped_bit_under_a_right_digest_is_refused_or_read_as_it_stands(
             assert found.objects == again["objects"] and found.metadata == again["metadata"]
 
 
+_SHARD = "shards/00000-5f0c.safetensors"
 BAD = {
     "a name that climbs": {"files": [["../../etc/passwd", 1, 32 * "0", 0, 0]]},
     "an absolute name": {"files": [["/etc/passwd", 1, 32 * "0", 0, 0]]},
     "an index that climbs": {"index": ["shards/../../x", 1, 32 * "0", 0, -1]},
     "an empty name": {"files": [["", 1, 32 * "0", 0, 0]]},
-    "a file twice": {"files": [["s", 1, 32 * "0", 0, 0], ["s", 1, 32 * "0", 0, 1]]},
-    "a negative size": {"files": [["s", -1, 32 * "0", 0, 0]]},
-    "a huge size": {"files": [["s", 2**63, 32 * "0", 0, 0]]},
-    "data after the end": {"files": [["s", 10, 32 * "0", 11, 0]]},
-    "a size that is no integer": {"files": [["s", 1.5, 32 * "0", 0, 0]]},
-    "a digest in capitals": {"files": [["s", 1, 32 * "A", 0, 0]]},
-    "a short digest": {"files": [["s", 1, "0", 0, 0]]},
-    "a rank that is none": {"files": [["s", 1, 32 * "0", 0, 2]]},
-    "a file record too long": {"files": [["s", 1, 32 * "0", 0, 0, 0]]},
+    "the name of somebody else's file": {"files": [["tokenizer.json", 1, 32 * "0", 0, 0]]},
+    "a shard of another attempt": {"files": [["shards/00000-abcd.safetensors", 1, 32 * "0", 0, 0]]},
+    "a shard of another rank": {"files": [["shards/00001-5f0c.safetensors", 1, 32 * "0", 0, 0]]},
+    "an index of another attempt": {"index": ["index-abcd.safetensors", 1, 32 * "0", 0, -1]},
+    "another attempt than its files": {"attempt": "abcd"},
+    "a file twice": {"files": [[_SHARD, 1, 32 * "0", 0, 0], [_SHARD, 1, 32 * "0", 0, 0]]},
+    "a negative size": {"files": [[_SHARD, -1, 32 * "0", 0, 0]]},
+    "a huge size": {"files": [[_SHARD, 2**63, 32 * "0", 0, 0]]},
+    "data after the end": {"files": [[_SHARD, 10, 32 * "0", 11, 0]]},
+    "a size that is no integer": {"files": [[_SHARD, 1.5, 32 * "0", 0, 0]]},
+    "a digest in capitals": {"files": [[_SHARD, 1, 32 * "A", 0, 0]]},
+    "a short digest": {"files": [[_SHARD, 1, "0", 0, 0]]},
+    "a rank that is none": {"files": [[_SHARD, 1, 32 * "0", 0, 2]]},
+    "a file record too long": {"files": [[_SHARD, 1, 32 * "0", 0, 0, 0]]},
     "a negative dimension": {"tensors": [["a", "float32", [-1]]]},
     "a huge dimension": {"tensors": [["a", "float32", [2**63]]]},
     "a shape whose product overflows": {"tensors": [["a", "float32", [2**40, 2**40]]]},
@@ -125,6 +131,10 @@ BAD = {
     "a member that is unknown": {"extra": 1},
     "a nested text": {"metadata": json.loads("[" * 500 + "]" * 500)},
 }
+
+
+def test_the_names_in_those_that_are_refused_are_not_why():
+    assert decode_manifest(_edited(files=[[_SHARD, 1, 32 * "0", 0, 0]]), "f").files[0].name == _SHARD
 
 
 @pytest.mark.parametrize("changes", BAD.values(), ids=BAD.keys())

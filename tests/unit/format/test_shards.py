@@ -236,6 +236,21 @@ def test_a_header_bomb_takes_no_more_than_it_has(tmp_path):
 def test_a_header_that_no_reader_takes_is_not_written():
     with pytest.raises(FormatError, match="safetensors allows"):
         shard_header(b"", {"shardproof": "x" * 100_000_000})
+
+
+@pytest.mark.parametrize(
+    ("group", "words"), [("objects", "the value of 'data.seen'"), ("metadata", "the metadata 'data.seen'")]
+)
+def test_what_makes_a_header_too_long_is_named(group, words):
+    declared = {"tensors": {}, "objects": {"small": 1}, "metadata": {"note": "x"}}
+    declared[group] = {"few": [1], "data.seen": "x" * 100_000_000, "last": 1}
+    with pytest.raises(FormatError, match=f"100000002 bytes, is {words}"):
+        shard_header(b"", {"digest": "0" * 32, "shardproof": json.dumps(declared)})
+
+
+def test_the_chunks_are_named_where_they_make_a_header_too_long():
+    with pytest.raises(FormatError, match="100000000 bytes, is the list of its chunks"):
+        shard_header(b'"' * 100_000_000, {"shardproof": '{"objects":{},"metadata":{}}'})
     with pytest.raises(FormatError, match="one name"):
         encode_entries(["a", "a"], ["U8", "U8"], [(1,), (1,)], np.array([0, 1]), np.array([1, 1]))
     with pytest.raises(FormatError, match="Unicode"):

@@ -5,6 +5,8 @@ import enum
 import json
 import math
 from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,14 @@ class Phase(enum.Enum):
 @register_enum
 class Level(enum.IntEnum):
     LOW = 1
+
+
+@register_enum
+class Access(enum.Flag):
+    READ = 1
+    WRITE = 2
+    RUN = 4
+    BOTH = 3
 
 
 @register_dataclass
@@ -285,15 +295,70 @@ def test_nesting_has_a_bound_both_ways() -> None:
         encode_plain(deep)
     with pytest.raises(PlainDataError, match="nested"):
         decode_plain(deep)
-    fits: Any = 1
-    for _ in range(150):
-        fits = ({1: fits},)
-    with pytest.raises(PlainDataError):
-        encode_plain(fits)
-    bound: Any = 1
-    for _ in range(99):
-        bound = ({1: bound},)
-    assert repr(there_and_back(bound)) == repr(bound)
+
+
+@register_dataclass
+@dataclasses.dataclass
+class Nest:
+    inner: Any
+
+
+class Holding:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+NESTS: dict[str, Callable[[Any], Any]] = {
+    "list": lambda value: [value],
+    "tuple": lambda value: (value,),
+    "dict": lambda value: {"k": value},
+    "keyed": lambda value: {1: value},
+    "ordered": lambda value: OrderedDict(a=value),
+    "counter": lambda value: Counter({"a": value}),
+    "defaultdict": lambda value: defaultdict(list, a=value),
+    "frozenset": lambda value: frozenset([value]),
+    "dataclass": Nest,
+}
+
+
+def _accepted(value: Any) -> bool:
+    try:
+        collect({"x": Holding([value])})
+    except PlainDataError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("kind", sorted(NESTS))
+def test_what_is_accepted_can_be_committed_and_read(kind: str, tmp_path: Path) -> None:
+    import shardproof
+
+    deepest: Any = 2**64
+    while _accepted(value := NESTS[kind](deepest)):
+        deepest = value
+    with pytest.raises(PlainDataError, match="nested"):
+        collect({"x": Holding([value])})
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([("p", parameter)], lr=0.1)
+    optimizer.state[parameter] = {"slot": [deepest]}
+    shardproof.save(tmp_path / "c", {"x": Holding([deepest]), "o": optimizer})
+    target = Holding(None)
+    shardproof.load(tmp_path / "c", {"x": target, "o": optimizer})
+    assert repr(target.value) == repr([deepest])
+
+
+def test_members_of_a_flag_without_a_name_are_refused() -> None:
+    assert there_and_back(Access.READ) is Access.READ
+    assert there_and_back(Access.BOTH) is Access.BOTH
+    for value in (Access.READ | Access.RUN, Access(0)):
+        with pytest.raises(PlainDataError, match="no single member"):
+            encode_plain({"mode": value})
 
 
 def test_large_bytes_and_arrays_leave_the_json() -> None:
@@ -303,3 +368,66 @@ def test_large_bytes_and_arrays_leave_the_json() -> None:
     target = {"blob": None, "list": [np.zeros(100, np.int64), 0], "odd": 1, "short": 2}
     saved(tree).load(target)
     assert repr(target) == repr(tree)
+
+
+LONG: dict[str, tuple[Any, str]] = {
+    "text": ("ä" * (1 << 17), "uint8"),
+    "ints": ([-(2**63), *range(2000), 2**63 - 1], "int64"),
+    "floats": ([-0.0, 5e-324, math.inf, *[0.1] * 2000], "float64"),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(LONG))
+def test_long_texts_and_numbers_leave_the_json(kind: str) -> None:
+    value, dtype = LONG[kind]
+    checkpoint = saved({"x": value, "y": {(1,): [value]}})
+    assert checkpoint.catalogue.tensors["x.@data"][0] == dtype
+    assert len(json.dumps(checkpoint.objects)) < 500
+    target: dict[str, Any] = {"x": None, "y": None}
+    checkpoint.load(target)
+    assert equal(target, {"x": value, "y": {(1,): [value]}})
+
+
+@pytest.mark.parametrize("value", [[True, *[1] * 2000], [2**63, *[1] * 2000], [1.0, *[1] * 2000]])
+def test_lists_of_other_things_stay(value: list[Any]) -> None:
+    checkpoint = saved({"x": value, "inline": {("t" * (1 << 17),): 1}})
+    assert not checkpoint.catalogue.tensors
+    target: dict[str, Any] = {"x": None, "inline": None}
+    checkpoint.load(target)
+    assert equal(target["x"], value)
+
+
+OUTSIDE: dict[str, tuple[Callable[[], Any], Any]] = {
+    "array": (lambda: np.arange(100), np.arange(100) + 1),
+    "bytes": (lambda: b"a" * 100, b"b" * 100),
+    "bytearray": (lambda: bytearray(100), bytearray(b"b" * 100)),
+    "text": (lambda: "a" * (1 << 17), "b" * (1 << 17)),
+    "ints": (lambda: list(range(2000)), list(range(1, 2001))),
+    "floats": (lambda: [0.5] * 2000, [0.25] * 2000),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(OUTSIDE))
+def test_ranks_that_differ_in_what_left_the_json_are_found_out(kind: str) -> None:
+    value, other = OUTSIDE[kind]
+    objects = collect({"x": Holding(value())}).objects
+    assert objects == collect({"x": Holding(value())}).objects
+    assert objects != collect({"x": Holding(other)}).objects
+
+
+def test_what_cannot_be_decoded_is_refused_before_anything_is_touched() -> None:
+    class Unknown(enum.Enum):
+        A = 1
+
+    register_enum(Unknown, name="only while saving")
+    checkpoint = saved({"a": torch.ones(2), "z": [Unknown.A], "arr": Holding(np.arange(100))})
+    for malformed in (
+        {"$enum": ["never registered", "A"]},
+        {"$enum": ["only while saving", "B"]},
+        {"$tuple": 3},
+        {"$tensor": "arr.value", "kind": "floats"},
+        {"$dict": [[{"$tensor": "arr.value", "kind": "array"}, 1]]},
+    ):
+        checkpoint.objects["z"] = [malformed]
+        with pytest.raises(PlainDataError, match="z"):
+            checkpoint.bind({"a": torch.zeros(2), "z": None, "arr": Holding(None)})

@@ -5,18 +5,21 @@ from __future__ import annotations
 import copy
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from shardproof.errors import StructureError
 from shardproof.state import OptimizerState, bind, collect
+from shardproof.state.optimizers import _new_slot
 from tests.unit.state.fake_checkpoint import FakeCheckpoint, saved
 
+DDP = nn.parallel.DistributedDataParallel
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
     "amsgrad": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
@@ -199,6 +202,61 @@ def test_missing_state_is_made_where_torch_would_make_it() -> None:
     assert state["step"].shape == () and state["step"].item() == 1
 
 
+def test_how_a_step_is_computed_is_the_targets_own() -> None:
+    model = network(1)
+    optimizer = torch.optim.Adam(model.parameters(), fused=True, betas=(0.5, 0.6))
+    step(model, optimizer)
+    checkpoint = saved({"model": model, "o": optimizer})
+    assert checkpoint.objects["o.0.weight.@options"]["options"]["fused"] is True
+    target = network(2)
+    fresh = torch.optim.Adam(
+        [{"params": [target[0].weight], "foreach": True}, {"params": [*target.parameters()][1:]}]  # type: ignore[index]
+    )
+    checkpoint.load({"model": target, "o": fresh})
+    assert [(group["fused"], group["foreach"]) for group in fresh.param_groups] == [
+        (None, True),
+        (None, None),
+    ]
+    assert fresh.param_groups[0]["betas"] == (0.5, 0.6)
+    step(model, optimizer)
+    step(target, fresh)
+    regrouped = torch.optim.Adam([{"params": [*model.parameters()][:1], "foreach": True}], fused=False)
+    regrouped.add_param_group({"params": [*model.parameters()][1:], "foreach": False})
+    joined = torch.optim.Adam(model.parameters())
+    saved({"model": model, "o": regrouped}).load({"model": model, "o": joined})
+    assert joined.param_groups[0]["foreach"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "device"), [({}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta")]
+)
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_new_step_counts_lie_where_the_targets_group_needs_them(
+    options: dict[str, Any], device: str, shape: tuple[int, ...]
+) -> None:
+    parameter = torch.empty(shape, device="meta")
+    assert _new_slot(parameter, options, "step", torch.float32, ()).device.type == device
+    assert _new_slot(parameter, options, "eta", torch.float32, ()).device.type == "meta"
+    assert _new_slot(parameter, options, "exp_avg", torch.float32, shape).shape == shape
+
+
+def test_state_of_another_optimizer_is_a_mismatch_unless_not_strict() -> None:
+    model, target = network(1), network(2)
+    source = torch.optim.AdamW(model.parameters(), lr=0.5)
+    step(model, source)
+    checkpoint = saved({"model": model, "o": source})
+    other = torch.optim.Adam(target.parameters())
+    (mismatch,) = checkpoint.bind({"model": target, "o": other}).mismatched
+    assert mismatch.key == "o.0.weight.@options" and mismatch.expected == "state of Adam"
+    assert mismatch.found == "state of AdamW; strict=False loads it all the same"
+    checkpoint.load({"model": target, "o": other}, strict=False)
+    assert same(other.state_dict()["state"], source.state_dict()["state"])
+    for key, data in checkpoint.objects.items():
+        if key.endswith("@options"):
+            del data["class"]
+    assert not checkpoint.bind({"model": target, "o": other}).mismatched
+
+
 def test_what_is_not_selected_stays() -> None:
     model = network(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
@@ -311,8 +369,6 @@ def test_tied_weights_are_stored_once_and_tied_again() -> None:
 
 
 def test_wrappers_leave_no_trace_in_keys() -> None:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
     model = network(1)
     keys = [entry.key for entry in collect({"m": model}).tensors]
     wrapped = nn.Sequential(checkpoint_wrapper(model[0]), *list(model)[1:])  # type: ignore[index]
@@ -321,6 +377,83 @@ def test_wrappers_leave_no_trace_in_keys() -> None:
     found = collect({"m": compiled, "o": optimizer})
     assert [entry.key for entry in found.tensors] == keys
     assert found.objects[1].key == "o.0.weight.@options"
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def _nested(model: nn.Sequential) -> nn.Module:
+    return nn.Sequential(checkpoint_wrapper(DDP(model[0])), *list(model)[1:-1], torch.compile(DDP(model[-1])))
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        DDP,
+        lambda model: torch.compile(DDP(model)),
+        lambda model: DDP(torch.compile(model)),
+        lambda model: nn.DataParallel(model),
+        lambda model: nn.DataParallel(torch.compile(DDP(checkpoint_wrapper(model)))),
+        _nested,
+        lambda model: DDP(_nested(model)),
+    ],
+)
+def test_data_parallel_wrappers_leave_no_trace_in_keys_and_names(wrap: Callable[[Any], nn.Module]) -> None:
+    source = nn.Sequential(*network(1), nn.Sequential(nn.ModuleDict({"module": nn.Linear(2, 2)})["module"]))
+    wrapped = wrap(copy.deepcopy(source))
+    optimizers = [torch.optim.AdamW(part.parameters()) for part in (source, wrapped)]
+    for part, optimizer in zip((source, wrapped), optimizers, strict=True):
+        for parameter in part.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    plain = collect({"m": source, "o": optimizers[0]})
+    found = collect({"m": wrapped, "o": optimizers[1]})
+    assert [entry.key for entry in found.tensors] == [entry.key for entry in plain.tensors]
+    assert found.objects == plain.objects
+    alone = collect({"o": OptimizerState(optimizers[1], wrapped)})
+    assert alone.objects == collect({"o": OptimizerState(optimizers[0], source)}).objects
+    target = network(5)
+    target.append(nn.Sequential(nn.Linear(2, 2)))  # type: ignore[operator]
+    optimizer = torch.optim.AdamW(target.parameters(), lr=9.0)
+    saved({"m": wrapped, "o": optimizers[1]}).load({"m": target, "o": optimizer})
+    assert same(dict(target.state_dict()), dict(source.state_dict()))
+    assert same(optimizer.state_dict(), optimizers[0].state_dict())
+    saved({"m": source, "o": optimizers[0]}).load({"m": wrapped, "o": optimizers[1]})
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_module_named_module_keeps_its_name() -> None:
+    model = nn.ModuleDict({"module": nn.ModuleDict({"module": nn.Linear(2, 2)})})
+    keys = [entry.key for entry in collect({"m": model}).tensors]
+    assert keys == ["m.module.module.bias", "m.module.module.weight"]
+    assert [entry.key for entry in collect({"m": DDP(model)}).tensors] == keys
+    model["module"] = DDP(model["module"])
+    assert [entry.key for entry in collect({"m": model}).tensors] == keys
+
+
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, torch.compile, DDP])
+@pytest.mark.usefixtures("process_group")
+def test_extra_state_of_a_wrapped_module_reaches_the_module(wrap: Callable[[Any], Any]) -> None:
+    def model(value: Any) -> nn.Module:
+        extra = Extra(value)
+        extra.weight = nn.Parameter(torch.ones(1))
+        return nn.Sequential(wrap(extra), nn.Linear(1, 1))
+
+    source, target = model({"amax": torch.ones(3)}), model(None)
+    checkpoint = saved({"m": source})
+    assert "m.0._extra_state" in checkpoint.objects
+    checkpoint.load({"m": target})
+    (owner,) = [part for part in target.modules() if type(part) is Extra]
+    assert same(owner.extra, {"amax": torch.ones(3)})
+    whole = model(None)[0]  # type: ignore[index]
+    saved({"m": Extra(7)}).load({"m": whole}, exact=False)
+    (owner,) = [part for part in whole.modules() if type(part) is Extra]
+    assert owner.extra == 7
 
 
 class Halved(nn.Module):

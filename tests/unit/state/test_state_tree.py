@@ -4,6 +4,7 @@ import math
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -108,6 +109,11 @@ class _Subclass(torch.Tensor):
     pass
 
 
+class _OnlySaves:
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
 class _List(list):  # type: ignore[type-arg]
     pass
 
@@ -127,6 +133,7 @@ def _refused() -> dict[str, tuple[Any, str]]:
         "function": (lambda: 1, "function"),
         "class": (dict, "class"),
         "unknown": (object(), "builtins.object"),
+        "half": (_OnlySaves(), "no state_dict and load_state_dict"),
         "in a list": ([1, [object()]], "in a list.1.0"),
         "list subclass": (_List([torch.ones(1)]), "plain list"),
         "set of tensors": ({torch.ones(1)}, "list"),
@@ -170,6 +177,7 @@ def test_targets_that_cannot_be_filled_are_refused() -> None:
     frozen.flags.writeable = False
     with pytest.raises(StructureError, match="read-only"):
         checkpoint.bind({"x": frozen})
+    assert not checkpoint.bind({"x": frozen}, selected=lambda key: False).tensors
     with pytest.raises(StructureError, match="a state tree is a dict"):
         bind(3, Catalogue({}, {}, {"": 4}, 1))
     with pytest.raises(StructureError, match="in no container"):
@@ -184,7 +192,7 @@ def test_binding_reports_everything_and_touches_nothing() -> None:
     assert {item.key: (item.expected, item.found) for item in binding.mismatched} == {
         "shape": ("tensor float32 [4]", "tensor float32 [3]"),
         "plain": ("tensor float32 [1]", "a plain value"),
-        "tensor": ("a plain value", "tensor float32 [1]"),
+        "tensor": ("a plain value", "tensor float32 [1]: give the target a tensor like it, or exclude it"),
     }
     assert binding.used == {"same", "shape", "plain", "tensor", "new"}
     assert [entry.key for entry in binding.tensors] == ["same"]
@@ -260,12 +268,20 @@ def test_random_generators_go_on_where_they_were() -> None:
 
     random.gauss(0, 1)
     own = {"t": torch.Generator(), "n": np.random.default_rng(3), "p": random.Random(4), "m": RandomState()}
+    legacy = [np.random.RandomState(5), torch.ones(1)]
+    legacy[0].randn()
     before = torch.get_rng_state()
+    own["l"] = legacy
     checkpoint = saved(own)
     assert torch.equal(torch.get_rng_state(), before)
 
     def draw_own() -> list[Any]:
-        return [torch.rand(2, generator=own["t"]).tolist(), own["n"].random(), own["p"].random()]
+        return [
+            torch.rand(2, generator=own["t"]).tolist(),
+            own["n"].random(),
+            own["p"].random(),
+            legacy[0].randn(),
+        ]
 
     expected = draw(), draw_own()
     draw(), draw_own()
@@ -328,3 +344,49 @@ def test_explicit_shards_say_what_is_wrong_with_them() -> None:
         FlatShard(torch.ones(2), (4,), 0, 3)
     with pytest.raises(StructureError, match="flat shard"):
         collect({"x": FlatShard(torch.ones(3), (2,), 0, 3)})
+
+
+def test_an_empty_place_where_the_checkpoint_has_keys_is_a_mismatch_that_says_so() -> None:
+    tree = {"hist": {"loss": [0.5], "w": torch.ones(2)}, "l": [torch.ones(1)], "best": torch.ones(2)}
+    tree["rng"] = PerRank(3)
+    checkpoint = saved(tree)
+    target = {"hist": {}, "l": [], "best": None, "rng": None}
+    binding = checkpoint.bind(target)
+    assert (binding.missing, binding.tensors) == ([], [])
+    assert {*checkpoint.catalogue.tensors, *checkpoint.objects} <= binding.used
+    assert {item.key: (item.expected, item.found) for item in binding.mismatched} == {
+        "hist": (
+            "an empty dict",
+            "2 keys below it (hist.loss, hist.w): give the target the same keys, or exclude it",
+        ),
+        "l": ("an empty list", "a key below it (l.0): give the target the same keys, or exclude it"),
+        "best": ("None", "tensor float32 [2]: give the target a tensor like it, or exclude it"),
+        "rng": (
+            "None",
+            "values of each rank's own: wrap the target's in shardproof.PerRank, or exclude it",
+        ),
+    }
+    lenient = checkpoint.bind({"hist": {}, "l": []}, strict=False)
+    assert (lenient.missing, lenient.mismatched) == (["hist", "l"], [])
+    excluded = checkpoint.bind({"hist": {}}, selected=lambda key: not key.startswith("hist."))
+    assert (excluded.missing, excluded.mismatched) == (["hist"], [])
+    saved({"hist": {}}).load({"hist": {}})
+
+
+@pytest.mark.parametrize(
+    ("tree", "path"),
+    [
+        ({"": torch.ones(1)}, "state['']"),
+        ({"": 3}, "state['']"),
+        ({"": {"x": 1}}, "state['']"),
+        ({"a": {"\ud800": torch.ones(1)}}, "state['a']['\\ud800']"),
+        ({"a": {"\ud800": 1}}, "state['a']['\\ud800']"),
+        ({"m": torch.nn.ParameterDict({"\ud800": torch.ones(1)})}, "'\\ud800'"),
+    ],
+)
+def test_keys_that_cannot_be_written_are_refused_with_their_path(tree: Any, path: str) -> None:
+    with pytest.raises(StructureError) as caught:
+        collect(tree)
+    assert path in str(caught.value)
+    str(caught.value).encode()
+    msgspec.msgpack.encode(caught.value.to_wire())
