@@ -67,7 +67,7 @@ def match(checkpoint: Checkpoint, state: Any, options: Options, rank: int, world
     binding = bind(
         state, catalogue, rank=rank, world_size=world_size, selected=selected, strict=options.strict
     )
-    known = {*catalogue.tensors, *catalogue.objects, *binding.missing}
+    known = (*catalogue.tensors, *catalogue.objects, *binding.missing)
     check_patterns("include", options.include, known)
     check_patterns("cast", None if isinstance(options.cast, bool) else options.cast, known)
     mismatched = [(item.key, item.expected, item.found) for item in binding.mismatched]

@@ -11,7 +11,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,8 +33,7 @@ _SPAN = 256 << 10
 """Bytes read, then hashed while they are still in the processor's cache."""
 
 
-@dataclass(frozen=True, slots=True)
-class Destination:
+class Destination(NamedTuple):
     """A wanted box in memory. Values are converted where its dtype differs from the stored one."""
 
     key: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,14 +43,13 @@ def casts(cast: Cast) -> Callable[[str], bool]:
     return lambda key: _matches(key, patterns)
 
 
-def check_patterns(option: str, patterns: Patterns, keys: Iterable[str]) -> None:
+def check_patterns(option: str, patterns: Patterns, keys: Sequence[str]) -> None:
     """Refuses a pattern that matches no key: a typo would load nothing and report success.
 
     Raises:
         StructureError: naming the patterns.
     """
-    known = list(keys)
-    unused = [item for item in _as_tuple(patterns) if not any(_matches(key, (item,)) for key in known)]
+    unused = [item for item in _as_tuple(patterns) if not any(_matches(key, (item,)) for key in keys)]
     if unused:
         raise StructureError(
             f"{option}: no key matches {unused}; `shardproof inspect` lists the keys of the checkpoint"

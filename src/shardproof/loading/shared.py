@@ -45,23 +45,27 @@ def check_shared_memory(checkpoint: Checkpoint, plan: ReadPlan, destinations: Se
 
 
 def _sharing(destinations: Sequence[Destination]) -> list[int]:
-    """Rows of the destinations whose extents in memory touch another's."""
-    extents: dict[torch.device, list[tuple[int, int, int]]] = {}
-    for row, destination in enumerate(destinations):
-        view = destination.view
-        reach = sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True)) + 1
-        start = view.data_ptr()
-        extents.setdefault(view.device, []).append((start, start + reach * view.element_size(), row))
-    found: set[int] = set()
-    for spans in extents.values():
-        spans.sort()
-        furthest, holder = -1, -1
-        for start, stop, row in spans:
-            if start < furthest:
-                found |= {row, holder}
-            if stop > furthest:
-                furthest, holder = stop, row
-    return sorted(found)
+    """Rows of the destinations whose extents in memory touch another's.
+
+    Addresses of two devices may coincide by chance; that costs a second read and nothing else.
+    """
+    if not destinations:
+        return []
+    start = np.array([destination.view.data_ptr() for destination in destinations], np.int64)
+    order = np.argsort(start, kind="stable")
+    start, stop = start[order], (start + [_extent(destination.view) for destination in destinations])[order]
+    furthest = np.maximum.accumulate(stop)
+    touches = np.flatnonzero(start[1:] < furthest[:-1]) + 1
+    holders = np.searchsorted(furthest, furthest[touches - 1])  # whose end reaches that far
+    return sorted({*order[touches].tolist(), *order[holders].tolist()})
+
+
+def _extent(view: torch.Tensor) -> int:
+    """Bytes from the first element to the end of the last."""
+    if view.is_contiguous():
+        return view.nbytes
+    reach = sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True)) + 1
+    return reach * view.element_size()
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

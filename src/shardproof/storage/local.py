@@ -102,14 +102,13 @@ class LocalStorage:
         if not 0 <= start <= stop <= size:
             raise _short(path, start, stop - start, max(0, size - start))
         buffer = bytearray(stop - start)
-        _fill(file, path, start, memoryview(buffer))
+        _fill(file, start, memoryview(buffer))
         return bytes(buffer)
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
         """Fill `buffer` from byte `start` on; see `Storage.read_into`."""
-        path = self._path(name)
         data = buffer.cast("B") if buffer.format != "B" or buffer.ndim != 1 else buffer
-        _fill(self._descriptor(name, path), path, start, data)
+        _fill(self._descriptor(name), start, data)
 
     def size(self, name: str) -> int | None:
         """Bytes of the file; None if there is none."""
@@ -188,13 +187,14 @@ class LocalStorage:
             file=str(path),
         )
 
-    def _descriptor(self, name: str, path: Path) -> _Descriptor:
+    def _descriptor(self, name: str) -> _Descriptor:
+        """The file, opened at most once for many reads; only names that were checked are kept."""
         with self._lock:
             kept = self._kept.get(name)
             if kept is not None:
                 self._kept.move_to_end(name)
                 return kept
-        opened = _Descriptor(path)
+        opened = _Descriptor(self._path(name))
         with self._lock:
             self._kept[name] = opened
             while len(self._kept) > _KEPT_OPEN:
@@ -224,10 +224,11 @@ class _Descriptor:
     A thread may read from a descriptor that another has just dropped from those kept: it holds it, too.
     """
 
-    __slots__ = ("number",)
+    __slots__ = ("number", "path")
 
     def __init__(self, path: Path) -> None:
         self.number = -1
+        self.path = path
         try:  # O_NONBLOCK: opening a pipe that somebody left there must not wait for its writer
             self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             mode = os.fstat(self.number).st_mode
@@ -241,15 +242,15 @@ class _Descriptor:
             os.close(self.number)
 
 
-def _fill(file: _Descriptor, path: Path, start: int, buffer: memoryview) -> None:
+def _fill(file: _Descriptor, start: int, buffer: memoryview) -> None:
     done = 0
     while done < len(buffer):
         try:
             count = os.preadv(file.number, [buffer[done:]], start + done)
         except OSError as error:
-            raise storage_error(error, "read", str(path)) from error
+            raise storage_error(error, "read", str(file.path)) from error
         if count == 0:
-            raise _short(path, start, len(buffer), done)
+            raise _short(file.path, start, len(buffer), done)
         done += count
 
 
