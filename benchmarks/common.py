@@ -114,24 +114,32 @@ def rounds(
 
 
 def gpt_state(gib: float, mesh: DeviceMesh, *, placement: int = 0, filled: bool = True) -> dict[str, Any]:
-    """Parameters and Adam moments in float32 of a GPT-shaped model of about `gib` GiB, sharded."""
+    """Blocks of GPT-2 medium, parameters and all that Adam keeps, in float32, about `gib` GiB, sharded."""
     width = 1024
-    shapes = {
-        "attention.qkv": (3 * width, width),
-        "attention.out": (width, width),
-        "mlp.up": (4 * width, width),
-        "mlp.down": (width, 4 * width),
-        "norm": (width,),
+    shapes: dict[str, tuple[int, ...]] = {
+        "ln_1.weight": (width,),
+        "ln_1.bias": (width,),
+        "attn.c_attn.weight": (3 * width, width),
+        "attn.c_attn.bias": (3 * width,),
+        "attn.c_proj.weight": (width, width),
+        "attn.c_proj.bias": (width,),
+        "ln_2.weight": (width,),
+        "ln_2.bias": (width,),
+        "mlp.c_fc.weight": (4 * width, width),
+        "mlp.c_fc.bias": (4 * width,),
+        "mlp.c_proj.weight": (width, 4 * width),
+        "mlp.c_proj.bias": (width,),
     }
     per_layer = 3 * 4 * sum(int(torch.Size(shape).numel()) for shape in shapes.values())
     layers = max(1, round(gib * GIB / per_layer))
     state: dict[str, Any] = {"model": {}, "optimizer": {}}
     for layer in range(layers):
         for name, shape in shapes.items():
-            key = f"layers.{layer}.{name}"
-            make = lambda shape=shape: sharded(shape, mesh, placement, filled)  # noqa: E731
-            state["model"][key] = make()
-            state["optimizer"][key] = {"exp_avg": make(), "exp_avg_sq": make()}
+            key = f"h.{layer}.{name}"
+            parameter, exp_avg, exp_avg_sq = (sharded(shape, mesh, placement, filled) for _ in range(3))
+            step = torch.tensor(1000.0 if filled else -1.0)
+            state["model"][key] = parameter
+            state["optimizer"][key] = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     return state
 
 

@@ -37,7 +37,7 @@ def salt_found(root: Path) -> int:
     folder = root / step_name(STEP)
     only_its_own(folder, leftovers=True)
     target = blanked(whole_state(RANKS, 0))
-    sp.load(folder, target, rendezvous=LocalRendezvous())
+    sp.load(folder, target, rendezvous=LocalRendezvous(), exclude="own")
     salt = int(target["epoch"])
     assert differences(target, whole_state(RANKS, salt)) == []
     return salt

@@ -76,9 +76,9 @@ def prove_chunks(
         TilingError: naming the first tensor at fault.
         FormatError: more boxes than a proof would hold in memory.
     """
-    tensors = np.unique(tensors)
+    tensors = _distinct(tensors)
     ndims = np.array([len(shapes[row]) for row in tensors.tolist()], np.int64)
-    for dimensions in np.unique(ndims).tolist():
+    for dimensions in _distinct(ndims).tolist():
         group = tensors[ndims == dimensions]
         rows = _rows_of(table, group)
         local = np.searchsorted(group, table.tensor[rows])
@@ -119,9 +119,9 @@ def plan_reads(
     want_start = np.append(0, np.cumsum(ndims))
     width = int(ndims.max(initial=0))
     parts = [_no_parts(width)]
-    for dimensions in np.unique(ndims).tolist():
+    for dimensions in _distinct(ndims).tolist():
         wants = np.flatnonzero(ndims == dimensions)
-        rows = _rows_of(table, np.unique(wanted.tensor[wants]))
+        rows = _rows_of(table, _distinct(wanted.tensor[wants]))
         want_boxes, chunk_boxes = (
             _boxes(want_start, wanted, wants, dimensions),
             _boxes(table.box_start, table, rows, dimensions),
@@ -163,6 +163,11 @@ def _sorted_by_chunk(parts: Sequence[ReadPlan]) -> ReadPlan:
         np.concatenate([part.in_want for part in parts])[order],
         np.concatenate([part.sizes for part in parts])[order],
     )
+
+
+def _distinct(values: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The distinct values, ascending, of small numbers such as rows and dimensions; faster than a sort."""
+    return np.flatnonzero(np.bincount(values))
 
 
 def _rows_of(table: ChunkTable, tensors: NDArray[np.int64]) -> NDArray[np.int64]:
