@@ -7,6 +7,7 @@ import operator
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -184,7 +185,13 @@ class Checkpointer:
         overwritten: int | None = None
         while (chosen := self._choose(step)) is not None:
             try:
-                report = load_from(self._storage.within(step_name(chosen)), state, self._rendezvous, options)
+                report = load_from(
+                    self._storage.within(step_name(chosen)),
+                    state,
+                    self._rendezvous,
+                    options,
+                    check=partial(self._check_step, chosen),
+                )
             except KeyMismatchError as error:
                 raise error if overwritten is None else _mixed(error.message, overwritten, chosen) from error
             except UNREADABLE as error:
@@ -215,7 +222,6 @@ class Checkpointer:
                     "was changed"
                 )
             if step is not None:
-                self._check_step(read_manifest(self._storage.within(step_name(step))), step)
                 return msgspec.msgpack.encode((step, []))
             passed: list[tuple[int, str]] = []
             folders = self._folders()
@@ -245,7 +251,7 @@ class Checkpointer:
         if self._rendezvous.rank == 0:
             _log.warning("%s: step %d is passed over: %s", self.root, item.step, item.reason)
 
-    def _check_step(self, manifest: Manifest, step: int) -> None:
+    def _check_step(self, step: int, manifest: Manifest) -> None:
         """A folder that was renamed or copied would restore one step as another."""
         if manifest.step not in (None, step):
             name = step_name(step)
@@ -261,7 +267,7 @@ class Checkpointer:
         folder = self._storage.within(step_name(step))
         try:
             manifest = read_manifest(folder)
-            self._check_step(manifest, step)
+            self._check_step(step, manifest)
             read_index(folder, manifest)
             for record in manifest.files:
                 size = folder.size(record.name)

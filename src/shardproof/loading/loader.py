@@ -28,6 +28,7 @@ from shardproof.errors import (
     StorageError,
     TilingError,
 )
+from shardproof.format import Manifest
 from shardproof.garbage import no_garbage_collection
 from shardproof.loading.checkpoint import Checkpoint
 from shardproof.loading.matching import DEFAULTS, Asked, Matched, Options, agree, from_rank, match
@@ -72,6 +73,7 @@ def load_from(
     rendezvous: Rendezvous,
     options: Options = DEFAULTS,
     *,
+    check: Callable[[Manifest], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> LoadReport:
     """Fills a state tree from a checkpoint. Called by every rank.
@@ -81,6 +83,7 @@ def load_from(
         state: the tree to fill.
         rendezvous: where the ranks meet.
         options: see `shardproof.load`; so are the errors.
+        check: raises FormatError where the manifest is not the one that was meant.
         progress: called with bytes done and bytes in all.
     """
     begun = time.monotonic()
@@ -88,7 +91,7 @@ def load_from(
     meeting = Meetings(rendezvous, f"load {storage.location}")
     try:
         answer = meeting.meet(
-            "match", lambda: loader.match(state, options), lambda posts: agree(storage.location, posts)
+            "match", lambda: loader.match(state, options, check), lambda posts: agree(storage.location, posts)
         )
         missing, unexpected = msgspec.msgpack.decode(answer, type=tuple[tuple[str, ...], tuple[str, ...]])
         try:
@@ -114,10 +117,12 @@ class _Loader:
         self._checkpoint: Checkpoint
         self._matched: Matched
 
-    def match(self, state: Any, options: Options) -> bytes:
+    def match(self, state: Any, options: Options, check: Callable[[Manifest], None] | None) -> bytes:
         """Opens the checkpoint and matches; an error of the checkpoint is data, so that it keeps its type."""
         try:
             self._checkpoint = Checkpoint(self._storage)
+            if check is not None:
+                check(self._checkpoint.manifest)
             if self._rendezvous.rank == 0:
                 self._checkpoint.check_sizes(range(len(self._checkpoint.manifest.files)))
             with no_garbage_collection():
