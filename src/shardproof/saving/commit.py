@@ -27,7 +27,7 @@ from shardproof.saving.prepare import Attempt
 from shardproof.storage import Storage
 from shardproof.version import __version__
 
-__all__ = ["Written", "chunk_table", "commit", "publish"]
+__all__ = ["Written", "chunk_table", "commit", "write_index"]
 
 _log = logging.getLogger("shardproof")
 
@@ -80,7 +80,7 @@ def commit(
     objects: dict[str, Any] = {}
     for part in written:
         objects |= {key: msgspec.json.decode(value) for key, value in part.objects.items()}
-    return publish(
+    return _publish(
         storage,
         attempt,
         tensors,
@@ -92,7 +92,7 @@ def commit(
     )
 
 
-def publish(
+def _publish(
     storage: Storage,
     attempt: Attempt,
     tensors: tuple[TensorRecord, ...],
@@ -101,19 +101,11 @@ def publish(
     files: tuple[FileRecord, ...],
     table: ChunkTable,
     overwrite: bool,
-    *,
-    repaired: bool = False,
 ) -> Manifest:
     """Writes the index, then the manifest, and only then removes the files of what it replaced."""
     index = encode_index(table)
     name = index_name(attempt.id)
-    sink = storage.create(name)
-    try:
-        sink.write_at(0, memoryview(index))
-        sink.finish(len(index))
-    except BaseException:
-        sink.abort()
-        raise
+    write_index(storage, name, index)
     manifest = Manifest(
         writer=f"shardproof {__version__}",
         attempt=attempt.id,
@@ -126,7 +118,6 @@ def publish(
         objects=dict(sorted(objects.items())),
         files=files,
         index=FileRecord(name, len(index), xxhash.xxh3_128_hexdigest(index)),
-        repaired=repaired,
     )
     replaced = _committed_files(storage) if overwrite else []
     storage.publish(MANIFEST_NAME, encode_manifest(manifest), replace=overwrite)
@@ -135,6 +126,17 @@ def publish(
         if old not in kept:
             _remove(storage, old)
     return manifest
+
+
+def write_index(storage: Storage, name: str, index: bytes) -> None:
+    """Writes an encoded index as a new file, flushed; nothing is left of it on an error."""
+    sink = storage.create(name)
+    try:
+        sink.write_at(0, memoryview(index))
+        sink.finish(len(index))
+    except BaseException:
+        sink.abort()
+        raise
 
 
 def chunk_table(

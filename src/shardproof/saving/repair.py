@@ -22,7 +22,7 @@ from shardproof.format import (
     read_manifest,
 )
 from shardproof.planning import ChunkTable, prove_chunks
-from shardproof.saving.commit import chunk_table
+from shardproof.saving.commit import chunk_table, write_index
 from shardproof.saving.stored import FoundShard, VerifiedShard, find_shard, verify_shard
 from shardproof.storage import Storage
 from shardproof.version import __version__
@@ -195,13 +195,7 @@ def _commit(storage: Storage, shards: list[VerifiedShard], intact: Manifest | No
     storage.delete(manifest.index.name)
     if intact is None:
         storage.delete(MANIFEST_NAME)
-    sink = storage.create(manifest.index.name)
-    try:
-        sink.write_at(0, memoryview(index))
-        sink.finish(len(index))
-    except BaseException:
-        sink.abort()
-        raise
+    write_index(storage, manifest.index.name, index)
     storage.publish(MANIFEST_NAME, text, replace=intact is not None)
     return manifest
 
