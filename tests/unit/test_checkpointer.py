@@ -66,6 +66,31 @@ def test_a_step_that_was_passed_over_can_be_saved_again(tmp_path: Path) -> None:
         checkpointer.save(3, state(31))
 
 
+@pytest.mark.parametrize("lost", ["manifest.json", "index-*", "shards/*"])
+def test_a_step_with_a_damaged_file_is_passed_over_and_can_be_saved_again(lost: str, tmp_path: Path) -> None:
+    sp.Checkpointer(tmp_path).save(1, state(1))
+    sp.Checkpointer(tmp_path).save(2, state(2))
+    (file,) = (tmp_path / "step-00000002").glob(lost)
+    file.write_bytes(file.read_bytes()[:-9])
+    checkpointer = sp.Checkpointer(tmp_path)
+    assert checkpointer.restore(state(0)) == 1
+    assert [(item.step, item.damaged) for item in checkpointer.passed_over] == [(2, True)]
+    checkpointer.save(2, state(20))
+    target = state(0)
+    assert checkpointer.restore(target) == 2
+    assert (target["a"] == 20).all()
+
+
+def test_a_renamed_step_is_not_replaced(tmp_path: Path) -> None:
+    sp.Checkpointer(tmp_path).save(1, state(1))
+    sp.Checkpointer(tmp_path).save(2, state(2))
+    (tmp_path / "step-00000002").rename(tmp_path / "step-00000003")
+    checkpointer = sp.Checkpointer(tmp_path)
+    assert checkpointer.restore(state(0)) == 1
+    with pytest.raises(sp.AlreadyCommittedError):
+        checkpointer.save(3, state(30))
+
+
 def test_a_damaged_step_takes_no_place_among_those_kept(tmp_path: Path) -> None:
     checkpointer = sp.Checkpointer(tmp_path, keep=sp.KeepLatest(2))
     checkpointer.save(10, state(1))

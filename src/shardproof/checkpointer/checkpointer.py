@@ -21,8 +21,8 @@ from shardproof.errors import (
     StorageError,
     StructureError,
 )
-from shardproof.format import MANIFEST_NAME, Manifest, read_index, read_manifest
-from shardproof.loading import UNREADABLE, LoadReport, Options, load_from
+from shardproof.format import MANIFEST_NAME, Manifest
+from shardproof.loading import UNREADABLE, Checkpoint, LoadReport, Options, load_from
 from shardproof.loading.selection import Cast, Patterns
 from shardproof.rendezvous import Meetings, Rendezvous, connect
 from shardproof.saving import Committed, Saver
@@ -41,6 +41,8 @@ class PassedOver:
 
     step: int
     reason: str
+    damaged: bool
+    """It was committed and its bytes are lost or changed, so saving this step again may replace it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +201,7 @@ class Checkpointer:
                     raise
                 if error.details.get("overwritten"):
                     overwritten = chosen
-                self._damaged.add(chosen)
-                self._pass_over(PassedOver(chosen, error.message))
+                self._pass_over(PassedOver(chosen, error.message, damaged=True))
                 continue
             if overwritten is not None and report.missing:
                 raise _mixed(f"it lacks {', '.join(report.missing[:8])}", overwritten, chosen)
@@ -211,29 +212,33 @@ class Checkpointer:
     def _choose(self, step: int | None) -> int | None:
         """The leader's choice: the newest step whose manifest, index and file sizes are right."""
         meeting = Meetings(self._rendezvous, f"restore {self.root}")
-        tried = [item.step for item in self.passed_over]
+        known = {item.step for item in self.passed_over}
 
         def decide(posts: Sequence[bytes]) -> bytes:
             wanted = {msgspec.msgpack.decode(post, type=int | None) for post in posts}
             if len(wanted) > 1:
                 raise StructureError(
                     f"{self.root}: ranks were asked to restore different steps: {sorted(map(str, wanted))}; "
-                    f"nothing "
-                    "was changed"
+                    "nothing was changed"
                 )
             if step is not None:
                 return msgspec.msgpack.encode((step, []))
-            passed: list[tuple[int, str]] = []
+            passed: list[PassedOver] = []
             folders = self._folders()
-            for candidate in sorted(folders.keys() - set(tried), reverse=True):
-                reason = self._why_unreadable(candidate) if folders[candidate] else _NEVER_COMMITTED
-                if reason is None:
+            for candidate in sorted(folders.keys() - known, reverse=True):
+                problem = (
+                    self._why_unreadable(candidate)
+                    if folders[candidate]
+                    else PassedOver(candidate, _NEVER_COMMITTED, damaged=False)
+                )
+                if problem is None:
                     return msgspec.msgpack.encode((candidate, passed))
-                passed.append((candidate, reason))
+                passed.append(problem)
             steps = [step for step, committed in folders.items() if committed]
             if steps:
-                reasons = [(item.step, item.reason) for item in self.passed_over] + passed
-                said = "\n".join(f"  step {number}: {reason}" for number, reason in reasons)
+                said = "\n".join(
+                    f"  step {item.step}: {item.reason}" for item in (*self.passed_over, *passed)
+                )
                 raise NotCommittedError(
                     f"{self.root} has {len(steps)} committed steps, and none can be read:\n{said}",
                     path=self.root,
@@ -241,13 +246,15 @@ class Checkpointer:
             return msgspec.msgpack.encode((None, passed))
 
         answer = meeting.meet("choose", lambda: msgspec.msgpack.encode(step), decide)
-        chosen, passed = msgspec.msgpack.decode(answer, type=tuple[int | None, list[tuple[int, str]]])
-        for number, reason in passed:
-            self._pass_over(PassedOver(number, reason))
+        chosen, passed = msgspec.msgpack.decode(answer, type=tuple[int | None, list[PassedOver]])
+        for item in passed:
+            self._pass_over(item)
         return chosen
 
     def _pass_over(self, item: PassedOver) -> None:
         self.passed_over = (*self.passed_over, item)
+        if item.damaged:
+            self._damaged.add(item.step)
         if self._rendezvous.rank == 0:
             _log.warning("%s: step %d is passed over: %s", self.root, item.step, item.reason)
 
@@ -257,38 +264,33 @@ class Checkpointer:
             name = step_name(step)
             raise FormatError(
                 f"{self.root}/{name} holds step {manifest.step}: it was renamed or copied. Give it back its "
-                f"name, or "
-                "load it with shardproof.load",
+                "name, or load it with shardproof.load",
                 file=f"{name}/{MANIFEST_NAME}",
             )
 
-    def _why_unreadable(self, step: int) -> str | None:
+    def _why_unreadable(self, step: int) -> PassedOver | None:
         """What is wrong with a step as far as manifest, index and file sizes tell; None if nothing is."""
         folder = self._storage.within(step_name(step))
         try:
-            manifest = read_manifest(folder)
-            self._check_step(step, manifest)
-            read_index(folder, manifest)
-            for record in manifest.files:
-                size = folder.size(record.name)
-                if size != record.size:
-                    found = "no file" if size is None else str(size)
-                    return f"{record.name}: expected {record.size} bytes, found {found}"
+            with Checkpoint(folder) as checkpoint:
+                checkpoint.check_sizes(range(len(checkpoint.manifest.files)))
+                manifest = checkpoint.manifest
         except UNREADABLE as error:
             if not _is_damage(error):
                 raise
-            return error.message
-        finally:
-            folder.close()
+            return PassedOver(step, error.message, damaged=True)
+        try:
+            self._check_step(step, manifest)
+        except FormatError as error:
+            return PassedOver(step, error.message, damaged=False)
         return None
 
     def _retain(self, keep: Retention, newest: int) -> None:
         """Removes what the policy lets go. Failing costs space, not safety, so it is only logged.
 
         Note "One line of steps": only steps up to the one just saved are counted. Newer ones are there when
-        the
-        run was rolled back; they must not push out the steps of the run that goes on. Nor do damaged steps
-        count.
+        the run was rolled back; they must not push out the steps of the run that goes on. Nor do damaged
+        steps count.
         """
         try:
             steps = [step for step in self.steps() if step not in self._damaged]
@@ -296,8 +298,7 @@ class Checkpointer:
             if newer:
                 _log.warning(
                     "%s: steps %s are newer than step %d, which was just saved: restore() would take them. "
-                    "Remove "
-                    "their folders if the run was rolled back",
+                    "Remove their folders if the run was rolled back",
                     self.root,
                     newer,
                     newest,
@@ -332,7 +333,6 @@ def _mixed(problem: str, damaged: int, older: int) -> StructureError:
         f"step {damaged} turned out to be damaged after part of the target was overwritten, and step "
         f"{older} does "
         f"not replace all of it: {problem}\nThe target holds values of both: make the state anew, and "
-        f"restore "
-        f"step={older} into it with what it lacks left out or strict=False",
+        f"restore step={older} into it with what it lacks left out or strict=False",
         overwritten=True,
     )

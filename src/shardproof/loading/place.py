@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from shardproof.errors import CorruptChunkError
 from shardproof.format import Manifest
 from shardproof.planning import ChunkTable, ReadPlan
+from shardproof.state import is_plain_memory
 from shardproof.storage import Storage
 
 __all__ = ["Destination", "read_planned"]
@@ -119,7 +120,7 @@ class _Job:
         self._want = plan.want.tolist()
         self._dtypes = [getattr(torch, record.dtype) for record in manifest.tensors]
         self._address = [
-            view.data_ptr() if _is_plain(view) and view.dtype == stored else 0
+            view.data_ptr() if is_plain_memory(view) and view.dtype == stored else 0
             for view, stored in zip(
                 (destination.view for destination in destinations), self._stored_dtypes(), strict=True
             )
@@ -277,8 +278,3 @@ def corrupt_chunk(
 def _digest_bytes(digest: NDArray[np.uint64]) -> list[bytes]:
     raw = digest.astype(">u8").tobytes()
     return [raw[at : at + 16] for at in range(0, len(raw), 16)]
-
-
-def _is_plain(view: torch.Tensor) -> bool:
-    """Host memory whose row-major order is its memory order."""
-    return view.is_cpu and view.is_contiguous() and not view.is_conj() and not view.is_neg()

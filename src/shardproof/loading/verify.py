@@ -135,8 +135,7 @@ class _Checker:
             ):
                 raise FormatError(
                     f"{record.name}: the header or the list of its chunks is not what was written (digest "
-                    f"differs from "
-                    "the manifest's)",
+                    "differs from the manifest's)",
                     file=record.name,
                 )
         except (FormatError, StorageError) as error:

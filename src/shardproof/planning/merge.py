@@ -92,8 +92,7 @@ def _agree(tables: dict[bytes, TensorTable], ranks_of: dict[bytes, list[int]]) -
                     f"tensor {key!r}: rank {other[2]} declares {other[0]} {list(other[1])}, rank {rank} "
                     f"declares "
                     f"{dtype} {list(shape)}. All ranks must declare one dtype and one global shape for a "
-                    f"key; "
-                    "a value that belongs to one rank alone goes into sp.PerRank",
+                    "key; a value that belongs to one rank alone goes into sp.PerRank",
                     key=key,
                     ranks=[other[2], rank],
                 )
@@ -155,8 +154,7 @@ def _owners(structures: Sequence[Structure], known: _Known) -> dict[str, int]:
             if key in known:
                 raise StructureError(
                     f"{key!r} is a tensor on rank {known[key][2]} and a plain value on rank {rank}; give "
-                    f"them "
-                    "different keys, or sp.PerRank for values that differ by rank",
+                    "them different keys, or sp.PerRank for values that differ by rank",
                     key=key,
                     ranks=[known[key][2], rank],
                 )

@@ -95,8 +95,7 @@ def prove_chunks(
                 f"checkpoint: tensor {key!r} of shape {list(shapes[int(group[fault.tensor])])}: "
                 f"{fault.kind} at "
                 f"offsets {list(fault.offsets)}, sizes {list(fault.sizes)}: the stored chunks do not cover "
-                f"it "
-                "exactly once. Restore another step, and report this: a checkpoint is proved before it is "
+                "it exactly once. Restore another step, and report this: a checkpoint is proved before it is "
                 "written",
                 key=key,
                 kind=fault.kind,

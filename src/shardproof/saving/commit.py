@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import xxhash
 
 from shardproof.errors import FormatError, NotCommittedError, StorageError, StructureError
 from shardproof.format import (
@@ -16,6 +15,7 @@ from shardproof.format import (
     FileRecord,
     Manifest,
     TensorRecord,
+    bytes_digest,
     encode_index,
     encode_manifest,
     index_name,
@@ -117,7 +117,7 @@ def _publish(
         aliases=aliases,
         objects=dict(sorted(objects.items())),
         files=files,
-        index=FileRecord(name, len(index), xxhash.xxh3_128_hexdigest(index)),
+        index=FileRecord(name, len(index), bytes_digest(index)),
     )
     replaced = _committed_files(storage) if overwrite else []
     storage.publish(MANIFEST_NAME, encode_manifest(manifest), replace=overwrite)
@@ -212,8 +212,7 @@ def _check_visible(storage: Storage, plan: WritePlan, attempt: Attempt, written:
             found = "no such file" if size is None else f"{size} bytes"
             raise StorageError(
                 f"rank {rank} wrote {storage.location}/{name} with {written[rank].size} bytes, and rank 0 "
-                f"finds "
-                f"{found}: is this place shared by all nodes?",
+                f"finds {found}: is this place shared by all nodes?",
                 file=name,
             )
 
@@ -234,8 +233,7 @@ def _check_objects_agree(written: Sequence[Written]) -> None:
                     f"the value of {key!r} differs between rank {other_rank} and rank {rank}, and only one "
                     f"of them "
                     "could be kept. If each rank has its own, wrap it in sp.PerRank; if it should be the "
-                    "same, "
-                    "make it so before saving",
+                    "same, make it so before saving",
                     key=key,
                     ranks=[other_rank, rank],
                 )

@@ -181,16 +181,14 @@ class Session:
             if other.asked() != said[0].asked():
                 raise StructureError(
                     f"{location}: rank 0 was asked for {said[0].asked()}; rank {rank} for {other.asked()}. "
-                    f"All "
-                    "ranks must be asked for the same; what differs by rank belongs into the state, in "
+                    "All ranks must be asked for the same; what differs by rank belongs into the state, in "
                     "sp.PerRank",
                     ranks=[0, rank],
                 )
         if not said[0].overwrite and self._storage.size(MANIFEST_NAME) is not None:
             raise AlreadyCommittedError(
                 f"{location} holds a committed checkpoint; save under another step, or pass overwrite=True "
-                f"to "
-                "replace it (the old one stays valid until the new one is committed)",
+                "to replace it (the old one stays valid until the new one is committed)",
                 path=location,
             )
         planned = self._kept.planned

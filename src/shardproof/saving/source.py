@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from shardproof.planning import RankPlan
-from shardproof.state import Piece
+from shardproof.state import Piece, is_plain_memory
 
 __all__ = ["Chunk", "chunks_of"]
 
@@ -35,7 +35,7 @@ def chunks_of(pieces: Sequence[Piece], plan: RankPlan) -> Iterator[Chunk]:
     for row, start, byte_count in columns:
         piece, ndim = pieces[row], ndims[row]
         view = piece.view
-        if view.is_cpu and view.is_contiguous() and not view.is_conj() and not view.is_neg():
+        if is_plain_memory(view):
             yield Chunk(view.data_ptr() + start * view.element_size(), byte_count, view)
         else:
             offsets = plan.box_offsets[box_start : box_start + ndim]

@@ -18,6 +18,7 @@ from shardproof.state.optimizers import OptimizerState
 from shardproof.state.per_rank import PerRank
 from shardproof.state.plain import encode as encode_plain
 from shardproof.state.registered import register_dataclass, register_enum
+from shardproof.state.tensors import is_plain_memory
 from shardproof.state.tree import bind, collect
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "collect",
     "decode_plain",
     "encode_plain",
+    "is_plain_memory",
     "register_dataclass",
     "register_enum",
 ]

@@ -19,6 +19,7 @@ __all__ = [
     "check_destination",
     "dtype_name",
     "empty_like_layout",
+    "is_plain_memory",
     "pieces_of",
     "same_memory",
     "storage_of",
@@ -135,6 +136,15 @@ def check_destination(view: torch.Tensor, path: str) -> None:
                 key=path,
             )
         reach = stride * (size - 1) + reach
+
+
+def is_plain_memory(view: torch.Tensor) -> bool:
+    """Whether the view is host memory whose order is the row-major order of its elements.
+
+    >>> is_plain_memory(torch.zeros(2, 3)), is_plain_memory(torch.zeros(2, 3).t())
+    (True, False)
+    """
+    return view.is_cpu and view.is_contiguous() and not view.is_conj() and not view.is_neg()
 
 
 def storage_of(tensor: torch.Tensor) -> int:
