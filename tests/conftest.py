@@ -6,6 +6,10 @@ import os
 
 from hypothesis import HealthCheck, settings
 
+# A TCPStore client looks up the name of its peer when it connects. Where no name server answers, each
+# connection would take 5 or 10 seconds, more than the deadlines that are tested: ask once, for a second.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 # Examples share the cores with ranks and other tests: their time says nothing. A failure in CI must repeat.
 settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True, print_blob=True)

@@ -253,7 +253,18 @@ def rendezvous(*, deadline: float = 3.0, name: str = "shardproof") -> Any:
     store = TCPStore(
         "127.0.0.1", port, None, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30)
     )
-    return StoreRendezvous(store, rank(), world_size(), deadline=deadline, name=name)
+    return StoreRendezvous(_Connected(store), rank(), world_size(), deadline=deadline, name=name)
+
+
+class _Connected:
+    """A store whose clones are made beforehand: to connect can take longer than the deadlines tested."""
+
+    def __init__(self, store: Any) -> None:
+        self.underlying_store = store
+        self._clones = [store.clone(), store.clone()]
+
+    def clone(self) -> Any:
+        return self._clones.pop()
 
 
 @contextmanager

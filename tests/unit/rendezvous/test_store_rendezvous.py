@@ -40,14 +40,11 @@ def on_ranks(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(100)
     return ends
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["hash", "prefix", "file", "tcp", pytest.param("tcp without libuv", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("kind", ["hash", "prefix", "file", "tcp", "tcp without libuv"])
 def test_any_store_will_do(kind: str, tmp_path: Any) -> None:
     if kind.startswith("tcp"):
         store: Any = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, use_libuv=kind == "tcp")
@@ -56,17 +53,20 @@ def test_any_store_will_do(kind: str, tmp_path: Any) -> None:
     if kind == "prefix":
         store = PrefixStore("job 7", store)
 
+    seconds = []
+
     def work(meetings: StoreRendezvous) -> list[bytes]:
         own = b"%d" % meetings.rank
-        return [
-            meetings.meet("save", "agree", own, join),
-            meetings.meet("save", "plan", own, lambda posts: [post * 2 for post in posts]),
-            meetings.meet("save", "empty", b"", lambda posts: b""),
-        ]
+        answers = [meetings.meet("save", "agree", own, join)]  # opens the connections, which can take seconds
+        began = time.monotonic()
+        answers.append(meetings.meet("save", "plan", own, lambda posts: [post * 2 for post in posts]))
+        answers.append(meetings.meet("save", "empty", b"", lambda posts: b""))
+        seconds.append(time.monotonic() - began)
+        return answers
 
-    began = time.monotonic()
-    assert on_ranks(3, store, work) == [[b"0,1,2", b"%d%d" % (rank, rank), b""] for rank in range(3)]
-    assert time.monotonic() - began < 4.0  # nobody was woken by a step of waiting alone
+    answers = on_ranks(3, store, work, deadline=60.0)
+    assert answers == [[b"0,1,2", b"%d%d" % (rank, rank), b""] for rank in range(3)]
+    assert max(seconds) < 60.0 / 8  # nobody was woken by a step of waiting alone
 
 
 def test_many_ranks_and_meetings_leave_few_keys() -> None:
