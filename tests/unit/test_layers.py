@@ -32,14 +32,15 @@ ENGINE = (
     "checkpointer",
     "interop",
 )
-TRAINING = ("optim", "fsdp", "rerun")
+TRAINING = ("layouts", "optim", "fsdp", "rerun")
 PEOPLE = ("cli", "report", "demo")
 
 MAY_IMPORT: dict[str, frozenset[str]] = {
     name: frozenset(ENGINE[: row + 1]) for row, name in enumerate(ENGINE)
 }
 MAY_IMPORT |= {
-    name: frozenset({"version", "errors", "dtypes", "geometry", "state", name}) for name in TRAINING
+    name: frozenset({"version", "garbage", "errors", "dtypes", "geometry", "state", name})
+    for name in TRAINING
 }
 MAY_IMPORT |= {name: frozenset({*ENGINE, *TRAINING, *PEOPLE, ""}) for name in PEOPLE}
 MAY_IMPORT |= {"": frozenset({*ENGINE, *TRAINING}), "__main__": frozenset({"cli"})}

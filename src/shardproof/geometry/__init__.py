@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardproof.geometry.axes import axis_weights, split_axes
 from shardproof.geometry.boxes import Boxes
 from shardproof.geometry.compose import Embedding, compose, flat_shard
 from shardproof.geometry.cut import cut
@@ -14,6 +15,7 @@ __all__ = [
     "Boxes",
     "Embedding",
     "TilingFault",
+    "axis_weights",
     "compose",
     "contiguous_runs",
     "cut",
@@ -23,5 +25,6 @@ __all__ = [
     "flat_shard",
     "intersect",
     "overlapping_pairs",
+    "split_axes",
     "tiling_faults",
 ]

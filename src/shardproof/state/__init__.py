@@ -14,31 +14,45 @@ from shardproof.state.entries import (
 )
 from shardproof.state.explicit import FlatShard, ShardedTensor
 from shardproof.state.generators import RandomState
+from shardproof.state.layout import Layout, declare, local_layout
+from shardproof.state.optimizer_slots import receive, slots_of
 from shardproof.state.optimizers import OptimizerState
 from shardproof.state.per_rank import PerRank
 from shardproof.state.plain import encode as encode_plain
 from shardproof.state.registered import register_dataclass, register_enum
+from shardproof.state.slots import MASTER, LocalRange, ParameterSlots, Receipt, SlotKeeper, StoredSlot
 from shardproof.state.tensors import is_plain_memory
 from shardproof.state.tree import bind, collect
 
 __all__ = [
+    "MASTER",
     "Binding",
     "Catalogue",
     "Collected",
     "FlatShard",
+    "Layout",
+    "LocalRange",
     "Mismatch",
     "ObjectEntry",
     "OptimizerState",
+    "ParameterSlots",
     "PerRank",
     "Piece",
     "RandomState",
+    "Receipt",
     "ShardedTensor",
+    "SlotKeeper",
+    "StoredSlot",
     "TensorEntry",
     "bind",
     "collect",
+    "declare",
     "decode_plain",
     "encode_plain",
     "is_plain_memory",
+    "local_layout",
+    "receive",
     "register_dataclass",
     "register_enum",
+    "slots_of",
 ]

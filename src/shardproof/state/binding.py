@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from shardproof.state.aliases import tie
 from shardproof.state.collecting import hoisted_key
 from shardproof.state.decoding import decode, references
 from shardproof.state.entries import Binding, Catalogue, Mismatch, Piece, TensorEntry, describe
+from shardproof.state.explicit import ShardedTensor, described
 from shardproof.state.plain import encode
 from shardproof.state.tensors import check_destination, empty_like_layout, pieces_of, torch_dtype
 from shardproof.state.visiting import Place, Visitor
@@ -51,6 +53,25 @@ class Binder(Visitor):
     def pieces(self, key: str, dtype: str, shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> bool:
         """Let pieces be filled in place. Whether they will be."""
         return self.selected(key) and self._destination(TensorEntry(key, dtype, shape, pieces))
+
+    def laid_out(self, key: str, sharded: ShardedTensor, anchor: torch.Tensor | None = None) -> bool:
+        """Let what a declared layout makes of a tensor be filled in place. Whether it will be.
+
+        Several tensors may be filled from one key. A piece whose elements share one place (a step count kept
+        once for several experts) is filled from memory of its own, if all its elements are stored equal.
+        """
+        if not self.selected(key):
+            return False
+        dtype, shape, pieces = described(sharded, key)
+        if anchor is not None and not pieces:
+            self.anchors[key] = anchor
+        filled = tuple(_unshared(piece) for piece in pieces)
+        taken = self._destination(TensorEntry(key, dtype, shape, filled))
+        if taken:
+            for piece, own in zip(pieces, filled, strict=True):
+                if own is not piece:
+                    self.later_on(partial(_share, key, own.view, piece.view))
+        return taken
 
     def _destination(self, entry: TensorEntry) -> bool:
         key = entry.key
@@ -203,6 +224,26 @@ class Binder(Visitor):
     def _selected_below(self, key: str) -> list[str]:
         """Keys of the catalogue below one that it lacks, where that is a fault."""
         return [name for name in self.keys_below(f"{key}.") if self.selected(name)] if self.strict else []
+
+
+def _unshared(piece: Piece) -> Piece:
+    """The piece itself, or one with memory for every element where elements share one place."""
+    view = piece.view
+    if all(stride or size == 1 for stride, size in zip(view.stride(), view.shape, strict=True)):
+        return piece
+    return Piece(torch.empty(view.shape, dtype=view.dtype, device=view.device), piece.offsets)
+
+
+def _share(key: str, read: torch.Tensor, view: torch.Tensor) -> None:
+    """Put what was read for several elements into the one place that they share."""
+    first = read.flatten()[0]
+    if not bool((read == first).all()):
+        raise StructureError(
+            f"{key}: the checkpoint has the values {read.tolist()} for experts that share one value here. "
+            "Load into experts that are parameters of their own, or exclude this key",
+            key=key,
+        )
+    view[(slice(0, 1),) * view.dim()] = first
 
 
 def _described(key: str, below: list[str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -10,12 +10,28 @@ import torch
 
 from shardproof.errors import StructureError
 from shardproof.state.aliases import tie
-from shardproof.state.entries import Collected, ObjectEntry, Piece, TensorEntry
+from shardproof.state.entries import Collected, ObjectEntry, Piece, TensorEntry, describe
+from shardproof.state.explicit import ShardedTensor, described
 from shardproof.state.plain import encode
 from shardproof.state.tensors import pieces_of, tensor_of_array
 from shardproof.state.visiting import Place, Visitor, join
 
 __all__ = ["Collector", "Hoister", "hoisted_key", "hoisted_tensor"]
+
+
+@dataclass(slots=True)
+class _Merged:
+    """What several tensors of one rank hold of one tensor of the model."""
+
+    row: int
+    """Of its entry."""
+    pieces: dict[tuple[tuple[int, ...], tuple[int, ...]], Piece] = field(default_factory=dict)
+    """By box: offsets and sizes."""
+
+    def add(self, pieces: tuple[Piece, ...]) -> None:
+        """Takes the pieces whose boxes are not there yet."""
+        for piece in pieces:
+            self.pieces.setdefault((piece.offsets, tuple(piece.view.shape)), piece)
 
 
 @dataclass
@@ -27,6 +43,10 @@ class Collector(Visitor):
     anchors: dict[str, torch.Tensor] = field(default_factory=dict)
     origins: dict[str, Any] = field(default_factory=dict)
     """Key to its path in the tree; for items of containers, the container's path and the item's segment."""
+    _merged: dict[str, _Merged] = field(default_factory=dict)
+    """By key that a layout was declared for: several tensors may be kept under it."""
+    _said: dict[str, Any] = field(default_factory=dict)
+    """By key, the plain data that several parameters say alike."""
 
     def visit(self, place: Place, value: Any) -> None:
         """Collect a value of any kind."""
@@ -45,12 +65,59 @@ class Collector(Visitor):
         """Add a tensor whose pieces are known."""
         self.add(TensorEntry(key, dtype, shape, pieces), origin)
 
+    def laid_out(
+        self, key: str, sharded: ShardedTensor, origin: Any, anchor: torch.Tensor | None = None
+    ) -> None:
+        """Add what a declared layout makes of a tensor, together with all else under the same key.
+
+        Several tensors of one rank may be parts of one tensor of the model (experts), or copies of it. A box
+        that is there already is a replica, and dropped.
+
+        Args:
+            key: of the model's tensor.
+            sharded: the pieces.
+            origin: as for all.
+            anchor: the memory that the pieces are of, by which tied tensors without pieces are known.
+
+        Raises:
+            StructureError: what is there has another dtype or global shape.
+        """
+        entry = TensorEntry(key, *described(sharded, key))
+        if anchor is not None and not entry.pieces:
+            self.anchors[key] = anchor
+        if key not in self.origins:
+            self._merged[key] = _Merged(len(self.tensors))
+            self.add(replace(entry, pieces=()), origin)
+        elif key not in self._merged:
+            row = next((row for row, other in enumerate(self.tensors) if other.key == key), None)
+            if row is None:
+                raise self._twice(key, origin)
+            there = self._merged[key] = _Merged(row)
+            there.add(self.tensors[row].pieces)
+        self._merge(entry, origin)
+
     def add(self, entry: TensorEntry, origin: Any) -> None:
-        """Add an entry under a key that is not taken."""
+        """Add an entry under a key that is not taken, or that a layout was declared for."""
         _check_key(entry.key, origin)
         if self.origins.setdefault(entry.key, origin) is not origin:
-            raise self._twice(entry.key, origin)
-        self.tensors.append(entry)
+            if entry.key not in self._merged:
+                raise self._twice(entry.key, origin)
+            self._merge(entry, origin)
+        else:
+            self.tensors.append(entry)
+
+    def _merge(self, entry: TensorEntry, origin: Any) -> None:
+        key = entry.key
+        merged = self._merged[key]
+        there = self.tensors[merged.row]
+        if (there.dtype, there.shape) != (entry.dtype, entry.shape):
+            raise StructureError(
+                f"{_path(self.origins[key])} and {_path(origin)} are kept under one key, {key!r}, but are "
+                f"{describe(there.dtype, there.shape)} and {describe(entry.dtype, entry.shape)} in the "
+                "model's space. Declare layouts that agree, or another name for one of them",
+                key=key,
+            )
+        merged.add(entry.pieces)
 
     def object(self, key: str, value: Any, origin: Any) -> None:
         """Add plain data; the tensors and large arrays in it become tensors under keys below `key`."""
@@ -64,9 +131,29 @@ class Collector(Visitor):
         self.origins[key] = origin
         self.objects.append(ObjectEntry(key, data))
 
+    def agreed(self, key: str, data: Any, origin: Any) -> None:
+        """Add encoded plain data that several parameters under one key all say alike.
+
+        Raises:
+            StructureError: it was added before and differs.
+        """
+        if key not in self._said:
+            self.encoded(key, data, origin)
+            self._said[key] = data
+        elif self._said[key] != data:
+            raise StructureError(
+                f"{_path(self.origins[key])} and {_path(origin)} are kept under one key, {key!r}, but differ:"
+                f" {self._said[key]} and {data}. Parameters that the model keeps as one need the same "
+                "options and the same state",
+                key=key,
+            )
+
     def result(self) -> Collected:
         """Everything added, sorted and tied."""
         self.finish_walk()
+        for merged in self._merged.values():
+            whole = tuple(merged.pieces.values())
+            self.tensors[merged.row] = replace(self.tensors[merged.row], pieces=whole)
         self.tensors.sort(key=_key)
         self.objects.sort(key=_key)
         return Collected(tuple(tie(self.tensors, self.anchors)), tuple(self.objects))

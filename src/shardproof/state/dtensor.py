@@ -23,12 +23,25 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple, TypeGuard
 
+import numpy as np
 import torch
 
 from shardproof.errors import StructureError
+from shardproof.geometry import Boxes, Embedding
 from shardproof.state.entries import Piece
 
-__all__ = ["Segments", "dtensor_pieces", "is_dtensor", "local_segments", "order_of_sharding"]
+__all__ = [
+    "LOCAL",
+    "Segments",
+    "dtensor_embedding",
+    "dtensor_pieces",
+    "is_dtensor",
+    "local_segments",
+    "order_of_sharding",
+]
+
+LOCAL = "_shardproof_local"
+"""Attribute of a DTensor whose shards are not those of its placements: the local tensor's embedding."""
 
 Segments = tuple[tuple[int, int], ...]
 """Parts ``(start, size)`` of one global dimension, in the order in which they lie in the local tensor."""
@@ -46,23 +59,58 @@ def is_dtensor(value: Any) -> TypeGuard[Any]:
 def dtensor_pieces(tensor: Any, path: str) -> tuple[tuple[Piece, ...], torch.Tensor]:
     """The pieces of a DTensor on this rank, and its local tensor.
 
+    A DTensor with an attribute ``_shardproof_local`` is described by that embedding alone.
+
     Raises:
         StructureError: a placement is a partial sum or unknown, or the local tensor is not what mesh and
             placements say.
     """
-    mesh, placements = tensor.device_mesh, tuple(tensor.placements)
-    local, shape = tensor._local_tensor, tensor.shape
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        _sharding(placements, len(shape), path)
-        return (), local
-    where = (tuple(mesh.shape), tuple(coordinate), placements, tuple(map(type, placements)))
-    held = _held(shape, local.shape, *where)
+    local = tensor._local_tensor
+    if getattr(tensor, LOCAL, None) is not None:
+        return _pieces(local.detach(), dtensor_embedding(tensor, path)), local
+    held = _held_by(tensor, path)
     if held is None:
-        raise _not_held(tensor, path, *where[:3])
+        return (), local
     if held.offsets is not None:
         return (Piece(local.detach(), held.offsets),), local
-    return _pieces(local.detach(), held.segments), local
+    return _pieces(local.detach(), _embedding(tuple(local.shape), tuple(tensor.shape), held.segments)), local
+
+
+def dtensor_embedding(tensor: Any, path: str) -> Embedding:
+    """Where the local tensor of a DTensor lies in the whole one.
+
+    Raises:
+        StructureError: as `dtensor_pieces`, or the attribute ``_shardproof_local`` does not fit the tensor.
+    """
+    shape, local_shape = tuple(tensor.shape), tuple(tensor._local_tensor.shape)
+    given: Embedding | None = getattr(tensor, LOCAL, None)
+    if given is not None:
+        if (given.local_shape, given.global_shape) != (local_shape, shape):
+            raise StructureError(
+                f"{path}: a local tensor of shape {list(local_shape)} in a DTensor of {list(shape)} is "
+                f"described as one of {list(given.local_shape)} in {list(given.global_shape)}",
+                key=path,
+            )
+        return given
+    held = _held_by(tensor, path)
+    if held is None:
+        nowhere = (0,) * len(shape)
+        return Embedding(nowhere, shape, Boxes.empty(len(shape)), np.zeros((0, len(shape)), np.int64))
+    return _embedding(local_shape, shape, held.segments)
+
+
+def _held_by(tensor: Any, path: str) -> _Held | None:
+    """What mesh and placements put on this rank; None where it is not in the mesh."""
+    mesh, placements = tensor.device_mesh, tuple(tensor.placements)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        _sharding(placements, tensor.dim(), path)
+        return None
+    where = (tuple(mesh.shape), tuple(coordinate), placements, tuple(map(type, placements)))
+    held = _held(tensor.shape, tensor._local_tensor.shape, *where)
+    if held is None:
+        raise _not_held(tensor, path, *where[:3])
+    return held
 
 
 class _Held(NamedTuple):
@@ -263,20 +311,36 @@ def _sizes(segments: tuple[Segments, ...]) -> tuple[int, ...]:
     return tuple(sum(size for _, size in dim) for dim in segments)
 
 
-def _pieces(local: torch.Tensor, segments: tuple[Segments, ...]) -> tuple[Piece, ...]:
-    if local.numel() == 0:
-        return ()
-    placed: list[list[tuple[int, int, int]]] = []
+@lru_cache(maxsize=4096)
+def _embedding(
+    local_shape: tuple[int, ...], shape: tuple[int, ...], segments: tuple[Segments, ...]
+) -> Embedding:
+    """Every choice of one segment in each dimension is a box."""
+    if 0 in local_shape:
+        return Embedding(local_shape, shape, Boxes.empty(len(shape)), np.zeros((0, len(shape)), np.int64))
+    columns = []
     for dim in segments:
-        position = 0
-        placed.append([])
-        for start, size in dim:
-            placed[-1].append((position, start, size))
-            position += size
+        starts, sizes = np.array(dim, np.int64).T
+        columns.append(np.stack([np.cumsum(sizes) - sizes, starts, sizes]))
+    picked = np.indices([len(dim) for dim in segments]).reshape(len(segments), -1)
+    local, placed, sizes = (
+        np.stack([column[row][at] for column, at in zip(columns, picked, strict=True)], axis=1)
+        if columns
+        else np.zeros((1, 0), np.int64)
+        for row in range(3)
+    )
+    return Embedding(local_shape, shape, Boxes(local, sizes), placed)
+
+
+def _pieces(local: torch.Tensor, embedding: Embedding) -> tuple[Piece, ...]:
+    boxes = embedding.local
     return tuple(
         Piece(
-            local[tuple(slice(position, position + size) for position, _, size in part)],
-            tuple(start for _, start, _ in part),
+            local[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))],
+            tuple(placed),
         )
-        for part in product(*placed)
+        for starts, sizes, placed in zip(
+            boxes.offsets.tolist(), boxes.sizes.tolist(), embedding.offsets.tolist(), strict=True
+        )
+        if 0 not in sizes
     )

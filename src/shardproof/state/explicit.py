@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardproof.errors import StructureError
-from shardproof.state.binding import Binder
-from shardproof.state.collecting import Collector
 from shardproof.state.entries import Piece
 from shardproof.state.tensors import PLAIN_TYPES, dtype_name
 from shardproof.state.visiting import Place
 
 if TYPE_CHECKING:
     from shardproof.geometry import Embedding
+    from shardproof.state.binding import Binder
+    from shardproof.state.collecting import Collector
 
-__all__ = ["EXPLICIT", "FlatShard", "ShardedTensor"]
+__all__ = ["EXPLICIT", "FlatShard", "ShardedTensor", "described"]
 
 
 class ShardedTensor:
@@ -141,25 +141,22 @@ class _Explicit:
 
     def collect(self, place: Place, value: ShardedTensor | FlatShard, out: Collector) -> None:
         """The described pieces."""
-        out.pieces(place.key, *_described(place, value), origin=place.path)
+        out.pieces(place.key, *described(value, place.key), origin=place.path)
 
     def bind(self, place: Place, value: ShardedTensor | FlatShard, to: Binder) -> None:
         """The described pieces, in place."""
-        to.pieces(place.key, *_described(place, value))
+        to.pieces(place.key, *described(value, place.key))
 
 
 EXPLICIT = _Explicit()
 
 
-def _described(
-    place: Place, value: ShardedTensor | FlatShard
-) -> tuple[str, tuple[int, ...], tuple[Piece, ...]]:
+def described(value: ShardedTensor | FlatShard, key: str) -> tuple[str, tuple[int, ...], tuple[Piece, ...]]:
+    """dtype, global shape and the pieces that have elements."""
     sharded = value.sharded() if isinstance(value, FlatShard) else value
     views: list[tuple[Any, tuple[int, ...]]] = [(v, o) for v, o in sharded.pieces if v.numel()]
     for view, _ in views:
         if view.is_meta:
-            raise StructureError(
-                f"{place.key}: a piece is on the meta device and has no values", key=place.key
-            )
+            raise StructureError(f"{key}: a piece is on the meta device and has no values", key=key)
     pieces = tuple(Piece(view.detach(), offsets) for view, offsets in views)
-    return dtype_name(sharded.dtype, place.key), sharded.shape, pieces
+    return dtype_name(sharded.dtype, key), sharded.shape, pieces

@@ -14,13 +14,14 @@ from shardproof.errors import StructureError
 from shardproof.state.binding import MISSING, Binder
 from shardproof.state.collecting import Collector
 from shardproof.state.dtensor import is_dtensor
-from shardproof.state.tensors import empty_like_layout, storage_of
+from shardproof.state.explicit import ShardedTensor
+from shardproof.state.layout import Layout, local_layout
+from shardproof.state.naming import PARALLEL, clean_name, cleaner, inside, layouts_in
+from shardproof.state.tensors import empty_like_layout, local_of, storage_of
 from shardproof.state.visiting import OwnedParameters, Place
 
-__all__ = ["MODULE", "clean_name", "cleaner", "unwrapped"]
+__all__ = ["MODULE", "unwrapped"]
 
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-_PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 _EXTRA_STATE = "_extra_state"
 
 
@@ -31,18 +32,23 @@ class _Module:
         """Each tensor under its name; extra state as an object."""
         module, state = _state_of(value, place)
         clean, prefix = cleaner(module), f"{place.key}." if place.key else ""
+        layouts = layouts_in(module)
         for name, item in state.items():
             key = prefix + clean(name)
-            if isinstance(item, torch.Tensor) and not _is_extra(name):
-                out.tensor(key, item, (place.path, name))
-            else:
+            if not isinstance(item, torch.Tensor) or _is_extra(name):
                 out.object(key, item, (place.path, name))
+            elif (layout := layouts.get(clean_name(name))) is not None:
+                sharded, local = _laid_out(item, layout, key)
+                out.laid_out(key, sharded, (place.path, name), local)
+            else:
+                out.tensor(key, item, (place.path, name))
         out.modules.append(OwnedParameters(place.key, module, state))
 
     def bind(self, place: Place, value: torch.nn.Module, to: Binder) -> None:
         """Tensors in place. What the module made up for its state dict goes through load_state_dict."""
         module, state = _state_of(value, place)
         clean, prefix = cleaner(module), f"{place.key}." if place.key else ""
+        layouts = layouts_in(module)
         lives = _lives_in(module)
         made_up: dict[str, Callable[[], Any]] = {}
         for name, item in state.items():
@@ -53,6 +59,8 @@ class _Module:
                 data = to.object(key)
                 if data is not MISSING:
                     made_up[name] = to.rebuild(key, data, partial(_same, item))
+            elif (layout := layouts.get(clean_name(name))) is not None:
+                self._bind_laid_out(name, key, item, layout, lives(item), to, made_up)
             elif lives(item):
                 to.tensor(key, item)
             elif item.is_meta:
@@ -66,12 +74,26 @@ class _Module:
         to.modules.append(OwnedParameters(place.key, module, state))
 
     @staticmethod
+    def _bind_laid_out(
+        name: str,
+        key: str,
+        item: torch.Tensor,
+        layout: Layout,
+        lives: bool,
+        to: Binder,
+        made_up: dict[str, Callable[[], Any]],
+    ) -> None:
+        if not (lives or item.is_meta):
+            # Elements that are stored nowhere (padding) stay what they are.
+            item = item.detach().clone()
+        if to.laid_out(key, *_laid_out(item, layout, key)) and not lives:
+            made_up[name] = partial(_same, item)
+
+    @staticmethod
     def _bind_extra(module: torch.nn.Module, name: str, key: str, current: Any, to: Binder) -> None:
         data = to.object(key)
         if data is not MISSING:
-            owner = module.get_submodule(name.rpartition(".")[0])
-            while (inner := _inside(owner)) is not None:
-                owner = inner
+            owner = inside(module.get_submodule(name.rpartition(".")[0]))
             rebuilt = to.rebuild(key, data, lambda: current)
             to.later_on(lambda: owner.set_extra_state(rebuilt()))
 
@@ -82,53 +104,12 @@ MODULE = _Module()
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     """The module inside of data parallelism and compilation, in any order, or the module itself."""
     while True:
-        if isinstance(module, _PARALLEL):
+        if isinstance(module, PARALLEL):
             module = module.module
         elif "_orig_mod" in module._modules:
             module = module.get_submodule("_orig_mod")
         else:
             return module
-
-
-def clean_name(name: str) -> str:
-    """A name without the segments that compiling and activation checkpointing put in.
-
-    >>> clean_name("_orig_mod.layers.0._checkpoint_wrapped_module.weight")
-    'layers.0.weight'
-    """
-    if any(wrapper in name for wrapper in _WRAPPERS):
-        return ".".join(segment for segment in name.split(".") if segment not in _WRAPPERS)
-    return name
-
-
-def cleaner(module: torch.nn.Module) -> Callable[[str], str]:
-    """How names in a module read without any wrapper: `clean_name`, and without nested data parallelism.
-
-    Its segment is called ``module``, as others may be, so it is known by the modules that it stands in.
-    """
-    parallel = {
-        clean_name(path)
-        for path, part in module.named_modules(remove_duplicate=False)
-        if isinstance(part, _PARALLEL)
-    }
-    if not parallel:
-        return clean_name
-
-    def clean(name: str) -> str:
-        kept: list[str] = []
-        path = ""
-        for segment in clean_name(name).split("."):
-            if segment != "module" or path not in parallel:
-                kept.append(segment)
-            path = f"{path}.{segment}" if path else segment
-        return ".".join(kept)
-
-    return clean
-
-
-def _inside(module: torch.nn.Module) -> torch.nn.Module | None:
-    """What a wrapper of compilation or activation checkpointing wraps."""
-    return next((module.get_submodule(name) for name in _WRAPPERS if name in module._modules), None)
 
 
 def _same(value: Any) -> Any:
@@ -173,6 +154,12 @@ def _lives_in(module: torch.nn.Module) -> Callable[[torch.Tensor], bool]:
         return not tensor.is_meta and storage_of(_local(tensor)) in storages
 
     return lives
+
+
+def _laid_out(tensor: torch.Tensor, layout: Layout, key: str) -> tuple[ShardedTensor, torch.Tensor]:
+    """The pieces of a tensor with a declared layout, and their memory."""
+    local = local_of(tensor, key)
+    return local_layout(tensor, layout, key).pieces(local), local
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

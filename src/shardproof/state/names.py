@@ -7,14 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from shardproof.errors import StructureError
-from shardproof.state.modules import clean_name, cleaner, unwrapped
+from shardproof.state.modules import unwrapped
+from shardproof.state.naming import clean_name, cleaner
 from shardproof.state.visiting import OwnedParameters, Place, join
 
 __all__ = ["Names"]
 
 
 class Names:
-    """Parameter to name. A parameter without a name is an error that says how to give it one."""
+    """Parameter to name. A parameter without a name is an error that says how to give it one.
+
+    Several parameters have one name where they are parts (experts) or copies of one tensor of the model.
+    """
 
     def __init__(self, names: Mapping[int, str], place: Place) -> None:
         self._names = names
@@ -79,17 +83,20 @@ def _of_module(owner: OwnedParameters) -> dict[int, str]:
     clean = cleaner(owner.module)
     named = _by_identity(
         sorted(
-            (clean(name), item) for name, item in owner.state.items() if isinstance(item, torch.nn.Parameter)
+            [
+                (clean(name), item)
+                for name, item in owner.state.items()
+                if isinstance(item, torch.nn.Parameter)
+            ],
+            key=_name,
         )
-        if owner.state
-        else []
     )
     listed = [
         (clean(name), parameter)
         for name, parameter in owner.module.named_parameters(remove_duplicate=False)
         if id(parameter) not in named
     ]
-    return named | _by_identity(sorted(listed, key=lambda item: item[0]))
+    return named | _by_identity(sorted(listed, key=_name))
 
 
 def _own_names(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
@@ -104,3 +111,8 @@ def _by_identity(named: Sequence[tuple[str, torch.Tensor]]) -> dict[int, str]:
     for name, parameter in named:
         names.setdefault(id(parameter), name)
     return names
+
+
+def _name(named: tuple[str, torch.Tensor]) -> str:
+    """Several parameters may have one name; tensors have no order."""
+    return named[0]

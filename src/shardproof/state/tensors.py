@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from shardproof.dtypes import DTYPES
 from shardproof.errors import StructureError
-from shardproof.state.dtensor import dtensor_pieces, is_dtensor
+from shardproof.state.dtensor import LOCAL, dtensor_pieces, is_dtensor
 from shardproof.state.entries import Piece
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "dtype_name",
     "empty_like_layout",
     "is_plain_memory",
+    "local_of",
     "pieces_of",
     "same_memory",
     "storage_of",
@@ -81,6 +82,19 @@ def pieces_of(
         pieces, local = dtensor_pieces(tensor, path)
         return name, tuple(tensor.shape), pieces, local
     raise _refused_subclass(tensor, path)
+
+
+def local_of(tensor: torch.Tensor, path: str) -> torch.Tensor:
+    """The plain tensor that this rank holds of a plain tensor or DTensor.
+
+    Raises:
+        StructureError: it cannot be kept, as `pieces_of` says.
+    """
+    local = tensor._local_tensor if is_dtensor(tensor) else tensor
+    if type(local) not in PLAIN_TYPES:
+        raise _refused_subclass(local, path)
+    _check(local, path)
+    return local
 
 
 def _check(tensor: torch.Tensor, path: str) -> None:
@@ -182,7 +196,7 @@ def empty_like_layout(like: Any, dtype: torch.dtype, shape: tuple[int, ...] | No
     local = like._local_tensor.detach()
     if same:
         # The parts are given, so that nothing is agreed with other ranks.
-        return DTensor.from_local(
+        new = DTensor.from_local(
             torch.empty_like(local, dtype=dtype),
             like.device_mesh,
             like.placements,
@@ -190,6 +204,9 @@ def empty_like_layout(like: Any, dtype: torch.dtype, shape: tuple[int, ...] | No
             shape=like.shape,
             stride=like.stride(),
         )
+        if (embedding := getattr(like, LOCAL, None)) is not None:
+            setattr(new, LOCAL, embedding)
+        return new
     assert shape is not None
     whole = torch.empty(shape, dtype=dtype, device=local.device)
     return DTensor.from_local(

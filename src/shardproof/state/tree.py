@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from shardproof.errors import StructureError
 from shardproof.garbage import no_garbage_collection
 from shardproof.state.binding import Binder
 from shardproof.state.collecting import Collector
-from shardproof.state.entries import Binding, Catalogue, Collected
+from shardproof.state.entries import Binding, Catalogue, Collected, TensorEntry
 from shardproof.state.visiting import Place
 from shardproof.state.walk import handler_of
 
@@ -73,7 +74,17 @@ def bind(
     to = Binder(handler_of, rank, world_size, catalogue=catalogue, selected=selected, strict=strict)
     with no_garbage_collection():
         _walk(to.visit, tree)
-        return to.result()
+        binding = to.result()
+    binding.finish.insert(0, partial(_say_changed, binding.tensors))
+    return binding
+
+
+def _say_changed(entries: Sequence[TensorEntry]) -> None:
+    """Bytes are read into memory behind torch's back; whoever watches a tensor's version must see it."""
+    for entry in entries:
+        for piece in entry.pieces:
+            if not piece.view.is_inference():
+                torch.autograd.graph.increment_version(piece.view)
 
 
 def _walk(visit: Callable[[Place, Any], None], tree: Any) -> None:

@@ -16,7 +16,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from shardproof.errors import StructureError
 from shardproof.state import OptimizerState, bind, collect
-from shardproof.state.optimizers import _new_slot
+from shardproof.state.optimizer_slots import _new_slot
+from shardproof.state.slots import StoredSlot
 from tests.unit.state.fake_checkpoint import FakeCheckpoint, saved
 
 DDP = nn.parallel.DistributedDataParallel
@@ -235,9 +236,9 @@ def test_new_step_counts_lie_where_the_targets_group_needs_them(
     options: dict[str, Any], device: str, shape: tuple[int, ...]
 ) -> None:
     parameter = torch.empty(shape, device="meta")
-    assert _new_slot(parameter, options, "step", torch.float32, ()).device.type == device
-    assert _new_slot(parameter, options, "eta", torch.float32, ()).device.type == "meta"
-    assert _new_slot(parameter, options, "exp_avg", torch.float32, shape).shape == shape
+    assert _new_slot(parameter, options, "step", StoredSlot(torch.float32, ())).device.type == device
+    assert _new_slot(parameter, options, "eta", StoredSlot(torch.float32, ())).device.type == "meta"
+    assert _new_slot(parameter, options, "exp_avg", StoredSlot(torch.float32, shape)).shape == shape
 
 
 def test_state_of_another_optimizer_is_a_mismatch_unless_not_strict() -> None:

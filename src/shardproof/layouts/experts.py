@@ -1,0 +1,239 @@
+"""Experts as modules of their own, as numbered parameters, side by side in one weight, or stacked.
+
+All four have the same key and the same shape in the model, (experts, *one expert's), so a checkpoint of one
+loads into any other. Each expert has its own scalars too (step counts), which experts in one weight share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from shardproof.errors import StructureError
+from shardproof.layouts.owned import Owned, segments_held
+from shardproof.layouts.parts import Part, Segments, blocks_of, embedding_of
+from shardproof.state.layout import Layout, declare
+from shardproof.state.naming import number_expert
+
+__all__ = ["grouped", "numbered", "sequential", "stacked"]
+
+
+def sequential(experts: Sequence[torch.nn.Module], *, first: int = 0, total: int | None = None) -> None:
+    """Declares that modules are experts, each with the same parameters.
+
+    The segment of an expert (its number in the list) is left out of the keys. Layouts inside an expert (a
+    fused SwiGLU) are declared before.
+
+    Args:
+        experts: the local experts, in order.
+        first: number of the first one in the model.
+        total: experts in the model; those that are here by default.
+
+    Raises:
+        StructureError: there are more experts than `total`, or a parameter is an expert's already.
+
+    >>> from shardproof.state import collect
+    >>> local = torch.nn.ModuleList([torch.nn.Linear(3, 2, bias=False) for _ in range(2)])
+    >>> sequential(local, first=2, total=4)
+    >>> (entry,) = collect(local).tensors
+    >>> entry.key, entry.shape, [piece.offsets for piece in entry.pieces]
+    ('weight', (4, 2, 3), [(2, 0, 0), (3, 0, 0)])
+    """
+    total = _total(first, len(experts), total)
+    for number, expert in enumerate(experts, first):
+        number_expert(expert, number)
+        for part in expert.modules():
+            kept = {name for name in part._buffers if name not in part._non_persistent_buffers_set}
+            for name, tensor in {**part._parameters, **part._buffers}.items():
+                if tensor is not None and (name in part._parameters or name in kept):
+                    _declare_expert(Owned(part, name), number, total, None)
+
+
+def numbered(module: torch.nn.Module, name: str, *, first: int = 0, total: int | None = None) -> None:
+    """Declares that parameters ``<name>0``, ``<name>1``, ... of one module are experts.
+
+    Args:
+        module: that owns the parameters, or has below it the one that does.
+        name: without the number, with dots. It is the parameter's name in keys.
+        first: number of the first one in the model.
+        total: experts in the model; those that are here by default.
+
+    Raises:
+        StructureError: there are no such parameters, more than `total`, or one is an expert's already.
+
+    >>> from shardproof.state import collect
+    >>> module = torch.nn.Module()
+    >>> module.weight0, module.weight1 = (torch.nn.Parameter(torch.ones(3, 2)) for _ in range(2))
+    >>> numbered(module, "weight")
+    >>> [(entry.key, entry.shape) for entry in collect(module).tensors]
+    [('weight', (2, 3, 2))]
+    """
+    *_, last = name.split(".")
+    items = [Owned(module, f"{name}0")]
+    while items[0].module._parameters.get(f"{last}{len(items)}") is not None:
+        items.append(Owned(module, f"{name}{len(items)}"))
+    total = _total(first, len(items), total)
+    for number, item in enumerate(items, first):
+        _declare_expert(item, number, total, last)
+
+
+def stacked(
+    module: torch.nn.Module,
+    name: str,
+    *,
+    first: int = 0,
+    total: int | None = None,
+    transposed: bool = False,
+    key: str | None = None,
+    parts: Sequence[int | Part] | None = None,
+    dim: int = 0,
+    rank: int = 0,
+    ranks: int = 1,
+) -> None:
+    """Declares that the first dimension of a tensor numbers experts.
+
+    Args:
+        module: that owns the tensor, or has below it the one that does.
+        name: of the tensor, with dots.
+        first: number of the first expert in the model.
+        total: experts in the model; those that are here by default.
+        transposed: whether an expert's matrix lies here as (in, out) and in the model as (out, in).
+        key: segments that stand for the tensor's own name in keys, for example ``fc1.weight``.
+        parts: of which an expert's own tensor is fused, or over which it is cut, along `dim`; see `fused`.
+        dim: dimension of an expert's tensor, as it lies here.
+        rank: tensor parallel rank of this process, within an expert.
+        ranks: tensor parallel ranks of an expert.
+
+    Raises:
+        ValueError: the ranks cannot share the parts.
+        StructureError: there is no such tensor, it has other sizes, or its layout is declared already.
+
+    >>> from shardproof.state import collect
+    >>> module = torch.nn.Module()
+    >>> module.w1 = torch.nn.Parameter(torch.ones(2, 3, 4))
+    >>> stacked(module, "w1", first=2, total=4, transposed=True, key="fc1.weight")
+    >>> [(entry.key, entry.shape, entry.pieces[0].offsets) for entry in collect(module).tensors]
+    [('fc1.weight', (4, 4, 3), (2, 0, 0))]
+    """
+    item = Owned(module, name)
+    if not item.tensor.dim():
+        raise StructureError(f"{item.where} is a scalar, which has no dimension of experts")
+    count, *shape = item.tensor.shape
+    seen = _Seen(tuple((size,) for size in item.tensor.shape), 0, count, tuple(shape))
+    _declare_seen(item, seen, _total(first, count, total), first, transposed, key, parts, dim, rank, ranks)
+
+
+def grouped(
+    module: torch.nn.Module,
+    name: str,
+    *,
+    count: int,
+    along: int,
+    first: int = 0,
+    total: int | None = None,
+    transposed: bool = False,
+    key: str | None = None,
+    parts: Sequence[int | Part] | None = None,
+    dim: int = 0,
+    rank: int = 0,
+    ranks: int = 1,
+) -> None:
+    """Declares that a tensor is those of several experts side by side.
+
+    Args:
+        module: that owns the tensor, or has below it the one that does.
+        name: of the tensor, with dots.
+        count: experts in it.
+        along: dimension along which they lie: 1 for (in, experts * out).
+        first: number of the first expert in the model.
+        total: experts in the model; those that are here by default.
+        transposed: whether an expert's matrix lies here as (in, out) and in the model as (out, in).
+        key: segments that stand for the tensor's own name in keys, for example ``fc1.weight``.
+        parts: of which an expert's own tensor is fused, or over which it is cut, along `dim`; see `fused`.
+        dim: dimension of an expert's tensor, as it lies here.
+        rank: tensor parallel rank of this process, within an expert.
+        ranks: tensor parallel ranks of an expert.
+
+    Raises:
+        ValueError: the ranks cannot share the parts.
+        StructureError: there is no such tensor, it has other sizes, or its layout is declared already.
+
+    >>> from shardproof.state import collect
+    >>> module = torch.nn.Module()
+    >>> module.weight1 = torch.nn.Parameter(torch.ones(3, 2 * 4))  # (in, experts * out)
+    >>> grouped(module, "weight1", count=2, along=1, transposed=True, key="fc1.weight")
+    >>> [(entry.key, entry.shape) for entry in collect(module).tensors]
+    [('fc1.weight', (2, 4, 3))]
+    """
+    item = Owned(module, name)
+    shape = tuple(item.tensor.shape)
+    if not -len(shape) <= along < len(shape) or count < 1 or shape[along] % count:
+        raise StructureError(
+            f"{item.where} has shape {list(shape)}, which is not {count} experts side by side along {along}"
+        )
+    along %= len(shape)
+    factors = tuple((count, size // count) if axis == along else (size,) for axis, size in enumerate(shape))
+    own = tuple(size // count if axis == along else size for axis, size in enumerate(shape))
+    seen = _Seen(factors, along, count, own)
+    _declare_seen(item, seen, _total(first, count, total), first, transposed, key, parts, dim, rank, ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A tensor of several experts, its axes seen so that one of them numbers the experts."""
+
+    factors: tuple[tuple[int, ...], ...]
+    axis: int
+    """Of the axes as seen, the one of the experts."""
+    count: int
+    shape: tuple[int, ...]
+    """Of one expert's tensor."""
+
+
+def _declare_seen(
+    item: Owned,
+    seen: _Seen,
+    total: int,
+    first: int,
+    transposed: bool,
+    key: str | None,
+    parts: Sequence[int | Part] | None,
+    dim: int,
+    rank: int,
+    ranks: int,
+) -> None:
+    if transposed and len(seen.shape) != 2:
+        raise StructureError(
+            f"{item.where} holds experts of shape {list(seen.shape)}; transposed is said of matrices"
+        )
+    own: list[tuple[Segments, int]] = [([(0, size)], size) for size in seen.shape]
+    if parts is not None:
+        if not -len(own) <= dim < len(own):
+            raise StructureError(f"{item.where} holds experts of shape {list(seen.shape)}, without {dim}")
+        sizes = [part.size if isinstance(part, Part) else part for part in parts]
+        blocks = blocks_of(parts, ranks)
+        own[dim] = (segments_held(item.tensor, seen.shape[dim], blocks, rank, item.where), sum(sizes))
+    axes = [*own[: seen.axis], ([(first, seen.count)], total), *own[seen.axis :]]
+    within = [axis for axis in range(len(axes)) if axis != seen.axis]
+    order = (seen.axis, *(reversed(within) if transposed else within))
+    local_shape = [size for axis in seen.factors for size in axis]
+    item.declare(
+        Layout.of(embedding_of(axes, local_shape), factors=seen.factors, order=order, name=key, experts=True)
+    )
+
+
+def _declare_expert(item: Owned, number: int, total: int, name: str | None) -> None:
+    layout = item.layout or Layout.whole(item.tensor.shape)
+    if layout.experts:
+        raise StructureError(f"{item.where} is the parameter of an expert already: {layout}")
+    layout = layout.expert(number, total)
+    declare(item.module, item.name, replace(layout, name=name) if name else layout)
+
+
+def _total(first: int, count: int, total: int | None) -> int:
+    total = first + count if total is None else total
+    if first < 0 or first + count > total:
+        raise StructureError(f"{count} experts from number {first} do not fit into {total}")
+    return total

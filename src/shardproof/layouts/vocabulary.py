@@ -1,0 +1,60 @@
+"""Vocabularies that are padded to a size that ranks divide."""
+
+from __future__ import annotations
+
+import torch
+
+from shardproof.errors import StructureError
+from shardproof.layouts.owned import Owned
+from shardproof.layouts.parts import Segments, check_rank, embedding_of
+from shardproof.state.dtensor import is_dtensor
+from shardproof.state.layout import Layout
+
+__all__ = ["vocabulary"]
+
+
+def vocabulary(
+    module: torch.nn.Module, name: str, size: int, *, rank: int = 0, ranks: int = 1, dim: int = 0
+) -> None:
+    """Declares that a tensor has a row for each token, and more that are padding.
+
+    Padding is never stored, and a load leaves it as it is. So runs may pad differently, and whole ranks may
+    hold nothing else.
+
+    Args:
+        module: that owns the tensor, or has below it the one that does.
+        name: of the tensor, with dots.
+        size: tokens in the vocabulary, without padding.
+        rank: tensor parallel rank of this process; all ranks hold equally many rows.
+        ranks: tensor parallel ranks.
+        dim: dimension of the tokens.
+
+    Raises:
+        StructureError: there is no such tensor, or the ranks together have fewer rows than tokens.
+
+    Rank 1 of 2 has rows 4 to 8 of 7 and one of padding:
+
+    >>> from shardproof.state import collect
+    >>> table = torch.nn.Embedding(4, 2)
+    >>> vocabulary(table, "weight", 7, rank=1, ranks=2)
+    >>> [(entry.shape, entry.pieces[0].view.shape) for entry in collect(table).tensors]
+    [((7, 2), torch.Size([3, 2]))]
+    """
+    check_rank(rank, ranks)
+    item = Owned(module, name)
+    tensor = item.tensor
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise StructureError(f"{item.where} has shape {list(tensor.shape)} and no dimension {dim}")
+    dim %= tensor.dim()
+    rows = tensor.shape[dim]
+    whole = is_dtensor(tensor) and rows >= size
+    start, total = (0, rows) if whole else (rank * rows, ranks * rows)
+    if total < size:
+        raise StructureError(
+            f"{item.where} has {rows} rows, on {ranks} tensor parallel ranks {total}: too few for {size} "
+            "tokens"
+        )
+    own = min(max(size - start, 0), rows)
+    axes: list[tuple[Segments, int]] = [([(0, length)], length) for length in tensor.shape]
+    axes[dim] = ([(start, own)] if own else [], size)
+    item.declare(Layout.of(embedding_of(axes, tensor.shape)))

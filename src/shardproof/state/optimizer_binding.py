@@ -1,0 +1,202 @@
+"""An optimizer takes what a checkpoint holds of its parameters.
+
+Note: masters
+    A master weight is a slot that some optimizers have and others have not, so it is the one slot that need
+    not be stored to be filled, nor filled because it is stored:
+
+    - the target keeps masters, none is stored: the stored weight fills it if it has the master's dtype (it
+      was trained without masters, in that dtype); else the optimizer makes it from the loaded parameter;
+    - the target keeps none, one is stored: the parameter takes its values if it has the master's dtype and
+    the
+      stored weight has not, for the weight is the master rounded; else the parameter is the best there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from shardproof.errors import StructureError
+from shardproof.state.binding import MISSING, Binder
+from shardproof.state.dtensor import is_dtensor
+from shardproof.state.names import Names
+from shardproof.state.optimizer_slots import receive
+from shardproof.state.options import Options
+from shardproof.state.slot_layouts import SlotLayouts
+from shardproof.state.slots import MASTER, LocalRange, Receipt, SlotKeeper, StoredSlot
+from shardproof.state.tensors import empty_like_layout, torch_dtype
+from shardproof.state.visiting import Place, join
+from shardproof.state.zero_redundancy import is_zero_redundancy
+
+__all__ = ["EXTRA", "SHARED", "OptimizerBinding"]
+
+SHARED = "@shared"
+"""What a torch optimizer keeps beside its parameters: under names of its own in `optimizer.state`."""
+EXTRA = "@extra"
+"""What a `SlotKeeper` keeps beside its parameters. Another optimizer has no use for it."""
+
+
+@dataclass
+class OptimizerBinding:
+    """One optimizer that takes what a checkpoint holds."""
+
+    place: Place
+    optimizer: torch.optim.Optimizer
+    names: Names
+    layouts: SlotLayouts
+    to: Binder
+    attach: list[Callable[[], Any]] = field(default_factory=list)
+    others: set[str] = field(default_factory=set)
+    """Classes that another optimizer's state was of, already told."""
+
+    def bind(self) -> None:
+        """All parameters, then what the optimizer keeps beside them."""
+        for group in self.optimizer.param_groups:
+            stored: dict[str, Any] = {}
+            for parameter in group["params"]:
+                name = self.names[parameter]
+                key = join(self.place.key, name)
+                data = self.to.object(f"{key}.@options")
+                if data is MISSING:
+                    self._known_slots(key, parameter)
+                    continue
+                _check_data(data, key)
+                stored[name] = data["options"]
+                self._parameter(key, group, parameter, data)
+            self.attach.append(Options(self.place.key, stored).bind(group, self.to))
+        self._beside()
+        for act in self.attach:
+            self.to.later_on(act)
+
+    def _parameter(self, key: str, group: dict[str, Any], parameter: torch.Tensor, data: Any) -> None:
+        """The slots of one parameter become those that are stored."""
+        stored, unselected = self._stored(key, parameter, data)
+        receipt = receive(self.optimizer, parameter, group, stored)
+        self._check_class(data, receipt.kind, key)
+        keeper = isinstance(self.optimizer, SlotKeeper)
+        if keeper and unselected:
+            raise StructureError(
+                f"{key}: {', '.join(sorted(unselected))} of this parameter are left out, others are not. "
+                f"{type(self.optimizer).__qualname__} takes all slots of a parameter or none",
+                key=key,
+            )
+        filled = {
+            slot
+            for slot, destination in receipt.tensors.items()
+            if self._fill(parameter, f"{key}.{slot}", slot, destination, slot in stored)
+        }
+        self.to.binding.used.update(f"{key}.{slot}" for slot in stored)
+        if MASTER in stored and MASTER not in receipt.tensors and not is_zero_redundancy(self.optimizer):
+            self._weight_from_master(key, parameter, stored[MASTER])
+        current: Mapping[str, Any] = {} if keeper else self.optimizer.state.get(parameter, {})
+        values = {
+            slot: self.to.rebuild(f"{key}.{slot}", value, partial(current.get, slot))
+            for slot, value in data["values"].items()
+            if self.to.selected(f"{key}.{slot}")
+        }
+        left = {slot for slot in current if not self.to.selected(f"{key}.{slot}")}
+        self.attach.append(partial(_attach, receipt, values, frozenset(filled | left)))
+
+    def _stored(self, key: str, parameter: torch.Tensor, data: Any) -> tuple[dict[str, StoredSlot], set[str]]:
+        """The slots that are there and wanted, and the names of those that are not wanted."""
+        stored: dict[str, StoredSlot] = {}
+        unselected = set()
+        for slot in data["slots"]:
+            name = f"{key}.{slot}"
+            found = self.to.catalogue.tensors.get(name)
+            if not self.to.selected(name):
+                unselected.add(slot)
+            elif found is None:
+                self.to.binding.used.add(name)
+                self.to.binding.missing.append(name)
+            else:
+                stored[slot] = self.layouts.stored(parameter, torch_dtype(found[0]), tuple(found[1]), name)
+        return stored, unselected
+
+    def _fill(
+        self,
+        parameter: torch.Tensor,
+        key: str,
+        slot: str,
+        destination: torch.Tensor | LocalRange,
+        is_stored: bool,
+    ) -> bool:
+        """Let a destination be filled, from the slot or, for a master that is not stored, from the weight."""
+        if not is_stored:
+            weight = self.layouts.weights.get(id(parameter), "")
+            found = self.to.catalogue.tensors.get(weight)
+            dtype = destination.buffer.dtype if isinstance(destination, LocalRange) else destination.dtype
+            if slot != MASTER or found is None or torch_dtype(found[0]) != dtype:
+                return False
+            key = weight
+        laid_out = self.layouts.sharded(parameter, destination, key)
+        if laid_out is not None:
+            return self.to.laid_out(key, laid_out)
+        assert isinstance(destination, torch.Tensor)
+        return self.to.tensor(key, destination)
+
+    def _weight_from_master(self, key: str, parameter: torch.Tensor, master: StoredSlot) -> None:
+        """See "masters" above."""
+        found = self.to.catalogue.tensors.get(self.layouts.weights.get(id(parameter), ""))
+        if found is None or torch_dtype(found[0]) == master.dtype or parameter.dtype != master.dtype:
+            return
+        exact = empty_like_layout(parameter, master.dtype)
+        if self._fill(parameter, f"{key}.{MASTER}", MASTER, exact, True):
+            self.to.later_on(partial(_copy, parameter, exact))
+
+    def _check_class(self, data: Any, kind: str, key: str) -> None:
+        """State of another optimizer is a mismatch, once, however many parameters have it."""
+        found = data.get("class", kind)  # early checkpoints do not say
+        if self.to.strict and found != kind and found not in self.others:
+            self.others.add(found)
+            self.to.mismatch(
+                f"{key}.@options", f"state of {kind}", f"state of {found}; strict=False loads it all the same"
+            )
+
+    def _known_slots(self, key: str, parameter: torch.Tensor) -> None:
+        """Options are left out or missing: what can still be filled in place is."""
+        if isinstance(self.optimizer, SlotKeeper):
+            return
+        for slot, item in self.optimizer.state.get(parameter, {}).items():
+            if isinstance(item, torch.Tensor):
+                self._fill(parameter, f"{key}.{slot}", slot, item, True)
+
+    def _beside(self) -> None:
+        extra, shared = join(self.place.key, EXTRA), join(self.place.key, SHARED)
+        if extra in self.to.catalogue.objects:
+            data = self.to.object(extra)
+            if data is not MISSING and isinstance(self.optimizer, SlotKeeper):
+                rebuilt = self.to.rebuild(extra, data)
+                keeper = self.optimizer
+                self.attach.append(lambda: keeper.receive_shared(rebuilt()))
+        if shared in self.to.catalogue.objects and not isinstance(self.optimizer, SlotKeeper):
+            data = self.to.object(shared)
+            if data is not MISSING:
+                state = self.optimizer.state
+                present = {name: item for name, item in state.items() if isinstance(name, str)}
+                filled = self.to.rebuild(shared, data, lambda: present)
+                self.attach.append(lambda: state.update(filled()))
+
+
+def _attach(receipt: Receipt, values: Mapping[str, Callable[[], Any]], filled: frozenset[str]) -> None:
+    receipt.attach({slot: value() for slot, value in values.items()}, filled)
+
+
+@torch.no_grad()
+def _copy(parameter: torch.Tensor, exact: torch.Tensor) -> None:
+    _local(parameter).copy_(_local(exact))
+
+
+def _check_data(data: Any, key: str) -> None:
+    if not (isinstance(data, dict) and {"options", "slots", "values"} <= data.keys()) or not isinstance(
+        data.get("class", ""), str
+    ):
+        raise StructureError(f"{key}.@options in the checkpoint is not what an optimizer stores", key=key)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor.detach() if is_dtensor(tensor) else tensor.detach()

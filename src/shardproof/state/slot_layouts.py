@@ -1,0 +1,86 @@
+"""How the slots of parameters are laid out: as the parameters are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from shardproof.errors import StructureError
+from shardproof.state.dtensor import LOCAL, is_dtensor
+from shardproof.state.explicit import ShardedTensor
+from shardproof.state.layout import Layout, local_layout
+from shardproof.state.modules import unwrapped
+from shardproof.state.naming import cleaner, layouts_by_parameter
+from shardproof.state.slots import LocalRange, StoredSlot
+from shardproof.state.tensors import PLAIN_TYPES
+from shardproof.state.visiting import OwnedParameters, join
+
+__all__ = ["SlotLayouts"]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLayouts:
+    """Layouts that modules declared, by parameter, and the keys of the parameters themselves."""
+
+    declared: Mapping[int, Layout]
+    """Identity of a parameter to the layout below data parallelism."""
+    weights: Mapping[int, str]
+    """Identity of a parameter to its key in the checkpoint."""
+
+    @staticmethod
+    def of(modules: Iterable[torch.nn.Module], owners: Iterable[OwnedParameters]) -> SlotLayouts:
+        """Of all parameters of the modules; keys are known of those that are in the tree."""
+        layouts: dict[int, Layout] = {}
+        for module in map(unwrapped, modules):
+            layouts = layouts_by_parameter(module) | layouts
+        weights: dict[int, str] = {}
+        for owner in owners:
+            clean = cleaner(owner.module)
+            for name, parameter in owner.module.named_parameters(remove_duplicate=False):
+                weights.setdefault(id(parameter), join(owner.key, clean(name)))
+        return SlotLayouts(layouts, weights)
+
+    def sharded(
+        self, parameter: torch.Tensor, item: torch.Tensor | LocalRange, key: str
+    ) -> ShardedTensor | None:
+        """The pieces of a slot; None where the tensor says it all itself.
+
+        Raises:
+            StructureError: the slot has a shape from which nothing follows.
+        """
+        given = self.declared.get(id(parameter))
+        if given is None and type(parameter) in PLAIN_TYPES and type(item) in PLAIN_TYPES:
+            return None
+        if isinstance(item, LocalRange):
+            return local_layout(parameter, given, key).range(item.buffer, item.start, item.stop)
+        placed = hasattr(parameter, LOCAL)
+        of_dtensor = is_dtensor(parameter)
+        if given is None and not placed and (is_dtensor(item) or not of_dtensor):
+            return None
+        local = item._local_tensor if is_dtensor(item) else item
+        layout = local_layout(parameter, given, key)
+        if tuple(local.shape) == layout.local_shape or not local.numel():  # off the mesh, whatever its shape
+            return layout.pieces(local)
+        if not local.dim():
+            return layout.scalar(local)
+        if given is None and not placed:
+            return None
+        raise StructureError(
+            f"{key}: the slot has shape {list(item.shape)}, its parameter is held as "
+            f"{list(layout.local_shape)} in a layout of its own, so nobody can say which part this is. "
+            "Only elementwise optimizers can train such parameters",
+            key=key,
+        )
+
+    def stored(
+        self, parameter: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], key: str
+    ) -> StoredSlot:
+        """A stored slot in the terms of what this rank holds."""
+        layout = local_layout(parameter, self.declared.get(id(parameter)), key)
+        if shape == layout.shape:
+            return StoredSlot(dtype, layout.local_shape)
+        if shape == layout.scalar(torch.empty((), dtype=dtype)).shape:
+            return StoredSlot(dtype, ())
+        return StoredSlot(dtype, shape)

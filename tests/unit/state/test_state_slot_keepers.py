@@ -1,0 +1,155 @@
+"""Optimizers that describe their own state: ranges, masters, what lies beside the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardproof as sp
+from shardproof.errors import KeyMismatchError, StructureError
+from shardproof.state import LocalRange, ParameterSlots, Receipt, StoredSlot
+
+
+class Keeper(torch.optim.Optimizer):
+    """Keeps a momentum as a flat buffer, and a master where the parameter is narrower than float32."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.flat: dict[torch.Tensor, torch.Tensor] = {}
+        self.masters: dict[torch.Tensor, torch.Tensor] = {}
+        self.scale = 1.0
+        for parameter in self._parameters():
+            if parameter.dtype != torch.float32:
+                self.masters[parameter] = parameter.detach().float()
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def describe_slots(self) -> Iterable[ParameterSlots]:
+        for parameter in self._parameters():
+            tensors: dict[str, torch.Tensor | LocalRange] = {}
+            if parameter in self.flat:
+                tensors["momentum"] = LocalRange(self.flat[parameter], 0, parameter.numel())
+            if parameter in self.masters:
+                tensors["master"] = self.masters[parameter]
+            yield ParameterSlots(parameter, "SGD", {"lr": 0.1}, tensors, {})
+
+    def receive_slots(self, parameter: torch.Tensor, stored: Mapping[str, StoredSlot]) -> Receipt:
+        tensors: dict[str, torch.Tensor | LocalRange] = {}
+        if "momentum" in stored:
+            assert stored["momentum"].shape == tuple(parameter.shape)
+            buffer = torch.zeros(parameter.numel(), dtype=stored["momentum"].dtype)
+            tensors["momentum"] = LocalRange(buffer, 0, parameter.numel())
+        if parameter in self.masters:
+            tensors["master"] = torch.zeros(parameter.shape)
+
+        def attach(values: Mapping[str, Any], filled: frozenset[str]) -> None:
+            self.flat.pop(parameter, None)
+            if "momentum" in filled:
+                self.flat[parameter] = tensors["momentum"].buffer  # type: ignore[union-attr]
+            if parameter in self.masters:
+                fresh = tensors["master"] if "master" in filled else parameter.detach().float()
+                self.masters[parameter] = fresh  # type: ignore[assignment]
+
+        return Receipt("SGD", tensors, attach)
+
+    def describe_shared(self) -> dict[str, Any]:
+        return {"scale": self.scale} if self.scale != 1.0 else {}
+
+    def receive_shared(self, state: Mapping[str, Any]) -> None:
+        self.scale = state["scale"]
+
+
+def model_of(dtype: torch.dtype, seed: int) -> torch.nn.Linear:
+    torch.manual_seed(seed)
+    return torch.nn.Linear(3, 4).to(dtype)
+
+
+def tree(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": model, "optimizer": optimizer}
+
+
+def test_a_keeper_comes_back(tmp_path: Path) -> None:
+    model = model_of(torch.bfloat16, 0)
+    keeper = Keeper(model.parameters())
+    keeper.flat[model.weight] = torch.arange(12.0)
+    keeper.masters[model.weight] += 1e-4  # more than the parameter can hold
+    keeper.scale = 512.0
+    sp.save(tmp_path / "step", tree(model, keeper))
+
+    other = model_of(torch.bfloat16, 1)
+    again = Keeper(other.parameters())
+    again.flat[other.bias] = torch.ones(4)
+    sp.load(tmp_path / "step", tree(other, again))
+    assert torch.equal(again.flat[other.weight], torch.arange(12.0))
+    assert other.bias not in again.flat
+    assert torch.equal(again.masters[other.weight], keeper.masters[model.weight])
+    assert again.scale == 512.0
+
+
+def test_masters_are_made_from_what_is_stored(tmp_path: Path) -> None:
+    exact = model_of(torch.float32, 0)
+    sp.save(tmp_path / "float32", tree(exact, torch.optim.SGD(exact.parameters())))
+    narrow = model_of(torch.bfloat16, 1)
+    keeper = Keeper(narrow.parameters())
+    sp.load(tmp_path / "float32", tree(narrow, keeper), cast=True)
+    assert torch.equal(narrow.weight, exact.weight.bfloat16())
+    assert torch.equal(keeper.masters[narrow.weight], exact.weight)
+
+    sp.save(tmp_path / "bfloat16", tree(narrow, torch.optim.SGD(narrow.parameters())))
+    other = model_of(torch.bfloat16, 2)
+    keeper = Keeper(other.parameters())
+    sp.load(tmp_path / "bfloat16", tree(other, keeper))
+    assert torch.equal(keeper.masters[other.weight], narrow.weight.float())
+
+
+def test_a_parameter_takes_the_masters_values_where_it_can_hold_them(tmp_path: Path) -> None:
+    narrow = model_of(torch.bfloat16, 0)
+    keeper = Keeper(narrow.parameters())
+    keeper.masters[narrow.weight] += 1e-4
+    sp.save(tmp_path / "step", tree(narrow, keeper))
+    wide = model_of(torch.float32, 1)
+    plain = torch.optim.SGD(wide.parameters())
+    sp.load(tmp_path / "step", tree(wide, plain), cast=True)
+    assert torch.equal(wide.weight, keeper.masters[narrow.weight])
+    assert not plain.state
+
+    same = model_of(torch.bfloat16, 1)
+    sp.load(tmp_path / "step", tree(same, torch.optim.SGD(same.parameters())))
+    assert torch.equal(same.weight, narrow.weight)
+
+
+def test_a_plain_optimizer_takes_flat_slots_and_gives_them_back(tmp_path: Path) -> None:
+    model = model_of(torch.float32, 0)
+    keeper = Keeper(model.parameters())
+    keeper.flat[model.weight] = torch.arange(12.0)
+    keeper.scale = 2.0
+    sp.save(tmp_path / "step", tree(model, keeper))
+    other = model_of(torch.float32, 1)
+    plain = torch.optim.SGD(other.parameters())
+    sp.load(tmp_path / "step", tree(other, plain))
+    assert torch.equal(plain.state[other.weight]["momentum"], torch.arange(12.0).view(4, 3))
+    assert all(isinstance(item, torch.Tensor) for item in plain.state)
+    sp.save(tmp_path / "back", tree(other, plain))
+    again = Keeper(model.parameters())
+    sp.load(tmp_path / "back", tree(model, again))
+    assert torch.equal(again.flat[model.weight], torch.arange(12.0))
+
+
+def test_another_rule_is_a_mismatch(tmp_path: Path) -> None:
+    model = model_of(torch.float32, 0)
+    sp.save(tmp_path / "step", tree(model, torch.optim.AdamW(model.parameters())))
+    with pytest.raises(KeyMismatchError, match="state of SGD"):
+        sp.load(tmp_path / "step", tree(model, Keeper(model.parameters())))
+
+
+def test_a_keeper_takes_all_slots_of_a_parameter_or_none(tmp_path: Path) -> None:
+    model = model_of(torch.bfloat16, 0)
+    keeper = Keeper(model.parameters())
+    sp.save(tmp_path / "step", tree(model, keeper))
+    with pytest.raises(StructureError, match="all slots of a parameter or none"):
+        sp.load(tmp_path / "step", tree(model, keeper), exclude="optimizer.weight.master")
