@@ -1,0 +1,39 @@
+"""Optimizers whose state is spread out (over ranks, over CPU and device), and kept whole.
+
+They train with any torch optimizer class, and describe their state without communication (see
+`shardproof.state.slots`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardproof.optim.distributed import DistributedOptimizer as DistributedOptimizer
+    from shardproof.optim.distributed import DynamicLossScale as DynamicLossScale
+    from shardproof.optim.hybrid import HybridDeviceOptimizer as HybridDeviceOptimizer
+    from shardproof.optim.schema import Factory as Factory
+    from shardproof.optim.schema import Spec as Spec
+    from shardproof.optim.schema import slot_schema as slot_schema
+
+_HOMES = {
+    "DistributedOptimizer": "shardproof.optim.distributed",
+    "DynamicLossScale": "shardproof.optim.distributed",
+    "Factory": "shardproof.optim.schema",
+    "HybridDeviceOptimizer": "shardproof.optim.hybrid",
+    "Spec": "shardproof.optim.schema",
+    "slot_schema": "shardproof.optim.schema",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

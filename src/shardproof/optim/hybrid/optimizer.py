@@ -1,0 +1,332 @@
+"""The optimizer that programs use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, overload
+
+import torch
+
+from shardproof.errors import StructureError
+from shardproof.optim.hybrid import slots, torch_form
+from shardproof.optim.hybrid.groups import NOT_OPTIONS, GroupLink, options_of
+from shardproof.optim.hybrid.rules import Rules
+from shardproof.optim.hybrid.sides import Sides
+from shardproof.optim.hybrid.traffic import Traffic, traffic_of
+from shardproof.optim.hybrid.twin import Twin, master_dtype_of
+from shardproof.state.slots import ParameterSlots, Receipt, StoredSlot
+
+__all__ = ["HybridDeviceOptimizer"]
+
+
+class HybridDeviceOptimizer(torch.optim.Optimizer):
+    """Updates a fraction of the parameters on the CPU and the rest on the device, at the same time.
+
+    State of the CPU's part lies in host memory, so the device is spared as many bytes. Each parameter of
+    the CPU's part is an optimizer step of its own: its gradient is on its way down while those before it are
+    stepped, and its new value on its way up while those behind it are. The device steps its part meanwhile.
+
+    Which parameters go to the CPU: see `Sides`; it depends on the order and the global shapes of the
+    parameters alone. Without an accelerator the CPU side is a copy all the same, so that everything runs as
+    it would with one.
+
+    Parameters may be DTensors (FSDP2, tensor parallel); each rank steps what it holds, be it empty. A
+    parameter without a gradient is not stepped. ``parameter.decoupled_grad``, where set, is used in place of
+    ``grad``, in any dtype. `state` and `param_groups` are by the program's own parameters, for schedulers and
+    for people.
+
+    Writes to a parameter between two steps are seen by the version counter that torch keeps (a load in place,
+    a clamp under `torch.no_grad`), and copies and masters follow. Writes through ``parameter.data`` are not
+    counted: call `refresh` after one.
+
+    Args:
+        params: parameters, or groups of them, as for any torch optimizer.
+        optimizer_class: steps the device's part: any class of torch optimizers, or a `functools.partial` of
+            one.
+        cpu_optimizer_class: steps the CPU's part; by default the same class.
+        cpu_fraction: part of the elements to update on the CPU, from 0 to 1. Parameters are not cut.
+        overlap: copy on side streams. False: copy in place, on the current stream.
+        pin_memory: page-locked memory for the CPU side's copies and gradients, without which a device does
+            not copy beside other work. No effect where there is no accelerator.
+        master_dtype: parameters of a narrower floating dtype are stepped as masters of this dtype (float32),
+            on either side. None: no masters.
+        device: where the parameters are, to have it checked. None: wherever they are.
+        **options: of the optimizer, for example ``lr`` and ``betas``; defaults for groups. The CPU's class
+            gets those that it knows.
+
+    Raises:
+        ValueError: a fraction outside [0, 1], a parameter on another device or without values, or a class
+            that needs its closure more than once (L-BFGS).
+
+    >>> model = torch.nn.Linear(4, 4)
+    >>> optimizer = HybridDeviceOptimizer(model.parameters(), torch.optim.AdamW, cpu_fraction=0.5, lr=0.1)
+    >>> model(torch.ones(1, 4)).sum().backward()
+    >>> optimizer.step()
+    >>> [name for name, weight in model.named_parameters() if optimizer.is_on_cpu(weight)]
+    ['weight']
+    >>> sorted(optimizer.state[model.weight])
+    ['exp_avg', 'exp_avg_sq', 'step']
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: Callable[..., torch.optim.Optimizer],
+        *,
+        cpu_optimizer_class: Callable[..., torch.optim.Optimizer] | None = None,
+        cpu_fraction: float = 0.5,
+        overlap: bool = True,
+        pin_memory: bool = False,
+        master_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        **options: Any,
+    ) -> None:
+        self._sides = Sides(cpu_fraction)
+        self._overlap = overlap
+        self._pin = pin_memory and torch.accelerator.is_available()
+        self._master_dtype = master_dtype
+        self._device = None if device is None else torch.device(device)
+        self._twins: dict[torch.Tensor, Twin] = {}
+        self._traffic: dict[torch.device, Traffic] = {}
+        self._rules = Rules(optimizer_class, cpu_optimizer_class or optimizer_class, options)
+        self._device_optimizer: torch.optim.Optimizer | None = None
+        self._links: list[list[GroupLink]] = []
+        super().__init__(params, self._rules.defaults)
+
+    @property
+    def cpu_fraction(self) -> float:
+        """The part of the elements that was asked to be on the CPU."""
+        return self._sides.fraction
+
+    def is_on_cpu(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter is updated on the CPU."""
+        return self._twin(parameter).on_cpu
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; those that were there stay on their sides.
+
+        Args:
+            param_group: ``params`` and options, as for any torch optimizer.
+        """
+        super().add_param_group(param_group)
+        sides = replace(self._sides)
+        try:
+            self._adopt(self.param_groups[-1])
+        except BaseException:
+            self._sides = sides
+            self.param_groups.pop()
+            raise
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update all parameters that have a gradient.
+
+        When it returns, the CPU's part is done, and the device's part and the copies are enqueued in such a
+        way that what follows on the current stream sees the new parameters. The device is not waited for.
+
+        Args:
+            closure: computes the gradients and returns the loss; called once.
+
+        Returns:
+            What the closure returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for links in self._links:
+            for link in links:
+                link.tell()
+        self._hand_over_state()
+        self.refresh()
+        for traffic in self._traffic.values():
+            traffic.begin()
+        try:
+            on_device, on_cpu = self._start_gradients()
+            self._step_device(on_device)
+            for twin in on_cpu:
+                twin.await_gradient()
+                twin.optimizer.step()
+                twin.send()
+                twin.stepped()
+        finally:
+            for traffic in self._traffic.values():
+                traffic.end()
+            for twin in self._twins.values():
+                twin.drop_gradient()
+            self._take_state()
+        for links in self._links:
+            links[0].hear()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients, decoupled ones too."""
+        super().zero_grad(set_to_none)
+        for parameter in self._twins:
+            gradient = getattr(parameter, "decoupled_grad", None)
+            if gradient is None:
+                continue
+            if set_to_none:
+                parameter.decoupled_grad = None  # type: ignore[attr-defined]
+            else:
+                gradient.zero_()
+
+    @torch.no_grad()
+    def refresh(self, *, uncounted: bool = False) -> None:
+        """Let copies and masters follow what others have written to the parameters. Each step begins with it.
+
+        Args:
+            uncounted: look at all parameters, also where torch's version counter says that nothing was
+                written.
+        """
+        for twin in self._twins.values():
+            if uncounted:
+                twin.forget()
+            twin.refresh()
+
+    def describe_slots(self) -> Iterable[ParameterSlots]:
+        """See `SlotKeeper`. Masters are there from the start, other slots after a parameter's first step."""
+        for group in self.param_groups:
+            options = options_of(group)
+            for parameter in group["params"]:
+                twin = self._twin(parameter)
+                state = self.state.get(parameter) or {}
+                yield slots.describe(twin, state, self._rules.kind(twin.on_cpu), options)
+
+    def receive_slots(self, parameter: torch.Tensor, stored: Mapping[str, StoredSlot]) -> Receipt:
+        """See `SlotKeeper`. State saved at another fraction, or by a plain optimizer, fits."""
+        twin = self._twin(parameter)
+        options = options_of(twin.group)
+        schema = partial(self._rules.schema, twin.on_cpu, options, twin.tensor.dtype)
+        return slots.receive(twin, self.state, self._rules.kind(twin.on_cpu), options, stored, schema)
+
+    def describe_shared(self) -> dict[str, Any]:
+        """Nothing: all is by parameter."""
+        return {}
+
+    def receive_shared(self, state: Mapping[str, Any]) -> None:
+        """Another optimizer's values beside the parameters' are not ours."""
+        if state:
+            raise StructureError(
+                f"HybridDeviceOptimizer keeps nothing beside its slots, but {sorted(state)} was stored"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Torch's form, with the masters as slots ``"master"``: what this rank holds, by position.
+
+        For `torch.save` on one process and for libraries that know nothing else. It fits any fraction, a
+        plain optimizer's fits too, but it belongs to one layout: to load on other ranks or sizes, hand the
+        optimizer to `shardproof.save` and `shardproof.load`.
+        """
+        return torch_form.with_masters(super().state_dict(), list(self._twins.values()))
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what `state_dict` gave: here, at another fraction, or of a plain optimizer of the same class.
+
+        A master that is not there is made from the parameter: load the model first. Masters and fp32 values
+        are copied as they are, and cast to nothing else. Hooks registered for loading are not called.
+
+        Args:
+            state_dict: torch's form.
+
+        Raises:
+            ValueError: its groups or shapes are not this optimizer's. Nothing has been changed then.
+        """
+        receipts = torch_form.receipts(state_dict, self.param_groups, self.receive_slots)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({name: item for name, item in saved.items() if name not in NOT_OPTIONS})
+        for attach in receipts:
+            attach()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "HybridDeviceOptimizer is not copied or pickled: use state_dict(), or shardproof.save"
+        )
+
+    def _adopt(self, group: dict[str, Any]) -> None:
+        """Deal a group's parameters, and make the sub-optimizers of them."""
+        links: list[GroupLink] = []
+        twins = [self._new_twin(parameter) for parameter in group["params"]]
+        inner = {**options_of(group), "params": [twin.tensor for twin in twins if not twin.on_cpu]}
+        if self._device_optimizer is None:
+            self._device_optimizer = self._rules.on_device([inner])
+        else:
+            self._device_optimizer.add_param_group(inner)
+        links.append(GroupLink(group, self._device_optimizer.param_groups[-1], on_cpu=False, without=()))
+        for twin in twins:
+            twin.optimizer, twin.group = self._device_optimizer, group
+            if twin.on_cpu:
+                without = self._rules.not_of_cpu
+                twin.optimizer = self._rules.on_cpu([{**options_of(group, without), "params": [twin.tensor]}])
+                (cpu_group,) = twin.optimizer.param_groups
+                links.append(GroupLink(group, cpu_group, on_cpu=True, without=without))
+            self._twins[twin.parameter] = twin
+        if all(twin.on_cpu for twin in twins):
+            links.append(links.pop(0))  # the first is listened to, and the device has nothing to say
+        self._links.append(links)
+
+    def _new_twin(self, parameter: torch.Tensor) -> Twin:
+        device = parameter.device
+        if self._device is not None and device.type != self._device.type:
+            raise ValueError(
+                f"a parameter of shape {list(parameter.shape)} is on {device}, not on {self._device}: move "
+                "the model first, or leave `device` out"
+            )
+        if device not in self._traffic:
+            self._traffic[device] = traffic_of(device, self._overlap)
+        return Twin(
+            parameter,
+            on_cpu=self._sides.on_cpu(parameter),
+            master_dtype=master_dtype_of(parameter.dtype, self._master_dtype),
+            traffic=self._traffic[device],
+            pin=self._pin,
+        )
+
+    def _twin(self, parameter: torch.Tensor) -> Twin:
+        if parameter not in self._twins:
+            raise ValueError(f"a tensor of shape {list(parameter.shape)} is no parameter of this optimizer")
+        return self._twins[parameter]
+
+    def _hand_over_state(self) -> None:
+        """What is in `state` is what is stepped with, whoever put it there."""
+        for parameter, twin in self._twins.items():
+            if parameter in self.state:
+                twin.optimizer.state[twin.tensor] = self.state[parameter]
+            else:
+                twin.optimizer.state.pop(twin.tensor, None)
+
+    def _take_state(self) -> None:
+        for parameter, twin in self._twins.items():
+            if twin.tensor in twin.optimizer.state:
+                self.state[parameter] = twin.optimizer.state[twin.tensor]
+
+    def _start_gradients(self) -> tuple[list[Twin], list[Twin]]:
+        """The device's and the CPU's twins that have a gradient, which is on its way to the CPU's."""
+        by_side: tuple[list[Twin], list[Twin]] = [], []
+        gradients = []
+        for twin in self._twins.values():
+            if (gradient := twin.gradient()) is None:
+                continue
+            by_side[twin.on_cpu].append(twin)
+            if twin.on_cpu:
+                twin.fetch_gradient(gradient)
+            else:
+                gradients.append(gradient)
+        for twin, gradient in zip(by_side[False], gradients, strict=True):
+            twin.cast_gradient(gradient)
+        return by_side
+
+    def _step_device(self, stepped: list[Twin]) -> None:
+        if stepped:
+            assert self._device_optimizer is not None
+            self._device_optimizer.step()
+        for twin in stepped:
+            twin.write_back()
+            twin.stepped()

@@ -1,0 +1,141 @@
+"""The slots of one parameter, described and received."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from shardproof.errors import StructureError
+from shardproof.optim.hybrid.twin import Twin
+from shardproof.optim.schema import Spec
+from shardproof.state.dtensor import is_dtensor
+from shardproof.state.slots import MASTER, LocalRange, ParameterSlots, Receipt, StoredSlot
+
+__all__ = ["describe", "receive"]
+
+Schema = Callable[[], Mapping[str, Spec]]
+
+
+def describe(twin: Twin, state: Mapping[str, Any], kind: str, options: Mapping[str, Any]) -> ParameterSlots:
+    """What is kept of a parameter. A master is there from the start, other slots once there is state.
+
+    Args:
+        twin: what is stepped for the parameter.
+        state: the sub-optimizer's, of this parameter; empty if it has not made any.
+        kind: the class to name.
+        options: of the program's group.
+    """
+    tensors: dict[str, torch.Tensor | LocalRange] = {}
+    values: dict[str, Any] = {}
+    for slot, item in state.items():
+        if slot == MASTER:
+            raise StructureError(
+                f"{kind} keeps a slot of its own that is named {MASTER!r}, as the hybrid optimizer's masters "
+                "are. Use another class"
+            )
+        if isinstance(item, torch.Tensor):
+            tensors[slot] = item
+        else:
+            values[slot] = item
+    if twin.has_master:
+        tensors[MASTER] = twin.tensor
+    return ParameterSlots(twin.parameter, kind, options, tensors, values)
+
+
+def receive(
+    twin: Twin,
+    states: dict[torch.Tensor, Any],
+    kind: str,
+    options: Mapping[str, Any],
+    stored: Mapping[str, StoredSlot],
+    schema: Schema,
+) -> Receipt:
+    """How a parameter takes what is stored, from whichever side or optimizer it comes.
+
+    All destinations are new memory on the parameter's side, so that a load that fails has changed nothing. A
+    master that is stored for a parameter which has no need of one (it has the master's dtype itself) goes to
+    the parameter.
+
+    Args:
+        twin: what is stepped for the parameter.
+        states: state by parameter of the program; the parameter's entry is replaced at the end.
+        kind: the class to name.
+        options: of the program's group.
+        stored: what the checkpoint has.
+        schema: tells the slots that the sub-optimizer would make; asked only about slots that it has not
+            made.
+    """
+    current = states.get(twin.parameter) or {}
+    known = schema() if any(slot not in current and slot != MASTER for slot in stored) else {}
+    tensors: dict[str, torch.Tensor | LocalRange] = {}
+    for slot, found in stored.items():
+        if slot != MASTER:
+            tensors[slot] = _destination(twin, slot, current.get(slot), known.get(slot), options, found)
+    if twin.has_master or (MASTER in stored and stored[MASTER].dtype == twin.tensor.dtype):
+        tensors[MASTER] = twin.empty(twin.tensor.dtype)
+
+    def attach(values: Mapping[str, Any], filled: frozenset[str]) -> None:
+        state = {slot: _widened(tensors[slot], known.get(slot)) for slot in filled if slot != MASTER}
+        state.update(values)
+        if state:
+            states[twin.parameter] = state
+        else:
+            states.pop(twin.parameter, None)
+        if MASTER not in filled:
+            if twin.is_copy:
+                twin.take_parameter()
+            return
+        master = tensors[MASTER]
+        assert isinstance(master, torch.Tensor)
+        with torch.no_grad():
+            if not twin.has_master:
+                twin.local.copy_(master)
+            if twin.is_copy:
+                twin.take_values(master)
+
+    return Receipt(kind, tensors, attach)
+
+
+def _destination(
+    twin: Twin,
+    slot: str,
+    present: Any,
+    known: Spec | None,
+    options: Mapping[str, Any],
+    found: StoredSlot,
+) -> torch.Tensor:
+    """New memory for one slot, where the sub-optimizer would have made it, and in the dtype it would have.
+
+    As in torch's own `Optimizer.load_state_dict`, step counts lie on the CPU unless the group computes with
+    them on the device, and all else lies where the stepped tensor does.
+    """
+    if isinstance(present, torch.Tensor):
+        return torch.zeros_like(present)
+    dtype = found.dtype
+    if known is not None and known.dtype is not None and not _widens(found.dtype, known.dtype):
+        dtype = known.dtype
+    scalar = known.kind == "scalar" if known is not None else found.shape == ()
+    if scalar:
+        on_device = slot != "step" or options.get("capturable") or options.get("fused")
+        return torch.zeros((), dtype=dtype, device=twin.tensor.device if on_device else "cpu")
+    if known is not None or found.shape == tuple(twin.parameter.shape):
+        return twin.empty(dtype)
+    if is_dtensor(twin.parameter):
+        raise StructureError(
+            f"slot {slot!r} has shape {list(found.shape)}, its parameter, which is sharded, has "
+            f"{list(twin.parameter.shape)}: there is no saying which part of the slot belongs to this rank. "
+            "Use an optimizer whose slots are like the parameter"
+        )
+    return twin.empty(dtype, found.shape)
+
+
+def _widens(stored: torch.dtype, made: torch.dtype) -> bool:
+    """Whether values of the stored dtype become the sub-optimizer's without loss."""
+    return torch.promote_types(stored, made) == made
+
+
+def _widened(item: torch.Tensor | LocalRange, known: Spec | None) -> torch.Tensor:
+    assert isinstance(item, torch.Tensor)
+    return item if known is None or known.dtype is None else item.to(known.dtype)

@@ -1,0 +1,205 @@
+"""Which slots an optimizer keeps of a parameter: learned from the optimizer itself, on a throw-away tensor.
+
+A rank that owns no element of a parameter cannot look at its own state to say which slots there are. The
+schema tells it, from the class and the options alone, which every rank knows.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from shardproof.state.generators import RandomState
+from shardproof.state.slots import LocalRange, SlotKeeper
+
+__all__ = ["Factory", "Spec", "slot_schema"]
+
+_HOW_NOT_WHAT = ("fused", "foreach", "capturable", "differentiable", "params", "param_names")
+"""How or on what a step is computed: it leaves the slots as they are, and may want a device."""
+
+_RATE = 0.5
+"""Learning rate of the trial: at the program's own, which may be zero, elements might not be seen to move."""
+
+_WEIGHT = (1.0, -0.25, 30.0, 0.004)
+_GRADIENTS = ((0.5, -20.0, 0.003, 1.0), (-0.25, 8.0, 2.0, 0.125))
+"""Far apart, so that a norm over several elements shows in each of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What a slot is."""
+
+    kind: Literal["elements", "scalar", "value"]
+    """One number for each element of the parameter, a tensor with no dimensions, or no tensor."""
+    dtype: torch.dtype | None
+    """Of a tensor slot as the optimizer makes it; None for a plain value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Factory:
+    """How an optimizer is to be made: its class, or any callable that takes parameters, and its options.
+
+    Args:
+        make: ``make(params, **options)`` gives the optimizer: a class, or a `functools.partial` of one, for
+            example ``partial(HybridDeviceOptimizer, optimizer_class=torch.optim.AdamW)``.
+        options: keyword arguments.
+
+    >>> Factory(torch.optim.SGD, {"lr": 0.5})([torch.zeros(2)]).param_groups[0]["lr"]
+    0.5
+    """
+
+    make: Callable[..., torch.optim.Optimizer]
+    options: Mapping[str, Any]
+
+    def __call__(self, params: Any) -> torch.optim.Optimizer:
+        """The optimizer over tensors or groups."""
+        return self.make(params, **self.options)
+
+    def accepting(self, options: Mapping[str, Any]) -> Factory:
+        """The same, with those of other options that `make` has a keyword argument for."""
+        parameters = inspect.signature(self.make).parameters.values()
+        named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        return Factory(
+            self.make, {**self.options, **{name: item for name, item in options.items() if name in named}}
+        )
+
+    def trial(self) -> torch.optim.Optimizer:
+        """The optimizer over a throw-away matrix of one element, not stepped."""
+        with _generators_put_back():
+            return self([torch.zeros(1, 1)])
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The options that a group has where it does not say otherwise.
+
+        >>> Factory(torch.optim.AdamW, {"lr": 0.5}).defaults["betas"]
+        (0.9, 0.999)
+        """
+        return dict(self.trial().defaults)
+
+    @property
+    def kind(self) -> str:
+        """Name of the class whose update rule it is, as `ParameterSlots.kind` says it.
+
+        >>> Factory(torch.optim.AdamW, {}).kind
+        'AdamW'
+        """
+        return _kept(self.trial())[0]
+
+    def schema(self, dtype: torch.dtype) -> dict[str, Spec]:
+        """`slot_schema` of what this makes."""
+        return slot_schema(self.make, self.options, dtype)
+
+
+def slot_schema(
+    optimizer_class: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any], dtype: torch.dtype
+) -> dict[str, Spec]:
+    """The slots that an elementwise optimizer keeps of a parameter, once it has stepped it.
+
+    A throw-away tensor is stepped twice; random generators are put back to where they were. Slots that appear
+    at the second step only are known too. Nothing of the program is touched.
+
+    Args:
+        optimizer_class: the class, or a callable like it (see `Factory`).
+        options: its keyword arguments, or a whole parameter group; options for how a step is computed
+            (``fused``, ``capturable``, ...) are passed over.
+        dtype: of the parameter.
+
+    Raises:
+        ValueError: the optimizer is not elementwise: an element's update depends on other elements
+            (Adafactor, LAMB, Muon), or it needs more than a gradient (L-BFGS).
+
+    >>> slot_schema(torch.optim.AdamW, {"lr": 1e-3}, torch.bfloat16)["exp_avg"]
+    Spec(kind='elements', dtype=torch.bfloat16)
+    >>> slot_schema(torch.optim.SGD, {"lr": 1e-3}, torch.float32)
+    {}
+    >>> slot_schema(torch.optim.Adafactor, {}, torch.float32)
+    Traceback (most recent call last):
+    ...
+    ValueError: Adafactor is not elementwise: ...
+    """
+    name = getattr(optimizer_class, "__qualname__", None) or repr(optimizer_class)
+    chosen = {key: _apart(value) for key, value in options.items() if key not in _HOW_NOT_WHAT} | {
+        "lr": _RATE
+    }
+    factory = Factory(optimizer_class, {}).accepting(chosen)
+    with _generators_put_back():
+        try:
+            whole, optimizer = _stepped(factory, chosen, _WEIGHT[:2], (2,), dtype)
+            alone = [
+                _stepped(factory, chosen, (weight,), (1,), dtype, at)[0] for at, weight in enumerate(_WEIGHT)
+            ]
+            matrix, _ = _stepped(factory, chosen, _WEIGHT, (2, 2), dtype)
+        except Exception as error:
+            raise ValueError(
+                f"{name} is not elementwise: it does not step a tensor of one dimension from its gradient "
+                f"alone ({type(error).__name__}: {error}). Parts of parameters need AdamW, SGD or another "
+                "optimizer that is"
+            ) from error
+        apart = torch.cat(alone)
+        if not (_near(whole, apart[:2]) and _near(matrix, apart)):
+            raise ValueError(
+                f"{name} is not elementwise: stepping elements together gives {matrix.tolist()}, alone "
+                f"{apart.tolist()}. Parts of parameters need AdamW, SGD or another optimizer that is"
+            )
+        return {slot: _spec(item, f"{name}: slot {slot!r}") for slot, item in _kept(optimizer)[1].items()}
+
+
+def _stepped(
+    factory: Factory,
+    options: Mapping[str, Any],
+    weights: tuple[float, ...],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    at: int = 0,
+) -> tuple[torch.Tensor, torch.optim.Optimizer]:
+    """A tensor after two steps, flat and in fp32, and the optimizer."""
+    tensor = torch.tensor(weights, dtype=dtype).reshape(shape)
+    optimizer = factory([{**options, "params": [tensor]}])
+    for gradient in _GRADIENTS:
+        tensor.grad = torch.tensor(gradient[at : at + len(weights)], dtype=dtype).reshape(shape)
+        optimizer.step()
+    return tensor.flatten().float(), optimizer
+
+
+def _kept(optimizer: torch.optim.Optimizer) -> tuple[str, dict[str, Any]]:
+    """Class and slots of an optimizer of one parameter."""
+    if isinstance(optimizer, SlotKeeper):
+        (slots,) = optimizer.describe_slots()
+        return slots.kind, {**slots.tensors, **slots.values}
+    states = list(optimizer.state.values())
+    return type(optimizer).__qualname__, dict(states[0]) if states else {}
+
+
+def _spec(item: Any, what: str) -> Spec:
+    if isinstance(item, LocalRange):
+        return Spec("elements", item.buffer.dtype)
+    if not isinstance(item, torch.Tensor):
+        return Spec("value", None)
+    if item.shape not in ((), (2,)):
+        raise ValueError(f"{what} is not elementwise: a parameter of shape [2] has one of {list(item.shape)}")
+    return Spec("elements" if item.dim() else "scalar", item.dtype)
+
+
+def _near(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-3, atol=1e-6, equal_nan=True)
+
+
+def _apart(value: Any) -> Any:
+    """An option that a step on the throw-away tensor may change."""
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+
+
+@contextmanager
+def _generators_put_back() -> Iterator[None]:
+    state = RandomState()
+    before = state.state_dict()
+    try:
+        yield
+    finally:
+        state.load_state_dict(before)

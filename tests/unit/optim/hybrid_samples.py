@@ -1,0 +1,163 @@
+"""A model, gradients, a Lion, and copies that are late, for the tests of the hybrid optimizer."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardproof.optim import HybridDeviceOptimizer
+from shardproof.optim.hybrid import optimizer as hybrid_module
+
+
+class Lion(torch.optim.Optimizer):
+    """Evolved sign momentum (Chen et al., 2023, arXiv:2302.06675), written plainly."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                state = self.state[weight]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(weight)
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                update = state["exp_avg"].mul(first).add(weight.grad, alpha=1 - first).sign_()
+                weight.add_(update, alpha=-group["lr"])
+                state["exp_avg"].mul_(second).add_(weight.grad, alpha=1 - second)
+
+
+RULES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"lr": 0.02, "weight_decay": 0.1}),
+    "amsgrad": (torch.optim.AdamW, {"lr": 0.02, "amsgrad": True, "foreach": True}),
+    "momentum": (torch.optim.SGD, {"lr": 0.02, "momentum": 0.9, "nesterov": True}),
+    "lion": (Lion, {"lr": 0.02, "weight_decay": 0.1}),
+}
+
+
+def model_of(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3, bias=False), nn.Linear(3, 2)).to(dtype)
+
+
+def hybrid(
+    model: nn.Module, kind: str = "adamw", fraction: float = 0.5, **others: Any
+) -> HybridDeviceOptimizer:
+    make, options = RULES[kind]
+    return HybridDeviceOptimizer(model.parameters(), make, cpu_fraction=fraction, **{**options, **others})
+
+
+def plain(model: nn.Module, kind: str = "adamw") -> torch.optim.Optimizer:
+    make, options = RULES[kind]
+    return make(model.parameters(), **options)
+
+
+def fill_gradients(model: nn.Module, step: int) -> None:
+    """Gradients that depend on the step alone, in the parameters' dtype."""
+    generator = torch.Generator().manual_seed(100 + step)
+    for weight in model.parameters():
+        weight.grad = torch.randn(weight.shape, generator=generator).to(weight.dtype)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, start: int, stop: int) -> None:
+    for step in range(start, stop):
+        fill_gradients(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def values(model: nn.Module) -> list[torch.Tensor]:
+    return [weight.detach().clone() for weight in model.parameters()]
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+class LateTraffic:
+    """A device whose copies happen when somebody waits for them, and not before.
+
+    Until then a destination holds NaN. What does not wait reads NaN; what is overwritten too early arrives
+    wrong. `log` has what happened in order.
+    """
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+        self.began = False
+        self.queues: dict[str, list[Callable[[], object]]] = {"down": [], "up": []}
+
+    def event(self) -> Any:
+        return _LateEvent(self)
+
+    def begin(self) -> None:
+        self.began = True
+        self.log.append("begin")
+
+    def down(self, destination: torch.Tensor, source: torch.Tensor, event: Any) -> None:
+        assert self.began, "a copy that does not wait for the gradient"
+        self._enqueue("down", destination, source, event)
+
+    def up(self, destination: torch.Tensor, source: torch.Tensor, event: Any) -> None:
+        assert self.began
+        self._enqueue("up", destination, source, event)
+
+    def end(self) -> None:
+        self.log.append("end")
+        self.began = False
+        self._run("up", len(self.queues["up"]))
+
+    def _enqueue(self, queue: str, destination: torch.Tensor, source: torch.Tensor, event: Any) -> None:
+        destination.fill_(torch.nan)  # counted as a write now, as a copy on a stream is
+        uncounted, weak = destination.data, weakref.ref(source)
+
+        def copy() -> None:
+            found = weak()
+            assert found is not None, "memory that was freed before the copy from it"
+            uncounted.copy_(found)
+
+        self.queues[queue].append(copy)
+        event.queue, event.place = queue, len(self.queues[queue])
+        self.log.append(queue)
+
+    def _run(self, queue: str, count: int) -> None:
+        for copy in self.queues[queue][:count]:
+            copy()
+        done = self.queues[queue][:count]
+        self.queues[queue][:count] = [_nothing] * len(done)
+
+
+class _LateEvent:
+    def __init__(self, traffic: LateTraffic) -> None:
+        self.traffic = traffic
+        self.queue = ""
+        self.place = 0
+
+    def synchronize(self) -> None:
+        if self.queue:
+            self.traffic.log.append(f"wait {self.queue}")
+            self.traffic._run(self.queue, self.place)
+
+
+def _nothing() -> None:
+    return
+
+
+def late_copies(monkeypatch: Any) -> list[str]:
+    """Let optimizers made from now on have late copies; the log of all."""
+    log: list[str] = []
+    monkeypatch.setattr(hybrid_module, "traffic_of", lambda device, overlap: LateTraffic(log))
+    return log

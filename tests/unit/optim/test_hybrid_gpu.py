@@ -1,0 +1,117 @@
+"""The hybrid optimizer on an accelerator: real streams, within one unit in the last place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from shardproof.optim import HybridDeviceOptimizer
+from tests.unit.optim.hybrid_samples import equal, values
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator on this machine"),
+]
+
+WIDTH, LAYERS = 512, 6
+
+
+def model_of(dtype: torch.dtype) -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
+    return torch.nn.Sequential(*layers).to(torch.accelerator.current_accelerator(), dtype)
+
+
+def fill_gradients(model: torch.nn.Module, step: int) -> None:
+    """By work on the device that takes a while: a copy that does not wait takes other numbers."""
+    for place, weight in enumerate(model.parameters()):
+        generator = torch.Generator(weight.device).manual_seed(1000 * step + place)
+        gradient = torch.randn(weight.shape, generator=generator, device=weight.device)
+        spin = torch.ones(1024, 1024, device=weight.device)
+        for _ in range(3):
+            spin = spin @ spin / 1024
+        weight.grad = (gradient * spin[0, 0]).to(weight.dtype)
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for step in range(steps):
+        fill_gradients(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def ulps(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Largest distance in units in the last place of the larger."""
+    larger = torch.maximum(one.abs(), other.abs())
+    spacing = torch.nextafter(larger, torch.full_like(larger, torch.inf)) - larger
+    return float(((one.double() - other.double()).abs() / spacing.double()).max())
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("pin_memory", [True, False])
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_it_equals_the_reference(fraction: float, pin_memory: bool, overlap: bool) -> None:
+    """One step at a time from the same state, so that no difference is carried along."""
+    model = model_of(torch.float32)
+    options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+    optimizer = HybridDeviceOptimizer(
+        model.parameters(),
+        torch.optim.AdamW,
+        cpu_fraction=fraction,
+        overlap=overlap,
+        pin_memory=pin_memory,
+        **options,
+    )
+    reference = model_of(torch.float32)
+    plain = torch.optim.AdamW(reference.parameters(), **options)
+    for step in range(4):
+        fill_gradients(model, step)
+        fill_gradients(reference, step)
+        optimizer.step()
+        plain.step()
+        assert max(map(ulps, values(model), values(reference), strict=True)) <= 1
+        with torch.no_grad():
+            for weight, other in zip(model.parameters(), reference.parameters(), strict=True):
+                other.copy_(weight)
+                for slot, item in optimizer.state[weight].items():
+                    plain.state[other][slot].copy_(item)
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_streams_change_nothing(fraction: float) -> None:
+    """Overlapped or not, pinned or not: the same bits, also with bf16 parameters and masters."""
+    results = []
+    for overlap, pin_memory in ((False, False), (True, False), (True, True)):
+        model = model_of(torch.bfloat16)
+        optimizer = HybridDeviceOptimizer(
+            model.parameters(),
+            torch.optim.AdamW,
+            cpu_fraction=fraction,
+            overlap=overlap,
+            pin_memory=pin_memory,
+            master_dtype=torch.float32,
+            lr=1e-2,
+        )
+        train(model, optimizer, 5)
+        results.append(
+            values(model) + [slots.tensors["master"].clone() for slots in optimizer.describe_slots()]  # type: ignore[union-attr]
+        )
+    assert equal(results[0], results[1])
+    assert equal(results[0], results[2])
+
+
+def test_the_cpu_sides_state_is_on_the_host() -> None:
+    model = model_of(torch.bfloat16)
+    optimizer = HybridDeviceOptimizer(
+        model.parameters(), torch.optim.AdamW, pin_memory=True, master_dtype=torch.float32
+    )
+    train(model, optimizer, 1)
+    for slots in optimizer.describe_slots():
+        on_cpu = optimizer.is_on_cpu(slots.parameter)
+        for name, item in slots.tensors.items():
+            assert (item.device.type == "cpu") == (on_cpu or name == "step")  # type: ignore[union-attr]
+        if on_cpu:
+            assert slots.tensors["master"].is_pinned()  # type: ignore[union-attr]
