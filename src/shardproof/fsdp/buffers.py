@@ -1,0 +1,154 @@
+"""A flat buffer: the shard that a rank keeps, the whole that it computes with, and gradients on their way."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from shardproof.fsdp.collectives import all_gather
+from shardproof.fsdp.lanes import Done, Lane
+from shardproof.fsdp.packing import Packing
+from shardproof.fsdp.parameters import UnitParameter
+from shardproof.fsdp.ranks import Ranks
+
+__all__ = ["FlatBuffer"]
+
+
+class FlatBuffer:
+    """Parameters of one dtype and alignment class of a unit.
+
+    Args:
+        packing: where they lie.
+        ranks: that hold it.
+        parameters: in the packing's order.
+        master: dtype of the shard.
+        compute: dtype of the whole.
+        reduce: dtype of gradients on their way.
+        keep: whether the whole is kept between uses. Then the shard is part of its memory, if of its dtype.
+        device: of both.
+    """
+
+    def __init__(
+        self,
+        packing: Packing,
+        ranks: Ranks,
+        parameters: list[UnitParameter],
+        *,
+        master: torch.dtype,
+        compute: torch.dtype,
+        reduce: torch.dtype,
+        keep: bool,
+        device: torch.device,
+    ) -> None:
+        self.packing, self.ranks, self.parameters = packing, ranks, parameters
+        self.master, self.compute, self.reduce, self.keep = master, compute, reduce, keep
+        self.in_place = keep and master == compute
+        self.shard = self.whole = torch.empty(0)
+        self.gradients: torch.Tensor | None = None
+        self.arrived: set[int] = set()
+        self.allocate(device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where shard and whole are."""
+        return self.shard.device
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any parameter wants a gradient."""
+        return any(parameter.sharded.requires_grad for parameter in self.parameters)
+
+    def allocate(self, device: torch.device) -> None:
+        """New memory. The shard is zero, so that padding is."""
+        self.whole = torch.empty(self.packing.size, dtype=self.compute, device=device)
+        if self.in_place:
+            self.shard = self.own(self.whole.zero_())
+        else:
+            self.shard = torch.zeros(self.packing.shard, dtype=self.master, device=device)
+
+    def own(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's range of a buffer of the whole size."""
+        first = self.ranks.index * self.packing.shard
+        return whole[first : first + self.packing.shard]
+
+    def bind(self, requires_grad: list[bool]) -> None:
+        """Makes sharded and whole parameters views of the memory. The whole is to be gathered again."""
+        for parameter, wanted in zip(self.parameters, requires_grad, strict=True):
+            parameter.bind_shard(self.shard, wanted)
+            parameter.bind_whole(self.whole)
+        self.free()
+
+    def versions(self) -> tuple[int, ...]:
+        """Changes when anybody writes to the shard or says to have done so."""
+        return (self.shard._version, *(parameter.sharded._version for parameter in self.parameters))
+
+    def gather(self, lane: Lane) -> Done:
+        """Starts to fill the whole from the shards of all ranks."""
+        storage = self.whole.untyped_storage()
+        if not storage.size():
+            storage.resize_(self.packing.size * self.whole.element_size())
+        with torch.no_grad(), lane.entered():
+            own = self.own(self.whole)
+            if not self.in_place:
+                own.copy_(self.shard)
+            if self.ranks.shard_group is None or self.packing.ranks == 1:
+                return lane.end()
+            return lane.end(all_gather(self.whole, own, self.ranks.shard_group))
+
+    def gathered(self) -> torch.Tensor:
+        """A new buffer with the shards of all ranks, in the master dtype. Waits for it."""
+        whole = torch.empty(self.packing.size, dtype=self.master, device=self.device)
+        with torch.no_grad():
+            own = self.own(whole).copy_(self.shard)
+            if self.ranks.shard_group is not None and self.packing.ranks > 1:
+                all_gather(whole, own, self.ranks.shard_group).wait()
+        return whole
+
+    def free(self) -> None:
+        """Gives the whole's memory back. Views of it, saved for backward, are filled again by `gather`."""
+        if not self.keep:
+            self.whole.untyped_storage().resize_(0)
+
+    def add_gradient(self, parameter: UnitParameter, gradient: torch.Tensor, memory: torch.Tensor) -> None:
+        """Takes a gradient of a whole parameter. `memory` is for all gradients, of the whole size."""
+        self.gradients = memory
+        place = memory[parameter.start : parameter.stop].view(parameter.shape)
+        if parameter.member in self.arrived:
+            place.add_(gradient)
+        else:
+            place.copy_(gradient)
+            self.arrived.add(parameter.member)
+
+    def take_gradients(self) -> tuple[torch.Tensor, frozenset[int]]:
+        """The gradients of all parameters, zero where none arrived, and for which ones any did."""
+        memory, arrived = self.gradients, frozenset(self.arrived)
+        assert memory is not None
+        for parameter in self.parameters:
+            if parameter.member not in arrived:
+                memory[parameter.start : parameter.stop].zero_()
+        self.gradients = None
+        self.arrived.clear()
+        return memory, arrived
+
+    def adopt(self) -> None:
+        """Takes what was put in the place of parameters (`to_empty`, `to`, `load_state_dict(assign=True)`).
+
+        Raises:
+            ValueError: it has another shape or dtype.
+        """
+        found = [parameter.current() for parameter in self.parameters]
+        values = [p.values_of(tensor.detach()) for p, tensor in zip(self.parameters, found, strict=True)]
+        for parameter, value in zip(self.parameters, values, strict=True):
+            if value.dtype != self.master:
+                raise ValueError(
+                    f"{parameter.name} became {value.dtype} and its flat buffer is {self.master}: choose "
+                    "dtypes by fully_shard(..., mixed_precision=MixedPrecision(...))"
+                )
+        device = values[0].device
+        if device != self.device:
+            self.allocate(device)
+        with torch.no_grad():
+            for parameter, value in zip(self.parameters, values, strict=True):
+                if value is not parameter.local and not value.is_meta:
+                    parameter.part(self.shard).copy_(value)
+        self.bind([isinstance(tensor, nn.Parameter) and tensor.requires_grad for tensor in found])

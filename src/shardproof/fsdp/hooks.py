@@ -1,0 +1,103 @@
+"""Hooks that tell the schedule where in forward and backward a unit is."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from shardproof.fsdp.schedule import Schedule, is_backward
+from shardproof.fsdp.unit import Unit, units_in
+
+__all__ = ["install"]
+
+_SCHEDULE = "_shardproof_schedule"
+
+
+def install(unit: Unit) -> None:
+    """Adds the hooks to the unit's module."""
+    unit.module.register_forward_pre_hook(partial(_before_forward, unit), prepend=True, with_kwargs=True)
+    unit.module.register_forward_hook(partial(_after_forward, unit), always_call=True)
+    unit.module.__dict__["_apply"] = partial(_apply, unit)
+
+
+def _schedule(unit: Unit) -> Schedule:
+    """The schedule of the outermost module that ran with this unit in it. Made at its first forward."""
+    schedule = unit.__dict__.get(_SCHEDULE)
+    if schedule is None:
+        units = units_in(unit.module)
+        schedule = Schedule(units)
+        for inner in units:
+            inner.__dict__[_SCHEDULE] = schedule
+    assert isinstance(schedule, Schedule)
+    return schedule
+
+
+def _before_forward(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    schedule = _schedule(unit)
+    schedule.enter(unit)
+    if unit.precision.cast_inputs and unit.precision.compute_dtype is not None:
+        args, kwargs = tree_map_only(
+            torch.Tensor, partial(_cast, unit.precision.compute_dtype), (args, kwargs)
+        )
+    if torch.is_grad_enabled():
+        args, kwargs = _watch_inputs(unit, schedule, (args, kwargs))
+    return args, kwargs
+
+
+def _after_forward(unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
+    schedule = _schedule(unit)
+    schedule.leave(unit)
+    if unit.precision.output_dtype is not None:
+        output = tree_map_only(torch.Tensor, partial(_cast, unit.precision.output_dtype), output)
+    if torch.is_grad_enabled():
+        for tensor in tree_flatten(output)[0]:
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(partial(_before_backward, unit))  # type: ignore[no-untyped-call]
+    return output
+
+
+def _before_backward(unit: Unit, gradient: torch.Tensor) -> None:
+    _schedule(unit).enter_backward(unit)
+
+
+def _watch_inputs(unit: Unit, schedule: Schedule, inputs: Any) -> Any:
+    leaves, structure = tree_flatten(inputs)
+    places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if not places:
+        return inputs
+    if not is_backward():
+        unit.calls += 1
+    passed = _LeaveBackward.apply(unit, schedule, *(leaves[k] for k in places))  # type: ignore[no-untyped-call]
+    for k, tensor in zip(places, passed, strict=True):
+        leaves[k] = tensor
+    return tree_unflatten(leaves, structure)
+
+
+class _LeaveBackward(torch.autograd.Function):
+    """Passes a unit's inputs on. Of the unit's backward it is the last: it was made first."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: Unit, schedule: Schedule, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.unit, ctx.schedule = unit, schedule
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.schedule.leave_backward(ctx.unit)
+        return (None, None, *gradients)
+
+
+def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _apply(unit: Unit, function: Any, recurse: bool = True) -> nn.Module:
+    """`to_empty`, `to` and others: flat buffers follow what they make of the parameters."""
+    apply: Any = type(unit.module)._apply
+    apply(unit.module, function, recurse)
+    unit.adopt_changes()
+    return unit.module

@@ -1,0 +1,88 @@
+"""Parameters that were built on the meta device get memory and values, one unit at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardproof.fsdp.unit import Unit, units_in
+
+__all__ = ["materialize"]
+
+
+def _reset(module: nn.Module) -> None:
+    reset = getattr(module, "reset_parameters", None)
+    if reset is None:
+        raise ValueError(
+            f"{type(module).__name__} has parameters and no reset_parameters(): pass materialize(..., "
+            "initialize=function) that gives a module's own parameters and buffers their values"
+        )
+    reset()
+
+
+def materialize(
+    module: nn.Module, device: torch.device | str, *, initialize: Callable[[nn.Module], None] | None = None
+) -> nn.Module:
+    """Gives a module that was built on the meta device its memory and its first values. A collective.
+
+    For one unit after another its parameters exist whole, are initialised, are taken from the first rank of
+    the mesh by all others, and each rank keeps its own rows. Parameters keep their identity.
+
+    Args:
+        module: with units.
+        device: of parameters and buffers.
+        initialize: gives values to the parameters and buffers that a module itself has (not its children);
+            None: its `reset_parameters()`. It is called for modules with parameters or buffers on the meta
+            device.
+
+    Returns:
+        The same module.
+
+    Raises:
+        ValueError: the module has no units, or a module has no `reset_parameters`.
+    """
+    device = torch.device(device)
+    for unit in reversed(units_in(module)):
+        _materialize(unit, device, initialize or _reset)
+    for part in module.modules():
+        if _empty_buffers(part, device):
+            (initialize or _reset)(part)
+    return module
+
+
+@torch.no_grad()
+def _materialize(unit: Unit, device: torch.device, initialize: Callable[[nn.Module], None]) -> None:
+    buffers = [buffer for buffer in unit.buffers if buffer.device.type == "meta"]
+    whole = []
+    for buffer in buffers:
+        memory = torch.zeros(buffer.packing.size, dtype=buffer.master, device=device)
+        for parameter in buffer.parameters:
+            view = memory[parameter.start : parameter.stop].view(parameter.shape)
+            parameter.register(nn.Parameter(parameter.spec.gathered(view), requires_grad=False))
+        whole.append(memory)
+    owners = {id(m): m for b in buffers for p in b.parameters for m, _ in p.owners}
+    try:
+        for owner in owners.values():
+            _empty_buffers(owner, device)
+            initialize(owner)
+    finally:
+        unit.show_sharded()
+    for buffer, memory in zip(buffers, whole, strict=True):
+        for group in buffer.ranks.groups:
+            dist.broadcast(memory, group=group, group_src=0)
+        wanted = [parameter.sharded.requires_grad for parameter in buffer.parameters]
+        buffer.allocate(device)
+        buffer.shard.copy_(buffer.own(memory))
+        buffer.bind(wanted)
+
+
+def _empty_buffers(module: nn.Module, device: torch.device) -> bool:
+    found = [name for name, value in module._buffers.items() if value is not None and value.is_meta]
+    for name in found:
+        value = module._buffers[name]
+        assert value is not None
+        module._buffers[name] = torch.empty_like(value, device=device)
+    return bool(found)

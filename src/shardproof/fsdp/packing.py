@@ -1,0 +1,109 @@
+"""Where the parameters of a unit lie in its flat buffers: pure arithmetic, the same on every rank.
+
+A flat buffer is cut into as many equal ranges as there are ranks, and no cut may fall inside a row of a
+parameter (an index of its first dimension). A parameter that starts at a multiple of its row size, in a
+buffer whose ranges are multiples of it too, has none. So each buffer has a *row unit*, the least common
+multiple of the row sizes in it, and parameters whose row sizes do not go together get another buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import lcm, prod
+
+__all__ = ["Packing", "pack"]
+
+WASTE = 16
+"""Row sizes share a buffer if the padding for their common multiple is below 1 / WASTE of all elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """One flat buffer of `ranks` ranges of `shard` elements, and what lies in it.
+
+    >>> packing = pack([(5, 4), (3,)], 2, 4)[0]
+    >>> packing
+    Packing(ranks=2, shard=12, members=(0, 1), shapes=((5, 4), (3,)), starts=(0, 20))
+    >>> packing.rows(0, 0), packing.rows(0, 1), packing.rows(1, 0)
+    ((0, 3), (3, 5), (0, 0))
+    """
+
+    ranks: int
+    shard: int
+    members: tuple[int, ...]
+    """Positions of the packed parameters in the list that was given."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Of each member."""
+    starts: tuple[int, ...]
+    """Element of the buffer at which each member starts."""
+
+    @property
+    def size(self) -> int:
+        """Elements of the whole buffer, padding included."""
+        return self.ranks * self.shard
+
+    def rows(self, member: int, rank: int) -> tuple[int, int]:
+        """First row, and one past the last, that a rank holds of a member; (0, 0) if none."""
+        row = prod(self.shapes[member][1:])
+        count, start = self.shapes[member][0], self.starts[member]
+        if not row or not count:
+            return 0, 0
+        first = min(max(rank * self.shard - start, 0) // row, count)
+        stop = min(max((rank + 1) * self.shard - start, 0) // row, count)
+        return (first, stop) if first < stop else (0, 0)
+
+    def held(self, member: int, rank: int) -> tuple[int, int]:
+        """The same as a range of elements of the rank's own part of the buffer."""
+        first, stop = self.rows(member, rank)
+        if first == stop:
+            return 0, 0
+        row, start = prod(self.shapes[member][1:]), self.starts[member] - rank * self.shard
+        return start + first * row, start + stop * row
+
+
+def pack(shapes: Sequence[tuple[int, ...]], ranks: int, alignment: int = 16) -> list[Packing]:
+    """Packs parameters in flat buffers whose ranges, one a rank, cut no row.
+
+    Args:
+        shapes: of the parameters, each of at least one dimension.
+        ranks: how many ranges a buffer has.
+        alignment: elements; a parameter starts at a multiple of it unless that would cost too much padding.
+
+    Returns:
+        The buffers. Padding of one is below `ranks` times its row unit, and for each member below the
+        greatest of its row size, 64 times the alignment, and a sixteenth of its elements.
+
+    >>> [packing.members for packing in pack([(3, 7), (3, 5), (6, 14)], 4)]
+    [(2, 0), (1,)]
+    """
+    by_row: dict[int, list[int]] = {}
+    for index, shape in enumerate(shapes):
+        by_row.setdefault(prod(shape[1:]) or 1, []).append(index)
+    total = sum(map(prod, shapes))
+    classes: list[tuple[int, list[int]]] = []
+    for row in sorted(by_row, reverse=True):
+        for place, (unit, members) in enumerate(classes):
+            joint = lcm(unit, row)
+            if joint == unit or ranks * joint * WASTE <= total:
+                classes[place] = (joint, members + by_row[row])
+                break
+        else:
+            classes.append((row, by_row[row]))
+    return [_place(shapes, members, unit, ranks, alignment) for unit, members in classes]
+
+
+def _place(
+    shapes: Sequence[tuple[int, ...]], members: list[int], unit: int, ranks: int, alignment: int
+) -> Packing:
+    starts: list[int] = []
+    end = 0
+    for index in members:
+        row, size = prod(shapes[index][1:]) or 1, prod(shapes[index])
+        step = lcm(row, alignment)
+        if step > max(row, 64 * alignment, size // 16):
+            step = row
+        starts.append(-(-end // step) * step)
+        end = starts[-1] + size
+    shard = max(-(-end // (ranks * unit)), 1) * unit
+    return Packing(ranks, shard, tuple(members), tuple(shapes[index] for index in members), tuple(starts))

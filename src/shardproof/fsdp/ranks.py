@@ -1,0 +1,187 @@
+"""The ranks among which a unit is sharded and replicated, and the DTensor layout that follows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from shardproof.geometry import Boxes, Embedding, compose
+from shardproof.state.dtensor import local_segments
+
+__all__ = ["Ranks", "Spec", "spec_of"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ranks:
+    """A mesh of one dimension (shard) or two (replicate, shard); for strategy "none" all replicate."""
+
+    mesh: DeviceMesh
+    shards: int
+    """Ranges of each flat buffer: 1 if nothing is sharded."""
+    index: int
+    """This rank's range."""
+    shard_group: ProcessGroup | None
+    replicate_groups: tuple[ProcessGroup, ...]
+
+    @staticmethod
+    def of(mesh: DeviceMesh, sharded: bool) -> Ranks:
+        """The groups of a mesh.
+
+        Raises:
+            ValueError: the mesh has more than two dimensions, or this rank is not in it.
+        """
+        if mesh.ndim not in (1, 2):
+            raise ValueError(
+                f"fully_shard takes a mesh of one dimension (shard) or two (replicate, shard), not "
+                f"{mesh.ndim}: pass the data parallel part of it, such as mesh['dp']"
+            )
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            raise ValueError(f"this rank is not in the mesh {mesh} that it is to shard a module over")
+        groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+        if not sharded:
+            return Ranks(mesh, 1, 0, None, tuple(groups))
+        return Ranks(mesh, mesh.size(mesh.ndim - 1), coordinate[-1], groups[-1], tuple(groups[:-1]))
+
+    @property
+    def size(self) -> int:
+        """Ranks over which gradients are averaged."""
+        return int(self.mesh.size())
+
+    @property
+    def groups(self) -> tuple[ProcessGroup, ...]:
+        """All groups of the mesh."""
+        return (self.shard_group, *self.replicate_groups) if self.shard_group else self.replicate_groups
+
+    def placements(self) -> tuple[Placement, ...]:
+        """Of a sharded parameter on the mesh."""
+        if self.shard_group is None:
+            return (Replicate(),) * self.mesh.ndim
+        return (*(Replicate() for _ in self.replicate_groups), Shard(0))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spec:
+    """What is needed to make the DTensor of a sharded parameter, and to make the gathered one."""
+
+    shape: tuple[int, ...]
+    """Of the whole parameter, tensor parallelism included."""
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    outer: Embedding
+    """Where the tensor that is packed lies in the whole parameter."""
+    parallel: tuple[DeviceMesh, tuple[Placement, ...]] | None
+    """Mesh and placements beneath, of a parameter that was a DTensor."""
+
+    def sharded(self, local: torch.Tensor) -> DTensor:
+        """The DTensor that has this local tensor. No rank is asked."""
+        return _dtensor(local, self.mesh, self.placements, self.shape)
+
+    def gathered(self, whole: torch.Tensor) -> torch.Tensor:
+        """What the module computes with: the tensor itself, or the DTensor of tensor parallelism."""
+        if self.parallel is None:
+            return whole
+        return _dtensor(whole, *self.parallel, self.shape)
+
+    def embedding(self, rows: tuple[int, int]) -> Embedding:
+        """Where rows [first, stop) of the packed tensor lie in the whole parameter."""
+        packed = self.outer.local_shape
+        local = (rows[1] - rows[0], *packed[1:])
+        if 0 in local:
+            boxes, offsets = Boxes.empty(len(packed)), np.zeros((0, len(packed)), np.int64)
+        else:
+            boxes = Boxes.whole(local)
+            offsets = np.array([[rows[0]] + [0] * (len(packed) - 1)], np.int64)
+        return compose(self.outer, Embedding(local, packed, boxes, offsets))
+
+
+def _dtensor(
+    local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]
+) -> DTensor:
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def spec_of(parameter: torch.Tensor, ranks: Ranks, name: str) -> Spec:
+    """How a parameter is sharded over ranks.
+
+    Raises:
+        ValueError: it has no dimension, is already sharded over these ranks, or holds partial sums.
+    """
+    if parameter.dim() == 0:
+        raise ValueError(f"{name} is a scalar, which has no rows to shard: give it shape [1]")
+    shape = tuple(parameter.shape)
+    if not isinstance(parameter, DTensor):
+        return Spec(shape, ranks.mesh, ranks.placements(), Embedding.whole(shape), None)
+    mesh, beneath = parameter.device_mesh, tuple(parameter.placements)
+    if any(placement.is_partial() for placement in beneath):
+        raise ValueError(f"{name} is a DTensor of partial sums: redistribute it before fully_shard")
+    names = set(mesh.mesh_dim_names or ())
+    if not names or names & set(ranks.mesh.mesh_dim_names or ("",)):
+        raise ValueError(
+            f"{name} is a DTensor on mesh dimensions {mesh.mesh_dim_names}, and is to be sharded over "
+            f"{ranks.mesh.mesh_dim_names}: both must be named, different dimensions of one mesh"
+        )
+    split = 1
+    for dim, placement in enumerate(beneath):
+        if isinstance(placement, Shard | _StridedShard) and placement.dim % len(shape) == 0:
+            split *= mesh.size(dim)
+    above: list[Placement] = list(ranks.placements())
+    if ranks.shard_group is not None and split > 1:
+        above[-1] = _StridedShard(0, split_factor=split)
+    joint = (*above, *beneath)
+    return Spec(shape, _joined(ranks.mesh, mesh), joint, _beneath(parameter), (mesh, beneath))
+
+
+def _joined(over: DeviceMesh, beneath: DeviceMesh) -> DeviceMesh:
+    """The mesh of both meshes' dimensions."""
+    if hasattr(DeviceMesh, "_concatenate"):
+        return DeviceMesh._concatenate([over, beneath])
+    from torch.distributed.device_mesh import _mesh_resources  # before torch 2.10
+
+    root: Any = _mesh_resources.get_root_mesh(over)
+    return root[(*over.mesh_dim_names, *beneath.mesh_dim_names)]  # type: ignore[no-any-return,misc]
+
+
+def _beneath(parameter: DTensor) -> Embedding:
+    """Where the local tensor of a DTensor lies in the whole one."""
+    mesh, shape = parameter.device_mesh, tuple(parameter.shape)
+    sharding = tuple(
+        (dim, placement.dim % len(shape), int(getattr(placement, "split_factor", 0)))
+        for dim, placement in enumerate(parameter.placements)
+        if isinstance(placement, Shard | _StridedShard)
+    )
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    segments = local_segments(shape, tuple(mesh.shape), tuple(coordinate), sharding, False)
+    assert segments is not None
+    local = tuple(parameter._local_tensor.shape)
+    if local != tuple(sum(size for _, size in dim) for dim in segments):
+        raise ValueError(
+            f"a DTensor of shape {list(shape)} with placements {tuple(parameter.placements)} holds "
+            f"{list(local)}, which is not what mesh and placements say"
+        )
+    placed: list[list[tuple[int, int, int]]] = []
+    for dim in segments:
+        position = 0
+        placed.append([])
+        for start, size in dim:
+            placed[-1].append((position, start, size))
+            position += size
+    parts = [part for part in product(*placed) if all(size for _, _, size in part)]
+    if not parts:
+        return Embedding(local, shape, Boxes.empty(len(shape)), np.zeros((0, len(shape)), np.int64))
+    boxes = Boxes.of(*(([at for at, _, _ in part], [size for _, _, size in part]) for part in parts))
+    return Embedding(
+        local, shape, boxes, np.array([[start for _, start, _ in part] for part in parts], np.int64)
+    )

@@ -1,0 +1,159 @@
+"""Gradients summed over the ranks, each rank keeping its part, while backward goes on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardproof.fsdp.buffers import FlatBuffer
+from shardproof.fsdp.collectives import all_reduce, reduce_scatter
+from shardproof.fsdp.lanes import Done, Lane
+
+__all__ = ["GradientPool", "Reduction"]
+
+IN_FLIGHT = 2
+"""Reductions whose memory is not free again: one is sent while the next is filled."""
+
+
+class Reduction:
+    """The gradients of one flat buffer on their way.
+
+    Args:
+        buffer: whose gradients have all arrived.
+        divisor: what the sum is divided by.
+        lane: of reductions.
+        give_back: takes the memory of the gradients once it can be written again; None if nothing is to.
+
+    Sums of fp16 are divided before they are sent, by the power of two next to the root of the divisor, and by
+    the rest afterwards, so that neither overflows soon (as PyTorch's FSDP does). Others are divided after.
+    """
+
+    def __init__(
+        self,
+        buffer: FlatBuffer,
+        divisor: float,
+        lane: Lane,
+        give_back: Callable[[torch.Tensor], None] | None,
+    ) -> None:
+        self.buffer, self._lane, self._give_back = buffer, lane, give_back
+        self._memory, self.arrived = buffer.take_gradients()
+        ranks, packing = buffer.ranks, buffer.packing
+        scattered = ranks.shard_group is not None and packing.ranks > 1
+        self._sum = self._memory
+        if scattered:
+            self._sum = torch.empty(packing.shard, dtype=buffer.reduce, device=buffer.device)
+        elif ranks.shard_group is not None:
+            self._sum = torch.empty_like(self._memory)  # the memory is lent, the sum is kept
+        self.result = self._sum
+        if buffer.reduce != buffer.master:
+            self.result = torch.empty(packing.shard, dtype=buffer.master, device=buffer.device)
+        before = 2.0 ** (int(divisor).bit_length() // 2) if buffer.reduce == torch.float16 else 1.0
+        self._after = divisor / before
+        self._to_reduce = [group for group in ranks.replicate_groups if group.size() > 1]
+        self._works: list[Any] = []
+        with lane.entered():
+            if before != 1.0:
+                self._memory.div_(before)
+            if scattered:
+                assert ranks.shard_group is not None
+                self._works = [reduce_scatter(self._sum, self._memory, ranks.shard_group)]
+            elif self._sum is not self._memory:
+                self._sum.copy_(self._memory)
+            self._done: Done | None = None
+            if lane.stream is not None:
+                self._advance_in_lane()
+            elif not scattered:
+                self.advance()
+
+    def advance(self) -> None:
+        """On a CPU, starts what waits for the first collective."""
+        if self._lane.stream is None and self._to_reduce:
+            for work in self._works:
+                work.wait()
+            self._works = [all_reduce(self._sum, self._to_reduce.pop(0))]
+
+    def finish(self) -> None:
+        """Waits for `result`: this rank's part of the mean gradients, in the master dtype, (shard,)."""
+        if self._done is not None:
+            self._done.wait()
+        else:
+            while self._to_reduce:
+                self.advance()
+            for work in self._works:
+                work.wait()
+            self._divide()
+        if self._give_back is not None and self._sum is not self._memory:
+            self._give_back(self._memory)
+        del self._memory, self._sum
+
+    def _advance_in_lane(self) -> None:
+        for work in self._works:
+            work.wait()
+        for group in self._to_reduce:
+            all_reduce(self._sum, group).wait()
+        self._divide()
+        self._done = self._lane.end()
+
+    def _divide(self) -> None:
+        if self._after != 1.0:
+            self._sum.div_(self._after)
+        if self.result is not self._sum:
+            self.result.copy_(self._sum)
+
+
+class GradientPool:
+    """Memory for whole gradients, used again and again, and the reductions that are reading it.
+
+    Reductions are finished in the order in which they began, and at places that depend on the order of units
+    only, so all ranks run the same collectives in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[torch.Tensor] = []
+        self._flying: deque[Reduction] = deque()
+
+    def take(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for `size` elements, with arbitrary content."""
+        for place, memory in enumerate(self._idle):
+            if (memory.numel(), memory.dtype, memory.device) == (size, dtype, device):
+                return self._idle.pop(place)
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def give_back(self, memory: torch.Tensor) -> None:
+        """Takes memory that nothing reads any more."""
+        self._idle.append(memory)
+
+    def make_room(self) -> None:
+        """Finishes old reductions, so that few are in flight when the next one begins."""
+        while len(self._flying) >= IN_FLIGHT:
+            self._finish_oldest()
+        if self._flying:
+            self._flying[-1].advance()
+
+    def launched(self, reduction: Reduction) -> None:
+        """Keeps count of a reduction that began, after `make_room`."""
+        self._flying.append(reduction)
+
+    def finish(self) -> None:
+        """Ends all reductions, in the order in which they began."""
+        for reduction in self._flying:
+            reduction.advance()
+        while self._flying:
+            self._finish_oldest()
+        self._trim()
+
+    def _finish_oldest(self) -> None:
+        self._flying.popleft().finish()
+
+    def _trim(self) -> None:
+        """Keeps the last used memory, at most as much as two of the largest buffers take."""
+        allowed = IN_FLIGHT * max((memory.nbytes for memory in self._idle), default=0)
+        kept: list[torch.Tensor] = []
+        for memory in reversed(self._idle):
+            if memory.nbytes <= allowed:
+                allowed -= memory.nbytes
+                kept.append(memory)
+        self._idle = kept[::-1]

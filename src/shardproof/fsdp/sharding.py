@@ -1,0 +1,210 @@
+"""Makes a module a unit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardproof.fsdp.buffers import FlatBuffer
+from shardproof.fsdp.hooks import install
+from shardproof.fsdp.packing import pack
+from shardproof.fsdp.parameters import LAYOUT, UnitParameter
+from shardproof.fsdp.precision import MixedPrecision, Strategy, check_strategy
+from shardproof.fsdp.ranks import Ranks, spec_of
+from shardproof.fsdp.unit import UNIT, Unit, unit_of
+
+__all__ = ["fully_shard"]
+
+CACHE_LINE = 64
+"""Bytes. Parameters start where memory of their own would, so that kernels give the same bits."""
+
+_TAKEN = "_shardproof_taken"
+
+
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh,
+    strategy: Strategy = "all",
+    mixed_precision: MixedPrecision | None = None,
+    reshard_after_forward: bool | None = None,
+    prefetch: int = 1,
+    gradient_divisor: float | None = None,
+) -> nn.Module:
+    """Shards a module's parameters over ranks in flat buffers, row-aligned, and trains it as one unit.
+
+    Call it on inner modules first; a module takes the parameters that no unit inside of it has (the
+    outermost one, called last, may have none left: it lets all units know of each other). From then on its
+    parameters are DTensors of which this rank holds *its own* rows, as many as lie in its range of the
+    buffer: maybe none. Make the optimizer afterwards. Call the module, not its `forward`, and do not change
+    its output in place.
+
+    Note that torch's own redistribution (`DTensor.full_tensor`) expects even shards: use `full_state_dict`.
+    All ranks must run the same units in the same order, and hold equal parameters beforehand. Gradients that
+    no rank has are None.
+
+    Args:
+        module: parameters may be on the meta device (see `materialize`), or DTensors of tensor parallelism.
+        mesh: of one dimension, over which is sharded, or of two: replicate, shard. Tensor parallel parameters
+            need another, named dimension of the same root mesh. Experts may have a mesh of their own.
+        strategy: "all" shards parameters, gradients and optimizer state; "optimizer_gradients" gradients and
+            optimizer state, and keeps gathered parameters; "optimizer" the optimizer state, and keeps
+            memory for whole gradients too; "none" nothing: gradients are averaged.
+        mixed_precision: dtypes; None: the parameters' own throughout.
+        reshard_after_forward: for "all": whether gathered parameters are freed between forward and backward.
+            None: yes, but not for the outermost unit.
+        prefetch: how many units are gathered ahead of the one that runs.
+        gradient_divisor: what sums of gradients over the mesh are divided by; None: the mesh's size.
+
+    Returns:
+        The same module.
+
+    Raises:
+        ValueError: the mesh, the strategy or a parameter does not fit; the text says why.
+
+    Sources: ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054), FSDP (Zhao et al. 2023, arXiv:2304.11277).
+
+    >>> import os, torch.distributed as dist
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> model = fully_shard(nn.Linear(3, 2), mesh=init_device_mesh("cpu", (1,)))
+    >>> model.weight.placements
+    (Shard(dim=0),)
+    >>> model(torch.ones(4, 3)).sum().backward()
+    >>> model.weight.grad.to_local().shape
+    torch.Size([2, 3])
+    >>> dist.destroy_process_group()
+    """
+    check_strategy(strategy)
+    precision = mixed_precision or MixedPrecision()
+    if unit_of(module) is not None:
+        raise ValueError(f"fully_shard was called on this {type(module).__name__} before")
+    ranks = Ranks.of(mesh, strategy != "none")
+    device = torch.device(mesh.device_type)
+    if device.type not in ("cpu", "meta"):
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    found = _parameters_of(module)
+    _move_buffers(module, device)
+    buffers = []
+    for alike in _classes(found, precision):
+        buffers += _buffers(alike, ranks, precision, strategy, device)
+    if not buffers and not any(unit_of(part) for part in module.modules()):
+        raise ValueError(f"{type(module).__name__} has no parameters to shard")
+    unit = Unit(
+        module,
+        buffers,
+        ranks,
+        device=device,
+        strategy=strategy,
+        precision=precision,
+        reshard_after_forward=reshard_after_forward,
+        divisor=gradient_divisor or ranks.size,
+        prefetch=prefetch,
+    )
+    module.__dict__[UNIT] = unit
+    install(unit)
+    return module
+
+
+class _Found:
+    """A parameter, its first name, and all places that have it."""
+
+    def __init__(self, name: str, parameter: nn.Parameter) -> None:
+        self.name, self.parameter = name, parameter
+        self.owners: list[tuple[nn.Module, str]] = []
+
+
+def _own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    yield prefix, module
+    for name, child in module.named_children():
+        if unit_of(child) is None:
+            yield from _own_modules(child, f"{prefix}{name}.")
+
+
+def _parameters_of(module: nn.Module) -> list[_Found]:
+    by_id: dict[int, _Found] = {}
+    seen: set[int] = set()
+    for prefix, part in _own_modules(module):
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        for name, parameter in part._parameters.items():
+            if parameter is None:
+                continue
+            if getattr(parameter, _TAKEN, False) or hasattr(parameter, LAYOUT):
+                raise ValueError(
+                    f"{prefix}{name} is shared with a unit inside of {type(module).__name__}: a shared "
+                    "parameter must be in one unit, so call fully_shard on the module around both"
+                )
+            by_id.setdefault(id(parameter), _Found(prefix + name, parameter)).owners.append((part, name))
+    return list(by_id.values())
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    for _, part in _own_modules(module):
+        for name, buffer in part._buffers.items():
+            if buffer is not None and not buffer.is_meta and buffer.device != device:
+                part._buffers[name] = buffer.to(device)
+
+
+def _master(found: _Found, precision: MixedPrecision) -> torch.dtype:
+    if precision.master_dtype is not None and found.parameter.is_floating_point():
+        return precision.master_dtype
+    return found.parameter.dtype
+
+
+def _classes(found: list[_Found], precision: MixedPrecision) -> list[list[_Found]]:
+    """Parameters that may share a buffer: of one master dtype, trained or frozen, on meta or not."""
+    classes: dict[tuple[torch.dtype, bool, bool], list[_Found]] = {}
+    for one in found:
+        key = (_master(one, precision), one.parameter.requires_grad, one.parameter.is_meta)
+        classes.setdefault(key, []).append(one)
+    return list(classes.values())
+
+
+def _buffers(
+    found: list[_Found], ranks: Ranks, precision: MixedPrecision, strategy: Strategy, device: torch.device
+) -> list[FlatBuffer]:
+    master = _master(found[0], precision)
+    is_floating = found[0].parameter.is_floating_point()
+    compute = precision.compute_dtype if precision.compute_dtype and is_floating else master
+    reduce = precision.reduce_dtype if precision.reduce_dtype and is_floating else compute
+    specs = [spec_of(one.parameter, ranks, one.name) for one in found]
+    shapes = [spec.outer.local_shape for spec in specs]
+    packings = pack(shapes, ranks.shards, CACHE_LINE // min(compute.itemsize, master.itemsize))
+    made = []
+    for packing in packings:
+        members = [(found[index], specs[index]) for index in packing.members]
+        parameters = [
+            UnitParameter(one.name, one.owners, spec, packing, member, ranks.index)
+            for member, (one, spec) in enumerate(members)
+        ]
+        buffer = FlatBuffer(
+            packing,
+            ranks,
+            parameters,
+            master=master,
+            compute=compute,
+            reduce=reduce,
+            keep=strategy != "all",
+            device=torch.device("meta") if found[0].parameter.is_meta else device,
+        )
+        for parameter, (one, _) in zip(parameters, members, strict=True):
+            _fill(buffer, parameter, one.parameter)
+        buffer.bind([one.parameter.requires_grad for one, _ in members])
+        for one, _ in members:
+            setattr(one.parameter, _TAKEN, True)
+        made.append(buffer)
+    return made
+
+
+def _fill(buffer: FlatBuffer, parameter: UnitParameter, old: torch.Tensor) -> None:
+    if old.is_meta:
+        return
+    local = old._local_tensor if isinstance(old, DTensor) else old
+    first, stop = parameter.rows
+    parameter.part(buffer.shard).copy_(local.detach()[first:stop])

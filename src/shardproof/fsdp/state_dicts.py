@@ -1,0 +1,76 @@
+"""State dicts of whole tensors. The sharded one is `module.state_dict()`, which asks no other rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from shardproof.fsdp.unit import units_in
+
+__all__ = ["full_state_dict", "load_full_state_dict"]
+
+
+def full_state_dict(
+    module: nn.Module, *, device: torch.device | None = None, on_all_ranks: bool = True
+) -> dict[str, torch.Tensor]:
+    """All parameters and persistent buffers of a module with units, as whole tensors. A collective.
+
+    One flat buffer is gathered at a time, in the master dtype. Parameters of tensor parallelism are whole as
+    far as data parallelism goes: DTensors on the mesh beneath.
+
+    Args:
+        module: with units. All ranks call this.
+        device: of the result; None: the parameters'.
+        on_all_ranks: False: ranks but the first of each unit's mesh get an empty dict, or what is not theirs.
+
+    Returns:
+        By the names of `module.state_dict()`, copies.
+
+    Raises:
+        ValueError: the module has no units.
+    """
+    whole: dict[int, torch.Tensor] = {}
+    for unit in units_in(module):
+        wanted = on_all_ranks or not any(unit.ranks.mesh.get_coordinate() or [])
+        for buffer in unit.buffers:
+            gathered = buffer.gathered()
+            for parameter in buffer.parameters if wanted else ():
+                view = gathered[parameter.start : parameter.stop].view(parameter.shape)
+                whole[id(parameter.sharded)] = parameter.spec.gathered(view.to(device=device, copy=True))
+    taken: dict[str, torch.Tensor] = {}
+    sharded = {id(parameter.sharded) for unit in units_in(module) for parameter in unit.parameters}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if id(value) in whole:
+            taken[name] = whole[id(value)]
+        elif id(value) not in sharded and on_all_ranks and isinstance(value, torch.Tensor):
+            taken[name] = value.detach().to(device=device, copy=True)
+    return taken
+
+
+@torch.no_grad()
+def load_full_state_dict(module: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Loads whole tensors; each rank copies its own rows, so all must have the same. No collective.
+
+    Args:
+        module: with units.
+        state: as `full_state_dict` gives it, or a plain model's `state_dict()`.
+
+    Raises:
+        ValueError: the module has no units, or names or shapes are not the module's.
+    """
+    parameters = {id(p.sharded): p for unit in units_in(module) for p in unit.parameters}
+    own = module.state_dict(keep_vars=True)
+    if own.keys() != state.keys():
+        missing, unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+        raise ValueError(f"the state dict is not this module's: missing {missing}, unexpected {unexpected}")
+    for name, value in state.items():
+        if tuple(value.shape) != tuple(own[name].shape):
+            raise ValueError(f"{name} has shape {list(own[name].shape)}, the state dict {list(value.shape)}")
+    for name, value in state.items():
+        parameter = parameters.get(id(own[name]))
+        if parameter is None:
+            own[name].copy_(value)
+        else:
+            parameter.local.copy_(parameter.rows_of(value))

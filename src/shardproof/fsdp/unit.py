@@ -1,0 +1,210 @@
+"""A unit: a module that `fully_shard` was called on, and its flat buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from shardproof.fsdp.buffers import FlatBuffer
+from shardproof.fsdp.lanes import Done, Lane
+from shardproof.fsdp.parameters import UnitParameter
+from shardproof.fsdp.precision import MixedPrecision, Strategy
+from shardproof.fsdp.ranks import Ranks
+from shardproof.fsdp.reduce import GradientPool, Reduction
+
+__all__ = ["UNIT", "Shared", "Unit", "unit_of", "units_in"]
+
+UNIT = "_shardproof_fsdp"
+"""Attribute of a module: its unit."""
+
+
+@dataclass(slots=True, eq=False)
+class Shared:
+    """What the units of one model share."""
+
+    gathers: Lane
+    reductions: Lane
+    pool: GradientPool = field(default_factory=GradientPool)
+
+
+class Unit:
+    """One module's own parameters, sharded together.
+
+    Args:
+        module: that they belong to.
+        buffers: that hold them; none of a unit that only holds others together.
+        ranks: over which they are sharded.
+        device: that it computes on.
+        strategy: what of them is sharded.
+        precision: dtypes.
+        reshard_after_forward: whether gathered parameters are freed between forward and backward; None: yes
+            unless the unit is outermost, whose backward comes at once.
+        divisor: what sums of gradients are divided by.
+        prefetch: units gathered ahead.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        buffers: list[FlatBuffer],
+        ranks: Ranks,
+        *,
+        device: torch.device,
+        strategy: Strategy,
+        precision: MixedPrecision,
+        reshard_after_forward: bool | None,
+        divisor: float,
+        prefetch: int,
+    ) -> None:
+        self.module, self.buffers, self.ranks = module, buffers, ranks
+        self.strategy, self.precision, self.prefetch = strategy, precision, prefetch
+        self.reshard_after_forward, self.divisor = reshard_after_forward, divisor
+        self.device = device
+        self.shared = Shared(Lane(device), Lane(device))
+        self.sync = True
+        self.calls = 0
+        """Forwards whose backward is to come and says when it is over."""
+        self.in_backward = False
+        self.has_gathered = False
+        self._running: list[Done] = []
+        self._seen: list[tuple[int, ...]] = []
+        self._memory: dict[FlatBuffer, torch.Tensor] = {}
+        for buffer in buffers:
+            for parameter in buffer.parameters:
+                parameter.on_gradient = partial(self._arrived, buffer)
+
+    @property
+    def parameters(self) -> list[UnitParameter]:
+        """Of all buffers."""
+        return [parameter for buffer in self.buffers for parameter in buffer.parameters]
+
+    @property
+    def keeps(self) -> bool:
+        """Whether gathered parameters are kept all the time."""
+        return self.strategy != "all"
+
+    def adopt_changes(self) -> None:
+        """Notices parameters that were replaced since, and takes their values (see `FlatBuffer.adopt`)."""
+        for buffer in self.buffers:
+            if not all(parameter.is_bound() for parameter in buffer.parameters):
+                self.wait_for_gather()
+                buffer.adopt()
+                self.has_gathered = False
+
+    def gather(self) -> None:
+        """Starts to gather the parameters, if they are not there.
+
+        This writes to memory that tensors saved for backward are views of. What is written are the values
+        that were there, so the version counters that guard those tensors are put back in the end.
+        """
+        if self.has_gathered:
+            return
+        self.has_gathered = True
+        self._seen = [buffer.versions() for buffer in self.buffers]
+        self._guard = _unsafe_preserve_version_counter(tuple(buffer.whole for buffer in self.buffers))
+        self._running = [buffer.gather(self.shared.gathers) for buffer in self.buffers]
+
+    def wait_for_gather(self) -> None:
+        """What comes after may read the parameters."""
+        if self._running:
+            with self._guard:  # a collective's thread, or the wait for it, counts a write too
+                for done in self._running:
+                    done.wait()
+            self._running = []
+
+    def is_stale(self) -> bool:
+        """Whether shards were written to since they were gathered."""
+        return self._seen != [buffer.versions() for buffer in self.buffers]
+
+    def forget(self) -> None:
+        """Says that the gathered parameters are not to be used again."""
+        self.wait_for_gather()
+        self.has_gathered = False
+
+    def free(self) -> None:
+        """Frees the gathered parameters, if they are not kept."""
+        if self.has_gathered and not self.keeps:
+            self.forget()
+            for buffer in self.buffers:
+                buffer.free()
+
+    def show_whole(self) -> None:
+        """Gives the module its gathered parameters."""
+        for parameter in self.parameters:
+            parameter.show_whole()
+
+    def show_sharded(self) -> None:
+        """Gives the module its sharded parameters back."""
+        for parameter in self.parameters:
+            parameter.show_sharded()
+
+    def reduce(self) -> list[Reduction]:
+        """Starts to reduce the gradients of all trainable parameters.
+
+        Whether or not any arrived: other ranks may have some.
+
+        Returns:
+            What is on its way.
+        """
+        pool, lane = self.shared.pool, self.shared.reductions
+        reductions: list[Reduction] = []
+        for buffer in self.buffers:
+            if not buffer.trainable:
+                continue
+            if buffer.gradients is None:
+                buffer.gradients = self._memory_for(buffer)
+            pool.make_room()
+            give_back: Callable[[torch.Tensor], None] = pool.give_back
+            if self.strategy == "optimizer":
+                give_back = partial(self._take_back, buffer)
+            reductions.append(Reduction(buffer, self.divisor, lane, give_back))
+            pool.launched(reductions[-1])
+        return reductions
+
+    def drop_gradients(self) -> None:
+        """Forgets gradients that arrived, after a backward that failed."""
+        for buffer in self.buffers:
+            buffer.gradients = None
+            buffer.arrived.clear()
+
+    def _memory_for(self, buffer: FlatBuffer) -> torch.Tensor:
+        """Strategy "optimizer" has memory of its own for every gradient, the others share a few."""
+        own = self._memory.pop(buffer, None)
+        if own is not None:
+            return own
+        return self.shared.pool.take(buffer.packing.size, buffer.reduce, buffer.device)
+
+    def _take_back(self, buffer: FlatBuffer, memory: torch.Tensor) -> None:
+        self._memory[buffer] = memory
+
+    def _arrived(self, buffer: FlatBuffer, parameter: UnitParameter, gradient: torch.Tensor) -> None:
+        memory = buffer.gradients
+        if memory is None:
+            memory = self._memory_for(buffer)
+        buffer.add_gradient(parameter, gradient, memory)
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that `fully_shard` made of a module, if it did."""
+    unit = module.__dict__.get(UNIT)
+    assert unit is None or isinstance(unit, Unit)
+    return unit
+
+
+def units_in(module: nn.Module) -> list[Unit]:
+    """All units of a module, its own first, in the order of registration.
+
+    Raises:
+        ValueError: there is none.
+    """
+    units = [unit for part in module.modules() if (unit := unit_of(part)) is not None]
+    if not units:
+        raise ValueError(
+            f"{type(module).__name__} has no units: call shardproof.fsdp.fully_shard on it first"
+        )
+    return units

@@ -1,0 +1,225 @@
+"""The life of flat units: meta devices, missing gradients, order of collectives, memory, what is visible."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.distributed.fully_sharded import (
+    Recorded,
+    adamw,
+    flat,
+    loss_of,
+    made,
+    mesh_of,
+    plain,
+    same,
+    train,
+    words_of,
+)
+from tests.distributed.test_fully_shard import values
+from tests.harness import process_group, rank, run_ranks
+
+
+def from_meta() -> None:
+    from torch.distributed.tensor import DTensor
+
+    from shardproof.fsdp import full_state_dict, load_full_state_dict, materialize
+
+    with process_group():
+        reference = made()
+        with torch.device("meta"):
+            model = flat(made(), mesh_of())
+        objects = list(model.parameters())
+        assert all(p.is_meta for p in objects)
+        torch.manual_seed(rank())  # the first rank's values count
+        materialize(model, "cpu")
+        full = full_state_dict(model)
+        assert 0 < full["blocks.1.up.weight"].std() < 1 and (full["blocks.2.scale"] == 1).all()
+        assert all(a is b for a, b in zip(objects, model.parameters(), strict=True))
+        load_full_state_dict(model, reference.state_dict())
+        assert train(model, adamw(model.parameters())) == plain(reference, adamw(reference.parameters()))
+        same(full_state_dict(model), reference)
+
+        reference = made()
+        with torch.device("meta"):
+            model = flat(made(), mesh_of())
+        model.to_empty(device="cpu")
+        assert all(isinstance(p, DTensor) and hasattr(p, "_shardproof_local") for p in model.parameters())
+        load_full_state_dict(model, reference.state_dict())
+        assert train(model, adamw(model.parameters())) == plain(reference, adamw(reference.parameters()))
+        with pytest.raises(ValueError, match="choose dtypes"):
+            model.double()
+        with torch.device("meta"):
+            bare = flat(Bare(), mesh_of())
+        with pytest.raises(ValueError, match="reset_parameters"):
+            materialize(bare, "cpu")
+        materialize(bare, "cpu", initialize=lambda module: module.only.fill_(3))
+        assert (full_state_dict(bare)["only"] == 3).all()
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks: list[nn.Module] = []
+        self.only = nn.Parameter(torch.ones(5))
+
+
+def test_meta_device() -> None:
+    values(run_ranks(2, from_meta))
+
+
+def missing() -> None:
+    from shardproof.fsdp import full_state_dict
+
+    with process_group():
+        model = flat(made(unused=True), mesh_of())
+        reference = made(unused=True)
+        optimizer, other = adamw(model.parameters()), adamw(reference.parameters())
+        assert train(model, optimizer) == plain(reference, other)
+        same(full_state_dict(model), reference)
+        for name, parameter in model.named_parameters():
+            assert (parameter.grad is None) == name.startswith("unused"), name
+            assert (parameter in optimizer.state) == (parameter.grad is not None)
+        # A gradient on one rank only is every rank's.
+        chosen = Chosen()
+        flat(chosen, mesh_of())
+        chosen(rank() == 1).backward()
+        assert chosen.always.grad is not None and chosen.sometimes.grad is not None
+        assert chosen.never.grad is None
+        gradient = chosen.sometimes.grad._local_tensor.sum().item()
+        frozen = flat(made(blocks=1), mesh_of())
+        for parameter in frozen.blocks.parameters():
+            parameter.requires_grad_(False)
+        loss_of(frozen, words_of(0, rank())).backward()
+        assert all((p.grad is None) == n.startswith("blocks") for n, p in frozen.named_parameters())
+        return gradient
+
+
+class Chosen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks: list[nn.Module] = []
+        self.always, self.sometimes, self.never = (nn.Parameter(torch.ones(4)) for _ in range(3))
+
+    def forward(self, both: bool) -> torch.Tensor:
+        return self.always.sum() + (self.sometimes.sum() if both else 0)
+
+
+def test_a_parameter_without_gradient_has_none_on_all_ranks_or_on_none() -> None:
+    assert sum(values(run_ranks(2, missing))) == 2.0  # four elements, mean of 0 and 1
+
+
+def ordered() -> list:
+    from shardproof.fsdp.unit import units_in
+
+    with process_group():
+        model = flat(made(unused=True), mesh_of())
+        optimizer = adamw(model.parameters())
+        with Recorded() as recorded:
+            train(model, optimizer, 2)
+            half = len(recorded.calls)
+            train(model, optimizer, 1)
+        held: list[int] = []
+        units = units_in(model)
+        for block in model.blocks:
+            block.register_forward_hook(lambda *_: held.append(sum(unit.has_gathered for unit in units)))
+            block.register_full_backward_hook(lambda *_: held.append(sum(u.has_gathered for u in units)))
+        train(model, optimizer, 1)
+        assert not any(unit.has_gathered for unit in units)
+        assert max(held) <= 3 < len(units)  # the outermost, the one that runs, one ahead
+        assert all(unit.buffers[0].whole.untyped_storage().size() == 0 for unit in units)
+        with Recorded() as describing:
+            model.state_dict()
+            [parameter._shardproof_local for parameter in model.parameters()]
+        assert describing.calls == []
+        with torch.no_grad():
+            model(words_of(0, 0))
+        assert not any(unit.has_gathered for unit in units)
+        assert half < len(recorded.calls)
+        return recorded.calls
+
+
+def test_collectives_come_in_one_order_and_few_units_are_gathered_at_once() -> None:
+    calls = values(run_ranks(3, ordered))
+    assert calls[0] == calls[1] == calls[2]
+    assert [name for name, _ in calls[0]].count("reduce") == 3  # one a backward for all missing gradients
+
+
+def visible() -> None:
+    from torch.distributed.tensor import DTensor
+
+    with process_group():
+        for strategy in ("all", "optimizer_gradients", "none"):
+            model = flat(made(), mesh_of(), strategy=strategy)
+            before = dict(model.named_parameters())
+
+            def seen(model: nn.Module = model, before: dict = before) -> None:
+                now = model.state_dict(keep_vars=True)
+                assert all(now[name] is parameter for name, parameter in before.items())
+                assert all(isinstance(parameter, DTensor) for parameter in now.values())
+
+            loss = loss_of(model, words_of(0, rank()))
+            seen()
+            loss.backward()
+            seen()
+            with pytest.raises(IndexError):
+                model(torch.full((1, 1), 99))
+            seen()
+            loss_of(model, words_of(0, rank()))  # its backward never comes
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            assert (model(words_of(0, 0)) == 0).all()  # written shards are gathered again
+            seen()
+
+
+def test_the_world_sees_sharded_parameters_outside_of_forward_and_backward() -> None:
+    values(run_ranks(2, visible))
+
+
+def refused() -> None:
+    from shardproof.fsdp import full_state_dict, fully_shard, no_sync
+
+    with process_group():
+        mesh = mesh_of()
+        with pytest.raises(ValueError, match="no strategy 'zero'"):
+            fully_shard(nn.Linear(2, 2), mesh=mesh, strategy="zero")
+        with pytest.raises(ValueError, match="scalar"):
+            fully_shard(Scalar(), mesh=mesh)
+        model = made(blocks=1)
+        fully_shard(model.blocks[0], mesh=mesh)
+        with pytest.raises(ValueError, match="before"):
+            fully_shard(model.blocks[0], mesh=mesh)
+        model.head.weight = model.embed.weight
+        fully_shard(model.embed, mesh=mesh)
+        with pytest.raises(ValueError, match=r"head\.weight is shared"):
+            fully_shard(model, mesh=mesh)
+        with pytest.raises(ValueError, match="no parameters"):
+            fully_shard(nn.ReLU(), mesh=mesh)
+        outer = nn.Sequential(
+            fully_shard(nn.Linear(3, 3), mesh=mesh), fully_shard(nn.Linear(3, 2), mesh=mesh)
+        )
+        fully_shard(outer, mesh=mesh)  # holds its units together, and has no parameters of its own
+        with Recorded() as recorded:
+            outer(torch.ones(1, 3)).sum().backward()
+        assert [name for name, _ in recorded.calls].count("reduce") == 1
+        for call in (full_state_dict, lambda module: no_sync(module).__enter__()):
+            with pytest.raises(ValueError, match="no units"):
+                call(nn.Linear(2, 2))
+        tied, reference = made(), made()
+        tied.head.weight, reference.head.weight = tied.embed.weight, reference.embed.weight
+        flat(tied, mesh)
+        assert tied.head.weight is tied.embed.weight
+        assert train(tied, adamw(tied.parameters())) == plain(reference, adamw(reference.parameters()))
+
+
+class Scalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.tensor(1.0))
+
+
+def test_what_does_not_fit_is_refused_and_tied_weights_train() -> None:
+    values(run_ranks(2, refused))

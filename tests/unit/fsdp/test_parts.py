@@ -1,0 +1,116 @@
+"""Parts of flat units in one process: memory pool, lanes, divisors, doctests."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardproof.fsdp
+from shardproof.fsdp import fully_shard
+from shardproof.fsdp.lanes import Lane
+from shardproof.fsdp.reduce import GradientPool, Reduction
+from shardproof.fsdp.unit import Unit, unit_of
+
+NAMES = sorted(module.name for module in pkgutil.iter_modules(shardproof.fsdp.__path__))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_examples_run(name: str) -> None:
+    assert doctest.testmod(importlib.import_module(f"shardproof.fsdp.{name}")).failed == 0
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def unit(module: nn.Module) -> Unit:
+    fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+    made = unit_of(module)
+    assert made is not None
+    return made
+
+
+@pytest.mark.usefixtures("alone")
+def test_memory_for_gradients_is_used_again_and_few_reductions_fly() -> None:
+    pool, lane = GradientPool(), Lane(torch.device("cpu"))
+    (buffer,) = unit(nn.Linear(4, 4)).buffers
+    seen = set()
+    for value in range(6):
+        memory = pool.take(buffer.packing.size, torch.float32, torch.device("cpu"))
+        seen.add(memory.data_ptr())
+        weight = buffer.parameters[0]
+        buffer.add_gradient(weight, torch.full((4, 4), float(value)), memory)
+        buffer.add_gradient(weight, torch.ones(4, 4), memory)
+        pool.make_room()
+        reduction = Reduction(buffer, 2.0, lane, pool.give_back)
+        pool.launched(reduction)
+    pool.finish()
+    assert len(seen) <= 3
+    assert (weight.part(reduction.result) == (5 + 1) / 2).all()
+    assert (buffer.parameters[1].part(reduction.result) == 0).all()  # none arrived: not what was there before
+    assert reduction.arrived == {weight.member}
+
+
+@pytest.mark.usefixtures("alone")
+def test_half_precision_sums_are_divided_before_and_after() -> None:
+    pool, lane = GradientPool(), Lane(torch.device("cpu"))
+    (buffer,) = unit(nn.Linear(4, 4).half()).buffers
+    memory = pool.take(buffer.packing.size, torch.float16, torch.device("cpu"))
+    buffer.add_gradient(buffer.parameters[0], torch.full((4, 4), 60000.0, dtype=torch.float16), memory)
+    reduction = Reduction(buffer, 6.0, lane, pool.give_back)
+    pool.launched(reduction)
+    pool.finish()
+    assert torch.allclose(buffer.parameters[0].part(reduction.result).float(), torch.tensor(10000.0))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_failed_backward_leaves_nothing_behind() -> None:
+    model = Fragile()
+    for part in (model.first, model.second, model):
+        unit(part)
+    model.breaks = True
+    with pytest.raises(ArithmeticError):
+        model(torch.ones(1, 2)).sum().backward()
+    model.breaks = False
+    gradients = []
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+        gradients.append([parameter.grad._local_tensor.clone() for parameter in model.parameters()])
+        for parameter in model.parameters():
+            parameter.grad = None
+    for first, second in zip(*gradients, strict=True):
+        assert torch.equal(first, second)
+
+
+class Breaks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("broken")
+
+
+class Fragile(nn.Module):
+    """Its backward may fail when half of the gradients are on their way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (nn.Linear(2, 2) for _ in range(3))
+        self.breaks = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.last(self.second(Breaks.apply(x) if self.breaks else x))
