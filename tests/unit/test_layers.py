@@ -63,6 +63,7 @@ COLLECTIVES = {
     "all_gather",
     "all_gather_coalesced",
     "all_gather_into_tensor",
+    "all_gather_single",
     "all_gather_object",
     "all_reduce",
     "all_reduce_coalesced",
@@ -81,6 +82,7 @@ COLLECTIVES = {
     "new_subgroups",
     "redistribute",
     "reduce_scatter",
+    "reduce_scatter_single",
     "reduce_scatter_tensor",
     "scatter_object_list",
 }

@@ -70,7 +70,7 @@ class Factory:
 
     def trial(self) -> torch.optim.Optimizer:
         """The optimizer over a throw-away matrix of one element, not stepped."""
-        with _generators_put_back():
+        with _on_the_side():
             return self([torch.zeros(1, 1)])
 
     @property
@@ -128,7 +128,7 @@ def slot_schema(
         "lr": _RATE
     }
     factory = Factory(optimizer_class, {}).accepting(chosen)
-    with _generators_put_back():
+    with _on_the_side():
         try:
             whole, optimizer = _stepped(factory, chosen, _WEIGHT[:2], (2,), dtype)
             alone = [
@@ -196,10 +196,12 @@ def _apart(value: Any) -> Any:
 
 
 @contextmanager
-def _generators_put_back() -> Iterator[None]:
+def _on_the_side() -> Iterator[None]:
+    """On the CPU, whatever the program's default device is, and with the generators put back."""
     state = RandomState()
     before = state.state_dict()
     try:
-        yield
+        with torch.device("cpu"):
+            yield
     finally:
         state.load_state_dict(before)

@@ -74,7 +74,7 @@ def receive(
         if slot != MASTER:
             tensors[slot] = _destination(twin, slot, current.get(slot), known.get(slot), options, found)
     if twin.has_master or (MASTER in stored and stored[MASTER].dtype == twin.tensor.dtype):
-        tensors[MASTER] = twin.empty(twin.tensor.dtype)
+        tensors[MASTER] = twin.values()  # elements that are stored nowhere (padding) stay what they are
 
     def attach(values: Mapping[str, Any], filled: frozenset[str]) -> None:
         state = {slot: _widened(tensors[slot], known.get(slot)) for slot in filled if slot != MASTER}
@@ -120,12 +120,12 @@ def _destination(
     if scalar:
         on_device = slot != "step" or options.get("capturable") or options.get("fused")
         return torch.zeros((), dtype=dtype, device=twin.tensor.device if on_device else "cpu")
-    if known is not None or found.shape == tuple(twin.parameter.shape):
+    if known is not None or found.shape == tuple(twin.tensor.shape):
         return twin.empty(dtype)
     if is_dtensor(twin.parameter):
         raise StructureError(
-            f"slot {slot!r} has shape {list(found.shape)}, its parameter, which is sharded, has "
-            f"{list(twin.parameter.shape)}: there is no saying which part of the slot belongs to this rank. "
+            f"slot {slot!r} has shape {list(found.shape)}, its parameter, which is sharded, is held as "
+            f"{list(twin.tensor.shape)}: there is no saying which part of the slot belongs to this rank. "
             "Use an optimizer whose slots are like the parameter"
         )
     return twin.empty(dtype, found.shape)

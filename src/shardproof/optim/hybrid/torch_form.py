@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
 import torch
 
-from shardproof.optim.hybrid.twin import Twin, local_of
+from shardproof.optim.hybrid.twin import Twin
+from shardproof.state.dtensor import local_tensor
 from shardproof.state.slots import MASTER, Receipt, StoredSlot
 
 __all__ = ["receipts", "with_masters"]
@@ -51,8 +53,8 @@ def receipts(
     for group, described in zip(groups, saved, strict=True):
         for parameter, index in zip(group["params"], described["params"], strict=True):
             state = state_dict["state"].get(index, {})
-            tensors = {slot: local_of(item) for slot, item in state.items() if isinstance(item, torch.Tensor)}
-            values = {slot: item for slot, item in state.items() if slot not in tensors}
+            tensors = {slot: local_tensor(item) for slot, item in state.items() if isinstance(item, torch.Tensor)}
+            values = {slot: deepcopy(item) for slot, item in state.items() if slot not in tensors}
             stored = {slot: StoredSlot(item.dtype, tuple(item.shape)) for slot, item in tensors.items()}
             receipt = receive(parameter, stored)
             filled = frozenset(receipt.tensors) & frozenset(tensors)

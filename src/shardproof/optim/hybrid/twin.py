@@ -7,18 +7,9 @@ from typing import Any
 import torch
 
 from shardproof.optim.hybrid.traffic import Traffic
-from shardproof.state.dtensor import is_dtensor
+from shardproof.state.dtensor import is_dtensor, local_tensor
 
-__all__ = ["Twin", "local_of", "master_dtype_of"]
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor: of a DTensor the local tensor, which may be empty.
-
-    >>> local_of(torch.ones(2))
-    tensor([1., 1.])
-    """
-    return tensor._local_tensor if is_dtensor(tensor) else tensor
+__all__ = ["Twin", "master_dtype_of"]
 
 
 class Twin:
@@ -45,7 +36,7 @@ class Twin:
         traffic: Traffic,
         pin: bool,
     ) -> None:
-        local = local_of(parameter).detach()
+        local = local_tensor(parameter).detach()
         self.parameter = parameter
         self.on_cpu = on_cpu
         self.has_master = master_dtype is not None
@@ -71,7 +62,7 @@ class Twin:
     @property
     def local(self) -> torch.Tensor:
         """What the rank holds of the parameter."""
-        return local_of(self.parameter).detach()
+        return local_tensor(self.parameter).detach()
 
     def empty(self, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> torch.Tensor:
         """New memory beside the twin's, zeros; of its shape if no other is given."""
@@ -90,7 +81,7 @@ class Twin:
             mesh, placements = self.parameter.device_mesh, self.parameter.placements
             if gradient.placements != placements:
                 gradient = gradient.redistribute(mesh, placements)
-        gradient = local_of(gradient).detach()
+        gradient = local_tensor(gradient).detach()
         if gradient.shape != self.tensor.shape:
             raise ValueError(
                 f"the gradient of a parameter of local shape {list(self.tensor.shape)} has local shape "
@@ -160,13 +151,11 @@ class Twin:
 
     def take_parameter(self, *, only_changed: bool = False) -> None:
         """The twin's memory becomes what the parameter holds."""
-        self._sent.synchronize()
-        local = self.local.to(self.tensor.device)
-        if only_changed:
-            same = self.tensor.to(local.dtype) == local
-            local = torch.where(same, self.tensor, local.to(self.tensor.dtype))
-        self.tensor.copy_(local)
-        self._seen = self._now()
+        self.take_values(self._refreshed() if only_changed else self.local)
+
+    def values(self) -> torch.Tensor:
+        """What the twin holds after `refresh`, in new memory on its side."""
+        return self._refreshed() if self.has_master else self.local.to(self.tensor.device, copy=True)
 
     def take_values(self, values: torch.Tensor) -> None:
         """The twin's memory becomes `values`, and the parameter is not asked."""
@@ -178,9 +167,15 @@ class Twin:
         """Whatever the parameter holds was written by somebody else."""
         self._seen = (-1, -1, -1)
 
+    def _refreshed(self) -> torch.Tensor:
+        """A master's values, in new memory, with those elements that somebody else has written."""
+        local = self.local.to(self.tensor.device)
+        same = self.tensor.to(local.dtype) == local
+        return torch.where(same, self.tensor, local.to(self.tensor.dtype))
+
     def _now(self) -> tuple[int, int, int]:
         """Changes with every write to the parameter that torch counts, and when it gets other memory."""
-        local = local_of(self.parameter)
+        local = local_tensor(self.parameter)
         return self.parameter._version, local._version, local.data_ptr()
 
     def _own(self, local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -196,7 +191,10 @@ class Twin:
     def _buffer(self, dtype: torch.dtype, shape: torch.Size | None = None) -> torch.Tensor:
         """Host memory that copies to and from the device go through."""
         return torch.empty(
-            self.tensor.shape if shape is None else shape, dtype=dtype, pin_memory=self._pin and self.on_cpu
+            self.tensor.shape if shape is None else shape,
+            dtype=dtype,
+            device="cpu",
+            pin_memory=self._pin and self.on_cpu,
         )
 
 

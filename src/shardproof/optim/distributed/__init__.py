@@ -1,0 +1,8 @@
+"""An optimizer whose state, and gradients if wanted, are cut over data-parallel ranks (ZeRO-1 and 2)."""
+
+from __future__ import annotations
+
+from shardproof.optim.distributed.loss_scale import DynamicLossScale, LossScale
+from shardproof.optim.distributed.optimizer import DistributedOptimizer
+
+__all__ = ["DistributedOptimizer", "DynamicLossScale", "LossScale"]

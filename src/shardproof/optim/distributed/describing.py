@@ -1,0 +1,100 @@
+"""A distributed optimizer's state as ranges of the parameters' local tensors. Nothing here communicates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardproof.optim.distributed.flat import Weight
+from shardproof.optim.distributed.stepping import Stepper
+from shardproof.optim.schema import Spec
+from shardproof.state import MASTER, LocalRange, ParameterSlots, Receipt, StoredSlot
+
+__all__ = ["describe", "receipt"]
+
+_NOT_OPTIONS = ("params", "param_names")
+
+
+def describe(
+    weights: Sequence[Weight], stepper: Stepper, groups: Sequence[Mapping[str, Any]]
+) -> Iterator[ParameterSlots]:
+    """Every parameter, with its masters from the start and other slots from its first step on."""
+    kept = stepper.slots()
+    options = [{name: item for name, item in group.items() if name not in _NOT_OPTIONS} for group in groups]
+    for weight in weights:
+        slots = kept[weight]
+        tensors: dict[str, torch.Tensor | LocalRange] = {}
+        if weight.mastered:
+            tensors[MASTER] = LocalRange(weight.fragment, weight.start, weight.stop)
+        tensors |= {slot: _ranged(item, weight) for slot, item in slots.tensors.items()}
+        yield ParameterSlots(weight.parameter, slots.kind, options[weight.group], tensors, slots.values)
+
+
+def receipt(
+    weight: Weight, stepper: Stepper, schema: Mapping[str, Spec], stored: Mapping[str, StoredSlot]
+) -> Receipt:
+    """How one parameter takes what is stored, whichever ranks it was stored from."""
+    wanted = {
+        slot: _of_fragment(slot, like, weight, stepper, schema)
+        for slot, like in stored.items()
+        if not (slot == MASTER and MASTER not in schema)
+    }
+    inner = stepper.receive(weight, wanted)
+    tensors = {slot: _ranged(item, weight) for slot, item in inner.tensors.items()}
+    take_values = _values(weight, stored, tensors) if MASTER not in schema else _nothing
+
+    def attach(values: Mapping[str, Any], filled: frozenset[str]) -> None:
+        inner.attach(values, filled & inner.tensors.keys())
+        take_values(filled)
+
+    return Receipt(inner.kind, tensors, attach)
+
+
+def _values(
+    weight: Weight, stored: Mapping[str, StoredSlot], tensors: dict[str, torch.Tensor | LocalRange]
+) -> Callable[[frozenset[str]], None]:
+    """Adds the destination of a stored master, and gives what is to be done with it."""
+    if weight.mastered:
+        fresh = torch.zeros_like(weight.fragment)
+        tensors[MASTER] = LocalRange(fresh, weight.start, weight.stop)
+        return lambda filled: _take_master(weight, fresh if MASTER in filled else weight.owned)
+    if MASTER in stored and stored[MASTER].dtype == weight.data.dtype:
+        whole = torch.zeros_like(weight.data)
+        tensors[MASTER] = whole
+        return lambda filled: _take_whole(weight, whole) if MASTER in filled else None
+    return _nothing
+
+
+def _take_master(weight: Weight, values: torch.Tensor) -> None:
+    with torch.no_grad():
+        weight.fragment.copy_(values)
+
+
+def _take_whole(weight: Weight, values: torch.Tensor) -> None:
+    with torch.no_grad():
+        weight.data.copy_(values)
+
+
+def _nothing(filled: frozenset[str]) -> None:
+    pass
+
+
+def _of_fragment(
+    slot: str, like: StoredSlot, weight: Weight, stepper: Stepper, schema: Mapping[str, Spec]
+) -> StoredSlot:
+    """A stored slot as the fragment's optimizer is to see it."""
+    spec = schema.get(slot)
+    if spec is None:  # of another optimizer: elements if it is shaped at all
+        spec = Spec("elements" if like.shape else "scalar", like.dtype)
+    if spec.kind != "elements":
+        return like
+    return StoredSlot(stepper.dtype_of(slot, spec) or like.dtype, (weight.stop - weight.start,))
+
+
+def _ranged(item: torch.Tensor | LocalRange, weight: Weight) -> torch.Tensor | LocalRange:
+    """A fragment's slot in terms of the parameter's local tensor."""
+    if isinstance(item, LocalRange):
+        return LocalRange(item.buffer, weight.start + item.start, weight.start + item.stop)
+    return LocalRange(item, weight.start, weight.stop) if item.dim() else item

@@ -1,0 +1,161 @@
+"""Parameters moved into flat buffers, and what each rank keeps of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from shardproof.optim.distributed.buckets import Bucket
+from shardproof.optim.distributed.ranks import Ranks, Work
+
+__all__ = ["FlatBucket", "Owner", "Weight", "local_of"]
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor that this rank holds of a tensor or DTensor."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+@dataclass(slots=True, eq=False)
+class Owner:
+    """A module that holds parameters of its own."""
+
+    called: bool = False
+    """Its forward has begun since the last step."""
+
+
+@dataclass(slots=True, eq=False)
+class Weight:
+    """One parameter: where it lies, and the part of it that this rank steps."""
+
+    name: str
+    parameter: torch.nn.Parameter
+    group: int
+    """Its row in `param_groups`."""
+    counted: bool
+    """Its elements enter norms on this rank: they are not a tensor-parallel replica of another's."""
+    bucket: FlatBucket = field(init=False)
+    data: torch.Tensor = field(init=False)
+    """The local tensor: a view of the bucket's parameters."""
+    offset: int = field(init=False)
+    """In the bucket."""
+    start: int = field(init=False)
+    stop: int = field(init=False)
+    """Elements [start, stop) of the local tensor are this rank's; equal where none are."""
+    fragment: torch.Tensor = field(init=False)
+    """1-D, `stop - start` elements, which the inner optimizer steps: masters, or a view of `data`."""
+    mastered: bool = field(init=False)
+    """`fragment` holds masters."""
+    stepped_dtype: torch.dtype = field(init=False)
+    """In which the inner optimizer sees it."""
+    expected: bool = True
+    """It had a gradient on some rank in the last step, so that its bucket waits for one in the next."""
+    seen: bool = False
+    """It has had a gradient on this rank since the last `zero_grad`."""
+    written: bool = False
+    """Its place in the full gradient buffer holds a gradient that has not been sent."""
+    ready: bool = False
+    """Its gradient is complete."""
+    version: int = 0
+    """Version of the parameter after the optimizer's own last change."""
+    owners: list[Owner] = field(default_factory=list)
+
+    def place(self, bucket: FlatBucket, offset: int, part: tuple[int, int]) -> None:
+        """Move the parameter's values into the bucket."""
+        local = local_of(self.parameter)
+        self.bucket, self.offset, (self.start, self.stop) = bucket, offset, part
+        view = bucket.parameters[offset : offset + local.numel()].view(local.shape).data
+        view.copy_(local.detach())
+        if local is self.parameter:
+            self.parameter.data = view
+        else:
+            self.parameter._local_tensor = view  # type: ignore[attr-defined]
+        self.data = view
+
+    @property
+    def owned(self) -> torch.Tensor:
+        """This rank's elements of the parameter: 1-D, shares memory."""
+        return self.data.view(-1)[self.start : self.stop]
+
+    @property
+    def owned_gradient(self) -> torch.Tensor:
+        """This rank's elements of the reduced gradient, not yet multiplied by the bucket's `scale`."""
+        bucket = self.bucket
+        at = self.offset + self.start - bucket.first if self.start < self.stop else 0
+        return bucket.shard[at : at + self.stop - self.start]
+
+    def current_version(self) -> int:
+        """Changes when anybody writes to the parameter through torch, or a load fills it."""
+        return int(self.parameter._version) + int(self.data._version)
+
+    def check_in_place(self) -> None:
+        """Raises where something else has given the parameter other memory."""
+        if self.data.numel() and local_of(self.parameter).data_ptr() != self.data.data_ptr():
+            raise RuntimeError(
+                f"{self.name} no longer lies in the optimizer's flat buffer: it was given other memory after "
+                "the DistributedOptimizer was made (module.to(...), load_state_dict(assign=True), "
+                "param.data = ...). Make the optimizer after such changes"
+            )
+
+
+class FlatBucket:
+    """The flat buffers of one bucket, and how far the reduction of its gradients is.
+
+    Args:
+        geometry: where its parameters lie.
+        ranks: among whom it is cut.
+        weights: in the order of the geometry's spans.
+        gradient_dtype: of the gradient buffers.
+    """
+
+    def __init__(
+        self, geometry: Bucket, ranks: Ranks, weights: list[Weight], gradient_dtype: torch.dtype
+    ) -> None:
+        like = local_of(weights[0].parameter)
+        self.geometry, self.ranks, self.weights = geometry, ranks, weights
+        self.device, self.gradient_dtype = like.device, gradient_dtype
+        self.first = ranks.rank * geometry.shard
+        """Where this rank's range begins."""
+        self.parameters = torch.zeros(geometry.size, dtype=like.dtype, device=like.device)
+        for weight, span in zip(weights, geometry.spans, strict=True):
+            weight.place(self, span.offset, geometry.part(span, ranks.rank))
+        self.shard = torch.zeros(geometry.shard, dtype=gradient_dtype, device=like.device)
+        """This rank's range of the reduced gradients."""
+        self.scale = 1.0
+        """What `shard` is still to be multiplied by."""
+        self.full: torch.Tensor | None = None
+        """The whole bucket's gradients, while there are any to be sent."""
+        self.launched = False
+        """Its reduction has begun since the last `zero_grad`."""
+        self.landed = False
+        """`shard` holds gradients."""
+        self.flight: tuple[Work | None, torch.Tensor, torch.Tensor] | None = None
+        """A reduction under way: its work, what it reads, what it fills."""
+        self.gathering: Work | None = None
+        """A gather of the parameters under way."""
+        self.eager = False
+        """A parameter is used outside of its module's forward: gather before the step returns."""
+        self.exact = not any(not weight.counted for weight in weights)
+        """All that `shard` holds is counted in norms."""
+
+    @property
+    def owned(self) -> torch.Tensor:
+        """This rank's range of the parameters: shares memory."""
+        return self.parameters[self.first : self.first + self.geometry.shard]
+
+    def multiply(self, factor: float) -> None:
+        """The reduced gradients times a factor. Narrow ones take it when they are raised for the step."""
+        scale = self.scale * factor
+        if self.shard.dtype.itemsize >= 4 or scale == 0.0 or scale - scale != 0.0:
+            if factor != 1.0:
+                self.shard.mul_(factor)
+        else:
+            self.scale = scale
+
+    def counted(self) -> list[torch.Tensor]:
+        """The reduced gradients whose elements this rank counts, not yet multiplied by `scale`."""
+        if self.exact:
+            return [self.shard]
+        return [weight.owned_gradient for weight in self.weights if weight.counted]

@@ -1,0 +1,54 @@
+"""How the inner optimizer is made, and what it is known to keep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardproof.optim.distributed.flat import Weight
+from shardproof.optim.distributed.raised import Raised
+from shardproof.optim.distributed.stepping import Direct, Stepper
+from shardproof.optim.schema import Factory, Spec, slot_schema
+from shardproof.state import SlotKeeper
+
+__all__ = ["Schemas", "make_stepper"]
+
+Schemas = Mapping[tuple[int, torch.dtype], Mapping[str, Spec]]
+"""By group and the dtype in which the inner optimizer sees its parameters."""
+
+
+def make_stepper(
+    factory: Factory,
+    weights: Sequence[Weight],
+    groups: Sequence[Mapping[str, Any]],
+    master_dtype: torch.dtype | None,
+    state_dtypes: Mapping[str, torch.dtype],
+) -> tuple[Stepper, Schemas]:
+    """The inner optimizer over the fragments of all weights, which it gives their `stepped_dtype`.
+
+    Raises:
+        ValueError: the optimizer is not elementwise, `state_dtypes` names no slot of it, or dtypes are asked
+            for of an optimizer that keeps its state in its own way.
+    """
+    options = [{name: item for name, item in group.items() if name != "params"} for group in groups]
+    direct = not state_dtypes and (master_dtype is None or master_dtype.itemsize >= 4)
+    for weight in weights:
+        weight.stepped_dtype = weight.fragment.dtype if direct else torch.float32
+    stepper: Stepper = (
+        Direct(factory, weights, options) if direct else Raised(factory, weights, options, state_dtypes)
+    )
+    if not direct and isinstance(stepper.inner, SlotKeeper):
+        raise ValueError(
+            f"{type(stepper.inner).__name__} keeps its state itself: state_dtypes and a narrow master_dtype "
+            "go with optimizers of torch's"
+        )
+    schemas = {
+        (row, dtype): slot_schema(factory.make, stepper.inner.param_groups[row], dtype)
+        for row, dtype in {(weight.group, weight.stepped_dtype): None for weight in weights}
+    }
+    known = {slot for schema in schemas.values() for slot, spec in schema.items() if spec.kind == "elements"}
+    if strange := state_dtypes.keys() - known:
+        raise ValueError(f"state_dtypes names {sorted(strange)}; the optimizer's slots are {sorted(known)}")
+    return stepper, schemas

@@ -1,0 +1,136 @@
+"""What ranks must agree on before a step: which parameters have gradients, their norm, if they are finite.
+
+Note: each element is counted once
+    A rank sums what it owns. Ranges of a bucket are disjoint over its group, and experts differ between the
+    groups that have them, so one sum over the data-parallel group has each of its elements once. A sum over
+    the ranks that hold other parts of the model adds theirs; there, a parameter that is replicated by
+    tensor parallelism is counted by the first of its replicas only (`Weight.counted`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardproof.optim.distributed.flat import FlatBucket, Weight
+from shardproof.optim.distributed.ranks import Ranks
+
+__all__ = ["Groups", "Verdict", "agree", "count_zeros"]
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The groups that a rank is in."""
+
+    data: Ranks
+    """Shares its dense parameters, and has every expert of this part of the model."""
+    expert: Ranks
+    """Shares its experts."""
+    model: Ranks | None
+    """Holds the other parts of the model: tensor and pipeline parallel."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What all ranks have agreed on."""
+
+    stepped: list[Weight]
+    """Have a gradient on some rank of their group."""
+    late: list[bool]
+    """By bucket: some rank of its group has gradients that were not sent."""
+    any_late: bool
+    """Some rank of any group has."""
+    norm: float
+    """2-norm of all gradients; nan if it was not asked for."""
+    finite: bool
+    """All gradients are, as far as was asked."""
+
+
+def agree(
+    buckets: Sequence[FlatBucket],
+    weights: Sequence[Weight],
+    late: Sequence[bool],
+    groups: Groups,
+    *,
+    norm: bool,
+    finite: bool,
+) -> Verdict:
+    """One small sum over each group; to be called with the same `norm` and `finite` on all ranks."""
+    seen = [float(weight.seen) for weight in weights]
+    waiting = [float(item) for item in late]
+    dense_weights = [row for row, weight in enumerate(weights) if weight.bucket.ranks is groups.data]
+    dense_buckets = [row for row, bucket in enumerate(buckets) if bucket.ranks is groups.data]
+    expert_weights = [row for row, weight in enumerate(weights) if weight.bucket.ranks is not groups.data]
+    expert_buckets = [row for row, bucket in enumerate(buckets) if bucket.ranks is not groups.data]
+    device = buckets[0].device
+    if expert_buckets:
+        _sum_flags(groups.expert, device, (seen, expert_weights), (waiting, expert_buckets))
+    squares = _squares(buckets) if norm else torch.zeros((), device=device)
+    strange = _strange(buckets) if finite else torch.zeros((), device=device)
+    flags = [seen[row] for row in dense_weights] + [waiting[row] for row in dense_buckets] + [sum(waiting)]
+    vector = torch.cat([torch.tensor(flags, device=device), torch.stack([squares, strange])])
+    groups.data.sum(vector)
+    if groups.model is not None:
+        totals = vector[-3:].clone()
+        groups.model.sum(totals)
+        vector[-3:] = totals
+    *flags, any_late, total, not_finite = vector.tolist()
+    for row, flag in zip(dense_weights, flags, strict=False):
+        seen[row] = flag
+    for row, flag in zip(dense_buckets, flags[len(dense_weights) :], strict=True):
+        waiting[row] = flag
+    return Verdict(
+        stepped=[weight for weight, flag in zip(weights, seen, strict=True) if flag],
+        late=[flag > 0.0 for flag in waiting],
+        any_late=any_late > 0.0,
+        norm=total**0.5 if norm else float("nan"),
+        finite=not_finite == 0.0,
+    )
+
+
+def count_zeros(weights: Sequence[Weight], groups: Groups, device: torch.device) -> int:
+    """Elements of those parameters' gradients that are zero, over all ranks."""
+    counts = [
+        weight.owned_gradient.numel() - torch.count_nonzero(weight.owned_gradient)
+        for weight in weights
+        if weight.counted
+    ]
+    total = torch.stack(counts).sum().view(1) if counts else torch.zeros(1, dtype=torch.int64, device=device)
+    groups.data.sum(total)
+    if groups.model is not None:
+        groups.model.sum(total)
+    return int(total.item())
+
+
+def _sum_flags(ranks: Ranks, device: torch.device, *chosen: tuple[list[float], list[int]]) -> None:
+    """Those rows of the lists become their sums over ranks."""
+    vector = torch.tensor([flags[row] for flags, rows in chosen for row in rows], device=device)
+    ranks.sum(vector)
+    summed = iter(vector.tolist())
+    for flags, rows in chosen:
+        for row in rows:
+            flags[row] = next(summed)
+
+
+def _squares(buckets: Sequence[FlatBucket]) -> torch.Tensor:
+    """Sum of the squares of the gradients that this rank counts; fp32, 0-dim."""
+    norms = [
+        torch.linalg.vector_norm(part, dtype=torch.float32) * bucket.scale
+        for bucket in buckets
+        for part in bucket.counted()
+    ]
+    return torch.stack(norms).square().sum() if norms else torch.zeros((), device=buckets[0].device)
+
+
+def _strange(buckets: Sequence[FlatBucket]) -> torch.Tensor:
+    """How many of this rank's ranges have an element that is not finite; fp32, 0-dim."""
+    largest = [
+        torch.linalg.vector_norm(bucket.shard, float("inf")).float()
+        for bucket in buckets
+        if bucket.shard.numel()
+    ]
+    if not largest:
+        return torch.zeros((), device=buckets[0].device)
+    return torch.isfinite(torch.stack(largest)).logical_not().sum().float()

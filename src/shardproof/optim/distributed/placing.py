@@ -1,0 +1,155 @@
+"""From a module's parameters to weights in flat buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardproof.optim.distributed.buckets import pack
+from shardproof.optim.distributed.flat import FlatBucket, Weight, local_of
+from shardproof.optim.distributed.norms import Groups
+from shardproof.optim.distributed.ranks import Ranks
+
+__all__ = ["GroupsGiven", "groups_of", "make_buckets", "make_fragments", "make_weights", "model_ranks"]
+
+_ALIGNMENT = 16
+"""Bytes that every parameter and every rank's range begin at a multiple of, as matrix kernels like it."""
+
+GroupsGiven = Iterable[Mapping[str, Any]] | Callable[[str, torch.nn.Parameter], Mapping[str, Any]] | None
+
+
+def groups_of(module: torch.nn.Module, given: GroupsGiven) -> list[dict[str, Any]]:
+    """Parameter groups as torch's optimizers take them, in the program's parameters."""
+    if given is None:
+        groups = [{"params": [item for item in module.parameters() if item.requires_grad]}]
+    elif callable(given):
+        groups = []
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                options = dict(given(name, parameter))
+                for group in groups:
+                    if {key: item for key, item in group.items() if key != "params"} == options:
+                        group["params"].append(parameter)
+                        break
+                else:
+                    groups.append({**options, "params": [parameter]})
+    else:
+        groups = [{**group, "params": _parameters(group["params"])} for group in given]
+    if not any(group["params"] for group in groups):
+        raise ValueError("no parameter to step: none requires a gradient, or param_groups are empty")
+    return groups
+
+
+def _parameters(given: Any) -> list[Any]:
+    items = [given] if isinstance(given, torch.Tensor) else list(given)
+    return [item[1] if isinstance(item, tuple) else item for item in items]
+
+
+def make_weights(module: torch.nn.Module, groups: Sequence[Mapping[str, Any]]) -> list[Weight]:
+    """The parameters of all groups, in the module's order of registration."""
+    row_of: dict[torch.Tensor, int] = {}
+    for row, group in enumerate(groups):
+        for parameter in group["params"]:
+            if parameter in row_of:
+                raise ValueError(
+                    f"a parameter of shape {list(parameter.shape)} is in two groups, or twice in one"
+                )
+            row_of[parameter] = row
+    mesh = next((item.device_mesh for item in row_of if hasattr(item, "device_mesh")), None)
+    weights = []
+    for name, parameter in module.named_parameters():
+        if parameter in row_of:
+            local = local_of(parameter)
+            if local.is_meta:
+                raise ValueError(f"{name} is on the meta device: give it memory and values first")
+            if not local.is_floating_point():
+                raise ValueError(
+                    f"{name} is {local.dtype}; gradients are summed of real floating-point parameters"
+                )
+            weights.append(Weight(name, parameter, row_of.pop(parameter), _counted(parameter, mesh)))
+    if row_of:
+        shapes = [list(parameter.shape) for parameter in row_of]
+        raise ValueError(f"param_groups have parameters that are not the module's, of shapes {shapes[:5]}")
+    return weights
+
+
+def model_ranks(weights: Sequence[Weight], given: dist.ProcessGroup | None) -> Ranks | None:
+    """The ranks with the other parts of the model: as given, else those of the tensor-parallel mesh."""
+    if given is not None:
+        return Ranks(given)
+    meshes: list[Any] = []
+    for weight in weights:
+        mesh = getattr(weight.parameter, "device_mesh", None)
+        if mesh is not None and mesh not in meshes:
+            meshes.append(mesh)
+    if not meshes:
+        return None
+    if len(meshes) > 1 or meshes[0].ndim != 1:
+        raise ValueError(
+            f"parameters lie on {len(meshes)} device meshes, the first of {meshes[0].ndim} dimensions. Give "
+            "model_group: all ranks with which this one shares a model and not its data-parallel position"
+        )
+    return Ranks(meshes[0].get_group())
+
+
+def make_buckets(
+    weights: Sequence[Weight],
+    groups: Groups,
+    is_expert: Callable[[str, torch.nn.Parameter], bool],
+    gradient_dtype: torch.dtype | None,
+    bucket_bytes: int,
+) -> list[FlatBucket]:
+    """Flat buckets in the order in which backward is expected to fill them."""
+    kinds: dict[tuple[Any, ...], list[int]] = {}
+    for row in reversed(range(len(weights))):
+        weight = weights[row]
+        local = local_of(weight.parameter)
+        expert = is_expert(weight.name, weight.parameter)
+        kinds.setdefault((expert, local.dtype, local.device), []).append(row)
+    made: list[tuple[int, FlatBucket]] = []
+    for (expert, dtype, _), rows in kinds.items():
+        ranks = groups.expert if expert else groups.data
+        summed = gradient_dtype or dtype
+        sizes = [(row, local_of(weights[row].parameter).numel()) for row in rows]
+        for bucket in pack(
+            sizes,
+            limit=max(1, bucket_bytes // summed.itemsize),
+            ranks=ranks.size,
+            align=max(1, _ALIGNMENT // dtype.itemsize),
+        ):
+            members = [weights[span.parameter] for span in bucket.spans]
+            made.append((bucket.spans[-1].parameter, FlatBucket(bucket, ranks, members, summed)))
+    made.sort(key=lambda item: -item[0])
+    return [bucket for _, bucket in made]
+
+
+def make_fragments(
+    buckets: Sequence[FlatBucket], master_dtype: torch.dtype | None
+) -> dict[FlatBucket, torch.Tensor]:
+    """Gives every weight its fragment; the masters, by bucket, where there are any."""
+    masters = {}
+    for bucket in buckets:
+        dtype = bucket.parameters.dtype
+        mastered = master_dtype is not None and dtype.itemsize < 4 and dtype != master_dtype
+        if mastered:
+            masters[bucket] = bucket.owned.to(master_dtype)
+        for weight in bucket.weights:
+            weight.mastered = mastered
+            if mastered:
+                at = weight.offset + weight.start - bucket.first if weight.start < weight.stop else 0
+                weight.fragment = masters[bucket][at : at + weight.stop - weight.start]
+            else:
+                weight.fragment = weight.owned
+    return masters
+
+
+def _counted(parameter: torch.Tensor, mesh: Any) -> bool:
+    """Whether norms count it on this rank, which may be one of several with a replica."""
+    placements = getattr(parameter, "placements", None)
+    if placements is not None:
+        coordinate = parameter.device_mesh.get_coordinate()  # type: ignore[attr-defined]
+        return all(at == 0 for at, item in zip(coordinate, placements, strict=True) if item.is_replicate())
+    return mesh is None or not any(mesh.get_coordinate())

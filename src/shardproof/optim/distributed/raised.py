@@ -1,0 +1,183 @@
+"""Masters and slots in dtypes of their own, raised to fp32 for the step and rounded after it.
+
+No more than a bounded number of elements is raised at a time. As every element is stepped by itself, a
+fragment may be stepped in chunks: each has its share of the elements, and a copy of what is one for all
+(step counts).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from shardproof.optim.distributed.flat import Weight
+from shardproof.optim.distributed.stepping import Groups, copy_options
+from shardproof.optim.schema import Factory, Spec
+from shardproof.state import ParameterSlots, Receipt, StoredSlot
+
+__all__ = ["Raised"]
+
+_CHUNK = 1 << 22
+"""Elements that are raised to fp32 at a time: 16 MiB of each slot."""
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """The elements [start, stop) of a fragment, in fp32."""
+
+    weight: Weight
+    start: int
+    stop: int
+    values: torch.Tensor
+
+
+@dataclass(slots=True)
+class _Kept:
+    """Slots of one fragment."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+class Raised:
+    """Keeps slots as it is told, and has the inner optimizer step chunks in fp32.
+
+    Args:
+        factory: of the inner optimizer.
+        weights: whose fragments.
+        options: of the groups.
+        dtypes: by slot; fp32 for others.
+    """
+
+    def __init__(
+        self,
+        factory: Factory,
+        weights: Sequence[Weight],
+        options: Groups,
+        dtypes: Mapping[str, torch.dtype],
+    ) -> None:
+        self._dtypes, self._kind = dict(dtypes), factory.kind
+        self._kept: dict[Weight, _Kept] = {}
+        device = weights[0].fragment.device
+        self.inner = factory([{**group, "params": [torch.zeros(0, device=device)]} for group in options])
+        self._weights = weights
+
+    def step(self, weights: Sequence[Weight], options: Groups) -> None:
+        """One inner step for each chunk, with that chunk's share of the state."""
+        copy_options(options, self.inner)
+        before = {weight: self._kept.get(weight) for weight in weights}
+        after: dict[Weight, _Kept] = {weight: _Kept() for weight in weights}
+        for chunks in _chunks(weights):
+            self.inner.state.clear()
+            for group in self.inner.param_groups:
+                group["params"] = []
+            for chunk in chunks:
+                kept = before[chunk.weight]
+                if kept is not None:
+                    self.inner.state[chunk.values] = _raise(kept, chunk)
+                self.inner.param_groups[chunk.weight.group]["params"].append(chunk.values)
+            self.inner.step()
+            for chunk in chunks:
+                place = chunk.weight.fragment[chunk.start : chunk.stop]
+                if place.data_ptr() != chunk.values.data_ptr():
+                    place.copy_(chunk.values)
+                self._lower(self.inner.state[chunk.values], chunk, before[chunk.weight], after[chunk.weight])
+        self.inner.state.clear()
+        self._kept.update(after)
+
+    def _lower(self, state: Mapping[str, Any], chunk: _Chunk, before: _Kept | None, after: _Kept) -> None:
+        """Put a chunk's slots away, where the fragment's lie."""
+        fragment = chunk.weight.fragment
+        for slot, item in state.items():
+            if not isinstance(item, torch.Tensor):
+                after.values[slot] = item
+            elif item.dim() == 0:
+                after.tensors[slot] = item
+            else:
+                if slot not in after.tensors:
+                    present = before.tensors.get(slot) if before is not None else None
+                    dtype = self._dtypes.get(slot, torch.float32)
+                    after.tensors[slot] = (
+                        torch.zeros_like(fragment, dtype=dtype) if present is None else present
+                    )
+                place = after.tensors[slot][chunk.start : chunk.stop]
+                if place.data_ptr() != item.data_ptr():
+                    place.copy_(item)
+
+    def slots(self) -> dict[Weight, ParameterSlots]:
+        """As they are kept."""
+        described = {}
+        for weight in self._weights:
+            kept = self._kept.get(weight) or _Kept()
+            described[weight] = ParameterSlots(
+                weight.fragment, self._kind, {}, dict(kept.tensors), dict(kept.values)
+            )
+        return described
+
+    def receive(self, weight: Weight, stored: Mapping[str, StoredSlot]) -> Receipt:
+        """New memory for each slot."""
+        group, device = self.inner.param_groups[weight.group], weight.fragment.device
+        of_scalars = device if group.get("capturable") or group.get("fused") else "cpu"
+        tensors = {
+            slot: torch.zeros(like.shape, dtype=like.dtype, device=device if like.shape else of_scalars)
+            for slot, like in stored.items()
+        }
+        return Receipt(self._kind, tensors, partial(self._attach, weight, tensors))
+
+    def _attach(
+        self,
+        weight: Weight,
+        tensors: Mapping[str, torch.Tensor],
+        values: Mapping[str, Any],
+        filled: frozenset[str],
+    ) -> None:
+        taken = {slot: item for slot, item in tensors.items() if slot in filled}
+        if taken or values:
+            self._kept[weight] = _Kept(taken, dict(values))
+        else:
+            self._kept.pop(weight, None)
+
+    def dtype_of(self, slot: str, spec: Spec) -> torch.dtype | None:
+        """What was asked for, else fp32."""
+        return self._dtypes.get(slot, torch.float32) if spec.kind == "elements" else spec.dtype
+
+
+def _chunks(weights: Sequence[Weight]) -> Iterator[list[_Chunk]]:
+    """Fragments cut and put together so that no list has more than `_CHUNK` elements."""
+    chunks: list[_Chunk] = []
+    filled = 0
+    for weight in weights:
+        size, start = weight.fragment.numel(), 0
+        while True:
+            stop = min(size, start + _CHUNK - filled)
+            chunks.append(_raised(weight, start, stop))
+            filled += stop - start
+            start = stop
+            if filled == _CHUNK:
+                yield chunks
+                chunks, filled = [], 0
+            if start == size:
+                break
+    if chunks:
+        yield chunks
+
+
+def _raised(weight: Weight, start: int, stop: int) -> _Chunk:
+    values = weight.fragment[start:stop].to(torch.float32)
+    gradient = weight.owned_gradient[start:stop].to(torch.float32)
+    if weight.bucket.scale != 1.0:
+        gradient = gradient * weight.bucket.scale
+    values.grad = gradient
+    return _Chunk(weight, start, stop, values)
+
+
+def _raise(kept: _Kept, chunk: _Chunk) -> dict[str, Any]:
+    """A chunk's share of the slots. Scalars are copies: each chunk's step counts one up."""
+    state = dict(kept.values)
+    for slot, item in kept.tensors.items():
+        state[slot] = item[chunk.start : chunk.stop].to(torch.float32) if item.dim() else item.clone()
+    return state

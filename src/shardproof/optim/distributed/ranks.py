@@ -1,0 +1,80 @@
+"""The ranks of one process group, and the collectives that training runs among them."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Ranks", "Work"]
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Any:
+        """Returns when its result may be used by what the current stream runs next."""
+
+
+class Ranks:
+    """A process group, or one process alone.
+
+    Args:
+        group: None for all ranks, and for this process alone where there are no others.
+
+    >>> Ranks(None).size
+    1
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        alone = group is None and not (dist.is_available() and dist.is_initialized())
+        self.group = group
+        self.size: int = 1 if alone else dist.get_world_size(group)
+        self.rank: int = 0 if alone else dist.get_rank(group)
+        if self.rank < 0:
+            raise ValueError(f"rank {dist.get_rank()} is not in the process group it was given")
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Every rank has what the first has."""
+        if self.size > 1:
+            dist.broadcast(tensor, group_src=0, group=self.group)
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Every rank has the sum, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self.group)
+
+    def scatter_sum(self, shard: torch.Tensor, full: torch.Tensor) -> Work | None:
+        """Begin to fill `shard` with this rank's range of the sum; None where that is done already."""
+        if self.size == 1:
+            shard.copy_(full)
+            return None
+        name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+        work: Work = getattr(dist, name)(shard, full, group=self.group, async_op=True)
+        return work
+
+    def gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work | None:
+        """Begin to fill `full` with every rank's range; None where there is nothing to fill."""
+        if self.size == 1:
+            return None
+        name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+        work: Work = getattr(dist, name)(full, shard, group=self.group, async_op=True)
+        return work
+
+    def check_same(self, text: str, device: torch.device, what: str) -> None:
+        """Raises on every rank where `text` is not the same on all.
+
+        Raises:
+            ValueError: it is not.
+        """
+        number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
+        ends = torch.tensor([number, -number], dtype=torch.int64, device=device)
+        if self.size > 1:
+            dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self.group)
+        if ends.tolist() != [number, -number]:
+            raise ValueError(
+                f"{what} is not the same on all ranks of the group. Here (rank {self.rank}) it is:\n"
+                f"{text[:2000]}"
+            )

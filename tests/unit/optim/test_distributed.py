@@ -1,0 +1,553 @@
+"""The distributed optimizer in one process: equal to the plain one, in every setting that one process has."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardproof.optim.distributed import DistributedOptimizer, DynamicLossScale, LossScale
+from shardproof.optim.distributed import raised as raised_module
+from shardproof.state import LocalRange, ParameterSlots, StoredSlot
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(5, 7)
+        self.down = nn.Linear(7, 3)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def model(dtype: torch.dtype = torch.float32) -> Model:
+    torch.manual_seed(0)
+    return Model().to(dtype)
+
+
+def batches(steps: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(4, 5, generator=generator).to(dtype) for _ in range(steps)]
+
+
+def trained(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 4) -> list[torch.Tensor]:
+    for batch in batches(steps, next(net.parameters()).dtype):
+        optimizer.zero_grad()
+        net(batch).square().mean().backward()
+        optimizer.step()
+    return [item.detach().clone() for item in net.parameters()]
+
+
+def slots_by_name(net: nn.Module, optimizer: DistributedOptimizer) -> dict[str, ParameterSlots]:
+    names = {parameter: name for name, parameter in net.named_parameters()}
+    return {names[slots.parameter]: slots for slots in optimizer.describe_slots()}
+
+
+def equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+OPTIMIZERS: list[Any] = [
+    (torch.optim.AdamW, {"lr": 1e-2}),
+    (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1}),
+    (torch.optim.Adam, {"lr": 1e-2, "amsgrad": True}),
+    (torch.optim.NAdam, {"lr": 1e-2}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), OPTIMIZERS)
+@pytest.mark.parametrize("shard_gradients", [True, False])
+@pytest.mark.parametrize("bucket_bytes", [64, 1 << 20])
+def test_equals_the_plain_optimizer(
+    kind: Any, options: dict[str, Any], shard_gradients: bool, bucket_bytes: int
+) -> None:
+    plain, ours = model(), model()
+    optimizer = DistributedOptimizer(
+        ours, kind, shard_gradients=shard_gradients, bucket_bytes=bucket_bytes, **options
+    )
+    assert equal(trained(ours, optimizer), trained(plain, kind(plain.parameters(), **options)))
+
+
+def test_groups_by_function_list_and_none_are_the_same_parameters() -> None:
+    def decay(name: str, parameter: nn.Parameter) -> dict[str, Any]:
+        return {"weight_decay": 0.1 if parameter.dim() > 1 else 0.0}
+
+    plain, ours, listed = model(), model(), model()
+    by_dim = [
+        {"params": [p for p in plain.parameters() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in plain.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    reference = trained(plain, torch.optim.AdamW(by_dim, lr=1e-2))
+    assert equal(
+        trained(ours, DistributedOptimizer(ours, torch.optim.AdamW, param_groups=decay, lr=1e-2)), reference
+    )
+    groups = [
+        {"params": [p for p in listed.parameters() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [(n, p) for n, p in listed.named_parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = DistributedOptimizer(listed, torch.optim.AdamW, param_groups=groups, lr=1e-2)
+    assert equal(trained(listed, optimizer), reference)
+
+
+def test_a_scheduler_changes_the_inner_options() -> None:
+    plain, ours = model(), model()
+    results = []
+    for net, optimizer in (
+        (plain, torch.optim.AdamW(plain.parameters(), lr=1e-2)),
+        (ours, DistributedOptimizer(ours, torch.optim.AdamW, lr=1e-2)),
+    ):
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        for batch in batches(3):
+            optimizer.zero_grad()
+            net(batch).square().mean().backward()
+            optimizer.step()
+            scheduler.step()
+        results.append(list(net.parameters()))
+    assert equal(*results)
+
+
+def test_a_closure_is_called_once() -> None:
+    net, calls = model(), []
+    optimizer = DistributedOptimizer(net, torch.optim.SGD, lr=0.1)
+
+    def closure() -> torch.Tensor:
+        calls.append(1)
+        loss = net(batches(1)[0]).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).requires_grad
+    assert calls == [1]
+
+
+def test_gradients_that_come_without_zero_grad_add_up() -> None:
+    plain, ours = model(), model()
+    optimizers = [
+        torch.optim.SGD(plain.parameters(), lr=0.1),
+        DistributedOptimizer(ours, torch.optim.SGD, lr=0.1),
+    ]
+    for net, optimizer in zip((plain, ours), optimizers, strict=True):
+        for batch in batches(3):
+            net(batch).square().mean().backward()
+            optimizer.step()
+    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_gradients_set_by_hand_are_taken() -> None:
+    net = model()
+    optimizer = DistributedOptimizer(net, torch.optim.SGD, lr=1.0)
+    before = [p.detach().clone() for p in net.parameters()]
+    net.up.bias.grad = torch.ones(7)
+    net.down.bias.decoupled_grad = torch.full((3,), 2.0, dtype=torch.float64)
+    optimizer.step()
+    after = dict(zip([n for n, _ in net.named_parameters()], before, strict=True))
+    assert torch.equal(net.up.bias, after["up.bias"] - 1.0)
+    assert torch.equal(net.down.bias, after["down.bias"] - 2.0)
+    assert torch.equal(net.up.weight, after["up.weight"])
+    optimizer.zero_grad()
+    optimizer.step()
+    assert torch.equal(net.up.bias, after["up.bias"] - 1.0), "nothing of last step's gradients is left"
+
+
+def test_clipping_is_torchs() -> None:
+    plain, ours = model(), model()
+    optimizer = DistributedOptimizer(ours, torch.optim.SGD, lr=0.1, bucket_bytes=64)
+    (plain(batches(1)[0]) * 10).sum().backward()
+    (ours(batches(1)[0]) * 10).sum().backward()
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+    torch.testing.assert_close(optimizer.clip_grad_norm_(0.5), norm)
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    optimizer.step()
+    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_zeros_are_counted_without_padding_and_without_parameters_that_have_no_gradient() -> None:
+    net = model()
+    optimizer = DistributedOptimizer(net, torch.optim.SGD, lr=0.1)
+    net.up.weight.grad = torch.tensor([[0.0, 1.0, 0.0, 2.0, 3.0]] * 7)
+    assert optimizer.count_zero_gradients() == 14
+
+
+def hand_written(net: nn.Module, steps: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """bf16 parameters with fp32 masters, by hand."""
+    masters = [p.detach().float().clone() for p in net.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=1e-2)
+    for batch in batches(steps, torch.bfloat16):
+        net(batch).square().mean().backward()
+        for master, p in zip(masters, net.parameters(), strict=True):
+            master.grad = None if p.grad is None else p.grad.float()
+            p.grad = None
+        optimizer.step()
+        with torch.no_grad():
+            for master, p in zip(masters, net.parameters(), strict=True):
+                p.copy_(master)
+    return [p.detach() for p in net.parameters()], masters
+
+
+def test_bf16_with_masters_equals_the_hand_written_loop() -> None:
+    reference, ours = model(torch.bfloat16), model(torch.bfloat16)
+    parameters, masters = hand_written(reference, 5)
+    optimizer = DistributedOptimizer(ours, torch.optim.AdamW, lr=1e-2)
+    assert equal(trained(ours, optimizer, 5), parameters)
+    described = slots_by_name(ours, optimizer)
+    for (name, _), master in zip(ours.named_parameters(), masters, strict=True):
+        assert torch.equal(described[name].tensors["master"].buffer, master.flatten())
+
+
+def test_without_masters_the_parameters_themselves_are_stepped() -> None:
+    plain, ours = model(torch.bfloat16), model(torch.bfloat16)
+    optimizer = DistributedOptimizer(ours, torch.optim.AdamW, lr=1e-2, master_dtype=None)
+    assert equal(trained(ours, optimizer), trained(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2)))
+    assert "master" not in slots_by_name(ours, optimizer)["up.weight"].tensors
+
+
+@pytest.mark.parametrize("chunk", [3, 1 << 22])
+def test_raised_state_in_fp32_equals_direct(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raised_module, "_CHUNK", chunk)
+    direct, raised = model(torch.bfloat16), model(torch.bfloat16)
+    one = DistributedOptimizer(direct, torch.optim.AdamW, lr=1e-2)
+    two = DistributedOptimizer(
+        raised,
+        torch.optim.AdamW,
+        lr=1e-2,
+        state_dtypes={"exp_avg": torch.float32, "exp_avg_sq": torch.float32},
+    )
+    assert equal(trained(direct, one), trained(raised, two))
+    theirs = slots_by_name(direct, one)
+    for name, slots in slots_by_name(raised, two).items():
+        assert slots.kind == "AdamW"
+        assert slots.tensors.keys() == theirs[name].tensors.keys()
+        for slot, item in slots.tensors.items():
+            other = theirs[name].tensors[slot]
+            assert torch.equal(getattr(item, "buffer", item), getattr(other, "buffer", other)), (name, slot)
+
+
+def test_precision_aware_state_is_what_rounding_after_every_step_gives() -> None:
+    ours = model(torch.bfloat16)
+    optimizer = DistributedOptimizer(
+        ours,
+        torch.optim.AdamW,
+        lr=1e-2,
+        gradient_dtype=torch.float32,
+        master_dtype=torch.float16,
+        state_dtypes={"exp_avg": torch.bfloat16, "exp_avg_sq": torch.float16},
+    )
+    net = model(torch.bfloat16)
+    kept: dict[str, dict[str, torch.Tensor]] = {
+        n: {"master": p.detach().to(torch.float16)} for n, p in net.named_parameters()
+    }
+    for batch in batches(3, torch.bfloat16):
+        net(batch).square().mean().backward()
+        for name, p in net.named_parameters():
+            if p.grad is None:
+                continue
+            value = kept[name]["master"].float()
+            value.grad = p.grad.float()
+            inner = torch.optim.AdamW([value], lr=1e-2)
+            if "step" in kept[name]:
+                inner.state[value] = {
+                    "step": kept[name]["step"],
+                    "exp_avg": kept[name]["exp_avg"].float(),
+                    "exp_avg_sq": kept[name]["exp_avg_sq"].float(),
+                }
+            inner.step()
+            state = inner.state[value]
+            kept[name] = {
+                "master": value.to(torch.float16),
+                "step": state["step"],
+                "exp_avg": state["exp_avg"].to(torch.bfloat16),
+                "exp_avg_sq": state["exp_avg_sq"].to(torch.float16),
+            }
+            p.data.copy_(kept[name]["master"])
+            p.grad = None
+    trained(ours, optimizer, 3)
+    for name, slots in slots_by_name(ours, optimizer).items():
+        assert slots.tensors.keys() == kept[name].keys()
+        for slot, expected in kept[name].items():
+            item = slots.tensors[slot]
+            item = item.buffer if isinstance(item, LocalRange) else item
+            assert item.dtype == expected.dtype
+            assert torch.equal(item, expected.flatten() if expected.dim() else expected), (name, slot)
+    assert equal(list(ours.parameters()), list(net.parameters()))
+
+
+def test_a_slot_that_the_optimizer_does_not_have_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"state_dtypes names \['exp_average'\]; .*'exp_avg', 'exp_avg_sq'"):
+        DistributedOptimizer(model(), torch.optim.AdamW, state_dtypes={"exp_average": torch.bfloat16})
+
+
+def test_an_optimizer_that_is_not_elementwise_is_refused() -> None:
+    with pytest.raises(ValueError, match="not elementwise"):
+        DistributedOptimizer(model(), torch.optim.Adafactor)
+
+
+def test_before_the_first_step_there_are_masters_and_nothing_else() -> None:
+    net = model(torch.bfloat16)
+    optimizer = DistributedOptimizer(net, torch.optim.AdamW)
+    generator = torch.get_rng_state()
+    described = slots_by_name(net, optimizer)
+    assert all(slots.tensors.keys() == {"master"} for slots in described.values())
+    assert len(described) == 6
+    assert torch.equal(torch.get_rng_state(), generator)
+    plain = slots_by_name(fp32 := model(), DistributedOptimizer(fp32, torch.optim.AdamW))
+    assert all(slots.tensors == {} for slots in plain.values())
+
+
+def test_a_parameter_without_gradients_has_no_slots_and_is_not_decayed() -> None:
+    net = model()
+    before = net.unused.weight.detach().clone()
+    optimizer = DistributedOptimizer(net, torch.optim.AdamW, lr=0.1, weight_decay=0.5)
+    trained(net, optimizer)
+    assert torch.equal(net.unused.weight, before)
+    described = slots_by_name(net, optimizer)
+    assert described["unused.weight"].tensors == {}
+    assert described["up.weight"].tensors.keys() == {"step", "exp_avg", "exp_avg_sq"}
+    assert float(described["up.weight"].tensors["step"]) == 4.0
+    assert described["up.weight"].options["weight_decay"] == 0.5
+    assert described["up.weight"].kind == "AdamW"
+
+
+def move(source: DistributedOptimizer, target: DistributedOptimizer, skip: tuple[str, ...] = ()) -> None:
+    """What a save and a load do, without a checkpoint."""
+    theirs = [item for group in target.param_groups for item in group["params"]]
+    order = [item for group in source.param_groups for item in group["params"]]
+    for slots in source.describe_slots():
+        parameter = theirs[next(i for i, item in enumerate(order) if item is slots.parameter)]
+        stored = {}
+        for slot, item in slots.tensors.items():
+            if slot not in skip:
+                ranged = isinstance(item, LocalRange)
+                tensor = item.buffer if ranged else item
+                stored[slot] = StoredSlot(tensor.dtype, tuple(parameter.shape) if ranged else ())
+        receipt = target.receive_slots(parameter, stored)
+        filled = set()
+        for slot in receipt.tensors.keys() & stored.keys():
+            mine, other = receipt.tensors[slot], slots.tensors[slot]
+            mine = mine.buffer if isinstance(mine, LocalRange) else mine
+            other = other.buffer if isinstance(other, LocalRange) else other
+            mine.copy_(other.view(mine.shape))
+            filled.add(slot)
+        receipt.attach(slots.values, frozenset(filled))
+
+
+@pytest.mark.parametrize("dtypes", [{}, {"exp_avg": torch.bfloat16}])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_state_moves_to_another_optimizer_and_training_goes_on_as_before(
+    dtypes: dict[str, torch.dtype], steps: int
+) -> None:
+    make = partial(DistributedOptimizer, optimizer_class=torch.optim.AdamW, lr=1e-2, state_dtypes=dtypes)
+    first = model(torch.bfloat16)
+    one = make(first)
+    trained(first, one, steps)
+    second = copy.deepcopy(first)
+    two = make(second)
+    move(one, two)
+    assert equal(trained(first, one), trained(second, two))
+    ours, theirs = slots_by_name(first, one), slots_by_name(second, two)
+    for name, slots in ours.items():
+        for slot, item in slots.tensors.items():
+            other = theirs[name].tensors[slot]
+            assert torch.equal(getattr(item, "buffer", item), getattr(other, "buffer", other)), (name, slot)
+
+
+def test_receiving_touches_nothing_before_attach() -> None:
+    net = model(torch.bfloat16)
+    optimizer = DistributedOptimizer(
+        net, torch.optim.AdamW, lr=1e-2, state_dtypes={"exp_avg": torch.bfloat16}
+    )
+    trained(net, optimizer)
+    held = slots_by_name(net, optimizer)["up.weight"]
+    before = {slot: getattr(item, "buffer", item).clone() for slot, item in held.tensors.items()}
+    stored = {
+        "exp_avg": StoredSlot(torch.float32, (7, 5)),
+        "master": StoredSlot(torch.float32, (7, 5)),
+        "step": StoredSlot(torch.float32, ()),
+    }
+    receipt = optimizer.receive_slots(net.up.weight, stored)
+    for item in receipt.tensors.values():
+        getattr(item, "buffer", item).fill_(7.0)
+    assert receipt.tensors["exp_avg"].buffer.dtype == torch.bfloat16
+    now = slots_by_name(net, optimizer)["up.weight"].tensors
+    assert all(torch.equal(before[slot], getattr(item, "buffer", item)) for slot, item in now.items())
+    receipt.attach({}, frozenset(stored))
+    now = slots_by_name(net, optimizer)["up.weight"].tensors
+    assert now.keys() == {"master", "exp_avg", "step"}, "the state becomes what was stored"
+    assert float(now["master"].buffer[0]) == 7.0
+
+
+def test_a_master_that_is_not_stored_is_taken_from_the_parameter() -> None:
+    net = model(torch.bfloat16)
+    optimizer = DistributedOptimizer(net, torch.optim.AdamW, lr=1e-2)
+    trained(net, optimizer)
+    for parameter in net.parameters():
+        optimizer.receive_slots(parameter, {}).attach({}, frozenset())
+    for slots in optimizer.describe_slots():
+        assert slots.tensors.keys() == {"master"}
+        assert torch.equal(slots.tensors["master"].buffer, slots.parameter.detach().flatten().float())
+
+
+def test_a_stored_master_fills_an_fp32_parameter() -> None:
+    net = model()
+    optimizer = DistributedOptimizer(net, torch.optim.AdamW)
+    receipt = optimizer.receive_slots(net.up.bias, {"master": StoredSlot(torch.float32, (7,))})
+    receipt.tensors["master"].copy_(torch.arange(7.0))
+    receipt.attach({}, frozenset({"master"}))
+    assert net.up.bias.tolist() == list(range(7))
+
+
+def test_a_model_load_is_not_undone_by_stale_masters() -> None:
+    net = model(torch.bfloat16)
+    optimizer = DistributedOptimizer(net, torch.optim.SGD, lr=2.0**-6)
+    trained(net, optimizer, 2)
+    exact = slots_by_name(net, optimizer)["up.weight"].tensors["master"].buffer.clone()
+    with torch.no_grad():
+        net.up.weight.data.view(-1)[3] = 5.0  # as a load writes: not through autograd
+    torch.autograd.graph.increment_version(net.up.weight)
+    optimizer.zero_grad()
+    net.up.weight.grad = torch.zeros_like(net.up.weight)
+    optimizer.step()
+    now = slots_by_name(net, optimizer)["up.weight"].tensors["master"].buffer
+    exact[3] = 5.0
+    assert torch.equal(now, exact), "the written element, and no other"
+    assert float(net.up.weight.detach().flatten()[3]) == 5.0
+
+
+def test_masters_stay_exact_where_nobody_writes() -> None:
+    net = model(torch.bfloat16)
+    optimizer = DistributedOptimizer(net, torch.optim.SGD, lr=1e-5)
+    before = slots_by_name(net, optimizer)["up.bias"].tensors["master"].buffer.clone()
+    for _ in range(3):
+        optimizer.zero_grad()
+        net.up.bias.grad = torch.ones(7, dtype=torch.bfloat16)
+        optimizer.step()
+    now = slots_by_name(net, optimizer)["up.bias"].tensors["master"].buffer
+    torch.testing.assert_close(now, before - 3e-5, rtol=1e-6, atol=0)
+
+
+def test_an_inf_leaves_the_step_out_and_shrinks_the_scale() -> None:
+    net = model()
+    scale = DynamicLossScale(8.0, interval=2)
+    optimizer = DistributedOptimizer(net, torch.optim.SGD, lr=1.0, loss_scale=scale)
+    before = net.up.bias.detach().clone()
+    net.up.bias.grad = torch.tensor([1.0, float("inf"), 0, 0, 0, 0, 0])
+    optimizer.step()
+    assert optimizer.skipped
+    assert torch.equal(net.up.bias, before)
+    assert scale.value == 4.0
+    optimizer.zero_grad()
+    optimizer.scale(net.up.bias.sum()).backward()
+    optimizer.step()
+    assert not optimizer.skipped
+    assert torch.equal(net.up.bias, before - 1.0), "gradients are divided by the scale"
+    assert optimizer.describe_shared() == {"loss_scale": {"value": 4.0, "finite_steps": 1}}
+    other = DistributedOptimizer(model(), torch.optim.SGD, lr=1.0, loss_scale=DynamicLossScale())
+    other.receive_shared(optimizer.describe_shared())
+    assert other.describe_shared() == optimizer.describe_shared()
+
+
+def test_fp16_gradients_are_unscaled_in_fp32() -> None:
+    """In fp16 they would be zero."""
+    net = nn.Linear(1, 1, bias=False).half()
+    nn.init.ones_(net.weight)
+    optimizer = DistributedOptimizer(net, torch.optim.SGD, lr=2.0**10, loss_scale=2.0**30)
+    net.weight.grad = torch.full((1, 1), 4.0, dtype=torch.float16)
+    optimizer.step()
+    (slots,) = optimizer.describe_slots()
+    assert float(slots.tensors["master"].buffer) == 1.0 - 2.0**-18
+
+
+def test_a_fixed_scale_stays() -> None:
+    scale = LossScale(4.0)
+    scale.update(found_inf=True)
+    scale.receive({"value": 9.0})
+    assert scale.value == 4.0
+    with pytest.raises(ValueError, match="above 0"):
+        LossScale(0.0)
+    with pytest.raises(ValueError, match="backoff"):
+        DynamicLossScale(backoff=2.0)
+
+
+def test_a_moved_parameter_is_refused_by_name() -> None:
+    net = model()
+    optimizer = DistributedOptimizer(net, torch.optim.SGD, lr=0.1)
+    net.up.weight.data = net.up.weight.data.clone()
+    net(batches(1)[0]).sum().backward()
+    with pytest.raises(RuntimeError, match=r"up\.weight no longer lies in the optimizer's flat buffer"):
+        optimizer.step()
+
+
+def test_what_makes_no_optimizer_is_refused() -> None:
+    net = model()
+    with pytest.raises(ValueError, match="no parameter"):
+        DistributedOptimizer(net.requires_grad_(False), torch.optim.SGD, lr=0.1)
+    net = model()
+    with pytest.raises(ValueError, match=r"not the module's, of shapes \[\[2\]\]"):
+        DistributedOptimizer(
+            net, torch.optim.SGD, lr=0.1, param_groups=[{"params": nn.Parameter(torch.zeros(2))}]
+        )
+    with pytest.raises(ValueError, match="meta device"):
+        DistributedOptimizer(nn.Linear(2, 2, device="meta"), torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match="in two groups"):
+        DistributedOptimizer(
+            net,
+            torch.optim.SGD,
+            lr=0.1,
+            param_groups=[{"params": [net.up.bias]}, {"params": [net.up.bias]}],
+        )
+    optimizer = DistributedOptimizer(net, torch.optim.SGD, lr=0.1)
+    with pytest.raises(RuntimeError, match="cannot be added"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    with pytest.raises(RuntimeError, match=r"shardproof\.save"):
+        optimizer.state_dict()
+
+
+def test_a_sparse_gradient_is_refused_by_name() -> None:
+    net = nn.Embedding(4, 2, sparse=True)
+    DistributedOptimizer(net, torch.optim.SGD, lr=0.1)
+    optimizer = DistributedOptimizer(net, torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match="weight has a sparse gradient"):
+        net(torch.tensor([1])).sum().backward()
+    del optimizer
+
+
+def test_a_forgotten_optimizer_lets_gradients_be() -> None:
+    net = model()
+    DistributedOptimizer(net, torch.optim.SGD, lr=0.1)
+    net(batches(1)[0]).sum().backward()
+    assert net.up.weight.grad is not None
+
+
+def test_channels_last_and_scalar_parameters() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+            self.gain = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.conv(x) * self.gain
+
+    torch.manual_seed(0)
+    plain = Odd()
+    ours = copy.deepcopy(plain).to(memory_format=torch.channels_last)
+    x = torch.randn(2, 3, 5, 5)
+    optimizer = DistributedOptimizer(ours, torch.optim.AdamW, lr=0.1)
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    for net, other in ((ours, optimizer), (plain, reference)):
+        for _ in range(2):
+            other.zero_grad()
+            net(x).square().mean().backward()
+            other.step()
+    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+    gain = slots_by_name(ours, optimizer)["gain"].tensors
+    assert gain["exp_avg"].stop == 1
+    assert gain["step"].shape == ()
