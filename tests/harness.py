@@ -37,7 +37,8 @@ __all__ = [
     "world_size",
 ]
 
-_PRELOAD = ["torch", "torch.distributed", "numpy"]
+# What nearly every rank imports, some of it (torch._dynamo) when an optimizer is made: once for all of them.
+_PRELOAD = ["numpy", "torch.distributed.fsdp", "torch._dynamo", "shardproof.checkpointer", "shardproof.loading"]
 _to_parent: list[Connection] = []
 
 

@@ -2,7 +2,9 @@
 
 Elsewhere, saving before the first step raised `KeyError: 'exp_avg'` on one rank while its peers waited in a
 gather, and a rank with an empty shard, which had no state, took part in fewer collectives than the others.
-Here two ranks train with FSDP2 on gloo; some shards of rank 1 are empty.
+Offloading optimizers took a trial step with zero gradients to make the state they were asked for, which moved
+parameters by weight decay and stepped generators. Here two ranks train with torch's optimizers on FSDP2, and
+three with distributed, hybrid and flat-sharded ones; some shards are empty.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from torch.distributed.tensor import DTensor
 import shardproof as sp
 from tests.harness import process_group, rank, run_ranks
 from tests.scenarios.collectives import Collective, no_collectives
+from tests.scenarios.jobs import Job, Setup, Worlds, content, unequal
 from tests.scenarios.states import Said, agreed, attempt, files_below
 
 RANKS = 2
@@ -103,16 +106,6 @@ def memory(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
         found |= {f"{names[parameter]} options": copy.deepcopy(options) for parameter in group["params"]}
     return found
-
-
-def unequal(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
-    wrong = sorted(left.keys() ^ right.keys())
-    for name in left.keys() & right.keys():
-        a, b = left[name], right[name]
-        tensors = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
-        if not (torch.equal(a, b) if tensors else a == b):
-            wrong.append(name)
-    return wrong
 
 
 CASES: dict[str, tuple[Optimizer, int, Optimizer]] = {
@@ -251,3 +244,81 @@ def call_collectives() -> list[str]:
 
 def test_the_guard_refuses_collectives() -> None:
     assert [outcome.value for outcome in run_ranks(RANKS, call_collectives)] == [[], []]
+
+
+JOBS = [
+    Setup("none", "distributed"),
+    Setup("none", "distributed hybrid", 0.5, bf16=True),
+    Setup("fsdp2", "hybrid", 0.5),
+    Setup("flat all"),
+    Setup("flat optimizer", "hybrid", 0.5, bf16=True),
+]
+MORE_JOBS = [
+    *(Setup(f"flat {strategy}") for strategy in ("optimizer_gradients", "optimizer", "none")),
+    *(Setup("flat all", "hybrid", fraction) for fraction in (0.0, 0.5, 1.0)),
+    Setup("none", "hybrid", 0.5),
+    Setup("none", "hybrid", 1.0, bf16=True),
+    Setup("none", "distributed", bf16=True),
+    Setup("none", "distributed hybrid", 1.0),
+]
+
+
+def as_if_never_saved(root: str, setup: Setup) -> dict[str, Any]:
+    """A job that is never saved, one that is, and targets fresh and trained; what is wrong by aspect."""
+    found: dict[str, Any] = {}
+    with Worlds(3) as worlds:
+        never, saved, fresh, trained = (Job(setup, worlds, 3, seed=seed) for seed in (1, 1, 2, 3))
+        saved.save(f"{root}/before")
+        if rank() == 0:
+            made = [key for key in content(f"{root}/before") if key.startswith("optimizer.")]
+            found["made"] = [key for key in made if not key.endswith(("@options", ".master"))]
+        trained.train(0, 3)
+        losses = never.train(0, 4)
+        fresh.load(f"{root}/before")
+        trained.load(f"{root}/before")
+        found["losses"] = saved.train(0, 4) != losses
+        for name, job in {"saved": saved, "fresh": fresh, "trained": trained}.items():
+            if job is not saved:
+                found[f"{name}: losses"] = job.train(0, 4) != losses
+            found[f"{name}: trained on"] = unequal(job.memory(), never.memory())
+    return {aspect: wrong for aspect, wrong in found.items() if wrong}
+
+
+@pytest.mark.parametrize(
+    "setup", [*JOBS, *(pytest.param(setup, marks=pytest.mark.slow) for setup in MORE_JOBS)], ids=str
+)
+def test_training_goes_on_as_if_never_saved(setup: Setup, tmp_path: Path) -> None:
+    outcomes = run_ranks(3, as_if_never_saved, str(tmp_path), setup, timeout=120)
+    assert [outcome.value for outcome in outcomes] == [{}] * 3
+
+
+def stepped_on_one_rank(root: str, setup: Setup) -> Said:
+    """Gradients are there on all ranks; rank 0 alone steps, all save; the others step, all save."""
+    with Worlds(3) as worlds:
+        job, target = (Job(setup, worlds, 3, seed=seed) for seed in (1, 2))
+        job.backward(0)
+        if rank() == 0:
+            job.optimizer.step()
+        with no_collectives():
+            said = attempt(lambda: sp.save(f"{root}/some", job.state, rendezvous=job.meeting))
+        said.value = None
+        if rank() != 0:
+            job.optimizer.step()
+        job.save(f"{root}/all")
+        target.load(f"{root}/all")
+        same_losses = target.train(1, 3) == job.train(1, 3)
+        said.after["trained on"] = [] if same_losses else ["losses"]
+        said.after["trained on"] += unequal(target.memory(), job.memory())
+    return said
+
+
+@pytest.mark.parametrize(
+    "setup", [Setup("fsdp2"), Setup("fsdp2", "hybrid", 0.5), Setup("flat all", "hybrid", 0.5)], ids=str
+)
+def test_a_step_that_one_rank_alone_took_is_refused_alike(setup: Setup, tmp_path: Path) -> None:
+    values = [outcome.value for outcome in run_ranks(3, stepped_on_one_rank, str(tmp_path), setup)]
+    said = agreed(values)
+    assert said.kind in ("StructureError", "TilingError")
+    assert "optimizer." in said.text
+    assert not any(name.startswith("some/") for name in files_below(tmp_path))
+    assert [value.after["trained on"] for value in values] == [[]] * 3
