@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 # What nearly every rank imports, some of it (torch._dynamo) when an optimizer is made: once for all of them.
-_PRELOAD = ["numpy", "torch.distributed.fsdp", "torch._dynamo", "shardproof.checkpointer", "shardproof.loading"]
+_PRELOAD = ["torch.distributed.fsdp", "torch._dynamo", "shardproof.checkpointer", "shardproof.loading"]
 _to_parent: list[Connection] = []
 
 
