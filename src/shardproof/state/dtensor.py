@@ -37,6 +37,7 @@ __all__ = [
     "dtensor_pieces",
     "is_dtensor",
     "local_segments",
+    "local_tensor",
     "order_of_sharding",
 ]
 
@@ -54,6 +55,15 @@ def is_dtensor(value: Any) -> TypeGuard[Any]:
     """Whether the value is a DTensor. Imports nothing: where nobody did, there is none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor: of a DTensor the local tensor, which may be empty.
+
+    >>> local_tensor(torch.ones(2))
+    tensor([1., 1.])
+    """
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def dtensor_pieces(tensor: Any, path: str) -> tuple[tuple[Piece, ...], torch.Tensor]:

@@ -13,7 +13,7 @@ import torch
 from shardproof.errors import StructureError
 from shardproof.state.binding import MISSING, Binder
 from shardproof.state.collecting import Collector
-from shardproof.state.dtensor import is_dtensor
+from shardproof.state.dtensor import local_tensor
 from shardproof.state.explicit import ShardedTensor
 from shardproof.state.layout import Layout, local_layout
 from shardproof.state.naming import PARALLEL, clean_name, cleaner, inside, layouts_in
@@ -150,8 +150,8 @@ def _lives_in(module: torch.nn.Module) -> Callable[[torch.Tensor], bool]:
         if id(tensor) in objects:
             return True
         if not storages:
-            storages.update(storage_of(_local(item)) for item in live if not item.is_meta)
-        return not tensor.is_meta and storage_of(_local(tensor)) in storages
+            storages.update(storage_of(local_tensor(item)) for item in live if not item.is_meta)
+        return not tensor.is_meta and storage_of(local_tensor(tensor)) in storages
 
     return lives
 
@@ -160,10 +160,6 @@ def _laid_out(tensor: torch.Tensor, layout: Layout, key: str) -> tuple[ShardedTe
     """The pieces of a tensor with a declared layout, and their memory."""
     local = local_of(tensor, key)
     return local_layout(tensor, layout, key).pieces(local), local
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def _load(

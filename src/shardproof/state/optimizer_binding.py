@@ -7,8 +7,8 @@ Note: masters
     - the target keeps masters, none is stored: the stored weight fills it if it has the master's dtype (it
       was trained without masters, in that dtype); else the optimizer makes it from the loaded parameter;
     - the target keeps none, one is stored: the parameter takes its values if it has the master's dtype and
-    the
-      stored weight has not, for the weight is the master rounded; else the parameter is the best there is.
+      the stored weight has not, for the weight is the master rounded; else the parameter is the best there
+      is. A parameter whose weight is not to be loaded takes nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from shardproof.errors import StructureError
 from shardproof.state.binding import MISSING, Binder
-from shardproof.state.dtensor import is_dtensor
+from shardproof.state.dtensor import local_tensor
 from shardproof.state.names import Names
 from shardproof.state.optimizer_slots import receive
 from shardproof.state.options import Options
@@ -30,7 +30,6 @@ from shardproof.state.slot_layouts import SlotLayouts
 from shardproof.state.slots import MASTER, LocalRange, Receipt, SlotKeeper, StoredSlot
 from shardproof.state.tensors import empty_like_layout, torch_dtype
 from shardproof.state.visiting import Place, join
-from shardproof.state.zero_redundancy import is_zero_redundancy
 
 __all__ = ["EXTRA", "SHARED", "OptimizerBinding"]
 
@@ -75,6 +74,9 @@ class OptimizerBinding:
     def _parameter(self, key: str, group: dict[str, Any], parameter: torch.Tensor, data: Any) -> None:
         """The slots of one parameter become those that are stored."""
         stored, unselected = self._stored(key, parameter, data)
+        if MASTER in stored and not self._is_of_use(parameter, stored[MASTER]):
+            del stored[MASTER]
+            self.to.binding.used.add(f"{key}.{MASTER}")
         receipt = receive(self.optimizer, parameter, group, stored)
         self._check_class(data, receipt.kind, key)
         keeper = isinstance(self.optimizer, SlotKeeper)
@@ -90,8 +92,8 @@ class OptimizerBinding:
             if self._fill(parameter, f"{key}.{slot}", slot, destination, slot in stored)
         }
         self.to.binding.used.update(f"{key}.{slot}" for slot in stored)
-        if MASTER in stored and MASTER not in receipt.tensors and not is_zero_redundancy(self.optimizer):
-            self._weight_from_master(key, parameter, stored[MASTER])
+        if MASTER in stored and MASTER not in receipt.tensors and parameter.dtype == stored[MASTER].dtype:
+            self._weight_from_master(key, parameter)
         current: Mapping[str, Any] = {} if keeper else self.optimizer.state.get(parameter, {})
         values = {
             slot: self.to.rebuild(f"{key}.{slot}", value, partial(current.get, slot))
@@ -139,12 +141,18 @@ class OptimizerBinding:
         assert isinstance(destination, torch.Tensor)
         return self.to.tensor(key, destination)
 
-    def _weight_from_master(self, key: str, parameter: torch.Tensor, master: StoredSlot) -> None:
+    def _is_of_use(self, parameter: torch.Tensor, master: StoredSlot) -> bool:
+        """Whether a stored master says more than the stored weight, to those who asked for it."""
+        if parameter.dtype != master.dtype:
+            return True
+        weight = self.layouts.weights.get(id(parameter), "")
+        found = self.to.catalogue.tensors.get(weight)
+        return found is not None and self.to.selected(weight) and torch_dtype(found[0]) != master.dtype
+
+    def _weight_from_master(self, key: str, parameter: torch.Tensor) -> None:
         """See "masters" above."""
-        found = self.to.catalogue.tensors.get(self.layouts.weights.get(id(parameter), ""))
-        if found is None or torch_dtype(found[0]) == master.dtype or parameter.dtype != master.dtype:
-            return
-        exact = empty_like_layout(parameter, master.dtype)
+        exact = empty_like_layout(parameter, parameter.dtype)
+        _copy(exact, parameter)  # elements that are stored nowhere (padding) stay what they are
         if self._fill(parameter, f"{key}.{MASTER}", MASTER, exact, True):
             self.to.later_on(partial(_copy, parameter, exact))
 
@@ -187,8 +195,8 @@ def _attach(receipt: Receipt, values: Mapping[str, Callable[[], Any]], filled: f
 
 
 @torch.no_grad()
-def _copy(parameter: torch.Tensor, exact: torch.Tensor) -> None:
-    _local(parameter).copy_(_local(exact))
+def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
+    local_tensor(destination).copy_(local_tensor(source))
 
 
 def _check_data(data: Any, key: str) -> None:
@@ -196,7 +204,3 @@ def _check_data(data: Any, key: str) -> None:
         data.get("class", ""), str
     ):
         raise StructureError(f"{key}.@options in the checkpoint is not what an optimizer stores", key=key)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor.detach() if is_dtensor(tensor) else tensor.detach()

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from shardproof.state.dtensor import is_dtensor
-from shardproof.state.slots import MASTER, LocalRange, ParameterSlots, Receipt, SlotKeeper, StoredSlot
+from shardproof.state.dtensor import local_tensor
+from shardproof.state.slots import (
+    MASTER,
+    LocalRange,
+    ParameterSlots,
+    Receipt,
+    SlotKeeper,
+    StoredSlot,
+    options_of,
+)
 from shardproof.state.tensors import empty_like_layout
 from shardproof.state.zero_redundancy import is_zero_redundancy, owned_receipt, owned_slots
 
 __all__ = ["receive", "slots_of"]
-
-_NOT_OPTIONS = ("params", "param_names")
 
 
 def slots_of(optimizer: torch.optim.Optimizer | SlotKeeper) -> list[ParameterSlots]:
@@ -32,7 +39,7 @@ def slots_of(optimizer: torch.optim.Optimizer | SlotKeeper) -> list[ParameterSlo
     kind = type(optimizer).__qualname__
     described = []
     for group in optimizer.param_groups:
-        options = {name: value for name, value in group.items() if name not in _NOT_OPTIONS}
+        options = options_of(group)
         for parameter in group["params"]:
             tensors: dict[str, torch.Tensor | LocalRange] = {}
             values: dict[str, Any] = {}
@@ -68,30 +75,58 @@ def receive(
         return owned_receipt(optimizer, parameter, group, stored, receive)
     current = optimizer.state.get(parameter) or {}
     tensors: dict[str, torch.Tensor] = {}
+    made: dict[str, torch.dtype] = {}
     for slot, like in stored.items():
         present = current.get(slot)
         if isinstance(present, torch.Tensor):
             tensors[slot] = present
         elif slot != MASTER:
-            tensors[slot] = _new_slot(parameter, group, slot, like)
-    return Receipt(type(optimizer).__qualname__, tensors, partial(_attach, optimizer, parameter, tensors))
+            made[slot] = _made_dtype(optimizer, parameter, like)
+            widens = torch.promote_types(like.dtype, made[slot]) == made[slot]
+            filled = like if widens else replace(like, dtype=made[slot])
+            tensors[slot] = _new_slot(parameter, group, slot, filled)
+    attach = partial(_attach, optimizer, parameter, tensors, made)
+    return Receipt(type(optimizer).__qualname__, tensors, attach)
 
 
 def _attach(
     optimizer: torch.optim.Optimizer,
     parameter: torch.Tensor,
     tensors: Mapping[str, torch.Tensor],
+    made: Mapping[str, torch.dtype],
     values: Mapping[str, Any],
     filled: frozenset[str],
 ) -> None:
     current = optimizer.state.get(parameter) or {}
     state = {slot: item for slot, item in current.items() if slot in filled or slot in values}
-    state.update({slot: item for slot, item in tensors.items() if slot in filled})
+    state.update(
+        {slot: _cast(item, made.get(slot, item.dtype)) for slot, item in tensors.items() if slot in filled}
+    )
     state.update(values)
     if state:
         optimizer.state[parameter] = state
     else:
         optimizer.state.pop(parameter, None)
+
+
+def _made_dtype(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, like: StoredSlot) -> torch.dtype:
+    """The dtype in which the optimizer makes a slot of its own, where that is known.
+
+    Torch's own classes make shaped slots in the parameter's dtype, and most cannot step with another: state
+    that was kept for a master, or in a narrower dtype, would end the next step. Of other classes nothing is
+    known but what is stored.
+    """
+    known = type(optimizer).__module__.startswith("torch.optim.") and like.shape != ()
+    floating = parameter.dtype.is_floating_point and like.dtype.is_floating_point
+    return parameter.dtype if known and floating else like.dtype
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if tensor.dtype == dtype:
+        return tensor
+    new = empty_like_layout(tensor, dtype)
+    local_tensor(new).copy_(local_tensor(tensor))
+    return new
 
 
 def _new_slot(parameter: torch.Tensor, group: Mapping[str, Any], slot: str, like: StoredSlot) -> torch.Tensor:
@@ -106,8 +141,7 @@ def _new_slot(parameter: torch.Tensor, group: Mapping[str, Any], slot: str, like
         return torch.zeros((), dtype=like.dtype, device=parameter.device if on_device else "cpu")
     if not like.shape and parameter.shape != ():
         return torch.zeros((), dtype=like.dtype, device=parameter.device)
-    local = parameter._local_tensor if is_dtensor(parameter) else parameter
-    elementwise = like.shape == tuple(local.shape)
+    elementwise = like.shape == tuple(local_tensor(parameter).shape)
     new = empty_like_layout(parameter, like.dtype, None if elementwise else like.shape)
-    (new._local_tensor if is_dtensor(new) else new).zero_()
+    local_tensor(new).zero_()
     return new

@@ -11,10 +11,10 @@ import torch
 from shardproof.state.binding import Binder
 from shardproof.state.decoding import decode
 from shardproof.state.plain import encode
+from shardproof.state.slots import options_of
 
 __all__ = ["Options"]
 
-_NOT_OPTIONS = ("params", "param_names")
 _OF_THE_PROGRAM = frozenset(("fused", "foreach", "capturable", "differentiable"))
 """How a step is computed, not what: stored for people, and on load the target's own stay."""
 
@@ -31,8 +31,7 @@ class Options:
     @staticmethod
     def encode(group: Mapping[str, Any], key: str) -> Any:
         """The options of a group. A learning rate that is a tensor is kept as its value."""
-        options = {name: value for name, value in group.items() if name not in _NOT_OPTIONS}
-        return encode(options, f"{key}.@options")
+        return encode(options_of(group), f"{key}.@options")
 
     def bind(self, group: dict[str, Any], to: Binder) -> Callable[[], None]:
         """How the group takes its options. What its parameters disagree about is a mismatch."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from shardproof.errors import StructureError
-from shardproof.state.dtensor import LOCAL, is_dtensor
+from shardproof.state.dtensor import LOCAL, is_dtensor, local_tensor
 from shardproof.state.explicit import ShardedTensor
 from shardproof.state.layout import Layout, local_layout
 from shardproof.state.modules import unwrapped
@@ -59,7 +59,7 @@ class SlotLayouts:
         of_dtensor = is_dtensor(parameter)
         if given is None and not placed and (is_dtensor(item) or not of_dtensor):
             return None
-        local = item._local_tensor if is_dtensor(item) else item
+        local = local_tensor(item)
         layout = local_layout(parameter, given, key)
         if tuple(local.shape) == layout.local_shape or not local.numel():  # off the mesh, whatever its shape
             return layout.pieces(local)

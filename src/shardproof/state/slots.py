@@ -8,16 +8,28 @@ communicating, and takes what a checkpoint holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-__all__ = ["MASTER", "LocalRange", "ParameterSlots", "Receipt", "SlotKeeper", "StoredSlot"]
+__all__ = ["MASTER", "LocalRange", "ParameterSlots", "Receipt", "SlotKeeper", "StoredSlot", "options_of"]
 
 MASTER = "master"
 """The slot that holds a parameter's values in a wider dtype than the parameter's own."""
+
+
+_NOT_OPTIONS = ("params", "param_names")
+
+
+def options_of(group: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, Any]:
+    """The options in a group of an optimizer.
+
+    >>> options_of({"params": [], "lr": 0.1, "capturable": True}, {"capturable"})
+    {'lr': 0.1}
+    """
+    return {name: item for name, item in group.items() if name not in _NOT_OPTIONS and name not in without}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

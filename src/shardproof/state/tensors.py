@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from shardproof.dtypes import DTYPES
 from shardproof.errors import StructureError
-from shardproof.state.dtensor import LOCAL, dtensor_pieces, is_dtensor
+from shardproof.state.dtensor import LOCAL, dtensor_pieces, is_dtensor, local_tensor
 from shardproof.state.entries import Piece
 
 __all__ = [
@@ -90,7 +90,7 @@ def local_of(tensor: torch.Tensor, path: str) -> torch.Tensor:
     Raises:
         StructureError: it cannot be kept, as `pieces_of` says.
     """
-    local = tensor._local_tensor if is_dtensor(tensor) else tensor
+    local = local_tensor(tensor)
     if type(local) not in PLAIN_TYPES:
         raise _refused_subclass(local, path)
     _check(local, path)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from shardproof.errors import StructureError
-from shardproof.state.slots import ParameterSlots, Receipt, StoredSlot
+from shardproof.state.slots import ParameterSlots, Receipt, StoredSlot, options_of
 
 __all__ = ["inner_optimizer", "is_zero_redundancy", "owned_receipt", "owned_slots"]
 
@@ -78,7 +78,7 @@ def owned_slots(optimizer: torch.optim.Optimizer, slots_of: SlotsOf) -> list[Par
         )
     options: dict[int, dict[str, Any]] = {}
     for group in optimizer.param_groups:
-        of_group = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+        of_group = options_of(group)
         options |= {id(parameter): of_group for parameter in group["params"]}
     return [replace(slots, options=options[id(slots.parameter)]) for slots in slots_of(inner)]
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import shardproof as sp
+from shardproof.layouts import vocabulary
+from shardproof.optim import HybridDeviceOptimizer
 from tests.unit.optim.hybrid_samples import equal, hybrid, model_of, plain, train, values
 
 KINDS = ["adamw", "momentum", "lion"]
@@ -77,3 +79,43 @@ def test_a_float32_model_takes_the_masters_of_a_narrow_one(tmp_path: Path, fract
     target = hybrid(other, fraction=fraction, master_dtype=torch.float32)
     sp.load(tmp_path / "narrow", {"model": other, "optimizer": target}, cast=True)
     assert equal(values(other), [slots.tensors["master"] for slots in source.describe_slots()])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_masters_are_saved_as_the_weights_that_were_loaded_since(tmp_path: Path, fraction: float) -> None:
+    """No step has told the masters yet that a model was loaded, and describing them changes nothing."""
+    loaded = model_of(torch.bfloat16, seed=1)
+    sp.save(tmp_path / "model", {"model": loaded})
+    model = model_of(torch.bfloat16)
+    optimizer = hybrid(model, fraction=fraction, master_dtype=torch.float32)
+    sp.load(tmp_path / "model", {"model": model})
+    sp.save(tmp_path / "both", {"model": model, "optimizer": optimizer})
+    again = model_of(torch.bfloat16, seed=2)
+    other = hybrid(again, fraction=fraction, master_dtype=torch.float32)
+    sp.load(tmp_path / "both", {"model": again, "optimizer": other})
+    in_torchs_form = hybrid(loaded, fraction=fraction, master_dtype=torch.float32)
+    in_torchs_form.load_state_dict(optimizer.state_dict())
+    for one, its in ((model, optimizer), (again, other), (loaded, in_torchs_form)):
+        train(one, its, 0, 1)
+    assert equal(values(again), values(model))
+    assert equal(values(loaded), values(model))
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_load_leaves_padding_as_it_is(tmp_path: Path, fraction: float, dtype: torch.dtype) -> None:
+    def padded(dtype: torch.dtype) -> tuple[torch.nn.Module, HybridDeviceOptimizer]:
+        table = torch.nn.Embedding(8, 3).to(dtype)
+        vocabulary(table, "weight", 6)
+        options = {"cpu_fraction": fraction, "master_dtype": torch.float32, "lr": 0.5}
+        return table, HybridDeviceOptimizer(table.parameters(), torch.optim.SGD, **options)
+
+    saved, optimizer = padded(torch.bfloat16)
+    sp.save(tmp_path / "step", {"model": saved, "optimizer": optimizer})
+    table, optimizer = padded(dtype)
+    padding = table.weight[6:].detach().clone()
+    sp.load(tmp_path / "step", {"model": table, "optimizer": optimizer}, cast=True)
+    table.weight.grad = torch.zeros_like(table.weight)
+    optimizer.step()
+    assert torch.equal(table.weight[6:], padding)
+    assert torch.equal(table.weight[:6], saved.weight[:6].to(dtype))

@@ -150,3 +150,36 @@ def test_sharded_state_is_saved_and_loaded(tmp_path: Path) -> None:
     assert not any(isinstance(weight, DTensor) for weight in model.parameters())
     assert float(optimizer.state[model[0].weight]["step"]) == 2
     assert model.unused not in optimizer.state
+
+
+class Normed(torch.optim.Optimizer):
+    """Not elementwise: a step has the length of the learning rate, however long the momentum is."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    momentum = self.state[weight].setdefault("momentum", torch.zeros_like(weight))
+                    momentum.mul_(0.9).add_(weight.grad)
+                    weight.sub_(group["lr"] * momentum / (momentum.norm() + 1e-6))
+
+
+def normed(path: Path) -> bool:
+    with process_group():
+        model = sharded()
+        optimizer = HybridDeviceOptimizer(model.parameters(), Normed)
+        run(model, optimizer, 0, 1)
+        sp.save(path, {"model": model, "optimizer": optimizer})
+        again = sharded()
+        other = HybridDeviceOptimizer(again.parameters(), Normed)
+        sp.load(path, {"model": again, "optimizer": other})
+        return run(again, other, 1, 3) == run(model, optimizer, 1, 3)
+
+
+def test_slots_like_the_shards_are_loaded_of_any_optimizer(tmp_path: Path) -> None:
+    outcomes = run_ranks(2, normed, tmp_path / "step", timeout=60)
+    assert [outcome.value for outcome in outcomes] == [True, True]

@@ -337,3 +337,11 @@ def test_torchs_form_of_other_groups_or_shapes_changes_nothing() -> None:
         optimizer.load_state_dict(wrong)
     assert alike(kept(optimizer), before)
     assert optimizer.param_groups[0]["lr"] == 0.02
+
+
+def test_torchs_form_shares_no_option_with_its_source() -> None:
+    """A scheduler that fills a learning rate in place has one optimizer's only."""
+    source, target = (hybrid(model_of(), lr=torch.tensor(0.1)) for _ in range(2))
+    target.load_state_dict(source.state_dict())
+    target.param_groups[0]["lr"].fill_(0.5)
+    assert float(source.param_groups[0]["lr"]) == pytest.approx(0.1)

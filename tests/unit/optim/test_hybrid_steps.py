@@ -78,7 +78,7 @@ def test_the_device_steps_while_gradients_travel(monkeypatch: pytest.MonkeyPatch
     log = late_copies(monkeypatch)
     model = model_of()
     optimizer = hybrid(model)
-    optimizer._device_optimizer.register_step_pre_hook(lambda *_: log.append("device step"))  # type: ignore[union-attr]
+    optimizer._subs.on_device.register_step_pre_hook(lambda *_: log.append("device step"))  # type: ignore[union-attr]
     train(model, optimizer, 0, 1)
     assert log.index("device step") > max(at for at, entry in enumerate(log) if entry == "down")
     assert log.index("device step") < log.index("wait down")
@@ -393,3 +393,35 @@ def test_a_sparse_gradient_on_the_cpu_side_is_refused() -> None:
 def test_it_is_not_pickled_half() -> None:
     with pytest.raises(TypeError, match="state_dict"):
         hybrid(model_of()).__getstate__()
+
+
+class Picky(torch.optim.SGD):
+    """Refuses complex parameters when it is made, as optimizers written for the CPU may."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        if any(weight.is_complex() for group in self.param_groups for weight in group["params"]):
+            raise ValueError("no complex parameters here")
+
+
+def test_a_group_that_the_cpu_side_refuses_is_not_stepped() -> None:
+    on_cpu, on_device = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+    optimizer = HybridDeviceOptimizer([on_cpu], torch.optim.SGD, cpu_optimizer_class=Picky, lr=0.1)
+    refused = nn.Parameter(torch.ones(8, dtype=torch.complex64))
+    with pytest.raises(ValueError, match="no complex"):
+        optimizer.add_param_group({"params": [on_device, refused]})
+    on_device.grad = torch.ones(4)
+    optimizer.step()
+    assert torch.equal(on_device, torch.ones(4))
+    optimizer.add_param_group({"params": [on_device]})
+    assert not optimizer.is_on_cpu(on_device)
+
+
+@pytest.mark.parametrize("fraction", FRACTIONS)
+def test_the_programs_default_device_does_not_matter(fraction: float) -> None:
+    reference, model = model_of(), model_of()
+    with torch.device("meta"):
+        optimizer = hybrid(model, fraction=fraction)
+    train(reference, plain(reference), 0, 2)
+    train(model, optimizer, 0, 2)
+    assert equal(values(model), values(reference))

@@ -11,6 +11,8 @@ import torch
 
 import shardproof as sp
 from shardproof.errors import KeyMismatchError, StructureError
+from shardproof.layouts import vocabulary
+from shardproof.optim import HybridDeviceOptimizer
 from shardproof.state import LocalRange, ParameterSlots, Receipt, StoredSlot
 
 
@@ -153,3 +155,54 @@ def test_a_keeper_takes_all_slots_of_a_parameter_or_none(tmp_path: Path) -> None
     sp.save(tmp_path / "step", tree(model, keeper))
     with pytest.raises(StructureError, match="all slots of a parameter or none"):
         sp.load(tmp_path / "step", tree(model, keeper), exclude="optimizer.weight.master")
+
+
+def test_a_master_goes_nowhere_if_the_weight_is_left_out(tmp_path: Path) -> None:
+    narrow = model_of(torch.bfloat16, 0)
+    sp.save(tmp_path / "step", tree(narrow, Keeper(narrow.parameters())))
+    for make in (torch.optim.SGD, HybridDeviceOptimizer):
+        wide = model_of(torch.float32, 1)
+        before = wide.weight.detach().clone()
+        options = {"optimizer_class": torch.optim.SGD} if make is HybridDeviceOptimizer else {}
+        optimizer = make(wide.parameters(), **options)
+        sp.load(tmp_path / "step", tree(wide, optimizer), include="optimizer.*", cast=True)
+        assert torch.equal(wide.weight, before)
+
+
+def test_padding_stays_where_a_parameter_takes_a_masters_values(tmp_path: Path) -> None:
+    def padded(dtype: torch.dtype, seed: int) -> torch.nn.Embedding:
+        torch.manual_seed(seed)
+        table = torch.nn.Embedding(8, 3).to(dtype)
+        vocabulary(table, "weight", 6)
+        return table
+
+    narrow = padded(torch.bfloat16, 0)
+    keeper = Keeper(narrow.parameters())
+    sp.save(tmp_path / "step", tree(narrow, keeper))
+    wide = padded(torch.float32, 1)
+    padding = wide.weight[6:].detach().clone()
+    sp.load(tmp_path / "step", tree(wide, torch.optim.SGD(wide.parameters())), cast=True)
+    assert torch.equal(wide.weight[:6], keeper.masters[narrow.weight][:6])
+    assert torch.equal(wide.weight[6:], padding)
+
+
+@pytest.mark.parametrize(
+    ("stored", "held"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)]
+)
+def test_a_plain_optimizer_goes_on_with_state_of_another_dtype(
+    tmp_path: Path, stored: torch.dtype, held: torch.dtype
+) -> None:
+    model = model_of(stored, 0)
+    adam = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    adam.step()
+    sp.save(tmp_path / "step", tree(model, adam))
+    other = model_of(held, 1)
+    again = torch.optim.AdamW(other.parameters(), foreach=False)
+    sp.load(tmp_path / "step", tree(other, again), cast=True)
+    assert again.state[other.weight]["exp_avg"].dtype == held
+    for parameter in other.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    again.step()
+    assert again.state[other.weight]["step"] == 2

@@ -199,8 +199,11 @@ def test_missing_state_is_made_where_torch_would_make_it() -> None:
     fresh = torch.optim.AdamW(target.parameters())
     checkpoint.load({"model": target, "o": fresh})
     state = fresh.state[target[0].weight]  # type: ignore[index]
-    assert state["exp_avg"].dtype == torch.float32
+    assert state["exp_avg"].dtype == torch.bfloat16
     assert state["step"].shape == () and state["step"].item() == 1
+    for parameter in target.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    fresh.step()  # torch's AdamW refuses averages of another dtype than the gradient's
 
 
 def test_how_a_step_is_computed_is_the_targets_own() -> None:

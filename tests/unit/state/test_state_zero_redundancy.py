@@ -15,8 +15,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardproof.errors import StructureError
+from shardproof.optim import HybridDeviceOptimizer
 from shardproof.state.slots import ParameterSlots, Receipt, StoredSlot
 from shardproof.state.zero_redundancy import inner_optimizer, is_zero_redundancy, owned_receipt, owned_slots
+from tests.unit.state.fake_checkpoint import saved
 
 RANKS = 3
 
@@ -173,3 +175,19 @@ def test_it_is_known_without_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, "torch.distributed.optim.zero_redundancy_optimizer")
         assert not is_zero_redundancy(optimizer)
         assert "torch.distributed.optim.zero_redundancy_optimizer" not in sys.modules
+
+
+def test_every_rank_takes_the_masters_of_a_narrow_model() -> None:
+    """Whoever owns the state: all ranks hold the parameters, and would differ if only owners took them."""
+    narrow = _model().bfloat16()
+    keeper = HybridDeviceOptimizer(
+        narrow.parameters(), torch.optim.AdamW, master_dtype=torch.float32, lr=2.0**-10
+    )
+    _step(narrow, keeper)
+    checkpoint = saved({"model": narrow, "optimizer": keeper})
+    for rank in range(RANKS):
+        with as_rank(rank):
+            model = _model()
+            checkpoint.load({"model": model, "optimizer": _optimizer(model)}, strict=False)
+            for parameter, slots in zip(model.parameters(), keeper.describe_slots(), strict=True):
+                assert torch.equal(parameter, slots.tensors["master"])  # type: ignore[arg-type]

@@ -7,18 +7,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["NOT_OPTIONS", "GroupLink", "options_of"]
+from shardproof.state.slots import options_of
 
-NOT_OPTIONS = frozenset(("params", "param_names"))
-
-
-def options_of(group: dict[str, Any], without: Collection[str] = ()) -> dict[str, Any]:
-    """The options in a group.
-
-    >>> options_of({"params": [], "lr": 0.1, "capturable": True}, {"capturable"})
-    {'lr': 0.1}
-    """
-    return {name: item for name, item in group.items() if name not in NOT_OPTIONS and name not in without}
+__all__ = ["GroupLink"]
 
 
 class GroupLink:

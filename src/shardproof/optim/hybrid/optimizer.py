@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any, overload
@@ -11,12 +12,12 @@ import torch
 
 from shardproof.errors import StructureError
 from shardproof.optim.hybrid import slots, torch_form
-from shardproof.optim.hybrid.groups import NOT_OPTIONS, GroupLink, options_of
 from shardproof.optim.hybrid.rules import Rules
 from shardproof.optim.hybrid.sides import Sides
+from shardproof.optim.hybrid.sub_optimizers import SubOptimizers
 from shardproof.optim.hybrid.traffic import Traffic, traffic_of
 from shardproof.optim.hybrid.twin import Twin, master_dtype_of
-from shardproof.state.slots import ParameterSlots, Receipt, StoredSlot
+from shardproof.state.slots import ParameterSlots, Receipt, StoredSlot, options_of
 
 __all__ = ["HybridDeviceOptimizer"]
 
@@ -91,8 +92,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._twins: dict[torch.Tensor, Twin] = {}
         self._traffic: dict[torch.device, Traffic] = {}
         self._rules = Rules(optimizer_class, cpu_optimizer_class or optimizer_class, options)
-        self._device_optimizer: torch.optim.Optimizer | None = None
-        self._links: list[list[GroupLink]] = []
+        self._subs = SubOptimizers(self._rules)
         super().__init__(params, self._rules.defaults)
 
     @property
@@ -140,10 +140,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for links in self._links:
-            for link in links:
-                link.tell()
-        self._hand_over_state()
+        self._subs.tell()
+        self._subs.hand_over(self.state, self._twins)
         self.refresh()
         for traffic in self._traffic.values():
             traffic.begin()
@@ -160,9 +158,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 traffic.end()
             for twin in self._twins.values():
                 twin.drop_gradient()
-            self._take_state()
-        for links in self._links:
-            links[0].hear()
+            self._subs.take_back(self.state, self._twins)
+        self._subs.hear()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -217,6 +214,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 f"HybridDeviceOptimizer keeps nothing beside its slots, but {sorted(state)} was stored"
             )
 
+    @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Torch's form, with the masters as slots ``"master"``: what this rank holds, by position.
 
@@ -241,7 +239,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         """
         receipts = torch_form.receipts(state_dict, self.param_groups, self.receive_slots)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({name: item for name, item in saved.items() if name not in NOT_OPTIONS})
+            group.update(deepcopy(options_of(saved)))
         for attach in receipts:
             attach()
 
@@ -252,25 +250,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     def _adopt(self, group: dict[str, Any]) -> None:
         """Deal a group's parameters, and make the sub-optimizers of them."""
-        links: list[GroupLink] = []
         twins = [self._new_twin(parameter) for parameter in group["params"]]
-        inner = {**options_of(group), "params": [twin.tensor for twin in twins if not twin.on_cpu]}
-        if self._device_optimizer is None:
-            self._device_optimizer = self._rules.on_device([inner])
-        else:
-            self._device_optimizer.add_param_group(inner)
-        links.append(GroupLink(group, self._device_optimizer.param_groups[-1], on_cpu=False, without=()))
-        for twin in twins:
-            twin.optimizer, twin.group = self._device_optimizer, group
-            if twin.on_cpu:
-                without = self._rules.not_of_cpu
-                twin.optimizer = self._rules.on_cpu([{**options_of(group, without), "params": [twin.tensor]}])
-                (cpu_group,) = twin.optimizer.param_groups
-                links.append(GroupLink(group, cpu_group, on_cpu=True, without=without))
-            self._twins[twin.parameter] = twin
-        if all(twin.on_cpu for twin in twins):
-            links.append(links.pop(0))  # the first is listened to, and the device has nothing to say
-        self._links.append(links)
+        self._subs.adopt(group, twins)
+        self._twins.update((twin.parameter, twin) for twin in twins)
 
     def _new_twin(self, parameter: torch.Tensor) -> Twin:
         device = parameter.device
@@ -294,19 +276,6 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             raise ValueError(f"a tensor of shape {list(parameter.shape)} is no parameter of this optimizer")
         return self._twins[parameter]
 
-    def _hand_over_state(self) -> None:
-        """What is in `state` is what is stepped with, whoever put it there."""
-        for parameter, twin in self._twins.items():
-            if parameter in self.state:
-                twin.optimizer.state[twin.tensor] = self.state[parameter]
-            else:
-                twin.optimizer.state.pop(twin.tensor, None)
-
-    def _take_state(self) -> None:
-        for parameter, twin in self._twins.items():
-            if twin.tensor in twin.optimizer.state:
-                self.state[parameter] = twin.optimizer.state[twin.tensor]
-
     def _start_gradients(self) -> tuple[list[Twin], list[Twin]]:
         """The device's and the CPU's twins that have a gradient, which is on its way to the CPU's."""
         by_side: tuple[list[Twin], list[Twin]] = [], []
@@ -325,8 +294,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     def _step_device(self, stepped: list[Twin]) -> None:
         if stepped:
-            assert self._device_optimizer is not None
-            self._device_optimizer.step()
+            assert self._subs.on_device is not None
+            self._subs.on_device.step()
         for twin in stepped:
             twin.write_back()
             twin.stepped()

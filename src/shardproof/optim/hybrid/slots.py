@@ -40,7 +40,7 @@ def describe(twin: Twin, state: Mapping[str, Any], kind: str, options: Mapping[s
         else:
             values[slot] = item
     if twin.has_master:
-        tensors[MASTER] = twin.tensor
+        tensors[MASTER] = twin.current()
     return ParameterSlots(twin.parameter, kind, options, tensors, values)
 
 

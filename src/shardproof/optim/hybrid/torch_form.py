@@ -26,7 +26,7 @@ def with_masters(state_dict: dict[str, Any], twins: Sequence[Twin]) -> dict[str,
     state = dict(state_dict["state"])
     for index, twin in enumerate(twins):
         if twin.has_master:
-            state[index] = {**state.get(index, {}), MASTER: twin.tensor}
+            state[index] = {**state.get(index, {}), MASTER: twin.current()}
     return {**state_dict, "state": state}
 
 
@@ -53,7 +53,9 @@ def receipts(
     for group, described in zip(groups, saved, strict=True):
         for parameter, index in zip(group["params"], described["params"], strict=True):
             state = state_dict["state"].get(index, {})
-            tensors = {slot: local_tensor(item) for slot, item in state.items() if isinstance(item, torch.Tensor)}
+            tensors = {
+                slot: local_tensor(item) for slot, item in state.items() if isinstance(item, torch.Tensor)
+            }
             values = {slot: deepcopy(item) for slot, item in state.items() if slot not in tensors}
             stored = {slot: StoredSlot(item.dtype, tuple(item.shape)) for slot, item in tensors.items()}
             receipt = receive(parameter, stored)

@@ -157,6 +157,10 @@ class Twin:
         """What the twin holds after `refresh`, in new memory on its side."""
         return self._refreshed() if self.has_master else self.local.to(self.tensor.device, copy=True)
 
+    def current(self) -> torch.Tensor:
+        """What the twin holds, or will after `refresh` where somebody else has written to the parameter."""
+        return self.tensor if self._now() == self._seen else self.values()
+
     def take_values(self, values: torch.Tensor) -> None:
         """The twin's memory becomes `values`, and the parameter is not asked."""
         self._sent.synchronize()
