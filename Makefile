@@ -38,8 +38,8 @@ test: $(STAMP)  ## the tests that fit in 15 minutes on 2 cores
 test-all: $(STAMP)  ## every test, the slow ones too
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
-bench: $(STAMP)  ## measure beside torch's own checkpoints
-	@set -e; for script in save load reshard small_tensors planning; do \
+bench: $(STAMP)  ## measure beside torch's own checkpoints, optimizers and sharding
+	@set -e; for script in save load reshard small_tensors planning optim; do \
 		echo "== $$script"; $(BIN)/python benchmarks/$$script.py $(ARGS); \
 	done
 

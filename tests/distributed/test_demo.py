@@ -16,14 +16,14 @@ from shardproof.demo import DemoError, DemoReport, print_report, run_demo
 from shardproof.demo.data import TextLoader
 from shardproof.demo.evidence import RunRecords, compare_draws, compare_losses, compare_tensors
 from shardproof.demo.launch import Job
-from shardproof.demo.layout import Layout
+from shardproof.demo.layout import OPTIMIZERS, SHARDINGS, Layout
 from shardproof.demo.model import ModelSize, Transformer
 from shardproof.demo.run import TEXT
 from shardproof.demo.story import Story
 from shardproof.demo.task import Record, Task
 
 
-def check(report: DemoReport, ranks: int, resume_ranks: tuple[int, ...]) -> None:
+def check(report: DemoReport, ranks: int, resume_ranks: tuple[int, ...], *, loss: float = 4.0) -> None:
     assert report.ok, json.dumps(report.to_json(), indent=1)
     assert [run.ranks for run in report.runs] == [ranks, ranks, ranks, *resume_ranks]
     reference, killed, same, *others = report.runs
@@ -39,7 +39,7 @@ def check(report: DemoReport, ranks: int, resume_ranks: tuple[int, ...]) -> None
     assert [comparison.identical for comparison in restored] == [188] * (1 + len(resume_ranks))
     assert report.stored.step == report.steps_left[-1] == (report.steps if others else 2 * report.save_every)
     assert report.stored.read.identical == 188
-    assert reference.last_loss < 4.0
+    assert reference.last_loss < loss
 
 
 def test_one_rank(tmp_path: Path) -> None:
@@ -70,6 +70,67 @@ def test_fewer_ranks_than_were_saved_and_more(tmp_path: Path) -> None:
     assert report.text == "own.txt"
     assert report.folder is None
     check(report, 2, (1, 2))
+
+
+def test_a_hybrid_optimizer_over_flat_shards() -> None:
+    report = run_demo(ranks=2, resume_ranks=(1,), steps=3, save_every=1, optimizer="hybrid", sharding="flat")
+    check(report, 2, (1,), loss=6.0)
+    assert [run.layout for run in report.runs] == ["2 ranks, flat"] * 3 + ["1 rank"]
+    assert [run.method for run in report.runs] == ["hybrid, 50% on CPU"] * 3 + ["hybrid, 100% on CPU"]
+    assert "hybrid, 50% on CPU" in shown(report)
+    assert "…" not in shown(report)
+
+
+def test_a_distributed_optimizer() -> None:
+    report = run_demo(
+        ranks=2, resume_ranks=(1,), steps=3, save_every=1, optimizer="distributed", sharding="none"
+    )
+    check(report, 2, (1,), loss=6.0)
+    assert report.to_json()["optimizer"] == "distributed"
+    assert report.to_json()["sharding"] == "none"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("optimizer", "sharding"),
+    [
+        ("hybrid", "fsdp2"),
+        ("adamw", "flat"),
+        ("hybrid", "flat"),
+        ("adamw", "none"),
+        ("distributed", "none"),
+        ("hybrid", "none"),
+    ],
+)
+def test_every_optimizer_and_sharding_over_tensor_parallel_ranks(optimizer: str, sharding: str) -> None:
+    report = run_demo(
+        ranks=4, resume_ranks=(3, 1), steps=8, save_every=2, optimizer=optimizer, sharding=sharding
+    )
+    check(report, 4, (3, 1))
+
+
+@pytest.mark.parametrize("sharding", ["fsdp2", "flat"])
+def test_a_distributed_optimizer_of_sharded_parameters_is_refused(sharding: str) -> None:
+    with pytest.raises(ValueError, match="use --optimizer distributed with --sharding none"):
+        run_demo(optimizer="distributed", sharding=sharding)
+
+
+def test_the_command_offers_every_choice() -> None:
+    from click import Choice
+
+    from shardproof.cli.demo import command
+
+    offered = {
+        each.name: tuple(each.type.choices) for each in command.params if isinstance(each.type, Choice)
+    }
+    assert offered == {"optimizer": OPTIMIZERS, "sharding": SHARDINGS}
+
+
+def test_unknown_choices_are_refused() -> None:
+    with pytest.raises(ValueError, match="optimizer 'lion': choose one of adamw, distributed, hybrid"):
+        run_demo(optimizer="lion")
+    with pytest.raises(ValueError, match="sharding 'zero': choose one of fsdp2, flat, none"):
+        run_demo(sharding="zero")
 
 
 @pytest.mark.slow

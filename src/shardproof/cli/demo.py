@@ -44,6 +44,20 @@ def _numbers(_context: click.Context, _parameter: click.Parameter, value: str) -
     "--save-every", type=click.IntRange(min=1), default=4, show_default=True, help="Steps between saves."
 )
 @click.option(
+    "--optimizer",
+    type=click.Choice(["adamw", "distributed", "hybrid"]),
+    default="adamw",
+    show_default=True,
+    help="adamw: torch's. distributed: its state sharded over ranks. hybrid: part of its step on the CPU.",
+)
+@click.option(
+    "--sharding",
+    type=click.Choice(["fsdp2", "flat", "none"]),
+    default="fsdp2",
+    show_default=True,
+    help="Of the parameters. fsdp2: torch's. flat: shardproof.fsdp. none: whole on every rank.",
+)
+@click.option(
     "--run-dir", type=click.Path(file_okay=False, path_type=Path), help="An empty or new folder, which stays."
 )
 @click.option("--keep", is_flag=True, help="Keep the temporary folder.")

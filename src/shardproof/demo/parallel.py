@@ -1,4 +1,4 @@
-"""How the demo spreads its model over ranks: FSDP2, with tensor parallelism inside it where asked for."""
+"""How the demo spreads its model over ranks, with tensor parallelism beneath where asked for."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -17,10 +18,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from shardproof import fsdp
 from shardproof.demo.layout import Layout
 from shardproof.demo.model import Transformer
 
-__all__ = ["Place", "spread"]
+__all__ = ["Place", "average_gradients", "spread"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,11 @@ class Place:
         names = ("data", "tensor")[: 2 if layout.tensor > 1 else 1]
         mesh = init_device_mesh(device.type, (layout.data, layout.tensor)[: len(names)], mesh_dim_names=names)
         return cls(mesh, mesh.get_local_rank("data"))
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same tensor-parallel part; None on a single rank."""
+        return None if self.mesh is None else self.mesh.get_group("data")
 
 
 class _Replicated(ParallelStyle):
@@ -59,11 +66,13 @@ def _leave(_module: nn.Module, output: Any, _mesh: DeviceMesh) -> Any:
     return output.to_local()
 
 
-def spread(model: Transformer, place: Place) -> None:
-    """Shard `model` in place: tensor parallel over the mesh's "tensor" dimension, FSDP2 over "data".
+def spread(model: Transformer, place: Place, sharding: str) -> None:
+    """Spread `model` in place: tensor parallel over the mesh's "tensor" dimension, `sharding` over "data".
 
-    Rows of the projections into heads and hidden units go to tensor-parallel ranks, and FSDP2 cuts each
-    rank's rows again: what torch calls a strided shard, where a rank's rows are not one block of the tensor.
+    Rows of the projections into heads and hidden units go to tensor-parallel ranks. FSDP2 cuts each rank's
+    rows again: what torch calls a strided shard, where a rank's rows are not one block of the tensor. The
+    flat sharding cuts the buffer that a block's parameters lie in, so that ranks have unequal numbers of rows
+    and, of many parameters, none.
     """
     mesh = place.mesh
     if mesh is None:
@@ -82,9 +91,11 @@ def spread(model: Transformer, place: Place) -> None:
                 "head": ColwiseParallel(output_layouts=Replicate()),
             },
         )
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh["data"])
-    fully_shard(model, mesh=mesh["data"])
+    for module in (*model.blocks, model):
+        if sharding == "fsdp2":
+            fully_shard(module, mesh=mesh["data"])
+        elif sharding == "flat":
+            fsdp.fully_shard(module, mesh=mesh["data"])
 
 
 def _block_plan() -> dict[str, ParallelStyle]:
@@ -96,3 +107,20 @@ def _block_plan() -> dict[str, ParallelStyle]:
     for name in ("attention.out", "mlp.down"):
         plan[name] = RowwiseParallel()
     return plan
+
+
+def average_gradients(model: nn.Module, place: Place) -> None:
+    """The mean over data-parallel ranks, for parameters that each has whole and no optimizer reduces."""
+    group = place.data_group
+    if group is None:
+        return
+    gradients = [
+        parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+        for parameter in model.parameters()
+        if parameter.grad is not None
+    ]
+    flat = torch.cat([gradient.flatten() for gradient in gradients]).div_(group.size())
+    dist.all_reduce(flat, group=group)
+    sizes = [gradient.numel() for gradient in gradients]
+    for gradient, mean in zip(gradients, torch.split(flat, sizes), strict=True):
+        gradient.copy_(mean.view_as(gradient))

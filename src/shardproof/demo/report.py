@@ -18,6 +18,8 @@ class RunFacts:
 
     name: str
     layout: str
+    method: str
+    """The optimizer."""
     ranks: int
     first_step: int
     last_step: int
@@ -100,6 +102,8 @@ class DemoReport:
     text: str
     text_bytes: int
     device: str
+    optimizer: str
+    sharding: str
     parameters: int
     steps: int
     save_every: int
@@ -149,6 +153,7 @@ def facts_of(
     return RunFacts(
         name=task.name,
         layout=str(task.layout),
+        method=task.layout.method,
         ranks=task.layout.ranks,
         first_step=min(losses, default=0),
         last_step=max(losses, default=0),

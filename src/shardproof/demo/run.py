@@ -45,6 +45,8 @@ def run_demo(
     device: str = "cpu",
     steps: int = 24,
     save_every: int = 4,
+    optimizer: str = "adamw",
+    sharding: str = "fsdp2",
     run_dir: Path | None = None,
     keep: bool = False,
     on_event: Callable[[DemoEvent], None] | None = None,
@@ -54,21 +56,24 @@ def run_demo(
 
     Args:
         text: file to train on; None for the one that comes with the package.
-        ranks: processes before the accident; even numbers from 4 on use tensor parallelism inside FSDP2.
-        resume_ranks: processes of each further run, under FSDP2 alone; each resumes from the one before.
+        ranks: processes before the accident; even numbers from 4 on use tensor parallelism beneath.
+        resume_ranks: processes of each further run, data parallel alone; each resumes from the one before.
         device: "cpu", or "cuda" and the like for tensors on an accelerator.
         steps: training steps of the whole story.
         save_every: steps between saves.
+        optimizer: "adamw", "distributed" or "hybrid".
+        sharding: of the parameters: "fsdp2", "flat" or "none".
         run_dir: an empty or new folder that stays; None for a temporary one.
         keep: keep the temporary folder as well. It is also kept when something fails.
         on_event: told what happens, as it happens.
         limit: seconds that one run may take.
 
     Raises:
-        ValueError: sizes that make no story, or a folder that is not empty.
+        ValueError: sizes that make no story, an optimizer and a sharding that do not go together, or a folder
+            that is not empty.
         DemoError: a run failed. A claim that does not hold is no error, but ``ok`` of the report is False.
     """
-    story = Story.of(ranks, resume_ranks, steps, save_every)
+    story = Story.of(ranks, resume_ranks, steps, save_every, optimizer=optimizer, sharding=sharding)
     if run_dir is not None and run_dir.exists() and any(run_dir.iterdir()):
         raise ValueError(f"{run_dir} is not empty: the demo wants a folder of its own")
     if run_dir is None:
@@ -123,15 +128,15 @@ class _Demo:
         runs = [facts_of(whole, reference, seconds), killed_facts]
         step = story.restored_step
         same = self._task("resumed-same", story.layout, stop=story.steps, restore=True, seed=101)
-        runs.append(self._resume(same, saved, step, reference, story.ranks, same_layout=True)[1])
+        known_ranks = story.layout.ranks
+        runs.append(self._resume(same, saved, step, reference, known_ranks, same_layout=True)[1])
 
         # From here on each run saves, and the next one resumes from what it saved.
-        known_ranks = story.ranks
-        for part, (ranks, stop) in enumerate(zip(story.resume_ranks, story.stops, strict=True)):
-            known_ranks = min(known_ranks, ranks)
+        for part, (layout, stop) in enumerate(zip(story.resume_layouts, story.stops, strict=True)):
+            known_ranks = min(known_ranks, layout.ranks)
             task = self._task(
-                f"resumed-{part + 1}-on-{ranks}",
-                Layout(ranks),
+                f"resumed-{part + 1}-on-{layout.ranks}",
+                layout,
                 stop=stop,
                 save_every=story.save_every,
                 restore=True,
@@ -149,6 +154,8 @@ class _Demo:
             text=self._text.name,
             text_bytes=self._text.stat().st_size,
             device=self._device,
+            optimizer=story.layout.optimizer,
+            sharding=story.layout.sharding,
             parameters=reference.all("model")[0]["parameters"],
             steps=story.steps,
             save_every=story.save_every,

@@ -37,7 +37,7 @@ def print_report(report: DemoReport, console: Console) -> None:
         table.add_column(column, no_wrap=True, justify="right" if column == "seconds" else "left")
     for run in report.runs:
         cells = (
-            f"[bold]{run.name}[/]\n[dim]{run.layout}[/]",
+            f"[bold]{run.name}[/]\n[dim]{run.layout}[/]" + _method(run),
             f"{run.first_step}-{run.last_step}",
             _restored(run),
             _tensors(run),
@@ -113,6 +113,10 @@ def _restored(run: RunFacts) -> str:
     if run.restored_step is None:
         return "-"
     return f"{run.restored_step} {_mark(run.restored_step == run.expected_step)}"
+
+
+def _method(run: RunFacts) -> str:
+    return "" if run.method == "adamw" else f"\n[dim]{run.method}[/]"
 
 
 def _tensors(run: RunFacts) -> str:

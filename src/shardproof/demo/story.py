@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardproof.demo.layout import Layout
 
@@ -24,18 +24,28 @@ BATCH = 12
 class Story:
     """Sizes of the demo.
 
-    >>> story = Story(ranks=4, resume_ranks=(3, 1), steps=24, save_every=4)
+    >>> story = Story(Layout(4), resume_ranks=(3, 1), steps=24, save_every=4)
     >>> story.restored_step, story.killed_step, story.stops
     (8, 12, (16, 24))
     """
 
-    ranks: int
+    layout: Layout
+    """Of the runs before the accident, and of the resume on the same layout."""
     resume_ranks: tuple[int, ...]
     steps: int
     save_every: int
 
     @classmethod
-    def of(cls, ranks: int, resume_ranks: Sequence[int], steps: int, save_every: int) -> Story:
+    def of(
+        cls,
+        ranks: int,
+        resume_ranks: Sequence[int],
+        steps: int,
+        save_every: int,
+        *,
+        optimizer: str = "adamw",
+        sharding: str = "fsdp2",
+    ) -> Story:
         """The story of these sizes.
 
         Raises:
@@ -51,12 +61,21 @@ class Story:
                 f"{steps} steps, a save after every {save_every}: give a multiple of that, at least {least}, "
                 f"so that two saves, one cut short and {len(resume_ranks)} resumed runs find their place"
             )
-        return cls(ranks, tuple(resume_ranks), steps, save_every)
+        layout = Layout.of(ranks, sharding, optimizer).widest()
+        return cls(layout, tuple(resume_ranks), steps, save_every)
 
     @property
-    def layout(self) -> Layout:
-        """Of the runs before the accident, and of the resume on the same layout."""
-        return Layout.widest(self.ranks)
+    def resume_layouts(self) -> tuple[Layout, ...]:
+        """Of each run on other ranks. The hybrid optimizer's CPU share changes too: all, none, all, ...
+
+        >>> story = Story.of(4, (3, 1), 24, 4, optimizer="hybrid", sharding="flat")
+        >>> [f"{layout}: {layout.method}" for layout in story.resume_layouts]
+        ['3 ranks, flat: hybrid, 100% on CPU', '1 rank: hybrid, 0% on CPU']
+        """
+        return tuple(
+            replace(self.layout, data=ranks, tensor=1, cpu_fraction=float(part % 2 == 0))
+            for part, ranks in enumerate(self.resume_ranks)
+        )
 
     @property
     def killed_step(self) -> int:

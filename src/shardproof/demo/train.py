@@ -20,20 +20,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 
 import shardproof as sp
 from shardproof.demo.accident import stop_in_the_middle
 from shardproof.demo.data import TextLoader
 from shardproof.demo.digests import state_digests
 from shardproof.demo.model import ModelSize, Transformer
+from shardproof.demo.optimizers import clip_gradients, finish_gradients, make_optimizer
 from shardproof.demo.parallel import Place, spread
 from shardproof.demo.story import BATCH
 from shardproof.demo.task import Task
 
 __all__ = ["Trainer"]
 
-LEARNING_RATE = 3e-3
 WARM_UP = 4
 DEADLINE = 60.0
 """Seconds of silence after which a rank, or a collective, counts as lost."""
@@ -56,12 +55,12 @@ class Trainer:
         size = ModelSize()
         self.place = Place.of(task.layout, self.device)
         self.model = Transformer(size, seed=task.seed).to(self.device)
-        spread(self.model, self.place)
+        spread(self.model, self.place, task.layout.sharding)
         self.record("model", parameters=sum(parameter.numel() for parameter in self.model.parameters()))
         random.seed(task.seed + self.rank)
         np.random.seed(task.seed + self.rank)
         torch.manual_seed(task.seed + self.rank)
-        self.optimizer = _optimizer(self.model)
+        self.optimizer = make_optimizer(self.model, task.layout, self.place)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, _Schedule(task.horizon))
         self.data = TextLoader(
             Path(task.text).read_bytes(),
@@ -124,11 +123,12 @@ class Trainer:
         tokens, targets = (part.to(self.device) for part in self.data.next())
         scores = self.model(tokens)
         total = F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum")
-        # FSDP2 averages gradients over the data-parallel ranks: scaled so, the average is the gradient of
-        # the mean over the whole batch, however many rows each rank has.
+        # Gradients are averaged over the data-parallel ranks: scaled so, the average is the gradient of the
+        # mean over the whole batch, however many rows each rank has.
         every = BATCH * tokens.shape[1]
         torch.autograd.backward(total * (self.task.layout.data / every))
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        finish_gradients(self.model, self.task.layout, self.place)
+        clip_gradients(self.model, self.optimizer, 1.0)
         rate = float(self.scheduler.get_last_lr()[0])
         self.optimizer.step()
         self.scheduler.step()
@@ -138,12 +138,12 @@ class Trainer:
     def mean_loss(self, share: torch.Tensor) -> float:
         """The sum of the data-parallel ranks' shares."""
         if self.place.mesh is not None:
-            dist.all_reduce(share, group=self.place.mesh.get_group("data"))
+            dist.all_reduce(share, group=self.place.data_group)
         return float(share)
 
     def record_state(self, when: str, step: int) -> None:
         """Record the digests of all tensors, and the states that are plain values."""
-        tensors = state_digests(self.model, self.optimizer)
+        tensors = state_digests(self.model, self.optimizer, self.place.data_group)
         plain = {"scheduler": self.scheduler.state_dict(), "data": self.data.state_dict()}
         self.record("digests", when=when, step=step, tensors=tensors, plain=repr(plain))
 
@@ -170,14 +170,6 @@ class _Schedule:
             return (step + 1) / WARM_UP
         done = min(1.0, (step - WARM_UP) / max(1, self.horizon - WARM_UP))
         return 0.1 + 0.45 * (1.0 + math.cos(math.pi * done))
-
-
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW that decays matrices and leaves norms and gains alone."""
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95))
 
 
 def _device(name: str) -> torch.device:
