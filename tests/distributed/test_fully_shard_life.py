@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
+import shardproof as sp
 from tests.distributed.fully_sharded import (
     Recorded,
     adamw,
@@ -18,7 +21,7 @@ from tests.distributed.fully_sharded import (
     train,
     words_of,
 )
-from tests.distributed.test_fully_shard import values
+from tests.distributed.test_fully_shard import STRATEGIES, values
 from tests.harness import process_group, rank, run_ranks
 
 
@@ -103,12 +106,34 @@ class Chosen(nn.Module):
         self.blocks: list[nn.Module] = []
         self.always, self.sometimes, self.never = (nn.Parameter(torch.ones(4)) for _ in range(3))
 
-    def forward(self, both: bool) -> torch.Tensor:
-        return self.always.sum() + (self.sometimes.sum() if both else 0)
+    def forward(self, both: bool, start: torch.Tensor | None = None) -> torch.Tensor:
+        first = self.always.sum() if start is None else start * 1
+        return first + (self.sometimes.sum() if both else 0)
 
 
 def test_a_parameter_without_gradient_has_none_on_all_ranks_or_on_none() -> None:
     assert sum(values(run_ranks(2, missing))) == 2.0  # four elements, mean of 0 and 1
+
+
+def one_has_none() -> list:
+    from shardproof.fsdp import no_sync
+
+    calls = []
+    with process_group():
+        for strategy in STRATEGIES:
+            model = flat(Chosen(), mesh_of(), strategy=strategy)
+            start = torch.ones((), requires_grad=True)
+            with no_sync(model):
+                model(rank() == 0, start).backward()
+            with Recorded() as recorded:
+                model(rank() == 0, start).backward()
+            calls.append(recorded.calls)
+    return calls
+
+
+def test_a_rank_without_any_gradient_runs_the_others_collectives() -> None:
+    first, second = values(run_ranks(2, one_has_none, timeout=40))
+    assert first == second
 
 
 def ordered() -> list:
@@ -145,6 +170,48 @@ def test_collectives_come_in_one_order_and_few_units_are_gathered_at_once() -> N
     calls = values(run_ranks(3, ordered))
     assert calls[0] == calls[1] == calls[2]
     assert [name for name, _ in calls[0]].count("reduce") == 3  # one a backward for all missing gradients
+
+
+def loaded(path: str) -> None:
+    from shardproof.fsdp import no_sync
+
+    with process_group():
+        for strategy in STRATEGIES:
+            model, reference = flat(made(), mesh_of(), strategy=strategy), made()
+            words = words_of(0, rank())
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(3)
+            sp.save(f"{path}/{strategy}", {"model": model})
+            sp.load(f"{path}/{strategy}", {"model": reference})
+            for pass_before in ("forward", "no sync", "interrupted", "inference"):
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.zero_()
+                if pass_before == "forward":  # its backward never comes
+                    model(words)
+                elif pass_before == "no sync":
+                    with no_sync(model):
+                        model(words).sum().backward()
+                elif pass_before == "inference":
+                    with torch.inference_mode():
+                        model(words)
+                else:
+                    interrupt = model.blocks[1].norm.register_forward_hook(interrupted)
+                    with pytest.raises(KeyboardInterrupt):
+                        model(words)
+                    interrupt.remove()
+                sp.load(f"{path}/{strategy}", {"model": model})
+                with torch.no_grad():
+                    assert torch.equal(model(words), reference(words)), (strategy, pass_before)
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_forward_after_a_load_uses_what_was_loaded(tmp_path: Path) -> None:
+    values(run_ranks(3, loaded, str(tmp_path), timeout=90))
 
 
 def visible() -> None:

@@ -33,6 +33,9 @@ def save_on_three(path: str) -> list[dict]:
                 sp.save(f"{path}/{strategy}", {"model": model, "optimizer": optimizer})
             assert recorded.calls == []
             saved.append(arrays(full_state_dict(model)))
+            twice = {name: value.detach().clone() * 2 for name, value in model.state_dict().items()}
+            model.load_state_dict(twice, assign=True)
+            sp.save(f"{path}/{strategy}-assigned", {"model": model})
     return saved
 
 
@@ -69,6 +72,8 @@ def test_three_ranks_to_two_and_to_a_plain_model(tmp_path: Path) -> None:
         sp.load(f"{tmp_path}/{strategy}-fresh", {"model": untrained, "optimizer": fresh})
         assert not fresh.state
         same(made(**OPTIONS).state_dict(), untrained)
+        sp.load(f"{tmp_path}/{strategy}-assigned", {"model": untrained})
+        same({key: torch.from_numpy(value) * 2 for key, value in weights.items()}, untrained)
         states = []
         for name in (strategy, f"{strategy}-again"):
             model = made(**OPTIONS)

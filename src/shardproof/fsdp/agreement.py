@@ -31,8 +31,13 @@ class Agreement:
             places = []
             for reduction in alike:
                 places.append(len(bits))
-                bits += [p.member in reduction.arrived for p in reduction.buffer.parameters]
-            flags = torch.tensor(bits, dtype=torch.int32, device=alike[0].buffer.device)
+                arrived = reduction.arrived
+                bits += [
+                    p.member in arrived or not p.sharded.requires_grad for p in reduction.buffer.parameters
+                ]
+            flags = torch.ones(len(bits), dtype=torch.int32, device=alike[0].buffer.device)
+            if not all(bits):
+                flags.copy_(torch.tensor(bits))
             for reduction, place in zip(alike, places, strict=True):
                 self._flags[reduction] = (flags, place)
             groups = [group for group in alike[0].buffer.ranks.groups if group.size() > 1]
@@ -48,7 +53,7 @@ class Agreement:
         self._works = []
 
     def arrived(self, reduction: Reduction) -> frozenset[int]:
-        """Members of the buffer's packing that got a gradient on any rank. After `wait`."""
+        """Members of the buffer's packing that got a gradient on any rank, or are frozen. After `wait`."""
         parameters = reduction.buffer.parameters
         if all(p.member in reduction.arrived for p in parameters if p.sharded.requires_grad):
             return reduction.arrived

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from shardproof.fsdp.collectives import all_gather
 from shardproof.fsdp.lanes import Done, Lane
@@ -61,6 +62,7 @@ class FlatBuffer:
     def allocate(self, device: torch.device) -> None:
         """New memory. The shard is zero, so that padding is."""
         self.whole = torch.empty(self.packing.size, dtype=self.compute, device=device)
+        self.guard = _unsafe_preserve_version_counter(self.whole)
         if self.in_place:
             self.shard = self.own(self.whole.zero_())
         else:
@@ -72,18 +74,24 @@ class FlatBuffer:
         return whole[first : first + self.packing.shard]
 
     def bind(self, requires_grad: list[bool]) -> None:
-        """Makes sharded and whole parameters views of the memory. The whole is to be gathered again."""
-        for parameter, wanted in zip(self.parameters, requires_grad, strict=True):
-            parameter.bind_shard(self.shard, wanted)
+        """Makes sharded and whole parameters views of new memory. The whole is to be gathered again."""
+        self._bind_shards(requires_grad)
+        for parameter in self.parameters:
             parameter.bind_whole(self.whole)
         self.free()
 
-    def versions(self) -> tuple[int, ...]:
-        """Changes when anybody writes to the shard or says to have done so."""
-        return (self.shard._version, *(parameter.sharded._version for parameter in self.parameters))
+    def _bind_shards(self, requires_grad: list[bool]) -> None:
+        for parameter, wanted in zip(self.parameters, requires_grad, strict=True):
+            parameter.bind_shard(self.shard, wanted)
 
     def gather(self, lane: Lane) -> Done:
-        """Starts to fill the whole from the shards of all ranks."""
+        """Starts to fill the whole from the shards of all ranks.
+
+        This writes to memory that tensors saved for backward are views of. What is written are the values
+        that were there, so the version counter of those tensors is to be put back: by `guard`, at the end.
+        """
+        if self.keep:
+            self.guard = _unsafe_preserve_version_counter(self.whole)
         storage = self.whole.untyped_storage()
         if not storage.size():
             storage.resize_(self.packing.size * self.whole.element_size())
@@ -105,9 +113,14 @@ class FlatBuffer:
         return whole
 
     def free(self) -> None:
-        """Gives the whole's memory back. Views of it, saved for backward, are filled again by `gather`."""
+        """Gives the whole's memory back. Views of it, saved for backward, are filled again by `gather`.
+
+        Until then backward refuses them: their version is another.
+        """
         if not self.keep:
+            self.guard = _unsafe_preserve_version_counter(self.whole)
             self.whole.untyped_storage().resize_(0)
+            torch.autograd.graph.increment_version(self.whole)
 
     def add_gradient(self, parameter: UnitParameter, gradient: torch.Tensor, memory: torch.Tensor) -> None:
         """Takes a gradient of a whole parameter. `memory` is for all gradients, of the whole size."""
@@ -126,10 +139,16 @@ class FlatBuffer:
         for parameter in self.parameters:
             if parameter.member not in arrived:
                 memory[parameter.start : parameter.stop].zero_()
-        self.gradients = None
-        self.arrived.clear()
+        self.drop_gradients()
         return memory, arrived
 
+    def drop_gradients(self) -> None:
+        """Forgets gradients that arrived."""
+        self.gradients = None
+        self.arrived.clear()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def adopt(self) -> None:
         """Takes what was put in the place of parameters (`to_empty`, `to`, `load_state_dict(assign=True)`).
 
@@ -144,11 +163,14 @@ class FlatBuffer:
                     f"{parameter.name} became {value.dtype} and its flat buffer is {self.master}: choose "
                     "dtypes by fully_shard(..., mixed_precision=MixedPrecision(...))"
                 )
-        device = values[0].device
-        if device != self.device:
+        device, gradients = values[0].device, [tensor.grad for tensor in found]
+        moves = device != self.device
+        if moves:
             self.allocate(device)
-        with torch.no_grad():
-            for parameter, value in zip(self.parameters, values, strict=True):
-                if value is not parameter.local and not value.is_meta:
-                    parameter.part(self.shard).copy_(value)
-        self.bind([isinstance(tensor, nn.Parameter) and tensor.requires_grad for tensor in found])
+        for parameter, value in zip(self.parameters, values, strict=True):
+            if value is not parameter.local and not value.is_meta:
+                parameter.part(self.shard).copy_(value)
+        bind = self.bind if moves else self._bind_shards
+        bind([isinstance(tensor, nn.Parameter) and tensor.requires_grad for tensor in found])
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.sharded.grad = gradient

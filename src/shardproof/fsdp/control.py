@@ -16,7 +16,8 @@ def set_requires_gradient_sync(module: nn.Module, required: bool) -> None:
     """Says whether backward reduces gradients, for all units in a module.
 
     Where it does not, gradients are summed whole on every rank, and `.grad` is given by the next backward
-    that does. All ranks must say the same.
+    that does: `zero_grad` knows nothing of them. Parameters must not be written to until it is called again,
+    because what was gathered once is used all the time. All ranks must say the same.
 
     Args:
         module: with units.
@@ -26,15 +27,15 @@ def set_requires_gradient_sync(module: nn.Module, required: bool) -> None:
         ValueError: it has no units.
     """
     for unit in units_in(module):
-        unit.sync = required
+        unit.set_sync(required)
 
 
 @contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
     """Backward within accumulates gradients without communication (see `set_requires_gradient_sync`).
 
-        for part in parts[:-1]:
-            with no_sync(model):
+        with no_sync(model):
+            for part in parts[:-1]:
                 loss(model(part)).backward()
         loss(model(parts[-1])).backward()
 
@@ -48,4 +49,4 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         for unit, sync in zip(units, before, strict=True):
-            unit.sync = sync
+            unit.set_sync(sync)

@@ -21,6 +21,9 @@ def install(unit: Unit) -> None:
     """Adds the hooks to the unit's module."""
     unit.module.register_forward_pre_hook(partial(_before_forward, unit), prepend=True, with_kwargs=True)
     unit.module.register_forward_hook(partial(_after_forward, unit), always_call=True)
+    unit.module.register_state_dict_pre_hook(partial(_settle, unit))  # type: ignore[no-untyped-call]
+    unit.module.register_load_state_dict_pre_hook(partial(_settle, unit))  # type: ignore[no-untyped-call]
+    unit.module.register_load_state_dict_post_hook(partial(_settle, unit))  # type: ignore[no-untyped-call]
     unit.module.__dict__["_apply"] = partial(_apply, unit)
 
 
@@ -37,20 +40,18 @@ def _schedule(unit: Unit) -> Schedule:
 
 
 def _before_forward(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    schedule = _schedule(unit)
-    schedule.enter(unit)
+    _schedule(unit).enter(unit)
     if unit.precision.cast_inputs and unit.precision.compute_dtype is not None:
         args, kwargs = tree_map_only(
             torch.Tensor, partial(_cast, unit.precision.compute_dtype), (args, kwargs)
         )
     if torch.is_grad_enabled():
-        args, kwargs = _watch_inputs(unit, schedule, (args, kwargs))
+        args, kwargs = _watch_inputs(unit, (args, kwargs))
     return args, kwargs
 
 
 def _after_forward(unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
-    schedule = _schedule(unit)
-    schedule.leave(unit)
+    _schedule(unit).leave(unit)
     if unit.precision.output_dtype is not None:
         output = tree_map_only(torch.Tensor, partial(_cast, unit.precision.output_dtype), output)
     if torch.is_grad_enabled():
@@ -60,18 +61,24 @@ def _after_forward(unit: Unit, module: nn.Module, args: Any, output: Any) -> Any
     return output
 
 
+def _settle(unit: Unit, *details: Any) -> None:
+    """After a pass that failed the module still has gathered parameters; `assign=True` gives it others."""
+    unit.show_sharded()
+    unit.adopt_changes()
+
+
 def _before_backward(unit: Unit, gradient: torch.Tensor) -> None:
     _schedule(unit).enter_backward(unit)
 
 
-def _watch_inputs(unit: Unit, schedule: Schedule, inputs: Any) -> Any:
+def _watch_inputs(unit: Unit, inputs: Any) -> Any:
     leaves, structure = tree_flatten(inputs)
     places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if not places:
         return inputs
     if not is_backward():
         unit.calls += 1
-    passed = _LeaveBackward.apply(unit, schedule, *(leaves[k] for k in places))  # type: ignore[no-untyped-call]
+    passed = _LeaveBackward.apply(unit, *(leaves[k] for k in places))  # type: ignore[no-untyped-call]
     for k, tensor in zip(places, passed, strict=True):
         leaves[k] = tensor
     return tree_unflatten(leaves, structure)
@@ -81,14 +88,14 @@ class _LeaveBackward(torch.autograd.Function):
     """Passes a unit's inputs on. Of the unit's backward it is the last: it was made first."""
 
     @staticmethod
-    def forward(ctx: Any, unit: Unit, schedule: Schedule, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.unit, ctx.schedule = unit, schedule
+    def forward(ctx: Any, unit: Unit, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.unit = unit
         return inputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        ctx.schedule.leave_backward(ctx.unit)
-        return (None, None, *gradients)
+        _schedule(ctx.unit).leave_backward(ctx.unit)
+        return (None, *gradients)
 
 
 def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
@@ -98,6 +105,7 @@ def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
 def _apply(unit: Unit, function: Any, recurse: bool = True) -> nn.Module:
     """`to_empty`, `to` and others: flat buffers follow what they make of the parameters."""
     apply: Any = type(unit.module)._apply
+    unit.show_sharded()
     apply(unit.module, function, recurse)
     unit.adopt_changes()
     return unit.module

@@ -69,7 +69,8 @@ def _materialize(unit: Unit, device: torch.device, initialize: Callable[[nn.Modu
             _empty_buffers(owner, device)
             initialize(owner)
     finally:
-        unit.show_sharded()
+        for parameter in unit.parameters:
+            parameter.show_sharded()
     for buffer, memory in zip(buffers, whole, strict=True):
         for group in buffer.ranks.groups:
             dist.broadcast(memory, group=group, group_src=0)

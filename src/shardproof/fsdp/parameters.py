@@ -162,6 +162,8 @@ class UnitParameter:
 
     def _arrived(self, whole: Any) -> None:
         gradient, whole.grad = whole.grad, None
+        if gradient is None:  # frozen since the forward
+            return
         if isinstance(gradient, DTensor):
             assert self.spec.parallel is not None
             if tuple(gradient.placements) != self.spec.parallel[1]:  # partial sums of a replicated weight

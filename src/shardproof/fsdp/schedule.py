@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch.autograd import Variable
 
@@ -37,8 +39,10 @@ class Schedule:
         shared = Shared(Lane(device), Lane(device))
         for unit in units:
             unit.shared = shared
+            unit.on_gradient = partial(self._note_gradient, unit)
         self._pool = shared.pool
-        self._depth = 0
+        self._running: list[Unit] = []
+        """Units whose forward has begun and is not over, the outermost first."""
         self._order: list[Unit] = []
         self._expected: list[Unit] = []
         self._cursor = 0
@@ -47,17 +51,13 @@ class Schedule:
         self._to_reduce: dict[Unit, None] = {}
         self._sent: list[Reduction] = []
         self._ending = False
-        self._holds_gradients = False
-        """Whether the last backward left gradients unreduced, so that parameters cannot have changed."""
 
     def enter(self, unit: Unit) -> None:
         """Before a unit's forward: its parameters are gathered, and the next units' on their way."""
         again = is_backward()
         if not again:
-            if self._depth == 0:
-                self._begin()
+            self._run(unit)
             unit.adopt_changes()
-            self._depth += 1
             self._order.append(unit)
         unit.gather()
         unit.wait_for_gather()
@@ -74,8 +74,9 @@ class Schedule:
             unit.show_sharded()
         if again:
             return
-        self._depth -= 1
-        outermost = self._depth == 0
+        while self._running and self._running.pop() is not unit:
+            pass
+        outermost = not self._running
         learning = torch.is_grad_enabled()
         if learning:
             self._finished.append(unit)
@@ -91,9 +92,7 @@ class Schedule:
 
     def enter_backward(self, unit: Unit) -> None:
         """Before the first gradient passes a unit: its parameters are gathered again, and the next units'."""
-        if not self._ending:
-            self._ending = True
-            Variable._execution_engine.queue_callback(self.end_backward)
+        self._await_end()
         if not unit.in_backward:
             unit.in_backward = True
             self._to_reduce[unit] = None
@@ -116,11 +115,28 @@ class Schedule:
             unit.calls = 0
             unit.free()
         self._give_gradients()
-        self._holds_gradients = any(
-            buffer.gradients is not None for unit in self.units for buffer in unit.buffers
-        )
         self._ending = False
         self._finished.clear()
+
+    def _await_end(self) -> None:
+        if not self._ending:
+            self._ending = True
+            Variable._execution_engine.queue_callback(self.end_backward)
+
+    def _note_gradient(self, unit: Unit) -> None:
+        """A gradient arrived, maybe not by way of the unit's output: a loss that an attribute keeps."""
+        self._await_end()
+        self._to_reduce.setdefault(unit)
+
+    def _run(self, unit: Unit) -> None:
+        if unit in self._running:  # that forward ended without a word (KeyboardInterrupt)
+            place = self._running.index(unit)
+            for other in self._running[place:]:
+                other.show_sharded()
+            del self._running[place:]
+        self._running.append(unit)
+        if len(self._running) == 1:
+            self._begin()
 
     def _begin(self) -> None:
         """A new forward of the whole model; what a failed pass left is dropped."""
@@ -136,9 +152,9 @@ class Schedule:
             self._sent.clear()
         self._cursor = 0
         self._order = []
+        del self._finished[: -4 * len(self.units)]  # forwards whose backward never came
         for unit in self.units:
-            if unit.has_gathered and ((unit.keeps and not self._holds_gradients) or unit.is_stale()):
-                unit.forget()
+            unit.forget_old()
 
     def _gather_ahead(self, unit: Unit) -> None:
         try:

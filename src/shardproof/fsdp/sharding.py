@@ -41,7 +41,8 @@ def fully_shard(
     outermost one, called last, may have none left: it lets all units know of each other). From then on its
     parameters are DTensors of which this rank holds *its own* rows, as many as lie in its range of the
     buffer: maybe none. Make the optimizer afterwards. Call the module, not its `forward`, and do not change
-    its output in place.
+    its output in place. What a unit computes must leave by its output, in tensors, lists, tuples or dicts:
+    with strategy "all", a loss that an attribute keeps finds the parameters freed, and its backward raises.
 
     Note that torch's own redistribution (`DTensor.full_tensor`) expects even shards: use `full_state_dict`.
     All ranks must run the same units in the same order, and hold equal parameters beforehand. Gradients that

@@ -8,7 +8,6 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from shardproof.fsdp.buffers import FlatBuffer
 from shardproof.fsdp.lanes import Done, Lane
@@ -66,13 +65,15 @@ class Unit:
         self.reshard_after_forward, self.divisor = reshard_after_forward, divisor
         self.device = device
         self.shared = Shared(Lane(device), Lane(device))
+        self.on_gradient: Callable[[], None] = _unnoticed
         self.sync = True
+        self.may_have_changed = True
+        """Whether parameters may be others than at the last gather: always, but within `no_sync`."""
         self.calls = 0
         """Forwards whose backward is to come and says when it is over."""
         self.in_backward = False
         self.has_gathered = False
         self._running: list[Done] = []
-        self._seen: list[tuple[int, ...]] = []
         self._memory: dict[FlatBuffer, torch.Tensor] = {}
         for buffer in buffers:
             for parameter in buffer.parameters:
@@ -92,44 +93,41 @@ class Unit:
         """Notices parameters that were replaced since, and takes their values (see `FlatBuffer.adopt`)."""
         for buffer in self.buffers:
             if not all(parameter.is_bound() for parameter in buffer.parameters):
-                self.wait_for_gather()
+                self._forget()
                 buffer.adopt()
-                self.has_gathered = False
 
     def gather(self) -> None:
-        """Starts to gather the parameters, if they are not there.
-
-        This writes to memory that tensors saved for backward are views of. What is written are the values
-        that were there, so the version counters that guard those tensors are put back in the end.
-        """
+        """Starts to gather the parameters, if they are not there."""
         if self.has_gathered:
             return
         self.has_gathered = True
-        self._seen = [buffer.versions() for buffer in self.buffers]
-        self._guard = _unsafe_preserve_version_counter(tuple(buffer.whole for buffer in self.buffers))
         self._running = [buffer.gather(self.shared.gathers) for buffer in self.buffers]
 
     def wait_for_gather(self) -> None:
         """What comes after may read the parameters."""
-        if self._running:
-            with self._guard:  # a collective's thread, or the wait for it, counts a write too
-                for done in self._running:
-                    done.wait()
-            self._running = []
+        for buffer, done in zip(self.buffers, self._running, strict=False):
+            with buffer.guard:  # a collective's thread, or the wait for it, counts a write too
+                done.wait()
+        self._running = []
 
-    def is_stale(self) -> bool:
-        """Whether shards were written to since they were gathered."""
-        return self._seen != [buffer.versions() for buffer in self.buffers]
+    def set_sync(self, required: bool) -> None:
+        """Says whether backward reduces gradients from now on."""
+        self.sync, self.may_have_changed = required, True
 
-    def forget(self) -> None:
-        """Says that the gathered parameters are not to be used again."""
+    def forget_old(self) -> None:
+        """Says that what was gathered for an earlier forward is not to be used, if it may have changed."""
+        if self.may_have_changed:
+            self._forget()
+        self.may_have_changed = self.sync
+
+    def _forget(self) -> None:
         self.wait_for_gather()
         self.has_gathered = False
 
     def free(self) -> None:
         """Frees the gathered parameters, if they are not kept."""
         if self.has_gathered and not self.keeps:
-            self.forget()
+            self._forget()
             for buffer in self.buffers:
                 buffer.free()
 
@@ -139,9 +137,10 @@ class Unit:
             parameter.show_whole()
 
     def show_sharded(self) -> None:
-        """Gives the module its sharded parameters back."""
+        """Gives the module its sharded parameters back; what somebody else put there stays."""
         for parameter in self.parameters:
-            parameter.show_sharded()
+            if parameter.current() is parameter.whole:
+                parameter.show_sharded()
 
     def reduce(self) -> list[Reduction]:
         """Starts to reduce the gradients of all trainable parameters.
@@ -155,6 +154,7 @@ class Unit:
         reductions: list[Reduction] = []
         for buffer in self.buffers:
             if not buffer.trainable:
+                buffer.drop_gradients()
                 continue
             if buffer.gradients is None:
                 buffer.gradients = self._memory_for(buffer)
@@ -169,8 +169,7 @@ class Unit:
     def drop_gradients(self) -> None:
         """Forgets gradients that arrived, after a backward that failed."""
         for buffer in self.buffers:
-            buffer.gradients = None
-            buffer.arrived.clear()
+            buffer.drop_gradients()
 
     def _memory_for(self, buffer: FlatBuffer) -> torch.Tensor:
         """Strategy "optimizer" has memory of its own for every gradient, the others share a few."""
@@ -187,6 +186,11 @@ class Unit:
         if memory is None:
             memory = self._memory_for(buffer)
         buffer.add_gradient(parameter, gradient, memory)
+        self.on_gradient()
+
+
+def _unnoticed() -> None:
+    raise AssertionError("a gradient arrived before the unit's first forward")
 
 
 def unit_of(module: nn.Module) -> Unit | None:
