@@ -253,8 +253,124 @@ def reduce_early() -> list[int]:
 
 
 def test_buckets_are_reduced_during_backward_and_not_within_no_sync() -> None:
-    """The last layer's buckets come first. Once its gradients have not come, they are not waited for."""
-    assert on_ranks(2, reduce_early) == [[0, 6, 0, 6, 0, 0, 0, 0]] * 2
+    """What gradients are waited for in vain is sent when backward ends."""
+    assert on_ranks(2, reduce_early) == [[0, 6, 6, 6, 0, 0, 0, 0]] * 2
+
+
+def communicate_between() -> tuple[list[list[float]], Values]:
+    """The program's own sum between backward and step; rank 1 does not use the last layer."""
+    from shardproof.optim import DistributedOptimizer
+
+    with process_group():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5))
+        optimizer = DistributedOptimizer(net, torch.optim.SGD, lr=0.1, bucket_bytes=1)
+        totals = []
+        for step in range(2):
+            (net if rank() == 0 else net[:2])(batch(step)).square().mean().backward()
+            total = torch.full((7,), rank() + 1.0)
+            dist.all_reduce(total)
+            totals.append(total.tolist())
+            optimizer.step()
+            optimizer.zero_grad()
+        return totals, values(net)
+
+
+def test_the_programs_own_collectives_may_follow_backward() -> None:
+    (totals, ours), (others, theirs) = on_ranks(2, communicate_between)
+    assert totals == others == [[3.0] * 7] * 2
+    assert ours == theirs
+
+
+class Checkpointed(nn.Module):
+    """Segments that are run again in backward, and a layer that all of them use if `shared`."""
+
+    def __init__(self, how: str | None, shared: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how, self.shared = how, shared
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
+
+    def segment(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(layer(x))
+        return self.layers[0](x) if self.shared else x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        for layer in self.layers[1:]:
+            if self.how is None:
+                x = self.segment(layer, x)
+            else:
+                x = checkpoint(self.segment, layer, x, use_reentrant=self.how == "reentrant")
+        return x
+
+
+HOWS = [None, "recomputing", "reentrant"]
+
+
+def train_checkpointed(shared: bool) -> list[tuple[Values, int]]:
+    """By kind of checkpoint: the parameters, and how many reductions there were."""
+    from shardproof.optim import DistributedOptimizer
+
+    results = []
+    with process_group():
+        for how in HOWS:
+            calls: list[str] = []
+            net = Checkpointed(how, shared)
+            with recorded(calls):
+                optimizer = DistributedOptimizer(net, torch.optim.AdamW, lr=1e-2, bucket_bytes=1)
+                for step in range(3):
+                    with optimizer.no_sync():
+                        net(batch(2 * step).requires_grad_()).square().mean().backward()
+                    net(batch(2 * step + 1).requires_grad_()).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            results.append((values(net), sum(call.startswith("reduce_scatter") for call in calls)))
+    return results
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_activation_checkpointing_changes_nothing(shared: bool) -> None:
+    """A reentrant one gives a shared layer's gradient in parts, the last of them after its bucket is sent."""
+    for (plain, reductions), recomputing, (reentrant, again) in on_ranks(2, train_checkpointed, shared):
+        assert reductions == 3 * 8
+        assert recomputing == (plain, reductions)
+        if shared:
+            close(reentrant, plain)
+        else:
+            assert (reentrant, again) == (plain, reductions)
+
+
+def thaw() -> list[bool]:
+    """By step: equal to a plain optimizer, where a layer is frozen now and then, another on rank 1 alone."""
+    from shardproof.optim import DistributedOptimizer
+
+    equal = []
+    with process_group():
+        plain, ours = block(), block()
+        reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+        optimizer = DistributedOptimizer(ours, torch.optim.AdamW, lr=1e-2, bucket_bytes=64)
+        for step in range(6):
+            for net in (plain, ours):
+                net.down.requires_grad_(step % 3 != 1)
+                net.up.requires_grad_(rank() == 0 or step % 2 == 0)
+                net(batch(step)).square().mean().backward()
+            for p in plain.parameters():
+                used = torch.tensor(0.0 if p.grad is None else 1.0)
+                dist.all_reduce(used)
+                if used:
+                    p.grad = (torch.zeros_like(p) if p.grad is None else p.grad) / world_size()
+                    dist.all_reduce(p.grad)
+            for each in (reference, optimizer):
+                each.step()
+                each.zero_grad()
+            equal.append(values(ours) == values(plain))
+    return equal
+
+
+def test_parameters_frozen_and_thawed_between_steps_on_all_ranks_or_one() -> None:
+    assert on_ranks(2, thaw) == [[True] * 6] * 2
 
 
 def surprise() -> tuple[Values, Values]:
@@ -500,6 +616,9 @@ def train_tensor_parallel() -> tuple[Values, float]:
             (net(x) - 1.0).square().mean().backward()
             norm = float(optimizer.clip_grad_norm_(0.5))
             optimizer.step()
+        optimizer.zero_grad()
+        net[0].weight.decoupled_grad = torch.zeros(3, 5)  # this rank's part
+        assert optimizer.count_zero_gradients() == 30
         optimizer.synchronize()
         full = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in net.parameters()]
         return [p.detach().flatten().tolist() for p in full], norm
@@ -543,7 +662,7 @@ def test_parameters_that_differ_between_ranks_are_refused_on_all() -> None:
 
 
 class Head(nn.Module):
-    """Reads the embedding's weight without calling it, then calls it."""
+    """Reads the embedding's weight without calling it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -573,6 +692,27 @@ def read_elsewhere() -> bool:
             not pending["embedding.weight"] and pending["body.weight"] and pending["body.bias"]
             for pending in waits
         )
+
+
+def load_at_once() -> tuple[list[bool], bool]:
+    """`load_state_dict` straight after a step: what is under way then, and that the values stay."""
+    from shardproof.optim import DistributedOptimizer
+
+    with process_group():
+        net = block()
+        optimizer = DistributedOptimizer(net, torch.optim.SGD, lr=0.1, bucket_bytes=64)
+        zeros = {name: torch.zeros_like(item) for name, item in net.state_dict().items()}
+        net(batch(0)).sum().backward()
+        optimizer.step()
+        waits = [any(bucket.gathering for bucket in optimizer._buckets)]
+        net.load_state_dict(zeros)
+        waits.append(any(bucket.gathering for bucket in optimizer._buckets))
+        optimizer.synchronize()
+        return waits, not any(p.any() for p in net.parameters())
+
+
+def test_a_model_that_is_loaded_after_the_step_is_not_overwritten_by_the_gather() -> None:
+    assert on_ranks(2, load_at_once) == [([True, False], True)] * 2
 
 
 def test_a_parameter_that_is_read_outside_of_its_module_is_gathered_by_the_step() -> None:

@@ -156,6 +156,76 @@ def test_gradients_set_by_hand_are_taken() -> None:
     assert torch.equal(net.up.bias, after["up.bias"] - 1.0), "nothing of last step's gradients is left"
 
 
+def test_gradients_set_by_hand_after_clipping_are_taken() -> None:
+    net = model()
+    optimizer = DistributedOptimizer(net, torch.optim.SGD, lr=1.0)
+    before = net.up.bias.detach().clone()
+    net.up.bias.grad = torch.ones(7)
+    optimizer.clip_grad_norm_(100.0)
+    net.up.bias.grad = torch.ones(7)
+    optimizer.step()
+    assert torch.equal(net.up.bias, before - 1.0 - 1.0)
+
+
+def test_zero_grad_forgets_decoupled_gradients() -> None:
+    net = model()
+    optimizer = DistributedOptimizer(net, torch.optim.SGD, lr=1.0)
+    before = net.up.bias.detach().clone()
+    net.up.bias.decoupled_grad = torch.ones(7)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert torch.equal(net.up.bias, before)
+
+
+def test_a_gradient_of_another_shape_is_refused_by_name() -> None:
+    net = model()
+    optimizer = DistributedOptimizer(net, torch.optim.SGD, lr=1.0)
+    net.up.bias.decoupled_grad = torch.ones(9)  # would reach into the next parameter
+    with pytest.raises(ValueError, match=r"up\.bias has local shape \[7\], and a gradient of .* \[9\]"):
+        optimizer.step()
+
+
+def test_a_parameter_that_is_thawed_adds_up_in_the_gradient_dtype() -> None:
+    net = model(torch.bfloat16)
+    net.up.bias.requires_grad_(False)
+    optimizer = DistributedOptimizer(
+        net,
+        torch.optim.SGD,
+        lr=1.0,
+        param_groups=[{"params": list(net.parameters())}],
+        gradient_dtype=torch.float32,
+    )
+    assert not net.up.bias.requires_grad
+    before = slots_by_name(net, optimizer)["up.bias"].tensors["master"].buffer.clone()
+    net.up.bias.requires_grad_(True)
+    for gradient in (256.0, 1.0):  # 257 is not a bf16 number
+        (net.up.bias * gradient).sum().backward()
+    optimizer.step()
+    now = slots_by_name(net, optimizer)["up.bias"].tensors["master"].buffer
+    assert torch.equal(now, before - 257.0)
+
+
+def test_full_buffers_are_no_larger_than_their_buckets() -> None:
+    net = nn.Sequential(nn.Linear(100, 100, bias=False), *[nn.Linear(4, 4, bias=False) for _ in range(8)])
+    optimizer = DistributedOptimizer(net, torch.optim.SGD, lr=1.0, bucket_bytes=1)
+    for _ in range(2):
+        with optimizer.no_sync():
+            sum((p.sum() for p in net.parameters()), torch.zeros(())).backward()
+        held = sum(bucket.full.numel() for bucket in optimizer._buckets if bucket.full is not None)
+        assert held == sum(p.numel() for p in net.parameters())
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_norms_of_gradients_in_any_dtype(dtype: torch.dtype) -> None:
+    net = model(dtype)
+    optimizer = DistributedOptimizer(net, torch.optim.SGD, lr=1.0)
+    net.up.bias.grad = torch.full((7,), 2.0, dtype=dtype)
+    norm = optimizer.clip_grad_norm_(1.0)
+    assert norm.dtype == torch.float32
+    torch.testing.assert_close(float(norm), 2.0 * 7**0.5)
+
+
 def test_clipping_is_torchs() -> None:
     plain, ours = model(), model()
     optimizer = DistributedOptimizer(ours, torch.optim.SGD, lr=0.1, bucket_bytes=64)
@@ -420,6 +490,15 @@ def test_a_model_load_is_not_undone_by_stale_masters() -> None:
     assert float(net.up.weight.detach().flatten()[3]) == 5.0
 
 
+def test_masters_are_described_as_the_weights_that_were_loaded_since() -> None:
+    net = model(torch.bfloat16)
+    optimizer = DistributedOptimizer(net, torch.optim.SGD, lr=2.0**-6)
+    trained(net, optimizer, 2)
+    with torch.no_grad():
+        net.up.weight.fill_(5.0)
+    assert (slots_by_name(net, optimizer)["up.weight"].tensors["master"].buffer == 5.0).all()
+
+
 def test_masters_stay_exact_where_nobody_writes() -> None:
     net = model(torch.bfloat16)
     optimizer = DistributedOptimizer(net, torch.optim.SGD, lr=1e-5)
@@ -475,11 +554,38 @@ def test_a_fixed_scale_stays() -> None:
         DynamicLossScale(backoff=2.0)
 
 
+@pytest.mark.parametrize("shard_gradients", [True, False])
+def test_buckets_that_land_during_backward_take_the_scale_of_their_loss(shard_gradients: bool) -> None:
+    plain, ours = model(), model()
+    scale = DynamicLossScale(16.0, interval=1)
+    optimizer = DistributedOptimizer(
+        ours, torch.optim.SGD, lr=0.1, bucket_bytes=1, loss_scale=scale, shard_gradients=shard_gradients
+    )
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for batch in batches(3):
+        reference.zero_grad()
+        plain(batch).square().mean().backward()
+        reference.step()
+        optimizer.zero_grad()
+        optimizer.scale(ours(batch).square().mean()).backward()
+        optimizer.step()
+    assert scale.value == 128.0
+    assert equal(list(ours.parameters()), list(plain.parameters())), "the scales are powers of two"
+
+
 def test_a_moved_parameter_is_refused_by_name() -> None:
     net = model()
     optimizer = DistributedOptimizer(net, torch.optim.SGD, lr=0.1)
     net.up.weight.data = net.up.weight.data.clone()
     net(batches(1)[0]).sum().backward()
+    with pytest.raises(RuntimeError, match=r"up\.weight no longer lies in the optimizer's flat buffer"):
+        optimizer.step()
+
+
+def test_a_parameter_that_its_module_has_replaced_is_refused_by_name() -> None:
+    net = model()
+    optimizer = DistributedOptimizer(net, torch.optim.SGD, lr=0.1)
+    net.load_state_dict({name: item.clone() for name, item in net.state_dict().items()}, assign=True)
     with pytest.raises(RuntimeError, match=r"up\.weight no longer lies in the optimizer's flat buffer"):
         optimizer.step()
 

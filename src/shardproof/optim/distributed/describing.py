@@ -11,10 +11,9 @@ from shardproof.optim.distributed.flat import Weight
 from shardproof.optim.distributed.stepping import Stepper
 from shardproof.optim.schema import Spec
 from shardproof.state import MASTER, LocalRange, ParameterSlots, Receipt, StoredSlot
+from shardproof.state.slots import options_of
 
 __all__ = ["describe", "receipt"]
-
-_NOT_OPTIONS = ("params", "param_names")
 
 
 def describe(
@@ -22,7 +21,7 @@ def describe(
 ) -> Iterator[ParameterSlots]:
     """Every parameter, with its masters from the start and other slots from its first step on."""
     kept = stepper.slots()
-    options = [{name: item for name, item in group.items() if name not in _NOT_OPTIONS} for group in groups]
+    options = [options_of(group) for group in groups]
     for weight in weights:
         slots = kept[weight]
         tensors: dict[str, torch.Tensor | LocalRange] = {}

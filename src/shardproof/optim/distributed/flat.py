@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from shardproof.optim.distributed.buckets import Bucket
 from shardproof.optim.distributed.ranks import Ranks, Work
+from shardproof.state.dtensor import local_tensor
 
-__all__ = ["FlatBucket", "Owner", "Weight", "local_of"]
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor that this rank holds of a tensor or DTensor."""
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local
+__all__ = ["FlatBucket", "Owner", "Weight"]
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +32,8 @@ class Weight:
     """Its row in `param_groups`."""
     counted: bool
     """Its elements enter norms on this rank: they are not a tensor-parallel replica of another's."""
+    siblings: Mapping[str, torch.nn.Parameter | None]
+    """All parameters of the module that holds it, as they are now."""
     bucket: FlatBucket = field(init=False)
     data: torch.Tensor = field(init=False)
     """The local tensor: a view of the bucket's parameters."""
@@ -64,7 +62,7 @@ class Weight:
 
     def place(self, bucket: FlatBucket, offset: int, part: tuple[int, int]) -> None:
         """Move the parameter's values into the bucket."""
-        local = local_of(self.parameter)
+        local = local_tensor(self.parameter)
         self.bucket, self.offset, (self.start, self.stop) = bucket, offset, part
         view = bucket.parameters[offset : offset + local.numel()].view(local.shape).data
         view.copy_(local.detach())
@@ -91,8 +89,11 @@ class Weight:
         return int(self.parameter._version) + int(self.data._version)
 
     def check_in_place(self) -> None:
-        """Raises where something else has given the parameter other memory."""
-        if self.data.numel() and local_of(self.parameter).data_ptr() != self.data.data_ptr():
+        """Raises where something else has given the parameter, or its module, other memory."""
+        held = self.siblings.get(self.name.rpartition(".")[2])
+        replaced = held is not None and held is not self.parameter
+        moved = local_tensor(self.parameter).data_ptr() != self.data.data_ptr()
+        if replaced or (moved and self.data.numel()):
             raise RuntimeError(
                 f"{self.name} no longer lies in the optimizer's flat buffer: it was given other memory after "
                 "the DistributedOptimizer was made (module.to(...), load_state_dict(assign=True), "
@@ -113,7 +114,7 @@ class FlatBucket:
     def __init__(
         self, geometry: Bucket, ranks: Ranks, weights: list[Weight], gradient_dtype: torch.dtype
     ) -> None:
-        like = local_of(weights[0].parameter)
+        like = local_tensor(weights[0].parameter)
         self.geometry, self.ranks, self.weights = geometry, ranks, weights
         self.device, self.gradient_dtype = like.device, gradient_dtype
         self.first = ranks.rank * geometry.shard

@@ -1,10 +1,11 @@
 """The stepped parameters to all ranks, while the next forward pass is already under way.
 
-Note: nobody reads a parameter that is being gathered
-    A module's forward waits for the buckets of its own parameters, and so does its `state_dict`. Parameters
-    that are seen to be used otherwise (a head that multiplies by the embedding's weight, before the
-    embedding is called) are gathered before the step returns: their gradient hook finds that no module that
-    holds them has been called. The optimizer's own reads and writes begin with `wait_all`.
+Note: nobody uses a parameter that is being gathered
+    A module's forward waits for the buckets of its own parameters, and so do its `state_dict` and
+    `load_state_dict`, whose values the gather would write over. Parameters that are seen to be used
+    otherwise (a head that multiplies by the weight of an embedding which is not called) are gathered before
+    the step returns: their gradient hook finds that no module that holds them has been called. The
+    optimizer's own reads and writes begin with `wait_all`.
 """
 
 from __future__ import annotations
@@ -50,16 +51,17 @@ class Gather:
 
         def before_forward(_: torch.nn.Module, __: Any) -> None:
             owner.called = True
-            before_reading()
+            before_use()
 
-        def before_reading(*_: Any) -> None:
+        def before_use(*_: Any) -> None:
             gather = alive()
             if gather is not None and gather._busy:
                 for bucket in buckets:
                     gather.wait(bucket)
 
         part.register_forward_pre_hook(before_forward, prepend=True)
-        part.register_state_dict_pre_hook(before_reading)  # type: ignore[no-untyped-call]
+        part.register_state_dict_pre_hook(before_use)  # type: ignore[no-untyped-call]
+        part.register_load_state_dict_pre_hook(before_use)  # type: ignore[no-untyped-call]
 
     def start(self, changed: Iterable[FlatBucket]) -> None:
         """Gather those buckets, which are the same on all ranks; the parameters needed first go first."""

@@ -3,10 +3,17 @@
 Note: one order of reductions
     All ranks must begin the same collectives in the same order. Gradients become ready in an order that may
     differ between ranks, and some never do. So bucket k is sent during backward only when buckets 0 to k-1
-    have been, each at most once between two calls of `zero_grad`; what is left is sent, in order, by
-    `finish`, whatever it holds. When a bucket is sent (whose gradients are expected, which are ready) may
-    therefore differ between ranks. Gradients that come after their bucket was sent stay in the full buffer
-    until all ranks have been asked whether any has such; then `reduce_late` sends that bucket again on all.
+    have been, each at most once between two calls of `zero_grad`; what is left is sent, in order, when
+    backward ends, whatever it holds: before any collective of the program's that follows. When in backward a
+    bucket is sent (whose gradients are expected, which are ready) may differ between ranks. Gradients that
+    come after their bucket was sent stay in the full buffer until all ranks have been asked whether any has
+    such; then `reduce_late` sends that bucket again on all.
+
+Note: the end of backward
+    The first gradient of a pass has autograd call back when the pass ends. A checkpoint (the reentrant kind)
+    runs passes of its own within the outer one, and its first gradient may come in one of these, which ends
+    long before. But each runs the forward of a module again in the outer pass first: that is taken as its
+    beginning too.
 
 Note: who may write the full buffer
     A reduction under way reads it. `FlatBucket.full` is None from the launch on, so that a late gradient
@@ -21,12 +28,16 @@ Note: one stream
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
-from shardproof.optim.distributed.flat import FlatBucket, Weight, local_of
+from shardproof.optim.distributed.arriving import forget, taken, waiting
+from shardproof.optim.distributed.flat import FlatBucket, Weight
+from shardproof.optim.distributed.loss_scale import LossScale
 
 __all__ = ["Gradients"]
 
@@ -40,32 +51,49 @@ class Gradients:
     Args:
         buckets: in the order in which they are sent.
         divisor: what sums over ranks are divided by.
+        loss_scale: what they are divided by as well, as it is when they land: before `step` changes it.
         reuse: full buffers are shared by buckets (ZeRO-2) instead of kept by each (ZeRO-1).
         overlap: send during backward, not only in `finish`.
     """
 
-    def __init__(self, buckets: Sequence[FlatBucket], divisor: int, *, reuse: bool, overlap: bool) -> None:
-        self.buckets, self.divisor, self.reuse, self.overlap = buckets, divisor, reuse, overlap
-        self.loss_scale = 1.0
+    def __init__(
+        self,
+        buckets: Sequence[FlatBucket],
+        divisor: int,
+        loss_scale: LossScale,
+        *,
+        reuse: bool,
+        overlap: bool,
+    ) -> None:
+        self.buckets, self.divisor, self.loss_scale = buckets, divisor, loss_scale
+        self.reuse, self.overlap = reuse, overlap
         self.synchronized = True
         """False within `no_sync`."""
-        self.touched = False
-        """A gradient has come since `finish`."""
+        self._touched = False
+        """Hooks have taken a gradient since `finish`."""
         self._next = 0
         """The bucket to be sent next."""
         self._begun = False
         """A reduction may have begun on some rank."""
+        self._awaited = False
+        """Autograd will say when this backward pass ends."""
         self._flying: deque[FlatBucket] = deque()
         self._free: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        """Full buffers that nobody uses, the smallest first."""
         self._kept: dict[FlatBucket, torch.Tensor] = {}
-        self._largest: dict[tuple[torch.device, torch.dtype], int] = {}
-        for bucket in buckets:
-            kind = (bucket.device, bucket.gradient_dtype)
-            self._largest[kind] = max(self._largest.get(kind, 0), bucket.geometry.size)
 
-    def attach_hooks(self) -> None:
+    def attach_hooks(self, module: torch.nn.Module) -> None:
         """Take every gradient as soon as autograd has added it up. Ends with the life of this object."""
         alive = weakref.ref(self)
+
+        def before_forward(*_: Any) -> None:
+            gradients = alive()
+            if gradients is not None and torch._C._current_graph_task_id() != -1:
+                gradients.await_end()
+
+        for part in module.modules():
+            if next(part.parameters(recurse=False), None) is not None:
+                part.register_forward_pre_hook(before_forward)
 
         def hook_of(weight: Weight) -> None:
             def take(_: torch.Tensor) -> None:
@@ -73,35 +101,54 @@ class Gradients:
                 if gradients is not None:
                     gradients.take(weight)
 
+            frozen = not weight.parameter.requires_grad
+            weight.parameter.requires_grad_(True)  # a frozen one takes no hook, and may be thawed
             weight.parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+            weight.parameter.requires_grad_(not frozen)
 
         for bucket in self.buckets:
             for weight in bucket.weights:
-                if weight.parameter.requires_grad:
-                    hook_of(weight)
+                hook_of(weight)
 
     @torch.no_grad()
     def take(self, weight: Weight) -> None:
         """The parameter's gradient is complete, as far as this backward pass goes."""
-        self.touched = True
+        self._touched = True
         self._add(weight)
         if weight.owners and not any(owner.called for owner in weight.owners):
             weight.bucket.eager = True
         if self.synchronized and self.overlap:
             self._begun = weight.ready = True
+            self.await_end()
             self._advance()
+
+    def await_end(self) -> None:
+        """To be called in backward: what is left will be sent when it ends. See "The end of backward"."""
+        if self.synchronized and self.overlap and not self._awaited:
+            self._awaited = True
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._end)
+
+    @torch.no_grad()
+    def _end(self) -> None:
+        self._awaited = False
+        if self._begun:
+            self._launch_rest()
+
+    @property
+    def touched(self) -> bool:
+        """A gradient has come since `finish`, from autograd or by hand."""
+        return self._touched or any(waiting(weight) for bucket in self.buckets for weight in bucket.weights)
 
     def finish(self) -> None:
         """Take what hooks did not, send what has not been sent, and wait: a collective for each bucket."""
         for bucket in self.buckets:
             for weight in bucket.weights:
-                if weight.parameter.grad is not None or _decoupled(weight) is not None:
+                if waiting(weight):
                     self._add(weight)
-        while self._next < len(self.buckets):
-            self._launch(self.buckets[self._next])
-            self._next += 1
+        self._launch_rest()
         self._land_all()
-        self._begun = self.touched = False
+        self._awaited = self._begun = self._touched = False
 
     def expect(self, stepped: Iterable[Weight]) -> None:
         """In the next backward pass, buckets wait for gradients of these; others may still come, late."""
@@ -134,20 +181,12 @@ class Gradients:
                 bucket.full = None
             for weight in bucket.weights:
                 weight.seen = weight.written = weight.ready = False
-                weight.parameter.grad = None
+                forget(weight)
         self._next = 0
+        self._awaited = False
 
     def _add(self, weight: Weight) -> None:
-        bucket, parameter = weight.bucket, weight.parameter
-        decoupled = _decoupled(weight)
-        if decoupled is not None:
-            gradient = decoupled
-            parameter.decoupled_grad = None  # type: ignore[attr-defined]
-        else:
-            assert parameter.grad is not None
-            gradient = parameter.grad
-        parameter.grad = None
-        gradient = _as_local(gradient, weight)
+        bucket, gradient = weight.bucket, taken(weight)
         if bucket.full is None:
             bucket.full = self._take_buffer(bucket)
         size = gradient.numel()
@@ -164,6 +203,11 @@ class Gradients:
             if any(weight.expected and not weight.ready for weight in bucket.weights):
                 return
             self._launch(bucket)
+            self._next += 1
+
+    def _launch_rest(self) -> None:
+        while self._next < len(self.buckets):
+            self._launch(self.buckets[self._next])
             self._next += 1
 
     def _launch(self, bucket: FlatBucket) -> None:
@@ -197,7 +241,7 @@ class Gradients:
         bucket.flight = None
         self._release(bucket, buffer)
         divisor = 1 if bucket.gradient_dtype == torch.float16 else self.divisor
-        factor = 1.0 / (divisor * self.loss_scale)
+        factor = 1.0 / (divisor * self.loss_scale.value)
         if bucket.landed:
             ratio = factor / bucket.scale
             bucket.shard.add_(shard if ratio == 1.0 else shard.mul_(ratio))
@@ -209,8 +253,13 @@ class Gradients:
         """Memory for the bucket's gradients, of its size or larger, with anything in it."""
         kind = (bucket.device, bucket.gradient_dtype)
         if self.reuse:
-            free = self._free.setdefault(kind, [])
-            return free.pop() if free else torch.empty(self._largest[kind], dtype=kind[1], device=kind[0])
+            free, size = self._free.setdefault(kind, []), bucket.geometry.size
+            at = bisect_left(free, size, key=torch.Tensor.numel)
+            if at < len(free):
+                return free.pop(at)
+            if free:
+                del free[0]  # a larger one takes its place
+            return torch.empty(size, dtype=kind[1], device=kind[0])
         if bucket.flight is not None:
             self._flying.remove(bucket)
             self._land(bucket)
@@ -220,22 +269,5 @@ class Gradients:
 
     def _release(self, bucket: FlatBucket, buffer: torch.Tensor) -> None:
         if self.reuse:
-            self._free.setdefault((bucket.device, bucket.gradient_dtype), []).append(buffer)
-
-
-def _decoupled(weight: Weight) -> torch.Tensor | None:
-    """The gradient in a dtype of its own, where the program has put one there."""
-    return getattr(weight.parameter, "decoupled_grad", None)
-
-
-def _as_local(gradient: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """What this rank holds of the gradient, laid out as its parameter."""
-    if gradient.is_sparse:
-        raise ValueError(
-            f"{weight.name} has a sparse gradient, which has no place in a flat buffer. Use sparse=False in "
-            "its embedding, or leave it out of param_groups"
-        )
-    placements = getattr(weight.parameter, "placements", None)
-    if placements is not None and gradient.placements != placements:  # type: ignore[attr-defined]
-        gradient = gradient.redistribute(placements=placements)  # type: ignore[attr-defined]
-    return local_of(gradient)
+            free = self._free.setdefault((bucket.device, bucket.gradient_dtype), [])
+            insort(free, buffer, key=torch.Tensor.numel)

@@ -117,7 +117,8 @@ def _sum_flags(ranks: Ranks, device: torch.device, *chosen: tuple[list[float], l
 def _squares(buckets: Sequence[FlatBucket]) -> torch.Tensor:
     """Sum of the squares of the gradients that this rank counts; fp32, 0-dim."""
     norms = [
-        torch.linalg.vector_norm(part, dtype=torch.float32) * bucket.scale
+        torch.linalg.vector_norm(part, dtype=torch.promote_types(part.dtype, torch.float32)).float()
+        * bucket.scale
         for bucket in buckets
         for part in bucket.counted()
     ]

@@ -10,17 +10,18 @@ import torch
 import torch.distributed as dist
 
 from shardproof.optim.distributed.describing import describe, receipt
-from shardproof.optim.distributed.flat import Weight, local_of
+from shardproof.optim.distributed.flat import Weight
 from shardproof.optim.distributed.gather import Gather
 from shardproof.optim.distributed.gradients import Gradients
 from shardproof.optim.distributed.inner import make_stepper
 from shardproof.optim.distributed.loss_scale import LossScale
+from shardproof.optim.distributed.masters import Masters
 from shardproof.optim.distributed.norms import Groups, Verdict, agree, count_zeros
 from shardproof.optim.distributed.placing import (
     GroupsGiven,
+    check_same,
     groups_of,
     make_buckets,
-    make_fragments,
     make_weights,
     model_ranks,
 )
@@ -46,7 +47,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     on all, one that has none anywhere is left alone.
 
     `backward`, `step`, `clip_grad_norm_`, `count_zero_gradients` and `zero_grad` communicate: every rank
-    calls them the same number of times, in the same order. Describing and taking state does not.
+    calls them the same number of times, in the same order. Describing and taking state does not. A backward
+    pass reaches a parameter of the optimizer on every rank or on none.
 
     Args:
         module: its parameters are the same on all ranks afterwards: those of the group's first rank.
@@ -69,7 +71,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         state_dtypes: dtypes by slot, such as ``{"exp_avg": torch.bfloat16}``: kept so, raised to fp32 for
             the step.
         shard_gradients: full gradient buffers are reused once reduced (ZeRO-2), instead of kept (ZeRO-1).
-        overlap_reduce: reduce during backward, not in `step`.
+        overlap_reduce: reduce during backward, not in `step`. Where parameters are used on some ranks only,
+            and the model's own backward communicates over the same ranks, say False.
         overlap_gather: `step` returns before the parameters are gathered. A parameter that the program reads
             other than by its module's forward or state_dict needs `synchronize()` before.
         loss_scale: multiplies the loss (see `scale`); a step whose gradients are not finite is left out.
@@ -122,14 +125,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
             data if expert_group is None else Ranks(expert_group),
             model_ranks(self._weights, model_group),
         )
-        self._check_same(is_expert or _no_expert)
+        check_same(self._weights, self._groups, is_expert or _no_expert)
         self._buckets = make_buckets(
             self._weights, self._groups, is_expert or _no_expert, gradient_dtype, bucket_bytes
         )
         for bucket in self._buckets:
             bucket.ranks.broadcast(bucket.parameters)
-        self._masters = make_fragments(self._buckets, master_dtype)
-        self._gradients = Gradients(self._buckets, data.size, reuse=shard_gradients, overlap=overlap_reduce)
+        self._masters = Masters(self._buckets, master_dtype)
+        self._gradients = Gradients(
+            self._buckets,
+            data.size,
+            self._loss_scale or LossScale(1.0),
+            reuse=shard_gradients,
+            overlap=overlap_reduce,
+        )
         self._gather = Gather(self._buckets, overlap=overlap_gather)
         self._verdict: Verdict | None = None
         self.skipped = False
@@ -145,8 +154,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._complete = True
         self.register_state_dict_pre_hook(_no_state_dict)
         self.register_load_state_dict_pre_hook(_no_state_dict)
-        self._note_versions()
-        self._gradients.attach_hooks()
+        self._masters.note_versions()
+        self._gradients.attach_hooks(module)
         self._gather.attach_hooks(module, self._weights)
 
     # Training
@@ -176,15 +185,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._gather.wait_all()
         for weight in self._weights:
             weight.check_in_place()
-        self._follow_parameters()
+        self._masters.follow_parameters()
         self._stepper.step(verdict.stepped, self.param_groups)
         changed = {weight.bucket: None for weight in verdict.stepped}
-        for bucket in changed:
-            if bucket in self._masters:
-                bucket.owned.copy_(self._masters[bucket])
+        self._masters.round_to_parameters(changed)
         self._gather.start(changed)
         torch.autograd.graph.increment_version([weight.parameter for weight in verdict.stepped])
-        self._note_versions()
+        self._masters.note_versions()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -253,6 +260,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def describe_slots(self) -> Iterator[ParameterSlots]:
         """What this rank keeps of every parameter."""
         self.synchronize()
+        self._masters.follow_parameters()
         yield from describe(self._weights, self._stepper, self.param_groups)
 
     def receive_slots(self, parameter: torch.Tensor, stored: Mapping[str, StoredSlot]) -> Receipt:
@@ -291,12 +299,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _settle(self, *, norm: bool) -> Verdict:
         """All gradients reduced, and what the ranks have agreed on since."""
-        gradients, scale = self._gradients, self._loss_scale
+        gradients, finite = self._gradients, self._loss_scale is not None
         if self._verdict is not None and not gradients.touched and not norm:
             return self._verdict
-        gradients.loss_scale = 1.0 if scale is None else scale.value
         gradients.finish()
-        finite = scale is not None
         while True:
             late = gradients.late()
             verdict = agree(self._buckets, self._weights, late, self._groups, norm=norm, finite=finite)
@@ -305,38 +311,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             gradients.reduce_late(verdict.late)
         self._verdict = verdict
         return verdict
-
-    def _follow_parameters(self) -> None:
-        """Masters follow parameters that others wrote, in the elements where they do not round to them.
-
-        A fragment without a master is the parameter's own memory; an inner optimizer that keeps copies of it
-        is told, since a parameter and its bucket count their versions apart.
-        """
-        for weight in self._weights:
-            if weight.current_version() == weight.version:
-                continue
-            if not weight.mastered:
-                torch.autograd.graph.increment_version(weight.fragment)
-            else:
-                now = weight.owned
-                stale = weight.fragment.to(now.dtype) != now
-                weight.fragment.copy_(torch.where(stale, now.to(weight.fragment.dtype), weight.fragment))
-
-    def _note_versions(self) -> None:
-        for weight in self._weights:
-            weight.version = weight.current_version()
-
-    def _check_same(self, is_expert: Callable[[str, torch.nn.Parameter], bool]) -> None:
-        """Ranks of a group cut the same buffers, or their collectives would not fit."""
-        lines: dict[bool, list[str]] = {False: [], True: []}
-        for weight in self._weights:
-            local = local_of(weight.parameter)
-            line = f"{weight.name} {list(local.shape)} {local.dtype} of group {weight.group}"
-            lines[is_expert(weight.name, weight.parameter)].append(line)
-        device = local_of(self._weights[0].parameter).device
-        self._groups.data.check_same("\n".join(lines[False]), device, "the list of parameters")
-        if self._groups.expert is not self._groups.data:
-            self._groups.expert.check_same("\n".join(lines[True]), device, "the list of expert parameters")
 
 
 def _no_state_dict(*_: Any) -> None:

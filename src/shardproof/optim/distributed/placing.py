@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 
 from shardproof.optim.distributed.buckets import pack
-from shardproof.optim.distributed.flat import FlatBucket, Weight, local_of
+from shardproof.optim.distributed.flat import FlatBucket, Weight
 from shardproof.optim.distributed.norms import Groups
 from shardproof.optim.distributed.ranks import Ranks
+from shardproof.state.dtensor import local_tensor
 
-__all__ = ["GroupsGiven", "groups_of", "make_buckets", "make_fragments", "make_weights", "model_ranks"]
+__all__ = ["GroupsGiven", "check_same", "groups_of", "make_buckets", "make_weights", "model_ranks"]
 
 _ALIGNMENT = 16
 """Bytes that every parameter and every rank's range begin at a multiple of, as matrix kernels like it."""
@@ -62,18 +63,40 @@ def make_weights(module: torch.nn.Module, groups: Sequence[Mapping[str, Any]]) -
     weights = []
     for name, parameter in module.named_parameters():
         if parameter in row_of:
-            local = local_of(parameter)
+            local = local_tensor(parameter)
             if local.is_meta:
                 raise ValueError(f"{name} is on the meta device: give it memory and values first")
             if not local.is_floating_point():
                 raise ValueError(
                     f"{name} is {local.dtype}; gradients are summed of real floating-point parameters"
                 )
-            weights.append(Weight(name, parameter, row_of.pop(parameter), _counted(parameter, mesh)))
+            holder = module.get_submodule(name.rpartition(".")[0])
+            weights.append(
+                Weight(name, parameter, row_of.pop(parameter), _counted(parameter, mesh), holder._parameters)
+            )
     if row_of:
         shapes = [list(parameter.shape) for parameter in row_of]
         raise ValueError(f"param_groups have parameters that are not the module's, of shapes {shapes[:5]}")
     return weights
+
+
+def check_same(
+    weights: Sequence[Weight], groups: Groups, is_expert: Callable[[str, torch.nn.Parameter], bool]
+) -> None:
+    """Ranks of a group cut the same buffers, or their collectives would not fit.
+
+    Raises:
+        ValueError: they have not the same parameters.
+    """
+    lines: dict[bool, list[str]] = {False: [], True: []}
+    for weight in weights:
+        local = local_tensor(weight.parameter)
+        line = f"{weight.name} {list(local.shape)} {local.dtype} of group {weight.group}"
+        lines[is_expert(weight.name, weight.parameter)].append(line)
+    device = local_tensor(weights[0].parameter).device
+    groups.data.check_same("\n".join(lines[False]), device, "the list of parameters")
+    if groups.expert is not groups.data:
+        groups.expert.check_same("\n".join(lines[True]), device, "the list of expert parameters")
 
 
 def model_ranks(weights: Sequence[Weight], given: dist.ProcessGroup | None) -> Ranks | None:
@@ -106,14 +129,14 @@ def make_buckets(
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for row in reversed(range(len(weights))):
         weight = weights[row]
-        local = local_of(weight.parameter)
+        local = local_tensor(weight.parameter)
         expert = is_expert(weight.name, weight.parameter)
         kinds.setdefault((expert, local.dtype, local.device), []).append(row)
     made: list[tuple[int, FlatBucket]] = []
     for (expert, dtype, _), rows in kinds.items():
         ranks = groups.expert if expert else groups.data
         summed = gradient_dtype or dtype
-        sizes = [(row, local_of(weights[row].parameter).numel()) for row in rows]
+        sizes = [(row, local_tensor(weights[row].parameter).numel()) for row in rows]
         for bucket in pack(
             sizes,
             limit=max(1, bucket_bytes // summed.itemsize),
@@ -124,26 +147,6 @@ def make_buckets(
             made.append((bucket.spans[-1].parameter, FlatBucket(bucket, ranks, members, summed)))
     made.sort(key=lambda item: -item[0])
     return [bucket for _, bucket in made]
-
-
-def make_fragments(
-    buckets: Sequence[FlatBucket], master_dtype: torch.dtype | None
-) -> dict[FlatBucket, torch.Tensor]:
-    """Gives every weight its fragment; the masters, by bucket, where there are any."""
-    masters = {}
-    for bucket in buckets:
-        dtype = bucket.parameters.dtype
-        mastered = master_dtype is not None and dtype.itemsize < 4 and dtype != master_dtype
-        if mastered:
-            masters[bucket] = bucket.owned.to(master_dtype)
-        for weight in bucket.weights:
-            weight.mastered = mastered
-            if mastered:
-                at = weight.offset + weight.start - bucket.first if weight.start < weight.stop else 0
-                weight.fragment = masters[bucket][at : at + weight.stop - weight.start]
-            else:
-                weight.fragment = weight.owned
-    return masters
 
 
 def _counted(parameter: torch.Tensor, mesh: Any) -> bool:

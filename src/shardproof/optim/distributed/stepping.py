@@ -17,6 +17,7 @@ import torch
 from shardproof.optim.distributed.flat import Weight
 from shardproof.optim.schema import Factory, Spec
 from shardproof.state import ParameterSlots, Receipt, StoredSlot, receive, slots_of
+from shardproof.state.slots import options_of
 
 __all__ = ["Direct", "Groups", "Stepper", "copy_options"]
 
@@ -88,6 +89,4 @@ class Direct:
 def copy_options(options: Groups, inner: torch.optim.Optimizer) -> None:
     """The program changes the outer groups (schedulers do); the inner ones follow."""
     for mine, theirs in zip(options, inner.param_groups, strict=True):
-        for name, value in mine.items():
-            if name not in ("params", "param_names"):
-                theirs[name] = value
+        theirs.update(options_of(mine))
