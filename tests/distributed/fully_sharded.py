@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -140,20 +142,16 @@ class Recorded:
     def __enter__(self) -> Recorded:
         import torch.distributed as dist
 
-        from shardproof.fsdp import collectives
+        from shardproof.fsdp import buffers, reduce
 
-        self._old = (collectives._gather, collectives._scatter, dist.all_reduce)
-        collectives._gather = self._recorded("gather", collectives._gather)
-        collectives._scatter = self._recorded("scatter", collectives._scatter)
-        dist.all_reduce = self._recorded("reduce", dist.all_reduce)
+        self._stack = ExitStack()
+        for module, name in ((buffers, "all_gather"), (reduce, "reduce_scatter"), (dist, "all_reduce")):
+            call = self._recorded(name, getattr(module, name))
+            self._stack.enter_context(patch.object(module, name, call))
         return self
 
     def __exit__(self, *error: object) -> None:
-        import torch.distributed as dist
-
-        from shardproof.fsdp import collectives
-
-        collectives._gather, collectives._scatter, dist.all_reduce = self._old
+        self._stack.close()
 
     def _recorded(self, name: str, call: Any) -> Any:
         def recorded(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:

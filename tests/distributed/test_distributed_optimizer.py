@@ -162,17 +162,23 @@ def recorded(calls: list[str]) -> Any:
     from contextlib import ExitStack
     from unittest.mock import patch
 
+    from shardproof.optim.distributed import ranks
+
     stack = ExitStack()
-    for name in ("reduce_scatter_single", "all_gather_single", "all_reduce", "broadcast"):
-        real = getattr(dist, name)
+    for module, name in (
+        (ranks, "reduce_scatter"),
+        (ranks, "all_gather"),
+        (dist, "all_reduce"),
+        (ranks.Ranks, "broadcast"),
+    ):
+        real = getattr(module, name)
 
-        def noted(
-            tensor: torch.Tensor, *args: Any, name: str = name, real: Any = real, **options: Any
-        ) -> Any:
-            calls.append(f"{name} {tensor.numel()}")
-            return real(tensor, *args, **options)
+        def noted(*args: Any, name: str = name, real: Any = real, **options: Any) -> Any:
+            sizes = [item.numel() for item in args if isinstance(item, torch.Tensor)]
+            calls.append(f"{name} {sizes[0]}")
+            return real(*args, **options)
 
-        stack.enter_context(patch.object(dist, name, noted))
+        stack.enter_context(patch.object(module, name, noted))
     return stack
 
 

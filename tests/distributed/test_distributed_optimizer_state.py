@@ -81,7 +81,7 @@ def save_trained(path: Path, steps: int, dtype: torch.dtype, options: dict[str, 
         optimizer = distributed(module, **options)
         train(module, optimizer, range(steps))
         calls: list[str] = []
-        names = ("all_reduce", "all_gather_single", "reduce_scatter_single", "broadcast", "all_gather_object")
+        names = ("all_reduce", "all_gather_single", "all_to_all_single", "broadcast", "all_gather_object")
         with ExitStack() as stack:
             for name in names:
                 stack.enter_context(patch.object(dist, name, lambda *_, name=name, **__: calls.append(name)))

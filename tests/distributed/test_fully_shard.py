@@ -243,7 +243,7 @@ def accumulate() -> None:
                         model(words_of(step, 0))
                     if strategy != "all":  # parameters have not changed
                         assert len(quiet.calls) == once
-                assert {name for name, _ in quiet.calls} <= {"gather"}
+                assert {name for name, _ in quiet.calls} <= {"all_gather"}
                 assert all(parameter.grad is None for parameter in model.parameters())
                 loss_of(model, words_of(step, 2 * rank() + 1)).backward()
                 one.step()

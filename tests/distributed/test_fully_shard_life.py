@@ -169,7 +169,7 @@ def ordered() -> list:
 def test_collectives_come_in_one_order_and_few_units_are_gathered_at_once() -> None:
     calls = values(run_ranks(3, ordered))
     assert calls[0] == calls[1] == calls[2]
-    assert [name for name, _ in calls[0]].count("reduce") == 3  # one a backward for all missing gradients
+    assert [name for name, _ in calls[0]].count("all_reduce") == 3  # one a backward for all missing gradients
 
 
 def loaded(path: str) -> None:
@@ -271,7 +271,7 @@ def refused() -> None:
         fully_shard(outer, mesh=mesh)  # holds its units together, and has no parameters of its own
         with Recorded() as recorded:
             outer(torch.ones(1, 3)).sum().backward()
-        assert [name for name, _ in recorded.calls].count("reduce") == 1
+        assert [name for name, _ in recorded.calls].count("all_reduce") == 1
         for call in (full_state_dict, lambda module: no_sync(module).__enter__()):
             with pytest.raises(ValueError, match="no units"):
                 call(nn.Linear(2, 2))

@@ -32,14 +32,14 @@ ENGINE = (
     "checkpointer",
     "interop",
 )
-TRAINING = ("layouts", "optim", "fsdp", "rerun")
+TRAINING = ("collectives", "layouts", "optim", "fsdp", "rerun")
 PEOPLE = ("cli", "report", "demo")
 
 MAY_IMPORT: dict[str, frozenset[str]] = {
     name: frozenset(ENGINE[: row + 1]) for row, name in enumerate(ENGINE)
 }
 MAY_IMPORT |= {
-    name: frozenset({"version", "garbage", "errors", "dtypes", "geometry", "state", name})
+    name: frozenset({"version", "garbage", "errors", "dtypes", "geometry", "state", "collectives", name})
     for name in TRAINING
 }
 MAY_IMPORT |= {name: frozenset({*ENGINE, *TRAINING, *PEOPLE, ""}) for name in PEOPLE}

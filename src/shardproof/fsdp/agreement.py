@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardproof.fsdp.collectives import all_reduce
+from shardproof.collectives import all_reduce
 from shardproof.fsdp.reduce import Reduction
 
 __all__ = ["Agreement"]

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from shardproof.fsdp.collectives import all_gather
+from shardproof.collectives import all_gather
 from shardproof.fsdp.lanes import Done, Lane
 from shardproof.fsdp.packing import Packing
 from shardproof.fsdp.parameters import UnitParameter

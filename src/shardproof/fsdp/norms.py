@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from shardproof.fsdp.collectives import all_reduce
+from shardproof.collectives import all_reduce
 
 __all__ = ["clip_grad_norm_"]
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import shardproof as sp
+from shardproof.layouts import vocabulary
 from shardproof.optim.distributed import DistributedOptimizer, DynamicLossScale, LossScale
 from shardproof.optim.distributed import raised as raised_module
 from shardproof.state import LocalRange, ParameterSlots, StoredSlot
@@ -464,13 +467,26 @@ def test_a_master_that_is_not_stored_is_taken_from_the_parameter() -> None:
         assert torch.equal(slots.tensors["master"].buffer, slots.parameter.detach().flatten().float())
 
 
-def test_a_stored_master_fills_an_fp32_parameter() -> None:
-    net = model()
-    optimizer = DistributedOptimizer(net, torch.optim.AdamW)
-    receipt = optimizer.receive_slots(net.up.bias, {"master": StoredSlot(torch.float32, (7,))})
-    receipt.tensors["master"].copy_(torch.arange(7.0))
-    receipt.attach({}, frozenset({"master"}))
-    assert net.up.bias.tolist() == list(range(7))
+def test_stored_masters_fill_fp32_parameters_but_not_padding(tmp_path: Path) -> None:
+    def table(dtype: torch.dtype, seed: int) -> tuple[torch.nn.Embedding, DistributedOptimizer]:
+        torch.manual_seed(seed)
+        net = torch.nn.Embedding(8, 4).to(dtype)
+        vocabulary(net, "weight", 6)
+        return net, DistributedOptimizer(net, torch.optim.AdamW)
+
+    net, optimizer = table(torch.bfloat16, 0)
+    slots_by_name(net, optimizer)["weight"].tensors["master"].buffer.add_(1e-4)
+    exact = slots_by_name(net, optimizer)["weight"].tensors["master"].buffer.clone().view(8, 4)
+    sp.save(tmp_path / "step", {"model": net, "optimizer": optimizer})
+    for dtype in (torch.float32, torch.bfloat16):
+        net, optimizer = table(dtype, 1)
+        before = net.weight.detach().clone()
+        sp.load(tmp_path / "step", {"model": net, "optimizer": optimizer}, cast=True)
+        assert torch.equal(net.weight[:6], exact[:6].to(dtype))
+        assert torch.equal(net.weight[6:], before[6:])
+        if dtype == torch.bfloat16:
+            master = slots_by_name(net, optimizer)["weight"].tensors["master"].buffer.view(8, 4)
+            assert torch.equal(master[:6], exact[:6]) and torch.equal(master[6:], before[6:].float())
 
 
 def test_a_model_load_is_not_undone_by_stale_masters() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,42 +42,18 @@ def receipt(
     }
     inner = stepper.receive(weight, wanted)
     tensors = {slot: _ranged(item, weight) for slot, item in inner.tensors.items()}
-    take_values = _values(weight, stored, tensors) if MASTER not in schema else _nothing
+    fresh = None
+    if weight.mastered and MASTER not in schema:
+        fresh = weight.fragment.clone()  # elements that are stored nowhere (padding) stay what they are
+        tensors[MASTER] = LocalRange(fresh, weight.start, weight.stop)
 
     def attach(values: Mapping[str, Any], filled: frozenset[str]) -> None:
         inner.attach(values, filled & inner.tensors.keys())
-        take_values(filled)
+        if fresh is not None:
+            with torch.no_grad():
+                weight.fragment.copy_(fresh if MASTER in filled else weight.owned)
 
     return Receipt(inner.kind, tensors, attach)
-
-
-def _values(
-    weight: Weight, stored: Mapping[str, StoredSlot], tensors: dict[str, torch.Tensor | LocalRange]
-) -> Callable[[frozenset[str]], None]:
-    """Adds the destination of a stored master, and gives what is to be done with it."""
-    if weight.mastered:
-        fresh = torch.zeros_like(weight.fragment)
-        tensors[MASTER] = LocalRange(fresh, weight.start, weight.stop)
-        return lambda filled: _take_master(weight, fresh if MASTER in filled else weight.owned)
-    if MASTER in stored and stored[MASTER].dtype == weight.data.dtype:
-        whole = torch.zeros_like(weight.data)
-        tensors[MASTER] = whole
-        return lambda filled: _take_whole(weight, whole) if MASTER in filled else None
-    return _nothing
-
-
-def _take_master(weight: Weight, values: torch.Tensor) -> None:
-    with torch.no_grad():
-        weight.fragment.copy_(values)
-
-
-def _take_whole(weight: Weight, values: torch.Tensor) -> None:
-    with torch.no_grad():
-        weight.data.copy_(values)
-
-
-def _nothing(filled: frozenset[str]) -> None:
-    pass
 
 
 def _of_fragment(

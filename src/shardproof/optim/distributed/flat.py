@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from shardproof.collectives import Work
 from shardproof.optim.distributed.buckets import Bucket
-from shardproof.optim.distributed.ranks import Ranks, Work
+from shardproof.optim.distributed.ranks import Ranks
 from shardproof.state.dtensor import local_tensor
 
 __all__ = ["FlatBucket", "Owner", "Weight"]

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["Ranks", "Work"]
+from shardproof.collectives import Work, all_gather, reduce_scatter
 
-
-class Work(Protocol):
-    """A collective under way."""
-
-    def wait(self) -> Any:
-        """Returns when its result may be used by what the current stream runs next."""
+__all__ = ["Ranks"]
 
 
 class Ranks:
@@ -51,17 +45,13 @@ class Ranks:
         if self.size == 1:
             shard.copy_(full)
             return None
-        name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-        work: Work = getattr(dist, name)(shard, full, group=self.group, async_op=True)
-        return work
+        return reduce_scatter(shard, full, self.group)
 
     def gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work | None:
         """Begin to fill `full` with every rank's range; None where there is nothing to fill."""
         if self.size == 1:
             return None
-        name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-        work: Work = getattr(dist, name)(full, shard, group=self.group, async_op=True)
-        return work
+        return all_gather(full, shard, self.group)
 
     def check_same(self, text: str, device: torch.device, what: str) -> None:
         """Raises on every rank where `text` is not the same on all.
