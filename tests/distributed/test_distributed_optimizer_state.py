@@ -261,3 +261,76 @@ def test_a_hybrid_optimizer_within_keeps_the_same_state(tmp_path: Path) -> None:
     assert stored(half) == stored(plain), "it trains alike, and its state is an AdamW's"
     on_ranks(3, with_hybrid, half, back, 1.0, 0)
     assert stored(back) == stored(plain)
+
+
+class Mixture(nn.Module):
+    """A dense layer, and the experts from `first` on, each of which sees every token."""
+
+    def __init__(self, first: int, count: int, total: int) -> None:
+        from shardproof.layouts import experts
+
+        super().__init__()
+        torch.manual_seed(1)
+        self.dense = nn.Linear(5, 5)
+        self.experts = nn.ModuleList(nn.Linear(5, 3) for _ in range(total))[first : first + count]
+        experts.sequential(self.experts, first=first, total=total)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(expert(self.dense(x)) for expert in self.experts)  # type: ignore[return-value]
+
+
+def mixture(experts_over: int) -> tuple[Mixture, Any]:
+    """Four experts, dealt out to so many ranks; ranks with the same experts share them."""
+    count = 4 // experts_over
+    groups = [
+        dist.new_group(list(range(position, world_size(), experts_over))) for position in range(experts_over)
+    ]
+    module = Mixture(rank() % experts_over * count, count, 4)
+    optimizer = distributed(
+        module,
+        expert_group=groups[rank() % experts_over],
+        is_expert=lambda name, parameter: name.startswith("experts"),
+    )
+    return module, optimizer
+
+
+def save_experts(path: Path, experts_over: int) -> None:
+    import shardproof as sp
+
+    with process_group():
+        module, optimizer = mixture(experts_over)
+        train(module, optimizer, range(3))
+        sp.save(path, {"model": module, "optimizer": optimizer})
+
+
+def load_experts(source: Path, target: Path, experts_over: int) -> None:
+    import shardproof as sp
+
+    with process_group():
+        module, optimizer = mixture(experts_over)
+        state = {"model": module, "optimizer": optimizer}
+        sp.load(source, state)
+        sp.save(target, state)
+
+
+def load_experts_alone(source: Path, target: Path) -> None:
+    import shardproof as sp
+
+    module = Mixture(0, 4, 4)
+    state = {"model": module, "optimizer": torch.optim.AdamW(module.parameters())}
+    sp.load(source, state)
+    sp.save(target, state)
+
+
+def test_experts_load_under_any_expert_parallel_size(tmp_path: Path) -> None:
+    on_ranks(4, save_experts, tmp_path / "over two", 2)
+    expected = stored(tmp_path / "over two")
+    _, shape, values = expected["optimizer.experts.weight.exp_avg"]
+    assert shape == [4, 3, 5] and all(values), "every expert's slot, in one tensor"
+    assert expected["optimizer.experts.weight.step"][1:] == ([4], [3.0] * 4)
+    on_ranks(3, load_experts, tmp_path / "over two", tmp_path / "over one", 1)
+    assert stored(tmp_path / "over one") == expected
+    alone(load_experts_alone, tmp_path / "over one", tmp_path / "alone")
+    assert stored(tmp_path / "alone") == expected
+    on_ranks(4, load_experts, tmp_path / "alone", tmp_path / "over four", 4)
+    assert stored(tmp_path / "over four") == expected
