@@ -41,8 +41,8 @@ def make_stepper(
     )
     if not direct and isinstance(stepper.inner, SlotKeeper):
         raise ValueError(
-            f"{type(stepper.inner).__name__} keeps its state itself: state_dtypes and a narrow master_dtype "
-            "go with optimizers of torch's"
+            f"{type(stepper.inner).__name__} keeps its state itself: give state_dtypes to it (with "
+            "functools.partial). A narrow master_dtype goes with optimizers of torch's"
         )
     schemas = {
         (row, dtype): slot_schema(factory.make, stepper.inner.param_groups[row], dtype)

@@ -17,6 +17,7 @@ from shardproof.optim.hybrid.sides import Sides
 from shardproof.optim.hybrid.sub_optimizers import SubOptimizers
 from shardproof.optim.hybrid.traffic import Traffic, traffic_of
 from shardproof.optim.hybrid.twin import Twin, master_dtype_of
+from shardproof.optim.schema import Spec
 from shardproof.state.slots import ParameterSlots, Receipt, StoredSlot, options_of
 
 __all__ = ["HybridDeviceOptimizer"]
@@ -53,13 +54,15 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             not copy beside other work. No effect where there is no accelerator.
         master_dtype: parameters of a narrower floating dtype are stepped as masters of this dtype (float32),
             on either side. None: no masters.
+        state_dtypes: dtypes by slot, such as ``{"exp_avg": torch.bfloat16}``: kept so, and raised for the
+            step to the dtype that is stepped in: the CPU's one parameter at a time, the device's together.
         device: where the parameters are, to have it checked. None: wherever they are.
         **options: of the optimizer, for example ``lr`` and ``betas``; defaults for groups. The CPU's class
             gets those that it knows.
 
     Raises:
-        ValueError: a fraction outside [0, 1], a parameter on another device or without values, or a class
-            that needs its closure more than once (L-BFGS).
+        ValueError: a fraction outside [0, 1], a parameter on another device or without values, a class
+            that needs its closure more than once (L-BFGS), or `state_dtypes` for a slot that it has not.
 
     >>> model = torch.nn.Linear(4, 4)
     >>> optimizer = HybridDeviceOptimizer(model.parameters(), torch.optim.AdamW, cpu_fraction=0.5, lr=0.1)
@@ -81,6 +84,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         overlap: bool = True,
         pin_memory: bool = False,
         master_dtype: torch.dtype | None = None,
+        state_dtypes: Mapping[str, torch.dtype] | None = None,
         device: torch.device | str | None = None,
         **options: Any,
     ) -> None:
@@ -92,8 +96,10 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._twins: dict[torch.Tensor, Twin] = {}
         self._traffic: dict[torch.device, Traffic] = {}
         self._rules = Rules(optimizer_class, cpu_optimizer_class or optimizer_class, options)
-        self._subs = SubOptimizers(self._rules)
+        self._state_dtypes = dict(state_dtypes or {})
+        self._subs = SubOptimizers(self._rules, self._state_dtypes)
         super().__init__(params, self._rules.defaults)
+        self._check_state_dtypes()
 
     @property
     def cpu_fraction(self) -> float:
@@ -141,7 +147,6 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._subs.tell()
-        self._subs.hand_over(self.state, self._twins)
         self.refresh()
         for traffic in self._traffic.values():
             traffic.begin()
@@ -150,7 +155,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             self._step_device(on_device)
             for twin in on_cpu:
                 twin.await_gradient()
-                twin.optimizer.step()
+                self._subs.step(twin.optimizer, [twin], self.state)
                 twin.send()
                 twin.stepped()
         finally:
@@ -158,7 +163,6 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 traffic.end()
             for twin in self._twins.values():
                 twin.drop_gradient()
-            self._subs.take_back(self.state, self._twins)
         self._subs.hear()
         return loss
 
@@ -200,7 +204,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         """See `SlotKeeper`. State saved at another fraction, or by a plain optimizer, fits."""
         twin = self._twin(parameter)
         options = options_of(twin.group)
-        schema = partial(self._rules.schema, twin.on_cpu, options, twin.tensor.dtype)
+        schema = partial(self._schema, twin, options)
         return slots.receive(twin, self.state, self._rules.kind(twin.on_cpu), options, stored, schema)
 
     def describe_shared(self) -> dict[str, Any]:
@@ -271,6 +275,25 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             pin=self._pin,
         )
 
+    def _schema(self, twin: Twin, options: dict[str, Any]) -> dict[str, Spec]:
+        """The slots of a parameter, in the dtypes that they are kept in."""
+        return {
+            slot: replace(spec, dtype=self._state_dtypes.get(slot, spec.dtype))
+            if spec.kind == "elements"
+            else spec
+            for slot, spec in self._rules.schema(twin.on_cpu, options, twin.tensor.dtype).items()
+        }
+
+    def _check_state_dtypes(self) -> None:
+        known: set[str] = set()
+        for twin in self._twins.values() if self._state_dtypes else ():
+            schema = self._schema(twin, options_of(twin.group))
+            known |= {slot for slot, spec in schema.items() if spec.kind == "elements"}
+        if strange := self._state_dtypes.keys() - known:
+            raise ValueError(
+                f"state_dtypes names {sorted(strange)}; the optimizer's slots are {sorted(known)}"
+            )
+
     def _twin(self, parameter: torch.Tensor) -> Twin:
         if parameter not in self._twins:
             raise ValueError(f"a tensor of shape {list(parameter.shape)} is no parameter of this optimizer")
@@ -295,7 +318,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     def _step_device(self, stepped: list[Twin]) -> None:
         if stepped:
             assert self._subs.on_device is not None
-            self._subs.on_device.step()
+            self._subs.step(self._subs.on_device, stepped, self.state)
         for twin in stepped:
             twin.write_back()
             twin.stepped()

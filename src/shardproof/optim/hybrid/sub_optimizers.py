@@ -23,9 +23,12 @@ class SubOptimizers:
 
     Args:
         rules: make the optimizers.
+        dtypes: what the program's `state` keeps slots in, where that is not the dtype that they are stepped
+            in.
     """
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: Rules, dtypes: Mapping[str, torch.dtype]) -> None:
+        self._dtypes = dtypes
         self.on_device: torch.optim.Optimizer | None = None
         """None until there is a group."""
         self._rules = rules
@@ -60,21 +63,42 @@ class SubOptimizers:
                 twin.optimizer = self.on_device
         self._links.append(links)
 
-    @staticmethod
-    def hand_over(state: Mapping[torch.Tensor, Any], twins: Mapping[torch.Tensor, Twin]) -> None:
+    def step(
+        self, optimizer: torch.optim.Optimizer, twins: Sequence[Twin], state: dict[torch.Tensor, Any]
+    ) -> None:
+        """Step some of one optimizer's twins, those that have a gradient, with the program's `state`."""
+        self._hand_over(state, twins)
+        try:
+            optimizer.step()
+        finally:
+            self._take_back(state, twins)
+
+    def _hand_over(self, state: Mapping[torch.Tensor, Any], twins: Sequence[Twin]) -> None:
         """What is in the program's `state` is what is stepped with, whoever put it there."""
-        for parameter, twin in twins.items():
-            if parameter in state:
-                twin.optimizer.state[twin.tensor] = state[parameter]
+        for twin in twins:
+            if twin.parameter in state:
+                of_parameter = state[twin.parameter]
+                if self._dtypes:
+                    of_parameter = {
+                        slot: item.to(twin.tensor.dtype) if slot in self._dtypes and _elements(item) else item
+                        for slot, item in of_parameter.items()
+                    }
+                twin.optimizer.state[twin.tensor] = of_parameter
             else:
                 twin.optimizer.state.pop(twin.tensor, None)
 
-    @staticmethod
-    def take_back(state: dict[torch.Tensor, Any], twins: Mapping[torch.Tensor, Twin]) -> None:
-        """What the steps have made is in the program's `state`."""
-        for parameter, twin in twins.items():
-            if twin.tensor in twin.optimizer.state:
-                state[parameter] = twin.optimizer.state[twin.tensor]
+    def _take_back(self, state: dict[torch.Tensor, Any], twins: Sequence[Twin]) -> None:
+        """What the steps have made is in the program's `state`; what was raised for them is let go."""
+        for twin in twins:
+            if twin.tensor not in twin.optimizer.state:
+                continue
+            if not self._dtypes:
+                state[twin.parameter] = twin.optimizer.state[twin.tensor]
+                continue
+            state[twin.parameter] = {
+                slot: item.to(self._dtypes[slot]) if slot in self._dtypes and _elements(item) else item
+                for slot, item in twin.optimizer.state.pop(twin.tensor).items()
+            }
 
     def tell(self) -> None:
         """Let all know what the program has changed in its groups."""
@@ -86,3 +110,8 @@ class SubOptimizers:
         """Let the program's groups show what the steps have changed."""
         for links in self._links:
             links[0].hear()
+
+
+def _elements(item: Any) -> bool:
+    """Whether it has an element for each of the parameter's, and is no count."""
+    return isinstance(item, torch.Tensor) and item.dim() > 0
