@@ -50,7 +50,7 @@ class Setup:
     bf16: bool = False
     """Whether parameters are bfloat16 and the optimizer keeps masters."""
     aware: bool = False
-    """Whether `exp_avg` is bfloat16 too, which the distributed optimizer offers."""
+    """Whether `exp_avg` is bfloat16 too."""
     mixed: bool = False
     """Whether parameters are gathered as bfloat16, and their shards are fp32, which "flat" offers."""
     tensor: int = 1
@@ -194,7 +194,8 @@ class Job:
         options: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": 0.1}
         if setup.optimizer == "adamw":
             return torch.optim.AdamW(self._groups(), **options)
-        offload = {"cpu_fraction": setup.fraction, "overlap": True}
+        narrow = {"exp_avg": torch.bfloat16} if setup.aware else None
+        offload = {"cpu_fraction": setup.fraction, "overlap": True, "state_dtypes": narrow}
         if setup.optimizer == "hybrid":
             masters = torch.float32 if setup.bf16 else None
             return HybridDeviceOptimizer(
@@ -209,7 +210,7 @@ class Job:
             param_groups=self._groups(),
             process_group=self.data,
             bucket_bytes=1024,
-            state_dtypes={"exp_avg": torch.bfloat16} if setup.aware else None,
+            state_dtypes=narrow if inner is torch.optim.AdamW else None,
             **options,
         )
 

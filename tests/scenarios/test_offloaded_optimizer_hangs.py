@@ -32,7 +32,7 @@ SHARDINGS = ("fsdp2", *(f"flat {strategy}" for strategy in STRATEGIES))
 
 FAST = [
     Setup("fsdp2", "hybrid", 0.5),
-    Setup("fsdp2", "hybrid", 1.0, bf16=True),
+    Setup("fsdp2", "hybrid", 1.0, bf16=True, aware=True),
     Setup("flat all", "hybrid", 0.5),
     Setup("flat optimizer_gradients", "hybrid", 1.0),
     Setup("flat optimizer", "hybrid", 0.0),
@@ -56,6 +56,8 @@ ALL = (
     ]
     + [
         Setup("none", "distributed", bf16=True, aware=True),
+        Setup("none", "distributed hybrid", 0.5, bf16=True, aware=True),
+        *(Setup(f"flat {strategy}", "hybrid", 0.5, bf16=True, aware=True) for strategy in STRATEGIES),
         *(Setup(f"flat {strategy}", "hybrid", 0.5, mixed=True) for strategy in STRATEGIES),
     ]
 )
