@@ -139,12 +139,17 @@ class Job:
             for record in read_records(self.task.records(rank))
             if record["event"] == "failed"
         ]
-        said = failures or self.log.read_text(errors="replace").splitlines()[-15:]
+        said = failures or _outline(self.log.read_text(errors="replace").splitlines())
         return DemoError(
             f"the demo's run {self.task.name!r} ({self.task.layout}) {what}; its output is in {self.log}\n"
             + "\n".join(said),
             log=str(self.log),
         )
+
+
+def _outline(lines: list[str]) -> list[str]:
+    """A log's begin, which has a process's last words, and its end, which has what torchrun made of them."""
+    return lines if len(lines) <= 30 else [*lines[:12], f"({len(lines) - 27} more lines)", *lines[-15:]]
 
 
 def _launcher(ranks: int) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from shardproof.collectives import all_reduce
+from shardproof.state.dtensor import local_tensor
 
 __all__ = ["clip_grad_norm_"]
 
@@ -45,14 +45,14 @@ def clip_grad_norm_(
     wanted = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
     if not wanted:
         raise ValueError("clip_grad_norm_ was given no parameters")
-    device = _local(wanted[0]).device
+    device = local_tensor(wanted[0]).device
     kinds: dict[tuple[int, ...], tuple[list[ProcessGroup], list[torch.Tensor]]] = {}
     gradients = []
     for parameter in wanted:
         groups = _groups(parameter)
         kind = kinds.setdefault(tuple(map(id, groups)), (groups, []))
         if parameter.grad is not None:
-            gradients.append(_local(parameter.grad))
+            gradients.append(local_tensor(parameter.grad))
             kind[1].append(gradients[-1])
     infinite = norm_type == float("inf")
     operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
@@ -72,12 +72,6 @@ def clip_grad_norm_(
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         torch._foreach_mul_(gradients, scale)
     return total
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    assert isinstance(local, torch.Tensor)
-    return local
 
 
 def _groups(parameter: torch.Tensor) -> list[ProcessGroup]:

@@ -12,11 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from shardproof.fsdp.packing import Packing
 from shardproof.fsdp.ranks import Spec
+from shardproof.state.dtensor import LOCAL
 
 __all__ = ["UnitParameter"]
-
-LAYOUT = "_shardproof_local"
-"""Attribute of a sharded parameter: where its local tensor lies in the whole one (`geometry.Embedding`)."""
 
 
 class UnitParameter:
@@ -94,7 +92,7 @@ class UnitParameter:
             self.sharded = fresh
         else:
             torch.utils.swap_tensors(self.sharded, fresh)  # type: ignore[no-untyped-call]
-        setattr(self.sharded, LAYOUT, self.spec.embedding(self.rows))
+        setattr(self.sharded, LOCAL, self.spec.embedding(self.rows))
         self.local = self.sharded._local_tensor
         self.show_sharded()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from shardproof.errors import StructureError
 from shardproof.geometry import Boxes, Embedding, compose
-from shardproof.state.dtensor import local_segments
+from shardproof.state.dtensor import dtensor_embedding
 
 __all__ = ["Ranks", "Spec", "spec_of"]
 
@@ -116,7 +116,8 @@ def spec_of(parameter: torch.Tensor, ranks: Ranks, name: str) -> Spec:
     """How a parameter is sharded over ranks.
 
     Raises:
-        ValueError: it has no dimension, is already sharded over these ranks, or holds partial sums.
+        ValueError: it has no dimension, is already sharded over these ranks, holds partial sums, or its
+            placements say no layout.
     """
     if parameter.dim() == 0:
         raise ValueError(f"{name} is a scalar, which has no rows to shard: give it shape [1]")
@@ -140,7 +141,11 @@ def spec_of(parameter: torch.Tensor, ranks: Ranks, name: str) -> Spec:
     if ranks.shard_group is not None and split > 1:
         above[-1] = _StridedShard(0, split_factor=split)
     joint = (*above, *beneath)
-    return Spec(shape, _joined(ranks.mesh, mesh), joint, _beneath(parameter), (mesh, beneath))
+    try:
+        outer = dtensor_embedding(parameter, name)
+    except StructureError as error:
+        raise ValueError(str(error)) from error
+    return Spec(shape, _joined(ranks.mesh, mesh), joint, outer, (mesh, beneath))
 
 
 def _joined(over: DeviceMesh, beneath: DeviceMesh) -> DeviceMesh:
@@ -151,37 +156,3 @@ def _joined(over: DeviceMesh, beneath: DeviceMesh) -> DeviceMesh:
 
     root: Any = _mesh_resources.get_root_mesh(over)
     return root[(*over.mesh_dim_names, *beneath.mesh_dim_names)]  # type: ignore[no-any-return,misc]
-
-
-def _beneath(parameter: DTensor) -> Embedding:
-    """Where the local tensor of a DTensor lies in the whole one."""
-    mesh, shape = parameter.device_mesh, tuple(parameter.shape)
-    sharding = tuple(
-        (dim, placement.dim % len(shape), int(getattr(placement, "split_factor", 0)))
-        for dim, placement in enumerate(parameter.placements)
-        if isinstance(placement, Shard | _StridedShard)
-    )
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    segments = local_segments(shape, tuple(mesh.shape), tuple(coordinate), sharding, False)
-    assert segments is not None
-    local = tuple(parameter._local_tensor.shape)
-    if local != tuple(sum(size for _, size in dim) for dim in segments):
-        raise ValueError(
-            f"a DTensor of shape {list(shape)} with placements {tuple(parameter.placements)} holds "
-            f"{list(local)}, which is not what mesh and placements say"
-        )
-    placed: list[list[tuple[int, int, int]]] = []
-    for dim in segments:
-        position = 0
-        placed.append([])
-        for start, size in dim:
-            placed[-1].append((position, start, size))
-            position += size
-    parts = [part for part in product(*placed) if all(size for _, _, size in part)]
-    if not parts:
-        return Embedding(local, shape, Boxes.empty(len(shape)), np.zeros((0, len(shape)), np.int64))
-    boxes = Boxes.of(*(([at for at, _, _ in part], [size for _, _, size in part]) for part in parts))
-    return Embedding(
-        local, shape, boxes, np.array([[start for _, start, _ in part] for part in parts], np.int64)
-    )

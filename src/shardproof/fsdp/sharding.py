@@ -7,15 +7,15 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from shardproof.fsdp.buffers import FlatBuffer
 from shardproof.fsdp.hooks import install
 from shardproof.fsdp.packing import pack
-from shardproof.fsdp.parameters import LAYOUT, UnitParameter
+from shardproof.fsdp.parameters import UnitParameter
 from shardproof.fsdp.precision import MixedPrecision, Strategy, check_strategy
 from shardproof.fsdp.ranks import Ranks, spec_of
 from shardproof.fsdp.unit import UNIT, Unit, unit_of
+from shardproof.state.dtensor import LOCAL, local_tensor
 
 __all__ = ["fully_shard"]
 
@@ -136,7 +136,7 @@ def _parameters_of(module: nn.Module) -> list[_Found]:
         for name, parameter in part._parameters.items():
             if parameter is None:
                 continue
-            if getattr(parameter, _TAKEN, False) or hasattr(parameter, LAYOUT):
+            if getattr(parameter, _TAKEN, False) or hasattr(parameter, LOCAL):
                 raise ValueError(
                     f"{prefix}{name} is shared with a unit inside of {type(module).__name__}: a shared "
                     "parameter must be in one unit, so call fully_shard on the module around both"
@@ -206,6 +206,5 @@ def _buffers(
 def _fill(buffer: FlatBuffer, parameter: UnitParameter, old: torch.Tensor) -> None:
     if old.is_meta:
         return
-    local = old._local_tensor if isinstance(old, DTensor) else old
     first, stop = parameter.rows
-    parameter.part(buffer.shard).copy_(local.detach()[first:stop])
+    parameter.part(buffer.shard).copy_(local_tensor(old).detach()[first:stop])

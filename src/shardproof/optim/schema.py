@@ -7,7 +7,7 @@ schema tells it, from the class and the options alone, which every rank knows.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,7 +17,7 @@ import torch
 from shardproof.state.generators import RandomState
 from shardproof.state.slots import LocalRange, SlotKeeper
 
-__all__ = ["Factory", "Spec", "slot_schema"]
+__all__ = ["Factory", "Spec", "check_slots", "slot_schema"]
 
 _HOW_NOT_WHAT = ("fused", "foreach", "capturable", "differentiable", "params", "param_names")
 """How or on what a step is computed: it leaves the slots as they are, and may want a device."""
@@ -148,6 +148,17 @@ def slot_schema(
                 f"{apart.tolist()}. Parts of parameters need AdamW, SGD or another optimizer that is"
             )
         return {slot: _spec(item, f"{name}: slot {slot!r}") for slot, item in _kept(optimizer)[1].items()}
+
+
+def check_slots(dtypes: Mapping[str, torch.dtype], schemas: Iterable[Mapping[str, Spec]]) -> None:
+    """Dtypes by slot name slots with elements, of some of the schemas.
+
+    Raises:
+        ValueError: there is no such slot.
+    """
+    known = {slot for schema in schemas for slot, spec in schema.items() if spec.kind == "elements"}
+    if strange := dtypes.keys() - known:
+        raise ValueError(f"state_dtypes names {sorted(strange)}; the optimizer's slots are {sorted(known)}")
 
 
 def _stepped(

@@ -91,9 +91,12 @@ class OptimizerBinding:
             for slot, destination in receipt.tensors.items()
             if self._fill(parameter, f"{key}.{slot}", slot, destination, slot in stored)
         }
-        self.to.binding.used.update(f"{key}.{slot}" for slot in stored)
-        if MASTER in stored and MASTER not in receipt.tensors and parameter.dtype == stored[MASTER].dtype:
-            self._weight_from_master(key, parameter)
+        if not keeper:  # what it does not take is for the rank that owns the parameter
+            self.to.binding.used.update(f"{key}.{slot}" for slot in stored)
+        if MASTER in stored and MASTER not in receipt.tensors:
+            self.to.binding.used.add(f"{key}.{MASTER}")
+            if parameter.dtype == stored[MASTER].dtype:
+                self._weight_from_master(key, parameter)
         current: Mapping[str, Any] = {} if keeper else self.optimizer.state.get(parameter, {})
         values = {
             slot: self.to.rebuild(f"{key}.{slot}", value, partial(current.get, slot))

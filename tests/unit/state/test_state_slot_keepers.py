@@ -149,6 +149,20 @@ def test_another_rule_is_a_mismatch(tmp_path: Path) -> None:
         sp.load(tmp_path / "step", tree(model, Keeper(model.parameters())))
 
 
+def test_a_slot_that_a_keeper_does_not_take_is_a_mismatch(tmp_path: Path) -> None:
+    class Forgetful(Keeper):
+        def receive_slots(self, parameter: torch.Tensor, stored: Mapping[str, StoredSlot]) -> Receipt:
+            taken = super().receive_slots(parameter, stored)
+            return Receipt(taken.kind, {}, taken.attach)
+
+    model = model_of(torch.float32, 0)
+    keeper = Keeper(model.parameters())
+    keeper.flat[model.weight] = torch.arange(12.0)
+    sp.save(tmp_path / "step", tree(model, keeper))
+    with pytest.raises(KeyMismatchError, match="optimizer.weight.momentum"):
+        sp.load(tmp_path / "step", tree(model, Forgetful(model.parameters())))
+
+
 def test_a_keeper_takes_all_slots_of_a_parameter_or_none(tmp_path: Path) -> None:
     model = model_of(torch.bfloat16, 0)
     keeper = Keeper(model.parameters())

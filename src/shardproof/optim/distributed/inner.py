@@ -10,8 +10,9 @@ import torch
 from shardproof.optim.distributed.flat import Weight
 from shardproof.optim.distributed.raised import Raised
 from shardproof.optim.distributed.stepping import Direct, Stepper
-from shardproof.optim.schema import Factory, Spec, slot_schema
+from shardproof.optim.schema import Factory, Spec, check_slots, slot_schema
 from shardproof.state import SlotKeeper
+from shardproof.state.slots import options_of
 
 __all__ = ["Schemas", "make_stepper"]
 
@@ -32,7 +33,7 @@ def make_stepper(
         ValueError: the optimizer is not elementwise, `state_dtypes` names no slot of it, or dtypes are asked
             for of an optimizer that keeps its state in its own way.
     """
-    options = [{name: item for name, item in group.items() if name != "params"} for group in groups]
+    options = [options_of(group) for group in groups]
     direct = not state_dtypes and (master_dtype is None or master_dtype.itemsize >= 4)
     for weight in weights:
         weight.stepped_dtype = weight.fragment.dtype if direct else torch.float32
@@ -48,7 +49,5 @@ def make_stepper(
         (row, dtype): slot_schema(factory.make, stepper.inner.param_groups[row], dtype)
         for row, dtype in {(weight.group, weight.stepped_dtype): None for weight in weights}
     }
-    known = {slot for schema in schemas.values() for slot, spec in schema.items() if spec.kind == "elements"}
-    if strange := state_dtypes.keys() - known:
-        raise ValueError(f"state_dtypes names {sorted(strange)}; the optimizer's slots are {sorted(known)}")
+    check_slots(state_dtypes, schemas.values())
     return stepper, schemas

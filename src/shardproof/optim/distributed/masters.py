@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from shardproof.optim.distributed.flat import FlatBucket
+from shardproof.optim.parameters import refreshed
 
 __all__ = ["Masters"]
 
@@ -47,9 +48,7 @@ class Masters:
             if not weight.mastered:
                 torch.autograd.graph.increment_version(weight.fragment)
             else:
-                now = weight.owned
-                stale = weight.fragment.to(now.dtype) != now
-                weight.fragment.copy_(torch.where(stale, now.to(weight.fragment.dtype), weight.fragment))
+                weight.fragment.copy_(refreshed(weight.fragment, weight.owned))
             weight.version = weight.current_version()
 
     def round_to_parameters(self, changed: Iterable[FlatBucket]) -> None:

@@ -17,7 +17,7 @@ from shardproof.optim.hybrid.sides import Sides
 from shardproof.optim.hybrid.sub_optimizers import SubOptimizers
 from shardproof.optim.hybrid.traffic import Traffic, traffic_of
 from shardproof.optim.hybrid.twin import Twin, master_dtype_of
-from shardproof.optim.schema import Spec
+from shardproof.optim.schema import Spec, check_slots
 from shardproof.state.slots import ParameterSlots, Receipt, StoredSlot, options_of
 
 __all__ = ["HybridDeviceOptimizer"]
@@ -99,7 +99,11 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._state_dtypes = dict(state_dtypes or {})
         self._subs = SubOptimizers(self._rules, self._state_dtypes)
         super().__init__(params, self._rules.defaults)
-        self._check_state_dtypes()
+        if self._state_dtypes:
+            check_slots(
+                self._state_dtypes,
+                [self._schema(twin, options_of(twin.group)) for twin in self._twins.values()],
+            )
 
     @property
     def cpu_fraction(self) -> float:
@@ -283,16 +287,6 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             else spec
             for slot, spec in self._rules.schema(twin.on_cpu, options, twin.tensor.dtype).items()
         }
-
-    def _check_state_dtypes(self) -> None:
-        known: set[str] = set()
-        for twin in self._twins.values() if self._state_dtypes else ():
-            schema = self._schema(twin, options_of(twin.group))
-            known |= {slot for slot, spec in schema.items() if spec.kind == "elements"}
-        if strange := self._state_dtypes.keys() - known:
-            raise ValueError(
-                f"state_dtypes names {sorted(strange)}; the optimizer's slots are {sorted(known)}"
-            )
 
     def _twin(self, parameter: torch.Tensor) -> Twin:
         if parameter not in self._twins:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from shardproof.optim.hybrid.traffic import Traffic
-from shardproof.state.dtensor import is_dtensor, local_tensor
+from shardproof.optim.parameters import gradient_of, local_gradient, refreshed
+from shardproof.state.dtensor import local_tensor
 
 __all__ = ["Twin", "master_dtype_of"]
 
@@ -71,23 +72,9 @@ class Twin:
         )
 
     def gradient(self) -> torch.Tensor | None:
-        """The rank's part of the gradient to step with: ``decoupled_grad`` where set, else ``grad``."""
-        gradient = getattr(self.parameter, "decoupled_grad", None)
-        if gradient is None:
-            gradient = self.parameter.grad
-        if gradient is None:
-            return None
-        if is_dtensor(gradient) and is_dtensor(self.parameter):
-            mesh, placements = self.parameter.device_mesh, self.parameter.placements
-            if gradient.placements != placements:
-                gradient = gradient.redistribute(mesh, placements)
-        gradient = local_tensor(gradient).detach()
-        if gradient.shape != self.tensor.shape:
-            raise ValueError(
-                f"the gradient of a parameter of local shape {list(self.tensor.shape)} has local shape "
-                f"{list(gradient.shape)}"
-            )
-        return gradient
+        """The rank's part of the gradient to step with."""
+        gradient = gradient_of(self.parameter)
+        return None if gradient is None else local_gradient(gradient, self.parameter).detach()
 
     def cast_gradient(self, gradient: torch.Tensor) -> None:
         """Device side: give the twin its gradient. See "The device's own gradients stay on main"."""
@@ -173,9 +160,7 @@ class Twin:
 
     def _refreshed(self) -> torch.Tensor:
         """A master's values, in new memory, with those elements that somebody else has written."""
-        local = self.local.to(self.tensor.device)
-        same = self.tensor.to(local.dtype) == local
-        return torch.where(same, self.tensor, local.to(self.tensor.dtype))
+        return refreshed(self.tensor, self.local.to(self.tensor.device))
 
     def _now(self) -> tuple[int, int, int]:
         """Changes with every write to the parameter that torch counts, and when it gets other memory."""

@@ -1,0 +1,48 @@
+"""What both optimizers ask of a parameter: its gradient, and whether its master still rounds to it."""
+
+from __future__ import annotations
+
+import torch
+
+from shardproof.state.dtensor import is_dtensor, local_tensor
+
+__all__ = ["gradient_of", "local_gradient", "refreshed"]
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The gradient to step with: ``decoupled_grad``, of any dtype, where it is set, else ``grad``."""
+    gradient: torch.Tensor | None = getattr(parameter, "decoupled_grad", None)
+    return parameter.grad if gradient is None else gradient
+
+
+def local_gradient(
+    gradient: torch.Tensor, parameter: torch.Tensor, name: str = "a parameter"
+) -> torch.Tensor:
+    """What this rank holds of a gradient, laid out as its parameter.
+
+    Raises:
+        ValueError: it has another shape.
+
+    >>> weight = torch.ones(2, requires_grad=True)
+    >>> local_gradient(torch.zeros(2), weight)
+    tensor([0., 0.])
+    """
+    if is_dtensor(gradient) and is_dtensor(parameter) and gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+    local, held = local_tensor(gradient), local_tensor(parameter)
+    if local.shape != held.shape:
+        raise ValueError(
+            f"{name} has local shape {list(held.shape)}, and a gradient of local shape {list(local.shape)}"
+        )
+    return local
+
+
+def refreshed(master: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A master's values, in new memory, where somebody else may have written to the parameter.
+
+    It takes the elements that it does not round to. What it rounds to stays exact.
+
+    >>> refreshed(torch.tensor([1.001, 1.001]), torch.tensor([1.0, 2.0], dtype=torch.bfloat16))
+    tensor([1.0010, 2.0000])
+    """
+    return torch.where(master.to(parameter.dtype) == parameter, master, parameter.to(master.dtype))
