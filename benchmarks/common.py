@@ -1,7 +1,8 @@
 """What all benchmarks share: ranks, states, the physical limit, and a table of medians and ratios.
 
 A benchmark is a command. It starts its own ranks, measures peer and shardproof in turn in the same run, next
-to raw reads and writes of the same bytes, and prints medians with their spread and the ratios to ours.
+to raw reads and writes of the same bytes, and prints medians with their spread and the ratios to ours, as a
+table in Markdown or as JSON.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shardproof.storage import aligned_buffer
@@ -45,11 +47,27 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     options.add_argument("--repeats", type=int, default=5, help="measured rounds (default 5)")
     options.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
     options.add_argument("--json", action="store_true", help="print the figures as JSON")
+    options.add_argument(
+        "--device",
+        default="cpu",
+        help="where the state lives: cpu (default), cuda, or auto for what there is",
+    )
     return options
 
 
 def launch(options: argparse.Namespace, ranks: int, timeout: float = 1800) -> None:
-    """Runs this script again under torchrun, in a folder that is removed afterwards."""
+    """Runs this script again under torchrun, in a folder that is removed afterwards, and exits as it did."""
+    sys.exit(launched(options, ranks, timeout=timeout))
+
+
+def launched(
+    options: argparse.Namespace,
+    ranks: int,
+    *,
+    timeout: float = 1800,
+    environment: Mapping[str, str] | None = None,
+) -> int:
+    """Runs this script again under torchrun, in a folder that is removed afterwards; its exit code."""
     folder = Path(tempfile.mkdtemp(prefix="shardproof-bench-", dir=options.folder))
     command = [
         sys.executable,
@@ -59,11 +77,40 @@ def launch(options: argparse.Namespace, ranks: int, timeout: float = 1800) -> No
         f"--nproc-per-node={ranks}",
         *sys.argv,
     ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "SHARDPROOF_BENCH_FOLDER": str(folder)}
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "SHARDPROOF_BENCH_FOLDER": str(folder)}
     try:
-        sys.exit(subprocess.run(command, env=environment, timeout=timeout, check=False).returncode)
+        return subprocess.run(
+            command, env=variables | dict(environment or {}), timeout=timeout, check=False
+        ).returncode
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def start(options: argparse.Namespace) -> DeviceMesh:
+    """Joins the process group and makes the mesh of all ranks, on the device that was asked for.
+
+    Gloo everywhere where ranks share an accelerator, which NCCL refuses.
+    """
+    ranks, device = int(os.environ["WORLD_SIZE"]), device_type(options)
+    backend = "gloo"
+    if device != "cpu":
+        count = torch.accelerator.device_count()
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]) % count)
+        backend = (
+            f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device) if ranks <= count else 'gloo'}"
+        )
+    dist.init_process_group(backend, timeout=timedelta(minutes=5))
+    return init_device_mesh(device, (ranks,))
+
+
+def device_type(options: argparse.Namespace) -> str:
+    """What `--device` comes to on this machine."""
+    found = accelerator()
+    if options.device == "auto":
+        return "cpu" if found is None else found.type
+    if options.device != "cpu" and (found is None or found.type != options.device):
+        raise SystemExit(f"--device {options.device}: this machine has {found or 'no accelerator'}")
+    return str(options.device)
 
 
 def is_rank() -> bool:
@@ -150,7 +197,10 @@ def sharded(shape: tuple[int, ...], mesh: DeviceMesh, placement: int, filled: bo
     pieces = [len(part) for part in torch.arange(shape[dim]).chunk(mesh.size())]
     pieces += [0] * (mesh.size() - len(pieces))
     local_shape = (*shape[:dim], pieces[index], *shape[dim + 1 :])
-    local = torch.randn(local_shape) if filled else torch.full(local_shape, -1.0)
+    device = mesh.device_type
+    local = (
+        torch.randn(local_shape, device=device) if filled else torch.full(local_shape, -1.0, device=device)
+    )
     stride = tuple(int(torch.Size(shape[at + 1 :]).numel()) for at in range(len(shape)))
     return DTensor.from_local(
         local, mesh, [Shard(dim)], run_check=False, shape=torch.Size(shape), stride=stride
@@ -203,16 +253,28 @@ class RawFile:
             os.close(handle)
 
     def read(self, into: list[torch.Tensor]) -> None:
-        """Reads the file's bytes into memory that is in use already."""
+        """Reads the file's bytes into memory that is in use already; into a device's by way of the buffer."""
         handle = os.open(self.path, os.O_RDONLY)
         try:
             start = 0
             for tensor in into:
+                if tensor.device.type != "cpu":
+                    start += self._read_to_device(handle, start, tensor)
+                    continue
                 memory = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
                 for begin in range(0, len(memory), _BLOCK):
                     start += os.preadv(handle, [memory[begin : begin + _BLOCK]], start)
         finally:
             os.close(handle)
+
+    def _read_to_device(self, handle: int, start: int, tensor: torch.Tensor) -> int:
+        onto = tensor.reshape(-1).view(torch.uint8)
+        host = torch.frombuffer(self.buffer, dtype=torch.uint8)
+        for begin in range(0, len(onto), _BLOCK):
+            part = onto[begin : begin + _BLOCK]
+            os.preadv(handle, [self.buffer[: len(part)]], start + begin)
+            part.copy_(host[: len(part)])
+        return len(onto)
 
 
 def remove(path: Path) -> None:
@@ -250,7 +312,7 @@ def report(
     facts = {
         "title": title,
         "bytes": nbytes,
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}",
+        "machine": machine(),
         "rows": rows,
         **(notes or {}),
     }
@@ -258,14 +320,66 @@ def report(
         print(json.dumps(facts), flush=True)
         return
     size = "" if nbytes is None else f", {nbytes / GIB:.2f} GiB"
-    print(f"\n{title}{size} ({facts['machine']})")
-    print(f"{'':34}{'median s':>10}{'min':>9}{'max':>9}{'GiB/s':>9}{'time / ours':>13}")
-    for row in rows:
-        speed = "" if row["gib_per_s"] is None else f"{row['gib_per_s']:.2f}"
-        print(
-            f"{row['name']:34}{row['median_s']:>10.3f}{row['min_s']:>9.3f}{row['max_s']:>9.3f}{speed:>9}"
-            f"{row['over_ours']:>12.2f}x"
-        )
+    print(f"\n### {title}{size}\n\n{facts['machine']}\n")
+    table(
+        ("way", "median s", "min", "max", "GiB/s", "time / ours"),
+        [
+            (
+                row["name"],
+                f"{row['median_s']:.3f}",
+                f"{row['min_s']:.3f}",
+                f"{row['max_s']:.3f}",
+                "" if row["gib_per_s"] is None else f"{row['gib_per_s']:.2f}",
+                f"{row['over_ours']:.2f}",
+            )
+            for row in rows
+        ],
+    )
     for name, value in (notes or {}).items():
-        print(f"{name}: {value}")
+        print(f"\n{name}: {value}")
     sys.stdout.flush()
+
+
+def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table in Markdown."""
+    for cells in (titles, ["---"] * len(titles), *rows):
+        print(f"| {' | '.join(cells)} |")
+    sys.stdout.flush()
+
+
+def machine() -> str:
+    """What the figures were measured on."""
+    model = next(
+        (
+            line.partition(":")[2].strip()
+            for line in _lines("/proc/cpuinfo")
+            if line.startswith(("model name", "Processor"))
+        ),
+        platform.machine(),
+    )
+    total = next((line.split()[1] for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), "0")
+    device = accelerator()
+    return (
+        f"{os.cpu_count()} cores ({model}), {int(total) / (1 << 20):.0f} GiB, Linux {platform.release()}, "
+        f"Python {platform.python_version()}, torch {torch.__version__}, "
+        + ("no accelerator" if device is None else f"{torch.accelerator.device_count()} x {device.type}")
+    )
+
+
+def file_system(path: Path) -> str:
+    """Type of the file system that holds a path."""
+    mounts = [line.split()[1:3] for line in _lines("/proc/mounts")]
+    holding = [mount for mount in mounts if path.resolve().is_relative_to(mount[0])]
+    return max(holding, key=lambda mount: len(mount[0]))[1] if holding else "unknown"
+
+
+def accelerator() -> torch.device | None:
+    """The accelerator of this machine, if it has one."""
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []

@@ -1,79 +1,183 @@
 """Loading a GPT-shaped state into other layouts than it was saved from: rows to columns, and 4 ranks to 3.
 
-shardproof (every byte verified) and torch DCP in turn, warm.
+shardproof (every byte verified) reading all, reading once and handing on, and by its own choice, and torch
+DCP, in turn, warm, beside a raw read of as many bytes as each rank needs. Then the crossover: the same load
+of rows into columns, with each rank held to a storage speed of its own as if it stood on a node of its own,
+both ways and by choice.
 """
 
 from __future__ import annotations
 
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import folder, gpt_state, is_rank, launch, parser, report, rounds, total_bytes
+from common import (
+    RawFile,
+    folder,
+    gpt_state,
+    is_rank,
+    launch,
+    local_bytes,
+    parser,
+    report,
+    rounds,
+    tensors_of,
+    total_bytes,
+)
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardproof as sp
-from shardproof.rendezvous import StoreRendezvous
+from shardproof.loading import LoadReport, Options, load_from
+from shardproof.rendezvous import StoreRendezvous, connect
+from shardproof.storage import LocalStorage
+
+RANKS = 4
+SPEEDS = (0.1, 0.2, 0.4, 0.8, 1.6, None)
+"""GB/s of storage for each rank in the crossover; None: as fast as it is."""
+CROSSOVER_GIB = 0.25
 
 
 def main() -> None:
     options = parser(__doc__).parse_args()
-    ranks = 4
     if not is_rank():
-        launch(options, ranks)
+        launch(options, RANKS)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    mesh = init_device_mesh("cpu", (ranks,))
+    mesh = init_device_mesh("cpu", (RANKS,))
     state = gpt_state(options.gib, mesh)
     nbytes = total_bytes(state)
     sp.save(folder() / "ours", state)
     dcp.save(state, checkpoint_id=folder() / "dcp")
+    del state
     columns = gpt_state(options.gib, mesh, placement=1, filled=False)
-    fewer = DeviceMesh("cpu", torch.arange(ranks - 1))
-    group = dist.new_group(list(range(ranks - 1)))
-    on_fewer: dict[str, Any] = gpt_state(options.gib, fewer, filled=False) if rank < ranks - 1 else {}
-    meeting = (
-        StoreRendezvous(distributed_c10d._get_default_store(), rank, ranks - 1, name="fewer")
-        if rank < ranks - 1
-        else None
-    )
-    read: dict[str, int] = {}
-
-    def ours(name: str, target: dict[str, Any], **options: Any) -> None:
-        read[name] = sp.load(folder() / "ours", target, **options).bytes
-
-    def with_fewer(load: Any) -> Any:
-        return lambda number: load() if rank < ranks - 1 else None
-
-    for title, ways in {
-        "rows to columns, 4 ranks": {
-            "shardproof": lambda number: ours("columns", columns),
-            "torch DCP": lambda number: dcp.load(columns, checkpoint_id=folder() / "dcp"),
-        },
-        "4 ranks to 3": {
-            "shardproof": with_fewer(lambda: ours("fewer", on_fewer, rendezvous=meeting)),
-            "torch DCP": with_fewer(
-                lambda: dcp.load(on_fewer, checkpoint_id=folder() / "dcp", process_group=group)
-            ),
-        },
-    }.items():
-        measured = rounds(ways, options.repeats)
-        total = torch.tensor(read.get("columns" if "columns" in title else "fewer", 0), dtype=torch.int64)
-        dist.all_reduce(total)
-        report(
-            f"load, {title}",
-            measured,
-            ours="shardproof",
-            nbytes=nbytes,
-            as_json=options.json,
-            notes={"bytes read over bytes needed": round(total.item() / nbytes, 3)},
-        )
-    if meeting is not None:
-        meeting.close()
+    compare("rows to columns, 4 ranks", columns, nbytes, options, ranks=RANKS)
+    del columns
+    of_three = DeviceMesh("cpu", torch.arange(RANKS - 1))  # made by all ranks
+    fewer = gpt_state(options.gib, of_three, filled=False) if rank < RANKS - 1 else {}
+    compare("4 ranks to 3", fewer, nbytes, options, ranks=RANKS - 1)
+    del fewer
+    crossover(mesh, options)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def compare(title: str, target: dict[str, Any], nbytes: int, options: Any, *, ranks: int) -> None:
+    """Measures all ways of loading into a target that the first `ranks` ranks hold."""
+    rank = dist.get_rank()
+    taking_part = rank < ranks
+    group = dist.new_group(list(range(ranks)))
+    store: Any = distributed_c10d._get_default_store()
+    meeting = StoreRendezvous(store.clone(), rank, ranks, name=title) if taking_part else None
+    raw = RawFile(folder() / f"raw-{rank}", max(local_bytes(target), 1))
+    raw.write(direct=False)
+    reports: dict[str, LoadReport] = {}
+
+    def ours(read_once: Any) -> Callable[[int], None]:
+        def load(number: int) -> None:
+            if taking_part:
+                reports[str(read_once)] = sp.load(
+                    folder() / "ours", target, read_once=read_once, group=group, rendezvous=meeting
+                )
+
+        return load
+
+    def dcp_load(number: int) -> None:
+        if taking_part:
+            dcp.load(target, checkpoint_id=folder() / "dcp", process_group=group)
+
+    measured = rounds(
+        {
+            "raw read of what is needed": lambda number: raw.read(tensors_of(target)),
+            "shardproof, read all": ours(False),
+            "shardproof, read once": ours(True),
+            'shardproof, "auto"': ours("auto"),
+            "torch DCP": dcp_load,
+        },
+        options.repeats,
+    )
+    raw.remove()
+    notes: dict[str, Any] = {}
+    needed = summed(next(iter(reports.values())).needed if reports else 0)
+    for name, way in (("read all", "False"), ("read once", "True"), ('"auto"', "auto")):
+        read, received = (
+            summed(getattr(reports[way], field) if reports else 0) for field in ("bytes", "received")
+        )
+        notes[f"bytes read over bytes needed, {name}"] = round(read / needed, 3)
+        notes[f"bytes handed on over bytes needed, {name}"] = round(received / needed, 3)
+    notes['"auto" reads once'] = reports["auto"].read_once if reports else None
+    report(
+        f"load, {title}",
+        measured,
+        ours='shardproof, "auto"',
+        nbytes=nbytes,
+        as_json=options.json,
+        notes=notes,
+    )
+    if meeting is not None:
+        meeting.close()
+
+
+def crossover(mesh: DeviceMesh, options: Any) -> None:
+    """Measures both ways at storage speeds from slow to as fast as it is."""
+    socket.gethostname = lambda: f"node-{dist.get_rank()}"
+    state = gpt_state(CROSSOVER_GIB, mesh)
+    sp.save(folder() / "small", state)
+    columns = gpt_state(CROSSOVER_GIB, mesh, placement=1, filled=False)
+    nbytes = total_bytes(state)
+    for speed in SPEEDS:
+        chosen: list[bool] = []
+
+        def load(read_once: Any, speed: float | None = speed, chosen: list[bool] = chosen) -> None:
+            storage = Throttled(folder() / "small", speed)
+            chosen.append(load_from(storage, columns, connect(), Options(read_once=read_once)).read_once)
+
+        measured = rounds(
+            {
+                "read all": lambda number: load(False),
+                "read once": lambda number: load(True),
+                "auto": lambda number: load("auto"),
+            },
+            min(options.repeats, 3),
+        )
+        limit = "storage as fast as it is" if speed is None else f"storage of {speed} GB/s a rank"
+        report(
+            f"crossover, rows to columns, 4 nodes of one rank, {limit}",
+            measured,
+            ours="auto",
+            nbytes=nbytes,
+            as_json=options.json,
+            notes={'"auto" reads once': chosen[-1]},
+        )
+
+
+class Throttled(LocalStorage):
+    """Reads no faster than a speed in GB/s."""
+
+    def __init__(self, root: Path, speed: float | None) -> None:
+        super().__init__(root)
+        self._speed = speed
+        self._due = 0.0
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        begun = time.perf_counter()
+        super().read_into(name, start, buffer)
+        if self._speed is not None:
+            self._due = max(self._due, begun) + len(buffer) / self._speed / 1e9
+            time.sleep(max(0.0, self._due - time.perf_counter()))
+
+
+def summed(value: int) -> int:
+    """The sum over all ranks."""
+    total = torch.tensor(value, dtype=torch.int64)
+    dist.all_reduce(total)
+    return int(total.item())
 
 
 if __name__ == "__main__":

@@ -53,6 +53,10 @@ class FaultyStorage:
     def location(self) -> str:
         return self._inner.location
 
+    @property
+    def folder(self) -> str:
+        return self._inner.folder
+
     def create(self, name: str) -> Sink:
         sink = self._do("create", name, lambda: self._inner.create(name))
         return _FaultySink(sink, self._prefix + name, self._trigger)
@@ -83,6 +87,16 @@ class FaultyStorage:
         part._prefix = f"{self._prefix}{prefix}/"
         part._trigger = self._trigger
         return part
+
+    def sibling(self, folder: str) -> FaultyStorage:
+        beside = FaultyStorage(self._inner.sibling(folder))
+        above = self._prefix.removesuffix("/").rpartition("/")[0] if self._prefix else ".."
+        beside._prefix = f"{above}/{folder}/" if above else f"{folder}/"
+        beside._trigger = self._trigger
+        return beside
+
+    def siblings(self) -> list[str]:
+        return self._do("siblings", "", self._inner.siblings)
 
     def close(self) -> None:
         self._inner.close()

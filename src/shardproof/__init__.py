@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from shardproof.version import __version__
 
 if TYPE_CHECKING:
+    from shardproof import events
     from shardproof.checkpointer import Checkpointer, KeepLatest
     from shardproof.errors import (
         AlreadyCommittedError,
@@ -31,13 +32,14 @@ if TYPE_CHECKING:
         PlainDataError,
         RankFailure,
         RankSilent,
+        SaveSkipped,
         ShardproofError,
         StorageError,
         StructureError,
         TilingError,
     )
     from shardproof.loading import LoadReport, load, open
-    from shardproof.saving import Committed, save
+    from shardproof.saving import Committed, PendingSave, save
     from shardproof.state import (
         FlatShard,
         OptimizerState,
@@ -60,17 +62,20 @@ __all__ = [
     "LoadReport",
     "NotCommittedError",
     "OptimizerState",
+    "PendingSave",
     "PerRank",
     "PlainDataError",
     "RandomState",
     "RankFailure",
     "RankSilent",
+    "SaveSkipped",
     "ShardedTensor",
     "ShardproofError",
     "StorageError",
     "StructureError",
     "TilingError",
     "__version__",
+    "events",
     "load",
     "open",
     "register_dataclass",
@@ -81,7 +86,7 @@ __all__ = [
 _HOMES = {
     "checkpointer": ("Checkpointer", "KeepLatest"),
     "loading": ("LoadReport", "load", "open"),
-    "saving": ("Committed", "save"),
+    "saving": ("Committed", "PendingSave", "save"),
     "state": (
         "FlatShard",
         "OptimizerState",
@@ -100,6 +105,7 @@ _HOMES = {
         "PlainDataError",
         "RankFailure",
         "RankSilent",
+        "SaveSkipped",
         "ShardproofError",
         "StorageError",
         "StructureError",
@@ -111,10 +117,12 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 def __getattr__(name: str) -> Any:
     """The public name, loaded from its home and kept for the next use (PEP 562)."""
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'shardproof' has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "events":
+        return import_module("shardproof.events")
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'shardproof' has no attribute {name!r}")
     value = getattr(import_module(f"shardproof.{_HOME_OF[name]}"), name)
     globals()[name] = value
     return value

@@ -18,6 +18,7 @@ __all__ = [
     "PlainDataError",
     "RankFailure",
     "RankSilent",
+    "SaveSkipped",
     "ShardproofError",
     "StorageError",
     "StructureError",
@@ -114,6 +115,10 @@ class RankSilent(ShardproofError):
     def ranks(self) -> list[int]:
         """The silent ranks."""
         return [int(rank) for rank in self.details["ranks"]]
+
+
+class SaveSkipped(ShardproofError):
+    """A save was asked for its result, and had been skipped because the one before was still under way."""
 
 
 class NotCommittedError(ShardproofError):

@@ -47,11 +47,11 @@ def save_over(root: Path, meetings: Any, number: int, deadly: Deadly) -> str:
     """Saves the step again with values of its own."""
     checkpointer = sp.Checkpointer(root, rendezvous=meetings)
     if not checkpointer.steps():
-        checkpointer.save(STEP, plain_state(rank(), world_size(), 1))
+        checkpointer.save(STEP, plain_state(rank(), world_size(), 1)).result()
     salt = number + 2
     with deadly():
         return attempt(
-            lambda: checkpointer.save(STEP, plain_state(rank(), world_size(), salt), overwrite=True)
+            lambda: checkpointer.save(STEP, plain_state(rank(), world_size(), salt), overwrite=True).result()
         ).kind
 
 
@@ -91,15 +91,17 @@ def test_dying_at_any_file_operation_leaves_the_old_or_the_new(
 
 def refused_then_replaced(root: str) -> list[Any]:
     checkpointer = sp.Checkpointer(root, rendezvous=rendezvous(deadline=10.0))
-    checkpointer.save(STEP, plain_state(rank(), world_size(), 1))
+    checkpointer.save(STEP, plain_state(rank(), world_size(), 1)).result()
     kept = checkpointer._storage
     changes = ("create", "write_at", "finish", "publish", "delete")
     watched = FaultyStorage(kept, only=changes)
     checkpointer._storage = watched  # type: ignore[assignment]
-    refused = attempt(lambda: checkpointer.save(STEP, plain_state(rank(), world_size(), 2)))
+    refused = attempt(lambda: checkpointer.save(STEP, plain_state(rank(), world_size(), 2)).result())
     operations = list(watched.operations)
     reach("refused")
-    replaced = attempt(lambda: checkpointer.save(STEP, plain_state(rank(), world_size(), 3), overwrite=True))
+    replaced = attempt(
+        lambda: checkpointer.save(STEP, plain_state(rank(), world_size(), 3), overwrite=True).result()
+    )
     return [refused, operations, replaced]
 
 
@@ -131,8 +133,8 @@ def test_overwriting_must_be_asked_for(tmp_path: Path) -> None:
 def other_layout(root: str) -> Any:
     """Overwrites with a state in which rank 1 has nothing to write: its old file must not stay in use."""
     checkpointer = sp.Checkpointer(root, rendezvous=rendezvous(deadline=10.0))
-    checkpointer.save(STEP, plain_state(rank(), world_size(), 1))
-    checkpointer.save(STEP, {"epoch": 2}, overwrite=True)
+    checkpointer.save(STEP, plain_state(rank(), world_size(), 1)).result()
+    checkpointer.save(STEP, {"epoch": 2}, overwrite=True).result()
     return checkpointer.steps()
 
 

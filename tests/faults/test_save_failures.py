@@ -71,10 +71,10 @@ class Run:
     def case(self, save: Callable[[int], Any]) -> Said:
         before, failing, after = self.step + 1, self.step + 2, self.step + 3
         self.step += 3
-        self.checkpointer.save(before, state_of(before))
+        self.checkpointer.save(before, state_of(before)).result()
         said = attempt(lambda: save(failing))
         said.after["wrong before"] = self.restored(before)
-        self.checkpointer.save(after, state_of(after))
+        self.checkpointer.save(after, state_of(after)).result()
         said.after["wrong after"] = self.restored(after)
         said.after["steps"] = self.checkpointer.steps()[-2:] == [before, after]
         return said
@@ -103,14 +103,14 @@ class Run:
 
 def collect_fails(run: Run, who: int) -> Callable[[int], Any]:
     error = RuntimeError("the sampler is gone") if rank() == who else None
-    return lambda step: run.checkpointer.save(step, state_of(step, error))
+    return lambda step: run.checkpointer.save(step, state_of(step, error)).result()
 
 
 def planning_fails(run: Run, who: int) -> Callable[[int], Any]:
     def save(step: int) -> Any:
         changed = state_of(step) | {f"new-{step}": torch.ones(2)}  # no cached plan
         with mock.patch("shardproof.saving.session.plan_writes", side_effect=MemoryError("no room to plan")):
-            return run.checkpointer.save(step, changed)
+            return run.checkpointer.save(step, changed).result()
 
     return save
 
@@ -122,9 +122,9 @@ def preparing_fails(run: Run, who: int) -> Callable[[int], Any]:
         changed = state_of(step) | {f"new-{step}": torch.ones(2)}
         error = MemoryError("no room for a header")
         if rank() != who:
-            return run.checkpointer.save(step, changed)
+            return run.checkpointer.save(step, changed).result()
         with mock.patch("shardproof.saving.session.prepare_shard", side_effect=error):
-            return run.checkpointer.save(step, changed)
+            return run.checkpointer.save(step, changed).result()
 
     return save
 
@@ -138,7 +138,7 @@ def storage_fails(
         def save(step: int) -> Any:
             error = storage_error(OSError(code, os.strerror(code)), operation, "the file")
             with run.faulty(at if rank() == who else None, error, operation, after=after):
-                return run.checkpointer.save(step, state_of(step))
+                return run.checkpointer.save(step, state_of(step)).result()
 
         return save
 
@@ -153,12 +153,12 @@ def file_size_limit(run: Run, who: int) -> Callable[[int], Any]:
             "large": rows(whole((3 * 4096, 16), step), 4096 * rank(), 4096 * (rank() + 1))
         }
         if rank() != who:
-            return run.checkpointer.save(step, large)
+            return run.checkpointer.save(step, large).result()
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
         try:
-            return run.checkpointer.save(step, large)
+            return run.checkpointer.save(step, large).result()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
             signal.signal(signal.SIGXFSZ, handler)
@@ -173,7 +173,7 @@ def file_instead_of_folder(run: Run, who: int) -> Callable[[int], Any]:
         folder = Path(run.checkpointer.root, f"step-{step:08d}")
         folder.mkdir(exist_ok=True)
         (folder / "shards").touch()
-        return run.checkpointer.save(step, state_of(step))
+        return run.checkpointer.save(step, state_of(step)).result()
 
     return save
 
@@ -254,10 +254,10 @@ def as_nobody(root: str) -> Said:
 
     def save(step: int) -> Any:
         if rank() != 1:
-            return run.checkpointer.save(step, state_of(step))
+            return run.checkpointer.save(step, state_of(step)).result()
         os.seteuid(65534)
         try:
-            return run.checkpointer.save(step, state_of(step))
+            return run.checkpointer.save(step, state_of(step)).result()
         finally:
             os.seteuid(0)
 
@@ -301,7 +301,7 @@ def fill_the_disk(root: str) -> Said:
 
     def save(step: int) -> Any:
         mine = rows(whole((1024, 1024), step), 0, 1024 if rank() == 1 else 0)  # 4 MiB, all on rank 1
-        return run.checkpointer.save(step, state_of(step) | {"large": mine})
+        return run.checkpointer.save(step, state_of(step) | {"large": mine}).result()
 
     return run.case(save)
 
@@ -322,7 +322,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
 
 def value_differs(root: str) -> Said:
     run = Run(root)
-    return run.case(lambda step: run.checkpointer.save(step, state_of(step) | {"seed": rank() // 2}))
+    return run.case(lambda step: run.checkpointer.save(step, state_of(step) | {"seed": rank() // 2}).result())
 
 
 def test_a_plain_value_that_differs_between_ranks(tmp_path: Path) -> None:
@@ -340,7 +340,7 @@ def one_exits(root: str) -> Said | str:
     run = Run(root)
     error = SystemExit("out of quota") if rank() == 1 else None
     try:
-        return attempt(lambda: run.checkpointer.save(1, state_of(1, error)))
+        return attempt(lambda: run.checkpointer.save(1, state_of(1, error)).result())
     except SystemExit as caught:
         return str(caught)
 
@@ -357,9 +357,9 @@ def published_then_fails(root: str) -> Said:
     """The manifest is in place, and then the flush of its folder fails."""
     run = Run(root)
     error = storage_error(OSError(errno.EIO, os.strerror(errno.EIO)), "publish", "manifest.json")
-    run.checkpointer.save(1, state_of(1))
+    run.checkpointer.save(1, state_of(1)).result()
     with run.faulty(0 if rank() == 0 else None, error, "publish", after=True):
-        said = attempt(lambda: run.checkpointer.save(2, state_of(2)))
+        said = attempt(lambda: run.checkpointer.save(2, state_of(2)).result())
     said.after["wrong"] = run.restored(2)
     return said
 

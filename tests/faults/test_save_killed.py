@@ -43,11 +43,13 @@ def resume_and_save(root: Path, meetings: Any, number: int, deadly: Deadly) -> s
         assert restored in (step - 1, step, step + 1)
         assert differences(target, plain_state(rank(), world_size(), restored)) == []
     if restored is None or restored < step:
-        checkpointer.save(step, plain_state(rank(), world_size(), step))
+        checkpointer.save(step, plain_state(rank(), world_size(), step)).result()
     if restored == step + 1:
         return "committed before"
     with deadly():
-        return attempt(lambda: checkpointer.save(step + 1, plain_state(rank(), world_size(), step + 1))).kind
+        return attempt(
+            lambda: checkpointer.save(step + 1, plain_state(rank(), world_size(), step + 1)).result()
+        ).kind
 
 
 def look(root: Path, number: int, ended: list[str]) -> None:

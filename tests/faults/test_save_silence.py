@@ -47,7 +47,7 @@ def restored(checkpointer: sp.Checkpointer, step: int) -> list[str]:
 def save_three(root: str, point: str) -> list[Any]:
     """A save; one in which `point` is reached; then, past the point "again", a restore and a save."""
     checkpointer = checkpointer_at(root)
-    checkpointer.save(1, plain_state(rank(), world_size(), 1))
+    checkpointer.save(1, plain_state(rank(), world_size(), 1)).result()
     kept = checkpointer._storage
     if point == "before":
         reach(point)
@@ -55,11 +55,11 @@ def save_three(root: str, point: str) -> list[Any]:
         operation, _, when = point.partition(" ")
         storage = FaultyStorage(kept, 0, lambda *_: reach(point), only=(operation,), after=when == "done")
         checkpointer._storage = storage  # type: ignore[assignment]
-    said = attempt(lambda: checkpointer.save(2, plain_state(rank(), world_size(), 2)))
+    said = attempt(lambda: checkpointer.save(2, plain_state(rank(), world_size(), 2)).result())
     checkpointer._storage = kept
     reach("again")
     wrong = restored(checkpointer, 1)
-    checkpointer.save(3, plain_state(rank(), world_size(), 3))
+    checkpointer.save(3, plain_state(rank(), world_size(), 3)).result()
     return [said, wrong + restored(checkpointer, 3)]
 
 
@@ -116,19 +116,19 @@ def test_a_stopped_rank_is_named_and_later_in_step_again(
 
 def save_then_lose_one(root: str, point: str) -> Said:
     checkpointer = checkpointer_at(root)
-    checkpointer.save(1, plain_state(rank(), world_size(), 1))
+    checkpointer.save(1, plain_state(rank(), world_size(), 1)).result()
     operation, _, when = point.partition(" ")
     checkpointer._storage = FaultyStorage(  # type: ignore[assignment]
         checkpointer._storage, 0, lambda *_: reach(point), only=(operation,), after=when == "done"
     )
-    return attempt(lambda: checkpointer.save(2, plain_state(rank(), world_size(), 2)))
+    return attempt(lambda: checkpointer.save(2, plain_state(rank(), world_size(), 2)).result())
 
 
 def restart(root: str) -> list[str]:
     """The job started anew: what is there is step 1, and the step that was lost can be saved."""
     checkpointer = checkpointer_at(root, 20.0)
     wrong = restored(checkpointer, 1)
-    checkpointer.save(2, plain_state(rank(), world_size(), 2))
+    checkpointer.save(2, plain_state(rank(), world_size(), 2)).result()
     return wrong + restored(checkpointer, 2)
 
 
@@ -152,7 +152,7 @@ def one_never_comes(root: str) -> Said | None:
     checkpointer = checkpointer_at(root)
     if rank() == 1:
         return None
-    return attempt(lambda: checkpointer.save(1, plain_state(rank(), world_size(), 1)))
+    return attempt(lambda: checkpointer.save(1, plain_state(rank(), world_size(), 1)).result())
 
 
 def test_a_rank_that_never_arrives(tmp_path: Path) -> None:
@@ -195,9 +195,9 @@ def one_writes_slowly(root: str, slow: int) -> Said:
     checkpointer = checkpointer_at(root, deadline=1.5)
     state = {"large": rows(whole((6 * 1024, 2), 1), 0, 6 * 1024 if rank() == slow else 0)}
     if rank() == slow:
-        checkpointer._saver._kept.pool = BufferPool(4096, 3)
+        checkpointer._saver._keep().pool = BufferPool(4096, 3)
         checkpointer._storage = Gated(checkpointer._storage)  # type: ignore[assignment]
-    return attempt(lambda: checkpointer.save(1, state))
+    return attempt(lambda: checkpointer.save(1, state).result())
 
 
 @pytest.mark.parametrize("slow", [0, 1])
@@ -225,12 +225,12 @@ def test_a_rank_that_writes_slowly_is_waited_for(slow: int, tmp_path: Path) -> N
 def one_hangs(root: str) -> Said:
     """Alive, and inside of a write that never ends."""
     checkpointer = checkpointer_at(root)
-    checkpointer.save(1, plain_state(rank(), world_size(), 1))
+    checkpointer.save(1, plain_state(rank(), world_size(), 1)).result()
     if rank() == 1:
         checkpointer._storage = FaultyStorage(  # type: ignore[assignment]
             checkpointer._storage, 0, lambda *_: reach("a write"), only=("write_at",)
         )
-    return attempt(lambda: checkpointer.save(2, plain_state(rank(), world_size(), 2)))
+    return attempt(lambda: checkpointer.save(2, plain_state(rank(), world_size(), 2)).result())
 
 
 def test_a_rank_that_hangs_in_a_write_is_named(tmp_path: Path) -> None:

@@ -124,6 +124,12 @@ class Phases:
         self.met.append(phase)
         return self._inner.meet(operation, phase, post, decide)
 
+    def beside(self, name: str) -> Phases:
+        """Another one, whose meetings are recorded here too."""
+        other = Phases(self._inner.beside(name))
+        other.met = self.met
+        return other
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 

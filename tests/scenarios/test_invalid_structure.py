@@ -94,10 +94,10 @@ def save_invalid_then_valid(root: str) -> dict[str, Said]:
         spoil(state)
         watched = FaultyStorage(checkpointer._storage, only=CHANGES_STORAGE)
         kept, checkpointer._storage = checkpointer._storage, watched  # type: ignore[assignment]
-        one = attempt(lambda state=state, step=2 * number: checkpointer.save(step, state))  # type: ignore[misc]
+        one = attempt(lambda state=state, step=2 * number: checkpointer.save(step, state).result())  # type: ignore[misc]
         checkpointer._storage = kept
         one.after["operations"] = watched.operations
-        checkpointer.save(2 * number + 1, plain_state(rank(), world_size(), number))
+        checkpointer.save(2 * number + 1, plain_state(rank(), world_size(), number)).result()
         target = blanked(plain_state(rank(), world_size(), 0))
         one.after["restored"] = checkpointer.restore(target)
         one.after["wrong"] = differences(target, plain_state(rank(), world_size(), number))

@@ -34,7 +34,7 @@ def save_in_any_order(root: str) -> tuple[list[list[str]], list[str], list[list[
         state = shuffled(wide_state(step), order)
         orders.append(" ".join(state))
         meetings.met.clear()
-        checkpointer.save(step, state)
+        checkpointer.save(step, state).result()
         phases.append(list(meetings.met))
         target = shuffled(blanked(wide_state(0)), order)
         checkpointer.restore(target)

@@ -14,15 +14,15 @@ def _disagree(root: str) -> list[str]:
     meeting = rendezvous(deadline=10)
     checkpointer = sp.Checkpointer(root, rendezvous=meeting)
     state = {"w": torch.ones(3)}
-    checkpointer.save(1, state)
-    checkpointer.save(2, state)
+    checkpointer.save(1, state).result()
+    checkpointer.save(2, state).result()
     first = rank() == 0
     calls = [
         lambda: checkpointer.restore({"w": torch.zeros(3)}, step=None if first else 1),
         lambda: checkpointer.restore({"w": torch.zeros(3)}, strict=first),
-        lambda: checkpointer.save(2, state, overwrite=first),
-        lambda: checkpointer.save(3, state, metadata={"rank": rank()}),
-        lambda: checkpointer.save(3 + rank(), state),
+        lambda: checkpointer.save(2, state, overwrite=first).result(),
+        lambda: checkpointer.save(3, state, metadata={"rank": rank()}).result(),
+        lambda: checkpointer.save(3 + rank(), state).result(),
     ]
     said = []
     for call in calls:
@@ -32,7 +32,7 @@ def _disagree(root: str) -> list[str]:
         except sp.StructureError as error:
             said.append(error.message)
     assert checkpointer.steps() == [1, 2]
-    checkpointer.save(5, state)
+    checkpointer.save(5, state).result()
     return said
 
 

@@ -91,7 +91,7 @@ def shuffled_life(root: str, setup: Setup) -> dict[str, Any]:
             orders.add(tuple(name for name, _ in job.net.named_parameters()))
             straight.save(f"{root}/straight {step}")
             with no_collectives():
-                checkpointer.save(step, _shuffled(job.state | {"epoch": step}, order))
+                checkpointer.save(step, _shuffled(job.state | {"epoch": step}, order)).result()
             if rank() == 0:
                 stored = content(f"{root}/shuffled/step-{step:08d}")
                 assert stored.pop("epoch") == step

@@ -48,7 +48,7 @@ def save_five_steps(root: str, who: int) -> tuple[list[bool], list[str]]:
     planned, wrong = [], []
     for step in range(1, 6):
         meetings.met.clear()
-        checkpointer.save(step, state_at(step, who))
+        checkpointer.save(step, state_at(step, who)).result()
         planned.append("plan" in meetings.met)
         target, expected = state_at(step, who), state_at(step, who)
         watcher, wanted = target.pop("watcher"), expected.pop("watcher")

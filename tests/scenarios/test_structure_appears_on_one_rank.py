@@ -168,7 +168,7 @@ def train_and_save(root: str) -> tuple[list[bool], list[str], list[dict[str, Any
             job.train(step)
             meetings.met.clear()
             with no_collectives():
-                checkpointer.save(step, job.tree)
+                checkpointer.save(step, job.tree).result()
             planned.append("plan" in meetings.met)
             memories.append(job.memory())
             target = Job(seed=2 + step)

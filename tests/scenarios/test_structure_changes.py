@@ -175,7 +175,7 @@ def save_every_transition(root: str) -> tuple[list[str], list[Said]]:
     for step, which in enumerate(every_transition(len(VALID))):
         build = VALID[which]
         meetings.met.clear()
-        checkpointer.save(step, build(step))
+        checkpointer.save(step, build(step)).result()
         planned = "plan" in meetings.met
         if planned != (which != before):
             wrong.append(f"step {step}: from {before} to {build.__name__}, planned: {planned}")
@@ -187,7 +187,7 @@ def save_every_transition(root: str) -> tuple[list[str], list[Said]]:
             wrong.append(f"step {step}: restored {restored}")
         if step % 8 == 3:
             spoiled = INVALID[step // 8 % len(INVALID)]
-            refused.append(attempt(lambda: checkpointer.save(10**6, spoiled(0))))  # noqa: B023
+            refused.append(attempt(lambda: checkpointer.save(10**6, spoiled(0)).result()))  # noqa: B023
             if spoiled is not not_storable:
                 before = -1  # the plan of before was given up for one that came to nothing
     return wrong, refused
@@ -219,7 +219,7 @@ def save_the_same_twice(root: str) -> tuple[list[list[str]], list[str]]:
         for path_value in (state["w"].pieces[0][0], state["b"]):
             path_value.add_(100 * step)  # in place: the same memory, other values
         state["n"]["epoch"] = step
-        checkpointer.save(step, state)
+        checkpointer.save(step, state).result()
         phases.append(list(meetings.met))
         target = blanked(base(0))
         checkpointer.restore(target)

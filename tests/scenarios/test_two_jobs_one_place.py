@@ -42,7 +42,7 @@ def save_as_one_of_two(root: str, point: str) -> Said:
         storage = FaultyStorage(kept, 0, lambda *_: reach(point), only=(point,))
         checkpointer._storage = storage  # type: ignore[assignment]
     salt = 10 * (job + 1)
-    said = attempt(lambda: checkpointer.save(STEP, plain_state(rank, 2, salt)))
+    said = attempt(lambda: checkpointer.save(STEP, plain_state(rank, 2, salt)).result())
     checkpointer._storage = kept
     winner = 10 * (job + 1) if not said.kind else 10 * (2 - job)
     reach("after")
@@ -79,7 +79,7 @@ def test_one_commits_and_the_other_is_told(first: int | None, point: str, tmp_pa
     assert step_name(STEP) in jobs[1 - won].text
     assert [one.after["wrong"] for one in said] == [[]] * 4
     folder = tmp_path / step_name(STEP)
-    assert only_its_own(folder) == said[2 * won].value.result().attempt
+    assert only_its_own(folder) == said[2 * won].value.attempt
     target = blanked(whole_state(2, 0))
     sp.load(folder, target, exclude="own")
     assert differences(target, whole_state(2, 10 * (won + 1))) == []

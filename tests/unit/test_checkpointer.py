@@ -39,7 +39,7 @@ def test_nothing_to_restore_is_none(tmp_path: Path) -> None:
 def test_damaged_and_unfinished_steps_are_passed_over_with_the_reason(tmp_path: Path) -> None:
     checkpointer = sp.Checkpointer(tmp_path)
     for step in (1, 2, 3):
-        checkpointer.save(step, state(step))
+        checkpointer.save(step, state(step)).result()
     damage(tmp_path, 3)
     unfinished = tmp_path / "step-00000004" / "shards"
     unfinished.mkdir(parents=True)
@@ -55,49 +55,49 @@ def test_damaged_and_unfinished_steps_are_passed_over_with_the_reason(tmp_path: 
 def test_a_step_that_was_passed_over_can_be_saved_again(tmp_path: Path) -> None:
     checkpointer = sp.Checkpointer(tmp_path, keep=sp.KeepLatest(2))
     for step in (1, 2, 3):
-        checkpointer.save(step, state(step))
+        checkpointer.save(step, state(step)).result()
     damage(tmp_path, 3)
     assert checkpointer.restore(state(0)) == 2
-    checkpointer.save(3, state(30))
+    checkpointer.save(3, state(30)).result()
     target = state(0)
     assert checkpointer.restore(target) == 3
     assert (target["a"] == 30).all()
     with pytest.raises(sp.AlreadyCommittedError):
-        checkpointer.save(3, state(31))
+        checkpointer.save(3, state(31)).result()
 
 
 @pytest.mark.parametrize("lost", ["manifest.json", "index-*", "shards/*"])
 def test_a_step_with_a_damaged_file_is_passed_over_and_can_be_saved_again(lost: str, tmp_path: Path) -> None:
-    sp.Checkpointer(tmp_path).save(1, state(1))
-    sp.Checkpointer(tmp_path).save(2, state(2))
+    sp.Checkpointer(tmp_path).save(1, state(1)).result()
+    sp.Checkpointer(tmp_path).save(2, state(2)).result()
     (file,) = (tmp_path / "step-00000002").glob(lost)
     file.write_bytes(file.read_bytes()[:-9])
     checkpointer = sp.Checkpointer(tmp_path)
     assert checkpointer.restore(state(0)) == 1
     assert [(item.step, item.damaged) for item in checkpointer.passed_over] == [(2, True)]
-    checkpointer.save(2, state(20))
+    checkpointer.save(2, state(20)).result()
     target = state(0)
     assert checkpointer.restore(target) == 2
     assert (target["a"] == 20).all()
 
 
 def test_a_renamed_step_is_not_replaced(tmp_path: Path) -> None:
-    sp.Checkpointer(tmp_path).save(1, state(1))
-    sp.Checkpointer(tmp_path).save(2, state(2))
+    sp.Checkpointer(tmp_path).save(1, state(1)).result()
+    sp.Checkpointer(tmp_path).save(2, state(2)).result()
     (tmp_path / "step-00000002").rename(tmp_path / "step-00000003")
     checkpointer = sp.Checkpointer(tmp_path)
     assert checkpointer.restore(state(0)) == 1
     with pytest.raises(sp.AlreadyCommittedError):
-        checkpointer.save(3, state(30))
+        checkpointer.save(3, state(30)).result()
 
 
 def test_a_damaged_step_takes_no_place_among_those_kept(tmp_path: Path) -> None:
     checkpointer = sp.Checkpointer(tmp_path, keep=sp.KeepLatest(2))
-    checkpointer.save(10, state(1))
-    checkpointer.save(20, state(2))
+    checkpointer.save(10, state(1)).result()
+    checkpointer.save(20, state(2)).result()
     damage(tmp_path, 20)
     assert checkpointer.restore(state(0)) == 10
-    checkpointer.save(15, state(3))
+    checkpointer.save(15, state(3)).result()
     assert checkpointer.steps() == [10, 15, 20]
 
 
@@ -106,18 +106,18 @@ def test_after_a_rollback_the_steps_that_go_on_are_kept(
 ) -> None:
     checkpointer = sp.Checkpointer(tmp_path, keep=sp.KeepLatest(2))
     for step in (100, 190, 200):
-        checkpointer.save(step, state(step))
+        checkpointer.save(step, state(step)).result()
     with caplog.at_level(logging.WARNING):
-        checkpointer.save(110, state(110))
-        checkpointer.save(120, state(120))
+        checkpointer.save(110, state(110)).result()
+        checkpointer.save(120, state(120)).result()
     assert checkpointer.steps() == [110, 120, 190, 200]
     assert "rolled back" in caplog.text
 
 
 def test_an_older_step_that_leaves_damage_behind_is_no_restore(tmp_path: Path) -> None:
     checkpointer = sp.Checkpointer(tmp_path)
-    checkpointer.save(1, state(1))
-    checkpointer.save(2, state(2, "b"))
+    checkpointer.save(1, state(1)).result()
+    checkpointer.save(2, state(2, "b")).result()
     damage(tmp_path, 2)
     for strict in (True, False):
         with pytest.raises(sp.StructureError, match="holds values of both"):
@@ -128,8 +128,8 @@ def test_a_failure_that_passes_does_not_roll_the_run_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpointer = sp.Checkpointer(tmp_path)
-    checkpointer.save(1, state(1))
-    checkpointer.save(2, state(2))
+    checkpointer.save(1, state(1)).result()
+    checkpointer.save(2, state(2)).result()
 
     def stale(*_: Any) -> None:
         raise StorageError("cannot read", file="x", errno=errno.errorcode[errno.ESTALE], missing=False)
@@ -143,7 +143,7 @@ def test_a_failure_that_passes_does_not_roll_the_run_back(
 
 def test_a_folder_with_another_name_is_not_its_step(tmp_path: Path) -> None:
     checkpointer = sp.Checkpointer(tmp_path)
-    checkpointer.save(1, state(1))
+    checkpointer.save(1, state(1)).result()
     (tmp_path / "step-00000001").rename(tmp_path / "step-00000002")
     with pytest.raises(sp.NotCommittedError, match="renamed or copied"):
         checkpointer.restore(state(0))
@@ -154,13 +154,13 @@ def test_a_folder_with_another_name_is_not_its_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize("step", [None, -1, True, 1.5, "3", 10**18])
 def test_what_is_no_step_is_refused(step: Any, tmp_path: Path) -> None:
     with pytest.raises(sp.StructureError, match="a step is an int"):
-        sp.Checkpointer(tmp_path).save(step, state(1))
+        sp.Checkpointer(tmp_path).save(step, state(1)).result()
     assert not any(tmp_path.iterdir())
 
 
 def test_a_numpy_step_is_a_step(tmp_path: Path) -> None:
     checkpointer = sp.Checkpointer(tmp_path)
-    checkpointer.save(np.int64(7), state(1))  # type: ignore[arg-type]
+    checkpointer.save(np.int64(7), state(1)).result()  # type: ignore[arg-type]
     assert checkpointer.steps() == [7]
 
 
@@ -172,7 +172,7 @@ def test_retention_that_fails_costs_space_and_nothing_else(
             raise TypeError("no policy")
 
     checkpointer = sp.Checkpointer(tmp_path, keep=Broken())
-    checkpointer.save(1, state(1))
+    checkpointer.save(1, state(1)).result()
     assert checkpointer.steps() == [1]
     assert "no policy" in caplog.text
 
@@ -185,7 +185,7 @@ def test_threads_take_turns(tmp_path: Path) -> None:
             tree = {
                 f"{'ab'[first]}{number}": torch.full((50,), float(step)) for number in range(1 + step % 5)
             }
-            checkpointer.save(step, tree)
+            checkpointer.save(step, tree).result()
 
     threads = [threading.Thread(target=save, args=(first,)) for first in (0, 1)]
     for thread in threads:
@@ -203,5 +203,5 @@ def test_other_files_in_the_run_folder_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     checkpointer = sp.Checkpointer(tmp_path, keep=sp.KeepLatest(1))
     for step in (1, 2):
-        checkpointer.save(step, state(step))
+        checkpointer.save(step, state(step)).result()
     assert sorted(item.name for item in tmp_path.iterdir()) == ["lost+found", "notes.txt", "step-00000002"]

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 from shardproof.checkpointer.retention import KeepLatest, Retention
 
 if TYPE_CHECKING:
-    from shardproof.checkpointer.checkpointer import Checkpointer, PassedOver, PendingSave
+    from shardproof.checkpointer.checkpointer import Checkpointer, PassedOver
 
-__all__ = ["Checkpointer", "KeepLatest", "PassedOver", "PendingSave", "Retention"]
+__all__ = ["Checkpointer", "KeepLatest", "PassedOver", "Retention"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Checkpointer", "PassedOver", "PendingSave"):
+    if name in ("Checkpointer", "PassedOver"):
         from shardproof.checkpointer import checkpointer
 
         return getattr(checkpointer, name)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from shardproof.checkpointer.retention import Retention, delete_step, is_ours, parse_step, step_name
+from shardproof import events
+from shardproof.checkpointer.retention import Retention, delete_steps, is_ours, parse_step, step_name
 from shardproof.errors import (
     FormatError,
     KeyMismatchError,
@@ -21,14 +22,17 @@ from shardproof.errors import (
     StorageError,
     StructureError,
 )
-from shardproof.format import MANIFEST_NAME, Manifest
-from shardproof.loading import UNREADABLE, Checkpoint, LoadReport, Options, load_from
+from shardproof.format import MANIFEST_NAME, Manifest, referred_in
+from shardproof.loading import UNREADABLE, Checkpoint, LoadReport, Options, ReadOnce, load_from
 from shardproof.loading.selection import Cast, Patterns
 from shardproof.rendezvous import Meetings, Rendezvous, connect
-from shardproof.saving import Committed, Saver
+from shardproof.saving import Committed, PendingSave, Saver, WhenBusy
 from shardproof.storage import LocalStorage
 
-__all__ = ["Checkpointer", "PassedOver", "PendingSave"]
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Checkpointer", "PassedOver"]
 
 _NEVER_COMMITTED = "it has no manifest: its save died or is still under way, so it is not a checkpoint"
 
@@ -45,17 +49,6 @@ class PassedOver:
     """It was committed and its bytes are lost or changed, so saving this step again may replace it."""
 
 
-@dataclass(frozen=True, slots=True)
-class PendingSave:
-    """A save that was begun. Saving is synchronous, so it is committed by the time this exists."""
-
-    _committed: Committed
-
-    def result(self) -> Committed:
-        """The committed checkpoint."""
-        return self._committed
-
-
 class Checkpointer:
     """Saves and restores the steps of one run. Every rank makes one, and calls its methods together.
 
@@ -65,11 +58,21 @@ class Checkpointer:
         rendezvous: where the ranks meet; found by itself when None (the process group's store, torchrun's,
         or none).
         deadline: seconds of silence after which a rank is given up; work that moves is never cut short.
+        when_busy: what `save` does while the save before it is still under way: wait for it, or skip.
+        snapshot: "fence" reads parameters and optimizer state while training goes on, and has the next
+            step of an optimizer wait until what is left of them is copied; "stage" copies everything before
+            `save` returns. Whatever else is in the state is copied at once either way.
+        host_memory_budget: bytes of copies that may wait to be written, on this rank. When it is used up,
+            training waits for the writer. None: a quarter of what is available, divided by the node's ranks.
+        incremental: whether chunks that an earlier step of the run has, bit for bit, are referred to there
+            and not written again. Retention keeps what a kept step refers to; to move such a step, copy it
+            with ``shardproof convert --standalone``.
 
     >>> import shardproof as sp, tempfile, torch
     >>> checkpointer = sp.Checkpointer(tempfile.mkdtemp(), keep=sp.KeepLatest(2))
     >>> for step in (1, 2, 3):
     ...     _ = checkpointer.save(step, {"w": torch.full((2,), float(step))})
+    >>> checkpointer.wait()
     >>> checkpointer.steps()
     [2, 3]
     >>> state = {"w": torch.zeros(2)}
@@ -84,7 +87,15 @@ class Checkpointer:
         keep: Retention | None = None,
         rendezvous: Rendezvous | None = None,
         deadline: float | None = None,
+        when_busy: WhenBusy = "wait",
+        snapshot: Literal["fence", "stage"] = "fence",
+        host_memory_budget: int | None = None,
+        incremental: bool = False,
     ) -> None:
+        if when_busy not in ("wait", "skip"):
+            raise ValueError(f"when_busy is 'wait' or 'skip', not {when_busy!r}")
+        if snapshot not in ("fence", "stage"):
+            raise ValueError(f"snapshot is 'fence' or 'stage', not {snapshot!r}")
         if rendezvous is not None and deadline is not None:
             raise ValueError(
                 "give the deadline to the rendezvous, or leave the rendezvous to the Checkpointer"
@@ -99,38 +110,95 @@ class Checkpointer:
         """Steps that a restore passed over as damaged; saving one of them again replaces it."""
         self._storage = LocalStorage(root)
         self._rendezvous = rendezvous or connect(deadline=deadline)
-        self._saver = Saver(self._rendezvous)
+        self._when_busy = when_busy
+        self._stage_all = snapshot == "stage"
+        self._incremental = incremental
+        self._saver = Saver(self._rendezvous, host_memory_budget=host_memory_budget)
 
     def save(
-        self, step: int, state: Any, *, metadata: dict[str, Any] | None = None, overwrite: bool = False
+        self,
+        step: int,
+        state: Any,
+        *,
+        metadata: dict[str, Any] | None = None,
+        overwrite: bool = False,
+        when_busy: WhenBusy | None = None,
     ) -> PendingSave:
-        """Saves a step, and returns once training may go on.
+        """Begins to save a step, and returns once training may go on.
+
+        Whatever changes after that is not in the checkpoint. Code that writes to parameters or optimizer
+        state by other ways than an optimizer's `step` or a load calls `fence` first.
 
         Args:
             step: not negative; names the folder.
             state: see `shardproof.save`.
             metadata: plain data, kept in the manifest.
             overwrite: whether to replace the step if it is committed already.
+            when_busy: for this save; None: as the `Checkpointer` was told.
+
+        Returns:
+            The save under way. A failure in the background is logged at once and is raised by its
+            `result`; if nobody asks, by the next `save` or `wait`.
 
         Raises:
-            ShardproofError: see `shardproof.save`.
+            ShardproofError: see `shardproof.save`; or why the save before this one failed.
         """
         number, folder = _named(step)
-        committed = self._saver.save(
-            self._storage.within(folder),
-            state,
-            step=number,
-            metadata=metadata,
-            overwrite=overwrite or number in self._damaged,
-        )
+        with self._phase(number, "blocked"):
+            return self._saver.begin(
+                self._storage.within(folder),
+                state,
+                step=number,
+                metadata=metadata,
+                overwrite=overwrite or number in self._damaged,
+                when_busy=when_busy or self._when_busy,
+                stage_all=self._stage_all,
+                base=partial(self._base_of, number) if self._incremental else None,
+                after=self._after_commit,
+            )
+
+    def fence(self) -> None:
+        """Returns when parameters and optimizer state may be written to by any code.
+
+        What the save under way has not written yet is copied first. Optimizers and loads do this by
+        themselves. Nothing under way: nothing to do.
+        """
+        self._saver.fence()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits for the save that is under way.
+
+        Args:
+            timeout: seconds to wait at most; None: as long as it moves.
+
+        Raises:
+            TimeoutError: it is still under way.
+            ShardproofError: it failed, and neither its `result` nor this has said so yet.
+        """
+        self._saver.wait(timeout)
+
+    def _base_of(self, step: Any) -> LocalStorage | None:
+        """The newest committed step before this one (see note "One line of steps"), damaged ones left out."""
+        steps = (parse_step(name) for name in self._storage.folders())
+        for earlier in sorted((one for one in steps if one is not None and one < step), reverse=True):
+            folder = self._storage.within(step_name(earlier))
+            if earlier not in self._damaged and folder.size(MANIFEST_NAME) is not None:
+                return folder
+        return None
+
+    def _after_commit(self, committed: Committed, progress: Callable[[int, int], None]) -> None:
         assert committed.step is not None
         self._damaged.discard(committed.step)
         if self._keep is not None and self._rendezvous.rank == 0:
-            self._retain(self._keep, committed.step)
-        return PendingSave(committed)
+            with self._phase(committed.step, "retain"):
+                self._retain(self._keep, committed.step, progress)
 
-    def wait(self) -> None:
-        """Waits for the save that is under way. Saving is synchronous, so there is none."""
+    def _phase(self, step: Any, name: str) -> events.Phase:
+        number = step if isinstance(step, int) and not isinstance(step, bool) else None
+        folder = "invalid-step" if number is None else step_name(number)
+        rank, world_size = self._rendezvous.rank, self._rendezvous.world_size
+        operation = f"save {self._storage.location}/{folder}"
+        return events.phase(operation, name, rank=rank, world_size=world_size, step=number)
 
     def steps(self) -> list[int]:
         """Committed steps, ascending. Local: asks the storage, meets nobody."""
@@ -148,6 +216,16 @@ class Checkpointer:
                     found[step] = committed
         return found
 
+    def _lenders(self) -> set[int]:
+        """Steps that are no checkpoints any more, and whose folders only hold files that others refer to."""
+        references = referred_in(self._storage)
+        found = set()
+        for name in references.by_folder:
+            files = [file for file in self._storage.within(name).list() if is_ours(file)]
+            if (step := parse_step(name)) is not None and set(files) <= set(references.files(name)):
+                found.add(step)
+        return found
+
     def restore(
         self,
         state: Any,
@@ -158,6 +236,8 @@ class Checkpointer:
         exclude: Patterns = None,
         cast: Cast = False,
         rename: Mapping[str, str] | None = None,
+        read_once: ReadOnce = False,
+        group: ProcessGroup | None = None,
     ) -> int | None:
         """Loads the newest committed and readable step, into whatever layout the state has now.
 
@@ -168,11 +248,13 @@ class Checkpointer:
         Args:
             state: the tree to fill.
             step: exactly this one; None for the newest.
-            strict: see `shardproof.load`; so are `include`, `exclude`, `cast` and `rename`.
+            strict: see `shardproof.load`; so are the other options.
             include: keys to load.
             exclude: keys to leave.
             cast: keys to convert.
             rename: keys with other names in the checkpoint.
+            read_once: whether one rank reads what several want, and hands it on.
+            group: the process group for that; None: the default one.
 
         Returns:
             The step, or None when nothing was ever committed here.
@@ -181,7 +263,8 @@ class Checkpointer:
             NotCommittedError: there are committed steps, but none can be read; or `step` is not committed.
             ShardproofError: see `shardproof.load`.
         """
-        options = Options(strict, include, exclude, cast, rename)
+        self._saver.settle()
+        options = Options(strict, include, exclude, cast, rename, read_once, group)
         self.passed_over = ()
         self.last_restore = None
         overwritten: int | None = None
@@ -225,6 +308,8 @@ class Checkpointer:
                 return msgspec.msgpack.encode((step, []))
             passed: list[PassedOver] = []
             folders = self._folders()
+            if not all(folders.values()):
+                folders = {step: folders[step] for step in folders.keys() - self._lenders()}
             for candidate in sorted(folders.keys() - known, reverse=True):
                 problem = (
                     self._why_unreadable(candidate)
@@ -285,7 +370,7 @@ class Checkpointer:
             return PassedOver(step, error.message, damaged=False)
         return None
 
-    def _retain(self, keep: Retention, newest: int) -> None:
+    def _retain(self, keep: Retention, newest: int, progress: Callable[[int, int], None]) -> None:
         """Removes what the policy lets go. Failing costs space, not safety, so it is only logged.
 
         Note "One line of steps": only steps up to the one just saved are counted. Newer ones are there when
@@ -305,9 +390,8 @@ class Checkpointer:
                 )
             counted = [step for step in steps if step <= newest]
             let_go = sorted(set(counted) - set(keep.select(counted)) - {newest})
-            for done, step in enumerate(let_go):
-                self._rendezvous.progress(done, len(let_go))
-                delete_step(self._storage, step_name(step))
+            if let_go:
+                delete_steps(self._storage, [step_name(step) for step in let_go], progress)
         except Exception as error:
             _log.warning("%s: old steps could not be removed: %s", self.root, error)
 

@@ -28,7 +28,7 @@ from shardproof.errors import ShardproofError
 
 __all__ = ["run"]
 
-COMMANDS = ("ls", "inspect", "verify", "diff", "repair", "prune", "demo")
+COMMANDS = ("ls", "inspect", "verify", "diff", "convert", "repair", "prune", "trace", "demo")
 
 
 class Commands(click.Group):

@@ -18,6 +18,7 @@ __all__ = ["command"]
 
 WRITERS_SHOWN = 16
 OBJECTS_SHOWN = 20
+FOLDERS_SHOWN = 4
 
 
 @click.command("inspect", short_help="Show what a checkpoint holds, and who wrote what.")
@@ -89,6 +90,15 @@ def _show_summary(summary: Summary) -> None:
         f"{counted(summary.chunks, 'chunk')}, {counted(len(summary.aliases), 'tied tensor')}, "
         f"{counted(len(summary.objects), 'plain value')}"
     )
+    if summary.borrowed:
+        folders = sorted({row.file.split("/")[0] for row in summary.writers if row.borrowed})
+        out.print(
+            printable(
+                f"saved incrementally: {gigabytes(summary.borrowed)} of it lie in files of "
+                f"{', '.join(folders[:FOLDERS_SHOWN])}{', ...' if len(folders) > FOLDERS_SHOWN else ''} "
+                "(`shardproof convert --standalone` makes a copy that needs no other step)"
+            )
+        )
     if summary.rows:
         out.print()
         rows = (

@@ -46,7 +46,8 @@ def command(
 ) -> int:
     """Remove from RUN what dead saves left: files in step folders that no manifest names.
 
-    Only files that shardproof wrote are ever removed. Asks first on a terminal.
+    Only files that shardproof wrote are ever removed, and none that a step which stays refers to. Asks first
+    on a terminal.
     """
     from shardproof.report import plan_prune
     from shardproof.storage import LocalStorage
@@ -100,17 +101,12 @@ def _agreed(plan: PrunePlan) -> bool:
 
 def _carry_out(storage: Storage, plan: PrunePlan) -> list[str]:
     """Removes what is planned, but for folders that were committed since then: it gives these."""
-    from shardproof.checkpointer.retention import delete_step, remove_leftover
+    from shardproof.checkpointer.retention import delete_steps, remove_leftover
 
     spared = [leftover.folder for leftover in plan.leftovers if not remove_leftover(storage, leftover)]
-    for name in plan.steps:
-        delete_step(storage, name)
-    for name in plan.lost:
-        if _is_lost(storage.within(name)):
-            delete_step(storage, name)
-        else:
-            spared.append(name)
-    return spared
+    lost = [name for name in plan.lost if _is_lost(storage.within(name))]
+    delete_steps(storage, [*plan.steps, *lost])
+    return [*spared, *(name for name in plan.lost if name not in lost)]
 
 
 def _is_lost(step: Storage) -> bool:
@@ -167,6 +163,20 @@ def _show(plan: PrunePlan, now: float, older_than: float, damaged: bool) -> None
             printable(
                 f"kept: {leftover.folder}: {size} that no manifest names, written to in the last "
                 f"{age(older_than)}: a save may be in progress (--older-than)"
+            )
+        )
+    for name, users in plan.lent.items():
+        out.print(
+            printable(
+                f"kept: {name}: files that {', '.join(users)} {'refers' if len(users) == 1 else 'refer'} to "
+                "(saved incrementally; `shardproof convert --standalone` makes a step that needs no other)"
+            )
+        )
+    for name in plan.unknown:
+        out.print(
+            printable(
+                f"kept: files of other steps, because the manifest of {name} cannot be read and may refer to "
+                "them"
             )
         )
     for name in plan.damaged:

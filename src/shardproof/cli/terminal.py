@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from shardproof.cli.words import gigabytes_per_second, printable
+from shardproof.cli.words import printable
+from shardproof.events.phases import Hub
+from shardproof.events.showing import Bars
 
 __all__ = ["bytes_progress", "console", "table"]
 
@@ -47,25 +47,7 @@ def bytes_progress(title: str, *, shown: bool) -> Iterator[Callable[[int, int], 
     if not shown or not sys.stderr.isatty():
         yield lambda done, total: None
         return
-    columns = (TextColumn(title), BarColumn(), _Amount(), _Speed(), TimeRemainingColumn())
-    with Progress(*columns, console=console(sys.stderr), transient=True) as progress:
-        task = progress.add_task(title, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
-
-
-class _Amount(ProgressColumn):
-    """Done of all, in GB."""
-
-    def render(self, task: Task) -> Text:
-        """The text as of now."""
-        total = f" of {task.total / 1e9:.2f}" if task.total is not None else ""
-        return Text(f"{task.completed / 1e9:.2f}{total} GB")
-
-
-class _Speed(ProgressColumn):
-    """Mean speed since the start, in GB/s."""
-
-    def render(self, task: Task) -> Text:
-        """The text as of now."""
-        seconds = time.monotonic() - task.start_time if task.start_time else 0.0
-        return Text(gigabytes_per_second(task.completed, seconds) if seconds else "")
+    hub = Hub()  # of its own: the bar is of this command, whatever else goes on in it
+    bars = Bars(console(sys.stderr), lines=False, at_once=True)
+    with hub.subscribe(bars, bars.close), hub.phase(title, "read") as phase:
+        yield phase.progress

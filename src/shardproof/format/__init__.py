@@ -7,14 +7,25 @@ from shardproof.format.header import ShardHeader, parse_header, read_shard_heade
 from shardproof.format.index import decode_index, encode_index
 from shardproof.format.manifest import (
     FORMAT_VERSION,
+    REFERENCES_VERSION,
+    SEAL_LENGTH,
     FileRecord,
     Manifest,
     TensorRecord,
     decode_manifest,
     encode_manifest,
+    manifest_version,
 )
-from shardproof.format.names import MANIFEST_NAME, chunk_name, index_name, parse_chunk_name, shard_name
-from shardproof.format.reading import lost_files, read_index, read_manifest
+from shardproof.format.names import (
+    MANIFEST_NAME,
+    chunk_name,
+    index_name,
+    parse_chunk_name,
+    parse_shard_name,
+    shard_name,
+)
+from shardproof.format.reading import files_of, lost_files, read_index, read_manifest, seal_of
+from shardproof.format.references import References, named_files, referred_beside, referred_in, unneeded
 from shardproof.format.shards import (
     DATA_ALIGNMENT,
     DIGESTS,
@@ -30,8 +41,11 @@ __all__ = [
     "FORMAT_VERSION",
     "MANIFEST_NAME",
     "PADDING",
+    "REFERENCES_VERSION",
+    "SEAL_LENGTH",
     "FileRecord",
     "Manifest",
+    "References",
     "ShardHeader",
     "TensorRecord",
     "bytes_digest",
@@ -42,14 +56,22 @@ __all__ = [
     "encode_index",
     "encode_manifest",
     "file_digest",
+    "files_of",
     "index_name",
     "lost_files",
+    "manifest_version",
+    "named_files",
     "parse_chunk_name",
     "parse_header",
+    "parse_shard_name",
     "read_chunk_digests",
     "read_index",
     "read_manifest",
     "read_shard_header",
+    "referred_beside",
+    "referred_in",
+    "seal_of",
     "shard_header",
     "shard_name",
+    "unneeded",
 ]

@@ -9,18 +9,28 @@ from typing import TYPE_CHECKING, Any
 
 from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError
-from shardproof.format.names import index_name, shard_name
+from shardproof.format.names import index_name, parse_shard_name, shard_name
 
 if TYPE_CHECKING:
     from shardproof.format.manifest import FileRecord, Manifest
 
-__all__ = ["MAX_NDIM", "check_manifest", "first_difference"]
+__all__ = ["MAX_NDIM", "check_manifest", "first_difference", "is_folder_name"]
 
 MAX_NDIM = 64
 """Dimensions that a tensor may have."""
 
 _ATTEMPT = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")
+_FOLDER = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,254}")
 _HEX = re.compile(r"[0-9a-f]{32}")
+
+
+def is_folder_name(name: str) -> bool:
+    """Whether a file record may name this folder: one name, which cannot lead anywhere else.
+
+    >>> [is_folder_name(name) for name in ("step-00000100", "..", "a/b", "")]
+    [True, False, False, False]
+    """
+    return _FOLDER.fullmatch(name) is not None
 
 
 def check_manifest(manifest: Manifest, file: str) -> None:
@@ -76,17 +86,37 @@ def _key_fault(manifest: Manifest) -> str | None:
 
 def _file_fault(manifest: Manifest) -> str | None:
     """Names are those that a save gives, so that no manifest makes us read or remove another's file."""
+    places: set[str] = set()
     ranks: set[int] = set()
     for record in manifest.files:
-        if not 0 <= record.rank < manifest.world_size:
-            return f"the file {record.name!r} is of rank {record.rank} of {manifest.world_size}"
-        fault = _record_fault(record, shard_name(record.rank, manifest.attempt))
+        fault = _borrowed_fault(record) if record.folder else _own_fault(record, manifest)
         if fault is not None:
             return fault
-        if record.rank in ranks:
-            return f"the file {record.name!r} is there twice"
-        ranks.add(record.rank)
+        if record.place in places or (not record.folder and record.rank in ranks):
+            return f"the file {record.place!r} is there twice"
+        places.add(record.place)
+        if not record.folder:
+            ranks.add(record.rank)
+    has_references = len(ranks) < len(manifest.files)
+    if has_references != (manifest.version > 1):
+        return f"it is of version {manifest.version}, but {'has' if has_references else 'has no'} references"
     return _record_fault(manifest.index, index_name(manifest.attempt))
+
+
+def _own_fault(record: FileRecord, manifest: Manifest) -> str | None:
+    if not 0 <= record.rank < manifest.world_size:
+        return f"the file {record.name!r} is of rank {record.rank} of {manifest.world_size}"
+    return _record_fault(record, shard_name(record.rank, manifest.attempt))
+
+
+def _borrowed_fault(record: FileRecord) -> str | None:
+    """A reference leads to a shard file in a folder beside the checkpoint's own, and nowhere else."""
+    if not is_folder_name(record.folder):
+        return f"it refers to a file in {record.folder!r:.200}, which is no name of a step's folder"
+    found = parse_shard_name(record.name)
+    if found is None or found[0] != record.rank:
+        return f"it refers to {record.place!r:.400}, which is no shard file of rank {record.rank}"
+    return _record_fault(record, record.name)
 
 
 def _record_fault(record: FileRecord, name: str) -> str | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from collections.abc import Iterable
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -14,16 +15,34 @@ from shardproof.format.digests import bytes_digest
 from shardproof.format.jsontext import decode_strictly
 from shardproof.format.names import MANIFEST_NAME
 
-__all__ = ["FORMAT_VERSION", "FileRecord", "Manifest", "TensorRecord", "decode_manifest", "encode_manifest"]
+__all__ = [
+    "FORMAT_VERSION",
+    "REFERENCES_VERSION",
+    "SEAL_LENGTH",
+    "FileRecord",
+    "Manifest",
+    "TensorRecord",
+    "decode_manifest",
+    "encode_manifest",
+    "is_foreign",
+    "manifest_version",
+]
 
 FORMAT_VERSION = 1
+REFERENCES_VERSION = 2
+"""Of a manifest that names files of other steps, so that a reader which knows nothing of them refuses it."""
+
 MAX_MANIFEST = 4 << 30
 """Bytes that a manifest may have."""
 
 _Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _DIGEST = b',"digest":"'
 _SEAL = re.compile(rb',"digest":"([0-9a-f]{32})"}\n')
-_SEAL_LENGTH = len(_DIGEST) + 32 + 3
+SEAL_LENGTH = len(_DIGEST) + 32 + 3
+"""Bytes at the end of a manifest that hold its digest."""
+
+USUAL_BEGINNING = b'{"format":"shardproof","version":1,'
+"""How `encode_manifest` begins a manifest without references."""
 
 
 class TensorRecord(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
@@ -34,8 +53,12 @@ class TensorRecord(msgspec.Struct, frozen=True, array_like=True, gc=False, forbi
     shape: tuple[_Size, ...]
 
 
-class FileRecord(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
-    """One file: its name in the checkpoint's folder, its bytes and what they must hash to."""
+class FileRecord(msgspec.Struct, frozen=True, gc=False):
+    """One file: its name in the checkpoint's folder, its bytes and what they must hash to.
+
+    >>> FileRecord("shards/00000-a.safetensors", 9, 32 * "0", 8, 0, "step-00000100").place
+    'step-00000100/shards/00000-a.safetensors'
+    """
 
     name: str
     size: _Size
@@ -45,6 +68,13 @@ class FileRecord(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_
     """Bytes before the data, which are the header."""
     rank: int = -1
     """Who wrote it; -1 for the index."""
+    folder: str = ""
+    """The folder beside the checkpoint's own that holds the file; empty for a file of its own."""
+
+    @property
+    def place(self) -> str:
+        """The name, after the folder if it is another's: what it is called in messages."""
+        return f"{self.folder}/{self.name}" if self.folder else self.name
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,8 +105,42 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     index: FileRecord
     """The file of the chunk table."""
 
+    @property
+    def own_files(self) -> tuple[FileRecord, ...]:
+        """The shard files that this save wrote."""
+        return tuple(record for record in self.files if not record.folder)
 
-class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    @property
+    def borrowed_files(self) -> tuple[FileRecord, ...]:
+        """Shard files of other steps that hold chunks of this one."""
+        return tuple(record for record in self.files if record.folder)
+
+
+class _File(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
+    """A file record of version 1, and the index's in every version."""
+
+    name: str
+    size: _Size
+    digest: str
+    data_start: _Size = 0
+    rank: int = -1
+
+
+class _Placed(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
+    """A file record of a manifest with references: the same, and the folder."""
+
+    name: str
+    size: _Size
+    digest: str
+    data_start: _Size
+    rank: int
+    folder: str
+
+
+_FileForm = TypeVar("_FileForm", _File, _Placed)
+
+
+class _Wire(msgspec.Struct, Generic[_FileForm], frozen=True, forbid_unknown_fields=True):
     """The manifest's JSON: every member required, in this order."""
 
     format: str
@@ -91,8 +155,12 @@ class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensors: tuple[TensorRecord, ...]
     aliases: dict[str, str]
     objects: dict[str, Any]
-    files: tuple[FileRecord, ...]
-    index: FileRecord
+    files: tuple[_FileForm, ...]
+    index: _File
+
+
+class _Format(msgspec.Struct):
+    format: str
 
 
 class _Version(msgspec.Struct):
@@ -100,8 +168,31 @@ class _Version(msgspec.Struct):
     version: int
 
 
-_DECODER = msgspec.json.Decoder(_Wire)
-_FIELDS = tuple(name for name in _Wire.__struct_fields__ if name != "format")
+_DECODERS: dict[int, msgspec.json.Decoder[Any]] = {
+    FORMAT_VERSION: msgspec.json.Decoder(_Wire[_File]),
+    REFERENCES_VERSION: msgspec.json.Decoder(_Wire[_Placed]),
+}
+_FIELDS = tuple(name for name in _Wire.__struct_fields__ if name not in ("format", "files", "index"))
+
+
+def manifest_version(files: Iterable[FileRecord]) -> int:
+    """The version of a manifest with these files: without references it is what every reader knows."""
+    return REFERENCES_VERSION if any(record.folder for record in files) else FORMAT_VERSION
+
+
+def _wire(manifest: Manifest) -> _Wire[Any]:
+    form = _Placed if manifest.version == REFERENCES_VERSION else _File
+    files = tuple(_formed(record, form) for record in manifest.files)
+    values = {name: getattr(manifest, name) for name in _FIELDS}
+    return _Wire(format="shardproof", **values, files=files, index=_formed(manifest.index, _File))
+
+
+def _formed(record: FileRecord, form: type[_File] | type[_Placed]) -> Any:
+    return form(*(getattr(record, name) for name in form.__struct_fields__))
+
+
+def _record(form: _File | _Placed) -> FileRecord:
+    return FileRecord(*msgspec.structs.astuple(form))
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -120,9 +211,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
     >>> decode_manifest(encode_manifest(manifest), "manifest.json") == manifest
     True
     """
-    wire = _Wire("shardproof", *(getattr(manifest, name) for name in _FIELDS))
     try:
-        body = msgspec.json.encode(wire)
+        body = msgspec.json.encode(_wire(manifest))
     except (TypeError, ValueError, RecursionError) as error:
         raise FormatError(f"the manifest cannot be written as JSON: {error}.", file=MANIFEST_NAME) from error
     data = b"".join((body[:-1], _DIGEST, bytes_digest(body[:-1]).encode(), b'"}\n'))
@@ -146,42 +236,58 @@ def decode_manifest(data: bytes, file: str) -> Manifest:
     """
     if len(data) > MAX_MANIFEST:
         raise FormatError(f"{file}: {len(data)} bytes, a manifest has at most {MAX_MANIFEST}.", file=file)
-    seal = _SEAL.fullmatch(data, max(0, len(data) - _SEAL_LENGTH))
+    seal = _SEAL.fullmatch(data, max(0, len(data) - SEAL_LENGTH))
     if seal is None:
         raise FormatError(
             f"{file}: it does not end as a manifest does. It was cut short or edited; `shardproof repair` "
             "can write it again from the shard files.",
             file=file,
         )
-    found = bytes_digest(memoryview(data)[:-_SEAL_LENGTH])
+    found = bytes_digest(memoryview(data)[:-SEAL_LENGTH])
     if found != seal[1].decode():
         raise FormatError(
             f"{file}: its bytes hash to {found}, but it says {seal[1].decode()}. It is damaged or was "
             "edited; `shardproof repair` can write it again from the shard files.",
             file=file,
         )
-    body = data[:-_SEAL_LENGTH] + b"}"
-    try:
-        wire = decode_strictly(_DECODER, body, file)
-    except FormatError:
-        _check_version(body, file)
-        raise
-    if wire.format != "shardproof" or wire.version != FORMAT_VERSION:
-        _check_version(body, file)
-    manifest = Manifest(**{name: getattr(wire, name) for name in _FIELDS})
+    body = data[:-SEAL_LENGTH] + b"}"
+    wire = decode_strictly(_DECODERS[_version(body, file)], body, file)
+    manifest = Manifest(
+        **{name: getattr(wire, name) for name in _FIELDS},
+        files=tuple(map(_record, wire.files)),
+        index=_record(wire.index),
+    )
     check_manifest(manifest, file)
     return manifest
 
 
-def _check_version(body: bytes, file: str) -> None:
+def is_foreign(data: bytes) -> bool:
+    """Whether a file called `manifest.json` is another program's: whole JSON that never claims to be ours.
+
+    >>> is_foreign(b'{"name": "web app"}'), is_foreign(b'{"format":"shardproof","ver')
+    (True, False)
+    """
     try:
-        version = msgspec.json.decode(body, type=_Version)
+        return msgspec.json.decode(data, type=_Format).format != "shardproof"
+    except msgspec.ValidationError:
+        return True
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return False
+
+
+def _version(body: bytes, file: str) -> int:
+    """The version that the text says it has, if this program reads it."""
+    if body.startswith(USUAL_BEGINNING):
+        return FORMAT_VERSION
+    try:
+        said = msgspec.json.decode(body, type=_Version)
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        return
-    if version.format != "shardproof" or version.version != FORMAT_VERSION:
+        return FORMAT_VERSION  # the strict decoder says what is wrong
+    if said.format != "shardproof" or said.version not in _DECODERS:
         raise FormatError(
-            f"{file}: format {version.format!r} version {version.version}, but this program reads "
-            f"'shardproof' version {FORMAT_VERSION}. Use the version of "
+            f"{file}: format {said.format!r} version {said.version}, but this program reads "
+            f"'shardproof' version {FORMAT_VERSION} and {REFERENCES_VERSION}. Use the version of "
             "shardproof that wrote it, or a newer one.",
             file=file,
         )
+    return said.version

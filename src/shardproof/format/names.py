@@ -5,10 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-__all__ = ["MANIFEST_NAME", "chunk_name", "index_name", "parse_chunk_name", "shard_name"]
+__all__ = [
+    "MANIFEST_NAME",
+    "chunk_name",
+    "index_name",
+    "parse_chunk_name",
+    "parse_shard_name",
+    "shard_name",
+]
 
 MANIFEST_NAME = "manifest.json"
 
+_ATTEMPT = r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}"
+_SHARD = re.compile(rf"shards/([0-9]{{5,10}})-({_ATTEMPT})\.safetensors")
 _CHUNK = re.compile(r"(.*)\[((?:[0-9]+:[0-9]+)(?:,[0-9]+:[0-9]+)*)?\]", re.DOTALL)
 
 
@@ -27,6 +36,18 @@ def shard_name(rank: int, attempt: str) -> str:
     'shards/00003-5f0c.safetensors'
     """
     return f"shards/{rank:05d}-{attempt}.safetensors"
+
+
+def parse_shard_name(name: str) -> tuple[int, str] | None:
+    """Rank and attempt of the shard file of this name; None if it is no name that `shard_name` gives.
+
+    >>> parse_shard_name("shards/00003-5f0c.safetensors"), parse_shard_name("shards/3-5f0c.safetensors")
+    ((3, '5f0c'), None)
+    """
+    found = _SHARD.fullmatch(name)
+    if found is None or shard_name(int(found[1]), found[2]) != name:
+        return None
+    return int(found[1]), found[2]
 
 
 def chunk_name(key: str, offsets: Sequence[int], sizes: Sequence[int]) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.format.index import decode_index
-from shardproof.format.manifest import MAX_MANIFEST, Manifest, decode_manifest
+from shardproof.format.manifest import MAX_MANIFEST, SEAL_LENGTH, Manifest, decode_manifest
 from shardproof.format.names import MANIFEST_NAME
 from shardproof.planning.chunks import ChunkTable
 from shardproof.storage.interface import Storage
 
-__all__ = ["lost_files", "read_index", "read_manifest"]
+__all__ = ["files_of", "lost_files", "read_index", "read_manifest", "seal_of"]
 
 
 def read_manifest(storage: Storage) -> Manifest:
@@ -60,19 +60,50 @@ def read_index(storage: Storage, manifest: Manifest) -> ChunkTable:
     return decode_index(storage.read(name), manifest, file)
 
 
+def files_of(storage: Storage, manifest: Manifest) -> list[tuple[Storage, str]]:
+    """Where the shard files of a checkpoint are: for each row of `manifest.files` its storage and name.
+
+    Files of one folder share one storage, so closing each of them once closes all that reading opened.
+
+    Args:
+        storage: of the checkpoint.
+        manifest: of the checkpoint.
+    """
+    storages = {"": storage}
+    for record in manifest.files:
+        if record.folder not in storages:
+            storages[record.folder] = storage.sibling(record.folder)
+    return [(storages[record.folder], record.name) for record in manifest.files]
+
+
 def lost_files(storage: Storage, manifest: Manifest) -> dict[str, str]:
     """Shard files that are not as long as they were written, and so cannot be had back.
 
     Returns:
-        Name to what was expected and found, in words. Nothing is read.
+        Place (see `FileRecord.place`) to what was expected and found, in words. Nothing is read.
 
     Raises:
         StorageError: the storage cannot tell.
     """
     lost = {}
-    for record in manifest.files:
-        size = storage.size(record.name)
+    for (folder, name), record in zip(files_of(storage, manifest), manifest.files, strict=True):
+        size = folder.size(name)
         if size != record.size:
             found = "it is missing" if size is None else f"it has {size}"
-            lost[record.name] = f"{record.name}: expected {record.size} bytes, {found}"
+            lost[record.place] = f"{record.place}: expected {record.size} bytes, {found}"
     return lost
+
+
+def seal_of(storage: Storage) -> bytes | None:
+    """The digest at the end of a checkpoint's manifest, which tells one manifest from any other.
+
+    Returns:
+        None where there is no manifest, or none that ends as one does.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    size = storage.size(MANIFEST_NAME)
+    if size is None or size < SEAL_LENGTH:
+        return None
+    return storage.read(MANIFEST_NAME, size - SEAL_LENGTH, size)

@@ -71,12 +71,13 @@ def encode_entries(
         raise FormatError(f"a key is not valid Unicode: {error}.") from error
 
 
-def shard_header(entries: bytes, metadata: dict[str, str]) -> bytes:
+def shard_header(entries: bytes, metadata: dict[str, str], *, size: int = 0) -> bytes:
     """All bytes of a shard file before its data, whose first byte comes at a multiple of `DATA_ALIGNMENT`.
 
     Args:
         entries: from `encode_entries`.
         metadata: texts, the file's ``__metadata__``.
+        size: bytes that it must have at least, a multiple of `DATA_ALIGNMENT`; more are spaces.
 
     Raises:
         FormatError: longer than any safetensors reader accepts.
@@ -90,7 +91,7 @@ def shard_header(entries: bytes, metadata: dict[str, str]) -> bytes:
     except UnicodeEncodeError as error:
         raise FormatError(f"the metadata of a shard file is not valid Unicode: {error}.") from error
     used = 8 + len(head) + bool(entries) + len(entries) + 1
-    length = -(-used // DATA_ALIGNMENT) * DATA_ALIGNMENT - 8
+    length = max(-(-used // DATA_ALIGNMENT) * DATA_ALIGNMENT, size) - 8
     if length > MAX_HEADER:
         part, count = _largest_part(entries, metadata)
         raise FormatError(

@@ -9,6 +9,7 @@ from shardproof.geometry.cut import cut
 from shardproof.geometry.deduplicate import deduplicate
 from shardproof.geometry.flat import contiguous_runs, flat_range_boxes, flat_range_of
 from shardproof.geometry.intersect import intersect, overlapping_pairs
+from shardproof.geometry.ordering import stable_order
 from shardproof.geometry.tiling import TilingFault, tiling_faults
 
 __all__ = [
@@ -26,5 +27,6 @@ __all__ = [
     "intersect",
     "overlapping_pairs",
     "split_axes",
+    "stable_order",
     "tiling_faults",
 ]

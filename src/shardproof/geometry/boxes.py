@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TypeAlias
 
 import numpy as np
@@ -184,6 +185,10 @@ def suffix_volumes(sizes: Int64s) -> Int64s:
     """
     n, d = sizes.shape
     volumes = np.ones((n, d + 1), np.int64)
+    if n and prod(max(size, 1) for size in sizes.max(axis=0).tolist()) < INT64_MAX:  # every suffix fits
+        for k in reversed(range(d)):
+            np.multiply(sizes[:, k], volumes[:, k + 1], out=volumes[:, k])
+        return volumes
     for k in reversed(range(d)):
         size, rest = sizes[:, k], volumes[:, k + 1]
         fits = rest <= INT64_MAX // np.maximum(size, 1)

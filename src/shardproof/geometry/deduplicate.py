@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from shardproof.geometry.boxes import INT64_MAX, Boxes, Int64s
+from shardproof.geometry.ordering import stable_order
 
 __all__ = ["deduplicate"]
 
@@ -29,7 +30,9 @@ def deduplicate(tensor: Int64s, boxes: Boxes) -> tuple[Int64s, Int64s]:
     if n == 0:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     keys = _packed([tensor, *boxes.offsets.T, *boxes.sizes.T])
-    order = np.argsort(keys[0]) if len(keys) == 1 else np.lexsort(keys[::-1])
+    if len(keys) == 1 and bool((keys[0][1:] > keys[0][:-1]).all()):
+        return np.arange(n), np.arange(n)
+    order = stable_order(keys[0]) if len(keys) == 1 else np.lexsort(keys[::-1])
     begins = np.zeros(n, np.bool_)
     begins[0] = True
     for key in keys:
@@ -37,8 +40,7 @@ def deduplicate(tensor: Int64s, boxes: Boxes) -> tuple[Int64s, Int64s]:
         begins[1:] |= in_order[1:] != in_order[:-1]
     inverse = np.empty(n, np.int64)
     inverse[order] = np.cumsum(begins) - 1
-    # Equal rows come in any order out of argsort: the first is the smallest.
-    return np.minimum.reduceat(order, np.flatnonzero(begins)), inverse
+    return order[begins], inverse
 
 
 def _packed(columns: list[Int64s]) -> list[Int64s]:
@@ -58,7 +60,9 @@ def _packed(columns: list[Int64s]) -> list[Int64s]:
         elif extent > room:
             keys.append(column - low)
             room = INT64_MAX // extent
-        else:
-            keys[-1] = keys[-1] * extent + (column - low)
+        elif extent > 1:
+            keys[-1] *= extent
+            keys[-1] += column
+            keys[-1] -= low
             room //= extent
     return keys

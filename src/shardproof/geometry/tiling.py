@@ -78,7 +78,7 @@ def tiling_faults(shapes: Int64s, tensor: Int64s, boxes: Boxes) -> list[TilingFa
     """
     _check_arguments(shapes, tensor, boxes)
     rows = np.flatnonzero(boxes.nonempty())
-    outside = rows[~boxes.take(rows).inside(shapes[tensor[rows]])]
+    outside = rows[~_of(boxes, rows).inside(shapes[_at(tensor, rows)])]
     wrong, where = np.unique(tensor[outside], return_index=True)
     faults = [
         TilingFault(t, "out of bounds", *boxes.pair(row), (row,))
@@ -88,9 +88,12 @@ def tiling_faults(shapes: Int64s, tensor: Int64s, boxes: Boxes) -> list[TilingFa
     proved = np.all(shapes > 0, axis=1)
     proved[wrong] = False
     tensors = np.flatnonzero(proved)
-    number = np.cumsum(proved) - 1  # of each tensor among those
-    rows = rows[proved[tensor[rows]]]
-    points = _left_over(shapes[tensors], number[tensor[rows]], boxes.take(rows))
+    if len(tensors) == len(shapes):
+        points = _left_over(shapes, _at(tensor, rows), _of(boxes, rows))
+    else:
+        number = np.cumsum(proved) - 1  # of each tensor among those
+        rows = rows[proved[tensor[rows]]]
+        points = _left_over(shapes[tensors], number[tensor[rows]], boxes.take(rows))
     if points:
         order = rows[np.argsort(tensor[rows], kind="stable")]
         begins = np.searchsorted(tensor[order], tensors[[t for t, _ in points]], "left")
@@ -98,6 +101,16 @@ def tiling_faults(shapes: Int64s, tensor: Int64s, boxes: Boxes) -> list[TilingFa
         for (t, point), begin, end in zip(points, begins, ends, strict=True):
             faults.append(_fault_at(point, int(tensors[t]), shapes[tensors[t]], order[begin:end], boxes))
     return sorted(faults, key=lambda fault: fault.tensor)
+
+
+def _at(column: Int64s, rows: Int64s) -> Int64s:
+    """These rows, ascending, of a column: without a copy where they are all."""
+    return column if len(rows) == len(column) else column[rows]
+
+
+def _of(boxes: Boxes, rows: Int64s) -> Boxes:
+    """These rows, ascending, of boxes: without a copy where they are all."""
+    return boxes if len(rows) == len(boxes) else boxes.take(rows)
 
 
 def _check_arguments(shapes: Int64s, tensor: Int64s, boxes: Boxes) -> None:
@@ -116,7 +129,7 @@ def _left_over(shapes: Int64s, tensor: Int64s, boxes: Boxes) -> list[tuple[int, 
     """
     # A dimension that every box spans whole adds nothing to the proof. Where there is no other, boxes equal
     # their tensor (scalars too), and count like boxes of one element in a line of one element.
-    split = np.flatnonzero((boxes.sizes != shapes[tensor]).any(axis=0)).tolist()
+    split = [k for k in range(boxes.ndim) if (boxes.sizes[:, k] != shapes[tensor, k]).any()]
     lengths = shapes[:, split] if split else np.ones((len(shapes), 1), np.int64)
 
     # A corner is the number of its point among all points of all tensors, so that it sorts by tensor,

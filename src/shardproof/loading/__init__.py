@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardproof.loading.checkpoint import Checkpoint, StoredTensor
 from shardproof.loading.checkpoint import open_checkpoint as open  # noqa: A004 the public name is sp.open
-from shardproof.loading.loader import UNREADABLE, LoadReport, load_from
-from shardproof.loading.matching import Options
+from shardproof.loading.loader import LoadReport, load_from
+from shardproof.loading.matching import Options, ReadOnce
 from shardproof.loading.selection import Cast, Patterns
+from shardproof.loading.sharing import UNREADABLE
 from shardproof.loading.verify import VerifyReport, verify
 from shardproof.rendezvous import Rendezvous, connect
 from shardproof.storage import LocalStorage
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = [
     "UNREADABLE",
     "Checkpoint",
     "LoadReport",
     "Options",
+    "ReadOnce",
     "StoredTensor",
     "VerifyReport",
     "load",
@@ -38,14 +43,21 @@ def load(
     exclude: Patterns = None,
     cast: Cast = False,
     rename: Mapping[str, str] | None = None,
+    read_once: ReadOnce = False,
+    group: ProcessGroup | None = None,
     rendezvous: Rendezvous | None = None,
 ) -> LoadReport:
     """Fills a state tree from a committed checkpoint, saved from whatever layout. Called by every rank.
 
     Tensors are filled in place, other leaves are replaced in their container (a tuple on the way is rebuilt
-    in its parent),
-    objects get their state through ``load_state_dict``. Optimizer state that the target has not created yet
-    is created, without running a step. Every byte is verified.
+    in its parent), objects get their state through ``load_state_dict``. Optimizer state that the target has
+    not created yet is created, without running a step. Every byte is verified.
+
+    Every rank reads what it wants by itself, and no collective runs. A chunk that several ranks want parts
+    of, as after a change of layout, is then read by each of them, and whole, since its digest speaks of all
+    its bytes. With `read_once` one of them reads and verifies it, and hands the others their parts over the
+    process group, in rounds of bounded memory. That pays where storage is slower than the group, as when
+    many nodes load replicas from one file system.
 
     Args:
         path: the folder of the checkpoint.
@@ -56,14 +68,17 @@ def load(
         exclude: patterns of the keys to leave as they are.
         cast: True, or patterns of keys, where values may be converted to the dtype of their destination.
         rename: key in the target to key in the checkpoint, for a key and all below it.
+        read_once: True to hand on what several ranks want; "auto" to do so where it takes less time, by what
+            storage and group are measured to give (a few milliseconds, and only if much is wanted twice). The
+            same on all ranks. A rank that falls silent meanwhile is given up after the group's own timeout.
+        group: the process group to hand on over, of just the ranks that load; None for the default group.
         rendezvous: where the ranks meet; found by itself when None.
 
     Raises:
         NotCommittedError: no checkpoint is here.
         KeyMismatchError: the state and the checkpoint do not fit; nothing was changed.
         CorruptChunkError, FormatError, StorageError, TilingError: the checkpoint is damaged. If tensors were
-        partly overwritten
-            by then, the message says so.
+            partly overwritten by then, the message says so.
         RankFailure, RankSilent: some rank failed or fell silent.
 
     >>> import shardproof as sp, tempfile, torch
@@ -78,5 +93,5 @@ def load(
         LocalStorage(path),
         state,
         rendezvous or connect(),
-        Options(strict, include, exclude, cast, rename),
+        Options(strict, include, exclude, cast, rename, read_once, group),
     )

@@ -14,7 +14,7 @@ import torch
 
 from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError, StorageError
-from shardproof.format import MANIFEST_NAME, Manifest, read_index, read_manifest
+from shardproof.format import MANIFEST_NAME, Manifest, files_of, read_index, read_manifest
 from shardproof.geometry import contiguous_runs
 from shardproof.loading.place import Destination, read_planned
 from shardproof.planning import ChunkTable, Wanted, plan_reads
@@ -53,6 +53,8 @@ class Checkpoint:
         self.storage = storage
         self.manifest: Manifest = read_manifest(storage)
         self.table: ChunkTable = read_index(storage, self.manifest)
+        self.files: list[tuple[Storage, str]] = files_of(storage, self.manifest)
+        """Storage and name of each shard file, in the order of the manifest's table."""
         self._row = {record.key: row for row, record in enumerate(self.manifest.tensors)}
         self._sized: set[int] = set()
 
@@ -67,6 +69,8 @@ class Checkpoint:
     def close(self) -> None:
         """Closes the files that reading opened."""
         self.storage.close()
+        for storage in {id(storage): storage for storage, _ in self.files}.values():
+            storage.close()
 
     @property
     def step(self) -> int | None:
@@ -135,13 +139,20 @@ class Checkpoint:
         """
         for file in set(files) - self._sized:
             record = self.manifest.files[file]
-            size = self.storage.size(record.name)
+            storage, name = self.files[file]
+            size = storage.size(name)
             if size != record.size:
                 found = "it is missing" if size is None else f"it has {size}"
+                lent = (
+                    f". {self.storage.location} was saved incrementally and has chunks in it, so it must "
+                    "stay beside it"
+                    if record.folder
+                    else ""
+                )
                 raise StorageError(
-                    f"{self.storage.location}/{record.name}: expected {record.size} bytes, {found}. Restore "
+                    f"{storage.location}/{name}: expected {record.size} bytes, {found}{lent}. Restore "
                     "an older step; `shardproof verify` lists all damage",
-                    file=record.name,
+                    file=record.place,
                     missing=size is None,
                 )
             self._sized.add(file)
@@ -270,13 +281,13 @@ class StoredTensor:
         table = checkpoint.table
         extents = table.box_sizes[table.box_start[chunk] : table.box_start[chunk + 1]].tolist()
         starts, lengths = contiguous_runs(extents, in_chunk, sizes)
-        name = checkpoint.manifest.files[int(table.file[chunk])].name
+        storage, name = checkpoint.files[int(table.file[chunk])]
         itemsize, first = self.dtype.itemsize, int(table.byte_start[chunk])
         raw = torch.empty(int(lengths.sum()) * itemsize, dtype=torch.uint8)
         memory = memoryview(raw.numpy().data)
         done = 0
         for start, length in zip((starts * itemsize).tolist(), (lengths * itemsize).tolist(), strict=True):
-            checkpoint.storage.read_into(name, first + start, memory[done : done + length])
+            storage.read_into(name, first + start, memory[done : done + length])
             done += length
         target = result
         for dim, (offset, size) in enumerate(zip(in_want, sizes, strict=True)):

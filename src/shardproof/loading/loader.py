@@ -4,43 +4,45 @@
     agree (meet)
 
 Until the first meeting nothing of the target is touched: all that can be known is known by then, on all
-ranks.
-Tensors are filled between the first and the second; everything else (plain values, new optimizer state,
-objects)
-after the second, when every byte on every rank is verified. An error after the first says that the target is
-partly overwritten.
+ranks. Ranks that asked to read once meet again before they read, to share out what several of them want.
+Tensors are filled between agreeing to read and having read; everything else (plain values, new optimizer
+state, objects) after that, when every byte on every rank is verified. An error after the reading began says
+that the target is partly overwritten.
 """
 
 from __future__ import annotations
 
-import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from shardproof.errors import (
-    CorruptChunkError,
-    FormatError,
-    NotCommittedError,
-    ShardproofError,
-    StorageError,
-    TilingError,
-)
+from shardproof import events
+from shardproof.errors import ShardproofError
 from shardproof.format import Manifest
 from shardproof.garbage import no_garbage_collection
 from shardproof.loading.checkpoint import Checkpoint
+from shardproof.loading.chunks import Chunks
+from shardproof.loading.exchange import Exchange
 from shardproof.loading.matching import DEFAULTS, Asked, Matched, Options, agree, from_rank, match
-from shardproof.loading.place import read_planned
+from shardproof.loading.once import PeerFailed, hand_on
+from shardproof.loading.once_orders import Orders
+from shardproof.loading.once_receive import Receiver
+from shardproof.loading.once_send import Sender
+from shardproof.loading.place import read_chunks
+from shardproof.loading.placing import Placing
 from shardproof.loading.shared import check_shared_memory
+from shardproof.loading.sharing import UNREADABLE, Sharing
+from shardproof.loading.threads import reading_threads
 from shardproof.rendezvous import Meetings, Rendezvous
+from shardproof.saving.fence import open_all
 from shardproof.storage import Storage
 
 __all__ = ["UNREADABLE", "LoadReport", "load_from"]
-
-UNREADABLE = (CorruptChunkError, FormatError, NotCommittedError, StorageError, TilingError)
-"""Errors that speak of the checkpoint, not of the state that it is loaded into."""
 
 
 class LoadReport(msgspec.Struct, frozen=True):
@@ -52,8 +54,15 @@ class LoadReport(msgspec.Struct, frozen=True):
     tensors: int
     """Destinations filled on this rank."""
     bytes: int
-    """Read and verified on this rank."""
+    """Read on this rank, and verified but for what lies between the chunks of one read."""
     seconds: float
+    needed: int = 0
+    """Bytes that this rank's destinations take, as they are stored: what it would read if parts of chunks
+    could be verified."""
+    received: int = 0
+    """Bytes that other ranks read, verified and handed on to this one (only with `read_once`)."""
+    read_once: bool = False
+    """Whether what several ranks wanted was read by one of them."""
     missing: tuple[str, ...] = ()
     """Keys of the target that the checkpoint does not have (only without `strict`)."""
     unexpected: tuple[str, ...] = ()
@@ -63,8 +72,8 @@ class LoadReport(msgspec.Struct, frozen=True):
 
     @property
     def speed(self) -> float:
-        """Verified GB (10^9 bytes) a second on this rank."""
-        return self.bytes / max(self.seconds, 1e-9) / 1e9
+        """GB (10^9 bytes) a second that were read or received on this rank."""
+        return (self.bytes + self.received) / max(self.seconds, 1e-9) / 1e9
 
 
 def load_from(
@@ -74,7 +83,6 @@ def load_from(
     options: Options = DEFAULTS,
     *,
     check: Callable[[Manifest], None] | None = None,
-    progress: Callable[[int, int], None] | None = None,
 ) -> LoadReport:
     """Fills a state tree from a checkpoint. Called by every rank.
 
@@ -84,43 +92,56 @@ def load_from(
         rendezvous: where the ranks meet.
         options: see `shardproof.load`; so are the errors.
         check: raises FormatError where the manifest is not the one that was meant.
-        progress: called with bytes done and bytes in all.
     """
     begun = time.monotonic()
-    loader = _Loader(storage, rendezvous, progress)
-    meeting = Meetings(rendezvous, f"load {storage.location}")
+    loader = _Loader(storage, rendezvous, options)
+    meetings = Meetings(rendezvous, loader.operation)
     try:
-        answer = meeting.meet(
-            "match", lambda: loader.match(state, options, check), lambda posts: agree(storage.location, posts)
-        )
-        missing, unexpected = msgspec.msgpack.decode(answer, type=tuple[tuple[str, ...], tuple[str, ...]])
+        with loader.phase("match"):
+            answer = meetings.meet(
+                "match", lambda: loader.match(state, check), lambda posts: agree(storage.location, posts)
+            )
+            missing, unexpected = msgspec.msgpack.decode(answer, type=tuple[tuple[str, ...], tuple[str, ...]])
+            loader.share(meetings)
+        open_all()
         try:
-            meeting.meet("read", loader.read, _all_read)
-            meeting.meet("apply", loader.finish, lambda posts: b"")
+            with loader.phase("read") as phase:
+                meetings.meet("read", lambda: loader.read(phase), _all_read)
+            with loader.phase("apply"):
+                meetings.meet("apply", loader.finish, lambda posts: b"")
         except BaseException as error:
             raise _overwritten(error, storage.location) from error.__cause__
     finally:
-        storage.close()
+        loader.close()
     return loader.report(begun, missing, unexpected)
 
 
 class _Loader:
     """One rank's part of a load."""
 
-    def __init__(
-        self, storage: Storage, rendezvous: Rendezvous, progress: Callable[[int, int], None] | None
-    ) -> None:
+    def __init__(self, storage: Storage, rendezvous: Rendezvous, options: Options) -> None:
+        self.operation = f"load {storage.location}"
         self._storage = storage
         self._rendezvous = rendezvous
-        self._progress = progress
-        self._bytes = 0
+        self._options = options
+        self._read = self._received = self._needed = 0
+        self.close = storage.close
+        """Closes what reading opened."""
         self._checkpoint: Checkpoint
         self._matched: Matched
+        self._once: tuple[Orders, Exchange] | None = None
 
-    def match(self, state: Any, options: Options, check: Callable[[Manifest], None] | None) -> bytes:
+    def phase(self, name: str) -> events.Phase:
+        """A phase of this load, for whoever listens."""
+        rank, world_size = self._rendezvous.rank, self._rendezvous.world_size
+        return events.phase(self.operation, name, rank=rank, world_size=world_size)
+
+    def match(self, state: Any, check: Callable[[Manifest], None] | None) -> bytes:
         """Opens the checkpoint and matches; an error of the checkpoint is data, so that it keeps its type."""
+        options = self._options
         try:
             self._checkpoint = Checkpoint(self._storage)
+            self.close = self._checkpoint.close
             if check is not None:
                 check(self._checkpoint.manifest)
             if self._rendezvous.rank == 0:
@@ -131,32 +152,56 @@ class _Loader:
                 )
             return msgspec.msgpack.encode(self._matched.asked)
         except UNREADABLE as error:
-            return msgspec.msgpack.encode(Asked("", options.strict, error=error.to_wire()))
+            return msgspec.msgpack.encode(Asked("", options.strict, options.read_once, error=error.to_wire()))
 
-    def read(self) -> bytes:
+    def share(self, meetings: Meetings) -> None:
+        """Agrees on who reads what several ranks want, where that was asked for."""
+        checkpoint, matched = self._checkpoint, self._matched
+        assert matched.plan is not None
+        self._placing = Placing(checkpoint.manifest, checkpoint.table, matched.plan, matched.destinations)
+        self._needed = int(self._placing.part_bytes.sum())
+        if self._options.read_once and self._rendezvous.world_size > 1:
+            sharing = Sharing(checkpoint, matched.plan, self._placing, self._rendezvous, self._options)
+            self._once = sharing.agree(meetings)
+
+    def read(self, phase: events.Phase) -> bytes:
         """Fills the destinations; an error of the checkpoint is data here too."""
         checkpoint, matched = self._checkpoint, self._matched
         assert matched.plan is not None
-
-        def moved(done: int, total: int) -> None:
-            self._rendezvous.progress(done, total)
-            if self._progress is not None:
-                self._progress(done, total)
-
         try:
-            self._bytes = read_planned(
-                checkpoint.storage,
-                checkpoint.manifest,
-                checkpoint.table,
-                matched.plan,
-                matched.destinations,
-                threads=_threads(),
-                progress=moved,
-            )
+            self._read_all(np.unique(matched.plan.chunk), phase)
             check_shared_memory(checkpoint, matched.plan, matched.destinations)
+        except PeerFailed:
+            return msgspec.msgpack.encode(None)
         except UNREADABLE as error:
             return msgspec.msgpack.encode(error.to_wire())
+        phase.note(read=self._read, received=self._received, needed=self._needed)
         return b""
+
+    def _read_all(self, rows: NDArray[np.int64], phase: events.Phase) -> None:
+        """First what is handed on, since others wait for it, then what is this rank's alone."""
+        checkpoint, threads = self._checkpoint, reading_threads()
+        manifest, table, files = checkpoint.manifest, checkpoint.table, checkpoint.files
+        moved = _Moved(self._rendezvous, phase)
+        handed = 0
+        if self._once is not None:
+            orders, exchange = self._once
+            world_size = self._rendezvous.world_size
+            handed = orders.moved
+            rows = np.setdiff1d(rows, orders.shared_chunks())
+        chunks = Chunks(files, manifest, table, rows)
+        moved.total = handed + sum(chunks.count)
+        if self._once is not None:
+            self._read, self._received = hand_on(
+                lambda: (
+                    Sender(files, manifest, table, self._placing, orders, world_size, threads),
+                    Receiver(table, self._placing, orders, world_size),
+                ),
+                orders.rounds,
+                exchange,
+                moved,
+            )
+        self._read += read_chunks(chunks, self._placing, threads=threads, moved=moved)
 
     def finish(self) -> bytes:
         """Sets plain values, attaches new optimizer state, hands objects their state."""
@@ -172,18 +217,46 @@ class _Loader:
             manifest.step,
             manifest.attempt,
             len(self._matched.destinations),
-            self._bytes,
+            self._read,
             time.monotonic() - begun,
+            self._needed,
+            self._received,
+            self._once is not None,
             missing,
             unexpected,
             tuple(self._matched.binding.kept),
         )
 
 
+class _Moved:
+    """Adds up the bytes that threads move, for the other ranks and for whoever listens."""
+
+    def __init__(self, rendezvous: Rendezvous, phase: events.Phase) -> None:
+        self.total = 0
+        self._done = 0
+        self._rendezvous = rendezvous
+        self._phase = phase
+        self._lock = threading.Lock()
+
+    def __call__(self, count: int) -> None:
+        with self._lock:
+            self._done += count
+            done = min(self._done, self.total)
+        self._rendezvous.progress(done, self.total)
+        self._phase.progress(done, self.total)
+
+
 def _all_read(posts: Sequence[bytes]) -> bytes:
-    for rank, post in enumerate(posts):
-        if post:
-            raise from_rank(rank, len(posts), msgspec.msgpack.decode(post))
+    """Leader: the error of the first rank that has one of its own."""
+    said = [msgspec.msgpack.decode(post) if post else b"" for post in posts]
+    for rank, error in enumerate(said):
+        if isinstance(error, dict):
+            raise from_rank(rank, len(posts), error)
+    left = [rank for rank, error in enumerate(said) if error is None]
+    if left:
+        raise ShardproofError(
+            f"ranks {left} left the exchange for a failure that no rank owned up to", ranks=left
+        )
     return b""
 
 
@@ -194,9 +267,3 @@ def _overwritten(error: BaseException, location: str) -> BaseException:
         return type(error)(f"{error.message}\n{text}", **{**error.details, "overwritten": True})
     error.add_note(text)
     return error
-
-
-def _threads() -> int:
-    """Reads in flight: this rank's share of the processors, between 1 and 8."""
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, min(8, (os.cpu_count() or 1) // max(ranks_here, 1)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -16,7 +16,12 @@ from shardproof.loading.selection import Cast, Patterns, casts, check_patterns, 
 from shardproof.planning import ReadPlan, Wanted, plan_reads
 from shardproof.state import Binding, TensorEntry, bind
 
-__all__ = ["DEFAULTS", "Asked", "Matched", "Options", "agree", "from_rank", "match"]
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["DEFAULTS", "Asked", "Matched", "Options", "ReadOnce", "agree", "from_rank", "match"]
+
+ReadOnce: TypeAlias = bool | Literal["auto"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,12 @@ class Options:
     exclude: Patterns = None
     cast: Cast = False
     rename: Mapping[str, str] | None = None
+    read_once: ReadOnce = False
+    group: ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        if self.read_once not in (True, False, "auto"):
+            raise ValueError(f"read_once is True, False or 'auto', not {self.read_once!r}")
 
 
 DEFAULTS = Options()
@@ -38,6 +49,7 @@ class Asked(msgspec.Struct, frozen=True, array_like=True):
 
     attempt: str
     strict: bool
+    read_once: ReadOnce
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     mismatched: tuple[tuple[str, str, str], ...] = ()
@@ -94,6 +106,7 @@ def match(checkpoint: Checkpoint, state: Any, options: Options, rank: int, world
     asked = Asked(
         checkpoint.manifest.attempt,
         options.strict,
+        options.read_once,
         tuple(binding.missing),
         tuple(unexpected),
         tuple(mismatched),
@@ -162,13 +175,14 @@ def agree(location: str, posts: Sequence[bytes]) -> bytes:
     for rank, asked in enumerate(said):
         if asked.error is not None:
             raise from_rank(rank, len(said), asked.error)
-        if asked.strict != said[0].strict:
-            raise StructureError(
-                f"{location}: rank 0 loads with strict={said[0].strict}, rank {rank} with "
-                f"strict={asked.strict}; "
-                "nothing was changed",
-                ranks=[0, rank],
-            )
+        for option in ("strict", "read_once"):
+            one, other = getattr(said[0], option), getattr(asked, option)
+            if one != other:
+                raise StructureError(
+                    f"{location}: rank 0 loads with {option}={one}, rank {rank} with {option}={other}; "
+                    "nothing was changed",
+                    ranks=[0, rank],
+                )
     attempts = {asked.attempt: rank for rank, asked in reversed(list(enumerate(said)))}
     if len(attempts) > 1:
         seen = ", ".join(f"rank {rank} sees attempt {attempt}" for attempt, rank in sorted(attempts.items()))

@@ -9,10 +9,21 @@ from typing import Any
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from shardproof.errors import FormatError, ShardproofError, StorageError, TilingError
-from shardproof.format import Manifest, file_digest, read_index, read_manifest, read_shard_header
-from shardproof.loading.place import corrupt_chunk
+from shardproof.format import (
+    FileRecord,
+    Manifest,
+    ShardHeader,
+    file_digest,
+    files_of,
+    read_chunk_digests,
+    read_index,
+    read_manifest,
+    read_shard_header,
+)
+from shardproof.loading.chunks import corrupt_chunk
 from shardproof.planning import ChunkTable, prove_chunks
 from shardproof.storage import Storage
 
@@ -57,9 +68,9 @@ def verify(storage: Storage, on_progress: Callable[[int, int], None] | None = No
     """Reads a whole checkpoint and compares every byte with what was saved.
 
     Manifest and index by their digests, the header of each shard file by the file's, each chunk by its own,
-    the padding by its
-    value, the digests that a shard file carries by those of the index; and the chunks of each tensor are
-    proved to tile it.
+    the padding by its value, the digests that a shard file carries by those of the index; and the chunks of
+    each tensor are proved to tile it. Files of other steps that it refers to are checked as its own are, but
+    for chunks that this checkpoint has no part in.
 
     Args:
         storage: of the checkpoint.
@@ -90,6 +101,7 @@ def verify(storage: Storage, on_progress: Callable[[int, int], None] | None = No
             checker.check_file(file)
     finally:
         storage.close()
+        checker.close()
     return VerifyReport(
         storage.location,
         manifest.step,
@@ -111,7 +123,7 @@ class _Checker:
         on_progress: Callable[[int, int], None] | None,
     ) -> None:
         self.done = 0
-        self._storage = storage
+        self._files = files_of(storage, manifest)
         self._manifest = manifest
         self._table = table
         self._faults = faults
@@ -119,34 +131,74 @@ class _Checker:
         self._total = int(table.byte_count.sum())
         self._buffer = memoryview(bytearray(min(_BATCH_BYTES, self._total)))
 
+    def close(self) -> None:
+        """Closes the files that checking opened."""
+        for storage in {id(storage): storage for storage, _ in self._files}.values():
+            storage.close()
+
     def check_file(self, file: int) -> None:
         """Checks one shard file; what cannot be read at all is one fault."""
         record = self._manifest.files[file]
+        storage, name = self._files[file]
         rows = np.flatnonzero(self._table.file == file)
         rows = rows[np.argsort(self._table.byte_start[rows], kind="stable")]
         try:
-            size = self._storage.size(record.name)
+            size = storage.size(name)
             if size != record.size:
                 found = "it is missing" if size is None else f"it has {size}"
-                raise StorageError(f"{record.name}: expected {record.size} bytes, {found}", file=record.name)
-            header = read_shard_header(self._storage, record.name)
+                raise StorageError(
+                    f"{record.place}: expected {record.size} bytes, {found}", file=record.place
+                )
+            header = read_shard_header(storage, name)
             if header.data_start != record.data_start or record.digest != file_digest(
-                header.raw, self._table.digest[rows]
+                header.raw, self._carried_digests(record, storage, header, rows)
             ):
                 raise FormatError(
-                    f"{record.name}: the header or the list of its chunks is not what was written (digest "
+                    f"{record.place}: the header or the list of its chunks is not what was written (digest "
                     "differs from the manifest's)",
-                    file=record.name,
+                    file=record.place,
                 )
         except (FormatError, StorageError) as error:
             self._faults.append(error)
             if isinstance(error, StorageError):
                 return
         self._check_chunks(file, rows)
-        self._check_tail(file, rows)
+        if not record.folder:
+            self._check_tail(file, rows)
 
-    def _check_chunks(self, file: int, rows: np.ndarray[Any, np.dtype[np.int64]]) -> None:
-        name = self._manifest.files[file].name
+    def _carried_digests(
+        self, record: FileRecord, storage: Storage, header: ShardHeader, rows: NDArray[np.int64]
+    ) -> NDArray[np.uint64]:
+        """Digests of all chunks of a file: those of the index, or where it is borrowed those in the file.
+
+        Raises:
+            FormatError: a borrowed file does not hold a chunk, of the digest, that the index says it does.
+        """
+        if not record.folder:
+            return self._table.digest[rows]
+        carried = read_chunk_digests(storage, record.name, header)
+        starts = np.array([entry[3] for entry in header.entries[: len(carried)]], np.int64)
+        counts = np.array([entry[4] for entry in header.entries[: len(carried)]], np.int64) - starts
+        at = np.searchsorted(starts, self._table.byte_start[rows], side="right") - 1
+        same = at >= 0
+        if len(starts):
+            same &= starts[at] == self._table.byte_start[rows]
+            same &= counts[at] == self._table.byte_count[rows]
+            same &= (carried[at] == self._table.digest[rows]).all(axis=1)
+        same |= self._table.byte_count[rows] == 0  # shares its first byte with the chunk after it
+        if not same.all():
+            row = int(rows[int(same.argmin())])
+            key = self._manifest.tensors[int(self._table.tensor[row])].key
+            raise FormatError(
+                f"{record.place}: it does not list the chunk of {key!r} that this checkpoint has at byte "
+                f"{int(self._table.byte_start[row])} of it",
+                file=record.place,
+                key=key,
+            )
+        return carried
+
+    def _check_chunks(self, file: int, rows: NDArray[np.int64]) -> None:
+        storage, name = self._files[file]
         table = self._table
         columns = (table.byte_start[rows], table.byte_count[rows], table.tensor[rows], table.digest[rows])
         starts, counts, tensors, digests = (column.tolist() for column in columns)
@@ -159,9 +211,9 @@ class _Checker:
                 end += 1
             try:
                 if counts[begin] > len(memory):
-                    digests_found = [self._digest_of_large(name, base, counts[begin])]
+                    digests_found = [self._digest_of_large(storage, name, base, counts[begin])]
                 else:
-                    self._storage.read_into(name, base, memory[: starts[end - 1] + counts[end - 1] - base])
+                    storage.read_into(name, base, memory[: starts[end - 1] + counts[end - 1] - base])
                     spans = [memory[starts[at] - base :][: counts[at]] for at in range(begin, end)]
                     digests_found = [xxhash.xxh3_128_hexdigest(span) for span in spans]
             except StorageError as error:
@@ -179,25 +231,26 @@ class _Checker:
                 self._on_progress(self.done, self._total)
             begin = end
 
-    def _digest_of_large(self, name: str, start: int, count: int) -> str:
+    def _digest_of_large(self, storage: Storage, name: str, start: int, count: int) -> str:
         """Digest of a chunk that the buffer cannot hold at once."""
         hasher = xxhash.xxh3_128()
         for done in range(0, count, len(self._buffer)):
             span = self._buffer[: count - done]
-            self._storage.read_into(name, start + done, span)
+            storage.read_into(name, start + done, span)
             hasher.update(span)
         return hasher.hexdigest()
 
-    def _check_tail(self, file: int, rows: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+    def _check_tail(self, file: int, rows: NDArray[np.int64]) -> None:
         """Padding and the shard's own table of digests, the last bytes of the file."""
         record, table = self._manifest.files[file], self._table
+        storage, name = self._files[file]
         end = record.data_start
         if len(rows):
             end = int(table.byte_start[rows[-1]] + table.byte_count[rows[-1]])
         digests = table.digest[rows].astype("<u8").tobytes()
         expected = bytes(-(end - record.data_start) % 8) + digests
         try:
-            found = self._storage.read(record.name, end, record.size)
+            found = storage.read(name, end, record.size)
         except StorageError as error:
             self._faults.append(error)
             return

@@ -1,9 +1,10 @@
 """Structure and its digest, who writes what and where, and what to read. No tensor data, no communication."""
 
 from shardproof.planning.chunks import ChunkTable
+from shardproof.planning.plans import RankPlan, WritePlan
 from shardproof.planning.reading import ReadPlan, Wanted, plan_reads, prove_chunks
 from shardproof.planning.structure import Structure, TensorTable
-from shardproof.planning.writing import CHUNK_BYTES, RankPlan, WritePlan, plan_writes
+from shardproof.planning.writing import CHUNK_BYTES, plan_writes
 
 __all__ = [
     "CHUNK_BYTES",

@@ -1,48 +1,218 @@
-"""Which of the ranks that hold a box writes it."""
+"""Which of the ranks that hold a box writes each chunk of it.
+
+Note: How bytes are shared out
+------------------------------
+Boxes that the same ranks hold make a *set*. The chunks of a set, in the order of tensors and boxes, are one
+line of bytes, which is divided among its holders: each gets one stretch of it, so that what lies together in
+a tensor lies together in a file. How long the stretches are is found as if bytes were water, first for nodes
+and then for the ranks of each node: they are filled up to one common level on top of what they write already.
+What one rank alone holds is given first; then sets in turn, those with the fewest holders first. Where sets
+cross (a node is in several), each is poured again after the others: that lowers the sum of the squared loads
+every time, and its minimum is the fairest division of divisible bytes there is. The result depends on the
+input alone.
+
+Chunks are not divided. A chunk goes to the rank whose stretch holds the middle of the *cell* in which the
+chunk's middle lies: cells are equal parts of the line, so that small boxes of many holders fill few files
+instead of being strewn over all of them. A rank so gets at most a chunk and a cell more than its stretch of a
+set, and what it gets more is taken into account when the sets after it are divided.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["balance_writers"]
+from shardproof.geometry import stable_order
+
+__all__ = ["choose_writers"]
+
+_Floats = NDArray[np.float64]
+_Ints = NDArray[np.int64]
+
+_ROUNDS = 8
+"""Times that sets which cross are poured, at most."""
 
 
-def balance_writers(
-    group: NDArray[np.int64], rank: NDArray[np.int64], byte_count: NDArray[np.int64], world_size: int
-) -> NDArray[np.int64]:
-    """Chooses one holder for each distinct box, so that the ranks' bytes are as even as holders allow.
+def choose_writers(
+    group: _Ints,
+    rank: _Ints,
+    chunk_group: _Ints,
+    chunk_bytes: _Ints,
+    nodes: _Ints,
+    *,
+    cell_bytes: int = 1,
+) -> _Ints:
+    """Chooses one holder for each chunk: bytes as even as holders allow, first of nodes, then of ranks.
 
-    Boxes with one holder are given first. The others go, largest first, to the holder with the least so far
-    (the longest-processing-time rule of Graham, 1969: the fullest rank gets at most 4/3 of the optimum when
-    every rank holds every box). Ties go to the lowest rank, so the answer depends on the input alone.
+    The note above says how.
 
     Args:
         group: (n,) for each holding, the row of its distinct box.
         rank: (n,) for each holding, the rank.
-        byte_count: (m,) bytes of each distinct box.
-        world_size: number of ranks.
+        chunk_group: (c,) the distinct box of each chunk, ascending.
+        chunk_bytes: (c,) bytes of each chunk.
+        nodes: (world size,) the node of each rank, any numbers.
+        cell_bytes: chunks of a set whose middles lie in one cell of so many bytes have one writer.
 
     Returns:
-        (m,) for each distinct box, the row (0 to n - 1) of the chosen holding.
+        (c,) for each chunk, the row (0 to n - 1) of the chosen holding.
 
     >>> group, rank = np.array([0, 0, 1, 1, 2]), np.array([0, 1, 0, 1, 0])
-    >>> rank[balance_writers(group, rank, np.array([4, 6, 5]), 2)].tolist()
-    [0, 1, 0]
+    >>> chunk_group, chunk_bytes = np.array([0, 0, 1, 2]), np.array([4, 4, 6, 3])
+    >>> rank[choose_writers(group, rank, chunk_group, chunk_bytes, np.array([0, 1]))].tolist()
+    [0, 1, 1, 0]
     """
-    order = np.lexsort((rank, group))
-    holders = np.bincount(group, minlength=len(byte_count))
-    first = np.cumsum(holders) - holders
-    chosen = order[first] if len(byte_count) else np.zeros(0, np.int64)
-    single = holders == 1
-    load = np.bincount(rank[chosen[single]], weights=byte_count[single], minlength=world_size).astype(
-        np.int64
-    )
-    shared = np.flatnonzero(~single)
-    for box in shared[np.argsort(-byte_count[shared], kind="stable")].tolist():
-        rows = order[first[box] : first[box] + holders[box]]
-        ranks = rank[rows]
-        least = int(np.argmin(load[ranks]))
-        chosen[box] = rows[least]
-        load[ranks[least]] += byte_count[box]
+    boxes = int(group.max(initial=-1)) + 1
+    holding = np.empty(boxes, np.int64)
+    holding[group] = np.arange(len(group))
+    chosen = holding[chunk_group]
+    if len(group) == boxes:  # nothing is held twice
+        return chosen
+    holders = np.bincount(group, minlength=boxes)
+    shared = np.flatnonzero(holders[chunk_group] > 1)
+    if len(shared) == 0:
+        return chosen
+    alone = np.ones(len(chosen), np.bool_)
+    alone[shared] = False
+    loads = _sums(rank[chosen[alone]], chunk_bytes[alone], len(nodes))
+    rows = np.flatnonzero(holders[group] > 1)
+    rows = rows[stable_order(group[rows] * len(nodes) + rank[rows])]
+    starts = np.zeros(boxes, np.int64)
+    of_shared = np.flatnonzero(holders > 1)
+    starts[of_shared] = np.cumsum(holders[of_shared]) - holders[of_shared]
+
+    box_set = np.zeros(boxes, np.int64)
+    box_set[of_shared] = _equal_sets(rank[rows], starts[of_shared])
+    lines = shared[stable_order(box_set[chunk_group[shared]])]
+    begins = np.flatnonzero(np.diff(box_set[chunk_group[lines]], prepend=-1))
+    sets = []
+    for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(lines)], strict=True):
+        chunks = lines[begin:end]
+        box = chunk_group[chunks[0]]
+        sets.append(_Set.of(chunks, chunk_bytes, rank[rows[starts[box] : starts[box] + holders[box]]], nodes))
+    for line, place in zip(sets, _places(sets, loads, len(nodes), nodes, cell_bytes), strict=True):
+        box = chunk_group[line.chunks]
+        # A box's own holders are asked: sets that look the same (see `_equal_sets`) cost evenness, no more.
+        chosen[line.chunks] = rows[starts[box] + np.minimum(place, holders[box] - 1)]
     return chosen
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Set:
+    """Chunks that the same ranks hold, in line, and those ranks, node by node."""
+
+    chunks: _Ints
+    """(c,) rows of the chunks, ascending."""
+    byte_count: _Ints
+    """(c,) bytes of each."""
+    order: _Ints
+    """(k,) from the holders by node and rank to the holders by rank."""
+    ranks: _Ints
+    """(k,) the holders by node and rank."""
+    node_starts: _Ints
+    """(j,) where each node's ranks begin."""
+
+    @staticmethod
+    def of(chunks: _Ints, chunk_bytes: _Ints, ranks: _Ints, nodes: _Ints) -> _Set:
+        order = np.argsort(nodes[ranks], kind="stable")
+        starts = np.flatnonzero(np.diff(nodes[ranks[order]], prepend=nodes.min() - 1))
+        return _Set(chunks, chunk_bytes[chunks], order, ranks[order], starts)
+
+
+def _equal_sets(ranks: _Ints, starts: _Ints) -> _Ints:
+    """A number for each box, the same for boxes with the same holders.
+
+    Holders are compared by a sum of 64-bit hashes: that two different sets look the same is next to
+    impossible, and is no error.
+
+    Args:
+        ranks: (n,) the holders of one box after the other.
+        starts: (m,) where each box begins in it.
+    """
+    # The finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
+    mixed = (ranks + 1).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
+    _, first, number = np.unique(np.add.reduceat(mixed, starts), return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first))[number]
+
+
+def _places(sets: list[_Set], loads: _Floats, world_size: int, nodes: _Ints, cell_bytes: int) -> list[_Ints]:
+    """For each set, for each of its chunks, the place of its writer among the holders by rank."""
+    _, node_of = np.unique(nodes, return_inverse=True)
+    node_loads = _sums(node_of, loads, world_size)
+    held_by = [node_of[line.ranks[line.node_starts]] for line in sets]
+    turns = sorted(range(len(sets)), key=lambda at: len(sets[at].ranks))
+    shares = [np.zeros(len(line.ranks)) for line in sets]
+
+    def add(at: int, share: _Floats) -> None:
+        loads[sets[at].ranks] += share
+        node_loads[held_by[at]] += np.add.reduceat(share, sets[at].node_starts)
+
+    def pour(at: int) -> _Floats:
+        add(at, -shares[at])
+        return _divide(sets[at], loads, node_loads[held_by[at]])
+
+    crossing = np.bincount(np.concatenate(held_by)).max() > 1
+    for _ in range(_ROUNDS if crossing else 0):
+        moved = 0.0
+        for at in turns:
+            share = pour(at)
+            add(at, share)
+            moved = max(moved, float(np.abs(share - shares[at]).max()))
+            shares[at] = share
+        if moved <= cell_bytes:
+            break
+    places = [np.zeros(0, np.int64)] * len(sets)
+    for at in turns:
+        line, share = sets[at], pour(at)
+        middle = np.cumsum(line.byte_count) - line.byte_count / 2
+        cell = (np.floor(middle / cell_bytes) + 0.5) * cell_bytes
+        place = np.minimum(np.searchsorted(np.cumsum(share), cell, "right"), len(line.ranks) - 1)
+        shares[at] = _sums(place, line.byte_count, len(line.ranks))
+        add(at, shares[at])
+        places[at] = line.order[place]
+    return places
+
+
+def _sums(at: _Ints, values: _Ints | _Floats, length: int) -> _Floats:
+    """(length,) the sum of the values at each place."""
+    return np.bincount(at, weights=values, minlength=length).astype(np.float64)
+
+
+def _divide(line: _Set, loads: _Floats, node_loads: _Floats) -> _Floats:
+    """(k,) bytes for each holder of a set, nodes first."""
+    total = np.array([float(line.byte_count.sum())])
+    shares = _filled(node_loads, np.zeros(1, np.int64), total)
+    if len(line.node_starts) == len(line.ranks):
+        return shares
+    return _filled(loads[line.ranks], line.node_starts, shares)
+
+
+def _filled(loads: _Floats, starts: _Ints, totals: _Floats) -> _Floats:
+    """Water on top of loads: how much each gets so that, within a segment, those that get any end level.
+
+    Args:
+        loads: (k,) what each has.
+        starts: (s,) where the segments begin.
+        totals: (s,) what is poured on each segment.
+
+    >>> _filled(np.array([5.0, 1.0, 2.0, 0.0]), np.array([0, 3]), np.array([5.0, 2.0])).tolist()
+    [0.0, 3.0, 2.0, 2.0]
+    """
+    counts = np.diff(starts, append=len(loads))
+    segment = np.repeat(np.arange(len(starts)), counts)
+    order = np.lexsort((loads, segment)) if len(starts) > 1 else np.argsort(loads, kind="stable")
+    ascending = loads[order]
+    before = np.cumsum(ascending) - ascending
+    before -= before[starts][segment]
+    within = np.arange(len(loads)) - starts[segment]
+    # To reach the load at a place, water has to fill all before it in the segment.
+    wet = ascending * within - before <= totals[segment]
+    deepest = np.add.reduceat(wet, starts, dtype=np.int64)
+    last = starts + deepest - 1
+    levels = (totals + before[last] + ascending[last]) / deepest
+    return np.maximum(levels[segment] - loads, 0.0)

@@ -1,12 +1,12 @@
 """The structures of all ranks as one: a table of tensors, and every declared box with its holder.
 
-Tables that are equal to the byte are decoded once, and boxes stay columns, so that thousands of ranks with
-hundreds of tensors each merge in about a second.
+Tables that are equal to the byte are decoded once. Ranks that have pieces of the same tensors in the same
+order are taken together, and their boxes stay columns, so that the work for a rank is a few array operations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,16 +42,14 @@ class Merged:
     shapes: list[tuple[int, ...]]
     aliases: dict[str, str]
     """Key to the key that is stored in its place, where every rank that declares the key says so."""
-    declared: dict[int, Declared]
-    """Number of dimensions to boxes."""
     objects: dict[str, int]
     """Object key to the rank that stores it."""
     ndims: NDArray[np.int64]
     itemsizes: NDArray[np.int64]
 
 
-def merge(structures: Sequence[Structure]) -> Merged:
-    """Merges the structures of all ranks, in rank order.
+def merge(structures: Sequence[Structure]) -> tuple[Merged, dict[int, Declared]]:
+    """Merges the structures of all ranks, in rank order; the boxes are apart, by their number of dimensions.
 
     Raises:
         StructureError: dtype, shape or kind (tensor or object) of a key differs between ranks.
@@ -65,16 +63,16 @@ def merge(structures: Sequence[Structure]) -> Merged:
     row_of = {key: row for row, key in enumerate(keys)}
     rows_of = {raw: np.array([row_of[key] for key in table.keys], np.int64) for raw, table in tables.items()}
     ndims = np.array([len(known[key][1]) for key in keys], np.int64)
-    return Merged(
+    merged = Merged(
         keys,
         [known[key][0] for key in keys],
         [known[key][1] for key in keys],
         _aliases(tables.values(), known),
-        _declared(structures, rows_of, ndims),
         _owners(structures, known),
         ndims,
         np.array([DTYPES[known[key][0]].itemsize for key in keys], np.int64),
     )
+    return merged, _declared(structures, rows_of, ndims)
 
 
 _Known = dict[str, tuple[str, tuple[int, ...], int]]
@@ -99,10 +97,10 @@ def _agree(tables: dict[bytes, TensorTable], ranks_of: dict[bytes, list[int]]) -
     return known
 
 
-def _aliases(tables: object, known: _Known) -> dict[str, str]:
+def _aliases(tables: Iterable[TensorTable], known: _Known) -> dict[str, str]:
     """Keys that every rank declaring them calls an alias of the same key."""
     said: dict[str, set[str]] = {}
-    for table in tables:  # type: ignore[attr-defined]
+    for table in tables:
         for key, target in zip(table.keys, table.aliases, strict=True):
             said.setdefault(key, set()).add(target)
     aliases = {key: next(iter(targets)) for key, targets in said.items() if len(targets) == 1}
@@ -118,28 +116,59 @@ def _declared(
     structures: Sequence[Structure], rows_of: dict[bytes, NDArray[np.int64]], ndims: NDArray[np.int64]
 ) -> dict[int, Declared]:
     """All boxes of all ranks, grouped by number of dimensions, empty ones left out."""
-    counts = np.array([len(structure.box_tensor) for structure in structures], np.int64)
-    tensor = np.concatenate(
-        [rows_of[structure.table][structure.box_tensor] for structure in structures]
-        or [np.zeros(0, np.int64)]
+    ranks_of: dict[tuple[bytes, bytes], list[int]] = {}
+    for rank, structure in enumerate(structures):
+        ranks_of.setdefault((structure.table, structure.box_tensor.tobytes()), []).append(rank)
+    parts: dict[int, list[Declared]] = {int(ndim): [] for ndim in np.unique(ndims)}
+    for (table, _), ranks in ranks_of.items():
+        alike = [structures[rank] for rank in ranks]
+        tensor = rows_of[table][alike[0].box_tensor]
+        ndim = ndims[tensor]
+        start = np.cumsum(ndim) - ndim
+        for dimensions in np.unique(ndim).tolist():
+            pieces = np.flatnonzero(ndim == dimensions)
+            columns = start[pieces, None] + np.arange(dimensions)
+            parts[dimensions].append(_held(alike, np.array(ranks), tensor[pieces], pieces, columns))
+    return {dimensions: _joined(part, dimensions) for dimensions, part in parts.items()}
+
+
+def _held(
+    alike: Sequence[Structure],
+    ranks: NDArray[np.int64],
+    tensor: NDArray[np.int64],
+    pieces: NDArray[np.int64],
+    columns: NDArray[np.int64],
+) -> Declared:
+    """The boxes of one number of dimensions of ranks that have pieces of the same tensors in the same order.
+
+    They come out by piece, then by rank: as good as sorted for the steps that follow.
+    """
+    offsets = np.empty((len(pieces), len(ranks), columns.shape[1]), np.int64)
+    sizes = np.empty_like(offsets)
+    for at, structure in enumerate(alike):
+        offsets[:, at] = structure.box_offsets[columns]
+        sizes[:, at] = structure.box_sizes[columns]
+    shape = (-1, columns.shape[1]) if columns.shape[1] else (len(pieces) * len(ranks), 0)
+    boxes = Boxes(offsets.reshape(shape), sizes.reshape(shape))
+    held = Declared(
+        boxes, np.repeat(tensor, len(ranks)), np.tile(ranks, len(pieces)), np.repeat(pieces, len(ranks))
     )
-    rank = np.repeat(np.arange(len(structures)), counts)
-    piece = np.arange(len(tensor)) - np.repeat(np.cumsum(counts) - counts, counts)
-    offsets = np.concatenate([structure.box_offsets for structure in structures])
-    sizes = np.concatenate([structure.box_sizes for structure in structures])
-    ndim = ndims[tensor]
-    start = np.cumsum(ndim) - ndim
-    declared = {}
-    for dimensions in np.unique(ndims).tolist():
-        rows = np.flatnonzero(ndim == dimensions)
-        columns = start[rows, None] + np.arange(dimensions)
-        box_sizes = sizes[columns]
-        filled = (box_sizes > 0).all(axis=1)
-        rows = rows[filled]
-        declared[dimensions] = Declared(
-            Boxes(offsets[columns[filled]], box_sizes[filled]), tensor[rows], rank[rows], piece[rows]
-        )
-    return declared
+    filled = boxes.nonempty()
+    if filled.all():
+        return held
+    return Declared(boxes.take(filled), held.tensor[filled], held.rank[filled], held.piece[filled])
+
+
+def _joined(parts: Sequence[Declared], dimensions: int) -> Declared:
+    if len(parts) == 1:
+        return parts[0]
+    none = np.zeros(0, np.int64)
+    return Declared(
+        Boxes.concatenate([Boxes.empty(dimensions), *(part.boxes for part in parts)]),
+        np.concatenate([none, *(part.tensor for part in parts)]),
+        np.concatenate([none, *(part.rank for part in parts)]),
+        np.concatenate([none, *(part.piece for part in parts)]),
+    )
 
 
 def _owners(structures: Sequence[Structure], known: _Known) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,6 +11,8 @@ import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
+
+from shardproof.planning.columns import Packed, pack, unpack
 
 if TYPE_CHECKING:
     from shardproof.state import Collected
@@ -32,9 +35,13 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True):
 
     table: bytes
     objects: tuple[str, ...]
-    box_tensor: bytes
-    box_offsets: bytes
-    box_sizes: bytes
+    box_tensor: Packed
+    box_offsets: Packed
+    box_sizes: Packed
+
+
+_LEVEL = 3
+"""Of compression. Keys have much in common: a 20th is left of them, at 500 MB/s."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +53,8 @@ class Structure:
     """
 
     table: bytes
-    """An encoded `TensorTable`."""
+    """An encoded and compressed `TensorTable`. Equal tables are equal bytes wherever the compressor is the
+    same; where it is not, they are decoded more often, and that is all."""
     objects: tuple[str, ...]
     box_tensor: NDArray[np.int64]
     box_offsets: NDArray[np.int64]
@@ -87,7 +95,7 @@ class Structure:
         True
         """
         return Structure(
-            msgspec.msgpack.encode(table),
+            zlib.compress(msgspec.msgpack.encode(table), _LEVEL),
             tuple(objects),
             np.asarray(box_tensor, np.int64),
             np.asarray(box_offsets, np.int64),
@@ -100,9 +108,9 @@ class Structure:
             _Wire(
                 self.table,
                 self.objects,
-                self.box_tensor.tobytes(),
-                self.box_offsets.tobytes(),
-                self.box_sizes.tobytes(),
+                pack(self.box_tensor),
+                pack(self.box_offsets),
+                pack(self.box_sizes),
             )
         )
 
@@ -113,9 +121,9 @@ class Structure:
         return Structure(
             wire.table,
             wire.objects,
-            np.frombuffer(wire.box_tensor, np.int64),
-            np.frombuffer(wire.box_offsets, np.int64),
-            np.frombuffer(wire.box_sizes, np.int64),
+            unpack(wire.box_tensor),
+            unpack(wire.box_offsets),
+            unpack(wire.box_sizes),
         )
 
     def digest(self) -> bytes:
@@ -124,4 +132,4 @@ class Structure:
 
     def tensors(self) -> TensorTable:
         """The decoded table of tensors."""
-        return msgspec.msgpack.decode(self.table, type=TensorTable)
+        return msgspec.msgpack.decode(zlib.decompress(self.table), type=TensorTable)

@@ -102,13 +102,20 @@ class Channel:
         if not waiting.done():
             self._requests.submit(lambda store: store.set(key, b"1"))
 
-    def look(self, keys: MeetingKeys, posts_of: Iterable[int], signs_of: Iterable[int]) -> View:
-        """What is there now, of those ranks."""
+    def look(
+        self, keys: MeetingKeys, posts_of: Iterable[int], signs_of: Iterable[int], known: int | None = None
+    ) -> View:
+        """What is there now, of those ranks.
+
+        Posts are looked for unless no more than `known` were counted: to ask for thousands of keys that are
+        not there takes a second, and ranks that write have no news for long.
+        """
         posts, signs = list(posts_of), list(signs_of)
 
         def request(store: Any) -> View:
+            news = posts and (known is None or store.add(keys.count, 0) > known)
             return View(
-                _present(store, {rank: keys.post(rank) for rank in posts}),
+                _present(store, {rank: keys.post(rank) for rank in posts}) if news else {},
                 _present(store, {rank: keys.beat(rank) for rank in signs}),
                 store.get(keys.verdict) if store.check([keys.verdict]) else None,
             )
@@ -131,11 +138,18 @@ class Channel:
         assert len(body) == record.size, f"{key}: {len(body)} bytes where {record.size} were written"
         return body
 
-    def write_answer(self, keys: MeetingKeys, rank: int, record: bytes, body: bytes) -> None:
-        """Write what one rank is answered, ahead of the verdict."""
-        key = keys.answer(rank)
-        self._litter.append((keys.number, [*self._write_parts(key, body), key]))
-        self._requests.call(lambda store: store.set(key, record), self.patience)
+    def write_answers(self, keys: MeetingKeys, answers: Iterable[tuple[int, bytes, bytes]]) -> None:
+        """Write what ranks are answered, ahead of the verdict: rank, record and body of each."""
+        batch: dict[str, bytes] = {}
+        for rank, record, body in answers:
+            key = keys.answer(rank)
+            self._litter.append((keys.number, [*self._write_parts(key, body), key]))
+            batch[key] = record
+            if len(batch) == _BATCH:
+                self._requests.call(partial(_set_all, batch), self.patience)
+                self.pulse.tick()
+                batch = {}
+        self._requests.call(partial(_set_all, batch), self.patience)
         self.pulse.tick()
 
     def propose(self, keys: MeetingKeys, record: bytes, body: bytes = b"") -> bytes:
@@ -198,6 +212,11 @@ class _Beat:
 
 def _set(key: str, value: bytes, store: Any) -> None:
     store.set(key, value)
+
+
+def _set_all(values: Mapping[str, bytes], store: Any) -> None:
+    for key, value in values.items():
+        store.set(key, value)
 
 
 def _delete(keys: Sequence[str], store: Any) -> None:

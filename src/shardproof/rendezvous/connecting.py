@@ -42,11 +42,13 @@ def connect(*, deadline: float | None = None) -> Rendezvous:
     if group is not None:
         store, rank, world_size = group
         # A clone is a client only: the group's own server ends when the group is destroyed, as it would
-        # without us.
+        # without us, unless a save under way holds it.
         return _shared.get(
             store,
             deadline,
-            lambda seconds: StoreRendezvous(store.clone(), rank, world_size, deadline=seconds),
+            lambda seconds: StoreRendezvous(
+                store.clone(), rank, world_size, deadline=seconds, server=weakref.ref(store)
+            ),
         )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "MASTER_ADDR" in os.environ:
         return _shared.get(None, deadline, lambda seconds: _from_environment(os.environ, seconds))

@@ -9,13 +9,14 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass
 
+from shardproof import events
 from shardproof.errors import RankFailure, RankSilent, ShardproofError
 from shardproof.rendezvous import verdicts
 from shardproof.rendezvous.channel import Channel
 from shardproof.rendezvous.keys import MeetingKeys
 from shardproof.rendezvous.link import LinkLost, patiently
 from shardproof.rendezvous.protocol import Decide
-from shardproof.rendezvous.pulse import describe
+from shardproof.rendezvous.pulse import amounts, describe
 from shardproof.rendezvous.records import Record, pack, unpack
 from shardproof.rendezvous.watch import Watch
 
@@ -145,7 +146,7 @@ def _collect(
             _is_over(waiting, channel.pulse.period)
             channel.pulse.tick()
             asked = [] if waiting.done() else watch.ranks
-            view = channel.look(keys, posts_of=watch.ranks, signs_of=asked)
+            view = channel.look(keys, posts_of=watch.ranks, signs_of=asked, known=len(posts) - 1)
             if view.verdict is not None:
                 return view.verdict
             for rank, value in view.posts.items():
@@ -155,6 +156,12 @@ def _collect(
                 if posts[rank].kind == ERROR and failed_at is None:
                     failed_at = time.monotonic()
             _observe(channel, watch, {rank: view.signs.get(rank) for rank in asked})
+            events.heard(
+                meeting.operation,
+                meeting.phase,
+                meeting.world_size,
+                lambda: {rank: amounts(watch.sign(rank)) for rank in watch.ranks},
+            )
             silent = watch.silent(meeting.deadline)
             # Once a rank has failed there is no success to wait for: others get a deadline to add their
             # causes.
@@ -219,8 +226,13 @@ def _publish(channel: Channel, meeting: Meeting, keys: MeetingKeys, outcome: _Ou
         kind, body = ERROR, _wire(outcome.error)
     elif outcome.answers is not None:
         kind, body = EACH, b""
-        for rank, answer in enumerate(outcome.answers[1:], start=1):
-            channel.write_answer(keys, rank, meeting.record(ALL, answer), answer)
+        channel.write_answers(
+            keys,
+            (
+                (rank, meeting.record(ALL, answer), answer)
+                for rank, answer in enumerate(outcome.answers[1:], start=1)
+            ),
+        )
     else:
         kind, body = ALL, outcome.answer
     ours = meeting.record(kind, body, readers=meeting.world_size - 1)

@@ -47,6 +47,22 @@ class Rendezvous(Protocol):
         """Say that this rank moves: bytes done, of so many, in the current phase. Cheap, from any thread."""
         ...
 
+    def beside(self, name: str) -> Rendezvous:
+        """Another rendezvous of the same ranks, whose meetings have an order of their own.
+
+        Args:
+            name: the same on all ranks, and not used before at this rendezvous.
+        """
+        ...
+
+    def arrive(self) -> None:
+        """Begin to show signs of life before the first meeting. The meeting tells if the store is lost."""
+        ...
+
+    def hold(self) -> object:
+        """What serves the store, if it would end without being held: keep it as long as it is needed."""
+        ...
+
     def close(self) -> None:
         """End what runs in the background. The rendezvous cannot be used afterwards."""
         ...

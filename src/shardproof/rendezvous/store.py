@@ -25,6 +25,7 @@ that acts on the world (the commit of a checkpoint) may have taken effect althou
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
@@ -33,11 +34,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from shardproof.rendezvous.channel import Channel
+from shardproof.rendezvous.link import LinkLost
 from shardproof.rendezvous.meeting import Meeting, PassedOver, attend
 from shardproof.rendezvous.protocol import Decide
 from shardproof.rendezvous.pulse import Pulse
 
 __all__ = ["StoreRendezvous"]
+
+_log = logging.getLogger("shardproof")
 
 
 class StoreRendezvous:
@@ -56,6 +60,7 @@ class StoreRendezvous:
         deadline: seconds of silence after which a rank is given up.
         name: keys begin with it. Two rendezvous of the same ranks at one store need different names, or must
             meet first in the same order on every rank.
+        server: the store that `store` is a clone of, which may serve it.
 
     >>> from torch.distributed import HashStore
     >>> alone = StoreRendezvous(HashStore(), rank=0, world_size=1, deadline=10.0)
@@ -65,7 +70,14 @@ class StoreRendezvous:
     """
 
     def __init__(
-        self, store: Any, rank: int, world_size: int, *, deadline: float = 300.0, name: str = "shardproof"
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        *,
+        deadline: float = 300.0,
+        name: str = "shardproof",
+        server: weakref.ref[Any] | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not in a world of {world_size}")
@@ -73,7 +85,9 @@ class StoreRendezvous:
         self.world_size = world_size
         self._pulse = Pulse()
         self.deadline = deadline
+        self._own_name = name
         self._name = f"{name}/{world_size}"
+        self._server = server
         self._store = store
         self._stays = rank == 0 and _ends_with_this_process(store)
         self._channel: Channel | None = None
@@ -93,7 +107,8 @@ class StoreRendezvous:
         if not seconds > 0:
             raise ValueError(f"a deadline is a positive number of seconds, not {seconds!r}")
         self._deadline = float(seconds)
-        self._pulse.period = min(1.0, self._deadline / 8)
+        # Every rank looks at the leader's sign of life once a period: the store must not drown in that.
+        self._pulse.period = min(max(1.0, self.world_size / 2048), self._deadline / 8)
 
     def meet(self, operation: str, phase: str, post: bytes | BaseException, decide: Decide) -> bytes:
         """Post, and return the answer that rank 0 decides on. See `Rendezvous.meet`."""
@@ -109,6 +124,29 @@ class StoreRendezvous:
     def progress(self, done: int, total: int) -> None:
         """Say that this rank moves: bytes done, of so many. Costs one assignment."""
         self._pulse.progress(done, total)
+
+    def beside(self, name: str) -> StoreRendezvous:
+        """Another rendezvous of these ranks at this store. See `Rendezvous.beside`."""
+        return StoreRendezvous(
+            self._store,
+            self.rank,
+            self.world_size,
+            deadline=self._deadline,
+            name=f"{self._own_name}/{name}",
+            server=self._server,
+        )
+
+    def arrive(self) -> None:
+        """Begin to show signs of life. See `Rendezvous.arrive`."""
+        with self._my_turn():
+            try:
+                self._open().join(self._number)
+            except LinkLost as error:
+                _log.warning("the store of the rendezvous cannot be reached: %s", error)
+
+    def hold(self) -> object:
+        """The process group's own store, which serves this one while it is held."""
+        return self._server() if self._server is not None else None
 
     def close(self) -> None:
         """End the background threads. Further meetings raise RuntimeError."""

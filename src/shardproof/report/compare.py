@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from shardproof.dtypes import DTYPES
 from shardproof.errors import CorruptChunkError, TilingError
-from shardproof.format import Manifest
+from shardproof.format import Manifest, files_of
 from shardproof.geometry import Boxes, intersect, overlapping_pairs
 from shardproof.planning.chunks import ChunkTable
 from shardproof.report.detail import rows_of
@@ -57,7 +57,7 @@ class ChunkReader:
         self.manifest = manifest
         self.location = storage.location
         self.bytes_read = 0
-        self._storage = storage
+        self._files = files_of(storage, manifest)
         self._table = table
         self._kept: OrderedDict[int, NDArray[Any]] = OrderedDict()
         self._kept_bytes = 0
@@ -97,17 +97,17 @@ class ChunkReader:
 
     def _read(self, row: int) -> NDArray[np.uint8]:
         table = self._table
-        name = self.manifest.files[int(table.file[row])].name
+        storage, name = self._files[int(table.file[row])]
         start, count = int(table.byte_start[row]), int(table.byte_count[row])
         data = np.empty(count, np.uint8)
-        self._storage.read_into(name, start, data.data)
+        storage.read_into(name, start, data.data)
         self.bytes_read += count
         high, low = (int(half) for half in table.digest[row])
         found = xxhash.xxh3_128_hexdigest(data.data)
         if found != f"{high:016x}{low:016x}":
             key = self.manifest.tensors[int(table.tensor[row])].key
             raise CorruptChunkError(
-                f"{self._storage.location}/{name}: the {count} bytes from byte {start} on, a chunk of "
+                f"{storage.location}/{name}: the {count} bytes from byte {start} on, a chunk of "
                 f"{key!r}, hash to {found}, but {high:016x}{low:016x} was saved. `shardproof verify` lists "
                 "all damage; restore another step or copy this file again from where it is whole.",
                 file=name,

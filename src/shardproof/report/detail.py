@@ -22,6 +22,7 @@ class ChunkRow:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
+    """Its name, after the folder where it is another step's."""
     rank: int
     byte_start: int
     """First byte in the file."""
@@ -101,7 +102,7 @@ def _chunk_rows(manifest: Manifest, table: ChunkTable, tensor: int) -> tuple[Chu
             ChunkRow(
                 tuple(table.box_offsets[box].tolist()),
                 tuple(table.box_sizes[box].tolist()),
-                record.name,
+                record.place,
                 record.rank,
                 start,
                 start + int(table.byte_count[row]),

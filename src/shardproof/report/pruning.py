@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from shardproof.format import referred_in
 from shardproof.report.runs import scan_run
 from shardproof.storage import Storage
 
@@ -33,6 +34,11 @@ class PrunePlan:
     lost: tuple[str, ...]
     """The same, to be removed."""
     lost_bytes: int
+    lent: dict[str, list[str]]
+    """Folders whose files stay in part although their step is, or has been, removed: to the folders of the
+    steps that refer to these files."""
+    unknown: tuple[str, ...]
+    """Folders whose manifests cannot be read. They may refer to files of other steps, so none of those go."""
 
     @property
     def bytes(self) -> int:
@@ -68,9 +74,10 @@ def plan_prune(
         keep: committed steps to keep, the newest; None for all. A damaged step is not one of them.
         damaged: whether steps that cannot be repaired go.
     """
-    from shardproof.checkpointer.retention import KeepLatest, leftovers, parse_step
+    from shardproof.checkpointer.retention import KeepLatest, leftovers, parse_step, plan_removal
 
-    found = leftovers(storage, modified)
+    references = referred_in(storage)
+    found = leftovers(storage, modified, references)
     old = [leftover for leftover in found if leftover.older_than(older_than, now)]
     infos = scan_run(storage, sizes=True)
     scanned = {step: info for info in infos if (step := parse_step(info.name)) is not None}
@@ -87,18 +94,30 @@ def plan_prune(
         # A copy that is under way looks the same.
         if name not in busy and times and now - max(times) >= older_than:
             lost.append(name)
-    in_lost = sum(storage.size(file) or 0 for name in lost for file in _ours(storage, name))
+    steps = [info.name for info in gone]
+    removal = plan_removal(storage, [*steps, *lost])
+    counted = {f"{leftover.folder}/{file}" for leftover in old for file in leftover.files}
+    in_steps = in_lost = 0
+    for file in {*removal.manifests, *removal.files} - counted:
+        if file.partition("/")[0] in lost:
+            in_lost += storage.size(file) or 0
+        else:
+            in_steps += storage.size(file) or 0
+    lenders = {info.name: list(info.lends) for info in infos if info.status == "lends"}
+    left = referred_in(storage, without=[*steps, *lost])
     return PrunePlan(
         leftovers=tuple(old),
-        steps=tuple(info.name for info in gone),
-        steps_bytes=sum(info.bytes for info in gone),
+        steps=tuple(steps),
+        steps_bytes=in_steps,
         young=young,
         damaged=tuple(
             info.name for info in scanned.values() if info.status == "damaged" and not info.beyond_repair
         ),
         beyond_repair=tuple(name for name in hopeless if name not in lost),
         lost=tuple(lost),
-        lost_bytes=in_lost - sum(leftover.bytes for leftover in old if leftover.folder in lost),
+        lost_bytes=in_lost,
+        lent={name: left.users(name) for name in {**lenders, **removal.lent} if left.users(name)},
+        unknown=tuple(references.unknown),
     )
 
 

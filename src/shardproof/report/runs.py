@@ -6,8 +6,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
+
 from shardproof.errors import FormatError, NotCommittedError, StorageError
-from shardproof.format import MANIFEST_NAME, Manifest, lost_files, read_manifest
+from shardproof.format import (
+    MANIFEST_NAME,
+    Manifest,
+    References,
+    lost_files,
+    read_manifest,
+    referred_in,
+)
 from shardproof.report.summary import tensor_bytes
 from shardproof.storage import Storage
 
@@ -22,8 +31,9 @@ class StepInfo:
     """The folder in the run; "." for the run's folder itself."""
     step: int | None
     status: str
-    """"committed", "leftover" (no manifest), "damaged" (its manifest is, or a file is missing), or
-    "unreadable": the storage failed, which says nothing about the checkpoint."""
+    """"committed", "leftover" (no manifest), "lends" (no checkpoint any more, but other steps refer to its
+    files), "damaged" (its manifest is, or a file is missing), or "unreadable": the storage failed, which says
+    nothing about the checkpoint."""
     reason: str | None
     """Why it is not committed."""
     time: float | None
@@ -39,6 +49,10 @@ class StepInfo:
     """Files of dead attempts beside a committed checkpoint, which `prune` removes."""
     beyond_repair: bool
     """Shard files are missing or cut, so that `repair` cannot help."""
+    borrows: tuple[str, ...] = ()
+    """Folders of earlier steps whose files it refers to."""
+    lends: tuple[str, ...] = ()
+    """Folders of later steps that refer to its files."""
 
     @property
     def committed(self) -> bool:
@@ -71,27 +85,33 @@ def scan_run(storage: Storage, *, sizes: bool = False) -> list[StepInfo]:
         if not slash or folder == "shards":
             files.setdefault(".", set()).add(name)
     found = []
+    references = referred_in(storage)
     for folder, names in files.items():
         step = parse_step(folder)
         ours = {name for name in names if is_ours(name)}
         if MANIFEST_NAME in ours or (step is not None and ours):
             place = storage if folder == "." else storage.within(folder)
-            found.append(_step_info(place, folder, step, ours, sizes))
+            found.append(_step_info(place, folder, step, ours, sizes, references))
     return sorted(found, key=lambda info: (info.step is None, info.step or 0, info.name))
 
 
-def _step_info(place: Storage, name: str, step: int | None, files: set[str], sizes: bool) -> StepInfo:
+def _step_info(
+    place: Storage, name: str, step: int | None, files: set[str], sizes: bool, references: References
+) -> StepInfo:
+    lent, users = set(references.files(name)), tuple(references.users(name))
     try:
         manifest = read_manifest(place)
-        cut = lost_files(place, manifest) if sizes else {}
+        cut = lost_files(place, manifest) if sizes else _gone(place, manifest)
     except NotCommittedError:
+        if lent:
+            return _lender(place, name, step, files, lent, users)
         reason = "no manifest: the save died, or is still in progress"
         return _without_manifest(place, name, step, files, "leftover", reason)
     except FormatError as error:
         return _without_manifest(place, name, step, files, "damaged", str(error))
     except StorageError as error:
         return _without_manifest(place, name, step, files, "unreadable", str(error))
-    shards = {record.name for record in manifest.files}
+    shards = {record.name for record in manifest.own_files}
     missing = sorted(({manifest.index.name} | shards) - files)
     lost = sorted((shards - files) | cut.keys())
     fault = _missing(missing) if missing else _cut(cut) if cut else None
@@ -107,9 +127,33 @@ def _step_info(place: Storage, name: str, step: int | None, files: set[str], siz
         world_size=manifest.world_size,
         attempt=manifest.attempt,
         repaired=manifest.repaired,
-        unnamed=_unnamed(manifest, files),
+        unnamed=_unnamed(manifest, files - lent),
         beyond_repair=bool(lost),
+        borrows=tuple(sorted({record.folder for record in manifest.borrowed_files})),
+        lends=users,
     )
+
+
+def _gone(place: Storage, manifest: Manifest) -> dict[str, str]:
+    """Files of other steps that are missing: place to what was found, in words."""
+    borrowed = msgspec.structs.replace(manifest, files=manifest.borrowed_files)
+    return lost_files(place, borrowed)
+
+
+def _lender(
+    place: Storage, name: str, step: int | None, files: set[str], lent: set[str], users: tuple[str, ...]
+) -> StepInfo:
+    size = sum(place.size(file) or 0 for file in files & lent)
+    count = len(files & lent)
+    reason = f"removed; {count} file{'s' if count > 1 else ''} stay for {_some(users)}"
+    unnamed = len(files - lent)
+    return StepInfo(
+        name, step, "lends", reason, None, size, 0, 0, None, None, False, unnamed, False, lends=users
+    )
+
+
+def _some(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _without_manifest(
@@ -133,5 +177,5 @@ def _cut(faults: Mapping[str, str]) -> str:
 
 
 def _unnamed(manifest: Manifest, files: Iterable[str]) -> int:
-    named = {MANIFEST_NAME, manifest.index.name, *(record.name for record in manifest.files)}
+    named = {MANIFEST_NAME, manifest.index.name, *(record.name for record in manifest.own_files)}
     return sum(file not in named for file in files)

@@ -45,15 +45,18 @@ class PartRow:
 
 @dataclass(frozen=True, slots=True)
 class WriterRow:
-    """What one rank wrote."""
+    """What one rank wrote into one file."""
 
     rank: int
     file: str
+    """Its name, after the folder where it is another step's."""
     tensors: int
     """Tensors that it wrote a part of."""
     chunks: int
     bytes: int
     """Of the chunks; the file is a little larger."""
+    borrowed: bool
+    """Whether another save wrote the file: an earlier step, which this one refers to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,8 @@ class Summary:
     metadata: dict[str, Any]
     tensors: int
     bytes: int
+    borrowed: int
+    """Of these, bytes that lie in files of other steps."""
     chunks: int
     rows: tuple[TensorRow, ...]
     parts: tuple[PartRow, ...]
@@ -125,6 +130,7 @@ def summarise(
         metadata=dict(manifest.metadata),
         tensors=len(records),
         bytes=sum(map(tensor_bytes, records)),
+        borrowed=_borrowed_bytes(manifest, table, chunks),
         chunks=len(chunks),
         rows=_tensor_rows(records),
         parts=_part_rows(records, base + depth),
@@ -132,6 +138,12 @@ def summarise(
         aliases={key: target for key, target in manifest.aliases.items() if is_below(key, prefix)},
         objects=tuple(key for key in manifest.objects if is_below(key, prefix)),
     )
+
+
+def _borrowed_bytes(manifest: Manifest, table: ChunkTable, chunks: np.ndarray[Any, Any]) -> int:
+    elsewhere = np.array([bool(record.folder) for record in manifest.files], bool)
+    rows = chunks[elsewhere[table.file[chunks]]] if len(elsewhere) else chunks
+    return int(table.byte_count[rows].sum())
 
 
 def _tensor_rows(records: Sequence[TensorRecord]) -> tuple[TensorRow, ...]:
@@ -168,7 +180,14 @@ def _writer_rows(
         minlength=count,
     )
     return tuple(
-        WriterRow(record.rank, record.name, int(tensor_counts[row]), int(chunk_counts[row]), int(sizes[row]))
+        WriterRow(
+            record.rank,
+            record.place,
+            int(tensor_counts[row]),
+            int(chunk_counts[row]),
+            int(sizes[row]),
+            bool(record.folder),
+        )
         for row, record in enumerate(manifest.files)
         if everything or chunk_counts[row]
     )

@@ -6,12 +6,15 @@ import os
 from typing import Any
 
 from shardproof.rendezvous import Rendezvous, connect
+from shardproof.saving.committed import Committed
+from shardproof.saving.fence import open_all
+from shardproof.saving.pending import PendingSave
 from shardproof.saving.repair import repair
-from shardproof.saving.saver import Saver
-from shardproof.saving.session import Committed
+from shardproof.saving.saver import Saver, WhenBusy
+from shardproof.saving.standalone import make_standalone
 from shardproof.storage import LocalStorage
 
-__all__ = ["Committed", "Saver", "repair", "save"]
+__all__ = ["Committed", "PendingSave", "Saver", "WhenBusy", "make_standalone", "open_all", "repair", "save"]
 
 
 def save(

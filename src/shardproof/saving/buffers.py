@@ -22,9 +22,16 @@ class BufferPool:
 
     def __init__(self, nbytes: int = 8 << 20, count: int = 3) -> None:
         self.nbytes = nbytes
+        self._scratch = memoryview(b"")
         self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         for _ in range(count):
             self._free.put(aligned_buffer(nbytes))
+
+    def scratch(self, nbytes: int) -> memoryview:
+        """Memory for one chunk that perhaps need not be written; the same at every call."""
+        if len(self._scratch) < nbytes:
+            self._scratch = aligned_buffer(nbytes)
+        return self._scratch
 
     def take(self) -> memoryview:
         """A buffer that nobody uses; waits for a writer to give one back."""

@@ -12,57 +12,64 @@ import numpy as np
 from shardproof.errors import FormatError, NotCommittedError, StorageError, StructureError
 from shardproof.format import (
     MANIFEST_NAME,
+    SEAL_LENGTH,
     FileRecord,
     Manifest,
     TensorRecord,
     bytes_digest,
     encode_index,
     encode_manifest,
+    files_of,
     index_name,
+    manifest_version,
     read_manifest,
+    referred_beside,
     shard_name,
+    unneeded,
 )
 from shardproof.planning import ChunkTable, WritePlan
+from shardproof.saving.incremental import Base, Placed, Written, base_after, place
 from shardproof.saving.prepare import Attempt
 from shardproof.storage import Storage
 from shardproof.version import __version__
 
-__all__ = ["Written", "chunk_table", "commit", "write_index"]
+__all__ = ["Written", "chunk_table", "commit", "publish", "write_index"]
 
 _log = logging.getLogger("shardproof")
 
 
-class Written(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank says it wrote. Without a file, `size` is 0 and the rest is empty."""
-
-    size: int
-    data_start: int
-    digest: str
-    digests: bytes
-    """(n, 2) uint64 of the chunks, in file order."""
-    objects: dict[str, bytes]
-    """The objects that this rank stores, as JSON."""
-    object_keys: tuple[str, ...]
-    """Keys of all objects that this rank has."""
-    object_digests: bytes
-    """16 bytes for each of `object_keys`."""
-
-
 def commit(
-    storage: Storage, plan: WritePlan, attempt: Attempt, written: Sequence[Written], *, overwrite: bool
-) -> Manifest:
+    storage: Storage,
+    plan: WritePlan,
+    attempt: Attempt,
+    written: Sequence[Written],
+    *,
+    overwrite: bool,
+    base: Base | None = None,
+) -> tuple[Manifest, Base]:
     """Checks that written equals planned, then writes the index and, last, the manifest.
+
+    Args:
+        storage: of the step.
+        plan: of all ranks.
+        attempt: see `Attempt`.
+        written: of each rank.
+        overwrite: whether to replace a committed checkpoint.
+        base: where chunks are that were not written.
+
+    Returns:
+        The manifest; and the new step as the base of a next save by the same plan.
 
     Raises:
         StructureError: the value of an object differs between ranks that share it, or a rank wrote something
             else than was planned.
         AlreadyCommittedError: another job committed here first.
-        StorageError: the storage failed.
+        StorageError: the storage failed, or a file that is referred to is gone.
     """
     _check_objects_agree(written)
     _check_planned(plan, written)
-    _check_visible(storage, plan, attempt, written)
-    files = tuple(
+    placed = place(plan, written, base)
+    own = tuple(
         FileRecord(
             shard_name(rank, attempt.id),
             written[rank].size,
@@ -70,7 +77,7 @@ def commit(
             written[rank].data_start,
             rank,
         )
-        for rank in plan.writers
+        for rank in placed.writers
     )
     stored = plan.stored_keys
     rows = {key: row for row, key in enumerate(plan.merged.keys)}
@@ -80,33 +87,10 @@ def commit(
     objects: dict[str, Any] = {}
     for part in written:
         objects |= {key: msgspec.json.decode(value) for key, value in part.objects.items()}
-    return _publish(
-        storage,
-        attempt,
-        tensors,
-        plan.merged.aliases,
-        objects,
-        files,
-        _table_of(plan, stored, written),
-        overwrite,
-    )
-
-
-def _publish(
-    storage: Storage,
-    attempt: Attempt,
-    tensors: tuple[TensorRecord, ...],
-    aliases: dict[str, str],
-    objects: dict[str, Any],
-    files: tuple[FileRecord, ...],
-    table: ChunkTable,
-    overwrite: bool,
-) -> Manifest:
-    """Writes the index, then the manifest, and only then removes the files of what it replaced."""
-    index = encode_index(table)
-    name = index_name(attempt.id)
-    write_index(storage, name, index)
+    index = encode_index(_table_of(plan, stored, placed))
+    files = (*own, *placed.borrowed)
     manifest = Manifest(
+        version=manifest_version(files),
         writer=f"shardproof {__version__}",
         attempt=attempt.id,
         step=attempt.step,
@@ -114,18 +98,33 @@ def _publish(
         world_size=attempt.world_size,
         metadata=attempt.metadata,
         tensors=tensors,
-        aliases=aliases,
+        aliases=plan.merged.aliases,
         objects=dict(sorted(objects.items())),
         files=files,
-        index=FileRecord(name, len(index), bytes_digest(index)),
+        index=FileRecord(index_name(attempt.id), len(index), bytes_digest(index)),
     )
-    replaced = _committed_files(storage) if overwrite else []
-    storage.publish(MANIFEST_NAME, encode_manifest(manifest), replace=overwrite)
-    kept = {name, *(record.name for record in files)}
-    for old in replaced:
-        if old not in kept:
-            _remove(storage, old)
-    return manifest
+    _check_visible(storage, manifest)
+    seal = publish(storage, manifest, index, overwrite=overwrite)
+    return manifest, base_after(placed, manifest, storage.folder, seal)
+
+
+def publish(storage: Storage, manifest: Manifest, index: bytes, *, overwrite: bool) -> bytes:
+    """Writes the index, then the manifest, and only then removes the files of what it replaced.
+
+    Returns:
+        `shardproof.format.seal_of` the checkpoint.
+
+    Raises:
+        AlreadyCommittedError: a checkpoint is committed here and `overwrite` is False.
+        StorageError: the storage failed.
+    """
+    text = encode_manifest(manifest)
+    write_index(storage, manifest.index.name, index)
+    replaced = _committed(storage) if overwrite else None
+    storage.publish(MANIFEST_NAME, text, replace=overwrite)
+    if replaced is not None:
+        _remove_replaced(storage, replaced, manifest)
+    return text[-SEAL_LENGTH:]
 
 
 def write_index(storage: Storage, name: str, index: bytes) -> None:
@@ -166,21 +165,15 @@ def chunk_table(
     )
 
 
-def _table_of(plan: WritePlan, stored: Sequence[str], written: Sequence[Written]) -> ChunkTable:
+def _table_of(plan: WritePlan, stored: Sequence[str], placed: Placed) -> ChunkTable:
     row_of = {key: row for row, key in enumerate(stored)}
     tensor_rows = np.array([row_of.get(key, -1) for key in plan.merged.keys], np.int64)
-    world_size = len(written)
-    counts = np.diff(plan.writer_start)
-    file_of = np.full(world_size, -1, np.int64)
-    file_of[list(plan.writers)] = np.arange(len(plan.writers))
-    data_start = np.array([part.data_start for part in written], np.int64)
-    digests = np.frombuffer(b"".join([part.digests for part in written]), np.uint64).reshape(-1, 2)
     return chunk_table(
         tensor_rows[plan.tensor],
-        np.repeat(file_of, counts),
-        plan.byte_start + np.repeat(data_start, counts),
+        placed.file,
+        placed.byte_start,
         plan.byte_count,
-        digests,
+        placed.digest,
         plan.box_start,
         plan.box_offsets,
         plan.box_sizes,
@@ -188,33 +181,38 @@ def _table_of(plan: WritePlan, stored: Sequence[str], written: Sequence[Written]
 
 
 def _check_planned(plan: WritePlan, written: Sequence[Written]) -> None:
-    """What each rank wrote is the set that was planned for it, no more and no less."""
+    """The objects that each rank wrote are those that were planned for it; `place` says so of the chunks."""
     owned: list[set[str]] = [set() for _ in written]
     for key, owner in plan.merged.objects.items():
         owned[owner].add(key)
     for rank, part in enumerate(written):
-        planned = int(plan.writer_start[rank + 1] - plan.writer_start[rank])
-        if len(part.digests) != 16 * planned or set(part.objects) != owned[rank]:
+        if set(part.objects) != owned[rank]:
             raise StructureError(
-                f"rank {rank} wrote {len(part.digests) // 16} chunks and the objects "
-                f"{sorted(part.objects)}, but "
-                f"{planned} chunks and {sorted(owned[rank])} were planned; nothing was committed",
+                f"rank {rank} wrote the objects {sorted(part.objects)}, but {sorted(owned[rank])} were "
+                "planned; nothing was committed",
                 rank=rank,
             )
 
 
-def _check_visible(storage: Storage, plan: WritePlan, attempt: Attempt, written: Sequence[Written]) -> None:
+def _check_visible(storage: Storage, manifest: Manifest) -> None:
     """The shard files are where the leader, and so any reader, looks for them."""
-    for rank in plan.writers:
-        name = shard_name(rank, attempt.id)
-        size = storage.size(name)
-        if size != written[rank].size:
-            found = "no such file" if size is None else f"{size} bytes"
+    for record, (folder, name) in zip(manifest.files, files_of(storage, manifest), strict=True):
+        size = folder.size(name)
+        if size == record.size:
+            continue
+        found = "no such file" if size is None else f"{size} bytes"
+        if record.folder:
             raise StorageError(
-                f"rank {rank} wrote {storage.location}/{name} with {written[rank].size} bytes, and rank 0 "
-                f"finds {found}: is this place shared by all nodes?",
-                file=name,
+                f"{folder.location}/{name} has chunks that did not change and were not written again; "
+                f"expected {record.size} bytes, and rank 0 finds {found}. Was the step removed while it was "
+                "referred to? Save again: what is gone will be written",
+                file=record.place,
             )
+        raise StorageError(
+            f"rank {record.rank} wrote {storage.location}/{name} with {record.size} bytes, and rank 0 "
+            f"finds {found}: is this place shared by all nodes?",
+            file=name,
+        )
 
 
 def _check_objects_agree(written: Sequence[Written]) -> None:
@@ -239,28 +237,36 @@ def _check_objects_agree(written: Sequence[Written]) -> None:
                 )
 
 
-def _committed_files(storage: Storage) -> list[str]:
-    """Files of the checkpoint that is about to be replaced, as far as their names are ours to give."""
+def _committed(storage: Storage) -> Manifest | None:
+    """The checkpoint that is about to be replaced, if there is one that can be read."""
     try:
-        old = read_manifest(storage)
+        return read_manifest(storage)
     except NotCommittedError:
-        return []
+        return None
     except FormatError as error:
         _log.warning(
             "%s: replacing a manifest that cannot be read (%s); its files stay for prune",
             storage.location,
             error,
         )
-        return []
-    named = {index_name(old.attempt), *(shard_name(record.rank, old.attempt) for record in old.files)}
-    return [name for name in (old.index.name, *(record.name for record in old.files)) if name in named]
+        return None
 
 
-def _remove(storage: Storage, name: str) -> None:
-    """Removes a file that no manifest names. Failing costs space, not safety, so it is only logged."""
+def _remove_replaced(storage: Storage, old: Manifest, new: Manifest) -> None:
+    """Removes files that only a replaced manifest named. Failing costs space, not safety: it is logged."""
     try:
-        storage.delete(name)
-    except StorageError as error:
+        references = referred_beside(storage)
+        lent = references.files(storage.folder)
+        kept = {new.index.name, *(record.name for record in new.own_files)}
+        shards = [record.name for record in old.own_files if record.name not in lent]
+        for name in (old.index.name, *(() if references.unknown else shards)):
+            if name not in kept:
+                storage.delete(name)
+        for record in unneeded(old.borrowed_files, references, storage.sibling):
+            storage.sibling(record.folder).delete(record.name)
+    except (FormatError, StorageError) as error:
         _log.warning(
-            "%s: %s was replaced but not removed (%s); prune removes it", storage.location, name, error
+            "%s: files of the checkpoint that was replaced stay (%s); prune removes them",
+            storage.location,
+            error,
         )

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from shardproof.dtypes import DTYPES
-from shardproof.format import FORMAT_VERSION, bytes_digest, chunk_name, encode_entries, shard_header
+from shardproof.format import (
+    DATA_ALIGNMENT,
+    DIGESTS,
+    FORMAT_VERSION,
+    PADDING,
+    REFERENCES_VERSION,
+    bytes_digest,
+    chunk_name,
+    encode_entries,
+    shard_header,
+)
 from shardproof.planning import RankPlan, Structure
 
-__all__ = ["Attempt", "PreparedShard", "prepare_shard"]
+__all__ = ["Attempt", "Entries", "PreparedShard", "encode_chunks", "prepare_shard"]
 
 
 class Attempt(msgspec.Struct, frozen=True):
@@ -24,6 +37,47 @@ class Attempt(msgspec.Struct, frozen=True):
     step: int | None
     world_size: int
     metadata: dict[str, Any]
+    base: str = ""
+    """Folder of the step whose chunks are referred to where they have not changed; empty: none."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entries:
+    """The entries of a shard's header, `@padding` and `@digests` included."""
+
+    encoded: bytes
+    padding: int
+    """Zero bytes before `@digests`."""
+
+
+def encode_chunks(
+    names: Sequence[str], codes: Sequence[str], shapes: Sequence[Sequence[int]], byte_count: NDArray[Any]
+) -> Entries:
+    """The entries of a shard file that holds these chunks, in this order and without gaps.
+
+    Args:
+        names: of n chunks.
+        codes: safetensors' codes of their types.
+        shapes: their shapes, in elements of those types.
+        byte_count: (n,) int64, bytes.
+
+    >>> encode_chunks(["w[0:3]"], ["U8"], [(3,)], np.array([3])).padding
+    5
+    """
+    data_bytes = int(byte_count.sum())
+    padding = -data_bytes % 8
+    names, codes, shapes, counts = list(names), list(codes), list(shapes), byte_count.tolist()
+    if padding:
+        names.append(PADDING)
+        codes.append("U8")
+        shapes.append((padding,))
+        counts.append(padding)
+    names.append(DIGESTS)
+    codes.append("U64")
+    shapes.append((len(byte_count), 2))
+    counts.append(16 * len(byte_count))
+    ends = np.cumsum(counts, dtype=np.int64)
+    return Entries(encode_entries(names, codes, shapes, ends - counts, np.array(counts, np.int64)), padding)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,10 +85,12 @@ class PreparedShard:
     """The parts of a rank's shard that do not change while the plan holds."""
 
     plan: RankPlan
-    entries: bytes
-    """Encoded safetensors entries, `@padding` and `@digests` included."""
-    padding: int
-    """Zero bytes before `@digests`."""
+    names: tuple[str, ...]
+    """Of the chunks' entries; so are `codes` and `shapes`."""
+    codes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    entries: Entries
+    """Of a file with all chunks."""
     tensors: msgspec.Raw
     """Encoded key to dtype and global shape, of what the file holds and of what it declares as empty."""
     data_bytes: int
@@ -44,10 +100,45 @@ class PreparedShard:
         """Whether this rank writes a file at all."""
         return len(self.plan.piece) > 0 or len(self.plan.objects) > 0
 
-    def header(self, attempt: Attempt, rank: int, objects: dict[str, bytes]) -> bytes:
-        """The whole header of the shard of one attempt; `objects` are those it stores, as JSON."""
+    @property
+    def padding(self) -> int:
+        """Zero bytes before `@digests`, in a file with all chunks."""
+        return self.entries.padding
+
+    def entries_of(self, written: NDArray[np.bool_]) -> Entries:
+        """The entries of a file with some of the chunks.
+
+        Args:
+            written: (chunks,) whether the file holds the chunk.
+        """
+        if written.all():
+            return self.entries
+        chosen = written.tolist()
+        columns = (list(compress(column, chosen)) for column in (self.names, self.codes, self.shapes))
+        names, codes, shapes = columns
+        return encode_chunks(names, codes, shapes, self.plan.byte_count[written])  # type: ignore[arg-type]
+
+    def header(
+        self,
+        attempt: Attempt,
+        rank: int,
+        objects: dict[str, bytes],
+        entries: Entries | None = None,
+        *,
+        size: int = 0,
+    ) -> bytes:
+        """The whole header of the shard of one attempt.
+
+        Args:
+            attempt: see `Attempt`.
+            rank: the writer.
+            objects: those that it stores, as JSON.
+            entries: of what the file holds; None: of all chunks.
+            size: bytes that the header must have at least, a multiple of `DATA_ALIGNMENT`.
+        """
+        encoded = (self.entries if entries is None else entries).encoded
         declared = {
-            "version": FORMAT_VERSION,
+            "version": REFERENCES_VERSION if attempt.base else FORMAT_VERSION,
             "attempt": attempt.id,
             "step": attempt.step,
             "time": attempt.time,
@@ -59,17 +150,24 @@ class PreparedShard:
             "objects": {key: msgspec.Raw(value) for key, value in objects.items()},
             "metadata": attempt.metadata,
         }
+        if attempt.base:
+            declared["base"] = attempt.base
         text = msgspec.json.encode(declared)
-        return shard_header(
-            self.entries, {"shardproof": text.decode(), "digest": bytes_digest(text + self.entries)}
-        )
+        metadata = {"shardproof": text.decode(), "digest": bytes_digest(text + encoded)}
+        return shard_header(encoded, metadata, size=size)
+
+    def header_size(self, attempt: Attempt, rank: int, objects: dict[str, bytes]) -> int:
+        """Bytes that hold the header of any choice of the chunks, with `@padding` where all have none."""
+        return len(self.header(attempt, rank, objects)) + DATA_ALIGNMENT
 
 
 def prepare_shard(structure: Structure, plan: RankPlan) -> PreparedShard:
     """Names the chunks of a plan and encodes their entries."""
     table = structure.tensors()
     rows = structure.box_tensor[plan.piece].tolist()
-    names, codes, shapes = [], [], []
+    names: list[str] = []
+    codes: list[str] = []
+    shapes: list[tuple[int, ...]] = []
     offsets, sizes = plan.box_offsets.tolist(), plan.box_sizes.tolist()
     at = 0
     for row in rows:
@@ -80,23 +178,13 @@ def prepare_shard(structure: Structure, plan: RankPlan) -> PreparedShard:
         codes.append(dtype.code)
         shapes.append((*shape, dtype.parts) if dtype.parts > 1 else shape)
         at += ndim
-    data_bytes = int(plan.byte_count.sum())
-    padding = -data_bytes % 8
-    starts, counts = plan.byte_start, plan.byte_count
-    if padding:
-        names.append("@padding")
-        codes.append("U8")
-        shapes.append((padding,))
-        starts, counts = np.append(starts, data_bytes), np.append(counts, padding)
-    names.append("@digests")
-    codes.append("U64")
-    shapes.append((len(rows), 2))
-    starts, counts = np.append(starts, data_bytes + padding), np.append(counts, 16 * len(rows))
     declared = {table.keys[row]: (table.dtypes[row], table.shapes[row]) for row in sorted(set(rows))}
     return PreparedShard(
         plan,
-        encode_entries(names, codes, shapes, starts, counts),
-        padding,
+        tuple(names),
+        tuple(codes),
+        tuple(shapes),
+        encode_chunks(names, codes, shapes, plan.byte_count),
         msgspec.Raw(msgspec.json.encode(declared | plan.empty)),
-        data_bytes,
+        int(plan.byte_count.sum()),
     )

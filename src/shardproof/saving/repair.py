@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from shardproof.errors import AlreadyCommittedError, FormatError, NotCommittedError
+from shardproof.errors import AlreadyCommittedError, FormatError, NotCommittedError, TilingError
 from shardproof.format import (
     MANIFEST_NAME,
     FileRecord,
@@ -36,7 +36,8 @@ def repair(storage: Storage) -> Manifest:
     Every chunk is read and compared with the digest that its file carries, and the tiling of every tensor is
     proved. A manifest that is fine while its index is not says which files it wants. Without one, the
     attempts that came as far as writing an index are the candidates, or else the complete ones; the newest
-    is taken.
+    is taken. A step that was saved incrementally can be had back only if it happens to refer to no other
+    step: where its unchanged chunks lie, its manifest and index alone knew.
 
     Raises:
         AlreadyCommittedError: manifest and index are fine; there is nothing to repair.
@@ -64,7 +65,10 @@ def _intact_manifest(storage: Storage) -> Manifest | None:
         return None
     try:
         read_index(storage, manifest)
-    except FormatError:
+    except FormatError as error:
+        borrowed = sorted({record.folder for record in manifest.borrowed_files})
+        if borrowed:
+            raise _not_here(storage, ", ".join(borrowed)) from error
         return manifest
     lost = lost_files(storage, manifest)
     if lost:
@@ -97,6 +101,9 @@ def _shards(storage: Storage, intact: Manifest | None) -> list[FoundShard]:
     candidates = _candidates(storage, attempts, intact, unreadable)
     chosen = max(candidates, key=lambda attempt: attempts[attempt][0].declared.time, default=None)
     if chosen is None or not _is_complete(attempts[chosen]):
+        bases = {files[0].declared.base for name, files in attempts.items() if chosen in (None, name)}
+        if bases and "" not in bases:
+            raise _not_here(storage, ", ".join(sorted(bases)))
         found = [f"attempt {name}: {_count(files)}" for name, files in attempts.items()] or ["there are none"]
         raise FormatError(
             f"{storage.location}: not all shard files of {_name_of(intact, chosen)} are there "
@@ -124,11 +131,21 @@ def _candidates(
         if attempt not in attempts:
             raise FormatError(
                 f"{storage.location}: attempt {attempt} came as far as its index, and none of its shard "
-                f"files can be read ({'; '.join(unreadable) or 'there are none'}). It cannot be repaired: "
+                f"files can be read ({'; '.join(unreadable) or 'there are none'}; one that was saved "
+                "incrementally, when nothing had changed, has none). It cannot be repaired: "
                 f"restore another step, or remove {index_name(attempt)} to repair an older attempt",
                 file="shards",
             )
     return indexed or [attempt for attempt, files in attempts.items() if _is_complete(files)]
+
+
+def _not_here(storage: Storage, folders: str) -> FormatError:
+    return FormatError(
+        f"{storage.location}: saved incrementally: what had not changed since {folders} was not written "
+        "again, and only the manifest and the index that are lost knew where it lies. It cannot be repaired: "
+        "restore another step",
+        file="shards",
+    )
 
 
 def _is_complete(shards: list[FoundShard]) -> bool:
@@ -245,5 +262,11 @@ def _table(storage: Storage, shards: list[VerifiedShard], tensors: tuple[TensorR
         np.array([value for _, _, sizes in boxes for value in sizes], np.int64),
     )
     keys, shapes = [record.key for record in tensors], [record.shape for record in tensors]
-    prove_chunks(keys, shapes, table, np.arange(len(keys)))
+    try:
+        prove_chunks(keys, shapes, table, np.arange(len(keys)))
+    except TilingError as error:
+        base = shards[0].declared.base
+        if base and error.details.get("kind") == "gap":
+            raise _not_here(storage, base) from error
+        raise
     return table

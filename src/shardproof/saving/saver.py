@@ -2,19 +2,46 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
-from typing import Any
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Literal
 
+import msgspec
+
+from shardproof.errors import RankFailure, ShardproofError, StorageError
 from shardproof.planning import CHUNK_BYTES
-from shardproof.rendezvous import Rendezvous
-from shardproof.saving.session import Committed, Kept, Request, Session
+from shardproof.rendezvous import Meetings, Rendezvous
+from shardproof.saving.background import Workers, unfinished, wait_while_moving
+from shardproof.saving.bases import FindBase
+from shardproof.saving.committed import Committed
+from shardproof.saving.device import pinned_buffer
+from shardproof.saving.memory import default_budget
+from shardproof.saving.pending import PendingSave
+from shardproof.saving.session import Kept, Request, Session
+from shardproof.saving.staging import StagingPool
 from shardproof.storage import Storage
 
-__all__ = ["Saver"]
+__all__ = ["Saver", "WhenBusy"]
+
+WhenBusy = Literal["wait", "skip"]
+
+_log = logging.getLogger("shardproof")
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    session: Session
+    future: Future[Committed]
+    pending: PendingSave
 
 
 class Saver:
-    """Saves states to any place, and keeps the plan and the buffers from one save to the next.
+    """Saves states to any place, and keeps plan, buffers and threads from one save to the next.
 
     A plan is valid for one structure: it is used again only when every rank's structure digest equals the
     digest that the plan was made from, and every rank still holds its part of that plan.
@@ -22,12 +49,27 @@ class Saver:
     Args:
         rendezvous: where the ranks meet.
         chunk_bytes: upper bound of a stored chunk.
+        host_memory_budget: bytes of copies that may wait to be written; None: a quarter of what is available,
+            divided by the ranks of this node.
     """
 
-    def __init__(self, rendezvous: Rendezvous, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+        host_memory_budget: int | None = None,
+    ) -> None:
+        if host_memory_budget is not None and host_memory_budget < 0:
+            raise ValueError(f"host_memory_budget is a number of bytes, not {host_memory_budget!r}")
         self._rendezvous = rendezvous
         self._chunk_bytes = chunk_bytes
-        self._kept = Kept()
+        self._budget = host_memory_budget
+        self._kept: Kept | None = None
+        self._process = os.getpid()
+        self._thread: Workers
+        self._beside: tuple[str, Rendezvous] | None = None
+        self._under_way: _UnderWay | None = None
         self._turn = threading.Lock()
 
     def save(
@@ -47,6 +89,174 @@ class Saver:
             RankFailure, RankSilent: a rank failed or fell silent; nothing was committed.
             StorageError: the storage failed.
         """
-        request = Request(step, metadata or {}, overwrite)
         with self._turn:  # threads of one rank take turns; a save waits for ranks, and those have deadlines
-            return Session(self._rendezvous, storage, request, self._kept, self._chunk_bytes).run(state)
+            session = self._session(storage, Request(step, metadata or {}, overwrite))
+            try:
+                session.begin(state, guarded=False)
+                return session.finish(self._rendezvous)
+            finally:
+                session.end()
+
+    def begin(
+        self,
+        storage: Storage,
+        state: Any,
+        *,
+        step: int | None = None,
+        metadata: dict[str, Any] | None = None,
+        overwrite: bool = False,
+        when_busy: WhenBusy = "wait",
+        stage_all: bool = False,
+        base: FindBase | None = None,
+        after: Callable[[Committed, Callable[[int, int], None]], None] | None = None,
+    ) -> PendingSave:
+        """Begins to save a state tree, and returns once the caller may change it.
+
+        Args:
+            storage: the place.
+            state: the state tree.
+            step: kept in the manifest.
+            metadata: plain data, kept in the manifest.
+            overwrite: whether to replace a committed checkpoint.
+            when_busy: whether to wait for a save that is under way, or to skip this one. If any rank is busy,
+                all skip.
+            stage_all: copy everything before this returns, also what only optimizers change.
+            base: finds an earlier committed step, beside `storage`, whose chunks need not be written again;
+                called on the leader. None: all are written.
+            after: called in the background once it is committed, before its result is there, with the
+                checkpoint and a function that takes steps done and steps in all.
+
+        Raises:
+            ShardproofError: as for `save`, for what is known before training goes on; or why the save before
+                this one failed, if nobody was told.
+        """
+        begun = time.monotonic()
+        with self._turn:
+            if when_busy == "skip" and self._any_busy(storage):
+                _log.info("%s: skipped, the save before it is still under way", storage.location)
+                skipped = PendingSave(step, None)
+                skipped.blocked = time.monotonic() - begun
+                return skipped
+            session = self._session(storage, Request(step, metadata or {}, overwrite, base))
+            try:
+                session.begin(state, guarded=True, stage_all=stage_all)
+                beside = self._rendezvous_beside(session)
+            except BaseException:
+                session.end()
+                raise
+            served = [self._rendezvous.hold()]  # until this save needs the store no more
+
+            def work() -> Committed:
+                try:
+                    beside.arrive()
+                    done = session.finish(beside)
+                    if after is not None:
+                        after(done, lambda _done, _total: session.progress.moved())
+                    return done
+                except BaseException as error:
+                    _log.error("%s: the save failed: %s", storage.location, error)
+                    if isinstance(error, ShardproofError):
+                        raise
+                    raise RankFailure(
+                        f"{storage.location}: rank {beside.rank} failed: {type(error).__name__}: {error}",
+                        phase="background",
+                        causes={str(beside.rank): f"{type(error).__name__}: {error}"},
+                    ) from error
+                finally:
+                    session.end()
+                    served.clear()
+
+            future = self._thread.submit(work)
+            pending = PendingSave(step, future)
+            self._under_way = _UnderWay(session, future, pending)
+            unfinished.add(future, session.progress, beside.deadline, f"save {storage.location}")
+            session.stage()
+            pending.blocked = time.monotonic() - begun
+            return pending
+
+    def fence(self) -> None:
+        """Returns when the save under way reads no memory that the caller may write to."""
+        under_way = self._under_way
+        if under_way is not None:
+            under_way.session.open_fence()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits for the save that is under way.
+
+        Args:
+            timeout: seconds; None: as long as it moves.
+
+        Raises:
+            TimeoutError: it is still under way.
+            ShardproofError: it failed, and nobody was told yet.
+        """
+        under_way = self._under_way
+        if under_way is None:
+            return
+        under_way.future.exception(timeout)
+        if (failed := self._take_failure()) is not None:
+            raise failed
+
+    def settle(self) -> None:
+        """Waits for the save under way, whatever comes of it; whoever asks next is told."""
+        if self._under_way is not None:
+            self._wait_for(self._under_way)
+
+    def _session(self, storage: Storage, request: Request) -> Session:
+        """The next session, once the one before is over."""
+        self.settle()
+        kept = self._keep()
+        return Session(
+            self._rendezvous, storage, request, kept, self._chunk_bytes, failed=self._take_failure()
+        )
+
+    def _keep(self) -> Kept:
+        if self._kept is None or self._process != os.getpid():  # threads do not come along in a fork
+            self._process = os.getpid()
+            self._under_way = None
+            self._thread = Workers("shardproof-save", 1)
+            budget = default_budget() if self._budget is None else self._budget
+            self._kept = Kept(
+                Workers("shardproof-write", 2),
+                Workers("shardproof-touch", 1),
+                StagingPool(budget, pinned_buffer),
+            )
+        return self._kept
+
+    def _rendezvous_beside(self, session: Session) -> Rendezvous:
+        """Where saves meet in the background: named after the first of them, so alike on all ranks."""
+        name = session.background
+        if self._beside is None or self._beside[0] != name:
+            self._beside = name, self._rendezvous.beside(name)
+        self._beside[1].deadline = self._rendezvous.deadline
+        return self._beside[1]
+
+    def _any_busy(self, storage: Storage) -> bool:
+        """Whether the save before is still under way on some rank; the same answer on all."""
+        busy = self._under_way is not None and not self._under_way.future.done()
+        meeting = Meetings(self._rendezvous, f"save {storage.location}")
+
+        def decide(posts: list[bytes]) -> bytes:
+            return msgspec.msgpack.encode(any(msgspec.msgpack.decode(post, type=bool) for post in posts))
+
+        answer = meeting.meet("busy", lambda: msgspec.msgpack.encode(busy), decide)
+        return msgspec.msgpack.decode(answer, type=bool)
+
+    def _wait_for(self, under_way: _UnderWay) -> None:
+        count = 0
+
+        def tick() -> None:
+            nonlocal count
+            count += 1
+            self._rendezvous.progress(count, 0)  # others may wait for this rank at the next meeting
+
+        if not wait_while_moving(
+            under_way.future, under_way.session.progress, 2 * self._rendezvous.deadline, tick
+        ):
+            raise StorageError(
+                f"the save before made no progress for {2 * self._rendezvous.deadline:.0f} s and cannot be "
+                "ended: the storage hangs. Nothing of it will be committed; start the process again"
+            )
+
+    def _take_failure(self) -> ShardproofError | None:
+        return self._under_way.pending.take_failure() if self._under_way is not None else None

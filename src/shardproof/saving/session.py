@@ -1,6 +1,9 @@
 """One save, from the live state to the committed manifest.
 
-    collect (local) -> agree (meet) -> [plan (meet)] -> write (local) -> commit (meet)
+    collect (local) -> agree (meet) -> [plan (meet)] -> stage (local) | write (local) -> commit (meet)
+
+What is left of the bar is done by the caller's thread, what is right of it goes on while training does. Each
+side meets at a rendezvous of its own, so that their meetings cannot get in each other's way.
 
 The sequence of meetings is fixed: every rank takes part in each, with its result or with its error, whatever
 happened to it before. So one rank's failure is everyone's answer and nobody waits for a rank that gave up.
@@ -11,14 +14,20 @@ from __future__ import annotations
 import logging
 import operator
 import secrets
+import socket
 import time
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
+from shardproof import events
 from shardproof.errors import (
     AlreadyCommittedError,
     FormatError,
@@ -33,31 +42,24 @@ from shardproof.format import MANIFEST_NAME, Manifest, index_name, read_manifest
 from shardproof.garbage import no_garbage_collection
 from shardproof.planning import RankPlan, Structure, WritePlan, plan_writes
 from shardproof.rendezvous import Meetings, Rendezvous
+from shardproof.saving.background import Progress, Workers
+from shardproof.saving.bases import BaseChoice, FindBase, KnownBase
 from shardproof.saving.buffers import BufferPool
 from shardproof.saving.commit import Written, commit
-from shardproof.saving.prepare import Attempt, PreparedShard, prepare_shard
-from shardproof.saving.shard import write_shard
-from shardproof.saving.source import chunks_of
+from shardproof.saving.committed import Committed
+from shardproof.saving.fence import Fence, fenced_pieces
+from shardproof.saving.incremental import BaseDigests, pack_rows
+from shardproof.saving.prepare import Attempt, Entries, PreparedShard, prepare_shard
+from shardproof.saving.shard import write_changes, write_shard
+from shardproof.saving.snapshot import Snapshot
+from shardproof.saving.staging import StagingPool
 from shardproof.state import Collected, collect, encode_plain
-from shardproof.storage import Storage
+from shardproof.storage import Sink, Storage
 
-__all__ = ["Committed", "Kept", "Request", "Session"]
+__all__ = ["Kept", "Request", "Session"]
 
 _LATEST_STEP = 10**18
 _log = logging.getLogger("shardproof")
-
-
-class Committed(msgspec.Struct, frozen=True):
-    """A checkpoint that is durable and whole."""
-
-    location: str
-    step: int | None
-    attempt: str
-    tensors: int
-    bytes: int
-    """Size of all shard files."""
-    seconds: float = 0.0
-    """From the call to the commit, on this rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,8 @@ class Request:
     step: Any
     metadata: dict[str, Any]
     overwrite: bool
+    base: FindBase | None = None
+    """For the leader: finds the step whose chunks need not be written again. None: all are written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +86,33 @@ class _HeldPlan:
     shard: PreparedShard
 
 
+@dataclass(frozen=True, slots=True)
+class _KnownDigests:
+    attempt: str
+    digests: BaseDigests
+
+
 @dataclass(slots=True)
 class Kept:
     """What one save leaves for the next."""
 
+    workers: Workers
+    """Threads that write buffers."""
+    toucher: Workers
+    """The thread on which staging memory is touched."""
+    staging: StagingPool
     planned: _LeaderPlan | None = None
     """Leader: the last plan, and the structure digests that it is valid for."""
     held: _HeldPlan | None = None
     """This rank's part of a plan."""
     pool: BufferPool | None = None
     """Buffers, given back by a save that got through: a failed one may have lost some of them."""
+    base: KnownBase | None = None
+    """Leader: the last step that was saved by `planned`."""
+    known: _KnownDigests | None = None
+    """Digests that the chunks of `held` had in the last step."""
+    background: str = ""
+    """Leader: name of the rendezvous in the background."""
 
 
 class _Described(msgspec.Struct, frozen=True, array_like=True):
@@ -102,62 +123,154 @@ class _Described(msgspec.Struct, frozen=True, array_like=True):
     step: int | None
     metadata: bytes
     overwrite: bool
+    incremental: bool
+    known: str
+    """The attempt whose digests the rank knows."""
+    node: int
+    """The same for all ranks of one host."""
+    failed: bytes = b""
+    """Why the save before failed, if the caller of this rank was not told yet."""
 
     def asked(self) -> str:
         """What was asked for, in words."""
-        return f"step {self.step}, overwrite={self.overwrite}, metadata {self.metadata.decode()}"
+        how = f"overwrite={self.overwrite}, incremental={self.incremental}"
+        return f"step {self.step}, {how}, metadata {self.metadata.decode()}"
 
 
 class _Agreed(msgspec.Struct, frozen=True, array_like=True):
     attempt: Attempt
     reuse: bool
+    tell: bool
+    """Whether the ranks are told digests of a base that they do not know."""
+    background: str
+    """Name of the rendezvous in the background: that of the leader's first save."""
 
 
 class Session:
-    """One save on one rank.
+    """One save on one rank: `begin`, then `finish`, perhaps on another thread, and `end` whatever happened.
 
     Args:
-        rendezvous: where the ranks meet.
+        rendezvous: where the ranks meet before training goes on.
         storage: the place.
         request: see `Request`.
         kept: from earlier saves; changed.
         chunk_bytes: upper bound of a stored chunk.
+        failed: of the save before, if the caller was not told yet.
     """
 
     def __init__(
-        self, rendezvous: Rendezvous, storage: Storage, request: Request, kept: Kept, chunk_bytes: int
+        self,
+        rendezvous: Rendezvous,
+        storage: Storage,
+        request: Request,
+        kept: Kept,
+        chunk_bytes: int,
+        failed: ShardproofError | None = None,
     ) -> None:
+        self.progress = Progress()
+        self.background = ""
+        """Name of the rendezvous for `finish`, the same on all ranks."""
+        self._begun = time.monotonic()
         self._rendezvous = rendezvous
         self._storage = storage
         self._request = request
         self._kept = kept
         self._chunk_bytes = chunk_bytes
-        self._meeting = Meetings(rendezvous, f"save {storage.location}")
+        self._failed = failed
+        self._operation = f"save {storage.location}"
         self._collected: Collected
         self._structure: Structure
+        self._attempt: Attempt
+        self._objects: dict[str, bytes] = {}
+        self._nodes: list[int] = []
+        self._choice: BaseChoice
+        self._base: BaseDigests | None = None
+        self._digests: NDArray[np.uint64] | None = None
+        self._snapshot: Snapshot | None = None
+        self._fence: Fence | None = None
+        self._problem: Exception | None = None
 
-    def run(self, state: Any) -> Committed:
-        """Collects, agrees, plans if it must, writes and commits. Errors as for `Saver.save`."""
-        begun = time.monotonic()
-        answer = self._meeting.meet("collect", lambda: self._describe(state), self._agree)
+    def begin(self, state: Any, *, guarded: bool, stage_all: bool = False) -> None:
+        """Collects, agrees, plans if it must. Afterwards `finish` can run.
+
+        Args:
+            state: the state tree.
+            guarded: whether memory will change before the save is over; `stage` and the fence see to it.
+            stage_all: whether nothing is left to the fence.
+        """
+        meeting = Meetings(self._rendezvous, self._operation)
+        with self._phase("collect") as phase:
+            described = _attempted(lambda: self._describe(state), phase)
+        with self._phase("agree"):
+            answer = meeting.meet("collect", described, self._agree)
         agreed = msgspec.msgpack.decode(answer, type=_Agreed)
-        attempt, part = agreed.attempt, None
+        self._attempt, self.background, part = agreed.attempt, agreed.background, None
         if not agreed.reuse:
-            self._kept.held = None
-            part = self._meeting.meet(
-                "plan", self._structure.encode, lambda posts: self._plan(attempt, posts)
-            )
+            self._kept.held = self._kept.known = None
+            with self._phase("plan"):
+                part = meeting.meet("plan", self._structure.encode, self._plan)
+        if agreed.tell:
+            with self._phase("plan"):
+                self._base = BaseDigests.decode(meeting.meet("base", lambda: b"", self._tell_base))
+        elif agreed.attempt.base:
+            assert self._kept.known is not None
+            self._base = self._kept.known.digests
         try:
-            answer = self._meeting.meet(
-                "write", lambda: self._write(attempt, part), lambda posts: self._commit(attempt, posts)
-            )
+            self._prepare(part, guarded, stage_all)
+        except Exception as error:  # told to all ranks where they meet next
+            self._problem = error
+
+    def stage(self) -> None:
+        """Returns when all that may change at any time is copied. An error is the answer of `finish`."""
+        if self._snapshot is not None:
+            with self._phase("stage") as phase:
+                self._snapshot.secure(fenced=False)
+                phase.progress(self._snapshot.staged_bytes, self._snapshot.staged_bytes)
+
+    def open_fence(self) -> None:
+        """Returns when nothing of the state is read any more."""
+        if self._fence is not None:
+            self._fence.open()
+
+    def finish(self, rendezvous: Rendezvous) -> Committed:
+        """Writes and commits.
+
+        Args:
+            rendezvous: where the ranks meet for it.
+        """
+        meeting = Meetings(rendezvous, self._operation)
+        try:
+            with self._phase("write") as phase:
+                written = _attempted(lambda: self._write(rendezvous, phase), phase)
+            with self._phase("commit"):
+                answer = meeting.meet("write", written, self._commit)
         except RankSilent:
             raise  # note "Whose files"
         except ShardproofError:
-            self._remove_uncommitted(attempt)
+            self._remove_uncommitted()
             raise
         done = msgspec.msgpack.decode(answer, type=Committed)
-        return msgspec.structs.replace(done, seconds=time.monotonic() - begun)
+        if self._digests is not None:
+            self._kept.known = _KnownDigests(self._attempt.id, BaseDigests.of(self._digests))
+        return msgspec.structs.replace(done, seconds=time.monotonic() - self._begun)
+
+    def end(self) -> None:
+        """Lets go of the state. Called whatever happened, once at least."""
+        if self._fence is not None:
+            self._fence.close()
+        if self._snapshot is not None:
+            self._snapshot.end()
+        self._collected = Collected((), ())
+
+    def _phase(self, name: str) -> events.Phase:
+        step = self._request.step
+        return events.phase(
+            self._operation,
+            name,
+            rank=self._rendezvous.rank,
+            world_size=self._rendezvous.world_size,
+            step=step if isinstance(step, int) else None,
+        )
 
     def _describe(self, state: Any) -> bytes:
         """Collects the state; what all ranks have to agree on."""
@@ -169,14 +282,20 @@ class Session:
             self._structure = Structure.of(self._collected)
         metadata = msgspec.json.encode(encode_plain(self._request.metadata, "metadata"))
         held = self._kept.held.id if self._kept.held else ""
+        failed = msgspec.json.encode(self._failed.to_wire()) if self._failed is not None else b""
+        known = self._kept.known.attempt if self._kept.known else ""
+        asked = self._request.overwrite, self._request.base is not None
         return msgspec.msgpack.encode(
-            _Described(self._structure.digest(), held, step, metadata, self._request.overwrite)
+            _Described(self._structure.digest(), held, step, metadata, *asked, known, _node(), failed)
         )
 
     def _agree(self, posts: Sequence[bytes]) -> bytes:
         """Leader: names the attempt, and says whether the plan of an earlier save holds."""
         location = self._storage.location
         said = [msgspec.msgpack.decode(post, type=_Described) for post in posts]
+        for other in said:
+            if other.failed:
+                raise ShardproofError.from_wire(msgspec.json.decode(other.failed))
         for rank, other in enumerate(said):
             if other.asked() != said[0].asked():
                 raise StructureError(
@@ -197,78 +316,133 @@ class Session:
             and tuple(one.digest for one in said) == planned.digests
             and all(one.held == planned.id for one in said)
         )
+        self._nodes = [one.node for one in said]
         metadata = msgspec.json.decode(said[0].metadata)
-        attempt = Attempt(secrets.token_hex(8), time.time(), said[0].step, len(said), metadata)
-        return msgspec.msgpack.encode(_Agreed(attempt, reuse))
+        choice = self._choice = BaseChoice(self._storage, self._request.base, self._kept.base)
+        tell = bool(choice.folder) and not (reuse and choice.take_kept([one.known for one in said]))
+        name, now = secrets.token_hex(8), time.time()
+        attempt = Attempt(name, now, said[0].step, len(said), metadata, choice.folder)
+        self._kept.background = self._kept.background or attempt.id
+        return msgspec.msgpack.encode(_Agreed(attempt, reuse, tell, self._kept.background))
 
-    def _plan(self, attempt: Attempt, posts: Sequence[bytes]) -> list[bytes]:
+    def _plan(self, posts: Sequence[bytes]) -> list[bytes]:
         """Leader: proves and plans; each rank gets its part."""
-        self._kept.planned = None
-        plan = plan_writes([Structure.decode(post) for post in posts], chunk_bytes=self._chunk_bytes)
+        self._kept.planned = self._kept.base = None
+        structures = [Structure.decode(post) for post in posts]
+        plan = plan_writes(structures, chunk_bytes=self._chunk_bytes, nodes=self._nodes)
         digests = tuple(xxhash.xxh3_128_digest(post) for post in posts)
-        self._kept.planned = _LeaderPlan(attempt.id, digests, plan)
+        self._kept.planned = _LeaderPlan(self._attempt.id, digests, plan)
         return [part.encode() for part in plan.rank_plans()]
 
-    def _write(self, attempt: Attempt, part: bytes | None) -> bytes:
-        """Writes this rank's shard file, if it has one, as a new `part` or the part held from before says."""
+    def _tell_base(self, posts: Sequence[bytes]) -> list[bytes]:
+        """Leader: tells each rank what the base has of its chunks."""
+        assert self._kept.planned is not None
+        plan = self._kept.planned.plan
+        base = self._choice.look_up(plan)
+        return [base.part(plan, rank).encode() for rank in range(len(posts))]
+
+    def _prepare(self, part: bytes | None, guarded: bool, stage_all: bool) -> None:
+        """Takes a new `part` of the plan or the one held from before, and makes the snapshot."""
         if part is not None:
-            self._kept.held = _HeldPlan(attempt.id, prepare_shard(self._structure, RankPlan.decode(part)))
+            prepared = prepare_shard(self._structure, RankPlan.decode(part))
+            self._kept.held = _HeldPlan(self._attempt.id, prepared)
         assert self._kept.held is not None
+        self._objects = {entry.key: msgspec.json.encode(entry.value) for entry in self._collected.objects}
+        pieces = [(piece, entry.key) for entry in self._collected.tensors for piece in entry.pieces]
+        views = [piece for piece, _ in pieces]
+        stepped = () if stage_all else self._collected.stepped
+        fenced = fenced_pieces(views, stepped) if guarded else None
+        self._snapshot = Snapshot(
+            views,
+            [key for _, key in pieces],
+            self._kept.held.shard.plan,
+            self._kept.staging,
+            self._kept.toucher,
+            fenced,
+            self._rendezvous.deadline,
+            self.progress,
+        )
+        if fenced is not None and any(fenced):
+            self._fence = Fence(self._snapshot, stepped, partial(self._phase, "fence"))
+
+    def _write(self, rendezvous: Rendezvous, phase: events.Phase) -> bytes:
+        """Writes this rank's shard file, if it has one."""
+        if self._problem is not None:
+            raise self._problem
+        assert self._kept.held is not None and self._snapshot is not None
         shard = self._kept.held.shard
-        encoded = {entry.key: msgspec.json.encode(entry.value) for entry in self._collected.objects}
-        keys = tuple(encoded)
-        digests = b"".join([xxhash.xxh3_128_digest(value) for value in encoded.values()])
+        keys = tuple(self._objects)
+        digests = b"".join([xxhash.xxh3_128_digest(value) for value in self._objects.values()])
+        if self._request.base is not None:
+            self._digests = np.zeros((0, 2), np.uint64)
         if not shard.is_written:
             return msgspec.msgpack.encode(Written(0, 0, "", b"", {}, keys, digests))
-        owned = {key: encoded[key] for key in shard.plan.objects}
-        header = shard.header(attempt, self._rendezvous.rank, owned)
-        total = len(header) + shard.data_bytes
-        pool, self._kept.pool = self._kept.pool or BufferPool(), None
-        file = write_shard(
-            self._storage.create(shard_name(self._rendezvous.rank, attempt.id)),
-            header,
-            chunks_of([piece for entry in self._collected.tensors for piece in entry.pieces], shard.plan),
-            shard.padding,
-            pool,
-            lambda done: self._rendezvous.progress(done, total),
-        )
-        self._kept.pool = pool
-        return msgspec.msgpack.encode(
-            Written(file.size, file.data_start, file.digest, file.digests.tobytes(), owned, keys, digests)
-        )
+        owned = {key: self._objects[key] for key in shard.plan.objects}
+        total = shard.data_bytes
 
-    def _commit(self, attempt: Attempt, posts: Sequence[bytes]) -> bytes:
+        def create() -> Sink:
+            return self._storage.create(shard_name(rendezvous.rank, self._attempt.id))
+
+        def header(entries: Entries, size: int) -> bytes:
+            return shard.header(self._attempt, rendezvous.rank, owned, entries, size=size)
+
+        def moved(done: int) -> None:
+            self.progress.moved()
+            rendezvous.progress(done, total)
+            phase.progress(done, total)
+
+        pool, self._kept.pool = self._kept.pool or BufferPool(), None
+        through = pool, self._kept.workers, moved
+        if self._base is None:
+            head = header(shard.entries, 0)
+            total += len(head)
+            file = write_shard(create(), head, self._snapshot, shard.entries.padding, *through)
+        else:
+            file = write_changes(create, shard, header, self._snapshot, self._base, *through)
+        self._kept.pool = pool
+        if self._request.base is not None:
+            self._digests = file.digests
+        phase.note(staged=self._snapshot.staged_bytes, waited=self._snapshot.waited)
+        of_file = file.size, file.data_start, file.digest, file.digests.tobytes()
+        rows = b"" if file.written.all() else pack_rows(file.written)
+        return msgspec.msgpack.encode(Written(*of_file, owned, keys, digests, rows))
+
+    def _commit(self, posts: Sequence[bytes]) -> bytes:
         """Leader: commits; a fault of the leader's own is named as one."""
+        attempt = self._attempt
         assert self._kept.planned is not None
         written = [msgspec.msgpack.decode(post, type=Written) for post in posts]
+        plan, base = self._kept.planned.plan, self._choice.base
         try:
-            manifest = commit(
-                self._storage, self._kept.planned.plan, attempt, written, overwrite=self._request.overwrite
+            manifest, placed = commit(
+                self._storage, plan, attempt, written, overwrite=self._request.overwrite, base=base
             )
         except (AlreadyCommittedError, StructureError):
             raise
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
             outcome = "nothing was committed"
-            if self._is_visible(attempt):
+            if self._is_visible():
                 outcome = "committed, but perhaps not flushed to stable storage (save again to be sure)"
             raise RankFailure(
                 f"{self._storage.location}: {outcome}: rank 0 failed in phase 'commit': {cause}",
                 phase="commit",
                 causes={"0": cause},
             ) from error
-        size = sum(record.size for record in manifest.files)
-        done = Committed(self._storage.location, attempt.step, attempt.id, len(manifest.tensors), size)
-        return msgspec.msgpack.encode(done)
+        self._kept.base = KnownBase(attempt.id, placed) if self._request.base is not None else None
+        own = manifest.own_files
+        size, reused = sum(record.size for record in own), plan.byte_count[placed.file >= len(own)].sum()
+        counts = len(manifest.tensors), size, int(reused)
+        return msgspec.msgpack.encode(Committed(self._storage.location, attempt.step, attempt.id, *counts))
 
-    def _is_visible(self, attempt: Attempt) -> bool:
+    def _is_visible(self) -> bool:
         """Whether the manifest of this attempt is in place, although publishing it raised an error."""
         try:
-            return read_manifest(self._storage).attempt == attempt.id
+            return read_manifest(self._storage).attempt == self._attempt.id
         except (FormatError, NotCommittedError, StorageError):
             return False
 
-    def _remove_uncommitted(self, attempt: Attempt) -> None:
+    def _remove_uncommitted(self) -> None:
         """Removes this rank's files of a save that was refused.
 
         Note "Whose files": a file may be removed only when no manifest can name it, now or later. A refusal
@@ -276,6 +450,7 @@ class Session:
         so the manifest is looked at once more. A silent leader is not: it may be slow, and commit. Nor is an
         interrupt on this rank, which says nothing of what the leader will do. Prune removes what stays.
         """
+        attempt = self._attempt
         names = [shard_name(self._rendezvous.rank, attempt.id)]
         if self._rendezvous.rank == 0:
             names.append(index_name(attempt.id))
@@ -295,6 +470,10 @@ class Session:
         return manifest.attempt
 
 
+def _node() -> int:
+    return zlib.crc32(socket.gethostname().encode())
+
+
 def _checked_step(step: Any) -> int | None:
     if step is None:
         return None
@@ -305,3 +484,17 @@ def _checked_step(step: Any) -> int | None:
     ):
         raise StructureError(f"a step is an int from 0 to 10**18 - 1, got {step!r}")
     return operator.index(step)
+
+
+def _attempted(work: Callable[[], bytes], phase: events.Phase) -> Callable[[], bytes]:
+    """What `work` gives or raises, to be given or raised at the meeting."""
+    try:
+        result = work()
+    except BaseException as error:
+        phase.fail(error)
+        return partial(_raise, error)
+    return lambda: result
+
+
+def _raise(error: BaseException) -> bytes:
+    raise error

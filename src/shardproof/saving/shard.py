@@ -9,20 +9,24 @@ call. A chunk is hashed in the buffer, so the digest is of the very bytes that a
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shardproof.format import file_digest
+from shardproof.format import DATA_ALIGNMENT, file_digest
+from shardproof.saving.background import Workers
 from shardproof.saving.buffers import BufferPool
-from shardproof.saving.source import Chunk, digests_as_array
-from shardproof.storage import Sink
+from shardproof.saving.incremental import BaseDigests
+from shardproof.saving.prepare import Entries, PreparedShard
+from shardproof.saving.snapshot import Snapshot
+from shardproof.storage import Sink, address
 
-__all__ = ["WrittenShard", "write_shard"]
+__all__ = ["WrittenShard", "write_changes", "write_shard"]
 
 _SPAN = 256 << 10
 """Bytes copied, then hashed while they are still in the processor's cache."""
@@ -37,15 +41,18 @@ class WrittenShard:
     digest: str
     """`shardproof.format.file_digest` of its header and chunk digests."""
     digests: NDArray[np.uint64]
-    """(n, 2) of its chunks, in file order."""
+    """(n, 2) of the chunks of the plan, in file order, those that the file does not have too."""
+    written: NDArray[np.bool_]
+    """(n,) whether the file has the chunk."""
 
 
 def write_shard(
     sink: Sink,
     header: bytes,
-    chunks: Iterable[Chunk],
+    snapshot: Snapshot,
     padding: int,
     pool: BufferPool,
+    writers: Workers,
     progress: Callable[[int], None],
 ) -> WrittenShard:
     """Writes header, chunks, `padding` zero bytes and the table of digests, and flushes them.
@@ -53,40 +60,139 @@ def write_shard(
     Args:
         sink: an empty file; finished on return, aborted on error.
         header: the whole safetensors header.
-        chunks: in file order, without gaps.
+        snapshot: the chunks, in file order, without gaps.
         padding: zero bytes between the last chunk and the digests.
         pool: buffers to pass bytes through.
+        writers: threads that write buffers.
         progress: called with the bytes written so far.
 
     Raises:
         StorageError: of the first write that failed.
+        StructureError: the memory was changed meanwhile (see `Snapshot.copy`).
     """
     try:
-        with ThreadPoolExecutor(max_workers=2, thread_name_prefix="shardproof-write") as writers:
-            stream = _Stream(sink, pool, writers, progress)
-            try:
-                stream.put(header)
-                digests = digests_as_array([stream.put_chunk(chunk) for chunk in chunks])
-                stream.put(bytes(padding))
-                stream.put(digests.astype("<u8").tobytes())
-            finally:
-                stream.drain()
-            stream.check()
+        stream = _Stream(sink, pool, writers, progress)
+        try:
+            stream.put(header)
+            counts = snapshot.byte_counts
+            digests = _columns([stream.put_chunk(snapshot, row) for row in range(len(counts))])
+            stream.put(bytes(padding))
+            stream.put(digests.astype("<u8").tobytes())
+        finally:
+            stream.drain()
+        stream.check()
         sink.finish(stream.position)
     except BaseException:
         sink.abort()
         raise
-    return WrittenShard(stream.position, len(header), file_digest(header, digests), digests)
+    digest = file_digest(header, digests)
+    return WrittenShard(stream.position, len(header), digest, digests, np.ones(len(digests), bool))
+
+
+def write_changes(
+    create: Callable[[], Sink],
+    shard: PreparedShard,
+    header: Callable[[Entries, int], bytes],
+    snapshot: Snapshot,
+    base: BaseDigests,
+    pool: BufferPool,
+    writers: Workers,
+    progress: Callable[[int], None],
+) -> WrittenShard:
+    """Writes a file with those chunks only that are not as they were in the base; none if there are none.
+
+    Each chunk is read once. One that the base has goes through scratch memory, where it is hashed, and from
+    there into the file if it must; so what is written is what was hashed, however long ago the memory that it
+    was read from changed. The header, which says what the file has, is written last, into the space that the
+    header of all chunks would need.
+
+    Args:
+        create: begins the file.
+        shard: of this rank.
+        header: the whole header of a file with these entries, of so many bytes at least.
+        snapshot: all chunks of the plan, in its order.
+        base: of the same chunks.
+        pool: buffers to pass bytes through.
+        writers: threads that write buffers.
+        progress: called with the bytes done so far, written or found unchanged.
+
+    Raises:
+        StorageError, StructureError: see `write_shard`.
+    """
+    counts = snapshot.byte_counts
+    known = [_digest_bytes(row) if has else b"" for row, has in zip(base.digest, base.known, strict=True)]
+    scratch = pool.scratch(max([count for count, old in zip(counts, known, strict=True) if old], default=0))
+    reserved = len(header(shard.entries, 0)) + DATA_ALIGNMENT
+    digests: list[bytes] = []
+    written = np.zeros(len(counts), bool)
+    stream: _Stream | None = None
+    sink: Sink | None = None
+    done = 0
+    try:
+        if shard.plan.objects:
+            sink = create()
+        try:
+            for row, old in enumerate(known):
+                digest = _gather(snapshot, row, scratch) if old else b""
+                if not old or digest != old:
+                    if stream is None:
+                        sink = sink or create()
+                        stream = _Stream(sink, pool, writers, lambda _: None, start=reserved)
+                    if old:
+                        stream.put(scratch[: counts[row]])
+                    else:
+                        digest = stream.put_chunk(snapshot, row)
+                    written[row] = True
+                digests.append(digest)
+                done += counts[row]
+                progress(done)
+            columns = _columns(digests)
+            if sink is None:
+                return WrittenShard(0, 0, "", columns, written)
+            stream = stream or _Stream(sink, pool, writers, lambda _: None, start=reserved)
+            entries = shard.entries_of(written)
+            stream.put(bytes(entries.padding))
+            stream.put(columns[written].astype("<u8").tobytes())
+        finally:
+            if stream is not None:
+                stream.drain()
+        stream.check()
+        head = header(entries, reserved)
+        assert len(head) == reserved, "the header outgrew its place"
+        sink.write_at(0, memoryview(head))
+        sink.finish(stream.position)
+    except BaseException:
+        if sink is not None:
+            sink.abort()
+        raise
+    return WrittenShard(stream.position, reserved, file_digest(head, columns[written]), columns, written)
+
+
+def _gather(snapshot: Snapshot, row: int, scratch: memoryview) -> bytes:
+    """Copies a chunk into scratch memory; its digest."""
+    count, to = snapshot.byte_counts[row], address(scratch)
+    hasher = xxhash.xxh3_128()
+    for start in range(0, max(count, 1), _SPAN):
+        span = min(_SPAN, count - start)
+        snapshot.copy(row, start, span, to + start)
+        hasher.update(scratch[start : start + span])
+    return hasher.digest()
 
 
 class _Stream:
     """Bytes in file order, gathered into buffers."""
 
     def __init__(
-        self, sink: Sink, pool: BufferPool, writers: ThreadPoolExecutor, progress: Callable[[int], None]
+        self,
+        sink: Sink,
+        pool: BufferPool,
+        writers: Workers,
+        progress: Callable[[int], None],
+        *,
+        start: int = 0,
     ) -> None:
-        self.position = 0
-        """Bytes put so far."""
+        self.position = start
+        """The byte after the last that was put."""
         self._sink = sink
         self._pool = pool
         self._writers = writers
@@ -96,7 +202,7 @@ class _Stream:
         self._address = 0
         self._filled = 0
 
-    def put(self, data: bytes) -> None:
+    def put(self, data: bytes | memoryview) -> None:
         """Appends bytes."""
         done = 0
         while done < len(data):
@@ -107,19 +213,18 @@ class _Stream:
             self._advance(count)
             done += count
 
-    def put_chunk(self, chunk: Chunk) -> bytes:
+    def put_chunk(self, snapshot: Snapshot, row: int) -> bytes:
         """Appends a chunk and returns its digest."""
-        count = chunk.byte_count
+        count = snapshot.byte_counts[row]
         if count <= _SPAN and count <= self._room():
-            view = self._copy(chunk.address, count)
-            digest = xxhash.xxh3_128_digest(view)
+            digest = xxhash.xxh3_128_digest(self._copy(snapshot, row, 0, count))
             self._advance(count)
             return digest
         hasher = xxhash.xxh3_128()
         done = 0
         while done < count:
             span = min(self._room(), count - done, _SPAN)
-            hasher.update(self._copy(chunk.address + done, span))
+            hasher.update(self._copy(snapshot, row, done, span))
             self._advance(span)
             done += span
         return hasher.digest()
@@ -145,9 +250,9 @@ class _Stream:
             self._filled = 0
         return self._pool.nbytes - self._filled
 
-    def _copy(self, address: int, count: int) -> memoryview:
+    def _copy(self, snapshot: Snapshot, row: int, start: int, count: int) -> memoryview:
         assert self._buffer is not None
-        ctypes.memmove(self._address + self._filled, address, count)
+        snapshot.copy(row, start, count, self._address + self._filled)
         return self._buffer[self._filled : self._filled + count]
 
     def _advance(self, count: int) -> None:
@@ -160,7 +265,7 @@ class _Stream:
     def _hand_over(self, buffer: memoryview) -> None:
         start, count = self.position - self._filled, self._filled
         self._buffer = None
-        self._pending.append(self._writers.submit(self._write, start, buffer, count))
+        self._pending.append(self._writers.submit(partial(self._write, start, buffer, count)))
 
     def _write(self, start: int, buffer: memoryview, count: int) -> None:
         try:
@@ -174,3 +279,13 @@ class _Stream:
             if write.done():
                 write.result()
         self._pending = [write for write in self._pending if not write.done()]
+
+
+def _columns(digests: Sequence[bytes]) -> NDArray[np.uint64]:
+    """Digests of 16 big-endian bytes as (n, 2) columns: high half, low half."""
+    return np.frombuffer(b"".join(digests), ">u8").reshape(-1, 2).astype(np.uint64)
+
+
+def _digest_bytes(digest: NDArray[np.uint64]) -> bytes:
+    """The reverse of `_columns`, for one digest."""
+    return digest.astype(">u8").tobytes()

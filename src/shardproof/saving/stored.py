@@ -36,7 +36,7 @@ _SPAN = 8 << 20
 _Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
-class Declared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Declared(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What a shard file says of itself and of the save that it is part of."""
 
     version: int
@@ -50,11 +50,14 @@ class Declared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     aliases: dict[str, str]
     objects: dict[str, Any]
     metadata: dict[str, Any]
+    base: str = ""
+    """Folder of the step whose chunks the save referred to where they had not changed; empty: none."""
 
     @property
     def save(self) -> tuple[Any, ...]:
         """What all shards of one save say alike."""
-        return self.version, self.step, self.time, self.world_size, self.files, self.aliases, self.metadata
+        alike = (self.version, self.step, self.time, self.world_size, self.files, self.aliases, self.metadata)
+        return *alike, self.base
 
 
 _DECODER = msgspec.json.Decoder(Declared)

@@ -10,6 +10,7 @@ from shardproof.state.entries import (
     Mismatch,
     ObjectEntry,
     Piece,
+    Stepped,
     TensorEntry,
 )
 from shardproof.state.explicit import FlatShard, ShardedTensor
@@ -42,6 +43,7 @@ __all__ = [
     "Receipt",
     "ShardedTensor",
     "SlotKeeper",
+    "Stepped",
     "StoredSlot",
     "TensorEntry",
     "bind",

@@ -10,7 +10,7 @@ import torch
 
 from shardproof.errors import StructureError
 from shardproof.state.aliases import tie
-from shardproof.state.entries import Collected, ObjectEntry, Piece, TensorEntry, describe
+from shardproof.state.entries import Collected, ObjectEntry, Piece, Stepped, TensorEntry, describe
 from shardproof.state.explicit import ShardedTensor, described
 from shardproof.state.plain import encode
 from shardproof.state.tensors import pieces_of, tensor_of_array
@@ -43,6 +43,8 @@ class Collector(Visitor):
     anchors: dict[str, torch.Tensor] = field(default_factory=dict)
     origins: dict[str, Any] = field(default_factory=dict)
     """Key to its path in the tree; for items of containers, the container's path and the item's segment."""
+    stepped: list[Stepped] = field(default_factory=list)
+    """The optimizers of the tree, and what they write."""
     _merged: dict[str, _Merged] = field(default_factory=dict)
     """By key that a layout was declared for: several tensors may be kept under it."""
     _said: dict[str, Any] = field(default_factory=dict)
@@ -156,7 +158,7 @@ class Collector(Visitor):
             self.tensors[merged.row] = replace(self.tensors[merged.row], pieces=whole)
         self.tensors.sort(key=_key)
         self.objects.sort(key=_key)
-        return Collected(tuple(tie(self.tensors, self.anchors)), tuple(self.objects))
+        return Collected(tuple(tie(self.tensors, self.anchors)), tuple(self.objects), tuple(self.stepped))
 
     def _twice(self, key: str, origin: Any) -> StructureError:
         return StructureError(

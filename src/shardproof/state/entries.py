@@ -8,7 +8,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["Binding", "Catalogue", "Collected", "Mismatch", "ObjectEntry", "Piece", "TensorEntry", "describe"]
+__all__ = [
+    "Binding",
+    "Catalogue",
+    "Collected",
+    "Mismatch",
+    "ObjectEntry",
+    "Piece",
+    "Stepped",
+    "TensorEntry",
+    "describe",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +55,21 @@ class ObjectEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class Stepped:
+    """An optimizer, and the local tensors that change in its step and at no other time."""
+
+    optimizer: torch.optim.Optimizer
+    tensors: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Collected:
     """The state of one rank: its tensors and objects, each sorted by key."""
 
     tensors: tuple[TensorEntry, ...]
     objects: tuple[ObjectEntry, ...]
+    stepped: tuple[Stepped, ...] = ()
+    """Of each optimizer in the tree, the memory that its step writes."""
 
 
 @dataclass(frozen=True, slots=True)

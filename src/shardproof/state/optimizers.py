@@ -18,13 +18,15 @@ import torch
 from shardproof.errors import StructureError
 from shardproof.state.binding import Binder
 from shardproof.state.collecting import Collector, Hoister
+from shardproof.state.dtensor import local_tensor
+from shardproof.state.entries import Stepped
 from shardproof.state.names import Names
 from shardproof.state.optimizer_binding import EXTRA, SHARED, OptimizerBinding
 from shardproof.state.optimizer_slots import slots_of
 from shardproof.state.options import Options
 from shardproof.state.plain import encode
 from shardproof.state.slot_layouts import SlotLayouts
-from shardproof.state.slots import SlotKeeper
+from shardproof.state.slots import LocalRange, SlotKeeper
 from shardproof.state.visiting import Place, Visitor, join
 from shardproof.state.zero_redundancy import is_zero_redundancy
 
@@ -93,13 +95,16 @@ def _collect(
 ) -> None:
     layouts = SlotLayouts.of(modules, ())
     options: dict[int, Any] = {}
+    stepped: list[torch.Tensor] = []
     for slots in slots_of(optimizer):
+        stepped.append(local_tensor(slots.parameter))
         name = names[slots.parameter]
         key = join(place.key, name)
         if id(slots.options) not in options:
             options[id(slots.options)] = Options.encode(slots.options, place.key)
         for slot, item in slots.tensors.items():
             _check_slot(slot, key)
+            stepped.append(item.buffer if isinstance(item, LocalRange) else local_tensor(item))
             of_key, origin = f"{key}.{slot}", (place.path, f"{name}.{slot}")
             laid_out = layouts.sharded(slots.parameter, item, of_key)
             if laid_out is None:
@@ -118,6 +123,7 @@ def _collect(
             "values": dict(sorted(values.items())),
         }
         out.agreed(f"{key}.@options", data, (place.path, name))
+    out.stepped.append(Stepped(optimizer, tuple(stepped)))
     _collect_shared(place, optimizer, out)
 
 

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from shardproof.storage.buffers import ALIGNMENT, aligned_buffer
+from shardproof.storage.buffers import ALIGNMENT, address, aligned_buffer
 from shardproof.storage.interface import Sink, Storage
 from shardproof.storage.local import LocalStorage
 from shardproof.storage.names import check_name
+from shardproof.storage.priority import lower_io_priority
 
-__all__ = ["ALIGNMENT", "LocalStorage", "Sink", "Storage", "aligned_buffer", "check_name"]
+__all__ = [
+    "ALIGNMENT",
+    "LocalStorage",
+    "Sink",
+    "Storage",
+    "address",
+    "aligned_buffer",
+    "check_name",
+    "lower_io_priority",
+]

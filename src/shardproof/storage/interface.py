@@ -37,6 +37,11 @@ class Storage(Protocol):
         """The place, for messages."""
         ...
 
+    @property
+    def folder(self) -> str:
+        """The name by which `sibling` of a storage beside this one gives this one."""
+        ...
+
     def create(self, name: str) -> Sink:
         """Begin a new file, with the folders on its way. A file of that name is a `StorageError`."""
         ...
@@ -69,6 +74,10 @@ class Storage(Protocol):
         """Sorted names of the folders directly in this storage."""
         ...
 
+    def siblings(self) -> list[str]:
+        """Sorted names of the folders beside this storage's own, and its own if it exists."""
+        ...
+
     def list(self, prefix: str = "") -> list[str]:
         """Sorted names of all files in the folder `prefix` and below, leftovers of `publish` included."""
         ...
@@ -79,6 +88,14 @@ class Storage(Protocol):
 
     def within(self, prefix: str) -> Storage:
         """The part of this storage below the folder `prefix`, as a storage."""
+        ...
+
+    def sibling(self, folder: str) -> Storage:
+        """The storage in the folder of this name beside this storage's own.
+
+        Raises:
+            StorageError: `folder` is not the plain name of one folder.
+        """
         ...
 
     def close(self) -> None:

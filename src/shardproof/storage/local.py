@@ -18,7 +18,8 @@ from shardproof.storage.durable import (
     write_all,
 )
 from shardproof.storage.failures import storage_error
-from shardproof.storage.names import check_name
+from shardproof.storage.names import check_folder, check_name
+from shardproof.storage.probe import Probes, users_choice
 from shardproof.storage.sink import LocalSink
 
 __all__ = ["LocalStorage"]
@@ -31,7 +32,9 @@ class LocalStorage:
 
     Args:
         root: the folder. It need not exist: the first file makes it.
-        direct: whether aligned writes go past the page cache (O_DIRECT). None: where the file system can.
+        direct: whether aligned writes go past the page cache (O_DIRECT). None: as the environment variable
+            SHARDPROOF_DIRECT says (1 or 0); without it the way that proved faster for large files, where the
+            file system has both (see "a probe of real writes").
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -47,6 +50,7 @@ class LocalStorage:
     def __init__(self, root: str | os.PathLike[str], *, direct: bool | None = None) -> None:
         self._root = Path(os.path.abspath(root))
         self._direct = direct
+        self._probes = Probes()
         self._kept: OrderedDict[str, _Descriptor] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -58,11 +62,17 @@ class LocalStorage:
         """The folder's absolute path."""
         return str(self._root)
 
+    @property
+    def folder(self) -> str:
+        """The folder's own name."""
+        return self._root.name
+
     def create(self, name: str) -> LocalSink:
         """Begin a new file; see `Storage.create`."""
         path = self._path(name)
         self._forget(name)
-        return LocalSink(path, self._root, direct=self._direct)
+        direct = users_choice() if self._direct is None else self._direct
+        return LocalSink(path, self._root, direct=direct, probes=self._probes)
 
     def publish(self, name: str, data: bytes, *, replace: bool = False) -> None:
         """Make `data` appear under `name`, whole or not at all; see `Storage.publish`."""
@@ -131,6 +141,10 @@ class LocalStorage:
         except OSError as error:
             raise storage_error(error, "list", str(self._root)) from error
 
+    def siblings(self) -> list[str]:
+        """Sorted names of the folders beside the root, and its own. Links are not folders."""
+        return LocalStorage(self._root.parent).folders()
+
     def list(self, prefix: str = "") -> list[str]:
         """Sorted names of the files in the folder `prefix` and below. Linked folders are not entered."""
         top = self._path(prefix) if prefix else self._root
@@ -170,7 +184,15 @@ class LocalStorage:
 
     def within(self, prefix: str) -> LocalStorage:
         """The storage in the folder `prefix` of this one."""
-        return LocalStorage(self._path(prefix), direct=self._direct)
+        part = LocalStorage(self._path(prefix), direct=self._direct)
+        part._probes = self._probes
+        return part
+
+    def sibling(self, folder: str) -> LocalStorage:
+        """The storage in the folder of this name beside this one's root; see `Storage.sibling`."""
+        return LocalStorage(
+            self._root.parent / check_folder(folder, str(self._root.parent)), direct=self._direct
+        )
 
     def close(self) -> None:
         """Close the descriptors that reading keeps open."""

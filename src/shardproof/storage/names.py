@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardproof.errors import StorageError
 
-__all__ = ["check_name", "name_fault"]
+__all__ = ["check_folder", "check_name", "name_fault"]
 
 
 def name_fault(name: str) -> str | None:
@@ -49,4 +49,23 @@ def check_name(name: str, location: str = "a storage") -> str:
             f"{name!r} cannot name a file in {location}: {fault}. Names are relative and stay inside.",
             file=name,
         )
+    return name
+
+
+def check_folder(name: str, location: str = "a storage") -> str:
+    """`name`, if it is the plain name of one folder.
+
+    Args:
+        name: without "/", and neither "." nor "..".
+        location: where the folder is to be, for the message.
+
+    Raises:
+        StorageError: it could lead anywhere else, or is no name.
+
+    >>> check_folder("step-00001000")
+    'step-00001000'
+    """
+    fault = 'it has a "/"' if "/" in name else name_fault(name)
+    if fault is not None:
+        raise StorageError(f"{name!r} cannot name a folder in {location}: {fault}.", file=name)
     return name

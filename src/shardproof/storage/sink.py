@@ -5,22 +5,29 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import threading
 from pathlib import Path
 
 from shardproof.errors import StorageError
 from shardproof.storage.buffers import ALIGNMENT, address
 from shardproof.storage.durable import flush_folders, open_new, unlink_quietly, write_all
 from shardproof.storage.failures import storage_error
+from shardproof.storage.probe import Probe, Probes, Trial
+from shardproof.storage.writeback import WriteBack
 
 __all__ = ["LocalSink"]
 
-
-_FLUSH_EVERY = 1 << 30
+_O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+"""0 where the system has no such flag."""
 
 
 class LocalSink:
-    """A new file of a `LocalStorage`, written past the page cache where it can be.
+    """A new file of a `LocalStorage`, written past the page cache (direct) or through it (buffered).
+
+    Args:
+        path: of the file.
+        root: of the storage.
+        direct: whether aligned writes go direct. None: as `probes` say, where the file system can.
+        probes: of the storage.
 
     Note: two descriptors. Unbuffered writes (O_DIRECT) need offset, length and address to be multiples of
     `ALIGNMENT`. Whatever is not goes through a second, buffered descriptor of the same file. No page is
@@ -28,31 +35,41 @@ class LocalSink:
     the page cache holds is never older than what lies on the disk under it.
     """
 
-    def __init__(self, path: Path, root: Path, *, direct: bool | None) -> None:
+    def __init__(self, path: Path, root: Path, *, direct: bool | None, probes: Probes) -> None:
         self._path = path
         self._root = root
         self._direct: int | None = None
         self._must_be_direct = direct is True
-        self._refused = False
-        self._lock = threading.Lock()
-        self._unflushed = 0
         self._open = True
         try:
             self._buffered, self._made = open_new(path, os.O_WRONLY)
         except OSError as error:
             raise storage_error(error, "create", str(path)) from error
-        if direct is not False:
-            try:
-                self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
-            except OSError as error:
-                if self._must_be_direct or error.errno not in (errno.EINVAL, errno.ENOTSUP):
-                    self.abort()
-                    raise storage_error(error, "open unbuffered", str(path)) from error
+        self._write_back = WriteBack(self._buffered)
+        try:
+            self._probe = _probe(os.fstat(self._buffered).st_dev, direct, probes)
+            if self._probe.answer is not False:
+                self._direct = self._open_direct()
+        except OSError as error:
+            self.abort()
+            raise storage_error(error, "open unbuffered", str(path)) from error
+        self._trial = Trial(self._probe, self._write_back.wait)
+
+    def _open_direct(self) -> int | None:
+        """A descriptor for direct writes; None if the file system has none and they are not asked for."""
+        try:
+            if not _O_DIRECT:
+                raise OSError(errno.ENOTSUP, "this system has no direct writes (O_DIRECT)")
+            return os.open(self._path, os.O_WRONLY | _O_DIRECT | os.O_CLOEXEC)
+        except OSError as error:
+            if self._must_be_direct or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
+            return None
 
     @property
     def direct(self) -> bool:
-        """Whether aligned writes go past the page cache."""
-        return self._direct is not None and not self._refused
+        """Whether aligned writes go past the page cache, as far as is known."""
+        return self._direct is not None and self._probe.answer is not False
 
     def write_at(self, start: int, buffer: memoryview) -> None:
         """Write the bytes of `buffer` at byte `start`."""
@@ -60,43 +77,40 @@ class LocalSink:
             raise StorageError(f"cannot write {self._path}: it is closed", file=str(self._path))
         data = buffer.cast("B") if buffer.format != "B" or buffer.ndim != 1 else buffer
         try:
-            done = self._write_direct(start, data)
-            write_all(self._buffered, data[done:], start + done)
-            self._flush_early(len(data) - done)
+            if self._may_go_direct(start, data):
+                with self._trial.write(len(data)) as direct:
+                    self._write(start, data, direct=direct)
+            else:
+                self._write(start, data, direct=False)
         except OSError as error:
             raise storage_error(error, "write", str(self._path)) from error
 
+    def _may_go_direct(self, start: int, data: memoryview) -> bool:
+        aligned = start % ALIGNMENT == 0 and len(data) >= ALIGNMENT and address(data) % ALIGNMENT == 0
+        return aligned and self._direct is not None
+
+    def _write(self, start: int, data: memoryview, *, direct: bool) -> None:
+        done = self._write_direct(start, data) if direct else 0
+        write_all(self._buffered, data[done:], start + done)
+        self._write_back.wrote(start + done, len(data) - done)
+
     def _write_direct(self, start: int, data: memoryview) -> int:
-        """Write what can be written unbuffered from the beginning of `data`; bytes written."""
-        direct = self._direct
+        """Write what can be written direct from the beginning of `data`, which is aligned; bytes written."""
+        assert self._direct is not None
         done = 0
         aligned = len(data) - len(data) % ALIGNMENT
-        if direct is None or self._refused or not aligned or start % ALIGNMENT or address(data) % ALIGNMENT:
-            return 0
         while done < aligned:
             try:
-                written = os.pwrite(direct, data[done:aligned], start + done)
+                written = os.pwrite(self._direct, data[done:aligned], start + done)
             except OSError as error:
                 if error.errno != errno.EINVAL or self._must_be_direct:
                     raise
-                self._refused = True  # the file system takes the flag and not the writes
+                self._probe.refuse()  # the file system takes the flag and not the writes
                 return done
             done += written
             if written % ALIGNMENT:  # cut short, by a limit or a full disk: the rest is no longer aligned
                 return done
         return done
-
-    def _flush_early(self, written: int) -> None:
-        """Flushes what went through the page cache bit by bit, so that no one flush is as long as the file.
-
-        A rank shows that it moves by what it has written; it would seem silent while all of it is flushed.
-        """
-        with self._lock:
-            self._unflushed += written
-            if self._unflushed < _FLUSH_EVERY:
-                return
-            self._unflushed = 0
-        os.fdatasync(self._buffered)
 
     def finish(self, size: int) -> None:
         """Give the file `size` bytes, flush it and its directory entry to stable storage, close it."""
@@ -133,3 +147,12 @@ class LocalSink:
                 os.close(direct)
         finally:
             os.close(self._buffered)
+
+
+def _probe(device: int, direct: bool | None, probes: Probes) -> Probe:
+    """The probe that says which way aligned writes go."""
+    if direct is None:
+        return probes.of(device)
+    chosen = Probe(device)
+    chosen.answer = direct
+    return chosen

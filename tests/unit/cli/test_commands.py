@@ -284,6 +284,8 @@ def test_ls(call: Any, ckpt: Path) -> None:
         "repaired": False,
         "unnamed": 0,
         "beyond_repair": False,
+        "borrows": [],
+        "lends": [],
     }
     assert (second["step"], second["committed"], second["time"]) == (8, False, None)
 
@@ -329,7 +331,7 @@ def test_inspect(call: Any, ckpt: Path) -> None:
     assert code == 0
     assert set(told) == {
         "location", "prefix", "step", "time", "writer", "attempt", "repaired", "world_size", "metadata",
-        "tensors", "bytes", "chunks", "rows", "parts", "writers", "aliases", "objects",
+        "tensors", "bytes", "borrowed", "chunks", "rows", "parts", "writers", "aliases", "objects",
     }  # fmt: skip
     assert {
         "key": "model.layers.{0..3}.wq",
@@ -494,7 +496,7 @@ def test_prune(call: Any, ckpt: Path) -> None:
     assert code == 0
     assert set(told) == {
         "location", "dry_run", "removed", "committed_meanwhile", "bytes", "leftovers", "steps", "steps_bytes",
-        "young", "damaged", "beyond_repair", "lost", "lost_bytes",
+        "young", "damaged", "beyond_repair", "lost", "lost_bytes", "lent", "unknown",
     }  # fmt: skip
     assert (told["dry_run"], told["removed"]) == (True, False)
     assert [left["folder"] for left in told["leftovers"]] == ["step-00000007", "step-00000008"]

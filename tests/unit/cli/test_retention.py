@@ -11,7 +11,7 @@ import pytest
 from shardproof.checkpointer.retention import (
     KeepLatest,
     Leftover,
-    delete_step,
+    delete_steps,
     is_ours,
     leftovers,
     parse_step,
@@ -102,14 +102,14 @@ def test_names_that_it_does_not(name: str) -> None:
 def test_a_deleted_step_is_gone_with_its_folder(tmp_path: Path) -> None:
     write(tmp_path / "step-00000001", STATE)
     write(tmp_path / "step-00000002", STATE)
-    delete_step(LocalStorage(tmp_path), "step-00000001")
+    delete_steps(LocalStorage(tmp_path), ["step-00000001"])
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
 def test_files_of_the_user_stay(tmp_path: Path) -> None:
     write(tmp_path / "step-00000001", STATE)
     (tmp_path / "step-00000001" / "tokenizer.json").write_text("{}")
-    delete_step(LocalStorage(tmp_path), "step-00000001")
+    delete_steps(LocalStorage(tmp_path), ["step-00000001"])
     assert files_of(tmp_path) == ["step-00000001/tokenizer.json"]
 
 
@@ -131,7 +131,7 @@ class DiesAfter(LocalStorage):
 def test_a_deletion_that_dies_leaves_the_step_whole_or_a_leftover(tmp_path: Path, deletions: int) -> None:
     manifest = write(tmp_path / "step-00000001", STATE)
     with pytest.raises(KeyboardInterrupt):
-        delete_step(DiesAfter(tmp_path, deletions), "step-00000001")
+        delete_steps(DiesAfter(tmp_path, deletions), ["step-00000001"])
     left = set(files_of(tmp_path / "step-00000001"))
     if MANIFEST_NAME in left:
         assert {manifest.index.name, manifest.files[0].name} <= left

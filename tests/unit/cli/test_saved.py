@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +91,64 @@ def test_layouts_differ_and_the_state_is_the_same(
     code, told = answer(capsys, "diff", tmp_path / "whole", tmp_path / "halves")
     assert (code, told["by_reading"], told["same_tensors"]) == (0, 1, 1)
     assert answer(capsys, "verify", tmp_path / "halves")[0] == 0
+
+
+def test_a_run_that_was_saved_incrementally(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """ls, inspect, diff, verify, prune and convert over steps that refer to others."""
+
+    def shardproof(*arguments: object) -> tuple[int, str, str]:
+        code = run([*map(str, arguments)])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    def ok(*arguments: object) -> str:
+        code, out, err = shardproof(*arguments)
+        assert code == 0, err
+        return out
+
+    state = {"model": torch.arange(9000.0), "optimizer": torch.zeros(3000)}
+    checkpointer = sp.Checkpointer(tmp_path, incremental=True)
+    for step in (1, 2, 3):
+        state["optimizer"].fill_(step)
+        checkpointer.save(step, state).result()
+    one, two, three = (tmp_path / f"step-{step:08d}" for step in (1, 2, 3))
+
+    told = json.loads(ok("ls", tmp_path, "--json"))["checkpoints"]
+    assert [info["borrows"] for info in told] == [[], [one.name], [one.name]]
+    assert told[0]["lends"] == [two.name, three.name]
+    assert "saved incrementally" in ok("inspect", three) and one.name in ok("inspect", three, "model")
+    assert json.loads(ok("inspect", three, "--json"))["borrowed"] == 36_000
+    code, out, _ = shardproof("diff", one, two, "--json")
+    assert code == 1 and json.loads(out)["by_digest"] == 2
+    assert json.loads(ok("verify", three, "--json"))["bytes"] == 48_000
+
+    dry = json.loads(ok("prune", tmp_path, "--keep", "1", "--dry-run", "--json"))
+    assert dry["steps"] == [one.name, two.name] and dry["lent"] == {one.name: [three.name]}
+    before = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
+    text = ok("prune", tmp_path, "--keep", "1", "--yes")
+    assert f"kept: {one.name}: files that {three.name} refers to" in text
+    after = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
+    assert before - after == dry["bytes"], "what it said that it would remove"
+    assert not two.exists() and [path.name for path in one.iterdir()] == ["shards"]
+    assert json.loads(ok("verify", three, "--json"))["ok"]
+    listed = json.loads(ok("ls", tmp_path, "--json"))["checkpoints"]
+    assert [info["status"] for info in listed] == ["lends", "committed"]
+    for file in one.rglob("*"):
+        os.utime(file, (0, 0))
+    told = json.loads(ok("prune", tmp_path, "--json"))
+    assert told["leftovers"] == [] and told["lent"] == {one.name: [three.name]}
+
+    code, _, err = shardproof("convert", three, tmp_path / "whole")
+    assert code == 2 and "--standalone" in err
+    told = json.loads(ok("convert", three, tmp_path / "whole", "--standalone", "--json"))
+    assert (told["step"], told["tensors"]) == (3, 2)
+    assert "the same state" in ok("diff", three, tmp_path / "whole")
+    code, _, err = shardproof("convert", three, tmp_path / "whole", "--standalone", "--json")
+    assert code == 1 and json.loads(err)["type"] == "AlreadyCommittedError"
+    ok("prune", tmp_path, "--keep", "1", "--yes")
+    shutil.rmtree(one)
+    assert json.loads(ok("verify", tmp_path / "whole", "--json"))["ok"]
+    code, out, _ = shardproof("verify", three)
+    assert code == 1 and one.name in out
+    listed = json.loads(ok("ls", tmp_path, "--json"))["checkpoints"]
+    assert {info["name"]: info["status"] for info in listed} == {three.name: "damaged", "whole": "committed"}

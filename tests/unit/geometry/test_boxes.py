@@ -86,3 +86,8 @@ def test_boxes_of_nothing_or_of_mixed_dimensions_are_refused():
         Boxes.of()
     with pytest.raises(ValueError, match="one length"):
         Boxes.of(((0,), (1,)), ((0, 0), (1, 1)))
+
+
+def test_suffix_volumes_hold_at_the_limit_behind_a_size_of_zero():
+    sizes = np.array([[0, 2**40, 2**40], [0, 3, 4]])
+    assert suffix_volumes(sizes).tolist() == [[0, INT64_MAX, 2**40, 1], [0, 12, 4, 1]]

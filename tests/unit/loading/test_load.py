@@ -11,7 +11,7 @@ import torch
 
 import shardproof as sp
 from shardproof.errors import KeyMismatchError, ShardproofError, StructureError
-from shardproof.loading import place
+from shardproof.loading import chunks, place
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.saving import Saver
 from shardproof.storage import LocalStorage
@@ -230,8 +230,8 @@ def test_every_way_of_reading_gives_the_same(
 ) -> None:
     monkeypatch.setattr(place, "_DIRECT_BYTES", direct)
     monkeypatch.setattr(place, "_BATCH_BYTES", 1 << 12)
-    monkeypatch.setattr(place, "_SPAN", 100)
-    monkeypatch.setattr("shardproof.loading.loader._threads", lambda: threads)
+    monkeypatch.setattr(chunks, "SPAN", 100)
+    monkeypatch.setattr("shardproof.loading.loader.reading_threads", lambda: threads)
     state = {f"t{n}": torch.randn(n * 37 % 50 + 1, n % 9 + 1) for n in range(60)}
     state |= {f"u{n}": torch.randint(0, 255, (n * 3 + 1,), dtype=torch.uint8) for n in range(20)}
     Saver(LocalRendezvous(), chunk_bytes=500).save(LocalStorage(tmp_path), state)

@@ -19,7 +19,6 @@ from shardproof.planning import (
     plan_reads,
     plan_writes,
 )
-from shardproof.planning.balance import balance_writers
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -119,9 +118,12 @@ def written(run: Run, plan: WritePlan) -> tuple[ChunkTable, list[np.ndarray]]:
 
 
 @settings(max_examples=200)
-@given(run=runs(), chunk_bytes=st.integers(1, 64))
-def test_every_element_is_written_once_where_the_plan_says(run: Run, chunk_bytes: int) -> None:
-    plan = plan_writes(run.structures(), chunk_bytes=chunk_bytes)
+@given(run=runs(), chunk_bytes=st.integers(1, 64), data=st.data())
+def test_every_element_is_written_once_where_the_plan_says(
+    run: Run, chunk_bytes: int, data: st.DataObject
+) -> None:
+    nodes = data.draw(st.none() | st.lists(st.integers(0, 1), min_size=len(run.held), max_size=len(run.held)))
+    plan = plan_writes(run.structures(), chunk_bytes=chunk_bytes, nodes=nodes)
     table, files = written(run, plan)
     seen = [np.zeros(shape, int) for shape in run.shapes]
     position = [0] * len(files)
@@ -206,28 +208,49 @@ def test_a_wanted_box_is_read_from_where_its_elements_are(
 def test_replicas_are_shared_out_by_bytes() -> None:
     shapes = [(64,)] * 6
     whole = [(row, ((0,), (64,))) for row in range(6)]
-    plan = plan_writes(Run(shapes, ["float32"] * 6, [whole, whole, whole]).structures())
+    plan = plan_writes(Run(shapes, ["float32"] * 6, [whole, whole, whole]).structures(), chunk_bytes=256)
     assert [int(part.byte_count.sum()) for part in plan.rank_plans()] == [512, 512, 512]
 
 
-@given(st.lists(st.sets(st.integers(0, 3), min_size=1), max_size=12), st.data())
-def test_a_box_is_written_by_one_of_its_holders(holders: list[set[int]], data: st.DataObject) -> None:
-    group = np.array([box for box, ranks in enumerate(holders) for _ in ranks], np.int64)
-    rank = np.array([rank for ranks in holders for rank in sorted(ranks)], np.int64)
-    sizes = np.array([data.draw(st.integers(1, 100)) for _ in holders], np.int64)
-    order = np.array(data.draw(st.permutations(range(len(group)))), np.int64)
-    group, rank = group[order], rank[order]
-    chosen = balance_writers(group, rank, sizes, 4)
-    assert group[chosen].tolist() == list(range(len(holders)))
+def test_one_large_replica_is_written_by_all_its_holders_in_one_stretch_each() -> None:
+    run = Run([(64, 4)], ["float32"], [[(0, ((0, 0), (64, 4)))]] * 4)
+    parts = plan_writes(run.structures(), chunk_bytes=64).rank_plans()
+    assert [int(part.byte_count.sum()) for part in parts] == [256] * 4
+    assert [part.piece_start.tolist() for part in parts] == [
+        list(range(64 * rank, 64 * rank + 64, 16)) for rank in range(4)
+    ]
 
 
-@given(st.lists(st.integers(1, 100), min_size=1, max_size=30), st.integers(1, 5))
-def test_full_replicas_are_balanced_to_within_one_box(sizes: list[int], world_size: int) -> None:
-    group = np.repeat(np.arange(len(sizes)), world_size)
-    rank = np.tile(np.arange(world_size), len(sizes))
-    chosen = balance_writers(group, rank, np.array(sizes, np.int64), world_size)
-    load = np.bincount(rank[chosen], weights=sizes, minlength=world_size)
-    assert load.max() - load.min() <= max(sizes)
+def test_small_replicas_stay_together() -> None:
+    whole = [(row, ((0,), (64,))) for row in range(6)]
+    parts = plan_writes(Run([(64,)] * 6, ["float32"] * 6, [whole] * 3).structures()).rank_plans()
+    assert sorted(len(part.piece) for part in parts) == [0, 0, 6], "1.5 KiB are not worth three files"
+
+
+def test_nodes_are_balanced_before_ranks() -> None:
+    """Rank 0's own bytes weigh on its node: the replicas go to the other one."""
+    run = Run(
+        [(64, 4), (64, 4)],
+        ["float32"] * 2,
+        [[(0, ((0, 0), (64, 4))), (1, ((0, 0), (64, 4)))], *[[(1, ((0, 0), (64, 4)))]] * 3],
+    )
+
+    def loads(nodes: list[int] | None) -> list[int]:
+        parts = plan_writes(run.structures(), chunk_bytes=64, nodes=nodes).rank_plans()
+        return [int(part.byte_count.sum()) for part in parts]
+
+    assert loads([7, 7, 3, 3]) == [1024, 0, 512, 512]
+    assert loads([7, 3, 7, 3]) == [1024, 512, 0, 512]
+    first, *others = loads(None)
+    assert first == 1024
+    assert sum(others) == 1024
+    assert max(others) - min(others) <= 64
+
+
+def test_there_is_a_node_for_each_rank() -> None:
+    run = Run([(4,)], ["float32"], [[(0, ((0,), (4,)))]])
+    with pytest.raises(ValueError, match="2 nodes are named for 1 ranks"):
+        plan_writes(run.structures(), nodes=[0, 1])
 
 
 def test_gap_names_key_box_and_holders() -> None:
@@ -297,7 +320,8 @@ def test_plans_survive_the_wire() -> None:
     part = plan_writes([structure]).rank_plans()[0]
     copy = type(part).decode(part.encode())
     assert copy.objects == part.objects == ("note",)
-    assert copy.byte_start.tolist() == part.byte_start.tolist()
+    for column in ("piece", "piece_start", "byte_start", "byte_count", "box_offsets", "box_sizes"):
+        assert getattr(copy, column).tolist() == getattr(part, column).tolist(), column
 
 
 @pytest.mark.parametrize(

@@ -148,5 +148,5 @@ def test_a_step_is_a_whole_number(step: Any, tmp_path: Path) -> None:
     with pytest.raises(StructureError, match="a step is an int"):
         sp.save(tmp_path / "c", {}, step=step)
     with pytest.raises(StructureError, match="a step is an int"):
-        sp.Checkpointer(tmp_path).save(step, {})
+        sp.Checkpointer(tmp_path).save(step, {}).result()
     assert not any(tmp_path.iterdir())

@@ -35,5 +35,5 @@ def test_twenty_thousand_small_tensors_cost_few_system_calls(tmp_path: Path, cal
     target = {key: torch.zeros(1024) for key in state}
     calls.clear()
     sp.load(tmp_path / "c", target)
-    assert sum(calls.values()) < 100, calls
+    assert sum(calls.values()) < 400, calls  # spans of 256 KiB, hashed while they are in the cache
     assert all(torch.equal(target[key], state[key]) for key in state)

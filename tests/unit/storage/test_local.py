@@ -59,6 +59,7 @@ def test_direct_where_it_works_falls_back_at_the_first_refused_write(tmp_path, m
     assert not sink.direct
     sink.finish(len(data))
     assert storage.read("a") == bytes(data)
+    assert not storage.create("b").direct, "the next file need not find out again"
 
 
 def test_direct_falls_back_when_open_is_refused(tmp_path, monkeypatch):
@@ -252,12 +253,6 @@ def test_a_peer_that_removes_folders_does_not_stop_a_create(tmp_path, monkeypatc
     monkeypatch.setattr(durable_module, "make_folders", make_and_lose)
     storage.create("shards/0").finish(0)
     assert storage.list() == ["shards/0"]
-
-
-def test_aligned_buffer_rejects_negative_sizes():
-    assert len(aligned_buffer(0)) == 0
-    with pytest.raises(ValueError, match="-1"):
-        aligned_buffer(-1)
 
 
 def _fail(code, text):

@@ -1,0 +1,198 @@
+"""What digests, the tiling proof and verification cost: their seconds of work inside real saves and loads.
+
+Every digest and every proof that shardproof computes is timed where it is called, by the clock of its
+thread. The sum over the threads of a rank is work, not delay: most of it runs while another thread waits
+for the disk. So its share of a save or load is the most that leaving it out could gain. Each save plans
+anew, as a first save does.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from common import (
+    GIB,
+    folder,
+    gpt_state,
+    is_rank,
+    launch,
+    machine,
+    parser,
+    remove,
+    sharded,
+    start,
+    table,
+    total_bytes,
+)
+
+import shardproof as sp
+import shardproof.loading  # what is timed must be imported before it is replaced
+import shardproof.saving
+from shardproof.geometry import tiling_faults
+
+
+class Timed:
+    """Seconds of work by what was worked on, over all threads."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._lock = threading.Lock()
+
+    def of(self, what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, timed."""
+
+        def timed(*given: Any, **options: Any) -> Any:
+            begun = time.thread_time()
+            answer = function(*given, **options)
+            taken = time.thread_time() - begun
+            with self._lock:
+                self.seconds[what] += taken
+            return answer
+
+        return timed
+
+    def hasher(self) -> Callable[..., Any]:
+        """A stand-in for `xxhash.xxh3_128` whose updates and answers are timed."""
+        timed = self
+
+        class Hasher:
+            def __init__(self, data: Any = b"") -> None:
+                inner = xxhash.xxh3_128()
+                self.update = timed.of("digests", inner.update)
+                self.digest = timed.of("digests", inner.digest)
+                self.hexdigest = timed.of("digests", inner.hexdigest)
+                self.intdigest = timed.of("digests", inner.intdigest)
+                self.update(data)
+
+        return Hasher
+
+
+class Hashes:
+    """xxhash as the modules of shardproof see it, timed."""
+
+    def __init__(self, timed: Timed) -> None:
+        self.xxh3_128 = timed.hasher()
+        for name in ("xxh3_128_digest", "xxh3_128_hexdigest", "xxh3_128_intdigest"):
+            setattr(self, name, timed.of("digests", getattr(xxhash, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(xxhash, name)
+
+
+@contextmanager
+def timing() -> Iterator[Timed]:
+    """Times every digest and proof of shardproof meanwhile."""
+    timed = Timed()
+    hashes, proof = Hashes(timed), timed.of("proof", tiling_faults)
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("shardproof.")]
+    replaced = [(module, "xxhash", hashes) for module in modules if vars(module).get("xxhash") is xxhash]
+    replaced += [
+        (module, "tiling_faults", proof)
+        for module in modules
+        if vars(module).get("tiling_faults") is tiling_faults
+    ]
+    assert {name for _, name, _ in replaced} == {"xxhash", "tiling_faults"}, "what is timed was renamed"
+    before = [(module, name, getattr(module, name)) for module, name, _ in replaced]
+    for module, name, value in replaced:
+        setattr(module, name, value)
+    try:
+        yield timed
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+def measured(work: Callable[[], Any]) -> dict[str, float]:
+    """Seconds of the whole and of its parts, each the slowest rank's."""
+    with timing() as timed:
+        dist.barrier()
+        begun = time.perf_counter()
+        work()
+        whole = time.perf_counter() - begun
+    values = torch.tensor([whole, timed.seconds["digests"], timed.seconds["proof"]], dtype=torch.float64)
+    dist.all_reduce(values, dist.ReduceOp.MAX)
+    return dict(zip(("whole", "digests", "proof"), values.tolist(), strict=True))
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument(
+        "--tensors", type=int, default=20_000, help="tensors of the small state (default 20,000)"
+    )
+    options = options.parse_args()
+    if not is_rank():
+        launch(options, options.ranks)
+    mesh = start(options)
+    small_names = [f"layers.{number // 20}.part.{number % 20}" for number in range(options.tensors)]
+    states: dict[str, dict[str, Any]] = {
+        "GPT": gpt_state(options.gib, mesh),
+        f"{options.tensors} tensors": {
+            name: sharded((1024 * options.ranks,), mesh, 0, True) for name in small_names
+        },
+    }
+    found: list[dict[str, Any]] = []
+    for name, state in states.items():
+        path = folder() / "ours"
+        rounds: dict[str, list[dict[str, float]]] = {"save": [], "load": []}
+        for _ in range(options.repeats + 1):
+            remove(path)
+            rounds["save"].append(measured(lambda path=path, state=state: sp.save(path, state)))
+            rounds["load"].append(measured(lambda path=path, state=state: sp.load(path, state)))
+        for verb, values in rounds.items():
+            kept = values[1:]
+            row = {
+                part: statistics.median(value[part] for value in kept)
+                for part in ("whole", "digests", "proof")
+            }
+            shares = [(value["digests"] + value["proof"]) / value["whole"] for value in kept]
+            found.append(
+                {
+                    "state": name,
+                    "verb": verb,
+                    "bytes": total_bytes(state),
+                    **row,
+                    "share": statistics.median(shares),
+                    "least": min(shares),
+                    "greatest": max(shares),
+                }
+            )
+    if dist.get_rank() == 0:
+        show(found, options.json)
+    dist.destroy_process_group()
+
+
+def show(found: list[dict[str, Any]], as_json: bool) -> None:
+    """Prints the table."""
+    if as_json:
+        print(json.dumps({"title": "costs", "machine": machine(), "rows": found}))
+        return
+    print(f"\n### Cost of digests, proof and verification, {dist.get_world_size()} ranks\n\n{machine()}\n")
+    table(
+        ("what", "GiB", "whole s", "digests s", "proof s", "share (least to greatest)"),
+        [
+            (
+                f"{row['verb']} {row['state']}",
+                f"{row['bytes'] / GIB:.2f}",
+                f"{row['whole']:.3f}",
+                f"{row['digests']:.3f}",
+                f"{row['proof']:.4f}",
+                f"{row['share']:.1%} ({row['least']:.1%} to {row['greatest']:.1%})",
+            )
+            for row in found
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""torch.distributed.checkpoint: save, async_save by thread and by process, load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from peers.subject import Subject
+from peers.way import FINISHED, Save, Way
+
+
+class TorchDcp(Way):
+    name = "torch DCP"
+    package = "torch"
+    flushes = "fsync of each file"
+
+    def prepare(self, subject: Subject) -> None:
+        self.tree = subject.tree
+
+    def begin(self, number: int) -> Save:
+        dcp.save(self.tree, checkpoint_id=self.path(number))
+        return FINISHED
+
+    def load(self, number: int) -> None:
+        dcp.load(self.tree, checkpoint_id=self.path(number))
+
+
+class TorchDcpThread(TorchDcp):
+    name = "torch DCP, async thread"
+    driven = "a stager kept between saves, so that staging reuses its memory; a process group of its own"
+    asynchronous = True
+    kind = AsyncCheckpointerType.THREAD
+    shared = False
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        # Pinned memory and non-blocking copies need an accelerator. A stage in the background is torn by the
+        # next step unless the loop waits for it, so it is a way of its own.
+        self.stager = DefaultStager(StagingOptions(False, self.shared, self.in_background(), False))
+        self.group = dist.new_group(backend="gloo")
+
+    def in_background(self) -> bool:
+        return False
+
+    def begin(self, number: int) -> Save:
+        answer = dcp.async_save(
+            self.tree,
+            checkpoint_id=self.path(number),
+            async_checkpointer_type=self.kind,
+            async_stager=self.stager,
+            process_group=self.group,
+        )
+        if isinstance(answer, dcp.state_dict_saver.AsyncSaveResponse):
+            self.staged = answer.staging_completion
+            answer = answer.upload_completion
+        return Save(answer.result, answer.done)
+
+    def close(self) -> None:
+        self.stager.close()
+
+
+class TorchDcpThreadBackgroundStage(TorchDcpThread):
+    name = "torch DCP, async thread, staged in background"
+    driven = "as the last; staging by its thread: the loop must wait for it before it changes a tensor"
+
+    def in_background(self) -> bool:
+        return True
+
+    def may_change(self) -> None:
+        self.staged.result()
+
+
+class TorchDcpProcess(TorchDcpThread):
+    name = "torch DCP, async process"
+    driven = "a stager of its own in shared memory, kept between saves"
+    kind = AsyncCheckpointerType.PROCESS
+    shared = True

@@ -1,0 +1,45 @@
+"""``shardproof trace``: the traces of all ranks as one."""
+
+from __future__ import annotations
+
+import click
+
+from shardproof.cli.failures import YES
+from shardproof.cli.options import folder_argument, json_option, print_json
+
+__all__ = ["command"]
+
+
+@click.command("trace", short_help="Put the traces of all ranks together, for Perfetto.")
+@folder_argument("folder")
+@click.option(
+    "-o", "--output", type=click.Path(dir_okay=False), required=True, help="The new file, such as all.json."
+)
+@json_option
+def command(folder: str, output: str, as_json: bool) -> int:
+    """Put the trace files in FOLDER, of `sp.events.trace`, together on one time line.
+
+    Open the new file at https://ui.perfetto.dev. Exit code 1: there is no trace in FOLDER.
+    """
+    from dataclasses import asdict
+    from pathlib import Path
+
+    from shardproof.cli.words import counted, printable
+    from shardproof.events import merge_traces
+    from shardproof.words import span
+
+    merged = merge_traces(sorted(Path(folder).glob("*.json")), output)
+    if as_json:
+        print_json(asdict(merged))
+        return YES
+    click.echo(
+        printable(
+            f"{merged.path}: {counted(merged.phases, 'phase')} of {counted(merged.ranks, 'rank')}, from "
+            f"{counted(merged.files, 'file')}; ranks leave their meetings within {span(merged.spread)}"
+        )
+    )
+    if merged.unfinished:
+        click.echo(f"{counted(merged.unfinished, 'phase')} never ended: marked unfinished")
+    for name in merged.skipped:
+        click.echo(printable(f"left out, no trace of a rank: {name}"), err=True)
+    return YES

@@ -1,0 +1,295 @@
+"""What happens while state is saved or loaded, as it happens: phases, and who listens to them.
+
+Note: What a listener may count on
+----------------------------------
+Listeners are called in the thread that reports, one after another. Of one phase they see begin, progress and
+end in this order and never two at a time: all three are published under the phase's lock. `Phase.progress`
+only tries the lock, so a thread that copies or writes never waits for a listener that is busy with another
+thread's report; its numbers are kept and go out with the next one. The end waits for a report under way.
+A listener that subscribes in the middle of a phase sees the rest of it, without a begin.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal, Self, TypeAlias
+
+__all__ = ["Event", "Hub", "Kind", "Listener", "Phase", "Subscription", "hub"]
+
+PERIOD = 0.1
+"""Seconds between two progress events of one phase, at least."""
+
+Kind: TypeAlias = Literal["begin", "progress", "end", "failed", "heard"]
+_log = logging.getLogger("shardproof")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that happened in a phase of an operation, on one rank."""
+
+    kind: Kind
+    """``begin``, ``progress``, ``end``, ``failed`` (ended by an exception), or ``heard``: what rank 0, while
+    it waits, has heard of the progress of other ranks (`facts["ranks"]`: rank to bytes done and in all)."""
+    operation: str
+    """What is done, and where: ``save runs/gpt/step-00001000``."""
+    phase: str
+    """Part of the operation: ``collect``, ``agree``, ``plan``, ``stage``, ``write``, ``commit``, ..."""
+    rank: int
+    world_size: int
+    step: int | None
+    time: float
+    """Seconds since 1970, by this machine's clock."""
+    clock: float
+    """Seconds of `time.perf_counter` of this process: for spans of time."""
+    thread: str
+    """Name of the thread in which the phase began."""
+    seconds: float
+    """Since the phase began."""
+    done: int
+    """Bytes, as last reported."""
+    total: int
+    """Bytes in all, 0 if nobody said."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What was noted (`Phase.note`); complete in the last event of a phase."""
+    error: str | None = None
+    """Of ``failed``: the exception's class and text, as in ``StorageError: no space left``."""
+    id: int = 0
+    """The same for all events of one phase, and for no other phase of this process."""
+
+    @property
+    def action(self) -> str:
+        """The operation's first word: ``save``, ``load``, ``restore``, ...
+
+        >>> Event("begin", "save runs/a", "write", 0, 1, 7, 0.0, 0.0, "MainThread", 0.0, 0, 0).action
+        'save'
+        """
+        return self.operation.partition(" ")[0]
+
+
+Listener: TypeAlias = Callable[[Event], object]
+
+
+class Subscription:
+    """Ends a subscription when it is called, closed, or left as a context. More than once does no harm."""
+
+    __slots__ = ("_hub", "_last", "listener")
+
+    def __init__(self, hub: Hub, listener: Listener, last: Callable[[], object]) -> None:
+        self._hub = hub
+        self._last = last
+        self.listener = listener
+
+    def __call__(self) -> None:
+        """No more events from now on."""
+        self.close()
+
+    def close(self) -> None:
+        """No more events from now on."""
+        self._hub.remove(self)
+        self._last()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Phase:
+    """A part of an operation on this rank, from entering the context to leaving it. Made by `phase`."""
+
+    __slots__ = (
+        "_begun",
+        "_due",
+        "_error",
+        "_facts",
+        "_hub",
+        "_lock",
+        "_over",
+        "_progress",
+        "_thread",
+        "id",
+        "name",
+        "operation",
+        "rank",
+        "step",
+        "world_size",
+    )
+
+    def __init__(
+        self, hub: Hub, operation: str, name: str, rank: int, world_size: int, step: int | None
+    ) -> None:
+        self._hub = hub
+        self.operation = operation
+        self.name = name
+        self.rank = rank
+        self.world_size = world_size
+        self.step = step
+        self.id = next(hub.ids)
+        self._lock = threading.Lock()
+        self._progress = (0, 0)
+        self._facts: dict[str, Any] = {}
+        self._error: BaseException | None = None
+        self._over = True
+
+    def __enter__(self) -> Self:
+        self._thread = threading.current_thread().name
+        self._begun = self._hub.clock()
+        self._due = self._begun + PERIOD
+        with self._lock:
+            self._over = False
+            self._publish("begin", self._begun)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with self._lock:
+            self._over = True
+            failed = self._error if error is None else error
+            text = None if failed is None else f"{type(failed).__name__}: {failed}"
+            self._publish("end" if text is None else "failed", self._hub.clock(), text)
+
+    def progress(self, done: int, total: int) -> None:
+        """Says how far this phase is. Cheap, from any thread, as often as there is news.
+
+        Args:
+            done: bytes done.
+            total: bytes in all; 0 if it is not known.
+        """
+        self._progress = (done, total)
+        if not self._hub.listeners or self._hub.clock() < self._due:
+            return
+        if self._lock.acquire(blocking=False):
+            try:
+                now = self._hub.clock()
+                if not self._over and now >= self._due:
+                    self._due = now + PERIOD
+                    self._publish("progress", now)
+            finally:
+                self._lock.release()
+
+    def note(self, **facts: Any) -> None:
+        """Adds plain facts, which the last event of the phase carries."""
+        self._facts.update(facts)
+
+    def fail(self, error: BaseException) -> None:
+        """Says that the phase failed, where the error itself takes another way than through the context."""
+        self._error = error
+
+    def _publish(self, kind: Kind, now: float, error: str | None = None) -> None:
+        if not self._hub.listeners:
+            return
+        done, total = self._progress
+        event = Event(
+            kind=kind,
+            operation=self.operation,
+            phase=self.name,
+            rank=self.rank,
+            world_size=self.world_size,
+            step=self.step,
+            time=self._hub.wall(),
+            clock=now,
+            thread=self._thread,
+            seconds=now - self._begun,
+            done=done,
+            total=total,
+            facts=dict(self._facts),
+            error=error,
+            id=self.id,
+        )
+        self._hub.publish(event)
+
+
+class Hub:
+    """Where events come in and go out. A process uses one, `hub`; tests make their own, with their own clock.
+
+    Args:
+        clock: seconds, for spans of time.
+        wall: seconds since 1970.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, wall: Callable[[], float] = time.time
+    ) -> None:
+        self.clock = clock
+        self.wall = wall
+        self.ids = itertools.count(1)
+        self.listeners: tuple[Subscription, ...] = ()
+        """Replaced, never changed: read without the lock."""
+        self._lock = threading.Lock()
+
+    def phase(
+        self, operation: str, name: str, *, rank: int = 0, world_size: int = 1, step: int | None = None
+    ) -> Phase:
+        """A phase, not yet begun. See `shardproof.events.phase`."""
+        return Phase(self, operation, name, rank, world_size, step)
+
+    def subscribe(self, listener: Listener, last: Callable[[], object] = lambda: None) -> Subscription:
+        """Calls `listener` with every event from now on, `last` when that ends. See `events.subscribe`."""
+        subscription = Subscription(self, listener, last)
+        with self._lock:
+            self.listeners = (*self.listeners, subscription)
+        return subscription
+
+    def remove(self, subscription: Subscription) -> None:
+        """No more events for this one."""
+        with self._lock:
+            self.listeners = tuple(one for one in self.listeners if one is not subscription)
+
+    def heard(
+        self,
+        operation: str,
+        phase: str,
+        world_size: int,
+        ranks: Callable[[], Mapping[int, tuple[int, int]]],
+    ) -> None:
+        """Publishes what rank 0 has heard of others. See `shardproof.events.heard`."""
+        if not self.listeners or not (found := dict(ranks())):
+            return
+        done, total = (sum(one[side] for one in found.values()) for side in (0, 1))
+        event = Event(
+            kind="heard",
+            operation=operation,
+            phase=phase,
+            rank=0,
+            world_size=world_size,
+            step=None,
+            time=self.wall(),
+            clock=self.clock(),
+            thread=threading.current_thread().name,
+            seconds=0.0,
+            done=done,
+            total=total,
+            facts={"ranks": found},
+        )
+        self.publish(event)
+
+    def publish(self, event: Event) -> None:
+        """Hands an event to every listener. One that raises is logged and gets no more events."""
+        for subscription in self.listeners:
+            try:
+                subscription.listener(event)
+            except Exception:
+                self.remove(subscription)
+                _log.warning(
+                    "%r failed on event %s of phase %s (%s) and gets no more events",
+                    subscription.listener,
+                    event.kind,
+                    event.phase,
+                    event.operation,
+                    exc_info=True,
+                )
+
+
+hub = Hub()
+"""The process's own."""

@@ -1,0 +1,69 @@
+"""Scalars of this rank's saves and loads for TensorBoard, by step.
+
+Nothing is imported here: the caller brings the writer, torch's (which needs ``pip install
+'shardproof[tensorboard]'``) or any other with `add_scalar`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from shardproof.events.phases import Event, Subscription, hub
+
+__all__ = ["Writer", "write_to"]
+
+
+class Writer(Protocol):
+    """What is needed of a `torch.utils.tensorboard.SummaryWriter`."""
+
+    def add_scalar(self, tag: str, scalar_value: Any, global_step: Any = None) -> object:
+        """Adds one value."""
+        ...
+
+
+def write_to(writer: Writer) -> Subscription:
+    """Adds scalars for each phase that ends on this rank, until the result is called or left as a context.
+
+    For a phase ``write`` of a ``save``: ``shardproof/save/write/seconds`` and, where bytes moved,
+    ``shardproof/save/write/GB`` and ``shardproof/save/write/GB_per_second``; a failed one adds
+    ``shardproof/save/write/failed``, 1. The step is the operation's; phases of operations without one
+    are counted from 0.
+
+    Args:
+        writer: of the caller, who closes it; on one rank, or one with a folder of its own on each.
+
+    >>> class Printer:
+    ...     def add_scalar(self, tag, scalar_value, global_step=None):
+    ...         print(tag, global_step)
+    >>> from shardproof import events
+    >>> with write_to(Printer()), events.phase("save runs/a", "write", step=7) as phase:
+    ...     phase.progress(1_000, 1_000)
+    shardproof/save/write/seconds 7
+    shardproof/save/write/GB 7
+    shardproof/save/write/GB_per_second 7
+    """
+    return hub.subscribe(_Scalars(writer))
+
+
+class _Scalars:
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self._counts: dict[tuple[str, str], int] = {}
+
+    def __call__(self, event: Event) -> None:
+        if event.kind not in ("end", "failed"):
+            return
+        step = event.step
+        if step is None:
+            step = self._counts[event.action, event.phase] = (
+                self._counts.get((event.action, event.phase), -1) + 1
+            )
+        head = f"shardproof/{event.action}"
+        if event.kind == "failed":
+            self._writer.add_scalar(f"{head}/{event.phase}/failed", 1, step)
+            return
+        self._writer.add_scalar(f"{head}/{event.phase}/seconds", event.seconds, step)
+        if event.done:
+            self._writer.add_scalar(f"{head}/{event.phase}/GB", event.done / 1e9, step)
+            speed = event.done / max(event.seconds, 1e-9) / 1e9
+            self._writer.add_scalar(f"{head}/{event.phase}/GB_per_second", speed, step)

@@ -1,0 +1,232 @@
+"""Traces that open in Perfetto: a file for each operation on each rank, whole after every event.
+
+The format is Chromium's Trace Event Format (JSON), which Perfetto reads: a process a rank, a lane a thread, a
+complete event ("X") a phase, counters ("C") for bytes.
+
+Note: A trace that survives its process
+---------------------------------------
+A file is changed by one write, which begins where the finished events end. It holds the newly finished
+events, then every open phase, as long as it is so far and marked ``unfinished``, then the end of the
+document, then spaces up to the length that the file had. So nothing of an earlier tail is left, and whenever
+the process is killed the file is valid JSON and says which phase it was in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import time
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+from shardproof.events.phases import Event, Subscription, hub
+
+__all__ = ["Tracer", "trace"]
+
+_REMEMBERED = 64
+_END = "\n]}\n"
+
+
+def trace(path: str | os.PathLike[str]) -> Subscription:
+    """Writes a trace of every operation of this rank, until the result is called or left as a context.
+
+    Open a file at https://ui.perfetto.dev, or first put those of all ranks together: `merge_traces`, or
+    ``shardproof trace FOLDER -o all.json``. The files are written as the operations go on, so what a job that
+    died was doing can be read too.
+
+    Args:
+        path: a folder, made if it is not there: one file for each operation and rank. Or a name that ends in
+            ``.json``: one file for all operations of this process (where there are several ranks, the rank is
+            put before the ``.json``); a file that is there is written over.
+
+    >>> import json, tempfile
+    >>> from pathlib import Path
+    >>> from shardproof import events
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with events.trace(folder), events.phase("save runs/a", "write", rank=3, world_size=4):
+    ...         pass
+    ...     (file,) = Path(folder).iterdir()
+    ...     [event["name"] for event in json.loads(file.read_text())["traceEvents"] if event["ph"] == "X"]
+    ['write']
+    """
+    tracer = Tracer(Path(path))
+    return hub.subscribe(tracer, tracer.close)
+
+
+class Tracer:
+    """A listener that writes trace files.
+
+    Args:
+        path: as for `trace`.
+        wall: seconds since 1970 of the moment at which the monotonic clock showed `clock`. Times in a file
+            are microseconds since then: see note "One clock for all ranks" in `merging`.
+        clock: seconds of `time.perf_counter`.
+    """
+
+    def __init__(self, path: Path, wall: float | None = None, clock: float | None = None) -> None:
+        self._path = path
+        self._wall = time.time() if wall is None else wall
+        self._clock = time.perf_counter() if clock is None else clock
+        self._files: OrderedDict[Any, _File] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __call__(self, event: Event) -> None:
+        """Takes an event."""
+        if event.kind == "heard":  # the other rank's own file has it
+            return
+        with self._lock:
+            self._file(event).take(event, (event.clock - self._clock) * 1e6)
+
+    def close(self) -> None:
+        """Cuts the spare room off the files."""
+        with self._lock:
+            while self._files:
+                self._files.popitem()[1].close()
+
+    def _file(self, event: Event) -> _File:
+        single = self._path.suffix == ".json"
+        key = (event.rank,) if single else (event.operation, event.step, event.rank)
+        file = self._files.get(key)
+        if file is not None and (single or not file.begins_again(event)):
+            self._files.move_to_end(key)
+            return file
+        if file is not None:
+            self._files.pop(key).close()
+        if single:
+            path = self._path
+            if event.world_size > 1:
+                path = path.with_name(f"{path.stem}.rank{event.rank:05}.json")
+        else:
+            path = self._path / _name_of(event)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = self._files[key] = _File(path, event, self._wall)
+        while len(self._files) > _REMEMBERED:
+            self._files.popitem(last=False)[1].close()
+        return file
+
+
+class _File:
+    """One trace file: what is finished, how far it reaches, and the phases that are open."""
+
+    def __init__(self, path: Path, event: Event, wall: float) -> None:
+        self._path = path
+        self._rank = event.rank
+        self._first_phase = event.phase
+        self._open: dict[int, dict[str, Any]] = {}
+        self._lanes: dict[str, int] = {}
+        self._counted: dict[int, tuple[float, int]] = {}
+        said = {
+            "rank": event.rank,
+            "world_size": event.world_size,
+            "wall_seconds": wall,
+            "process": os.getpid(),
+        }
+        head = f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(said)}, "traceEvents": [\n'
+        # A name and a place in the order of ranks.
+        head += json.dumps(_about("process_name", event.rank, 0, {"name": f"rank {event.rank}"}))
+        head += ",\n" + json.dumps(_about("process_sort_index", event.rank, 0, {"sort_index": event.rank}))
+        self._path.write_text(head + _END)
+        self._end = len(head.encode())
+        self._length = self._end + len(_END)
+
+    def begins_again(self, event: Event) -> bool:
+        """Whether this is the start of a new operation of the same name."""
+        return event.kind == "begin" and event.phase == self._first_phase and not self._open
+
+    def take(self, event: Event, at: float) -> None:
+        """Adds an event that happened `at` microseconds."""
+        new = []
+        if event.thread not in self._lanes:
+            self._lanes[event.thread] = len(self._lanes) + 1
+            new.append(_about("thread_name", self._rank, self._lanes[event.thread], {"name": event.thread}))
+        new += self._counters(event, at)
+        for row in self._open.values():
+            row["dur"] = at - row["ts"]
+        row = self._open.pop(event.id) if event.id in self._open else self._row(event, at)
+        row["dur"] = event.seconds * 1e6
+        row["args"] = {"operation": event.operation, "step": event.step, "bytes": event.done, **event.facts}
+        if event.kind == "end":
+            new.append(row)
+        elif event.kind == "failed":
+            row["args"]["error"] = event.error
+            new.append(row)
+        else:
+            row["args"]["unfinished"] = True
+            self._open[event.id] = row
+        self._write(new)
+
+    def close(self) -> None:
+        """Cuts the spare room off."""
+        os.truncate(self._path, self._write([]))
+
+    def _row(self, event: Event, at: float) -> dict[str, Any]:
+        return {
+            "ph": "X",
+            "name": event.phase,
+            "cat": event.action,
+            "pid": self._rank,
+            "tid": self._lanes[event.thread],
+            "ts": at - event.seconds * 1e6,
+        }
+
+    def _counters(self, event: Event, at: float) -> list[dict[str, Any]]:
+        """Bytes done so far, and the speed since the last time."""
+        before, done = self._counted.pop(event.id, (at - event.seconds * 1e6, 0))
+        if event.kind == "begin" or not event.done:
+            return []
+        if event.kind == "progress":
+            self._counted[event.id] = (at, event.done)
+        speed = (event.done - done) / max(at - before, 1e-3) / 1e3
+        # A phase that is over lets its curves fall to nothing.
+        curves = [{"GB": event.done / 1e9, "GB/s": max(speed, 0.0)}]
+        curves += [] if event.kind == "progress" else [{"GB": 0.0, "GB/s": 0.0}]
+        return [
+            {
+                "ph": "C",
+                "name": f"{event.action} {event.phase} {unit}",
+                "pid": self._rank,
+                "tid": 0,
+                "ts": at,
+                "args": {unit: value},
+            }
+            for values in curves
+            for unit, value in values.items()
+        ]
+
+    def _write(self, new: list[dict[str, Any]]) -> int:
+        """Writes finished events and the tail in one go (see the note); returns where the tail ends."""
+        finished = "".join(f",\n{_dumps(row)}" for row in new).encode()
+        tail = ("".join(f",\n{_dumps(row)}" for row in self._open.values()) + _END).encode()
+        ends = self._end + len(finished) + len(tail)
+        data = finished + tail + b" " * (self._length - ends)
+        with open(self._path, "r+b", buffering=0) as file:
+            file.seek(self._end)
+            written = file.write(data)
+        if written != len(data):
+            raise OSError(f"{self._path}: {written} of {len(data)} bytes written")
+        self._end += len(finished)
+        self._length = max(self._length, ends)
+        return ends
+
+
+def _dumps(row: dict[str, Any]) -> str:
+    return json.dumps(row, default=str)
+
+
+def _about(name: str, rank: int, lane: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": rank, "tid": lane, "args": args}
+
+
+def _name_of(event: Event) -> str:
+    """A file name: what, where, when, which rank.
+
+    >>> _name_of(Event("begin", "save runs/a b/step-7", "collect", 3, 4, 7, 1e9, 0.0, "", 0.0, 0, 0))
+    'save-step-7-20010909T014640.000-rank00003.json'
+    """
+    place = event.operation.partition(" ")[2].rstrip("/").rpartition("/")[2]
+    words = [re.sub(r"[^\w.-]+", "_", word)[:80] for word in (event.action, place) if word]
+    when = time.strftime("%Y%m%dT%H%M%S", time.gmtime(event.time)) + f".{int(event.time % 1 * 1e3):03}"
+    return f"{'-'.join(words)}-{when}-rank{event.rank:05}.json"

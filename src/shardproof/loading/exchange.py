@@ -1,0 +1,119 @@
+"""The one place of a load with collectives: only for `read_once`, over the training's own process group.
+
+Note: Collectives of a load
+    Every rank of the group calls the same methods in the same order: `measure` where the leader asked for
+    it, then for each round of one plan, made by the leader for all, `any_failed` and `start`. A rank that
+    failed still comes to the next `any_failed`, and all ranks leave together after it. A rank that dies is
+    noticed by the group: gloo's connections to it close at once, otherwise the group's own timeout ends the
+    wait. No other thread may use the group meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from shardproof.errors import StructureError
+
+__all__ = ["Exchange", "can_exchange"]
+
+_PROBE_BYTES = 4 << 20
+
+
+def can_exchange(group: ProcessGroup | None) -> bool:
+    """Whether there is a process group to exchange over."""
+    return group is not None or (dist.is_available() and dist.is_initialized())
+
+
+class Exchange:
+    """Bytes from all ranks to all ranks.
+
+    Args:
+        group: of the ranks that load; None for the default group.
+        rank: of this process at the rendezvous.
+        world_size: of the rendezvous.
+
+    Raises:
+        StructureError: the group's ranks are not those that load.
+    """
+
+    def __init__(self, group: ProcessGroup | None, rank: int, world_size: int) -> None:
+        found = (dist.get_rank(group), dist.get_world_size(group))
+        if found != (rank, world_size):
+            raise StructureError(
+                f"read_once: the process group has this process as rank {found[0]} of {found[1]}, the load "
+                f"as rank {rank} of {world_size}: pass the group of the ranks that load, in their order"
+            )
+        self._group = group
+        self._device = _device_of(group)
+
+    def any_failed(self, failed: bool) -> bool:
+        """Whether any rank says that it failed."""
+        said = torch.tensor([int(failed)], dtype=torch.int32, device=self._device)
+        dist.all_reduce(said, dist.ReduceOp.MAX, group=self._group)
+        return bool(said.item())
+
+    def start(
+        self,
+        sent: torch.Tensor,
+        sent_sizes: Sequence[int],
+        received: torch.Tensor,
+        received_sizes: Sequence[int],
+    ) -> Underway:
+        """Starts to send each rank its part, and to receive a part from each.
+
+        Args:
+            sent: uint8 host memory, the parts for rank 0, 1, ... one after another. Not to be written before
+                the end.
+            sent_sizes: bytes for each rank.
+            received: uint8 host memory for the parts of rank 0, 1, ... one after another.
+            received_sizes: bytes from each rank.
+        """
+        source, target = sent[: sum(sent_sizes)], received[: sum(received_sizes)]
+        on_device = self._device.type != "cpu"
+        work: Any = dist.all_to_all_single(
+            arriving := torch.empty_like(target, device=self._device) if on_device else target,
+            source.to(self._device),
+            list(received_sizes),
+            list(sent_sizes),
+            group=self._group,
+            async_op=True,
+        )
+        return Underway(work, arriving, target)
+
+    def measure(self) -> float:
+        """Bytes a second that a rank sends while all do; the same call on every rank."""
+        world_size = dist.get_world_size(self._group)
+        sizes = [_PROBE_BYTES // world_size] * world_size
+        sent, received = (torch.zeros(sum(sizes), dtype=torch.uint8) for _ in range(2))
+        self.start(sent, sizes, received, sizes).wait()  # connects, and touches the memory
+        begun = time.perf_counter()
+        self.start(sent, sizes, received, sizes).wait()
+        return sizes[0] * (world_size - 1) / max(time.perf_counter() - begun, 1e-9)
+
+
+class Underway:
+    """An exchange under way."""
+
+    def __init__(self, work: Any, arriving: torch.Tensor, target: torch.Tensor) -> None:
+        self._work, self._arriving, self._target = work, arriving, target
+
+    def wait(self) -> None:
+        """Returns when everything is received in host memory."""
+        self._work.wait()
+        if self._arriving is not self._target:
+            self._target.copy_(self._arriving)
+
+
+def _device_of(group: ProcessGroup | None) -> torch.device:
+    """Where the group takes tensors from: host memory if it can."""
+    backends = dict(entry.split(":") for entry in str(dist.get_backend_config(group)).split(","))
+    if "cpu" in backends:
+        return torch.device("cpu")
+    kind = next(iter(backends))
+    return torch.device(kind, torch.get_device_module(kind).current_device())

@@ -1,0 +1,161 @@
+"""What a rank reads for others: units in memory for as long as messages need them, packed round by round."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import torch
+
+from shardproof.format import Manifest
+from shardproof.loading.chunks import Chunks, Files
+from shardproof.loading.once_orders import Orders
+from shardproof.loading.placing import Placing, part_of, shaped
+from shardproof.loading.threads import in_threads
+from shardproof.planning import ChunkTable
+
+__all__ = ["Sender"]
+
+
+class Sender:
+    """Reads units, places this rank's own parts of them, and packs what other ranks want.
+
+    Args:
+        files: of the checkpoint.
+        manifest: of the checkpoint.
+        table: its chunks.
+        placing: of this rank's read plan.
+        orders: of this rank.
+        world_size: number of ranks.
+        threads: reads in flight.
+    """
+
+    def __init__(
+        self,
+        files: Files,
+        manifest: Manifest,
+        table: ChunkTable,
+        placing: Placing,
+        orders: Orders,
+        world_size: int,
+        threads: int,
+    ) -> None:
+        self.read = 0
+        """Bytes read from storage so far."""
+        self.sizes = [[0] * world_size for _ in range(orders.rounds)]
+        """Bytes for each rank, by round."""
+        rows, counts, rounds, sent, sent_chunks, boxes = (
+            np.frombuffer(column, np.int64)
+            for column in (
+                orders.read_chunks,
+                orders.read_counts,
+                orders.read_rounds,
+                orders.sent,
+                orders.sent_chunks,
+                orders.sent_boxes,
+            )
+        )
+        self._table = table
+        self._dtypes: list[torch.dtype] = [getattr(torch, record.dtype) for record in manifest.tensors]
+        self._placing = placing
+        self._threads = threads
+        self._chunks = Chunks(files, manifest, table, rows)  # in the same order: that of the files
+        self._parts = placing.parts_of(self._chunks.rows)
+        self._at = {row: at for at, row in enumerate(self._chunks.rows)}
+        ends = np.cumsum(counts).tolist()
+        self._units = [range(end - count, end) for end, count in zip(ends, counts.tolist(), strict=True)]
+        self._begun: list[list[int]] = [[] for _ in range(orders.rounds)]
+        for unit, number in enumerate(rounds.tolist()):
+            self._begun[number].append(unit)
+        self._last = list(rounds.tolist())
+        self._messages: list[list[tuple[int, int, int, range]]] = [[] for _ in range(orders.rounds)]
+        done = 0
+        for unit, rank, number, nbytes, chunks in sent.reshape(-1, 5).tolist():
+            self._messages[number].append((rank, unit, nbytes, range(done, done + chunks)))
+            self.sizes[number][rank] += nbytes
+            self._last[unit] = max(self._last[unit], number)
+            done += chunks
+        self._sent_chunks: list[list[int]] = sent_chunks.reshape(-1, 2).tolist()
+        box_of = np.append(0, np.cumsum(sent_chunks.reshape(-1, 2)[:, 1]))
+        self._box_of: list[int] = box_of.tolist()
+        self._boxes = boxes.reshape(int(box_of[-1]), 2, orders.sent_width)
+        self._held: dict[int, torch.Tensor] = {}
+        self._free: list[torch.Tensor] = []
+        self._lock = threading.Lock()
+        self._unit_bytes = max((self._chunks.span(unit) for unit in self._units), default=0)
+        most = max((sum(sizes) for sizes in self.sizes), default=0)
+        self._buffers = [torch.empty(most, dtype=torch.uint8) for _ in range(2)]
+
+    def buffer(self, number: int) -> torch.Tensor:
+        """Where a round is packed. Two take turns: one is sent while the other is filled."""
+        return self._buffers[number % 2]
+
+    def pack(self, number: int) -> int:
+        """Reads what a round begins, and packs its messages by rank.
+
+        Returns:
+            Bytes read and bytes packed.
+
+        Raises:
+            CorruptChunkError: stored bytes do not match their digest.
+            StorageError: a file is missing, short or unreadable.
+        """
+        before = self.read
+        in_threads(self._read_unit, self._begun[number], self._threads)
+        buffer, done = self.buffer(number), 0
+        for _, unit, nbytes, rows in sorted(self._messages[number], key=lambda message: message[:2]):
+            self._pack(unit, rows, buffer[done : done + nbytes])
+            done += nbytes
+        for unit in [unit for unit in self._held if self._last[unit] <= number]:
+            self._free.append(self._held.pop(unit))
+        return self.read - before + done
+
+    def _read_unit(self, unit: int) -> None:
+        batch = self._units[unit]
+        span = self._chunks.span(batch)
+        with self._lock:
+            held = self._free.pop() if self._free else None
+        if held is None:
+            held = torch.empty(self._unit_bytes, dtype=torch.uint8)
+        self._chunks.read(batch, memoryview(held.numpy().data)[:span])
+        base = self._chunks.start[batch.start]
+        for at in batch:
+            inside = self._chunks.start[at] - base
+            stored = held[inside : inside + self._chunks.count[at]]
+            self._placing.put(self._chunks.rows[at], self._parts[at], stored)
+        with self._lock:
+            self._held[unit] = held
+            self.read += span
+
+    def _pack(self, unit: int, rows: range, message: torch.Tensor) -> None:
+        """Fills one message. Whole chunks that are neighbours in the unit are one copy."""
+        held, base = self._held[unit], self._chunks.start[self._units[unit].start]
+        done = copied = 0  # bytes of the message that are there, and those that are decided on
+        run = 0  # where in the unit the bytes begin that are decided on and not there yet
+        for row in rows:
+            chunk, parts = self._sent_chunks[row]
+            at = self._at[chunk]
+            inside, count = self._chunks.start[at] - base, self._chunks.count[at]
+            if copied > done and (parts or inside != run + copied - done):
+                message[done:copied].copy_(held[run : run + copied - done])
+                done = copied
+            if not parts:
+                run = inside if copied == done else run
+                copied += count
+                continue
+            for box in range(self._box_of[row], self._box_of[row + 1]):
+                done += self._pack_part(chunk, box, held[inside : inside + count], message[done:])
+            copied = done
+        message[done:copied].copy_(held[run : run + copied - done])
+
+    def _pack_part(self, chunk: int, box: int, stored: torch.Tensor, into: torch.Tensor) -> int:
+        extents = self._table.box_sizes[self._table.box_start[chunk] : self._table.box_start[chunk + 1]]
+        dtype = self._dtypes[self._table.tensor[chunk]]
+        offsets, sizes = self._boxes[box, :, : len(extents)].tolist()
+        part = part_of(shaped(stored, dtype, extents.tolist()), offsets, sizes)
+        into = into[: part.nbytes]
+        if into.data_ptr() % dtype.itemsize:
+            into.copy_(part.reshape(-1).view(torch.uint8))
+        else:
+            into.view(dtype).view(sizes).copy_(part)
+        return part.nbytes

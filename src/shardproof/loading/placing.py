@@ -1,0 +1,119 @@
+"""Where the bytes of chunks go: straight into host memory, or through a copy that converts."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shardproof.format import Manifest
+from shardproof.planning import ChunkTable, ReadPlan
+from shardproof.state import is_plain_memory
+
+__all__ = ["Destination", "Placing", "part_of", "shaped"]
+
+
+class Destination(NamedTuple):
+    """A wanted box in memory. Values are converted where its dtype differs from the stored one."""
+
+    key: str
+    view: torch.Tensor
+
+
+class Placing:
+    """The parts of a read plan, and the destinations that they are put into.
+
+    Args:
+        manifest: of the checkpoint.
+        table: its chunks.
+        plan: its `want` is an index into `destinations`.
+        destinations: where the wanted boxes go.
+    """
+
+    def __init__(
+        self, manifest: Manifest, table: ChunkTable, plan: ReadPlan, destinations: Sequence[Destination]
+    ) -> None:
+        self._table = table
+        self._plan = plan
+        self._destinations = destinations
+        self._dtypes: list[torch.dtype] = [getattr(torch, record.dtype) for record in manifest.tensors]
+        itemsizes = np.array([dtype.itemsize for dtype in self._dtypes], np.int64)
+        tensor = table.tensor[plan.chunk]
+        tensor_of = np.zeros(len(destinations), np.int64)
+        tensor_of[plan.want] = tensor
+        base = [
+            view.data_ptr() if is_plain_memory(view) and view.dtype == self._dtypes[row] else 0
+            for (_, view), row in zip(destinations, tensor_of.tolist(), strict=True)
+        ]
+        into = np.array(base, np.uint64)[plan.want]
+        straight = plan.whole & (plan.run_start >= 0) & (into != 0)
+        inside = (plan.run_start * itemsizes[tensor]).astype(np.uint64)
+        self.address: list[int] = np.where(straight, into + inside, 0).tolist()
+        """By part: where the chunk goes as it is stored; 0 where it must be cut, converted or moved."""
+        self._tensor: list[int] = tensor.tolist()
+        self._want: list[int] = plan.want.tolist()
+        self.part_bytes: NDArray[np.int64] = plan.sizes.prod(axis=1) * itemsizes[tensor]
+        """By part: bytes, as stored."""
+
+    def parts_of(self, rows: Sequence[int]) -> list[range]:
+        """For each row of the chunk table, its parts."""
+        first = np.searchsorted(self._plan.chunk, rows, "left").tolist()
+        last = np.searchsorted(self._plan.chunk, rows, "right").tolist()
+        return [range(one, other) for one, other in zip(first, last, strict=True)]
+
+    def put(self, row: int, parts: range, stored: torch.Tensor) -> None:
+        """Puts the parts of a chunk where they belong.
+
+        Args:
+            row: of the chunk table.
+            parts: of the chunk.
+            stored: (count,) uint8 host memory, all bytes of the chunk.
+        """
+        source = None
+        for part in parts:
+            address = self.address[part]
+            if address:
+                ctypes.memmove(address, stored.data_ptr(), len(stored))
+                continue
+            if source is None:
+                sizes = self._table.box_sizes[self._table.box_start[row] : self._table.box_start[row + 1]]
+                source = shaped(stored, self._dtypes[self._tensor[part]], sizes.tolist())
+            ndim = source.ndim
+            sizes_of_part = self._plan.sizes[part, :ndim].tolist()
+            self._copy(part, part_of(source, self._plan.in_chunk[part, :ndim].tolist(), sizes_of_part))
+
+    def put_part(self, part: int, stored: torch.Tensor) -> None:
+        """Puts one part where it belongs.
+
+        Args:
+            part: of the plan.
+            stored: (count,) uint8 host memory, the part's elements in row-major order.
+        """
+        ndim = self._destinations[self._want[part]].view.ndim
+        sizes = self._plan.sizes[part, :ndim].tolist()
+        self._copy(part, shaped(stored, self._dtypes[self._tensor[part]], sizes))
+
+    def _copy(self, part: int, source: torch.Tensor) -> None:
+        view = self._destinations[self._want[part]].view
+        offsets = self._plan.in_want[part, : view.ndim].tolist()
+        with torch.no_grad():
+            part_of(view, offsets, list(source.shape)).copy_(source)
+
+
+def shaped(stored: torch.Tensor, dtype: torch.dtype, sizes: Sequence[int]) -> torch.Tensor:
+    """Bytes as a tensor, copied only where they do not lie at a multiple of the item size."""
+    if stored.data_ptr() % dtype.itemsize:
+        stored = stored.clone()
+    return stored.view(dtype).view(sizes)
+
+
+def part_of(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """The view of a box of a tensor."""
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, offset, size)
+    return tensor

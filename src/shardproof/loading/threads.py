@@ -1,0 +1,66 @@
+"""The reads that a rank has in flight."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+__all__ = ["in_threads", "reading_threads"]
+
+_MOST = 8
+
+_Item = TypeVar("_Item")
+
+
+def reading_threads() -> int:
+    """Reads in flight: this rank's share of the processors, between 1 and 8.
+
+    Reading from the page cache, and hashing, keep a processor busy: more threads than processors only take
+    turns. From a disk, the kernel reads ahead of each thread meanwhile.
+    """
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(_MOST, (os.cpu_count() or 1) // max(ranks_here, 1)))
+
+
+def in_threads(work: Callable[[_Item], None], items: Sequence[_Item], threads: int) -> None:
+    """Does work on every item; each thread takes the next item, until one fails.
+
+    Args:
+        work: called with one item, in any thread.
+        items: taken in their order.
+        threads: how many at once; with 1, the caller's.
+
+    Raises:
+        BaseException: what the work on an item raised. No further item was begun, and none is under way.
+    """
+    if threads <= 1 or len(items) <= 1:
+        for item in items:
+            work(item)
+        return
+    lock = threading.Lock()
+    left = iter(items)
+    stopped = False
+
+    def run() -> None:
+        nonlocal stopped
+        while not stopped:
+            with lock:
+                item = next(left, None)
+            if item is None:
+                return
+            try:
+                work(item)
+            except BaseException:
+                stopped = True
+                raise
+
+    with ThreadPoolExecutor(min(threads, len(items)), thread_name_prefix="shardproof-read") as pool:
+        runs = [pool.submit(run) for _ in range(min(threads, len(items)))]
+        try:
+            for running in runs:
+                running.result()
+        finally:
+            stopped = True

@@ -1,0 +1,132 @@
+"""Where training stops for a moment, so that a save has its copies before memory changes.
+
+A fence stands while a save may read memory that training will write to. It is opened by the step of any
+optimizer that shares memory with the save (a hook that torch calls before every step), by a load, and by the
+program itself. See "Why no torn value can be written" in `shardproof.saving.snapshot`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shardproof import events
+from shardproof.saving.snapshot import Snapshot
+from shardproof.state import Piece, Stepped
+from shardproof.state.dtensor import local_tensor
+
+__all__ = ["Fence", "fenced_pieces", "open_all"]
+
+
+class Fence:
+    """Stands before a snapshot until it is closed.
+
+    Args:
+        snapshot: what is read meanwhile.
+        stepped: the optimizers of the state, and what they write.
+        phase: for whoever listens: what training waits for.
+    """
+
+    def __init__(
+        self, snapshot: Snapshot, stepped: Sequence[Stepped], phase: Callable[[], events.Phase]
+    ) -> None:
+        self._snapshot = snapshot
+        self._phase = phase
+        self._opened = False
+        self._process = os.getpid()
+        self._memory = _memory_of(stepped)
+        self._concerned: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
+        for item in stepped:
+            self._concerned[item.optimizer] = True
+        _standing.add(self)
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Opens the fence if this optimizer's step writes to what is saved."""
+        concerned = self._concerned.get(optimizer)
+        if concerned is None:
+            tensors = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            concerned = any(_storage(local_tensor(tensor)) in self._memory for tensor in tensors)
+            self._concerned[optimizer] = concerned
+        if concerned:
+            self.open()
+
+    def open(self) -> None:
+        """Returns when everything may be written to."""
+        if self._opened or self._process != os.getpid():  # a child made by fork writes to memory of its own
+            return
+        before = self._snapshot.staged_bytes
+        with self._phase() as phase:
+            self._snapshot.secure(fenced=True)
+            copied = self._snapshot.staged_bytes - before
+            phase.progress(copied, copied)
+        self._opened = True
+
+    def close(self) -> None:
+        """Nothing is read any more."""
+        _standing.remove(self)
+
+
+def open_all() -> None:
+    """Opens all fences of this process: what is about to be written to may be part of any save."""
+    for fence in _standing.fences():
+        fence.open()
+
+
+def fenced_pieces(pieces: Sequence[Piece], stepped: Sequence[Stepped]) -> list[bool]:
+    """For each piece, whether it changes only in the step of an optimizer of the state.
+
+    Steps that torch may replay without calling hooks (``capturable``), and tensors that keep no version, are
+    not counted on.
+    """
+    memory = _memory_of(
+        item for item in stepped if not any(group.get("capturable") for group in item.optimizer.param_groups)
+    )
+    return [_storage(piece.view) in memory and not piece.view.is_inference() for piece in pieces]
+
+
+def _memory_of(stepped: Any) -> frozenset[int]:
+    return frozenset(_storage(tensor) for item in stepped for tensor in item.tensors) - {0}
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class _Standing:
+    """All fences of this process. The hook is there only while one stands."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._fences: list[Fence] = []
+        self._hook: Any = None
+
+    def add(self, fence: Fence) -> None:
+        with self._lock:
+            self._fences.append(fence)
+            if self._hook is None:
+                self._hook = register_optimizer_step_pre_hook(_before_step)
+
+    def remove(self, fence: Fence) -> None:
+        with self._lock:
+            if fence in self._fences:
+                self._fences.remove(fence)
+            if not self._fences and self._hook is not None:
+                self._hook.remove()
+                self._hook = None
+
+    def fences(self) -> list[Fence]:
+        return list(self._fences)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    for fence in _standing.fences():
+        fence.before_step(optimizer)
+
+
+_standing = _Standing()

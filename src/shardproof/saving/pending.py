@@ -1,0 +1,78 @@
+"""A save that was begun: what came of it, and how long it held the caller."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+from shardproof.errors import SaveSkipped, ShardproofError
+from shardproof.saving.committed import Committed
+
+__all__ = ["PendingSave"]
+
+
+class PendingSave:
+    """A save that goes on while training does.
+
+    >>> import shardproof as sp, tempfile, torch
+    >>> pending = sp.Checkpointer(tempfile.mkdtemp()).save(7, {"w": torch.ones(2)})
+    >>> pending.result().step, pending.done(), pending.skipped
+    (7, True, False)
+    """
+
+    def __init__(self, step: int | None, future: Future[Committed] | None) -> None:
+        self.step = step
+        """The step that is saved."""
+        self.blocked = 0.0
+        """Seconds for which the call that began it held the caller."""
+        self._future = future
+        self._told = False
+
+    @property
+    def skipped(self) -> bool:
+        """Whether nothing was saved, because another save was still under way."""
+        return self._future is None
+
+    def done(self) -> bool:
+        """Whether it is over: committed, failed or skipped."""
+        return self._future is None or self._future.done()
+
+    def result(self, timeout: float | None = None) -> Committed:
+        """The committed checkpoint, once it is durable.
+
+        Args:
+            timeout: seconds to wait at most; the save goes on in any case. None: as long as it moves, for a
+                save whose ranks fall silent fails by itself.
+
+        Raises:
+            TimeoutError: it is still under way.
+            SaveSkipped: there is none.
+            ShardproofError: the save failed on some rank; nothing was committed.
+        """
+        if self._future is None:
+            raise SaveSkipped(
+                f"step {self.step} was not saved: the save before it was still under way, and when_busy is "
+                "'skip'"
+            )
+        try:
+            return self._future.result(timeout)
+        except ShardproofError:
+            self._told = True
+            raise
+
+    def take_failure(self) -> ShardproofError | None:
+        """Why the save failed, the first time that anybody asks; None if it did not, or not yet."""
+        if self._told or self._future is None or not self._future.done():
+            return None
+        error = self._future.exception()
+        self._told = True
+        assert error is None or isinstance(error, ShardproofError)
+        return error
+
+    def __repr__(self) -> str:
+        if self._future is None:
+            state = "skipped"
+        elif not self._future.done():
+            state = "under way"
+        else:
+            state = "failed" if self._future.exception() else "committed"
+        return f"PendingSave(step={self.step}, {state})"

@@ -1,0 +1,280 @@
+"""The bytes that a save writes, safe from what training does after the save began.
+
+Note "Why no torn value can be written". The writer reads the chunks of a rank from the first to the last,
+span by span. A chunk is *live* while it would be read from the tensor's own memory, *staged* when it would be
+read from a copy, *copied* when the writer has all of it. Only a live chunk can be torn, and:
+
+1. Turning a chunk from live to staged, and reading a span, both hold one lock. So a span is read wholly
+   before its chunk is copied, or from the copy.
+2. Chunks of tensors that may change at any time are staged before `save` returns.
+3. Other tensors are those that only an optimizer's step writes. Before any optimizer that shares memory with
+   them steps, before a load fills anything, and when the program says so (`fence`), all chunks that are
+   still live are staged, and only then does the step, the load or the program go on. The tensors still hold
+   the values of the save at that moment, for nothing wrote to them since.
+4. Whoever writes to such a tensor in another way raises the version that torch keeps of it. It is compared
+   after each span that was read live: a span that was read from memory of another version fails the save.
+   What writes past that count (through ``.data``, or a replayed CUDA graph) must call `fence` first.
+
+The copy is made from the last chunk backwards, the writer comes from the front: they meet, and each byte is
+copied once. Where the budget for copies is used up, whoever stages waits for the writer to come nearer, or to
+be done with copies made before; if it does neither for as long as a rank may be silent, the save is given up
+and training goes on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from shardproof.errors import StorageError, StructureError
+from shardproof.planning import RankPlan
+from shardproof.saving.background import Progress, Workers
+from shardproof.saving.device import DeviceCopies
+from shardproof.saving.staging import Staged, StagingPool
+from shardproof.state import Piece, is_plain_memory
+from shardproof.storage.buffers import address
+
+__all__ = ["Snapshot"]
+
+_log = logging.getLogger("shardproof")
+_LOOK = 0.1
+
+
+class Snapshot:
+    """What one rank writes in one save: the chunks of its plan, in the order of its file.
+
+    Args:
+        pieces: this rank's, in the order that the plan speaks of.
+        names: of the pieces' tensors, for messages.
+        plan: the chunks.
+        pool: for copies.
+        toucher: the thread on which the pool grows.
+        fenced: for each piece, whether it changes only where `secure` is called before; None: nothing
+            changes until the save is over.
+        patience: seconds without progress of the writer after which the save is given up.
+        progress: of the save.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        names: Sequence[str],
+        plan: RankPlan,
+        pool: StagingPool,
+        toucher: Workers,
+        fenced: Sequence[bool] | None,
+        patience: float,
+        progress: Progress,
+    ) -> None:
+        self.waited = 0.0
+        """Seconds that training waited for copies."""
+        self.staged_bytes = 0
+        self._pieces = pieces
+        self._names = names
+        self._pool = pool
+        self._toucher = toucher
+        self._patience = patience
+        self._progress = progress
+        self._changed = pool.changed
+        self._piece = plan.piece.tolist()
+        self._start = plan.piece_start.tolist()
+        self._count: list[int] = plan.byte_count.tolist()
+        self._before = np.append(0, np.cumsum(plan.byte_count))
+        ndims = np.array([piece.view.dim() for piece in pieces], np.int64)[plan.piece]
+        self._box = np.append(0, np.cumsum(ndims)).tolist()
+        self._offsets, self._sizes = plan.box_offsets.tolist(), plan.box_sizes.tolist()
+        self._address = [piece.view.data_ptr() if is_plain_memory(piece.view) else 0 for piece in pieces]
+        self._itemsize = [piece.view.element_size() for piece in pieces]
+        self._fenced = fenced
+        self._version = [
+            piece.view._version if fenced is not None and fenced[row] else -1
+            for row, piece in enumerate(pieces)
+        ]
+        self._devices = {
+            device: DeviceCopies(device)
+            for device in {piece.view.device for piece in pieces}
+            if device.type != "cpu"
+        }
+        self._staged: dict[int, Staged] = {}
+        self._gathered = -1
+        """The chunk that the writer gathered last."""
+        self._scratch = 0
+        self._front = 0
+        self._over = fenced is None
+        self._failure: BaseException | None = None
+
+    def __len__(self) -> int:
+        return len(self._count)
+
+    @property
+    def byte_counts(self) -> Sequence[int]:
+        """Of the chunks, in the order of the file."""
+        return self._count
+
+    def copy(self, row: int, start: int, count: int, to: int) -> None:
+        """Copies a span of a chunk. Spans come in order, and each chunk's last span ends it.
+
+        Args:
+            row: the chunk.
+            start: first byte of the span in the chunk.
+            count: bytes.
+            to: address.
+
+        Raises:
+            StructureError: the tensor was changed by something that no fence stops.
+            BaseException: what the save was given up for.
+        """
+        with self._changed:
+            if self._failure is not None:
+                raise self._failure
+            staged = self._staged.get(row)
+            if staged is not None:
+                ctypes.memmove(to, staged.address + start, count)
+            else:
+                ctypes.memmove(to, self._live(row) + start, count)
+                self._check_version(row)
+            if start + count == self._count[row]:
+                self._front = row + 1
+                if staged is not None:
+                    del self._staged[row]
+                    self._pool.give(staged)
+                self._changed.notify_all()
+        self._progress.moved()
+
+    def secure(self, *, fenced: bool) -> None:
+        """Returns when no chunk is read live any more: all are copied, staged, or the save was given up.
+
+        Args:
+            fenced: also those of fenced tensors; otherwise only the others.
+        """
+        begun = time.monotonic()
+        try:
+            for row in range(len(self._count) - 1, -1, -1):
+                if (fenced or not self._is_fenced(row)) and not self._stage(row):
+                    break
+        except BaseException as error:
+            self.give_up(error)
+            if not isinstance(error, Exception):
+                raise
+        self.waited += time.monotonic() - begun
+
+    def give_up(self, error: BaseException) -> None:
+        """Let the writer fail with this error, and whoever waits go on."""
+        with self._changed:
+            if not self._over:
+                self._failure, self._over = error, True
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """The save is over: nothing is read any more."""
+        with self._changed:
+            self._over = True
+            for staged in self._staged.values():
+                self._pool.give(staged)
+            self._staged.clear()
+            self._changed.notify_all()
+        for copies in self._devices.values():
+            copies.finish()
+        self._pieces = ()
+
+    def _is_fenced(self, row: int) -> bool:
+        return self._fenced is not None and self._fenced[self._piece[row]]
+
+    def _stage(self, row: int) -> bool:
+        """Stages one chunk; False when nothing before it is live either."""
+        count = self._count[row]
+        asked = False
+        seen, since, waiting = -1, time.monotonic(), 0.0
+        with self._changed:
+            while not self._over and row >= self._front:
+                if row in self._staged:
+                    return True
+                staged = self._pool.take(count)
+                if staged is not None:
+                    self._read(row, staged.address)
+                    self._check_version(row)
+                    self._staged[row] = staged
+                    self.staged_bytes += count
+                    self._say(waiting)
+                    return True
+                if not asked:
+                    asked = True
+                    self._ask_for_memory(row)
+                if (moved := self._progress.count + self._pool.size) != seen:
+                    seen, since = moved, time.monotonic()
+                elif time.monotonic() - since > self._patience:
+                    self._failure = StorageError(
+                        f"the writer has made no progress for {self._patience:.0f} s while training waited "
+                        "for it: the save is given up, and training goes on. Look at the storage"
+                    )
+                    self._over = True
+                    break
+                begun = time.monotonic()
+                self._changed.wait(_LOOK)
+                waiting += time.monotonic() - begun
+        self._say(waiting)
+        return False
+
+    def _say(self, waiting: float) -> None:
+        if waiting > 0.5 and self._pool.size >= self._pool.budget:
+            _log.warning(
+                "training waited %.1f s for a save to be written: host_memory_budget (%.2f GB) holds no more "
+                "copies",
+                waiting,
+                self._pool.budget / 1e9,
+            )
+
+    def _ask_for_memory(self, row: int) -> None:
+        """Lets the pool grow to what the chunks that are still live need."""
+        live = int(self._before[row + 1] - self._before[self._front])
+        staged = sum(self._count[other] for other in self._staged)
+        size, largest = live + staged, max(self._count)
+        self._toucher.submit(lambda: self._pool.grow(size, largest, lambda: not self._over))
+
+    def _live(self, row: int) -> int:
+        """Where the writer finds the bytes of a live chunk: in the tensor, or gathered from it."""
+        at = self._piece[row]
+        if self._address[at]:
+            return int(self._address[at] + self._start[row] * self._itemsize[at])
+        if self._gathered != row:
+            self._scratch = self._scratch or address(self._pool.scratch(max(self._count)))
+            self._read(row, self._scratch)
+            self._gathered = row
+        return self._scratch
+
+    @torch.no_grad()
+    def _read(self, row: int, to: int) -> None:
+        """Copies a whole chunk out of its tensor."""
+        at, count = self._piece[row], self._count[row]
+        if self._address[at]:
+            ctypes.memmove(to, self._address[at] + self._start[row] * self._itemsize[at], count)
+            return
+        piece = self._pieces[at]
+        part = piece.view
+        box = slice(self._box[row], self._box[row + 1])
+        for dim, (offset, size, first) in enumerate(
+            zip(self._offsets[box], self._sizes[box], piece.offsets, strict=True)
+        ):
+            part = part.narrow(dim, offset - first, size)
+        copies = self._devices.get(part.device)
+        if copies is None:
+            gathered = part.resolve_conj().resolve_neg().contiguous()
+            ctypes.memmove(to, gathered.data_ptr(), count)
+        else:
+            copies.copy(part, memoryview((ctypes.c_char * count).from_address(to)).cast("B"))
+
+    def _check_version(self, row: int) -> None:
+        at = self._piece[row]
+        expected = self._version[at]
+        if expected >= 0 and self._pieces[at].view._version != expected:
+            raise StructureError(
+                f"{self._names[at]} was changed while it was being saved, and not by the step of an "
+                "optimizer in the state. Nothing was committed. Call checkpointer.fence() before code that "
+                "writes to parameters or optimizer state itself, or use snapshot='stage'",
+                key=self._names[at],
+            )

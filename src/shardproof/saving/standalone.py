@@ -1,0 +1,341 @@
+"""A copy of a step that refers to no other step."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from shardproof.dtypes import DTYPES
+from shardproof.errors import AlreadyCommittedError, CorruptChunkError, ShardproofError
+from shardproof.format import (
+    MANIFEST_NAME,
+    FileRecord,
+    Manifest,
+    bytes_digest,
+    chunk_name,
+    encode_index,
+    file_digest,
+    files_of,
+    index_name,
+    read_index,
+    read_manifest,
+    shard_name,
+)
+from shardproof.planning import ChunkTable, RankPlan, prove_chunks
+from shardproof.saving.commit import publish
+from shardproof.saving.prepare import Attempt, PreparedShard, encode_chunks
+from shardproof.storage import Sink, Storage, aligned_buffer
+from shardproof.version import __version__
+
+__all__ = ["make_standalone"]
+
+_BUFFER = 8 << 20
+_log = logging.getLogger("shardproof")
+
+
+def make_standalone(
+    source: Storage, target: Storage, *, on_progress: Callable[[int, int], None] | None = None
+) -> Manifest:
+    """Copies a checkpoint so that the copy refers to no other step, every chunk verified on its way.
+
+    The copy has the same tensors, plain values, step, time, metadata and world size, whatever ranks saved
+    it; one process makes it. A step that refers to nothing may be copied, too.
+
+    Args:
+        source: of the checkpoint.
+        target: where the copy goes; there must be no checkpoint.
+        on_progress: called with bytes done and bytes in all.
+
+    Returns:
+        The manifest of the copy.
+
+    Raises:
+        NotCommittedError: there is no checkpoint in `source`.
+        AlreadyCommittedError: there is one in `target`.
+        CorruptChunkError, FormatError, TilingError: the source is damaged. Nothing is left of the copy.
+        StorageError: a storage failed.
+
+    >>> import shardproof as sp, tempfile, torch
+    >>> from shardproof.storage import LocalStorage
+    >>> run = tempfile.mkdtemp()
+    >>> checkpointer = sp.Checkpointer(run, incremental=True)
+    >>> [checkpointer.save(step, {"w": torch.ones(4)}).result().reused for step in (1, 2)]
+    [0, 16]
+    >>> copy = make_standalone(LocalStorage(f"{run}/step-00000002"), LocalStorage(f"{run}/whole"))
+    >>> copy.step, len(copy.borrowed_files)
+    (2, 0)
+    """
+    manifest = read_manifest(source)
+    table = read_index(source, manifest)
+    if target.size(MANIFEST_NAME) is not None:
+        raise AlreadyCommittedError(
+            f"{target.location} holds a committed checkpoint; name a new place for the copy",
+            path=target.location,
+        )
+    keys, shapes = [record.key for record in manifest.tensors], [record.shape for record in manifest.tensors]
+    prove_chunks(keys, shapes, table, np.arange(len(keys)))
+    copy = _Copy(source, target, manifest, table, on_progress)
+    try:
+        return copy.run()
+    except BaseException:
+        copy.remove()
+        raise
+    finally:
+        copy.close()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Shard:
+    """One file of the copy."""
+
+    rank: int
+    rows: NDArray[np.int64]
+    """Rows of the source's table, in the order of the file."""
+    byte_start: NDArray[np.int64]
+    """First byte of each in the file."""
+    record: FileRecord
+
+
+class _Copy:
+    def __init__(
+        self,
+        source: Storage,
+        target: Storage,
+        manifest: Manifest,
+        table: ChunkTable,
+        on_progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self._target = target
+        self._manifest = manifest
+        self._table = table
+        self._files = files_of(source, manifest)
+        self._on_progress = on_progress
+        self._done = 0
+        self._total = int(table.byte_count.sum())
+        self._attempt = Attempt(
+            secrets.token_hex(8), manifest.time, manifest.step, manifest.world_size, manifest.metadata
+        )
+
+    def run(self) -> Manifest:
+        """Writes all files, then index and manifest."""
+        manifest, attempt = self._manifest, self._attempt
+        shards = list(self._shards())
+        file, byte_start = np.zeros(len(self._table), np.int64), np.zeros(len(self._table), np.int64)
+        for at, shard in enumerate(shards):
+            file[shard.rows], byte_start[shard.rows] = at, shard.byte_start
+        table = self._table
+        index = encode_index(
+            ChunkTable(
+                table.tensor,
+                file,
+                byte_start,
+                table.byte_count,
+                table.digest,
+                table.box_start,
+                table.box_offsets,
+                table.box_sizes,
+            )
+        )
+        copied = Manifest(
+            writer=f"shardproof {__version__}",
+            attempt=attempt.id,
+            step=manifest.step,
+            time=manifest.time,
+            world_size=manifest.world_size,
+            repaired=manifest.repaired,
+            metadata=manifest.metadata,
+            tensors=manifest.tensors,
+            aliases=manifest.aliases,
+            objects=manifest.objects,
+            files=tuple(shard.record for shard in shards),
+            index=FileRecord(index_name(attempt.id), len(index), bytes_digest(index)),
+        )
+        publish(self._target, copied, index, overwrite=False)
+        return copied
+
+    def remove(self) -> None:
+        """Removes what was written, unless it was committed."""
+        try:
+            if self._target.size(MANIFEST_NAME) is None:
+                names = [shard_name(rank, self._attempt.id) for rank in self._ranks()]
+                for name in (*names, index_name(self._attempt.id)):
+                    self._target.delete(name)
+        except ShardproofError as error:
+            _log.warning("%s: what was copied stays (%s)", self._target.location, error)
+
+    def close(self) -> None:
+        """Closes the files that reading opened."""
+        for storage in {id(storage): storage for storage, _ in self._files}.values():
+            storage.close()
+        self._target.close()
+
+    def _rank_of_row(self) -> NDArray[np.int64]:
+        """The rank in whose file a chunk goes: its writer's, which may have been one of more ranks."""
+        ranks = np.array([record.rank for record in self._manifest.files], np.int64)
+        of_row: NDArray[np.int64] = ranks[self._table.file] if len(ranks) else np.zeros(0, np.int64)
+        return of_row % self._manifest.world_size
+
+    def _ranks(self) -> list[int]:
+        """Ranks of the files; where there is no chunk, one file holds the plain values."""
+        found: list[int] = np.unique(self._rank_of_row()).tolist()
+        return found or ([0] if self._manifest.objects or self._manifest.tensors else [])
+
+    def _shards(self) -> Iterator[_Shard]:
+        """Writes the files one after another."""
+        manifest, table = self._manifest, self._table
+        alignment = np.array([DTYPES[record.dtype].alignment for record in manifest.tensors], np.int64)
+        of_row, ranks = self._rank_of_row(), self._ranks()
+        for at, rank in enumerate(ranks):
+            rows = np.flatnonzero(of_row == rank)
+            rows = rows[np.argsort(-alignment[table.tensor[rows]], kind="stable")]
+            keys = list(manifest.objects)[at :: len(ranks)]
+            yield self._write(rank, rows, keys, len(ranks), is_first=at == 0)
+
+    def _write(
+        self, rank: int, rows: NDArray[np.int64], objects: list[str], files: int, *, is_first: bool
+    ) -> _Shard:
+        table, manifest = self._table, self._manifest
+        byte_count = table.byte_count[rows]
+        prepared = self._prepared(rows, byte_count, objects, files, is_first=is_first)
+        header = prepared.header(
+            self._attempt, rank, {key: msgspec.json.encode(manifest.objects[key]) for key in objects}
+        )
+        name = shard_name(rank, self._attempt.id)
+        writer = _Writer(self._target.create(name))
+        try:
+            writer.put(memoryview(header))
+            for row in rows.tolist():
+                self._copy_chunk(row, writer)
+            writer.put(memoryview(bytes(prepared.padding)))
+            writer.put(memoryview(table.digest[rows].astype("<u8").tobytes()))
+            size = writer.finish()
+        except BaseException:
+            writer.abort()
+            raise
+        byte_start = len(header) + np.cumsum(byte_count) - byte_count
+        digest = file_digest(header, table.digest[rows])
+        return _Shard(rank, rows, byte_start, FileRecord(name, size, digest, len(header), rank))
+
+    def _prepared(
+        self,
+        rows: NDArray[np.int64],
+        byte_count: NDArray[np.int64],
+        objects: list[str],
+        files: int,
+        *,
+        is_first: bool,
+    ) -> PreparedShard:
+        table, tensors = self._table, self._manifest.tensors
+        names: list[str] = []
+        codes: list[str] = []
+        shapes: list[tuple[int, ...]] = []
+        for row in rows.tolist():
+            record = tensors[int(table.tensor[row])]
+            dtype = DTYPES[record.dtype]
+            box = slice(int(table.box_start[row]), int(table.box_start[row + 1]))
+            sizes = tuple(table.box_sizes[box].tolist())
+            names.append(chunk_name(record.key, table.box_offsets[box].tolist(), sizes))
+            codes.append(dtype.code)
+            shapes.append((*sizes, dtype.parts) if dtype.parts > 1 else sizes)
+        held = [tensors[row] for row in np.unique(table.tensor[rows]).tolist()]
+        empty = [record for record in tensors if 0 in record.shape] if is_first else []
+        declared = {record.key: (record.dtype, record.shape) for record in (*held, *empty)}
+        nothing = np.zeros(0, np.int64)
+        return PreparedShard(
+            RankPlan(
+                nothing,
+                nothing,
+                nothing,
+                byte_count,
+                nothing,
+                nothing,
+                tuple(objects),
+                files,
+                self._manifest.aliases,
+                {},
+            ),
+            tuple(names),
+            tuple(codes),
+            tuple(shapes),
+            encode_chunks(names, codes, shapes, byte_count),
+            msgspec.Raw(msgspec.json.encode(declared)),
+            int(byte_count.sum()),
+        )
+
+    def _copy_chunk(self, row: int, writer: _Writer) -> None:
+        table = self._table
+        file, start, count = (int(column[row]) for column in (table.file, table.byte_start, table.byte_count))
+        storage, name = self._files[file]
+        hasher = xxhash.xxh3_128()
+        done = 0
+        while done < count:
+            span = writer.room()[: count - done]
+            storage.read_into(name, start + done, span)
+            hasher.update(span)
+            writer.advance(len(span))
+            done += len(span)
+            self._done += len(span)
+            if self._on_progress is not None:
+                self._on_progress(self._done, self._total)
+        high, low = (int(half) for half in table.digest[row])
+        if hasher.hexdigest() != f"{high:016x}{low:016x}":
+            key = self._manifest.tensors[int(table.tensor[row])].key
+            raise CorruptChunkError(
+                f"{storage.location}/{name}: bytes {start} to {start + count} of {key!r} hash to "
+                f"{hasher.hexdigest()}, but {high:016x}{low:016x} was saved. The copy was given up: copy "
+                "another step (`shardproof verify` lists all damage)",
+                file=self._manifest.files[file].place,
+                key=key,
+                byte_start=start,
+                byte_count=count,
+            )
+
+
+class _Writer:
+    """A file written from its beginning to its end through one aligned buffer."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._buffer = aligned_buffer(_BUFFER)
+        self._filled = 0
+        self._written = 0
+
+    def room(self) -> memoryview:
+        """What is free of the buffer, never nothing."""
+        if self._filled == _BUFFER:
+            self._flush()
+        return self._buffer[self._filled :]
+
+    def advance(self, count: int) -> None:
+        """Takes the first bytes of `room` as filled."""
+        self._filled += count
+
+    def put(self, data: memoryview) -> None:
+        """Appends bytes."""
+        while len(data):
+            room = self.room()[: len(data)]
+            room[:] = data[: len(room)]
+            self.advance(len(room))
+            data = data[len(room) :]
+
+    def finish(self) -> int:
+        """Writes the rest and flushes the file; its bytes."""
+        self._flush()
+        self._sink.finish(self._written)
+        return self._written
+
+    def abort(self) -> None:
+        """Removes the file."""
+        self._sink.abort()
+
+    def _flush(self) -> None:
+        self._sink.write_at(self._written, self._buffer[: self._filled])
+        self._written += self._filled
+        self._filled = 0

@@ -1,0 +1,43 @@
+"""Calls of the C library that Python does not offer. They run without the interpreter's lock."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from typing import Any
+
+__all__ = ["call", "has"]
+
+
+@functools.cache
+def _library() -> Any:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def has(name: str) -> bool:
+    """Whether the C library has a function of this name.
+
+    >>> has("getpid"), has("no_such_function")
+    (True, False)
+    """
+    return hasattr(_library(), name)
+
+
+def call(name: str, *arguments: Any) -> None:
+    """Call a function that returns -1 and sets errno when it fails.
+
+    Args:
+        name: of a function that the library has.
+        arguments: ctypes values, so that each has the width that the function expects.
+
+    Raises:
+        OSError: it failed.
+
+    >>> call("close", ctypes.c_int(-1))
+    Traceback (most recent call last):
+    OSError: [Errno 9] close: Bad file descriptor
+    """
+    if getattr(_library(), name)(*arguments) == -1:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{name}: {os.strerror(code)}")

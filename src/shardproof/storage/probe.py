@@ -1,0 +1,207 @@
+"""Which way of writing is faster on a file system: past the page cache (direct) or through it (buffered).
+
+Note: a probe of real writes
+    The probe writes nothing of its own. Where nobody has chosen and nothing is known, windows of the files
+    that are being saved go one way and the other in turn (direct, buffered, buffered, direct), each is timed
+    until the disk has taken its bytes, and from then on everything goes the faster way. So the probe costs no
+    bytes and leaves no file behind, and it measures what counts: large writes, by all ranks of the node at
+    once, beside the training. A probe with a file of its own would either measure the probes of the other
+    ranks or wait for them. The first 64 MiB of every file go direct and are not timed, so small saves never
+    take part.
+
+Note: one window at a time
+    Several threads write one file. A write that would begin the next window waits for those of the current
+    one, so that both ways are never underway together in this file. A window's clock runs only while
+    something is being written: time spent making the bytes is nobody's fault. The writes of a buffered window
+    are written back early, as always, and the last one waits for the disk before the clock stops.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from shardproof.storage.known import Speeds, recall, remember
+
+__all__ = ["VARIABLE", "Probe", "Probes", "Trial", "users_choice"]
+
+_log = logging.getLogger("shardproof")
+
+VARIABLE = "SHARDPROOF_DIRECT"
+"""The environment variable by which the user chooses: 1 for direct, 0 for buffered."""
+
+WINDOW = 64 << 20
+"""Bytes of a file that go one way and are timed together; also those before the first window."""
+
+_EACH = 2
+"""Windows each way."""
+
+_WORTH = 1.25
+"""How many times faster buffered writes must be: they keep a processor busy, direct ones do not."""
+
+
+def users_choice() -> bool | None:
+    """What the environment variable SHARDPROOF_DIRECT says: direct (1), buffered (0), nothing.
+
+    Raises:
+        ValueError: it says something else.
+    """
+    value = os.environ.get(VARIABLE, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(
+            f"the environment variable {VARIABLE} is {value!r}: set it to 1 to write past the page cache "
+            "(O_DIRECT), to 0 to write through it, or unset it to use the faster way"
+        )
+    return None if value == "" else value == "1"
+
+
+class Probe:
+    """What is known of one file system. Threads and files share it.
+
+    Args:
+        device: `os.stat(...).st_dev` of a file on it.
+    """
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._asked = False
+        self._windows: dict[bool, list[tuple[int, float]]] = {True: [], False: []}
+        self.answer: bool | None = None
+        """Whether direct writes are the faster ones; None while that is not known."""
+
+    def next_window(self) -> bool:
+        """Whether the next window goes direct. The first question asks what earlier processes remembered."""
+        with self._lock:
+            if not self._asked:
+                self._asked = True
+                known = recall(self._device)
+                if known is not None:
+                    self.answer = _faster(known)
+            if self.answer is not None:
+                return self.answer
+            direct, buffered = len(self._windows[True]), len(self._windows[False])
+            return direct == 0 or buffered >= _EACH
+
+    def add(self, direct: bool, count: int, seconds: float) -> None:
+        """Take note of a window: `count` bytes written in `seconds`. The last one to come decides."""
+        with self._lock:
+            self._windows[direct].append((count, seconds))
+            if self.answer is not None or any(len(found) < _EACH for found in self._windows.values()):
+                return
+            speeds = Speeds(*(_speed(self._windows[way]) for way in (True, False)))
+            self.answer = _faster(speeds)
+        _log.info(
+            "device %d:%d takes %.2f GB/s past the page cache, %.2f GB/s through it; further writes go %s",
+            os.major(self._device),
+            os.minor(self._device),
+            speeds.direct / 1e9,
+            speeds.buffered / 1e9,
+            "past it" if self.answer else "through it",
+        )
+        remember(self._device, speeds)
+
+    def refuse(self) -> None:
+        """The file system takes no direct writes."""
+        with self._lock:
+            self.answer = False
+
+
+class Probes:
+    """The probes of all file systems that a storage and its parts lie on."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._probes: dict[int, Probe] = {}
+
+    def of(self, device: int) -> Probe:
+        """The probe of the file system on `device` (`st_dev`)."""
+        with self._lock:
+            return self._probes.setdefault(device, Probe(device))
+
+
+class Trial:
+    """One file's part in a probe; see "one window at a time".
+
+    Args:
+        probe: of the file's file system.
+        wait: waits until the disk has taken all that was written buffered; may raise OSError.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, probe: Probe, wait: Callable[[], None], clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._probe = probe
+        self._wait = wait
+        self._clock = clock
+        self._turn = threading.Condition()
+        self._timed = False
+        self._direct = True
+        self._begun = 0
+        self._running = 0
+        self._since = 0.0
+        self._busy = 0.0
+
+    @contextmanager
+    def write(self, count: int) -> Iterator[bool]:
+        """For the time of a write of `count` bytes that could go either way: whether it goes direct.
+
+        Raises:
+            OSError: at the end of a window, the disk refused bytes that were written buffered.
+        """
+        answer = self._probe.answer
+        if answer is not None:
+            yield answer
+            return
+        direct = self._begin(count)
+        try:
+            yield direct
+        finally:
+            self._end()
+
+    def _begin(self, count: int) -> bool:
+        with self._turn:
+            self._turn.wait_for(lambda: self._begun < WINDOW)
+            if self._running == 0:
+                self._since = self._clock()
+            self._running += 1
+            self._begun += count
+            return self._direct
+
+    def _end(self) -> None:
+        with self._turn:
+            self._running -= 1
+            if self._running:
+                return
+            full = self._begun >= WINDOW
+            try:
+                if full and not self._direct:
+                    self._wait()
+            finally:
+                self._busy += self._clock() - self._since
+                if full:
+                    self._next()
+
+    def _next(self) -> None:
+        """Begin another window, after the one before, or what came before the first."""
+        if self._timed:
+            self._probe.add(self._direct, self._begun, self._busy)
+        self._timed = True
+        self._direct = self._probe.next_window()
+        self._begun, self._busy = 0, 0.0
+        self._turn.notify_all()
+
+
+def _faster(speeds: Speeds) -> bool:
+    """Whether direct writes are the better choice."""
+    return speeds.buffered < _WORTH * speeds.direct
+
+
+def _speed(windows: list[tuple[int, float]]) -> float:
+    """Bytes a second over all windows."""
+    return sum(count for count, _ in windows) / max(sum(seconds for _, seconds in windows), 1e-9)

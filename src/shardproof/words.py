@@ -1,0 +1,56 @@
+"""Numbers and names as people read them."""
+
+from __future__ import annotations
+
+import math
+
+__all__ = ["gigabytes", "gigabytes_per_second", "printable", "span"]
+
+
+def gigabytes(count: float) -> str:
+    """A number of bytes in GB (10^9 bytes), with three digits that mean something; small ones in kB.
+
+    >>> gigabytes(12_345_678_901), gigabytes(5_123_456), gigabytes(20_480), gigabytes(12)
+    ('12.3 GB', '0.00512 GB', '20.5 kB', '12 B')
+    """
+    if count < 1000:
+        return f"{count:.0f} B"
+    if count < 1_000_000:
+        return f"{count / 1e3:.1f} kB"
+    digits = max(2 - math.floor(math.log10(count / 1e9)), 0)
+    return f"{count / 1e9:,.{digits}f} GB"
+
+
+def gigabytes_per_second(count: float, seconds: float) -> str:
+    """A speed.
+
+    >>> gigabytes_per_second(3e9, 2.0)
+    '1.50 GB/s'
+    """
+    return f"{count / 1e9 / max(seconds, 1e-9):.2f} GB/s"
+
+
+def span(seconds: float) -> str:
+    """A span of time, as long as it takes to say it.
+
+    >>> span(0.0042), span(0.5), span(42.3), span(5000), span(1e6)
+    ('4.2 ms', '0.50 s', '42.3 s', '83 min', '278 h')
+    """
+    if seconds < 0.1:
+        return f"{seconds * 1e3:.1f} ms"
+    if seconds < 120:
+        return f"{seconds:.{2 if seconds < 10 else 1}f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+
+
+def printable(text: str) -> str:
+    r"""The text with every character that a terminal would act on, or not show, written as an escape.
+
+    Keys and file names come from the checkpoint, and a hostile one may try to steer the reader's terminal.
+
+    >>> printable("a\x1b[2Jb")
+    'a\\x1b[2Jb'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)

@@ -1,0 +1,93 @@
+"""What ranks say to each other when only values have changed: two meetings, a few bytes, no planning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardproof as sp
+from tests.harness import rank, rendezvous, run_ranks
+
+RANKS, TENSORS = 3, 300
+"""Tensors that all ranks hold."""
+
+
+@dataclass(frozen=True)
+class Met:
+    """One meeting, as this rank took part in it."""
+
+    phase: str
+    posted: int
+    answered: int
+
+
+class Counted:
+    """A rendezvous that keeps account of its meetings, and of those of every other one made beside it."""
+
+    def __init__(self, inner: Any, meetings: list[Met]) -> None:
+        self._inner = inner
+        self._meetings = meetings
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    @property
+    def deadline(self) -> float:
+        return self._inner.deadline
+
+    @deadline.setter
+    def deadline(self, seconds: float) -> None:
+        self._inner.deadline = seconds
+
+    def meet(self, operation: str, phase: str, post: Any, decide: Any) -> bytes:
+        answer = self._inner.meet(operation, phase, post, decide)
+        self._meetings.append(Met(phase, len(post) if isinstance(post, bytes) else -1, len(answer)))
+        return answer
+
+    def beside(self, name: str) -> Counted:
+        return Counted(self._inner.beside(name), self._meetings)
+
+
+def state_of(value: float, tensors: int) -> dict[str, Any]:
+    """Replicas, the same on all ranks, under names that are long enough to be seen if they travelled."""
+    named = {
+        f"layers.{number:05d}.some.long.name.weight": torch.full((8, 4), value) for number in range(tensors)
+    }
+    return {"model": named, "epoch": 3}
+
+
+def save_three_times(root: str, metadata: dict[str, Any]) -> list[list[Met]]:
+    """Meetings of a first save, of one with other values, and of one with a tensor more on rank 1."""
+    log: list[Met] = []
+    counted = Counted(rendezvous(deadline=10.0), log)
+    checkpointer = sp.Checkpointer(root, rendezvous=counted)
+    meetings = []
+    for step, extra in enumerate((0, 0, int(rank() == 1)), start=1):
+        checkpointer.save(step, state_of(float(step), TENSORS + extra), metadata=metadata).result()
+        meetings.append(list(log))
+        log.clear()
+    return meetings
+
+
+@pytest.mark.parametrize("metadata", [{}, {"loss": 1.5, "run": "a name of some length"}])
+def test_a_second_save_agrees_in_a_few_bytes_and_does_not_plan(
+    tmp_path: Path, metadata: dict[str, Any]
+) -> None:
+    outcomes = run_ranks(RANKS, save_three_times, str(tmp_path), metadata, timeout=120)
+    room = 100 + len(repr(metadata))
+    for first, second, third in (outcome.value for outcome in outcomes):
+        assert [met.phase for met in first] == ["collect", "plan", "write"]
+        assert [met.phase for met in second] == ["collect", "write"]
+        assert [met.phase for met in third] == ["collect", "plan", "write"]
+        assert first[1].posted < sum(map(len, state_of(0.0, TENSORS)["model"])) / 2, (
+            "names are not compressed"
+        )
+        assert second[0].posted <= room
+        assert second[0].answered <= room
+    posted = sum(outcome.value[1][1].posted for outcome in outcomes)
+    # 16 bytes for each chunk, whoever wrote it, and what every rank says of its file and its objects.
+    assert posted <= 16 * TENSORS + RANKS * 200

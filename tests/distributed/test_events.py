@@ -1,0 +1,128 @@
+"""Real ranks that save and load: what listeners, traces and lines say of it."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardproof as sp
+from shardproof.errors import RankFailure
+from tests.harness import Job, rank, reach, rendezvous, run_ranks
+
+FOREGROUND, BACKGROUND = ["collect", "agree", "stage"], ["write", "commit"]
+MILLISECOND = 1e3
+
+
+def state_of(number: int) -> dict[str, Any]:
+    weight = torch.arange(1 << 18, dtype=torch.float32).reshape(-1, 64) + number
+    return {"w": weight, "mine": sp.PerRank({"rank": number})}
+
+
+def save_under_trace(folder: str) -> tuple[list[tuple[str, str, int | None]], str]:
+    """Rank 1 begins to trace one save later than rank 0, so that their files begin at other times."""
+    shown, seen = io.StringIO(), []
+    checkpointer = sp.Checkpointer(f"{folder}/run", deadline=30.0)
+    with sp.events.show(shown):
+        state = state_of(rank())
+        subscriptions = []
+        for step in (1, 2):
+            if step == 2 or rank() == 0:
+                subscriptions = subscriptions or [sp.events.trace(f"{folder}/traces")]
+            if step == 2:
+                subscriptions.append(sp.events.subscribe(seen.append))
+            checkpointer.save(step, state).result(60)
+        checkpointer.wait()
+        for subscription in subscriptions:
+            subscription()
+        checkpointer.restore(state)
+    told = [(event.kind, event.phase, event.step) for event in seen if event.action == "save"]
+    return [one for one in told if one[0] != "progress"], shown.getvalue()
+
+
+def test_two_ranks_on_one_time_line(tmp_path: Path) -> None:
+    outcomes = run_ranks(2, save_under_trace, str(tmp_path), timeout=120)
+    for outcome in outcomes:
+        told, shown = outcome.value
+        begun = [phase for kind, phase, _ in told if kind == "begin"]
+        assert sorted(phase for kind, phase, _ in told if kind == "end") == sorted(begun)
+        for sequence in (FOREGROUND, BACKGROUND):  # each in its own thread, side by side
+            assert [phase for phase in begun if phase in sequence] == sequence
+        assert {step for _, _, step in told} == {2}
+        lines = shown.splitlines()
+        assert (outcome.rank == 0) == bool(lines)
+        if lines:
+            assert any(line.startswith("save ") and ": write " in line and "GB/s" in line for line in lines)
+
+    merged = sp.events.merge_traces((tmp_path / "traces").iterdir(), tmp_path / "all.json")
+    assert (merged.ranks, merged.unfinished, merged.skipped) == (2, 0, ())
+    rows = json.loads((tmp_path / "all.json").read_text())["traceEvents"]
+    second = defaultdict(dict)
+    for row in rows:
+        if row["ph"] == "X" and row["cat"] == "save" and row["args"]["step"] == 2:
+            second[row["pid"]][row["name"]] = row
+    assert set(second[0]) == set(second[1]) >= {*FOREGROUND, *BACKGROUND}
+    for meeting in ("agree", "commit"):
+        ends = [second[number][meeting]["ts"] + second[number][meeting]["dur"] for number in (0, 1)]
+        begins = [second[number][meeting]["ts"] for number in (0, 1)]
+        # No rank leaves a meeting before the last has come: true of the time line only if clocks are aligned.
+        assert max(begins) <= min(ends) + MILLISECOND, (meeting, begins, ends)
+    assert sum(second[number]["write"]["args"]["bytes"] for number in (0, 1)) > 4 * (1 << 18)
+
+
+def fail_on_rank_1(folder: str) -> list[tuple[str, str, str | None]]:
+    seen: list[Any] = []
+    state = state_of(rank())
+    if rank() == 1:
+        state["bad"] = object()
+    with sp.events.subscribe(seen.append), pytest.raises(RankFailure):
+        sp.save(f"{folder}/step", state)
+    return [(event.kind, event.phase, event.error) for event in seen if event.kind in ("end", "failed")]
+
+
+def test_the_rank_that_failed_is_told_apart(tmp_path: Path) -> None:
+    zero, one = (outcome.value for outcome in run_ranks(2, fail_on_rank_1, str(tmp_path), timeout=60))
+    assert zero[0] == ("end", "collect", None)
+    assert one[0][:2] == ("failed", "collect") and "PlainDataError" in one[0][2]
+    for told in (zero, one):
+        kind, phase, error = told[1]
+        assert (kind, phase) == ("failed", "agree") and error.startswith("RankFailure: ")
+
+
+def wait_for_rank_1() -> list[Any]:
+    """Rank 0 is at the meeting; rank 1 has done a part, and comes when rank 0 has heard of it."""
+    seen: list[Any] = []
+    told = {1: (250, 1000)}
+
+    def listen(event: sp.events.Event) -> None:
+        seen.append((event.kind, event.rank, event.phase))
+        if event.facts == {"ranks": told} and ("told",) not in seen:
+            seen.append(("told",))
+            reach("heard")
+
+    meeting = rendezvous(deadline=10.0)
+    meeting.meet("save a", "collect", b"", lambda posts: b"")
+    with sp.events.subscribe(listen):
+        if rank() == 1:
+            meeting.progress(*told[1])
+            reach("half way")
+        meeting.meet("save a", "write", b"", lambda posts: b"")
+    return seen
+
+
+def test_rank_0_hears_of_the_progress_of_those_it_waits_for() -> None:
+    def script(job: Job) -> None:
+        job.until_held(1, "half way")
+        job.until_held(0, "heard")
+        job.go(0)
+        job.go(1)
+
+    held = {0: "heard", 1: "half way"}
+    zero, one = run_ranks(2, wait_for_rank_1, timeout=60, hold=held, script=script)
+    assert one.value == []
+    assert ("heard", 0, "write") in zero.value and ("told",) in zero.value

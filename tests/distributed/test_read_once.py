@@ -1,0 +1,368 @@
+"""Reading once and handing on, between real ranks: every layout, every failure, and what it reads."""
+
+from __future__ import annotations
+
+import os
+import signal
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardproof as sp
+from shardproof.errors import CorruptChunkError, RankFailure, ShardproofError
+from shardproof.loading import LoadReport, Options, load_from, sharing
+from shardproof.loading.checkpoint import Checkpoint
+from shardproof.loading.once_plan import plan_once
+from shardproof.rendezvous import LocalRendezvous, connect
+from shardproof.saving import Saver
+from shardproof.storage import LocalStorage
+from tests.harness import process_group, rank, rendezvous, run_ranks, world_size
+
+ROWS, COLUMNS = 24, 36
+
+
+class Counting(LocalStorage):
+    """Counts the bytes that are read from shard files."""
+
+    count = 0
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        self.count += len(buffer)
+        super().read_into(name, start, buffer)
+
+
+def stored() -> dict[str, torch.Tensor]:
+    """Some dtypes, one row a chunk of the matrices; the bytes shift what follows off its alignment."""
+    grid = torch.arange(ROWS * COLUMNS).reshape(ROWS, COLUMNS)
+    tensors = {
+        "a.bytes": torch.arange(13, dtype=torch.uint8),
+        "w": grid.float(),
+        "half": grid.bfloat16(),
+        "whole": torch.arange(7.0),
+        "scalar": torch.tensor(3.0),
+    }
+    return tensors | {"double": grid.double() * 3}
+
+
+def save(folder: Path, chunk_bytes: int = 300) -> int:
+    Saver(LocalRendezvous(), chunk_bytes=chunk_bytes).save(LocalStorage(folder), stored())
+    return sum(value.nbytes for value in stored().values())
+
+
+def part(key: str, dim: int | None, number: int, of: int, dtype: torch.dtype, *, wide: bool) -> Any:
+    """This rank's target of one tensor: a share along a dimension, or all of it."""
+    value = stored()[key]
+    if dim is None or value.dim() < 2:
+        return torch.zeros_like(value)
+    share = list(torch.arange(value.shape[dim]).chunk(of))
+    index = share[number].tolist() if number < len(share) else []
+    shape = [len(index) if k == dim else size for k, size in enumerate(value.shape)]
+    view = (
+        torch.zeros(shape[0], shape[1] * 2, dtype=dtype)[:, ::2] if wide else torch.zeros(shape, dtype=dtype)
+    )
+    offsets = [index[0] if k == dim and index else 0 for k in range(2)]
+    return sp.ShardedTensor(value.shape, [(view, offsets)] if index else [], dtype=dtype)
+
+
+def expected(key: str, target: Any) -> bool:
+    value = stored()[key]
+    if isinstance(target, torch.Tensor):
+        return torch.equal(target, value)
+    return all(
+        torch.equal(
+            view,
+            value[top : top + view.shape[0], left : left + view.shape[1]].to(view.dtype),
+        )
+        for view, (top, left) in target.pieces
+    )
+
+
+def small_rounds(round_bytes: int) -> None:
+    """From now on this process plans rounds of so many bytes, and units of 512."""
+    sharing.plan_once = partial(plan_once, round_bytes=round_bytes, unit_bytes=512)  # type: ignore[attr-defined]
+
+
+def load_layout(
+    folder: str, dim: int | None, cast: bool, wide: bool, round_bytes: int, read_once: Any = True
+) -> tuple[LoadReport, int]:
+    small_rounds(round_bytes)
+    storage = Counting(folder)
+    with process_group():
+        state = {
+            key: part(
+                key, dim, rank(), world_size(), torch.float64 if cast else value.dtype, wide=wide and dim == 1
+            )
+            for key, value in stored().items()
+        }
+        options = Options(cast=["w", "half", "double"] if cast else False, read_once=read_once)
+        report = load_from(storage, state, connect(), options)
+        wrong = [key for key, target in state.items() if not expected(key, target)]
+        assert not wrong
+        assert storage.count == report.bytes
+        return report, storage.count
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dim", "cast", "wide", "round_bytes"),
+    [
+        (4, 1, False, False, 1 << 20),  # rows to columns
+        (4, 1, True, True, 700),  # the same into strided memory of another dtype, in many small rounds
+        (3, 0, False, False, 2000),  # 4 chunks of rows that do not end where ranks do
+        (2, None, False, False, 1 << 20),  # replicas
+        (3, None, False, False, 1),  # every message a round of its own
+    ],
+)
+def test_every_byte_is_read_by_one_rank(
+    tmp_path: Path, ranks: int, dim: int | None, cast: bool, wide: bool, round_bytes: int
+) -> None:
+    nbytes = save(tmp_path, 300 if dim != 0 else 700)
+    outcomes = run_ranks(ranks, load_layout, str(tmp_path), dim, cast, wide, round_bytes, timeout=120)
+    reports = [outcome.value[0] for outcome in outcomes]
+    assert sum(outcome.value[1] for outcome in outcomes) == nbytes
+    assert all(report.read_once for report in reports)
+    if dim is None:
+        assert all(report.received + report.bytes == report.needed == nbytes for report in reports)
+        assert max(report.bytes for report in reports) < nbytes * 0.7
+    if dim == 1:
+        replicated = sum(value.nbytes for value in stored().values() if value.dim() < 2)
+        assert sum(report.needed for report in reports) == nbytes + (ranks - 1) * replicated
+
+
+def from_two_to_four(folder: str) -> float:
+    with process_group():
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+        mesh = init_device_mesh("cpu", (2, 2))
+        placements: list[Any] = [[Shard(0), Shard(1)], [Replicate(), Shard(1)], [Shard(1), Replicate()]]
+        values = [torch.arange(48.0).reshape(6, 8) + at for at in range(3)]
+        if rank() == 0:
+            Saver(LocalRendezvous(), chunk_bytes=64).save(
+                LocalStorage(folder), {str(at): value for at, value in enumerate(values)}
+            )
+        dist.barrier()
+        state: dict[str, Any] = {
+            str(at): distribute_tensor(torch.zeros(6, 8), mesh, placement)
+            for at, placement in enumerate(placements)
+        }
+        report = sp.load(folder, state, read_once=True)
+        for at, value in enumerate(values):
+            assert torch.equal(state[str(at)].full_tensor(), value)
+        return float(report.bytes)
+
+
+def test_rows_of_two_become_grids_and_replicas_of_four(tmp_path: Path) -> None:
+    outcomes = run_ranks(4, from_two_to_four, str(tmp_path))
+    assert sum(outcome.value for outcome in outcomes) == 3 * 48 * 4
+
+
+def tied_and_absent(folder: str) -> tuple[int, int]:
+    """Rank 0 wants two names of one tensor, rank 1 one, rank 2 nothing of any tensor."""
+    storage = Counting(folder)
+    with process_group():
+        if rank() == 2:
+            state: dict[str, Any] = {
+                "one": sp.ShardedTensor((50, 4), [], dtype=torch.float32),
+                "two": sp.ShardedTensor((50, 4), [], dtype=torch.float32),
+            }
+        elif rank() == 1:
+            state = {"one": torch.zeros(50, 4), "two": torch.zeros(50, 4)}
+        else:
+            one = torch.zeros(50, 4)
+            state = {"one": one, "two": one}
+        report = load_from(storage, state, connect(), Options(read_once=True))
+        if rank() < 2:
+            assert all(torch.equal(state[key], torch.arange(200.0).reshape(50, 4)) for key in state)
+        return report.bytes, storage.count
+
+
+def test_tied_tensors_and_ranks_that_want_nothing(tmp_path: Path) -> None:
+    value = torch.arange(200.0).reshape(50, 4)
+    sp.save(tmp_path, {"one": value, "two": value})
+    outcomes = run_ranks(3, tied_and_absent, str(tmp_path))
+    assert [outcome.value[0] for outcome in outcomes][2] == 0
+    assert sum(outcome.value[0] for outcome in outcomes) == 800
+
+
+def _no_collective(*args: Any, **kwargs: Any) -> None:
+    raise AssertionError("a collective that nobody asked for")
+
+
+def plain_load(folder: str) -> int:
+    with process_group():
+        for name in ("all_reduce", "all_to_all_single", "barrier", "broadcast", "all_gather"):
+            setattr(dist, name, _no_collective)
+        target = {key: torch.zeros_like(value) for key, value in stored().items()}
+        report = sp.load(folder, target)
+        assert not report.read_once and report.received == 0
+        return report.bytes
+
+
+def test_without_being_asked_every_rank_reads_and_no_collective_runs(tmp_path: Path) -> None:
+    nbytes = save(tmp_path)
+    assert [outcome.value for outcome in run_ranks(2, plain_load, str(tmp_path))] == [nbytes] * 2
+
+
+def damage(folder: Path, key: str) -> None:
+    with Checkpoint(LocalStorage(folder)) as opened:
+        rows = np.flatnonzero(opened.table.tensor == opened.row(key))
+        at = int(opened.table.byte_start[rows[len(rows) // 2]])
+        name = opened.manifest.files[int(opened.table.file[rows[0]])].name
+    raw = bytearray((folder / name).read_bytes())
+    raw[at] ^= 1
+    (folder / name).write_bytes(raw)
+
+
+def failing(folder: str, round_bytes: int, unreadable_on: int | None) -> dict[str, Any]:
+    small_rounds(round_bytes)
+    storage = LocalStorage(folder)
+    if unreadable_on == rank():
+
+        def stuck(name: str, start: int, buffer: memoryview) -> None:
+            raise MemoryError("no room")
+
+        storage.read_into = stuck  # type: ignore[method-assign]
+    with process_group():
+        target = {key: torch.zeros_like(value) for key, value in stored().items()}
+        try:
+            load_from(storage, target, connect(), Options(read_once=True))
+        except ShardproofError as error:
+            dist.barrier()  # the group is still in step
+            return error.to_wire()
+        raise AssertionError("it loaded")
+
+
+@pytest.mark.parametrize("round_bytes", [1 << 20, 600], ids=["one round", "many rounds"])
+def test_a_corrupt_chunk_is_the_same_error_on_every_rank(tmp_path: Path, round_bytes: int) -> None:
+    save(tmp_path)
+    damage(tmp_path, "double")
+    outcomes = run_ranks(3, failing, str(tmp_path), round_bytes, None, timeout=120)
+    errors = [outcome.value for outcome in outcomes]
+    assert errors[0] == errors[1] == errors[2]
+    assert errors[0]["type"] == CorruptChunkError.__name__
+    assert errors[0]["details"]["key"] == "double" and errors[0]["details"]["overwritten"]
+
+
+def test_a_rank_that_cannot_go_on_takes_nobody_with_it_into_a_hang(tmp_path: Path) -> None:
+    save(tmp_path)
+    outcomes = run_ranks(3, failing, str(tmp_path), 600, 1, timeout=120)
+    errors = [outcome.value for outcome in outcomes]
+    assert errors[0] == errors[1] == errors[2]
+    assert errors[0]["type"] == RankFailure.__name__
+    assert list(errors[0]["details"]["causes"]) == ["1"] and "no room" in errors[0]["message"]
+
+
+def dying(folder: str) -> str:
+    small_rounds(600)
+    storage = LocalStorage(folder)
+    read_into, reads = storage.read_into, []
+
+    def kill_at_third(name: str, start: int, buffer: memoryview) -> None:
+        reads.append(start)
+        if rank() == 1 and len(reads) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        read_into(name, start, buffer)
+
+    storage.read_into = kill_at_third  # type: ignore[method-assign]
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    target = {key: torch.zeros_like(value) for key, value in stored().items()}
+    with pytest.raises(ShardproofError) as caught:
+        load_from(storage, target, rendezvous(deadline=3.0), Options(read_once=True))
+    return str(caught.value)
+
+
+def test_a_rank_that_is_killed_in_the_exchange_ends_it_for_all(tmp_path: Path) -> None:
+    save(tmp_path)
+    outcomes = run_ranks(3, dying, str(tmp_path), timeout=120)
+    assert outcomes[1].exit_code == -signal.SIGKILL
+    texts = [outcomes[0].value, outcomes[2].value]
+    assert texts[0] == texts[1]
+    assert "partly overwritten" in texts[0] and "rank 1" in texts[0], texts[0]
+
+
+def choosing(folder: str, pays: bool, worth: int) -> tuple[bool, int]:
+    sharing.pays = lambda loads, speeds: pays  # type: ignore[attr-defined]
+    from shardproof.loading import crossover
+
+    crossover.WORTH_BYTES = worth
+    with process_group():
+        target = {key: torch.zeros_like(value) for key, value in stored().items()}
+        report = sp.load(folder, target, read_once="auto")
+        assert all(expected(key, value) for key, value in target.items())
+        return report.read_once, report.bytes
+
+
+@pytest.mark.parametrize(
+    ("pays", "worth", "once"), [(True, 0, True), (False, 0, False), (True, 1 << 30, False)]
+)
+def test_the_choice_is_one_for_all_ranks(tmp_path: Path, pays: bool, worth: int, once: bool) -> None:
+    nbytes = save(tmp_path)
+    found = [outcome.value for outcome in run_ranks(2, choosing, str(tmp_path), pays, worth)]
+    assert [read_once for read_once, _ in found] == [once] * 2
+    assert sum(count for _, count in found) == (nbytes if once else 2 * nbytes)
+
+
+def misused(folder: str) -> list[str]:
+    texts = []
+    target = {key: torch.zeros_like(value) for key, value in stored().items()}
+    meetings = rendezvous(deadline=20.0)
+    report = sp.load(folder, target, read_once="auto", rendezvous=meetings)
+    assert not report.read_once
+    target = {key: torch.zeros_like(value) for key, value in stored().items()}
+    for read_once in (True, rank() == 0):
+        with pytest.raises(ShardproofError) as caught:
+            sp.load(folder, target, rendezvous=meetings, read_once=read_once)
+        texts.append(str(caught.value))
+    with process_group():
+        group = dist.new_group([rank()], use_local_synchronization=True)
+        with pytest.raises(ShardproofError) as caught:
+            sp.load(folder, target, rendezvous=meetings, read_once=True, group=group)
+        texts.append(str(caught.value))
+    assert not any(value.any() for value in target.values()), "nothing was touched"
+    return texts
+
+
+def test_without_a_group_of_these_ranks_it_is_refused_and_auto_reads_all(tmp_path: Path) -> None:
+    save(tmp_path)
+    one, other = (outcome.value for outcome in run_ranks(2, misused, str(tmp_path)))
+    assert one == other
+    assert "initialise torch.distributed" in one[0]
+    assert "read_once=True" in one[1] and "read_once=False" in one[1]
+    assert "the process group has this process as rank 0 of 1" in one[2]
+
+
+def subgroup(folder: str) -> int | None:
+    with process_group():
+        group = dist.new_group([1, 2])
+        if rank() == 0:
+            return None
+        from shardproof.rendezvous import StoreRendezvous
+
+        store: Any = dist.distributed_c10d._get_default_store()
+        meetings = StoreRendezvous(store.clone(), rank() - 1, 2, name="two")
+        target = {key: torch.zeros_like(value) for key, value in stored().items()}
+        report = sp.load(folder, target, read_once=True, group=group, rendezvous=meetings)
+        assert all(expected(key, value) for key, value in target.items())
+        meetings.close()
+        return report.bytes
+
+
+def test_a_group_of_some_ranks(tmp_path: Path) -> None:
+    nbytes = save(tmp_path)
+    found = [outcome.value for outcome in run_ranks(3, subgroup, str(tmp_path))]
+    assert found[0] is None and found[1] + found[2] == nbytes
+
+
+def test_one_process_needs_no_group(tmp_path: Path) -> None:
+    nbytes = save(tmp_path)
+    target = {key: torch.zeros_like(value) for key, value in stored().items()}
+    report = sp.load(tmp_path, target, read_once=True)
+    assert (report.bytes, report.read_once) == (nbytes, False)
+    with pytest.raises(ValueError, match="read_once"):
+        sp.load(tmp_path, target, read_once="often")  # type: ignore[arg-type]

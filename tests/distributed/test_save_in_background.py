@@ -1,0 +1,234 @@
+"""Saves under way when a rank fails, is busy, leaves its process group, ends or is told to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardproof as sp
+from shardproof.errors import ShardproofError, StorageError
+from shardproof.storage.sink import LocalSink
+from tests.harness import Job, process_group, rank, reach, rendezvous, run_ranks
+
+LIMIT = 60.0
+
+
+def hold_writes(point: str) -> None:
+    """The writer tells the parent where it is, once, and waits until it may go on."""
+    write_at = LocalSink.write_at
+    once = threading.Lock()
+
+    def held(sink: LocalSink, start: int, buffer: memoryview) -> None:
+        if once.acquire(blocking=False):
+            reach(point)
+        write_at(sink, start, buffer)
+
+    LocalSink.write_at = held  # type: ignore[method-assign]
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"mine": sp.PerRank(torch.full((3000,), float(step))), "shared": torch.full((3000,), float(step))}
+
+
+def skip_if_any_is_busy(root: str) -> tuple[bool, list[int]]:
+    checkpointer = sp.Checkpointer(root, rendezvous=rendezvous(deadline=20.0))
+    if rank() == 1:
+        hold_writes("a write")
+    first = checkpointer.save(1, state_of(1))
+    skipped = checkpointer.save(2, state_of(2), when_busy="skip").skipped
+    reach("skipped")
+    first.result(LIMIT)
+    kept = checkpointer.save(3, state_of(3), when_busy="skip").result(LIMIT)
+    assert kept.step == 3
+    return skipped, checkpointer.steps()
+
+
+def test_all_skip_if_one_is_busy(tmp_path: Path) -> None:
+    def script(job: Job) -> None:
+        job.until_held(1, "a write")
+        job.until_held(0, "skipped")
+        job.go(0)
+        job.go(1)
+        job.until_held(1, "skipped")
+        job.go(1)
+
+    outcomes = run_ranks(
+        2, skip_if_any_is_busy, str(tmp_path), hold={0: "skipped", 1: ["a write", "skipped"]}, script=script
+    )
+    assert [outcome.value for outcome in outcomes] == [(True, [1, 3])] * 2
+
+
+def fails_on_one_rank(root: str, ask: str) -> tuple[str, str, list[int]]:
+    checkpointer = sp.Checkpointer(root, rendezvous=rendezvous(deadline=20.0))
+    checkpointer.save(1, state_of(1)).result(LIMIT)
+    write_at = LocalSink.write_at
+    if rank() == 1:
+
+        def full(sink: LocalSink, start: int, buffer: memoryview) -> None:
+            raise StorageError("the disk is full")
+
+        LocalSink.write_at = full  # type: ignore[method-assign]
+    pending = checkpointer.save(2, state_of(2))
+    with pytest.raises(ShardproofError):
+        pending._future.result(LIMIT)  # type: ignore[union-attr]
+    LocalSink.write_at = write_at  # type: ignore[method-assign]
+    try:
+        if ask == "wait":
+            checkpointer.wait(LIMIT)
+        elif ask == "one asked" and rank() == 0:
+            with pytest.raises(ShardproofError):
+                pending.result(LIMIT)
+            checkpointer.save(3, state_of(3))
+        else:
+            checkpointer.save(3, state_of(3))
+        said = ("", "")
+    except ShardproofError as error:
+        said = (type(error).__name__, str(error))
+    checkpointer.save(4, state_of(4)).result(LIMIT)
+    return (*said, checkpointer.steps())
+
+
+@pytest.mark.parametrize("ask", ["save", "wait", "one asked"])
+def test_a_failure_in_the_background_reaches_every_rank(ask: str, tmp_path: Path) -> None:
+    outcomes = run_ranks(2, fails_on_one_rank, str(tmp_path), ask)
+    assert [outcome.value for outcome in outcomes] == [outcomes[0].value] * 2
+    kind, text, steps = outcomes[0].value
+    assert (kind, steps) == ("RankFailure", [1, 4])
+    assert "rank 1" in text
+    assert "the disk is full" in text
+
+
+def change_all(root: str, snapshot: Any) -> list[str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    with process_group():
+        model = torch.nn.Sequential(*[torch.nn.Linear(33, 33) for _ in range(4)])
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        state = {"model": model, "optimizer": optimizer}
+
+        def step() -> None:
+            model(torch.ones(2, 33)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        def held() -> list[torch.Tensor]:
+            tensors = [parameter.to_local() for parameter in model.parameters()]
+            slots = [slot for slots in optimizer.state.values() for slot in slots.values()]
+            return [*tensors, *(slot.to_local() if hasattr(slot, "to_local") else slot for slot in slots)]
+
+        step()
+        checkpointer = sp.Checkpointer(root, snapshot=snapshot)
+        wrong = []
+        for number in range(1, 6):
+            want = [tensor.detach().clone() for tensor in held()]
+            pending = checkpointer.save(number, state)
+            step()
+            step()
+            pending.result(LIMIT)
+            assert checkpointer.restore(state) == number
+            for at, (tensor, before) in enumerate(zip(held(), want, strict=True)):
+                if not torch.equal(tensor, before):
+                    wrong.append(f"{number}: {at}")
+        return wrong
+
+
+@pytest.mark.parametrize("snapshot", ["fence", "stage"])
+def test_sharded_training_goes_on_while_it_is_saved(snapshot: str, tmp_path: Path) -> None:
+    outcomes = run_ranks(2, change_all, str(tmp_path), snapshot)
+    assert [outcome.value for outcome in outcomes] == [[], []]
+
+
+SCRIPT = """
+import os, sys, threading
+import torch
+import torch.distributed as dist
+import shardproof as sp
+from shardproof.storage.sink import LocalSink
+
+root, how = sys.argv[1:]
+if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    dist.init_process_group("gloo")
+checkpointer = sp.Checkpointer(root)
+state = {"weight": torch.arange(100_000.0)}
+checkpointer.save(1, state).result(60)
+
+# Writes go on only when this program has ended.
+write_at, ended = LocalSink.write_at, threading.Event()
+def gated(sink, start, buffer):
+    ended.wait(60)
+    write_at(sink, start, buffer)
+LocalSink.write_at = gated
+def when_the_program_ends():
+    threading.main_thread().join()
+    ended.set()
+threading.Thread(target=when_the_program_ends, daemon=True).start()
+
+state["weight"] += 1
+checkpointer.save(2, state)
+state["weight"] += 1
+if how == "destroy":
+    dist.destroy_process_group()
+if how == "exit":
+    sys.exit(3)
+if how == "raise":
+    raise RuntimeError("training failed")
+if how == "term":
+    os.kill(os.getpid(), 15)
+"""
+
+
+def run_script(root: Path, how: str, ranks: int) -> list[int]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    jobs = []
+    for number in range(ranks):
+        ranked = {"RANK": str(number), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+        environment = os.environ | ranked | {"MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+        if ranks == 1:
+            environment["WORLD_SIZE"] = "1"
+        jobs.append(subprocess.Popen([sys.executable, "-c", SCRIPT, str(root), how], env=environment))
+    try:
+        return [job.wait(LIMIT) for job in jobs]
+    finally:
+        for job in jobs:
+            if job.poll() is None:
+                job.kill()
+                job.wait()
+
+
+@pytest.mark.parametrize(("how", "code", "ranks"), [("end", 0, 1), ("exit", 3, 2), ("raise", 1, 1)])
+def test_a_program_that_ends_has_its_save_finished(how: str, code: int, ranks: int, tmp_path: Path) -> None:
+    assert run_script(tmp_path, how, ranks) == [code] * ranks
+    assert sp.Checkpointer(tmp_path).steps() == [1, 2]
+    with sp.open(tmp_path / "step-00000002") as checkpoint:
+        assert torch.equal(checkpoint["weight"][...], torch.arange(100_000.0) + 1)
+
+
+def test_a_process_group_that_is_destroyed_takes_no_save_with_it(tmp_path: Path) -> None:
+    assert run_script(tmp_path, "destroy", 2) == [0, 0]
+    assert sp.Checkpointer(tmp_path).steps() == [1, 2]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_program_that_is_told_to_end_leaves_no_half_checkpoint(ranks: int, tmp_path: Path) -> None:
+    assert run_script(tmp_path, "term", ranks) == [-signal.SIGTERM] * ranks
+    assert sp.Checkpointer(tmp_path).steps() == [1]
+    state = {"weight": torch.zeros(100_000)}
+    again = sp.Checkpointer(tmp_path)
+    assert again.restore(state) == 1
+    assert torch.equal(state["weight"], torch.arange(100_000.0))
+    again.save(2, state).result(LIMIT)
+    assert again.steps() == [1, 2]

@@ -1,0 +1,100 @@
+"""SIGKILL at every file operation of an incremental save and of the retention after it.
+
+Job after job restores, saves a step on top of what is there, and dies in the save after it, one operation
+later than the job before. Between the jobs one process reads every committed step whole: each must have all
+that it refers to.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardproof as sp
+from shardproof.checkpointer.retention import leftovers, parse_step, remove_leftover, step_name
+from shardproof.loading import verify
+from shardproof.rendezvous import LocalRendezvous
+from shardproof.storage import LocalStorage
+from tests.faults.dying import Deadly, die_at_every_operation
+from tests.harness import rank, run_ranks, world_size
+from tests.scenarios.states import attempt, blanked, differences, rows, whole
+
+
+def state(step: int) -> dict[str, Any]:
+    """What never changes, what changes every third step, and what always does."""
+    part = 8 // world_size()
+    mine = rank() * part, (rank() + 1) * part
+    return {
+        "frozen": rows(whole((8, 30), 1), *mine),
+        "slow": rows(whole((8, 20), step // 3), *mine),
+        "fast": rows(whole((8, 10), step), *mine),
+        "bias": whole((5,), 7),
+    }
+
+
+def alone(step: int) -> dict[str, Any]:
+    return {
+        "frozen": whole((8, 30), 1),
+        "slow": whole((8, 20), step // 3),
+        "fast": whole((8, 10), step),
+        "bias": whole((5,), 7),
+    }
+
+
+def go_on(root: Path, meetings: Any, number: int, deadly: Deadly) -> str:
+    """Restores, saves one step (which catches up on retention), and dies in the save of the step after."""
+    checkpointer = sp.Checkpointer(root, rendezvous=meetings, incremental=True, keep=sp.KeepLatest(2))
+    target = blanked(state(0))
+    restored = checkpointer.restore(target)
+    if restored is not None:
+        assert differences(target, state(restored)) == []
+    step = (restored or 0) + 1
+    checkpointer.save(step, state(step)).result()
+    with deadly():
+        return attempt(lambda: checkpointer.save(step + 1, state(step + 1)).result()).kind
+
+
+def look(root: Path, number: int, ended: list[str]) -> None:
+    """All committed steps are whole, two at least once there were two."""
+    checkpointer = sp.Checkpointer(root, rendezvous=LocalRendezvous())
+    steps = checkpointer.steps()
+    assert steps
+    for step in steps:
+        report = verify(LocalStorage(root / step_name(step)))
+        assert report.ok, (number, step, report.faults)
+        target = blanked(alone(0))
+        sp.load(root / step_name(step), target, rendezvous=LocalRendezvous())
+        assert differences(target, alone(step)) == []
+    if number % 5 == 4:  # prune must not take what is referred to
+        storage = LocalStorage(root)
+        for leftover in leftovers(storage, lambda name: 0.0):
+            assert remove_leftover(storage, leftover)
+        for step in steps:
+            assert verify(LocalStorage(root / step_name(step))).ok
+    assert set(ended) <= {"", "killed", "RankSilent", "RankFailure"}, ended
+
+
+def killed(root: str, who: int) -> list[str]:
+    run = Path(root)
+    return die_at_every_operation(partial(go_on, run), partial(look, run), who, everyone=False)
+
+
+@pytest.mark.parametrize(("ranks", "who"), [(1, 0), (2, 1)], ids=["the leader", "a follower"])
+def test_killed_at_every_file_operation(ranks: int, who: int, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    ended = run_ranks(ranks, killed, str(root), who, timeout=400)[who].value
+    assert ended[-1] == "" and set(ended) == {"", "killed"}
+    assert ended.count("killed") > (30 if who == 0 else 8)
+    storage = LocalStorage(root)
+    for leftover in leftovers(storage, lambda name: 0.0):
+        assert remove_leftover(storage, leftover)
+    committed = sp.Checkpointer(root, rendezvous=LocalRendezvous()).steps()
+    lent = {parse_step(name) for name in storage.folders()} - set(committed)
+    assert lent, "steps that were removed lend to those that stay"
+    for step in committed:
+        target = blanked(alone(0))
+        sp.load(root / step_name(step), target, rendezvous=LocalRendezvous())
+        assert differences(target, alone(step)) == []

@@ -1,0 +1,179 @@
+"""References to files of other steps: in the manifest, and who refers to what."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shardproof.errors import FormatError
+from shardproof.format import (
+    FileRecord,
+    Manifest,
+    decode_manifest,
+    encode_manifest,
+    files_of,
+    lost_files,
+    named_files,
+    referred_beside,
+    referred_in,
+    seal_of,
+    unneeded,
+)
+from shardproof.storage import LocalStorage
+from tests.unit.format.samples import manifest, sealed
+
+LENT = FileRecord("shards/00007-77aa.safetensors", 5000, 32 * "a", 4096, 7, "step-00000100")
+
+
+def borrowing(*more: FileRecord) -> Manifest:
+    return manifest(version=2, files=(*manifest().files, *more))
+
+
+def test_round_trip() -> None:
+    data = encode_manifest(borrowing(LENT))
+    found = decode_manifest(data, "manifest.json")
+    assert found == borrowing(LENT)
+    assert found.borrowed_files == (LENT,) and found.own_files == manifest().files
+    value = json.loads(data)
+    assert value["version"] == 2
+    assert value["files"][0] == ["shards/00000-5f0c.safetensors", 4136, 32 * "0", 4096, 0, ""]
+    assert value["files"][2] == [*msgspec.structs.astuple(LENT)]
+    assert len(value["index"]) == 5
+
+
+def test_a_manifest_without_references_is_as_ever() -> None:
+    assert encode_manifest(manifest()).startswith(b'{"format":"shardproof","version":1,')
+    assert b'"step-' not in encode_manifest(manifest())
+
+
+def test_a_reader_of_version_1_alone_is_told_so() -> None:
+    """Its rules: version 1 only, five members a file. It must not take the folder for something else."""
+    value = json.loads(encode_manifest(borrowing(LENT)))
+    assert value["version"] != 1
+    value["version"] = 1
+    del value["digest"]
+    with pytest.raises(FormatError, match="length 5"):
+        decode_manifest(sealed(value), "f")
+
+
+BAD = {
+    "a folder that climbs": {"folder": ".."},
+    "a folder below": {"folder": "step-1/shards"},
+    "a folder elsewhere": {"folder": "/etc"},
+    "a hidden folder": {"folder": ".git"},
+    "a folder with a NUL": {"folder": "a\0b"},
+    "a folder name too long": {"folder": "a" * 256},
+    "another program's file": {"name": "tokenizer.json"},
+    "a manifest": {"name": "manifest.json"},
+    "an index": {"name": "index-77aa.safetensors", "rank": -1},
+    "a name that climbs": {"name": "shards/../../x-a.safetensors"},
+    "a shard of another rank": {"rank": 8},
+    "a rank spelled otherwise": {"name": "shards/7-77aa.safetensors"},
+    "a bad digest": {"digest": "0"},
+    "data after the end": {"data_start": 5001},
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_references_are_refused(case: str) -> None:
+    record = msgspec.structs.replace(LENT, **BAD[case])
+    value = json.loads(encode_manifest(borrowing(LENT)))
+    del value["digest"]
+    value["files"][2] = [*msgspec.structs.astuple(record)]
+    with pytest.raises(FormatError):
+        decode_manifest(sealed(value), "f")
+    with pytest.raises(FormatError):
+        encode_manifest(borrowing(record))
+
+
+def test_a_reference_twice_is_refused() -> None:
+    with pytest.raises(FormatError, match="is there twice"):
+        encode_manifest(borrowing(LENT, LENT))
+    other = msgspec.structs.replace(LENT, folder="step-00000101")
+    assert decode_manifest(encode_manifest(borrowing(LENT, other)), "f").borrowed_files == (LENT, other)
+
+
+@pytest.mark.parametrize(("version", "files"), [(1, (LENT,)), (2, ())])
+def test_version_and_references_go_together(version: int, files: tuple[FileRecord, ...]) -> None:
+    with pytest.raises(FormatError):
+        encode_manifest(manifest(version=version, files=(*manifest().files, *files)))
+
+
+def put(storage: LocalStorage, found: Manifest) -> None:
+    storage.publish("manifest.json", encode_manifest(found), replace=True)
+
+
+def test_who_refers_to_what(tmp_path: Path) -> None:
+    run = LocalStorage(tmp_path)
+    put(run.within("step-00000100"), manifest())
+    put(run.within("step-00000200"), borrowing(LENT))
+    put(run.within("best"), borrowing(LENT, msgspec.structs.replace(LENT, folder="step-00000200")))
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "web").mkdir()
+    (tmp_path / "web" / "manifest.json").write_text('{"name": "an app"}')
+    references = referred_in(run)
+    assert references.by_folder == {
+        "step-00000100": {LENT.name: ["best", "step-00000200"]},
+        "step-00000200": {LENT.name: ["best"]},
+    }
+    assert references.users("step-00000100") == ["best", "step-00000200"] and not references.unknown
+    assert references.users("best") == [] and not references.files("best")
+    assert referred_beside(run.within("step-00000100")) == references
+    without = referred_in(run, without=["best"])
+    assert without.by_folder == {"step-00000100": {LENT.name: ["step-00000200"]}}
+
+
+@pytest.mark.parametrize("damage", [b"", b'{"format":"shardproof","version":2,"wr', b"\0" * 4000])
+def test_a_manifest_that_cannot_be_read_may_refer_to_anything(tmp_path: Path, damage: bytes) -> None:
+    run = LocalStorage(tmp_path)
+    run.within("step-00000100").publish("manifest.json", damage)
+    assert referred_in(run).unknown == ["step-00000100"]
+    assert unneeded([LENT], referred_in(run), run.within) == []
+
+
+def test_what_nobody_needs_any_more(tmp_path: Path) -> None:
+    run = LocalStorage(tmp_path)
+    assert unneeded([LENT], referred_in(run), run.within) == [LENT]
+    put(run.within("step-00000200"), borrowing(LENT))
+    assert unneeded([LENT], referred_in(run), run.within) == []
+    own = msgspec.structs.replace(manifest().files[0], folder="step-00000200")
+    assert unneeded([own], referred_in(run), run.within) == [], "its own step needs it"
+    assert unneeded([LENT], referred_in(run, without=["step-00000200"]), run.within) == [LENT]
+
+
+def test_files_of_a_checkpoint_and_what_is_lost(tmp_path: Path) -> None:
+    run = LocalStorage(tmp_path)
+    step, found = run.within("step-00000200"), borrowing(LENT)
+    put(step, found)
+    assert named_files(step) == {
+        "manifest.json",
+        "index-5f0c.safetensors",
+        "shards/00000-5f0c.safetensors",
+        "shards/00001-5f0c.safetensors",
+    }
+    places = files_of(step, found)
+    assert [(storage.location, name) for storage, name in places] == [
+        (str(tmp_path / "step-00000200"), "shards/00000-5f0c.safetensors"),
+        (str(tmp_path / "step-00000200"), "shards/00001-5f0c.safetensors"),
+        (str(tmp_path / "step-00000100"), "shards/00007-77aa.safetensors"),
+    ]
+    for record, (storage, name) in zip(found.files, places, strict=True):
+        sink = storage.create(name)
+        sink.finish(record.size)
+    assert lost_files(step, found) == {}
+    (tmp_path / "step-00000100" / LENT.name).unlink()
+    assert lost_files(step, found) == {LENT.place: f"{LENT.place}: expected 5000 bytes, it is missing"}
+
+
+def test_a_seal_tells_manifests_apart(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    assert seal_of(storage) is None
+    put(storage, manifest())
+    first = seal_of(storage)
+    put(storage, manifest(step=1001))
+    assert first is not None and seal_of(storage) not in (None, first)
+    put(storage, manifest())
+    assert seal_of(storage) == first

@@ -1,0 +1,157 @@
+"""Which ranges are read: neighbours together, across small gaps, bounded; and the figures of a load."""
+
+from __future__ import annotations
+
+import threading
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardproof as sp
+from shardproof.errors import CorruptChunkError
+from shardproof.loading import load_from, place
+from shardproof.loading.checkpoint import Checkpoint
+from shardproof.loading.chunks import GAP, Chunks
+from shardproof.loading.threads import in_threads
+from shardproof.rendezvous import LocalRendezvous
+from shardproof.saving import Saver
+from shardproof.storage import LocalStorage
+
+
+class Counting(LocalStorage):
+    """Remembers the ranges that are read from shard files."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.ranges: list[tuple[int, int]] = []
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        self.ranges.append((start, len(buffer)))
+        super().read_into(name, start, buffer)
+
+
+class Laid:
+    """Chunks at given places of files, without bytes."""
+
+    def __init__(self, file: list[int], start: list[int], count: list[int]) -> None:
+        self.chunks = Chunks.__new__(Chunks)
+        self.chunks.file, self.chunks.start, self.chunks.count = file, start, count
+
+
+def laid(gaps: list[int], counts: list[int], files: list[int]) -> Laid:
+    file, start, at = [], [], 0
+    for gap, count, new in zip(gaps, counts, files, strict=True):
+        file.append((file[-1] if file else 0) + new)
+        at = gap if new else at + gap
+        start.append(at)
+        at += count
+    return Laid(file, start, counts)
+
+
+rows = st.integers(1, 40).flatmap(
+    lambda n: st.tuples(
+        st.lists(st.sampled_from([0, 0, 1, 100, GAP, GAP + 1]), min_size=n, max_size=n),
+        st.lists(st.sampled_from([1, 50, 5_000, 300_000, 3_000_000]), min_size=n, max_size=n),
+        st.lists(st.sampled_from([0, 0, 0, 1]), min_size=n, max_size=n),
+        st.lists(st.booleans(), min_size=n, max_size=n),
+    )
+)
+
+
+@given(rows)
+def test_batches_are_all_chunks_once_and_never_read_much_that_nobody_wants(
+    drawn: tuple[list[int], list[int], list[int], list[bool]],
+) -> None:
+    gaps, counts, files, alone = drawn
+    chunks = laid(gaps, counts, files).chunks
+    batches = chunks.batches(alone, 1 << 20)
+    assert [at for batch in batches for at in batch] == list(range(len(counts)))
+    for batch in batches:
+        wanted = sum(chunks.count[at] for at in batch)
+        unwanted = chunks.span(batch) - wanted
+        assert unwanted * 16 <= wanted
+        assert len({chunks.file[at] for at in batch}) == 1
+        assert len(batch) == 1 or (chunks.span(batch) <= 1 << 20 and not any(alone[at] for at in batch))
+    for one, other in pairwise(batches):
+        last, first = one[-1], other[0]
+        joinable = chunks.file[last] == chunks.file[first] and not alone[last] and not alone[first]
+        if joinable and chunks.start[last] + chunks.count[last] == chunks.start[first]:
+            extent = chunks.start[first] + chunks.count[first] - chunks.start[one[0]]
+            assert extent > 1 << 20  # neighbours are only read apart where one read would be too long
+
+
+def test_small_neighbours_share_a_read_across_a_small_gap(tmp_path: Path) -> None:
+    state = {f"{n:02}": torch.full((1000,), float(n)) for n in range(40)}
+    sp.save(tmp_path, state)
+    storage = Counting(tmp_path)
+    target = {key: torch.zeros(1000) for key in state if key != "30"}
+    report = load_from(storage, target, LocalRendezvous(), sp.loading.Options(exclude="30"))
+    assert all(torch.equal(target[key], state[key]) for key in target)
+    assert len(storage.ranges) == 1 and storage.ranges[0][1] == 40 * 4000
+    assert (report.bytes, report.needed) == (40 * 4000, 39 * 4000)
+    far = Counting(tmp_path)
+    target = {key: torch.zeros(1000) for key in ("00", "39")}
+    report = load_from(far, target, LocalRendezvous(), sp.loading.Options(strict=False))
+    assert len(far.ranges) == 2 and report.bytes == report.needed == 2 * 4000
+
+
+def test_a_large_chunk_is_read_straight_into_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"w": torch.randn(600, 600), "v": torch.randn(600, 600)}
+    sp.save(tmp_path, state)
+    monkeypatch.setattr(place._Job, "_read_through_scratch", lambda self, batch, span: pytest.fail("a copy"))
+    target = {key: torch.zeros(600, 600) for key in state}
+    sp.load(tmp_path, target)
+    assert all(torch.equal(target[key], state[key]) for key in state)
+
+
+def test_a_damaged_chunk_beside_a_gap_is_named(tmp_path: Path) -> None:
+    sp.save(tmp_path, {f"{n}": torch.full((1000,), float(n)) for n in range(9)})
+    with Checkpoint(LocalStorage(tmp_path)) as opened:
+        row = opened.row("7")
+        at = int(opened.table.byte_start[np.flatnonzero(opened.table.tensor == row)[0]])
+        name = opened.manifest.files[0].name
+    raw = bytearray((tmp_path / name).read_bytes())
+    raw[at + 5] ^= 1
+    (tmp_path / name).write_bytes(raw)
+    target: dict[str, Any] = {f"{n}": torch.zeros(1000) for n in range(9)}
+    with pytest.raises(CorruptChunkError) as caught:
+        sp.load(tmp_path, target)
+    assert caught.value.details["key"] == "7"
+    sp.load(tmp_path, target, exclude="7")  # what nobody wants is read over, not verified
+
+
+def test_columns_of_rows_are_read_whole_and_reported(tmp_path: Path) -> None:
+    whole = torch.randn(64, 32)
+    Saver(LocalRendezvous(), chunk_bytes=1024).save(LocalStorage(tmp_path), {"w": whole})
+    view = torch.zeros(64, 8)
+    target = {"w": sp.ShardedTensor((64, 32), [(view, (0, 16))])}
+    report = sp.load(tmp_path, target)
+    assert torch.equal(view, whole[:, 16:24])
+    assert (report.bytes, report.needed, report.received) == (64 * 32 * 4, 64 * 8 * 4, 0)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_stop_at_the_first_failure(threads: int) -> None:
+    begun: list[int] = []
+    lock = threading.Lock()
+
+    def work(item: int) -> None:
+        with lock:
+            begun.append(item)
+        if item == 5:
+            raise KeyError(item)
+
+    with pytest.raises(KeyError):
+        in_threads(work, range(10_000), threads)
+    assert 5 in begun and len(begun) < 10_000
+    done: list[int] = []
+    in_threads(done.append, range(100), threads)
+    assert sorted(done) == list(range(100))

@@ -1,0 +1,84 @@
+"""What one rank asks of the store, and how often."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from shardproof.rendezvous.channel import Channel
+from shardproof.rendezvous.pulse import Pulse
+from shardproof.rendezvous.records import INLINE, pack, unpack
+
+WORLD = 600
+
+
+class Asked:
+    """A store that keeps count of the keys that are asked for."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+        self.checked: list[str] = []
+
+    def clone(self) -> Asked:
+        return self
+
+    def check(self, keys: list[str]) -> bool:
+        self.checked += keys
+        return bool(self.store.check(keys))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+
+@pytest.fixture
+def store() -> Asked:
+    return Asked(HashStore())
+
+
+@pytest.fixture
+def channels(store: Asked) -> Iterator[list[Channel]]:
+    made = [Channel(store, "job", rank, Pulse(), 10.0) for rank in range(3)]
+    yield made
+    for channel in made:
+        channel.close()
+
+
+def test_posts_are_looked_for_only_when_more_were_counted(store: Asked, channels: list[Channel]) -> None:
+    leader, *others = channels
+    keys = leader.join(0)
+    others[0].join(0)
+    others[0].post(keys, pack("save", "write", "bytes", b"one"), b"one", others=WORLD - 1)
+    waited_for = range(1, WORLD)
+    assert set(leader.look(keys, waited_for, [], known=0).posts) == {1}
+    store.checked.clear()
+    assert leader.look(keys, waited_for, [], known=1).posts == {}
+    assert store.checked == [keys.verdict]
+    others[1].join(0)
+    others[1].post(keys, pack("save", "write", "error", b"two"), b"two", others=WORLD - 1)
+    assert set(leader.look(keys, range(2, WORLD), [], known=1).posts) == {2}
+
+
+def test_every_rank_finds_its_answer(channels: list[Channel]) -> None:
+    leader, other, _ = channels
+    keys = leader.join(0)
+    bodies = {rank: str(rank).encode() for rank in range(1, WORLD)} | {300: bytes(2 * INLINE)}
+    leader.write_answers(
+        keys, ((rank, pack("save", "plan", "all", body), body) for rank, body in bodies.items())
+    )
+    for rank, body in bodies.items():
+        record = unpack(other.read(keys.answer(rank)))
+        assert other.body(keys.answer(rank), record) == body
+
+
+def test_answers_are_swept(store: Asked, channels: list[Channel]) -> None:
+    leader = channels[0]
+    keys = leader.join(0)
+    before = store.num_keys()
+    leader.write_answers(keys, ((rank, pack("save", "plan", "all", b""), b"") for rank in range(1, WORLD)))
+    assert store.num_keys() >= before + WORLD - 1
+    leader.sweep(1)
+    leader.look(keys, [], [])  # requests are served in order: what was swept is gone
+    assert store.num_keys() <= before

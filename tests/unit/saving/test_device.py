@@ -1,0 +1,292 @@
+"""Copies of device memory: what is copied, in which order, and what each waits for.
+
+Where there is no accelerator, streams that only write down what happens to them stand in for its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from shardproof.saving.device import DeviceCopies, pinned_buffer
+from shardproof.storage import ALIGNMENT, address
+
+accelerated = pytest.mark.skipif(
+    not torch.accelerator.is_available(), reason="no accelerator on this machine"
+)
+
+SAMPLES = {
+    "contiguous": lambda: torch.randn(5, 7),
+    "scalar": lambda: torch.tensor(3.5, dtype=torch.float64),
+    "transposed": lambda: torch.randn(6, 4).T,
+    "strided": lambda: torch.arange(120).reshape(10, 12)[1::3, ::2],
+    "expanded": lambda: torch.randn(3, 1).expand(3, 4),
+    "channels last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "conjugated": lambda: torch.randn(4, 3, dtype=torch.complex64).conj(),
+    "negated": lambda: torch.randn(4, dtype=torch.complex64).conj().imag,
+    "bfloat16": lambda: torch.randn(9).bfloat16()[::2],
+    "float8": lambda: torch.randn(8).to(torch.float8_e4m3fn),
+    "bool": lambda: torch.tensor([True, False, True]),
+    "parameter": lambda: torch.nn.Parameter(torch.randn(3, 3)),
+    "empty": lambda: torch.empty(0, 3),
+}
+
+
+def expected_bytes(tensor: torch.Tensor) -> bytes:
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return bytes(plain.reshape(-1).view(torch.uint8).numpy()) if plain.numel() else b""
+
+
+def _first_device() -> torch.device:
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    return torch.device(accelerator.type, 0)
+
+
+def copied(copies: DeviceCopies, tensor: torch.Tensor, shift: int = 0) -> bytes:
+    memory = memoryview(bytearray(b"\xee" * (shift + tensor.numel() * tensor.element_size() + 8)))
+    copies.copy(tensor, memory[shift:-8])
+    assert bytes(memory[:shift]) + bytes(memory[-8:]) == b"\xee" * (shift + 8)
+    return bytes(memory[shift:-8])
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+@pytest.mark.parametrize("shift", [0, 1])
+def test_elements_arrive_in_row_major_order(sample: str, shift: int) -> None:
+    tensor = SAMPLES[sample]()
+    assert copied(DeviceCopies(tensor.device), tensor, shift) == expected_bytes(tensor)
+
+
+def test_memory_given_by_its_address_is_filled() -> None:
+    buffer = pinned_buffer(64)
+    whole = memoryview((ctypes.c_char * 32).from_address(address(buffer) + 16)).cast("B")
+    DeviceCopies(torch.device("cpu")).copy(torch.arange(4), whole)
+    assert torch.frombuffer(buffer[16:48], dtype=torch.int64).tolist() == [0, 1, 2, 3]
+
+
+def test_memory_of_another_size_is_refused() -> None:
+    with pytest.raises(AssertionError):
+        DeviceCopies(torch.device("cpu")).copy(torch.zeros(4), memoryview(bytearray(15)))
+
+
+class _Stream:
+    """A queue that runs nothing and writes everything down."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name = log, name
+
+    def record_event(self) -> SimpleNamespace:
+        self.log.append(f"mark on {self.name}")
+        return SimpleNamespace(
+            of=self.name, synchronize=lambda: self.log.append(f"host waits for {self.name}'s mark")
+        )
+
+    def wait_event(self, event: SimpleNamespace) -> None:
+        self.log.append(f"{self.name} waits for {event.of}'s mark")
+
+    def synchronize(self) -> None:
+        self.log.append(f"host waits for {self.name}")
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happens on an accelerator that is called cpu; each thread has its own current stream."""
+    events: list[str] = []
+    state = threading.local()
+
+    def now() -> str:
+        return getattr(state, "stream", main).name
+
+    @contextmanager
+    def guard(device: torch.device):
+        events.append("device")
+        yield
+        events.append("device back")
+
+    main = _Stream(events, "main")
+    module = SimpleNamespace(Stream=_Stream, device=guard)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(torch, "Stream", lambda device: _Stream(events, "side"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    monkeypatch.setattr(
+        torch.accelerator, "current_stream", lambda device=None: getattr(state, "stream", main)
+    )
+    monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: setattr(state, "stream", stream))
+    original_copy, original_contiguous = torch.Tensor.copy_, torch.Tensor.contiguous
+
+    def copy_(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        events.append(f"copy on {now()}" + ("" if non_blocking else ", blocking"))
+        return original_copy(self, source)
+
+    def contiguous(self: torch.Tensor) -> torch.Tensor:
+        events.append(f"layout on {now()}")
+        return original_contiguous(self)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+    monkeypatch.setattr(torch.Tensor, "contiguous", contiguous)
+    return events
+
+
+def test_side_waits_for_main_and_the_host_for_each_copy(log: list[str]) -> None:
+    source = torch.arange(12).reshape(3, 4).T
+    copies = DeviceCopies(source.device)
+    assert log == ["mark on main", "side waits for main's mark"]
+    log.clear()
+    memory = memoryview(bytearray(96))
+    copies.copy(source, memory)
+    assert log == [
+        "device",
+        "layout on side",
+        "copy on side",
+        "mark on side",
+        "device back",
+        "host waits for side's mark",
+    ]
+    assert torch.accelerator.current_stream().name == "main"
+    assert torch.frombuffer(memory, dtype=torch.int64).tolist() == [0, 4, 8, 1, 5, 9, 2, 6, 10, 3, 7, 11]
+    log.clear()
+    copies.finish()
+    assert log == ["host waits for side"]
+
+
+def test_main_is_current_again_after_an_error(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = DeviceCopies(torch.device("cpu"))
+
+    def fail(self: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(torch.Tensor, "contiguous", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        copies.copy(torch.zeros(4, 2).T, memoryview(bytearray(32)))
+    assert torch.accelerator.current_stream().name == "main"
+
+
+def test_threads_keep_their_current_streams(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are inside `copy` at once: neither may go back to what the other one had."""
+    copies = DeviceCopies(torch.device("cpu"))
+    inside = threading.Barrier(2, timeout=30)
+    original = torch.Tensor.resolve_conj
+
+    def meet(self: torch.Tensor) -> torch.Tensor:
+        inside.wait()
+        return original(self)
+
+    monkeypatch.setattr(torch.Tensor, "resolve_conj", meet)
+
+    def work(number: int) -> str:
+        torch.accelerator.set_stream(_Stream(log, f"own {number}"))  # type: ignore[arg-type]
+        copies.copy(torch.zeros(4), memoryview(bytearray(16)))
+        return str(torch.accelerator.current_stream().name)  # type: ignore[attr-defined]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(work, range(2))) == ["own 0", "own 1"]
+    assert log.count("copy on side") == 2
+
+
+def test_an_accelerator_without_streams_copies_as_anybody_would(
+    log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
+    copies = DeviceCopies(torch.device("cpu"))
+    copies.copy(torch.zeros(4), memoryview(bytearray(16)))
+    copies.finish()
+    assert log == ["copy on main, blocking"]
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, ALIGNMENT, 3 * ALIGNMENT + 5])
+def test_pinned_buffers_are_writable_and_start_on_a_page(nbytes: int) -> None:
+    buffer = pinned_buffer(nbytes)
+    assert len(buffer) == nbytes and not buffer.readonly and buffer.format == "B"
+    assert address(buffer) % ALIGNMENT == 0
+    buffer[:] = bytes(nbytes)
+
+
+class TestLocking:
+    @pytest.fixture
+    def asked(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """Sizes of the page-locked memory asked for; it never starts on a page."""
+        sizes: list[int] = []
+
+        def empty(count: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+            assert pin_memory
+            sizes.append(count)
+            memory = torch.frombuffer(bytearray(count + 2 * ALIGNMENT), dtype=dtype)
+            skip = -memory.data_ptr() % ALIGNMENT + 8
+            return memory[skip : skip + count]
+
+        monkeypatch.setattr(torch, "empty", empty)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+        monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
+        return sizes
+
+    def test_memory_that_starts_elsewhere_is_cut_to_a_page(self, asked: list[int]) -> None:
+        buffer = pinned_buffer(10_000)
+        assert asked == [10_000, 10_000 + ALIGNMENT]
+        assert len(buffer) == 10_000 and address(buffer) % ALIGNMENT == 0
+
+    def test_an_accelerator_that_is_not_used_is_left_alone(
+        self, asked: list[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        unused = SimpleNamespace(is_initialized=lambda: False)
+        monkeypatch.setattr(torch, "get_device_module", lambda device: unused)
+        assert len(pinned_buffer(10_000)) == 10_000
+        assert asked == []
+
+    def test_memory_that_cannot_be_locked_is_used_unlocked(
+        self, asked: list[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(*args: object, **options: object) -> torch.Tensor:
+            raise RuntimeError("cannot lock pages")
+
+        monkeypatch.setattr(torch, "empty", refuse)
+        assert len(pinned_buffer(10_000)) == 10_000
+
+
+@accelerated
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_device_elements_arrive_in_row_major_order(sample: str) -> None:
+    with torch.device(_first_device()):
+        tensor = SAMPLES[sample]()
+    assert tensor.device == _first_device()
+    assert copied(DeviceCopies(tensor.device), tensor) == expected_bytes(tensor)
+
+
+@accelerated
+def test_copies_are_of_the_values_when_the_save_began_and_run_beside_training() -> None:
+    device = _first_device()
+    weight, noise = torch.zeros(1 << 20, device=device), torch.randn(2048, 2048, device=device)
+    for step in range(20):
+        for _ in range(10):
+            noise = (noise @ noise).clamp(-1, 1)
+        weight.fill_(step)  # enqueued behind the products, hence late
+        copies = DeviceCopies(device)
+        buffer = pinned_buffer(weight.numel() * 4)
+        with ThreadPoolExecutor(1) as background:
+            background.submit(copies.copy, weight, buffer).result(60)
+        weight.fill_(-1)  # what the next step does, after the fence
+        found = torch.frombuffer(buffer, dtype=torch.float32)
+        assert (found == step).all()
+        copies.finish()
+
+
+@accelerated
+def test_temporaries_of_many_copies_do_not_mix() -> None:
+    device = _first_device()
+    sources = [torch.randn(512, 256 + number, device=device).T for number in range(16)]
+    copies = DeviceCopies(device)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda source: copied(copies, source), sources))
+    assert found == [expected_bytes(source) for source in sources]
+
+
+@accelerated
+def test_page_locked_memory_is_page_locked() -> None:
+    torch.zeros(1, device=torch.accelerator.current_accelerator())
+    assert torch.frombuffer(pinned_buffer(1 << 20), dtype=torch.uint8).is_pinned()

@@ -1,0 +1,493 @@
+"""Incremental saves of one process: what is written, what it refers to, what stays when steps go."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardproof as sp
+from shardproof.checkpointer.retention import delete_steps, leftovers, remove_leftover, step_name
+from shardproof.errors import CorruptChunkError, FormatError, NotCommittedError, StorageError
+from shardproof.format import MANIFEST_NAME, read_manifest
+from shardproof.loading import verify
+from shardproof.report import scan_run
+from shardproof.saving import incremental, make_standalone, repair
+from shardproof.storage import LocalStorage
+
+MODEL_BYTES = 4 * 300 * 70
+
+
+def state(model: float, optimizer: float) -> dict[str, Any]:
+    """A model of two tensors, an optimizer of one, a plain value."""
+    return {
+        "model": {
+            "a": torch.arange(300.0 * 40).reshape(300, 40) + model,
+            "b": torch.arange(300.0 * 30).reshape(300, 30) - model,
+        },
+        "optimizer": torch.full((7000,), float(optimizer)),
+        "epoch": int(optimizer),
+    }
+
+
+def loaded(root: Path, step: int) -> dict[str, Any]:
+    target = state(-1, -1)
+    sp.load(root / step_name(step), target)
+    return target
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def saver(root: Path, **options: Any) -> sp.Checkpointer:
+    return sp.Checkpointer(root, incremental=True, **options)
+
+
+def save(checkpointer: sp.Checkpointer, step: int, what: Any, **options: Any) -> sp.Committed:
+    return checkpointer.save(step, what, **options).result()
+
+
+def files(root: Path, step: int) -> list[str]:
+    folder = root / step_name(step)
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def assert_whole(root: Path, step: int, expected: Any) -> None:
+    report = verify(LocalStorage(root / step_name(step)))
+    assert report.ok, report.faults
+    assert same(loaded(root, step), expected)
+
+
+def test_only_what_changed_is_written(tmp_path: Path) -> None:
+    checkpointer = saver(tmp_path)
+    first = save(checkpointer, 1, state(0, 1))
+    second = save(checkpointer, 2, state(0, 2))
+    third = save(checkpointer, 3, state(5, 2))
+    assert first.reused == 0 and first.bytes > MODEL_BYTES + 28_000
+    assert second.reused == MODEL_BYTES and 28_000 < second.bytes < 28_000 + 16_384
+    assert third.reused == 28_000 and MODEL_BYTES < third.bytes < MODEL_BYTES + 16_384
+    for step, expected in ((1, state(0, 1)), (2, state(0, 2)), (3, state(5, 2))):
+        assert_whole(tmp_path, step, expected)
+    manifest = read_manifest(LocalStorage(tmp_path / step_name(3)))
+    assert {record.folder for record in manifest.borrowed_files} == {step_name(2)}
+    with sp.open(tmp_path / step_name(3)) as ckpt:
+        assert torch.equal(ckpt["optimizer"][5:9], torch.full((4,), 2.0))
+        assert torch.equal(ckpt["model.a"][7], state(5, 0)["model"]["a"][7])
+
+
+def test_a_step_in_which_nothing_changed_has_no_file_of_its_own(tmp_path: Path) -> None:
+    checkpointer = saver(tmp_path)
+    tensors = state(0, 1)["model"]
+    save(checkpointer, 1, tensors)
+    again = save(checkpointer, 2, tensors)
+    more = save(checkpointer, 3, tensors)
+    assert (again.bytes, more.bytes, again.reused) == (0, 0, MODEL_BYTES)
+    assert [name.split("-")[0] for name in files(tmp_path, 3)] == ["index", "manifest.json"]
+    (lent,) = read_manifest(LocalStorage(tmp_path / step_name(3))).files
+    assert lent.folder == step_name(1), "a reference leads to the file that has the bytes"
+    target = {key: torch.zeros_like(value) for key, value in tensors.items()}
+    assert checkpointer.restore(target) == 3 and same(target, tensors)
+    assert verify(LocalStorage(tmp_path / step_name(3))).ok
+
+
+def test_without_incremental_steps_refer_to_nothing(tmp_path: Path) -> None:
+    checkpointer = sp.Checkpointer(tmp_path)
+    for step in (1, 2):
+        committed = save(checkpointer, step, state(0, 1))
+        assert committed.reused == 0
+    text = (tmp_path / step_name(2) / MANIFEST_NAME).read_bytes()
+    assert text.startswith(b'{"format":"shardproof","version":1,')
+
+
+def test_the_first_incremental_save_of_a_run_is_whole_and_of_version_1(tmp_path: Path) -> None:
+    save(saver(tmp_path), 1, state(0, 1))
+    text = (tmp_path / step_name(1) / MANIFEST_NAME).read_bytes()
+    assert text.startswith(b'{"format":"shardproof","version":1,')
+
+
+def test_a_new_saver_goes_on_from_what_is_stored(tmp_path: Path) -> None:
+    save(sp.Checkpointer(tmp_path), 1, state(0, 1))
+    assert save(saver(tmp_path), 2, state(0, 2)).reused == MODEL_BYTES
+    assert save(saver(tmp_path), 3, state(0, 2)).reused == MODEL_BYTES + 28_000
+    assert_whole(tmp_path, 3, state(0, 2))
+
+
+def test_the_base_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    matched = []
+    real = incremental.match_base
+    monkeypatch.setattr(
+        "shardproof.saving.bases.match_base", lambda *args: matched.append(args[3]) or real(*args)
+    )
+    save(saver(tmp_path), 1, state(0, 1))
+    checkpointer = saver(tmp_path)
+    for step in range(2, 6):
+        assert save(checkpointer, step, state(0, step)).reused == MODEL_BYTES
+    assert matched == [step_name(1)]
+    save(saver(tmp_path), 6, state(0, 6))  # another job
+    save(checkpointer, 7, state(0, 7))
+    assert matched == [step_name(1), step_name(5), step_name(6)]
+
+
+def test_a_changed_structure_writes_what_is_new(tmp_path: Path) -> None:
+    checkpointer = saver(tmp_path)
+    save(checkpointer, 1, state(0, 1))
+    other = state(0, 1)
+    other["model"]["c"] = torch.ones(50)
+    other["optimizer"] = torch.full((7000,), 1.0, dtype=torch.float64)
+    committed = save(checkpointer, 2, other)
+    assert committed.reused == MODEL_BYTES
+    target = state(-1, -1)
+    target["model"]["c"] = torch.zeros(50)
+    target["optimizer"] = torch.zeros(7000, dtype=torch.float64)
+    assert checkpointer.restore(target) == 2 and same(target, other)
+
+
+def test_the_same_bytes_under_another_shape_are_another_tensor(tmp_path: Path) -> None:
+    checkpointer = saver(tmp_path)
+    save(checkpointer, 1, {"w": torch.arange(12.0)})
+    assert save(checkpointer, 2, {"w": torch.arange(12.0).reshape(3, 4)}).reused == 0
+    assert save(checkpointer, 3, {"v": torch.arange(12.0).reshape(3, 4)}).reused == 0
+
+
+def test_an_empty_tensor_and_a_scalar(tmp_path: Path) -> None:
+    checkpointer = saver(tmp_path)
+    what = {"none": torch.zeros(0, 3), "one": torch.tensor(7), "odd": torch.ones(3, dtype=torch.uint8)}
+    for step in (1, 2, 3):
+        save(checkpointer, step, what)
+    what["odd"] = torch.zeros(3, dtype=torch.uint8)
+    save(checkpointer, 4, what)
+    target = {"none": torch.zeros(0, 3), "one": torch.tensor(0), "odd": torch.ones(3, dtype=torch.uint8)}
+    assert checkpointer.restore(target) == 4 and same(target, what)
+    for step in (1, 2, 3, 4):
+        assert verify(LocalStorage(tmp_path / step_name(step))).ok
+
+
+def test_training_goes_on_while_it_is_compared(tmp_path: Path) -> None:
+    """Values that change after `save` returned reach neither the file nor the comparison."""
+    checkpointer = saver(tmp_path)
+    model = torch.nn.ModuleDict({"moved": torch.nn.Linear(700, 700), "frozen": torch.nn.Linear(50, 60)})
+    model["frozen"].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model["moved"].parameters(), lr=0.1)
+    expected: dict[int, dict[str, torch.Tensor]] = {}
+    reused = []
+    for step in range(1, 6):
+        pending = checkpointer.save(step, {"model": model, "optimizer": optimizer})
+        expected[step] = {key: value.clone() for key, value in model.state_dict().items()}
+        for parameter in model["moved"].parameters():
+            parameter.grad = torch.full_like(parameter, float(step))
+        optimizer.step()
+        reused.append(pending.result().reused)
+    assert reused[1:] == [4 * 51 * 60] * 4
+    for step, then in expected.items():
+        target = {"model": {key: torch.zeros_like(value) for key, value in then.items()}}
+        sp.load(tmp_path / step_name(step), target, strict=False)
+        assert same(target["model"], then)
+        assert verify(LocalStorage(tmp_path / step_name(step))).ok
+
+
+# What goes and what stays.
+
+
+def test_retention_keeps_what_a_kept_step_refers_to(tmp_path: Path) -> None:
+    checkpointer = saver(tmp_path, keep=sp.KeepLatest(1))
+    for step in range(1, 6):
+        save(checkpointer, step, state(0, step))
+        assert checkpointer.steps() == [step]
+        assert_whole(tmp_path, step, state(0, step))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [step_name(1), step_name(5)]
+    assert [name.split("/")[0] for name in files(tmp_path, 1)] == ["shards"]
+    target = state(-1, -1)
+    assert checkpointer.restore(target) == 5 and same(target, state(0, 5))
+    assert checkpointer.passed_over == (), "a folder that only lends is not a save that died"
+    save(checkpointer, 6, state(1, 6))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [step_name(6)], (
+        "the last that referred is gone"
+    )
+    assert_whole(tmp_path, 6, state(1, 6))
+
+
+def test_ls_of_a_step_that_only_lends(tmp_path: Path) -> None:
+    checkpointer = saver(tmp_path, keep=sp.KeepLatest(1))
+    for step in (1, 2):
+        save(checkpointer, step, state(0, step))
+    lender, borrower = scan_run(LocalStorage(tmp_path), sizes=True)
+    assert (lender.status, lender.committed, lender.lends) == ("lends", False, (step_name(2),))
+    assert lender.reason is not None and "stay for step-00000002" in lender.reason
+    assert (borrower.status, borrower.borrows) == ("committed", (step_name(1),))
+
+
+def test_leftovers_are_not_what_others_refer_to(tmp_path: Path) -> None:
+    checkpointer = saver(tmp_path, keep=sp.KeepLatest(1))
+    for step in (1, 2):
+        save(checkpointer, step, state(0, step))
+    dead = tmp_path / step_name(1) / "shards" / "00000-dead.safetensors"
+    dead.write_bytes(b"begun")
+    storage = LocalStorage(tmp_path)
+    (found,) = leftovers(storage, lambda name: 0.0)
+    assert found.files == ("shards/00000-dead.safetensors",)
+    assert remove_leftover(storage, found) and not dead.exists()
+    assert_whole(tmp_path, 2, state(0, 2))
+
+
+def test_a_leftover_that_is_referred_to_meanwhile_stays(tmp_path: Path) -> None:
+    checkpointer = saver(tmp_path)
+    save(checkpointer, 1, state(0, 1))
+    manifest = tmp_path / step_name(1) / MANIFEST_NAME
+    text = manifest.read_bytes()
+    manifest.unlink()
+    (found, index) = leftovers(LocalStorage(tmp_path), lambda name: 0.0)[0], None
+    manifest.write_bytes(text)
+    save(checkpointer, 2, state(0, 2))
+    manifest.unlink()
+    assert not remove_leftover(LocalStorage(tmp_path), found)
+    assert_whole(tmp_path, 2, state(0, 2))
+    assert index is None
+
+
+def test_a_manifest_that_cannot_be_read_keeps_what_it_may_refer_to(tmp_path: Path) -> None:
+    checkpointer = saver(tmp_path)
+    for step in (1, 2, 3):
+        save(checkpointer, step, state(0, step))
+    broken = tmp_path / step_name(3) / MANIFEST_NAME
+    broken.write_bytes(broken.read_bytes()[:-30])
+    removal = delete_steps(LocalStorage(tmp_path), [step_name(1), step_name(2)])
+    assert removal.unknown == (step_name(3),)
+    assert [name.split("/")[0] for name in files(tmp_path, 1)] == ["shards"]
+    assert leftovers(LocalStorage(tmp_path), lambda name: 0.0) == []
+
+
+def test_a_step_that_is_replaced_keeps_what_others_refer_to(tmp_path: Path) -> None:
+    checkpointer = saver(tmp_path)
+    save(checkpointer, 1, state(0, 1))
+    save(checkpointer, 2, state(0, 2))
+    (old,) = (tmp_path / step_name(1) / "shards").iterdir()
+    save(checkpointer, 1, state(9, 9), overwrite=True)
+    assert old.exists() and len(files(tmp_path, 1)) == 4
+    assert_whole(tmp_path, 1, state(9, 9))
+    assert_whole(tmp_path, 2, state(0, 2))
+    save(checkpointer, 2, state(9, 9), overwrite=True)
+    assert not old.exists(), "the step that referred to it was replaced"
+    assert_whole(tmp_path, 2, state(9, 9))
+
+
+def test_sp_save_over_a_step_keeps_what_others_refer_to(tmp_path: Path) -> None:
+    checkpointer = saver(tmp_path)
+    save(checkpointer, 1, state(0, 1))
+    save(checkpointer, 2, state(0, 2))
+    sp.save(tmp_path / step_name(1), state(9, 9), overwrite=True)
+    assert_whole(tmp_path, 2, state(0, 2))
+
+
+def test_a_run_that_was_rolled_back_refers_to_its_own_line(tmp_path: Path) -> None:
+    checkpointer = saver(tmp_path)
+    for step in (1, 2, 3, 4):
+        save(checkpointer, step, state(0, step))
+    save(checkpointer, 3, state(0, 33), overwrite=True)
+    manifest = read_manifest(LocalStorage(tmp_path / step_name(3)))
+    assert {record.folder for record in manifest.borrowed_files} == {step_name(1)}
+    for step, expected in ((1, 1), (2, 2), (3, 33), (4, 4)):
+        assert_whole(tmp_path, step, state(0, expected))
+
+
+# Damage.
+
+
+def spoil(path: Path, at: int = 20_000) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+
+
+def shard_of(root: Path, step: int) -> Path:
+    (path,) = (root / step_name(step) / "shards").iterdir()
+    return path
+
+
+def test_verify_follows_references(tmp_path: Path) -> None:
+    checkpointer = saver(tmp_path)
+    for step in (1, 2):
+        save(checkpointer, step, state(0, step))
+    lent = shard_of(tmp_path, 1)
+    spoil(lent)
+    for step in (1, 2):
+        (fault,) = verify(LocalStorage(tmp_path / step_name(step))).faults
+        assert isinstance(fault, CorruptChunkError) and lent.name in fault.message
+    assert fault.details["file"] == f"{step_name(1)}/shards/{lent.name}"
+    spoil(lent)
+    assert verify(LocalStorage(tmp_path / step_name(2))).ok
+    spoil(lent, 300)
+    faults = verify(LocalStorage(tmp_path / step_name(2))).faults
+    assert any(isinstance(fault, FormatError) for fault in faults), "the header of a file that is lent"
+    spoil(lent, 300)
+    spoil(lent, -1)
+    faults = verify(LocalStorage(tmp_path / step_name(2))).faults
+    assert any(isinstance(fault, FormatError) for fault in faults), "the digests of a file that is lent"
+
+
+def test_a_chunk_that_is_not_this_steps_does_not_spoil_it(tmp_path: Path) -> None:
+    checkpointer = saver(tmp_path)
+    for step in (1, 2):
+        save(checkpointer, step, state(0, step))
+    lent = shard_of(tmp_path, 1)
+    raw = lent.read_bytes()
+    at = raw.find(torch.full((20,), 1.0).numpy().tobytes(), 4096)  # the optimizer of step 1
+    spoil(lent, at + 1000)
+    assert len(verify(LocalStorage(tmp_path / step_name(1))).faults) == 1
+    assert verify(LocalStorage(tmp_path / step_name(2))).ok
+
+
+def test_a_file_that_is_gone_is_named_and_an_older_step_restored(tmp_path: Path) -> None:
+    checkpointer = saver(tmp_path)
+    save(checkpointer, 1, state(7, 1))
+    save(checkpointer, 2, state(0, 2))
+    save(checkpointer, 3, state(0, 3))
+    lent = shard_of(tmp_path, 2)
+    lent.unlink()
+    with pytest.raises(StorageError, match="saved incrementally") as caught:
+        loaded(tmp_path, 3)
+    assert lent.name in caught.value.message and caught.value.details["missing"] is True
+    report = verify(LocalStorage(tmp_path / step_name(3)))
+    assert [fault.details["file"] for fault in report.faults] == [f"{step_name(2)}/shards/{lent.name}"]
+    with sp.open(tmp_path / step_name(3)) as ckpt, pytest.raises(StorageError, match="saved incrementally"):
+        ckpt["model.a"].read()
+    fresh = saver(tmp_path)
+    target = state(-1, -1)
+    assert fresh.restore(target) == 1 and same(target, state(7, 1))
+    assert [(item.step, item.damaged) for item in fresh.passed_over] == [(3, True), (2, True)]
+    infos = {info.step: info for info in scan_run(LocalStorage(tmp_path))}
+    assert infos[3].status == "damaged" and infos[3].beyond_repair
+    committed = save(fresh, 3, state(7, 3))
+    assert committed.reused == MODEL_BYTES, "from step 1: those passed over are no base"
+    assert_whole(tmp_path, 3, state(7, 3))
+
+
+def test_damage_in_a_lent_file_lets_restore_pass_on(tmp_path: Path) -> None:
+    checkpointer = saver(tmp_path)
+    save(checkpointer, 1, state(7, 1))
+    for step in (2, 3):
+        save(checkpointer, step, state(0, step))
+    lent = shard_of(tmp_path, 2)
+    spoil(lent)
+    target = state(-1, -1)
+    fresh = saver(tmp_path)
+    assert fresh.restore(target) == 1 and same(target, state(7, 1))
+
+
+def test_chunks_whose_file_is_gone_are_written_again(tmp_path: Path) -> None:
+    checkpointer = saver(tmp_path)
+    for step in (1, 2):
+        save(checkpointer, step, state(0, step))
+    shard_of(tmp_path, 1).unlink()
+    assert save(checkpointer, 3, state(0, 3)).reused == 0
+    assert_whole(tmp_path, 3, state(0, 3))
+    assert save(saver(tmp_path), 4, state(0, 4)).reused == MODEL_BYTES
+    assert_whole(tmp_path, 4, state(0, 4))
+
+
+@pytest.mark.parametrize("loss", ["manifest.json", "index"])
+def test_a_base_that_cannot_be_read_is_no_base(
+    tmp_path: Path, loss: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(saver(tmp_path), 1, state(0, 1))
+    (path,) = (tmp_path / step_name(1)).glob(f"{loss}*")
+    path.write_bytes(path.read_bytes()[:-9])
+    with caplog.at_level(logging.WARNING):
+        assert save(saver(tmp_path), 2, state(0, 2)).reused == 0
+    assert "cannot be read" in caplog.text
+    assert_whole(tmp_path, 2, state(0, 2))
+
+
+def test_repair_of_an_incremental_step(tmp_path: Path) -> None:
+    checkpointer = saver(tmp_path)
+    save(checkpointer, 1, state(0, 1))
+    save(checkpointer, 2, state(3, 2))  # all changed: its own files have all
+    save(checkpointer, 3, state(3, 3))
+    save(checkpointer, 4, {"model": state(3, 3)["model"]})  # no file of its own
+    (tmp_path / step_name(2) / MANIFEST_NAME).unlink()
+    manifest = repair(LocalStorage(tmp_path / step_name(2)))
+    assert manifest.repaired
+    for step in (1, 2, 3):
+        assert_whole(tmp_path, step, state(0, 1) if step == 1 else state(3, step))
+    for lost in ("index", "manifest.json"):
+        (path,) = (tmp_path / step_name(3)).glob(f"{lost}*")
+        path.unlink()
+        with pytest.raises(FormatError, match="saved incrementally.*restore another step"):
+            repair(LocalStorage(tmp_path / step_name(3)))
+    (tmp_path / step_name(4) / MANIFEST_NAME).unlink()
+    with pytest.raises(FormatError, match="saved incrementally"):
+        repair(LocalStorage(tmp_path / step_name(4)))
+
+
+# A step made whole.
+
+
+def test_a_standalone_copy(tmp_path: Path) -> None:
+    checkpointer = saver(tmp_path / "run")
+    for step in (1, 2, 3):
+        save(checkpointer, step, state(step // 3, step), metadata={"loss": 1.5, "step": step})
+    source = tmp_path / "run" / step_name(3)
+    seen: list[tuple[int, int]] = []
+    make_standalone(
+        LocalStorage(source),
+        LocalStorage(tmp_path / "whole"),
+        on_progress=lambda done, total: seen.append((done, total)),
+    )
+    assert seen[-1] == (MODEL_BYTES + 28_000, MODEL_BYTES + 28_000)
+    one, other = read_manifest(LocalStorage(source)), read_manifest(LocalStorage(tmp_path / "whole"))
+    for name in ("step", "time", "world_size", "metadata", "tensors", "aliases", "objects", "repaired"):
+        assert getattr(one, name) == getattr(other, name)
+    assert other.version == 1 and other.borrowed_files == () and other.attempt != one.attempt
+    delete_steps(LocalStorage(tmp_path / "run"), [step_name(step) for step in (1, 2, 3)])
+    assert list((tmp_path / "run").iterdir()) == []
+    assert verify(LocalStorage(tmp_path / "whole")).ok
+    target = state(-1, -1)
+    sp.load(tmp_path / "whole", target)
+    assert same(target, state(1, 3))
+    (tmp_path / "whole" / MANIFEST_NAME).unlink()
+    assert repair(LocalStorage(tmp_path / "whole")).objects == one.objects
+    assert verify(LocalStorage(tmp_path / "whole")).ok
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        {"epoch": 3, "name": "only plain values"},
+        {"none": torch.zeros(0, 3)},
+        {"odd": torch.ones(3, dtype=torch.uint8), "z": torch.ones(2, 2, dtype=torch.complex64), "n": 1},
+        {"big": torch.arange(5_000_000.0), "tied": torch.ones(3)},
+    ],
+    ids=["plain", "empty", "odd", "big"],
+)
+def test_a_standalone_copy_of_anything(tmp_path: Path, what: dict[str, Any]) -> None:
+    sp.save(tmp_path / "a", what, step=4)
+    make_standalone(LocalStorage(tmp_path / "a"), LocalStorage(tmp_path / "b"))
+    assert verify(LocalStorage(tmp_path / "b")).ok
+    with sp.open(tmp_path / "a") as one, sp.open(tmp_path / "b") as other:
+        assert one.keys() == other.keys()
+        for key in one:
+            a, b = one[key], other[key]
+            assert torch.equal(a.read(), b.read()) if hasattr(a, "read") else a == b
+
+
+def test_a_copy_of_a_damaged_step_leaves_nothing(tmp_path: Path) -> None:
+    checkpointer = saver(tmp_path / "run")
+    for step in (1, 2):
+        save(checkpointer, step, state(0, step))
+    spoil(shard_of(tmp_path / "run", 1))
+    with pytest.raises(CorruptChunkError, match="copy another step"):
+        make_standalone(LocalStorage(tmp_path / "run" / step_name(2)), LocalStorage(tmp_path / "b"))
+    assert not list((tmp_path / "b").rglob("*.*"))
+    with pytest.raises(NotCommittedError):
+        make_standalone(LocalStorage(tmp_path / "nothing"), LocalStorage(tmp_path / "b"))
+    with pytest.raises(sp.AlreadyCommittedError):
+        make_standalone(
+            LocalStorage(tmp_path / "run" / step_name(2)), LocalStorage(tmp_path / "run" / step_name(1))
+        )
+    assert json.loads((tmp_path / "run" / step_name(1) / MANIFEST_NAME).read_text())["step"] == 1

@@ -1,0 +1,402 @@
+"""Saving while training goes on: no value that changes after `save` returned reaches the checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardproof as sp
+from shardproof.errors import SaveSkipped, StorageError, StructureError
+from shardproof.optim import HybridDeviceOptimizer
+from shardproof.saving.buffers import BufferPool
+from shardproof.saving.fence import fenced_pieces
+from shardproof.state import collect
+from shardproof.storage.sink import LocalSink
+
+LIMIT = 60.0
+
+
+class Gate:
+    """Writes of shard files wait until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached = threading.Event()
+        self._open = threading.Event()
+        write_at = LocalSink.write_at
+
+        def gated(sink: LocalSink, start: int, buffer: memoryview) -> None:
+            self.reached.set()
+            assert self._open.wait(LIMIT)
+            write_at(sink, start, buffer)
+
+        monkeypatch.setattr(LocalSink, "write_at", gated)
+
+    def open(self) -> None:
+        self._open.set()
+
+    def close(self) -> None:
+        self.reached.clear()
+        self._open.clear()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.open()
+
+
+@pytest.fixture
+def delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every write takes a random time, so that training meets the writer anywhere."""
+    draw = random.Random(7)
+    write_at = LocalSink.write_at
+
+    def delayed(sink: LocalSink, start: int, buffer: memoryview) -> None:
+        threading.Event().wait(draw.choice((0.0, 0.0, 0.001, 0.003)))
+        write_at(sink, start, buffer)
+
+    monkeypatch.setattr(LocalSink, "write_at", delayed)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.norm = nn.BatchNorm1d(64)
+        self.register_buffer("seen", torch.zeros(50))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.norm(layer(x))
+        return x
+
+
+def trained(kind: str) -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    net = Net()
+    optimizer: torch.optim.Optimizer
+    if kind == "offloaded":
+        net.to(torch.bfloat16)
+        optimizer = HybridDeviceOptimizer(
+            net.parameters(), torch.optim.AdamW, cpu_fraction=1.0, master_dtype=torch.float32, lr=0.01
+        )
+    else:
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    train_step(net, optimizer)
+    return net, optimizer
+
+
+def train_step(net: Net, optimizer: torch.optim.Optimizer) -> None:
+    """Forward changes buffers at once; the step changes the rest."""
+    dtype = next(net.parameters()).dtype
+    net(torch.randn(8, 64, dtype=dtype)).sum().backward()
+    net.seen.add_(1)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def bits(state: Any) -> dict[str, torch.Tensor]:
+    """A copy of every tensor of a state, by key."""
+    return {entry.key: piece.view.clone() for entry in collect(state).tensors for piece in entry.pieces}
+
+
+def assert_saved(folder: Path, want: dict[str, torch.Tensor]) -> None:
+    with sp.open(folder) as checkpoint:
+        for key, value in want.items():
+            assert torch.equal(checkpoint[key][...], value), key
+
+
+def small_buffers(checkpointer: sp.Checkpointer, nbytes: int = 4096) -> None:
+    """So that a save of little is many writes."""
+    checkpointer._saver._keep().pool = BufferPool(nbytes, 3)
+
+
+def folder_of(run: Path, step: int) -> Path:
+    return run / f"step-{step:08d}"
+
+
+@pytest.mark.usefixtures("delays")
+@pytest.mark.parametrize("kind", ["plain", "offloaded"])
+@pytest.mark.parametrize("snapshot", ["fence", "stage"])
+def test_what_changes_after_save_returned_is_not_saved(snapshot: Any, kind: str, tmp_path: Path) -> None:
+    net, optimizer = trained(kind)
+    ema = [parameter.detach().clone() for parameter in net.parameters()]
+    state = {"net": net, "optimizer": optimizer, "ema": ema, "loose": torch.zeros(3000)}
+    checkpointer = sp.Checkpointer(tmp_path, snapshot=snapshot, keep=sp.KeepLatest(1))
+    pending = None
+    for step in range(1, 26):  # a hundred in all
+        small_buffers(checkpointer, 16384)
+        want = bits(state)
+        pending = checkpointer.save(step, state)
+        state["loose"].add_(1)
+        for average, parameter in zip(ema, net.parameters(), strict=True):
+            average.lerp_(parameter.detach(), 0.5)
+        train_step(net, optimizer)
+        pending.result(LIMIT)
+        assert_saved(folder_of(tmp_path, step), want)
+
+
+def test_parameters_are_read_live_until_a_step(gate: Gate, tmp_path: Path) -> None:
+    net, optimizer = trained("plain")
+    state = {"net": net, "optimizer": optimizer}
+    want = bits(state)
+    checkpointer = sp.Checkpointer(tmp_path)
+    small_buffers(checkpointer)
+    pending = checkpointer.save(1, state)
+    session = checkpointer._saver._under_way.session
+    assert gate.reached.wait(LIMIT)
+    buffers = sum(buffer.nbytes for buffer in net.buffers())
+    assert session._snapshot.staged_bytes <= buffers
+    assert not pending.done()
+    train_step(net, optimizer)
+    assert session._snapshot.staged_bytes > buffers
+    gate.open()
+    pending.result(LIMIT)
+    assert_saved(folder_of(tmp_path, 1), want)
+
+
+def test_staging_reads_nothing_live(gate: Gate, tmp_path: Path) -> None:
+    net, optimizer = trained("plain")
+    state = {"net": net, "optimizer": optimizer}
+    want = bits(state)
+    checkpointer = sp.Checkpointer(tmp_path, snapshot="stage")
+    small_buffers(checkpointer)
+    pending = checkpointer.save(1, state)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.data.zero_()  # past the version that torch keeps
+    gate.open()
+    pending.result(LIMIT)
+    assert_saved(folder_of(tmp_path, 1), want)
+
+
+def test_an_optimizer_that_is_not_saved_opens_the_fence_of_what_it_writes(gate: Gate, tmp_path: Path) -> None:
+    net, optimizer = trained("plain")
+    state = {"net": net, "optimizer": optimizer}
+    want = bits(state)
+    other = torch.optim.SGD(net.layers[2].parameters(), lr=1.0)
+    stranger = nn.Linear(2, 2)
+    checkpointer = sp.Checkpointer(tmp_path)
+    small_buffers(checkpointer)
+    pending = checkpointer.save(1, state)
+    snapshot = checkpointer._saver._under_way.session._snapshot
+    before = snapshot.staged_bytes
+    net(torch.randn(8, 64)).sum().backward()
+    stranger(torch.ones(1, 2)).sum().backward()
+    torch.optim.SGD(stranger.parameters(), lr=1.0).step()
+    assert snapshot.staged_bytes == before
+    other.step()
+    assert snapshot.staged_bytes > before
+    gate.open()
+    pending.result(LIMIT)
+    assert_saved(folder_of(tmp_path, 1), want)
+
+
+def test_a_write_without_a_fence_fails_the_save_and_names_the_tensor(gate: Gate, tmp_path: Path) -> None:
+    net, optimizer = trained("plain")
+    state = {"net": net, "optimizer": optimizer}
+    checkpointer = sp.Checkpointer(tmp_path)
+    checkpointer.wait()
+    small_buffers(checkpointer)
+    pending = checkpointer.save(1, state)
+    assert gate.reached.wait(LIMIT)
+    with torch.no_grad():
+        net.layers[2].weight.clamp_(-0.01, 0.01)
+    gate.open()
+    with pytest.raises(StructureError, match=r"net\.layers\.2\.weight was changed .*fence\(\)"):
+        pending.result(LIMIT)
+    assert checkpointer.steps() == []
+    gate.close()
+    want = bits(state)
+    pending = checkpointer.save(2, state)
+    checkpointer.fence()
+    with torch.no_grad():
+        net.layers[2].weight.zero_()
+        net.layers[2].weight.data.add_(1)
+    gate.open()
+    pending.result(LIMIT)
+    assert_saved(folder_of(tmp_path, 2), want)
+
+
+def test_a_load_opens_the_fence(gate: Gate, tmp_path: Path) -> None:
+    net, optimizer = trained("plain")
+    state = {"net": net, "optimizer": optimizer}
+    gate.open()
+    sp.save(tmp_path / "before", state)
+    train_step(net, optimizer)
+    want = bits(state)
+    checkpointer = sp.Checkpointer(tmp_path / "run")
+    small_buffers(checkpointer)
+    gate.close()
+    pending = checkpointer.save(1, state)
+    assert gate.reached.wait(LIMIT)
+    sp.load(tmp_path / "before", state)
+    gate.open()
+    pending.result(LIMIT)
+    assert_saved(folder_of(tmp_path / "run", 1), want)
+
+
+@pytest.mark.parametrize("budget", [0, 3 << 20])
+def test_copies_never_take_more_than_the_budget(budget: int, tmp_path: Path, delays: None) -> None:
+    state = {f"{number}": torch.randn(256, 1024) for number in range(12)}  # 1 MiB each
+    checkpointer = sp.Checkpointer(tmp_path, host_memory_budget=budget)
+    for step in (1, 2):
+        want = bits(state)
+        pending = checkpointer.save(step, state)
+        for value in state.values():
+            value.add_(1)
+        pending.result(LIMIT)
+        assert checkpointer._saver._keep().staging.size <= budget
+        assert_saved(folder_of(tmp_path, step), want)
+
+
+def test_a_full_budget_is_said(gate: Gate, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = {"large": torch.randn(512, 1024)}
+    checkpointer = sp.Checkpointer(tmp_path, host_memory_budget=0)
+    saves: list[Any] = []
+    thread = threading.Thread(target=lambda: saves.append(checkpointer.save(1, state)))
+    with caplog.at_level(logging.WARNING, "shardproof"):
+        small_buffers(checkpointer, 1 << 18)
+        thread.start()
+        assert gate.reached.wait(LIMIT)
+        thread.join(1.0)
+        assert thread.is_alive()  # the save waits, for nothing can be copied
+        gate.open()
+        thread.join(LIMIT)
+        saves[0].result(LIMIT)
+    assert saves[0].blocked >= 0.9
+    assert any("host_memory_budget" in record.message for record in caplog.records)
+
+
+def test_memory_for_copies_is_used_again(gate: Gate, tmp_path: Path) -> None:
+    state = {"weight": torch.randn(1 << 20)}
+    checkpointer = sp.Checkpointer(tmp_path)
+    sizes = []
+    for step in (1, 2, 3):
+        gate.close()
+        pending = checkpointer.save(step, state)
+        gate.open()
+        pending.result(LIMIT)
+        sizes.append(checkpointer._saver._keep().staging.size)
+    assert sizes == [4 << 20] * 3
+
+
+def test_a_writer_that_hangs_does_not_hold_training(gate: Gate, tmp_path: Path) -> None:
+    net, optimizer = trained("plain")
+    checkpointer = sp.Checkpointer(tmp_path, deadline=0.5, host_memory_budget=0)
+    small_buffers(checkpointer)
+    pending = checkpointer.save(1, {"optimizer": sp.OptimizerState(optimizer, net)})
+    assert gate.reached.wait(LIMIT)
+    train_step(net, optimizer)  # returns
+    gate.open()
+    with pytest.raises(StorageError, match="no progress"):
+        pending.result(LIMIT)
+    assert checkpointer.steps() == []
+
+
+def test_a_save_waits_for_the_one_before_or_is_skipped(gate: Gate, tmp_path: Path) -> None:
+    state = {"weight": torch.zeros(1000)}
+    checkpointer = sp.Checkpointer(tmp_path)
+    first = checkpointer.save(1, state)
+    skipped = checkpointer.save(2, state, when_busy="skip")
+    assert (skipped.skipped, skipped.done(), first.done()) == (True, True, False)
+    with pytest.raises(SaveSkipped, match="step 2"):
+        skipped.result()
+    with pytest.raises(TimeoutError):
+        checkpointer.wait(0.01)
+    opener = threading.Timer(0.2, gate.open)
+    opener.start()
+    second = checkpointer.save(3, state)
+    assert first.done()
+    assert second.blocked >= 0.1
+    assert checkpointer.save(4, state, when_busy="wait").result(LIMIT).step == 4
+    assert checkpointer.steps() == [1, 3, 4]
+    opener.join()
+
+
+@pytest.mark.parametrize("asked", ["save", "wait", "result"])
+def test_a_failure_in_the_background_is_raised_once(
+    asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"weight": torch.zeros(1000)}
+    checkpointer = sp.Checkpointer(tmp_path)
+    write_at = LocalSink.write_at
+
+    def full(sink: LocalSink, start: int, buffer: memoryview) -> None:
+        raise StorageError("the disk is full")
+
+    monkeypatch.setattr(LocalSink, "write_at", full)
+    pending = checkpointer.save(1, state)
+    pending._future.exception(LIMIT)  # type: ignore[union-attr]
+    assert "the disk is full" in caplog.text
+    monkeypatch.setattr(LocalSink, "write_at", write_at)
+    ask: dict[str, Callable[[], Any]] = {
+        "save": lambda: checkpointer.save(2, state),
+        "wait": checkpointer.wait,
+        "result": pending.result,
+    }
+    with pytest.raises(StorageError, match="the disk is full"):
+        ask[asked]()
+    checkpointer.wait()
+    checkpointer.save(3, state).result(LIMIT)
+    assert checkpointer.steps() == [3]
+
+
+def test_steps_that_are_replayed_and_tensors_without_a_version_are_not_fenced() -> None:
+    net = nn.Linear(4, 4)
+    with torch.inference_mode():
+        frozen = nn.Linear(4, 4)
+    plain = torch.optim.SGD(net.parameters(), lr=1.0)
+    replayed = torch.optim.Adam(net.parameters(), capturable=True)
+    frozen_step = torch.optim.SGD(frozen.parameters(), lr=1.0)
+
+    def fenced(model: nn.Module, optimizer: torch.optim.Optimizer) -> set[bool]:
+        collected = collect({"model": model, "optimizer": optimizer})
+        pieces = [piece for entry in collected.tensors for piece in entry.pieces]
+        return set(fenced_pieces(pieces, collected.stepped))
+
+    assert fenced(net, plain) == {True}
+    assert fenced(net, replayed) == {False}
+    assert fenced(frozen, frozen_step) == {False}
+
+
+def test_a_child_made_by_fork_trains_without_the_parents_fence(gate: Gate, tmp_path: Path) -> None:
+    net, optimizer = trained("plain")
+    state = {"net": net, "optimizer": optimizer}
+    want = bits(state)
+    checkpointer = sp.Checkpointer(tmp_path, deadline=5.0)
+    small_buffers(checkpointer)
+    pending = checkpointer.save(1, state)
+    assert gate.reached.wait(LIMIT)
+    child = os.fork()
+    if child == 0:
+        train_step(net, optimizer)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert checkpointer._saver._under_way.session._snapshot.staged_bytes <= 4096
+    gate.open()
+    pending.result(LIMIT)
+    assert_saved(folder_of(tmp_path, 1), want)
+
+
+def test_hooks_are_there_only_while_a_save_is_under_way(gate: Gate, tmp_path: Path) -> None:
+    from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+    net, optimizer = trained("plain")
+    before = len(_global_optimizer_pre_hooks)
+    checkpointer = sp.Checkpointer(tmp_path)
+    pending = checkpointer.save(1, {"net": net, "optimizer": optimizer})
+    assert len(_global_optimizer_pre_hooks) == before + 1
+    gate.open()
+    pending.result(LIMIT)
+    assert len(_global_optimizer_pre_hooks) == before

@@ -1,0 +1,39 @@
+"""Aligned buffers: their pages are in place before anybody writes to them."""
+
+from __future__ import annotations
+
+import errno
+import resource
+
+import pytest
+
+from shardproof.storage import ALIGNMENT, address, aligned_buffer, libc
+
+NBYTES = 16 << 20
+
+
+def faults_of_filling(buffer: memoryview) -> int:
+    """Pages that had to be put in place while the whole buffer was written to."""
+    source = b"\1" * len(buffer)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    buffer[:] = source
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+
+
+@pytest.mark.parametrize("kernel", ["this one", "an older one"])
+def test_pages_are_in_place(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kernel == "an older one":
+
+        def refuse(name: str, *arguments: object) -> None:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+        monkeypatch.setattr(libc, "call", refuse)
+    buffer = aligned_buffer(NBYTES)
+    assert faults_of_filling(buffer) < NBYTES // (2 << 20), "not even one for each huge page"
+    assert address(buffer) % ALIGNMENT == 0 and len(buffer) == NBYTES
+
+
+def test_lengths_need_not_be_whole_pages() -> None:
+    assert [len(aligned_buffer(nbytes)) for nbytes in (0, 1, ALIGNMENT + 1)] == [0, 1, ALIGNMENT + 1]
+    with pytest.raises(ValueError, match="-1"):
+        aligned_buffer(-1)
