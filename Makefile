@@ -7,13 +7,15 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,\
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PEERS := benchmarks/peers/.venv
+PEERS_STAMP := $(PEERS)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 # Tests start several ranks at a time: one thread each keeps them from fighting for the cores.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all bench check format clean
+.PHONY: help venv demo test test-all bench bench-peers check format clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -39,10 +41,26 @@ test-all: $(STAMP)  ## every test, the slow ones too
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 bench: $(STAMP)  ## measure beside torch's own checkpoints, optimizers and sharding
-	@set -e; for script in save load reshard small_tensors planning; do \
+	@set -e; for script in save load reshard small_tensors costs planning; do \
 		echo "== $$script"; $(BIN)/python benchmarks/$$script.py $(ARGS); \
 	done
 	@echo "== optim"; $(BIN)/python benchmarks/optim.py
+
+# Peers ask for versions that exclude each other, so they live apart; unbound.txt says which go without their
+# bounds.
+$(PEERS_STAMP): benchmarks/peers/requirements.txt benchmarks/peers/unbound.txt pyproject.toml
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet -r benchmarks/peers/requirements.txt
+	$(PEERS)/bin/python -m pip install --quiet --no-deps --ignore-requires-python -r benchmarks/peers/unbound.txt
+	$(PEERS)/bin/python -m pip install --quiet --no-deps -e .
+	touch $@
+
+bench-peers: $(PEERS_STAMP)  ## measure beside every released peer, in an environment of its own
+	@set -e; for script in list save load steps memory; do \
+		echo "== peers_$$script"; $(PEERS)/bin/python benchmarks/peers_$$script.py $(ARGS); \
+	done
+	@echo "== peers_save, small"; $(PEERS)/bin/python benchmarks/peers_save.py --state small --repeats 3
+	@echo "== peers_load, small"; $(PEERS)/bin/python benchmarks/peers_load.py --state small --repeats 3
 
 check: $(STAMP)  ## format, lint, types, layers, docs
 	$(BIN)/ruff format --check .
@@ -55,5 +73,5 @@ format: $(STAMP)  ## mend what can be mended by itself
 	$(BIN)/ruff format .
 
 clean:  ## remove what the other targets made, .venv too
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -81,7 +81,7 @@ def test_two_ranks_write_what_changed_and_meet_no_more_often(tmp_path: Path) -> 
     ]
     assert [reused for _, reused, _ in said] == [0, MODEL, MODEL, OPTIMIZER]
     assert said[0][0] > MODEL + OPTIMIZER and said[1][0] < OPTIMIZER + 40_000
-    assert said[2][2] == ["collect"], "what both sides know is not sent again"
+    assert said[2][2] == ["collect", "write"], "what both sides know is not sent again"
     for step, model, optimizer in steps[-2:]:
         check(tmp_path, step, model, optimizer)
     assert not list((tmp_path / step_name(1)).rglob("manifest.json")), "retention let the step go"
@@ -107,7 +107,7 @@ def test_a_new_job_goes_on_from_what_is_stored(tmp_path: Path) -> None:
     run_ranks(2, train, str(tmp_path), [(1, 1, 1)])
     said = run_ranks(2, train, str(tmp_path), [(2, 1, 2), (3, 1, 3)])[0].value
     assert [reused for _, reused, _ in said] == [MODEL, MODEL]
-    assert said[0][2] == ["collect", "plan", "base"] and said[1][2] == ["collect"]
+    assert said[0][2] == ["collect", "plan", "base", "write"] and said[1][2] == ["collect", "write"]
     check(tmp_path, 3, 1, 3)
 
 

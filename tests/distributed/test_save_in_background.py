@@ -17,54 +17,44 @@ import torch
 import shardproof as sp
 from shardproof.errors import ShardproofError, StorageError
 from shardproof.storage.sink import LocalSink
-from tests.harness import Job, process_group, rank, reach, rendezvous, run_ranks
+from tests.harness import process_group, rank, rendezvous, run_ranks
 
 LIMIT = 60.0
 
 
-def hold_writes(point: str) -> None:
-    """The writer tells the parent where it is, once, and waits until it may go on."""
-    write_at = LocalSink.write_at
-    once = threading.Lock()
+def gate_writes() -> threading.Event:
+    """Writes wait until the event is set."""
+    write_at, gate = LocalSink.write_at, threading.Event()
 
-    def held(sink: LocalSink, start: int, buffer: memoryview) -> None:
-        if once.acquire(blocking=False):
-            reach(point)
+    def gated(sink: LocalSink, start: int, buffer: memoryview) -> None:
+        assert gate.wait(LIMIT)
         write_at(sink, start, buffer)
 
-    LocalSink.write_at = held  # type: ignore[method-assign]
+    LocalSink.write_at = gated  # type: ignore[method-assign]
+    return gate
 
 
 def state_of(step: int) -> dict[str, Any]:
     return {"mine": sp.PerRank(torch.full((3000,), float(step))), "shared": torch.full((3000,), float(step))}
 
 
-def skip_if_any_is_busy(root: str) -> tuple[bool, list[int]]:
+def skip_if_any_is_busy(root: str) -> tuple[bool, bool, list[int]]:
     checkpointer = sp.Checkpointer(root, rendezvous=rendezvous(deadline=20.0))
-    if rank() == 1:
-        hold_writes("a write")
+    gate = gate_writes()
+    if rank() == 0:
+        gate.set()
     first = checkpointer.save(1, state_of(1))
-    skipped = checkpointer.save(2, state_of(2), when_busy="skip").skipped
-    reach("skipped")
+    skipped = checkpointer.save(2, state_of(2), when_busy="skip")
+    under_way = not first.done()
+    gate.set()
     first.result(LIMIT)
-    kept = checkpointer.save(3, state_of(3), when_busy="skip").result(LIMIT)
-    assert kept.step == 3
-    return skipped, checkpointer.steps()
+    checkpointer.save(3, state_of(3), when_busy="wait").result(LIMIT)
+    return skipped.skipped, under_way, checkpointer.steps()
 
 
 def test_all_skip_if_one_is_busy(tmp_path: Path) -> None:
-    def script(job: Job) -> None:
-        job.until_held(1, "a write")
-        job.until_held(0, "skipped")
-        job.go(0)
-        job.go(1)
-        job.until_held(1, "skipped")
-        job.go(1)
-
-    outcomes = run_ranks(
-        2, skip_if_any_is_busy, str(tmp_path), hold={0: "skipped", 1: ["a write", "skipped"]}, script=script
-    )
-    assert [outcome.value for outcome in outcomes] == [(True, [1, 3])] * 2
+    outcomes = run_ranks(2, skip_if_any_is_busy, str(tmp_path))
+    assert [outcome.value for outcome in outcomes] == [(True, True, [1, 3])] * 2
 
 
 def fails_on_one_rank(root: str, ask: str) -> tuple[str, str, list[int]]:

@@ -20,9 +20,10 @@ from shardproof.saving.background import Workers, unfinished, wait_while_moving
 from shardproof.saving.bases import FindBase
 from shardproof.saving.committed import Committed
 from shardproof.saving.device import pinned_buffer
+from shardproof.saving.kept import Kept, Request
 from shardproof.saving.memory import default_budget
 from shardproof.saving.pending import PendingSave
-from shardproof.saving.session import Kept, Request, Session
+from shardproof.saving.session import Session
 from shardproof.saving.staging import StagingPool
 from shardproof.storage import Storage
 

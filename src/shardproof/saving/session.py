@@ -18,7 +18,6 @@ import socket
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -40,110 +39,27 @@ from shardproof.errors import (
 )
 from shardproof.format import MANIFEST_NAME, Manifest, index_name, read_manifest, shard_name
 from shardproof.garbage import no_garbage_collection
-from shardproof.planning import RankPlan, Structure, WritePlan, plan_writes
+from shardproof.planning import RankPlan, Structure, plan_writes
 from shardproof.rendezvous import Meetings, Rendezvous
-from shardproof.saving.background import Progress, Workers
-from shardproof.saving.bases import BaseChoice, FindBase, KnownBase
+from shardproof.saving.background import Progress
+from shardproof.saving.bases import BaseChoice, KnownBase
 from shardproof.saving.buffers import BufferPool
 from shardproof.saving.commit import Written, commit
 from shardproof.saving.committed import Committed
 from shardproof.saving.fence import Fence, fenced_pieces
 from shardproof.saving.incremental import BaseDigests, pack_rows
-from shardproof.saving.prepare import Attempt, Entries, PreparedShard, prepare_shard
+from shardproof.saving.kept import HeldPlan, Kept, KnownDigests, LeaderPlan, Request
+from shardproof.saving.messages import Agreed, Described
+from shardproof.saving.prepare import Attempt, Entries, prepare_shard
 from shardproof.saving.shard import write_changes, write_shard
 from shardproof.saving.snapshot import Snapshot
-from shardproof.saving.staging import StagingPool
 from shardproof.state import Collected, collect, encode_plain
 from shardproof.storage import Sink, Storage
 
-__all__ = ["Kept", "Request", "Session"]
+__all__ = ["Session"]
 
 _LATEST_STEP = 10**18
 _log = logging.getLogger("shardproof")
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What the caller asks for, beside the state. All ranks must ask for the same."""
-
-    step: Any
-    metadata: dict[str, Any]
-    overwrite: bool
-    base: FindBase | None = None
-    """For the leader: finds the step whose chunks need not be written again. None: all are written."""
-
-
-@dataclass(frozen=True, slots=True)
-class _LeaderPlan:
-    id: str
-    digests: tuple[bytes, ...]
-    plan: WritePlan
-
-
-@dataclass(frozen=True, slots=True)
-class _HeldPlan:
-    id: str
-    shard: PreparedShard
-
-
-@dataclass(frozen=True, slots=True)
-class _KnownDigests:
-    attempt: str
-    digests: BaseDigests
-
-
-@dataclass(slots=True)
-class Kept:
-    """What one save leaves for the next."""
-
-    workers: Workers
-    """Threads that write buffers."""
-    toucher: Workers
-    """The thread on which staging memory is touched."""
-    staging: StagingPool
-    planned: _LeaderPlan | None = None
-    """Leader: the last plan, and the structure digests that it is valid for."""
-    held: _HeldPlan | None = None
-    """This rank's part of a plan."""
-    pool: BufferPool | None = None
-    """Buffers, given back by a save that got through: a failed one may have lost some of them."""
-    base: KnownBase | None = None
-    """Leader: the last step that was saved by `planned`."""
-    known: _KnownDigests | None = None
-    """Digests that the chunks of `held` had in the last step."""
-    background: str = ""
-    """Leader: name of the rendezvous in the background."""
-
-
-class _Described(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank says of its state and of what it was asked for."""
-
-    digest: bytes
-    held: str
-    step: int | None
-    metadata: bytes
-    overwrite: bool
-    incremental: bool
-    known: str
-    """The attempt whose digests the rank knows."""
-    node: int
-    """The same for all ranks of one host."""
-    failed: bytes = b""
-    """Why the save before failed, if the caller of this rank was not told yet."""
-
-    def asked(self) -> str:
-        """What was asked for, in words."""
-        how = f"overwrite={self.overwrite}, incremental={self.incremental}"
-        return f"step {self.step}, {how}, metadata {self.metadata.decode()}"
-
-
-class _Agreed(msgspec.Struct, frozen=True, array_like=True):
-    attempt: Attempt
-    reuse: bool
-    tell: bool
-    """Whether the ranks are told digests of a base that they do not know."""
-    background: str
-    """Name of the rendezvous in the background: that of the leader's first save."""
 
 
 class Session:
@@ -203,7 +119,7 @@ class Session:
             described = _attempted(lambda: self._describe(state), phase)
         with self._phase("agree"):
             answer = meeting.meet("collect", described, self._agree)
-        agreed = msgspec.msgpack.decode(answer, type=_Agreed)
+        agreed = msgspec.msgpack.decode(answer, type=Agreed)
         self._attempt, self.background, part = agreed.attempt, agreed.background, None
         if not agreed.reuse:
             self._kept.held = self._kept.known = None
@@ -251,7 +167,7 @@ class Session:
             raise
         done = msgspec.msgpack.decode(answer, type=Committed)
         if self._digests is not None:
-            self._kept.known = _KnownDigests(self._attempt.id, BaseDigests.of(self._digests))
+            self._kept.known = KnownDigests(self._attempt.id, BaseDigests.of(self._digests))
         return msgspec.structs.replace(done, seconds=time.monotonic() - self._begun)
 
     def end(self) -> None:
@@ -286,13 +202,13 @@ class Session:
         known = self._kept.known.attempt if self._kept.known else ""
         asked = self._request.overwrite, self._request.base is not None
         return msgspec.msgpack.encode(
-            _Described(self._structure.digest(), held, step, metadata, *asked, known, _node(), failed)
+            Described(self._structure.digest(), held, step, metadata, *asked, known, _node(), failed)
         )
 
     def _agree(self, posts: Sequence[bytes]) -> bytes:
         """Leader: names the attempt, and says whether the plan of an earlier save holds."""
         location = self._storage.location
-        said = [msgspec.msgpack.decode(post, type=_Described) for post in posts]
+        said = [msgspec.msgpack.decode(post, type=Described) for post in posts]
         for other in said:
             if other.failed:
                 raise ShardproofError.from_wire(msgspec.json.decode(other.failed))
@@ -323,7 +239,7 @@ class Session:
         name, now = secrets.token_hex(8), time.time()
         attempt = Attempt(name, now, said[0].step, len(said), metadata, choice.folder)
         self._kept.background = self._kept.background or attempt.id
-        return msgspec.msgpack.encode(_Agreed(attempt, reuse, tell, self._kept.background))
+        return msgspec.msgpack.encode(Agreed(attempt, reuse, tell, self._kept.background))
 
     def _plan(self, posts: Sequence[bytes]) -> list[bytes]:
         """Leader: proves and plans; each rank gets its part."""
@@ -331,7 +247,7 @@ class Session:
         structures = [Structure.decode(post) for post in posts]
         plan = plan_writes(structures, chunk_bytes=self._chunk_bytes, nodes=self._nodes)
         digests = tuple(xxhash.xxh3_128_digest(post) for post in posts)
-        self._kept.planned = _LeaderPlan(self._attempt.id, digests, plan)
+        self._kept.planned = LeaderPlan(self._attempt.id, digests, plan)
         return [part.encode() for part in plan.rank_plans()]
 
     def _tell_base(self, posts: Sequence[bytes]) -> list[bytes]:
@@ -345,7 +261,7 @@ class Session:
         """Takes a new `part` of the plan or the one held from before, and makes the snapshot."""
         if part is not None:
             prepared = prepare_shard(self._structure, RankPlan.decode(part))
-            self._kept.held = _HeldPlan(self._attempt.id, prepared)
+            self._kept.held = HeldPlan(self._attempt.id, prepared)
         assert self._kept.held is not None
         self._objects = {entry.key: msgspec.json.encode(entry.value) for entry in self._collected.objects}
         pieces = [(piece, entry.key) for entry in self._collected.tensors for piece in entry.pieces]

@@ -1,0 +1,75 @@
+"""What the saves of one saver leave for each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from shardproof.planning import WritePlan
+from shardproof.saving.background import Workers
+from shardproof.saving.bases import FindBase, KnownBase
+from shardproof.saving.buffers import BufferPool
+from shardproof.saving.incremental import BaseDigests
+from shardproof.saving.prepare import PreparedShard
+from shardproof.saving.staging import StagingPool
+
+__all__ = ["HeldPlan", "Kept", "KnownDigests", "LeaderPlan", "Request"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the caller asks for, beside the state. All ranks must ask for the same."""
+
+    step: Any
+    metadata: dict[str, Any]
+    overwrite: bool
+    base: FindBase | None = None
+    """For the leader: finds the step whose chunks need not be written again. None: all are written."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderPlan:
+    """A plan of all ranks, at the leader."""
+
+    id: str
+    digests: tuple[bytes, ...]
+    plan: WritePlan
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPlan:
+    """One rank's part of a plan."""
+
+    id: str
+    shard: PreparedShard
+
+
+@dataclass(frozen=True, slots=True)
+class KnownDigests:
+    """Digests of this rank's chunks in an earlier attempt."""
+
+    attempt: str
+    digests: BaseDigests
+
+
+@dataclass(slots=True)
+class Kept:
+    """What one save leaves for the next."""
+
+    workers: Workers
+    """Threads that write buffers."""
+    toucher: Workers
+    """The thread on which staging memory is touched."""
+    staging: StagingPool
+    planned: LeaderPlan | None = None
+    """Leader: the last plan, and the structure digests that it is valid for."""
+    held: HeldPlan | None = None
+    """This rank's part of a plan."""
+    pool: BufferPool | None = None
+    """Buffers, given back by a save that got through: a failed one may have lost some of them."""
+    base: KnownBase | None = None
+    """Leader: the last step that was saved by `planned`."""
+    known: KnownDigests | None = None
+    """Digests that the chunks of `held` had in the last step."""
+    background: str = ""
+    """Leader: name of the rendezvous in the background."""
