@@ -88,6 +88,8 @@ class Progress:
     """How far a save has come. Any thread may say so; whoever waits looks whether it moves."""
 
     def __init__(self) -> None:
+        self.is_bounded = False
+        """Whether what goes on ends by itself: a meeting of ranks, which has deadlines of its own."""
         self._count = 0
 
     def moved(self) -> None:
@@ -116,7 +118,7 @@ def wait_while_moving(
     """
     seen, since = progress.count, time.monotonic()
     while not _is_done(future, _LOOK):
-        if progress.count != seen:
+        if progress.is_bounded or progress.count != seen:
             seen, since = progress.count, time.monotonic()
             if tick is not None:
                 tick()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 
-from shardproof.errors import SaveSkipped, ShardproofError
+from shardproof.errors import SaveSkipped, ShardproofError, StorageError
+from shardproof.saving.background import Progress, wait_while_moving
 from shardproof.saving.committed import Committed
 
 __all__ = ["PendingSave"]
@@ -19,12 +21,20 @@ class PendingSave:
     (7, True, False)
     """
 
-    def __init__(self, step: int | None, future: Future[Committed] | None) -> None:
+    def __init__(
+        self,
+        step: int | None,
+        future: Future[Committed] | None,
+        progress: Progress | None = None,
+        patience: float = 0.0,
+    ) -> None:
         self.step = step
         """The step that is saved."""
         self.blocked = 0.0
         """Seconds for which the call that began it held the caller."""
         self._future = future
+        self._progress = progress or Progress()
+        self._patience = patience
         self._told = False
 
     @property
@@ -46,6 +56,7 @@ class PendingSave:
         Raises:
             TimeoutError: it is still under way.
             SaveSkipped: there is none.
+            StorageError: it does not move any more, and cannot be ended: the storage hangs.
             ShardproofError: the save failed on some rank; nothing was committed.
         """
         if self._future is None:
@@ -53,11 +64,30 @@ class PendingSave:
                 f"step {self.step} was not saved: the save before it was still under way, and when_busy is "
                 "'skip'"
             )
+        if timeout is None:
+            self.settle()
         try:
             return self._future.result(timeout)
         except ShardproofError:
             self._told = True
             raise
+
+    def settle(self, tick: Callable[[], None] | None = None) -> None:
+        """Waits until it is over, whatever came of it, as long as it moves.
+
+        Args:
+            tick: called whenever it moved.
+
+        Raises:
+            StorageError: it does not move any more.
+        """
+        if self._future is not None and not wait_while_moving(
+            self._future, self._progress, self._patience, tick
+        ):
+            raise StorageError(
+                f"the save of step {self.step} has made no progress for {self._patience:.0f} s and cannot be "
+                "ended: the storage hangs. Nothing of it will be committed; start the process again"
+            )
 
     def take_failure(self) -> ShardproofError | None:
         """Why the save failed, the first time that anybody asks; None if it did not, or not yet."""

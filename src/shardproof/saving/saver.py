@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from shardproof.errors import RankFailure, ShardproofError, StorageError
+from shardproof.errors import RankFailure, ShardproofError
 from shardproof.planning import CHUNK_BYTES
 from shardproof.rendezvous import Meetings, Rendezvous
-from shardproof.saving.background import Workers, unfinished, wait_while_moving
+from shardproof.saving.background import Workers, unfinished
 from shardproof.saving.bases import FindBase
 from shardproof.saving.committed import Committed
 from shardproof.saving.device import pinned_buffer
@@ -168,9 +168,9 @@ class Saver:
                     served.clear()
 
             future = self._thread.submit(work)
-            pending = PendingSave(step, future)
+            pending = PendingSave(step, future, session.progress, 2 * beside.deadline)
             self._under_way = _UnderWay(session, future, pending)
-            unfinished.add(future, session.progress, beside.deadline, f"save {storage.location}")
+            unfinished.add(future, session.progress, 2 * beside.deadline, f"save {storage.location}")
             session.stage()
             pending.blocked = time.monotonic() - begun
             return pending
@@ -194,19 +194,22 @@ class Saver:
         under_way = self._under_way
         if under_way is None:
             return
-        under_way.future.exception(timeout)
+        if timeout is None:
+            under_way.pending.settle()
+        else:
+            under_way.future.exception(timeout)
         if (failed := self._take_failure()) is not None:
             raise failed
 
     def settle(self) -> None:
         """Waits for the save under way, whatever comes of it; whoever asks next is told."""
-        if self._under_way is not None:
+        if self._under_way is not None and self._process == os.getpid():
             self._wait_for(self._under_way)
 
     def _session(self, storage: Storage, request: Request) -> Session:
         """The next session, once the one before is over."""
-        self.settle()
         kept = self._keep()
+        self.settle()
         return Session(
             self._rendezvous, storage, request, kept, self._chunk_bytes, failed=self._take_failure()
         )
@@ -251,13 +254,7 @@ class Saver:
             count += 1
             self._rendezvous.progress(count, 0)  # others may wait for this rank at the next meeting
 
-        if not wait_while_moving(
-            under_way.future, under_way.session.progress, 2 * self._rendezvous.deadline, tick
-        ):
-            raise StorageError(
-                f"the save before made no progress for {2 * self._rendezvous.deadline:.0f} s and cannot be "
-                "ended: the storage hangs. Nothing of it will be committed; start the process again"
-            )
+        under_way.pending.settle(tick)
 
     def _take_failure(self) -> ShardproofError | None:
         return self._under_way.pending.take_failure() if self._under_way is not None else None

@@ -159,7 +159,11 @@ class Session:
             with self._phase("write") as phase:
                 written = _attempted(lambda: self._write(rendezvous, phase), phase)
             with self._phase("commit"):
-                answer = meeting.meet("write", written, self._commit)
+                self.progress.is_bounded = True
+                try:
+                    answer = meeting.meet("write", written, self._commit)
+                finally:
+                    self.progress.is_bounded = False
         except RankSilent:
             raise  # note "Whose files"
         except ShardproofError:
@@ -325,6 +329,7 @@ class Session:
 
     def _commit(self, posts: Sequence[bytes]) -> bytes:
         """Leader: commits; a fault of the leader's own is named as one."""
+        self.progress.is_bounded = False  # storage may hang
         attempt = self._attempt
         assert self._kept.planned is not None
         written = [msgspec.msgpack.decode(post, type=Written) for post in posts]

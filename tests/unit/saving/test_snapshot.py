@@ -304,6 +304,22 @@ def test_a_writer_that_hangs_does_not_hold_training(gate: Gate, tmp_path: Path) 
     assert checkpointer.steps() == []
 
 
+@pytest.mark.parametrize("ask", ["result", "wait", "save"])
+def test_nobody_waits_for_ever_for_a_storage_that_hangs(ask: str, gate: Gate, tmp_path: Path) -> None:
+    checkpointer = sp.Checkpointer(tmp_path, deadline=0.3)
+    state = {"weight": torch.zeros(1000)}
+    pending = checkpointer.save(1, state)
+    asks: dict[str, Callable[[], Any]] = {
+        "result": pending.result,
+        "wait": checkpointer.wait,
+        "save": lambda: checkpointer.save(2, state),
+    }
+    with pytest.raises(StorageError, match="the storage hangs"):
+        asks[ask]()
+    gate.open()
+    assert pending.result(LIMIT).step == 1
+
+
 def test_a_save_waits_for_the_one_before_or_is_skipped(gate: Gate, tmp_path: Path) -> None:
     state = {"weight": torch.zeros(1000)}
     checkpointer = sp.Checkpointer(tmp_path)
