@@ -140,6 +140,18 @@ def test_sharded_training_goes_on_while_it_is_saved(snapshot: str, tmp_path: Pat
     assert [outcome.value for outcome in outcomes] == [[], []]
 
 
+def save_on_nodes(root: str, nodes: list[str]) -> None:
+    socket.gethostname = lambda: nodes[rank()]  # type: ignore[assignment]
+    checkpointer = sp.Checkpointer(root, rendezvous=rendezvous(deadline=20.0))
+    checkpointer.save(1, {f"shared-{row}": torch.ones(1 << 18) for row in range(12)}).result(LIMIT)
+
+
+def test_what_all_ranks_hold_is_written_evenly_by_nodes(tmp_path: Path) -> None:
+    run_ranks(3, save_on_nodes, str(tmp_path), ["a", "a", "b"])
+    shards = sorted((tmp_path / "step-00000001" / "shards").iterdir())
+    assert [round(shard.stat().st_size / 2**20) for shard in shards] == [3, 3, 6]
+
+
 SCRIPT = """
 import os, sys, threading
 import torch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardproof.format.digests import bytes_digest, file_digest
+from shardproof.format.digests import bytes_digest, digests_as_bytes, file_digest
 from shardproof.format.header import ShardHeader, parse_header, read_shard_header
 from shardproof.format.index import decode_index, encode_index
 from shardproof.format.manifest import (
@@ -52,6 +52,7 @@ __all__ = [
     "chunk_name",
     "decode_index",
     "decode_manifest",
+    "digests_as_bytes",
     "encode_entries",
     "encode_index",
     "encode_manifest",

@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-__all__ = ["bytes_digest", "file_digest"]
+__all__ = ["bytes_digest", "digests_as_bytes", "file_digest"]
 
 
 def bytes_digest(data: bytes | bytearray | memoryview) -> str:
@@ -21,6 +21,19 @@ def bytes_digest(data: bytes | bytearray | memoryview) -> str:
     '99aa06d3014798d86001c324468d497f'
     """
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def digests_as_bytes(digests: NDArray[np.uint64]) -> list[bytes]:
+    r"""Each digest as the 16 bytes that XXH3-128 gives.
+
+    Args:
+        digests: (n, 2), high and low half.
+
+    >>> digests_as_bytes(np.array([[1, 2]], np.uint64)) == [bytes(7) + b"\x01" + bytes(7) + b"\x02"]
+    True
+    """
+    raw = digests.astype(">u8").tobytes()
+    return [raw[at : at + 16] for at in range(0, len(raw), 16)]
 
 
 def file_digest(header: bytes, digests: NDArray[Any]) -> str:

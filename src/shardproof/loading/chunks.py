@@ -17,7 +17,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from shardproof.errors import CorruptChunkError
-from shardproof.format import Manifest
+from shardproof.format import Manifest, digests_as_bytes
 from shardproof.planning import ChunkTable
 from shardproof.storage import Storage
 
@@ -54,7 +54,7 @@ class Chunks:
         self.start: list[int] = table.byte_start[ordered].tolist()
         self.count: list[int] = table.byte_count[ordered].tolist()
         self._tensor: list[int] = table.tensor[ordered].tolist()
-        self._digest = _digest_bytes(table.digest[ordered])
+        self._digest = digests_as_bytes(table.digest[ordered])
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -159,8 +159,3 @@ def corrupt_chunk(
         byte_start=byte_start,
         byte_count=byte_count,
     )
-
-
-def _digest_bytes(digest: NDArray[np.uint64]) -> list[bytes]:
-    raw = digest.astype(">u8").tobytes()
-    return [raw[at : at + 16] for at in range(0, len(raw), 16)]

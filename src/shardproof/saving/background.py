@@ -45,16 +45,10 @@ class Workers:
 
     def __init__(self, name: str, count: int) -> None:
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._process = os.getpid()
         for number in range(count):
             title = name if count == 1 else f"{name}-{number}"
             threading.Thread(target=_run, args=(self._tasks,), name=title, daemon=True).start()
         weakref.finalize(self, _stop, self._tasks, count)
-
-    @property
-    def are_here(self) -> bool:
-        """Whether the threads are in this process: they do not come along in a fork."""
-        return self._process == os.getpid()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Run `work` when a thread is free; an error of any kind is the future's."""

@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shardproof.format import DATA_ALIGNMENT, file_digest
+from shardproof.format import DATA_ALIGNMENT, digests_as_bytes, file_digest
 from shardproof.saving.background import Workers
 from shardproof.saving.buffers import BufferPool
 from shardproof.saving.incremental import BaseDigests
@@ -120,7 +120,8 @@ def write_changes(
         StorageError, StructureError: see `write_shard`.
     """
     counts = snapshot.byte_counts
-    known = [_digest_bytes(row) if has else b"" for row, has in zip(base.digest, base.known, strict=True)]
+    of_base = zip(digests_as_bytes(base.digest), base.known.tolist(), strict=True)
+    known = [digest if has else b"" for digest, has in of_base]
     scratch = pool.scratch(max([count for count, old in zip(counts, known, strict=True) if old], default=0))
     reserved = len(header(shard.entries, 0)) + DATA_ALIGNMENT
     digests: list[bytes] = []
@@ -284,8 +285,3 @@ class _Stream:
 def _columns(digests: Sequence[bytes]) -> NDArray[np.uint64]:
     """Digests of 16 big-endian bytes as (n, 2) columns: high half, low half."""
     return np.frombuffer(b"".join(digests), ">u8").reshape(-1, 2).astype(np.uint64)
-
-
-def _digest_bytes(digest: NDArray[np.uint64]) -> bytes:
-    """The reverse of `_columns`, for one digest."""
-    return digest.astype(">u8").tobytes()

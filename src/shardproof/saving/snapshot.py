@@ -108,9 +108,6 @@ class Snapshot:
         self._over = fenced is None
         self._failure: BaseException | None = None
 
-    def __len__(self) -> int:
-        return len(self._count)
-
     @property
     def byte_counts(self) -> Sequence[int]:
         """Of the chunks, in the order of the file."""

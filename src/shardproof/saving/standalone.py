@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from shardproof.dtypes import DTYPES
 from shardproof.errors import AlreadyCommittedError, CorruptChunkError, ShardproofError
 from shardproof.format import (
+    FORMAT_VERSION,
     MANIFEST_NAME,
     FileRecord,
     Manifest,
@@ -130,30 +131,12 @@ class _Copy:
         file, byte_start = np.zeros(len(self._table), np.int64), np.zeros(len(self._table), np.int64)
         for at, shard in enumerate(shards):
             file[shard.rows], byte_start[shard.rows] = at, shard.byte_start
-        table = self._table
-        index = encode_index(
-            ChunkTable(
-                table.tensor,
-                file,
-                byte_start,
-                table.byte_count,
-                table.digest,
-                table.box_start,
-                table.box_offsets,
-                table.box_sizes,
-            )
-        )
-        copied = Manifest(
+        index = encode_index(replace(self._table, file=file, byte_start=byte_start))
+        copied = msgspec.structs.replace(
+            manifest,
+            version=FORMAT_VERSION,
             writer=f"shardproof {__version__}",
             attempt=attempt.id,
-            step=manifest.step,
-            time=manifest.time,
-            world_size=manifest.world_size,
-            repaired=manifest.repaired,
-            metadata=manifest.metadata,
-            tensors=manifest.tensors,
-            aliases=manifest.aliases,
-            objects=manifest.objects,
             files=tuple(shard.record for shard in shards),
             index=FileRecord(index_name(attempt.id), len(index), bytes_digest(index)),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -396,6 +397,8 @@ def test_a_child_made_by_fork_trains_without_the_parents_fence(gate: Gate, tmp_p
     assert gate.reached.wait(LIMIT)
     child = os.fork()
     if child == 0:
+        signal.alarm(60)
+        torch.set_num_threads(1)  # the threads of OpenMP did not come along
         train_step(net, optimizer)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
