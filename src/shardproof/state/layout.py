@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import prod
 from typing import Any, TypeAlias
 
@@ -45,7 +46,7 @@ LAYOUTS = "_shardproof_layouts"
 _Placed: TypeAlias = list[tuple[list[int], list[int], list[int]]]
 """Boxes: offsets and sizes in the model's tensor, and the index of the first element in the local tensor."""
 
-_KEPT = 16
+_KEPT = 256
 """Answers that a layout keeps; more are asked for only where they change all the time."""
 
 
@@ -354,9 +355,15 @@ def local_layout(parameter: torch.Tensor, declared: Layout | None, key: str) -> 
     Layout(local_shape=(2, 3), shape=(2, 3), name=None)
     """
     if declared is None:
-        declared = Layout.whole(parameter.shape)
+        declared = _own(tuple(parameter.shape))
     _check_shape(declared, parameter, key)
     return declared.part(dtensor_embedding(parameter, key)) if is_dtensor(parameter) else declared
+
+
+@lru_cache(maxsize=4096)
+def _own(shape: tuple[int, ...]) -> Layout:
+    """The layout of tensors that are the model's own: one for all of a shape, with what it was asked before."""
+    return Layout.whole(shape)
 
 
 def _check_shape(layout: Layout, tensor: Any, where: str) -> None:

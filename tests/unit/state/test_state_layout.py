@@ -261,3 +261,9 @@ def test_layouts_of_the_same_part_are_the_same() -> None:
         layout.range(torch.zeros(1), rows % 6, rows % 6 + 1)
     assert len(layout._parts) <= 16
     assert len(layout._known) <= 16
+
+
+def test_parameters_of_one_shape_share_a_layout_and_what_it_was_asked() -> None:
+    """A save asks for the layout of every parameter, every time."""
+    first, second = torch.ones(2, 3), torch.zeros(2, 3)
+    assert local_layout(first, None, "first") is local_layout(second, None, "second")
