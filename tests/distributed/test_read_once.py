@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import socket
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -16,8 +18,10 @@ import torch.distributed as dist
 
 import shardproof as sp
 from shardproof.errors import CorruptChunkError, RankFailure, ShardproofError
-from shardproof.loading import LoadReport, Options, load_from, sharing
+from shardproof.loading import LoadReport, Options, crossover, load_from, sharing
 from shardproof.loading.checkpoint import Checkpoint
+from shardproof.loading.node_memory import PeerMemory
+from shardproof.loading.node_plan import plan_node
 from shardproof.loading.once_plan import plan_once
 from shardproof.rendezvous import LocalRendezvous, connect
 from shardproof.saving import Saver
@@ -85,12 +89,29 @@ def expected(key: str, target: Any) -> bool:
 
 def small_rounds(round_bytes: int) -> None:
     """From now on this process plans rounds of so many bytes, and units of 512."""
-    sharing.plan_once = partial(plan_once, round_bytes=round_bytes, unit_bytes=512)  # type: ignore[attr-defined]
+    for name, plan in (("plan_once", plan_once), ("plan_node", plan_node)):
+        setattr(sharing, name, partial(plan, round_bytes=round_bytes, unit_bytes=512))
+
+
+def go_through(way: str) -> None:
+    """From now on this process hands on through shared memory alone, or over the group alone."""
+    if way == "memory":
+        dist.all_to_all_single = _no_collective
+    else:
+        socket.gethostname = lambda: f"node-{rank()}"
+
+
+def _no_collective(*args: Any, **kwargs: Any) -> None:
+    raise AssertionError("a collective that nobody asked for")
+
+
+WAYS = pytest.mark.parametrize("way", ["memory", "group"])
 
 
 def load_layout(
-    folder: str, dim: int | None, cast: bool, wide: bool, round_bytes: int, read_once: Any = True
+    folder: str, way: str, dim: int | None, cast: bool, wide: bool, round_bytes: int
 ) -> tuple[LoadReport, int]:
+    go_through(way)
     small_rounds(round_bytes)
     storage = Counting(folder)
     with process_group():
@@ -100,7 +121,7 @@ def load_layout(
             )
             for key, value in stored().items()
         }
-        options = Options(cast=["w", "half", "double"] if cast else False, read_once=read_once)
+        options = Options(cast=["w", "half", "double"] if cast else False, read_once=True)
         report = load_from(storage, state, connect(), options)
         wrong = [key for key, target in state.items() if not expected(key, target)]
         assert not wrong
@@ -108,6 +129,7 @@ def load_layout(
         return report, storage.count
 
 
+@WAYS
 @pytest.mark.parametrize(
     ("ranks", "dim", "cast", "wide", "round_bytes"),
     [
@@ -119,10 +141,10 @@ def load_layout(
     ],
 )
 def test_every_byte_is_read_by_one_rank(
-    tmp_path: Path, ranks: int, dim: int | None, cast: bool, wide: bool, round_bytes: int
+    tmp_path: Path, way: str, ranks: int, dim: int | None, cast: bool, wide: bool, round_bytes: int
 ) -> None:
     nbytes = save(tmp_path, 300 if dim != 0 else 700)
-    outcomes = run_ranks(ranks, load_layout, str(tmp_path), dim, cast, wide, round_bytes, timeout=120)
+    outcomes = run_ranks(ranks, load_layout, str(tmp_path), way, dim, cast, wide, round_bytes, timeout=120)
     reports = [outcome.value[0] for outcome in outcomes]
     assert sum(outcome.value[1] for outcome in outcomes) == nbytes
     assert all(report.read_once for report in reports)
@@ -134,7 +156,8 @@ def test_every_byte_is_read_by_one_rank(
         assert sum(report.needed for report in reports) == nbytes + (ranks - 1) * replicated
 
 
-def from_two_to_four(folder: str) -> float:
+def from_two_to_four(folder: str, way: str) -> float:
+    go_through(way)
     with process_group():
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -157,13 +180,15 @@ def from_two_to_four(folder: str) -> float:
         return float(report.bytes)
 
 
-def test_rows_of_two_become_grids_and_replicas_of_four(tmp_path: Path) -> None:
-    outcomes = run_ranks(4, from_two_to_four, str(tmp_path))
+@WAYS
+def test_rows_of_two_become_grids_and_replicas_of_four(way: str, tmp_path: Path) -> None:
+    outcomes = run_ranks(4, from_two_to_four, str(tmp_path), way)
     assert sum(outcome.value for outcome in outcomes) == 3 * 48 * 4
 
 
-def tied_and_absent(folder: str) -> tuple[int, int]:
+def tied_and_absent(folder: str, way: str) -> tuple[int, int]:
     """Rank 0 wants two names of one tensor, rank 1 one, rank 2 nothing of any tensor."""
+    go_through(way)
     storage = Counting(folder)
     with process_group():
         if rank() == 2:
@@ -182,16 +207,13 @@ def tied_and_absent(folder: str) -> tuple[int, int]:
         return report.bytes, storage.count
 
 
-def test_tied_tensors_and_ranks_that_want_nothing(tmp_path: Path) -> None:
+@WAYS
+def test_tied_tensors_and_ranks_that_want_nothing(way: str, tmp_path: Path) -> None:
     value = torch.arange(200.0).reshape(50, 4)
     sp.save(tmp_path, {"one": value, "two": value})
-    outcomes = run_ranks(3, tied_and_absent, str(tmp_path))
+    outcomes = run_ranks(3, tied_and_absent, str(tmp_path), way)
     assert [outcome.value[0] for outcome in outcomes][2] == 0
     assert sum(outcome.value[0] for outcome in outcomes) == 800
-
-
-def _no_collective(*args: Any, **kwargs: Any) -> None:
-    raise AssertionError("a collective that nobody asked for")
 
 
 def plain_load(folder: str) -> int:
@@ -219,7 +241,8 @@ def damage(folder: Path, key: str) -> None:
     (folder / name).write_bytes(raw)
 
 
-def failing(folder: str, round_bytes: int, unreadable_on: int | None) -> dict[str, Any]:
+def failing(folder: str, way: str, round_bytes: int, unreadable_on: int | None) -> dict[str, Any]:
+    go_through(way)
     small_rounds(round_bytes)
     storage = LocalStorage(folder)
     if unreadable_on == rank():
@@ -238,27 +261,30 @@ def failing(folder: str, round_bytes: int, unreadable_on: int | None) -> dict[st
         raise AssertionError("it loaded")
 
 
+@WAYS
 @pytest.mark.parametrize("round_bytes", [1 << 20, 600], ids=["one round", "many rounds"])
-def test_a_corrupt_chunk_is_the_same_error_on_every_rank(tmp_path: Path, round_bytes: int) -> None:
+def test_a_corrupt_chunk_is_the_same_error_on_every_rank(tmp_path: Path, way: str, round_bytes: int) -> None:
     save(tmp_path)
     damage(tmp_path, "double")
-    outcomes = run_ranks(3, failing, str(tmp_path), round_bytes, None, timeout=120)
+    outcomes = run_ranks(3, failing, str(tmp_path), way, round_bytes, None, timeout=120)
     errors = [outcome.value for outcome in outcomes]
     assert errors[0] == errors[1] == errors[2]
     assert errors[0]["type"] == CorruptChunkError.__name__
     assert errors[0]["details"]["key"] == "double" and errors[0]["details"]["overwritten"]
 
 
-def test_a_rank_that_cannot_go_on_takes_nobody_with_it_into_a_hang(tmp_path: Path) -> None:
+@WAYS
+def test_a_rank_that_cannot_go_on_takes_nobody_with_it_into_a_hang(way: str, tmp_path: Path) -> None:
     save(tmp_path)
-    outcomes = run_ranks(3, failing, str(tmp_path), 600, 1, timeout=120)
+    outcomes = run_ranks(3, failing, str(tmp_path), way, 600, 1, timeout=120)
     errors = [outcome.value for outcome in outcomes]
     assert errors[0] == errors[1] == errors[2]
     assert errors[0]["type"] == RankFailure.__name__
     assert list(errors[0]["details"]["causes"]) == ["1"] and "no room" in errors[0]["message"]
 
 
-def dying(folder: str) -> str:
+def dying(folder: str, way: str) -> str:
+    go_through(way)
     small_rounds(600)
     storage = LocalStorage(folder)
     read_into, reads = storage.read_into, []
@@ -277,9 +303,10 @@ def dying(folder: str) -> str:
     return str(caught.value)
 
 
-def test_a_rank_that_is_killed_in_the_exchange_ends_it_for_all(tmp_path: Path) -> None:
+@WAYS
+def test_a_rank_that_is_killed_in_the_exchange_ends_it_for_all(way: str, tmp_path: Path) -> None:
     save(tmp_path)
-    outcomes = run_ranks(3, dying, str(tmp_path), timeout=120)
+    outcomes = run_ranks(3, dying, str(tmp_path), way, timeout=120)
     assert outcomes[1].exit_code == -signal.SIGKILL
     texts = [outcomes[0].value, outcomes[2].value]
     assert texts[0] == texts[1]
@@ -288,8 +315,6 @@ def test_a_rank_that_is_killed_in_the_exchange_ends_it_for_all(tmp_path: Path) -
 
 def choosing(folder: str, pays: bool, worth: int) -> tuple[bool, int]:
     sharing.pays = lambda loads, speeds: pays  # type: ignore[attr-defined]
-    from shardproof.loading import crossover
-
     crossover.WORTH_BYTES = worth
     with process_group():
         target = {key: torch.zeros_like(value) for key, value in stored().items()}
@@ -306,6 +331,61 @@ def test_the_choice_is_one_for_all_ranks(tmp_path: Path, pays: bool, worth: int,
     found = [outcome.value for outcome in run_ranks(2, choosing, str(tmp_path), pays, worth)]
     assert [read_once for read_once, _ in found] == [once] * 2
     assert sum(count for _, count in found) == (nbytes if once else 2 * nbytes)
+
+
+def without_reach(folder: str, read_once: Any) -> tuple[bool, int]:
+    """Rank 1 cannot open the memory of the others, as in a container of its own."""
+    crossover.WORTH_BYTES = 0
+    if rank() == 1:
+        PeerMemory.opened = staticmethod(lambda handle: None)  # type: ignore[method-assign]
+    with process_group():
+        target = {key: torch.zeros_like(value) for key, value in stored().items()}
+        report = sp.load(folder, target, read_once=read_once)
+        assert all(expected(key, value) for key, value in target.items())
+        return report.read_once, report.bytes
+
+
+@pytest.mark.parametrize("read_once", [True, "auto"])
+def test_where_memory_cannot_be_shared_the_group_hands_on_if_asked(tmp_path: Path, read_once: Any) -> None:
+    nbytes = save(tmp_path)
+    found = [outcome.value for outcome in run_ranks(2, without_reach, str(tmp_path), read_once)]
+    assert [once for once, _ in found] == [read_once is True] * 2
+    assert sum(count for _, count in found) == (nbytes if read_once is True else 2 * nbytes)
+
+
+def without_memory(folder: str) -> dict[str, Any]:
+    """Rank 1 gets no memory to share."""
+
+    def refused(*given: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if rank() == 1:
+        os.posix_fallocate = refused
+    return failing(folder, "memory", 1 << 20, None)
+
+
+def test_too_little_memory_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    save(tmp_path)
+    errors = [outcome.value for outcome in run_ranks(2, without_memory, str(tmp_path))]
+    assert errors[0] == errors[1]
+    assert "read_once=False" in errors[0]["message"] and "rank 1" in errors[0]["message"]
+
+
+def descriptors(folder: str) -> tuple[int, int]:
+    with process_group():
+        counts = []
+        for _ in range(3):
+            target = {key: torch.zeros_like(value) for key, value in stored().items()}
+            assert sp.load(folder, target, read_once=True).read_once
+            counts.append(len(os.listdir("/proc/self/fd")))
+        return counts[0], counts[2]
+
+
+def test_memory_is_let_go_of_after_each_load(tmp_path: Path) -> None:
+    save(tmp_path)
+    for outcome in run_ranks(2, descriptors, str(tmp_path)):
+        first, last = outcome.value
+        assert last == first
 
 
 def misused(folder: str) -> list[str]:

@@ -57,7 +57,8 @@ def load(
     of, as after a change of layout, is then read by each of them, and whole, since its digest speaks of all
     its bytes. With `read_once` one of them reads and verifies it, and hands the others their parts over the
     process group, in rounds of bounded memory. That pays where storage is slower than the group, as when
-    many nodes load replicas from one file system.
+    many nodes load replicas from one file system. Ranks of one node share memory instead, which pays where
+    most of a chunk is for others, as when rows become columns.
 
     Args:
         path: the folder of the checkpoint.

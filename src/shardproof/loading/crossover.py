@@ -2,9 +2,10 @@
 
 Reading all: every rank reads each chunk that it wants any part of. What ranks of one node both want, the
 first gets from the storage and the others from the node's page cache. Reading once: every chunk is read by
-one rank, and the group carries the rest. With bytes D that differ within a node, A read by its ranks in all,
-and O read by them once; S, the ranks' storage speeds added up; C, the same where it is above `CACHE_SPEED` a
-rank, else that; X, the most that a rank sends or receives, and G, the slowest rank's speed of exchange:
+one rank, and the group, or on one node its memory, carries the rest. With bytes D that differ within a node,
+A read by its ranks in all, and O read by them once; S, the ranks' storage speeds added up; C, the same where
+it is above `CACHE_SPEED` a rank, else that; X, the most that a rank sends or receives, and G, the slowest
+rank's speed of exchange:
 
     all  = max over nodes (D / S + (A - D) / C)
     once = max over nodes (O / S) + X / G
@@ -18,17 +19,19 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from shardproof.loading.chunks import Chunks
 from shardproof.loading.once_orders import Loads
 
-__all__ = ["pays", "storage_speed", "worth_measuring"]
+__all__ = ["memory_speed", "pays", "storage_speed", "worth_measuring"]
 
 WORTH_BYTES = 32 << 20
 CACHE_SPEED = float(2 << 30)
 """Bytes a second that a rank reads and verifies from the page cache, at least, on what is sold today."""
 _SAMPLES = 8
 _SAMPLE_BYTES = 256 << 10
+_COPIED_BYTES = 4 << 20
 
 
 def worth_measuring(loads: Loads) -> bool:
@@ -73,3 +76,11 @@ def storage_speed(chunks: Chunks) -> float:
     for at in np.unique(np.linspace(0, len(chunks) - 1, _SAMPLES).astype(np.int64)).tolist():
         done += chunks.sample(at, memory)
     return done / max(time.perf_counter() - begun, 1e-9)
+
+
+def memory_speed() -> float:
+    """Bytes a second at which this rank copies memory, while the others do too."""
+    source, target = (torch.zeros(_COPIED_BYTES, dtype=torch.uint8) for _ in range(2))
+    begun = time.perf_counter()
+    target.copy_(source)
+    return _COPIED_BYTES / max(time.perf_counter() - begun, 1e-9)

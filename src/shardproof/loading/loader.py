@@ -27,12 +27,8 @@ from shardproof.format import Manifest
 from shardproof.garbage import no_garbage_collection
 from shardproof.loading.checkpoint import Checkpoint
 from shardproof.loading.chunks import Chunks
-from shardproof.loading.exchange import Exchange
 from shardproof.loading.matching import DEFAULTS, Asked, Matched, Options, agree, from_rank, match
 from shardproof.loading.once import PeerFailed, hand_on
-from shardproof.loading.once_orders import Orders
-from shardproof.loading.once_receive import Receiver
-from shardproof.loading.once_send import Sender
 from shardproof.loading.place import read_chunks
 from shardproof.loading.placing import Placing
 from shardproof.loading.shared import check_shared_memory
@@ -66,9 +62,10 @@ class LoadReport(msgspec.Struct, frozen=True):
     missing: tuple[str, ...] = ()
     """Keys of the target that the checkpoint does not have (only without `strict`)."""
     unexpected: tuple[str, ...] = ()
-    """Keys of the checkpoint that no rank asked for (only without `strict`)."""
+    """Keys of the checkpoint that no rank asked for (with `strict` only those of optional parts)."""
     kept: tuple[str, ...] = ()
-    """Per-rank values that stay as they are, since fewer ranks saved."""
+    """What stays as it is: per-rank values, since fewer ranks saved, and parts that the checkpoint lacks, or
+    that declined what it has."""
 
     @property
     def speed(self) -> float:
@@ -125,11 +122,15 @@ class _Loader:
         self._rendezvous = rendezvous
         self._options = options
         self._read = self._received = self._needed = 0
-        self.close = storage.close
-        """Closes what reading opened."""
+        self._opened: list[Callable[[], None]] = [storage.close]
         self._checkpoint: Checkpoint
         self._matched: Matched
-        self._once: tuple[Orders, Exchange] | None = None
+        self._sharing: Sharing | None = None
+
+    def close(self) -> None:
+        """Closes what reading opened."""
+        for close in self._opened:
+            close()
 
     def phase(self, name: str) -> events.Phase:
         """A phase of this load, for whoever listens."""
@@ -141,7 +142,7 @@ class _Loader:
         options = self._options
         try:
             self._checkpoint = Checkpoint(self._storage)
-            self.close = self._checkpoint.close
+            self._opened = [self._checkpoint.close]
             if check is not None:
                 check(self._checkpoint.manifest)
             if self._rendezvous.rank == 0:
@@ -162,7 +163,9 @@ class _Loader:
         self._needed = int(self._placing.part_bytes.sum())
         if self._options.read_once and self._rendezvous.world_size > 1:
             sharing = Sharing(checkpoint, matched.plan, self._placing, self._rendezvous, self._options)
-            self._once = sharing.agree(meetings)
+            self._opened.append(sharing.close)
+            sharing.agree(meetings)
+            self._sharing = sharing if sharing.happens else None
 
     def read(self, phase: events.Phase) -> bytes:
         """Fills the destinations; an error of the checkpoint is data here too."""
@@ -184,22 +187,15 @@ class _Loader:
         manifest, table, files = checkpoint.manifest, checkpoint.table, checkpoint.files
         moved = _Moved(self._rendezvous, phase)
         handed = 0
-        if self._once is not None:
-            orders, exchange = self._once
-            world_size = self._rendezvous.world_size
-            handed = orders.moved
-            rows = np.setdiff1d(rows, orders.shared_chunks())
+        sharing = self._sharing
+        if sharing is not None:
+            handed = sharing.moved
+            rows = np.setdiff1d(rows, sharing.shared_chunks())
         chunks = Chunks(files, manifest, table, rows)
         moved.total = handed + sum(chunks.count)
-        if self._once is not None:
+        if sharing is not None:
             self._read, self._received = hand_on(
-                lambda: (
-                    Sender(files, manifest, table, self._placing, orders, world_size, threads),
-                    Receiver(table, self._placing, orders, world_size),
-                ),
-                orders.rounds,
-                exchange,
-                moved,
+                lambda: sharing.handing(threads), sharing.rounds, sharing.any_failed, moved
             )
         self._read += read_chunks(chunks, self._placing, threads=threads, moved=moved)
 
@@ -221,7 +217,7 @@ class _Loader:
             time.monotonic() - begun,
             self._needed,
             self._received,
-            self._once is not None,
+            self._sharing is not None,
             missing,
             unexpected,
             tuple(self._matched.binding.kept),

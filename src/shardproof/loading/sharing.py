@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -18,11 +18,17 @@ from shardproof.errors import (
 )
 from shardproof.loading.checkpoint import Checkpoint
 from shardproof.loading.chunks import Chunks
-from shardproof.loading.crossover import pays, storage_speed, worth_measuring
+from shardproof.loading.crossover import memory_speed, pays, storage_speed, worth_measuring
 from shardproof.loading.exchange import Exchange, can_exchange
 from shardproof.loading.matching import Options, from_rank
-from shardproof.loading.once_orders import Loads, Orders, Wish
+from shardproof.loading.node_memory import Handle, NodeMemory, PeerMemory, can_share_memory
+from shardproof.loading.node_plan import NodeOrders, plan_node
+from shardproof.loading.once import Handing, OverGroup
+from shardproof.loading.once_node import ThroughMemory
+from shardproof.loading.once_orders import Int64s, Loads, Orders, Wish
 from shardproof.loading.once_plan import plan_once
+from shardproof.loading.once_receive import Receiver
+from shardproof.loading.once_send import Sender
 from shardproof.loading.placing import Placing
 from shardproof.planning import ReadPlan
 from shardproof.rendezvous import Meetings, Rendezvous
@@ -32,11 +38,42 @@ __all__ = ["UNREADABLE", "Sharing"]
 UNREADABLE = (CorruptChunkError, FormatError, NotCommittedError, StorageError, TilingError)
 """Errors that speak of the checkpoint, not of the state that it is loaded into."""
 
-_Answer = tuple[str, Orders | None]
+
+class _Posted(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank says first."""
+
+    able: bool
+    """There is a process group."""
+    wish: bytes
+    handle: Handle | None
+    """Of its memory, where it can be shared."""
+
+
+class _Answer(msgspec.Struct, frozen=True, array_like=True):
+    """What the leader answers, at the first meeting or at the second."""
+
+    choice: str
+    """Read "all"; hand on over the "group" or through the memory of the "node"; or "measure" first, with the
+    handles of all ranks where it may be the node."""
+    orders: Orders | None = None
+    node_orders: NodeOrders | None = None
+    handles: tuple[Handle, ...] = ()
+
+
+class _Measured(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank found."""
+
+    reached: bool
+    """The memory of every rank."""
+    storage: float
+    """Bytes a second; 0 where the choice does not depend on it."""
+    handing: float
+    """Bytes a second, likewise."""
+    error: dict[str, object] | None = None
 
 
 class Sharing:
-    """One rank's part of the agreement.
+    """One rank's part of the agreement, and of what it comes to.
 
     Args:
         checkpoint: that is loaded.
@@ -59,65 +96,155 @@ class Sharing:
         self._placing = placing
         self._rendezvous = rendezvous
         self._options = options
-        self._loads: Loads
         self._exchange: Exchange
+        self._answer = _Answer("all")
+        self._memory: NodeMemory | None = None
+        self._peers: list[PeerMemory | None] = []
+        self._wishes: list[Wish] = []
+        self._loads: Loads
+        self._of_group: list[_Answer] = []
+        self._of_node: list[_Answer] = []
 
-    def agree(self, meetings: Meetings) -> tuple[Orders, Exchange] | None:
-        """This rank's orders and what it exchanges over; None where every rank reads what it wants.
+    @property
+    def happens(self) -> bool:
+        """Whether anything is handed on."""
+        return self._orders is not None
+
+    @property
+    def rounds(self) -> int:
+        """The same on all ranks."""
+        return self._orders.rounds if self._orders is not None else 0
+
+    @property
+    def moved(self) -> int:
+        """Bytes that this rank reads and hands on."""
+        return self._orders.moved if self._orders is not None else 0
+
+    def shared_chunks(self) -> Int64s:
+        """Rows of the chunk table that this rank reads for several, or gets from others."""
+        return self._orders.shared_chunks() if self._orders is not None else np.zeros(0, np.int64)
+
+    def any_failed(self, failed: bool) -> bool:
+        """Whether any rank failed; the same on all, once all have asked."""
+        return self._exchange.any_failed(failed)
+
+    def handing(self, threads: int) -> Handing:
+        """This rank's part of handing on.
+
+        Args:
+            threads: reads in flight.
+
+        Raises:
+            StorageError: there is too little memory.
+        """
+        checkpoint, placing, world_size = self._checkpoint, self._placing, self._rendezvous.world_size
+        manifest, table, files = checkpoint.manifest, checkpoint.table, checkpoint.files
+        if (node := self._answer.node_orders) is not None:
+            assert self._memory is not None
+            return ThroughMemory(files, manifest, table, placing, node, self._memory, self._peers, threads)
+        orders = self._answer.orders
+        assert orders is not None
+        sender = Sender(files, manifest, table, placing, orders, world_size, threads)
+        return OverGroup(sender, Receiver(table, placing, orders, world_size), self._exchange)
+
+    def close(self) -> None:
+        """Lets go of the memory."""
+        for memory in (self._memory, *self._peers):
+            if memory is not None:
+                memory.close()
+
+    def agree(self, meetings: Meetings) -> None:
+        """Decides whether and how this load hands on.
 
         Raises:
             StructureError: there is no process group, or not of these ranks.
             StorageError: a rank cannot read the checkpoint.
         """
-        answer = meetings.meet("share", self._wish, self._plan_once)
-        choice, orders = msgspec.msgpack.decode(answer, type=_Answer)
-        if choice == "measure":
-            choice = meetings.meet("measure", self._measure, self._choose).decode()
-        return (orders, self._exchange) if choice == "once" and orders is not None else None
+        self._answer = self._meet(meetings, "share", self._wish, self._plan_all)
+        if self._answer.choice == "measure":
+            self._answer = self._meet(meetings, "measure", self._measure, self._choose)
+
+    @property
+    def _orders(self) -> Orders | NodeOrders | None:
+        return self._answer.orders or self._answer.node_orders
+
+    @staticmethod
+    def _meet(
+        meetings: Meetings,
+        phase: str,
+        work: Callable[[], bytes],
+        decide: Callable[[list[bytes]], Sequence[bytes]],
+    ) -> _Answer:
+        return msgspec.msgpack.decode(meetings.meet(phase, work, decide), type=_Answer)
 
     def _wish(self) -> bytes:
         group = self._options.group
         able = can_exchange(group)
         if able:
             self._exchange = Exchange(group, self._rendezvous.rank, self._rendezvous.world_size)
+            self._memory = NodeMemory() if can_share_memory() else None
         elif self._options.read_once is True:
             raise StructureError(
                 "read_once=True hands tensors on over a process group, and there is none: initialise "
                 'torch.distributed first, or load with read_once="auto" or False'
             )
         wish = Wish.of(socket.gethostname(), self._checkpoint.table, self._plan, self._placing.part_bytes)
-        return msgspec.msgpack.encode((able, wish.encode()))
+        handle = self._memory.handle if self._memory is not None else None
+        return msgspec.msgpack.encode(_Posted(able, wish.encode(), handle))
 
-    def _plan_once(self, posts: Sequence[bytes]) -> list[bytes]:
+    def _plan_all(self, posts: Sequence[bytes]) -> list[bytes]:
         """Leader: who reads what and hands it on, where that is possible and can be worth it."""
-        said = [msgspec.msgpack.decode(post, type=tuple[bool, bytes]) for post in posts]
-        reads_all = [msgspec.msgpack.encode(("all", None))] * len(posts)
-        if not all(able for able, _ in said):
+        said = [msgspec.msgpack.decode(post, type=_Posted) for post in posts]
+        reads_all = _encoded([_Answer("all")] * len(posts))
+        if not all(one.able for one in said):
             return reads_all
-        orders, self._loads = plan_once(self._checkpoint.table, [Wish.decode(wish) for _, wish in said])
-        asked = self._options.read_once is True
+        table, asked = self._checkpoint.table, self._options.read_once is True
+        wishes = [Wish.decode(one.wish) for one in said]
+        handles = tuple(one.handle for one in said if one.handle is not None)
+        on_node = len(handles) == len(said) and len({wish.node for wish in wishes}) == 1
+        orders, self._loads = plan_once(table, wishes)
         if not orders[0].rounds or not (asked or worth_measuring(self._loads)):
             return reads_all
-        return [msgspec.msgpack.encode(("once" if asked else "measure", item)) for item in orders]
+        self._of_group = [_Answer("group", one) for one in orders]
+        if on_node:
+            self._of_node = [_Answer("node", None, one) for one in plan_node(table, wishes)]
+            return _encoded([_Answer("measure", handles=handles)] * len(posts))
+        return _encoded(self._of_group if asked else [_Answer("measure")] * len(posts))
 
     def _measure(self) -> bytes:
-        """How fast the group and the storage are; an error of the checkpoint is data, as in `match`."""
-        group = self._exchange.measure()
+        """How this rank can hand on, and how fast; an error of the checkpoint is data, as in `match`."""
+        handles = self._answer.handles
+        own = self._rendezvous.rank
+        self._peers = [
+            None if rank == own else PeerMemory.opened(handle) for rank, handle in enumerate(handles)
+        ]
+        reached = all(peer is not None for rank, peer in enumerate(self._peers) if rank != own)
+        if self._options.read_once is True:
+            return msgspec.msgpack.encode(_Measured(reached, 0.0, 0.0))
+        speed = memory_speed() if handles else self._exchange.measure()
         checkpoint = self._checkpoint
         try:
             chunks = Chunks(
                 checkpoint.files, checkpoint.manifest, checkpoint.table, np.unique(self._plan.chunk)
             )
-            return msgspec.msgpack.encode((None, storage_speed(chunks), group))
+            return msgspec.msgpack.encode(_Measured(reached, storage_speed(chunks), speed))
         except UNREADABLE as error:
-            return msgspec.msgpack.encode((error.to_wire(), 0.0, group))
+            return msgspec.msgpack.encode(_Measured(reached, 0.0, speed, error.to_wire()))
 
-    def _choose(self, posts: Sequence[bytes]) -> bytes:
+    def _choose(self, posts: Sequence[bytes]) -> list[bytes]:
         """Leader: one choice for all ranks."""
-        speeds = []
-        for rank, post in enumerate(posts):
-            error, storage, group = msgspec.msgpack.decode(post)
-            if error is not None:
-                raise from_rank(rank, len(posts), error)
-            speeds.append((storage, group))
-        return b"once" if pays(self._loads, speeds) else b"all"
+        said = [msgspec.msgpack.decode(post, type=_Measured) for post in posts]
+        for rank, one in enumerate(said):
+            if one.error is not None:
+                raise from_rank(rank, len(posts), one.error)
+        asked, speeds = self._options.read_once is True, [(one.storage, one.handing) for one in said]
+        reached = all(one.reached for one in said)
+        if self._of_node and reached and (asked or pays(self._loads, speeds)):
+            return _encoded(self._of_node)
+        if asked or (not self._of_node and pays(self._loads, speeds)):
+            return _encoded(self._of_group)
+        return _encoded([_Answer("all")] * len(posts))
+
+
+def _encoded(answers: Sequence[_Answer]) -> list[bytes]:
+    return [msgspec.msgpack.encode(answer) for answer in answers]

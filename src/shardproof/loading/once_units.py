@@ -1,0 +1,187 @@
+"""Units: neighbouring chunks that the same ranks want, and which of these ranks reads each.
+
+Chunks that only one rank wants are in no unit. A unit is read by the rank that has the least to read so far
+on the node that has, largest unit first (the longest-processing-time rule of Graham, 1969).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardproof.loading.once_orders import Int64s, Loads, Wish
+from shardproof.planning import ChunkTable
+
+__all__ = ["UNIT_BYTES", "Units", "joined", "ranges", "sums", "wire"]
+
+UNIT_BYTES = 8 << 20
+"""Bytes from which on neighbouring chunks are no longer taken together."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Units:
+    """What several ranks want. A *pair* is a unit and one of the ranks that want it, sorted by both."""
+
+    rank: Int64s
+    """(w,) who wishes, for each wish for a chunk; the wishes of rank 0 first."""
+    chunk: Int64s
+    """(w,) row of the chunk table that is wished for."""
+    nbytes: Int64s
+    """(w,) bytes of it that are wanted."""
+    own: Int64s
+    """(ranks,) bytes of chunks that no other rank wants."""
+    node: Int64s
+    """(ranks,) number of each rank's node."""
+    chunks: Int64s
+    """(c,) rows of the chunk table, unit by unit, in the order of the files."""
+    start: Int64s
+    """(u + 1,) where each unit begins in `chunks`."""
+    size: Int64s
+    """(u,) bytes."""
+    reader: Int64s
+    """(u,) rank that reads it."""
+    wishes: Int64s
+    """Rows of the wishes by pair, then place in the file."""
+    pair_unit: Int64s
+    pair_rank: Int64s
+    pair_first: Int64s
+    """Where each pair begins in `wishes`."""
+    pair_chunks: Int64s
+    pair_bytes: Int64s
+
+    @staticmethod
+    def of(table: ChunkTable, wishes: Sequence[Wish], unit_bytes: int) -> Units:
+        """The units of what ranks wish for.
+
+        Args:
+            table: all chunks.
+            wishes: of all ranks.
+            unit_bytes: bytes of neighbouring chunks that are taken together.
+        """
+        world_size = len(wishes)
+        rank = np.repeat(np.arange(world_size), [len(wish.chunk) for wish in wishes])
+        chunk = joined([wish.chunk for wish in wishes])
+        nbytes = joined([wish.nbytes for wish in wishes])
+        holders = np.bincount(chunk, minlength=len(table))
+        shared = holders[chunk] > 1
+        node = np.unique([wish.node for wish in wishes], return_inverse=True)[1].reshape(-1)
+        own = sums(rank[~shared], table.byte_count[chunk[~shared]], world_size)
+
+        chunks, unit_of, start = _units(table, chunk[shared], rank[shared], holders, world_size, unit_bytes)
+        units = len(start) - 1
+        size = np.add.reduceat(table.byte_count[chunks], start[:-1]) if units else start[:-1]
+        place = np.zeros(len(table), np.int64)  # of each shared chunk in the order of the files
+        place[chunks] = np.arange(len(chunks))
+        rows = np.flatnonzero(shared)
+        rows = rows[np.lexsort((place[chunk[rows]], rank[rows], unit_of[place[chunk[rows]]]))]
+        pair = unit_of[place[chunk[rows]]] * world_size + rank[rows]
+        pair_key, pair_first, pair_chunks = np.unique(pair, return_index=True, return_counts=True)
+        pair_unit, pair_rank = np.divmod(pair_key, world_size)
+        pair_bytes = np.add.reduceat(nbytes[rows], pair_first) if len(rows) else np.zeros(0, np.int64)
+        reader = _readers(pair_unit, pair_rank, size, own, node)
+        return Units(
+            rank,
+            chunk,
+            nbytes,
+            own,
+            node,
+            chunks,
+            start,
+            size,
+            reader,
+            rows,
+            pair_unit,
+            pair_rank,
+            pair_first,
+            pair_chunks,
+            pair_bytes,
+        )
+
+    @property
+    def handed(self) -> Int64s:
+        """Pairs whose rank is not the reader."""
+        return np.flatnonzero(self.pair_rank != self.reader[self.pair_unit])
+
+    def loads(self, table: ChunkTable) -> Loads:
+        """What reading once, and reading all, come to."""
+        world_size = len(self.own)
+        on_node = np.unique(self.node[self.rank] * len(table) + self.chunk)
+        handed = self.handed
+        return Loads(
+            self.node,
+            sums(self.rank, table.byte_count[self.chunk], world_size),
+            sums(
+                on_node // max(len(table), 1),
+                table.byte_count[on_node % max(len(table), 1)],
+                self.node.max() + 1,
+            ),
+            self.own + sums(self.reader, self.size, world_size),
+            sums(self.reader[self.pair_unit[handed]], self.pair_bytes[handed], world_size),
+            sums(self.pair_rank[handed], self.pair_bytes[handed], world_size),
+        )
+
+
+def _units(
+    table: ChunkTable, chunk: Int64s, rank: Int64s, holders: Int64s, world_size: int, unit_bytes: int
+) -> tuple[Int64s, Int64s, Int64s]:
+    """Shared chunks in the order of the files, the unit of each, and the first of each unit (and the end)."""
+    # Chunks that the same ranks want have the same sum of their tokens; a sum that agrees by chance puts two
+    # into one unit that could be two, nothing worse.
+    token = np.random.default_rng(0).integers(1, 2**63, world_size, np.int64).astype(np.uint64)
+    who = np.zeros(len(table), np.uint64)
+    np.add.at(who, chunk, token[rank])
+    chunks = np.flatnonzero(holders > 1)
+    chunks = chunks[np.lexsort((table.byte_start[chunks], table.file[chunks]))]
+    file, start, count = table.file[chunks], table.byte_start[chunks], table.byte_count[chunks]
+    new = np.ones(len(chunks), bool)
+    new[1:] = (
+        (file[1:] != file[:-1])
+        | (start[1:] != start[:-1] + count[:-1])
+        | (who[chunks[1:]] != who[chunks[:-1]])
+    )
+    run = np.cumsum(new) - 1
+    within = (start - start[np.flatnonzero(new)][run]) // unit_bytes if len(run) else start
+    new[1:] |= within[1:] != within[:-1]
+    return chunks, np.cumsum(new) - 1, np.append(np.flatnonzero(new), len(chunks))
+
+
+def _readers(unit: Int64s, rank: Int64s, size: Int64s, own: Int64s, node: Int64s) -> Int64s:
+    """One of the ranks that want each unit: of the node with the least to read, that with the least."""
+    first = np.searchsorted(unit, np.arange(len(size) + 1))
+    load = own.tolist()
+    nodes = node.tolist()
+    of_node = sums(node, own, int(node.max(initial=-1)) + 1).tolist()
+    wanting = rank.tolist()
+    reader = np.zeros(len(size), np.int64)
+    for row in np.argsort(-size, kind="stable").tolist():
+        wanted_by = wanting[first[row] : first[row + 1]]
+        chosen = min(wanted_by, key=lambda one: (of_node[nodes[one]], load[one], one))
+        reader[row] = chosen
+        load[chosen] += int(size[row])
+        of_node[nodes[chosen]] += int(size[row])
+    return reader
+
+
+def joined(columns: Sequence[Int64s]) -> Int64s:
+    """All columns, one after another."""
+    return np.concatenate([np.zeros(0, np.int64), *columns])
+
+
+def sums(group: Int64s, values: Int64s, groups: int) -> Int64s:
+    """The sum of the values of each group."""
+    sums = np.zeros(groups, np.int64)
+    np.add.at(sums, group, values)
+    return sums
+
+
+def ranges(first: Int64s, count: Int64s) -> Int64s:
+    """The numbers from each first on, so many of each."""
+    before = np.cumsum(count) - count
+    return np.repeat(first - before, count) + np.arange(int(count.sum()))
+
+
+def wire(column: Int64s) -> bytes:
+    """A column as bytes."""
+    return np.ascontiguousarray(column, np.int64).tobytes()
