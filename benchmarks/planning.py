@@ -146,7 +146,15 @@ def measure(layout: str, ranks: int, tensors: int) -> dict[str, Any]:
         structure.digest()
         posts.append(structure.encode())
         encoding.append(time.process_time() - begun)
-    for name in ("merge", "prove", "_cut", "_choose", "_lay_out"):
+    for name in (
+        "merge",
+        "prove",
+        "_cut",
+        "find_shared",
+        "choose_writers",
+        "find_replicas",
+        "_lay_out",
+    ):
         setattr(writing, name, parts.timed(name.strip("_").replace("_", " "), getattr(writing, name)))
     structures = parts.timed("decode", decoded)(posts)
     nodes = [rank // RANKS_A_NODE for rank in range(ranks)]

@@ -60,11 +60,11 @@ def state_of(value: float, tensors: int) -> dict[str, Any]:
     return {"model": named, "epoch": 3}
 
 
-def save_three_times(root: str, metadata: dict[str, Any]) -> list[list[Met]]:
+def save_three_times(root: str, metadata: dict[str, Any], check: Any) -> list[list[Met]]:
     """Meetings of a first save, of one with other values, and of one with a tensor more on rank 1."""
     log: list[Met] = []
     counted = Counted(rendezvous(deadline=10.0), log)
-    checkpointer = sp.Checkpointer(root, rendezvous=counted)
+    checkpointer = sp.Checkpointer(root, rendezvous=counted, check_replicas=check)
     meetings = []
     for step, extra in enumerate((0, 0, int(rank() == 1)), start=1):
         checkpointer.save(step, state_of(float(step), TENSORS + extra), metadata=metadata).result()
@@ -73,11 +73,13 @@ def save_three_times(root: str, metadata: dict[str, Any]) -> list[list[Met]]:
     return meetings
 
 
-@pytest.mark.parametrize("metadata", [{}, {"loss": 1.5, "run": "a name of some length"}])
+@pytest.mark.parametrize(
+    ("metadata", "check"), [({}, None), ({"loss": 1.5, "run": "a name of some length"}, None), ({}, "all")]
+)
 def test_a_second_save_agrees_in_a_few_bytes_and_does_not_plan(
-    tmp_path: Path, metadata: dict[str, Any]
+    tmp_path: Path, metadata: dict[str, Any], check: Any
 ) -> None:
-    outcomes = run_ranks(RANKS, save_three_times, str(tmp_path), metadata, timeout=120)
+    outcomes = run_ranks(RANKS, save_three_times, str(tmp_path), metadata, check, timeout=120)
     room = 100 + len(repr(metadata))
     for first, second, third in (outcome.value for outcome in outcomes):
         assert [met.phase for met in first] == ["collect", "plan", "write"]
@@ -89,5 +91,7 @@ def test_a_second_save_agrees_in_a_few_bytes_and_does_not_plan(
         assert second[0].posted <= room
         assert second[0].answered <= room
     posted = sum(outcome.value[1][1].posted for outcome in outcomes)
-    # 16 bytes for each chunk, whoever wrote it, and what every rank says of its file and its objects.
-    assert posted <= 16 * TENSORS + RANKS * 200
+    # 16 bytes for each chunk, whoever wrote it, and what every rank says of its file and its objects; and of
+    # every rank 16 for each replica, if they are compared.
+    replicas = 16 * TENSORS * RANKS if check else 0
+    assert replicas <= posted <= replicas + 16 * TENSORS + RANKS * 200

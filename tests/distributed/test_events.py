@@ -6,6 +6,7 @@ import io
 import json
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 import shardproof as sp
 from shardproof.errors import RankFailure
+from shardproof.saving import session
 from tests.harness import Job, rank, reach, rendezvous, run_ranks
 
 FOREGROUND, BACKGROUND = ["collect", "agree", "stage"], ["write", "commit"]
@@ -126,3 +128,28 @@ def test_rank_0_hears_of_the_progress_of_those_it_waits_for() -> None:
     zero, one = run_ranks(2, wait_for_rank_1, timeout=60, hold=held, script=script)
     assert one.value == []
     assert ("heard", 0, "write") in zero.value and ("told",) in zero.value
+
+
+def save_beside_a_slow_rank(folder: str) -> tuple[dict[str, Any], str]:
+    if rank() == 1:
+        hours = (3600.0 * hour for hour in range(1_000))
+        session.time = SimpleNamespace(monotonic=lambda: next(hours))  # type: ignore[assignment]
+    shown, facts = io.StringIO(), {}
+
+    def hear(event: sp.events.Event) -> None:
+        if (event.kind, event.phase) == ("end", "commit"):
+            facts.update(event.facts)
+
+    with sp.events.show(shown), sp.events.subscribe(hear):
+        checkpointer = sp.Checkpointer(folder, deadline=30.0)
+        checkpointer.save(1, state_of(rank())).result(60)
+    return facts, shown.getvalue()
+
+
+def test_the_commit_names_the_rank_that_took_longest_to_write(tmp_path: Path) -> None:
+    (facts, shown), (elsewhere, _) = (
+        outcome.value for outcome in run_ranks(2, save_beside_a_slow_rank, str(tmp_path))
+    )
+    assert facts == {"slowest_rank": 1, "slowest_seconds": 3600.0}
+    assert "slowest rank 1" in shown
+    assert elsewhere == {}

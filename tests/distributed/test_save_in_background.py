@@ -16,6 +16,8 @@ import torch
 
 import shardproof as sp
 from shardproof.errors import ShardproofError, StorageError
+from shardproof.saving import Saver
+from shardproof.storage import LocalStorage
 from shardproof.storage.sink import LocalSink
 from tests.harness import process_group, rank, rendezvous, run_ranks
 
@@ -55,6 +57,30 @@ def skip_if_any_is_busy(root: str) -> tuple[bool, bool, list[int]]:
 def test_all_skip_if_one_is_busy(tmp_path: Path) -> None:
     outcomes = run_ranks(2, skip_if_any_is_busy, str(tmp_path))
     assert [outcome.value for outcome in outcomes] == [(True, True, [1, 3])] * 2
+
+
+def skip_if_one_has_something_left(root: str) -> tuple[bool, bool]:
+    """The save is over on rank 0; on rank 1 what comes after the commit is still under way."""
+    saver, gate = Saver(rendezvous(deadline=20.0)), threading.Event()
+
+    def tidy(*_: Any) -> None:
+        assert rank() == 0 or gate.wait(LIMIT)
+
+    first = saver.begin(LocalStorage(f"{root}/1"), state_of(1), after=tidy)
+    if rank() == 0:
+        first.result(LIMIT)
+    over = first.done()
+    skipped = saver.begin(LocalStorage(f"{root}/2"), state_of(2), when_busy="skip")
+    gate.set()
+    first.result(LIMIT)
+    saver.begin(LocalStorage(f"{root}/3"), state_of(3)).result(LIMIT)
+    return over, skipped.skipped
+
+
+def test_all_skip_if_only_one_is_busy(tmp_path: Path) -> None:
+    outcomes = run_ranks(2, skip_if_one_has_something_left, str(tmp_path))
+    assert [outcome.value for outcome in outcomes] == [(True, True), (False, True)]
+    assert not (tmp_path / "2").exists()
 
 
 def fails_on_one_rank(root: str, ask: str) -> tuple[str, str, list[int]]:
@@ -157,6 +183,8 @@ import os, sys, threading
 import torch
 import torch.distributed as dist
 import shardproof as sp
+from shardproof.saving import Saver
+from shardproof.storage import LocalStorage
 from shardproof.storage.sink import LocalSink
 
 root, how = sys.argv[1:]

@@ -109,7 +109,7 @@ def collect_fails(run: Run, who: int) -> Callable[[int], Any]:
 def planning_fails(run: Run, who: int) -> Callable[[int], Any]:
     def save(step: int) -> Any:
         changed = state_of(step) | {f"new-{step}": torch.ones(2)}  # no cached plan
-        with mock.patch("shardproof.saving.session.plan_writes", side_effect=MemoryError("no room to plan")):
+        with mock.patch("shardproof.saving.leader.plan_writes", side_effect=MemoryError("no room to plan")):
             return run.checkpointer.save(step, changed).result()
 
     return save
@@ -312,8 +312,9 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
         saids = [outcome.value for outcome in run_ranks(2, fill_the_disk, str(root))]
         said = agreed(saids)
         assert (said.kind, said.details["phase"]) == ("RankFailure", "write")
-        assert list(said.details["causes"]) == ["1"]
-        assert "ENOSPC" in said.text
+        causes = said.details["causes"]
+        assert "1" in causes  # and rank 0, too, if it writes just before the large file is removed again
+        assert all("ENOSPC" in cause for cause in causes.values())
         assert "The disk is full" in said.text
         assert [one.after for one in saids] == [{"wrong before": [], "wrong after": [], "steps": True}] * 2
         assert files_below(root / "step-00000002") == []

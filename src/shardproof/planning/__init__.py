@@ -3,14 +3,19 @@
 from shardproof.planning.chunks import ChunkTable
 from shardproof.planning.plans import RankPlan, WritePlan
 from shardproof.planning.reading import ReadPlan, Wanted, plan_reads, prove_chunks
+from shardproof.planning.replicas import SAMPLE_BYTES, Replicas, SharedPieces, Slices
 from shardproof.planning.structure import Structure, TensorTable
 from shardproof.planning.writing import CHUNK_BYTES, plan_writes
 
 __all__ = [
     "CHUNK_BYTES",
+    "SAMPLE_BYTES",
     "ChunkTable",
     "RankPlan",
     "ReadPlan",
+    "Replicas",
+    "SharedPieces",
+    "Slices",
     "Structure",
     "TensorTable",
     "Wanted",

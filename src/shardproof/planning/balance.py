@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardproof.geometry import stable_order
+from shardproof.planning.holders import Shared
 
 __all__ = ["choose_writers"]
 
@@ -38,6 +39,7 @@ _ROUNDS = 8
 def choose_writers(
     group: _Ints,
     rank: _Ints,
+    shared: Shared,
     chunk_group: _Ints,
     chunk_bytes: _Ints,
     nodes: _Ints,
@@ -51,6 +53,7 @@ def choose_writers(
     Args:
         group: (n,) for each holding, the row of its distinct box.
         rank: (n,) for each holding, the rank.
+        shared: `find_shared` of these.
         chunk_group: (c,) the distinct box of each chunk, ascending.
         chunk_bytes: (c,) bytes of each chunk.
         nodes: (world size,) the node of each rank, any numbers.
@@ -61,41 +64,34 @@ def choose_writers(
 
     >>> group, rank = np.array([0, 0, 1, 1, 2]), np.array([0, 1, 0, 1, 0])
     >>> chunk_group, chunk_bytes = np.array([0, 0, 1, 2]), np.array([4, 4, 6, 3])
-    >>> rank[choose_writers(group, rank, chunk_group, chunk_bytes, np.array([0, 1]))].tolist()
+    >>> from shardproof.planning.holders import find_shared
+    >>> shared = find_shared(group, rank, 2)
+    >>> rank[choose_writers(group, rank, shared, chunk_group, chunk_bytes, np.array([0, 1]))].tolist()
     [0, 1, 1, 0]
     """
     boxes = int(group.max(initial=-1)) + 1
     holding = np.empty(boxes, np.int64)
     holding[group] = np.arange(len(group))
     chosen = holding[chunk_group]
-    if len(group) == boxes:  # nothing is held twice
-        return chosen
-    holders = np.bincount(group, minlength=boxes)
-    shared = np.flatnonzero(holders[chunk_group] > 1)
-    if len(shared) == 0:
+    at = np.full(boxes, -1, np.int64)  # of each box, its row among those that several ranks hold
+    at[shared.box] = np.arange(len(shared.box))
+    several = np.flatnonzero(at[chunk_group] >= 0)
+    if len(several) == 0:
         return chosen
     alone = np.ones(len(chosen), np.bool_)
-    alone[shared] = False
+    alone[several] = False
     loads = _sums(rank[chosen[alone]], chunk_bytes[alone], len(nodes))
-    rows = np.flatnonzero(holders[group] > 1)
-    rows = rows[stable_order(group[rows] * len(nodes) + rank[rows])]
-    starts = np.zeros(boxes, np.int64)
-    of_shared = np.flatnonzero(holders > 1)
-    starts[of_shared] = np.cumsum(holders[of_shared]) - holders[of_shared]
-
-    box_set = np.zeros(boxes, np.int64)
-    box_set[of_shared] = _equal_sets(rank[rows], starts[of_shared])
-    lines = shared[stable_order(box_set[chunk_group[shared]])]
-    begins = np.flatnonzero(np.diff(box_set[chunk_group[lines]], prepend=-1))
+    holder = rank[shared.rows]
+    lines = several[stable_order(shared.set[at[chunk_group[several]]])]
+    begins = np.flatnonzero(np.diff(shared.set[at[chunk_group[lines]]], prepend=-1))
     sets = []
     for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(lines)], strict=True):
         chunks = lines[begin:end]
-        box = chunk_group[chunks[0]]
-        sets.append(_Set.of(chunks, chunk_bytes, rank[rows[starts[box] : starts[box] + holders[box]]], nodes))
+        first = at[chunk_group[chunks[0]]]
+        ranks = holder[shared.starts[first] : shared.starts[first + 1]]
+        sets.append(_Set.of(chunks, chunk_bytes, ranks, nodes))
     for line, place in zip(sets, _places(sets, loads, len(nodes), nodes, cell_bytes), strict=True):
-        box = chunk_group[line.chunks]
-        # A box's own holders are asked: sets that look the same (see `_equal_sets`) cost evenness, no more.
-        chosen[line.chunks] = rows[starts[box] + np.minimum(place, holders[box] - 1)]
+        chosen[line.chunks] = shared.rows[shared.starts[at[chunk_group[line.chunks]]] + place]
     return chosen
 
 
@@ -119,25 +115,6 @@ class _Set:
         order = np.argsort(nodes[ranks], kind="stable")
         starts = np.flatnonzero(np.diff(nodes[ranks[order]], prepend=nodes.min() - 1))
         return _Set(chunks, chunk_bytes[chunks], order, ranks[order], starts)
-
-
-def _equal_sets(ranks: _Ints, starts: _Ints) -> _Ints:
-    """A number for each box, the same for boxes with the same holders.
-
-    Holders are compared by a sum of 64-bit hashes: that two different sets look the same is next to
-    impossible, and is no error.
-
-    Args:
-        ranks: (n,) the holders of one box after the other.
-        starts: (m,) where each box begins in it.
-    """
-    # The finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
-    mixed = (ranks + 1).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed ^= mixed >> np.uint64(31)
-    _, first, number = np.unique(np.add.reduceat(mixed, starts), return_index=True, return_inverse=True)
-    return np.argsort(np.argsort(first))[number]
 
 
 def _places(sets: list[_Set], loads: _Floats, world_size: int, nodes: _Ints, cell_bytes: int) -> list[_Ints]:

@@ -10,10 +10,18 @@ from numpy.typing import NDArray
 
 from shardproof.planning.columns import Packed, pack, unpack
 from shardproof.planning.merge import Merged
+from shardproof.planning.replicas import Replicas, SharedPieces
 
 __all__ = ["RankPlan", "WritePlan"]
 
-_Wire = tuple[list[Packed], tuple[str, ...], int, dict[str, str], dict[str, tuple[str, tuple[int, ...]]]]
+_Wire = tuple[
+    list[Packed],
+    tuple[str, ...],
+    int,
+    dict[str, str],
+    dict[str, tuple[str, tuple[int, ...]]],
+    tuple[int, int, list[tuple[int, Packed]]],
+]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,22 +46,24 @@ class RankPlan:
     """Keys stored under another key."""
     empty: dict[str, tuple[str, tuple[int, ...]]]
     """Tensors without an element, for which no chunk speaks, to dtype and shape; one writer declares them."""
+    shared: SharedPieces
+    """The pieces that other ranks hold too."""
 
     def encode(self) -> bytes:
         """This plan as bytes for the rendezvous."""
         columns = (self.piece, self.piece_start, self.byte_count, self.box_offsets, self.box_sizes)
         wire = [pack(column) for column in columns]
-        return msgspec.msgpack.encode((wire, self.objects, self.files, self.aliases, self.empty))
+        rest = self.objects, self.files, self.aliases, self.empty, self.shared.wire()
+        return msgspec.msgpack.encode((wire, *rest))
 
     @staticmethod
     def decode(data: bytes) -> RankPlan:
         """The plan that `encode` wrote."""
-        wire, objects, files, aliases, empty = msgspec.msgpack.decode(data, type=_Wire)
+        wire, objects, files, aliases, empty, shared = msgspec.msgpack.decode(data, type=_Wire)
         piece, piece_start, byte_count, offsets, sizes = map(unpack, wire)
         byte_start = np.cumsum(byte_count) - byte_count  # chunks follow each other without a gap
-        return RankPlan(
-            piece, piece_start, byte_start, byte_count, offsets, sizes, objects, files, aliases, empty
-        )
+        chunks = piece, piece_start, byte_start, byte_count, offsets, sizes
+        return RankPlan(*chunks, objects, files, aliases, empty, SharedPieces.of_wire(shared))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,6 +85,8 @@ class WritePlan:
     box_sizes: NDArray[np.int64]
     writers: tuple[int, ...]
     """The ranks that write a file, ascending: those with a chunk or an object."""
+    replicas: Replicas
+    """The boxes that several ranks hold, whoever of them writes."""
 
     @property
     def stored_keys(self) -> list[str]:
@@ -94,6 +106,7 @@ class WritePlan:
             if 0 in shape and key not in self.merged.aliases
         }
         box_starts = self.box_start[self.writer_start].tolist()
+        shared = self.replicas.of_ranks(len(self.writer_start) - 1)
         plans = []
         for rank, first in enumerate(self.writer_start[:-1].tolist()):
             rows = slice(first, int(self.writer_start[rank + 1]))
@@ -110,6 +123,7 @@ class WritePlan:
                     len(self.writers),
                     self.merged.aliases,
                     empty if self.writers[:1] == (rank,) else {},
+                    shared[rank],
                 )
             )
         return plans

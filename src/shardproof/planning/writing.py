@@ -5,7 +5,8 @@
 3. Cut boxes into chunks of at most `chunk_bytes`, each one run of its box, so that no large tensor has to be
    read whole to be verified, nor written by one rank alone.
 4. `choose_writers`: one holder writes each chunk.
-5. Lay out each writer's file: by alignment, then tensor, then box. Entries stay aligned for any reader.
+5. `find_replicas`: what several ranks hold, for comparing it.
+6. Lay out each writer's file: by alignment, then tensor, then box. Entries stay aligned for any reader.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ from numpy.typing import NDArray
 from shardproof.dtypes import DTYPES
 from shardproof.geometry import Boxes, cut, stable_order
 from shardproof.planning.balance import choose_writers
+from shardproof.planning.holders import find_shared
 from shardproof.planning.merge import Merged, merge
 from shardproof.planning.plans import WritePlan
 from shardproof.planning.proving import Distinct, prove
+from shardproof.planning.replicas import SAMPLE_BYTES, Replicas, find_replicas
 from shardproof.planning.structure import Structure
 
 __all__ = ["CHUNK_BYTES", "plan_writes"]
+
+_Ints = NDArray[np.int64]
 
 CHUNK_BYTES = 16 << 20
 """Upper bound of a chunk. Loading part of a tensor reads whole chunks to verify them, so small is good; large
@@ -36,7 +41,11 @@ take about as long to read as a file takes to open."""
 
 
 def plan_writes(
-    structures: Sequence[Structure], *, chunk_bytes: int = CHUNK_BYTES, nodes: Sequence[int] | None = None
+    structures: Sequence[Structure],
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+    nodes: Sequence[int] | None = None,
+    sample_bytes: int = SAMPLE_BYTES,
 ) -> WritePlan:
     """Plans a save from the structures of all ranks, in rank order.
 
@@ -45,6 +54,7 @@ def plan_writes(
         chunk_bytes: upper bound of a chunk, bytes.
         nodes: the node of each rank, by any numbers, over which bytes are balanced first; None: each rank is
             one.
+        sample_bytes: of replicas that a rank compares in one save, at most, where not all are.
 
     Raises:
         StructureError: ranks disagree on what a key is.
@@ -65,9 +75,15 @@ def plan_writes(
     del declared
     parts = [_cut(merged, distinct, chunk_bytes) for distinct in proved]
     places = np.arange(world_size) if nodes is None else np.asarray(nodes, np.int64)
-    writers, pieces = _choose(proved, parts, places, max(chunk_bytes // _CELLS, 1))
-    del proved
-    return _lay_out(merged, parts, writers, pieces, world_size)
+    group, rank, piece = _holdings(proved)
+    shared = find_shared(group, rank, world_size)
+    chosen = choose_writers(
+        group, rank, shared, *_chunks_of(proved, parts), places, cell_bytes=max(chunk_bytes // _CELLS, 1)
+    )
+    writers, pieces = rank[chosen], piece[chosen]
+    replicas = find_replicas(merged, proved, shared, rank, piece, world_size, sample_bytes)
+    del proved, group, rank, piece, shared, chosen
+    return _lay_out(merged, parts, writers, pieces, world_size, replicas)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,12 +91,12 @@ class _Chunks:
     """Chunks of one number of dimensions, by box, in row-major order within their box."""
 
     boxes: Boxes
-    tensor: NDArray[np.int64]
-    parent: NDArray[np.int64]
+    tensor: _Ints
+    parent: _Ints
     """(c,) the distinct box that each is cut from."""
-    start: NDArray[np.int64]
+    start: _Ints
     """(c,) first element in the row-major order of that box."""
-    byte_count: NDArray[np.int64]
+    byte_count: _Ints
 
 
 def _cut(merged: Merged, distinct: Distinct, chunk_bytes: int) -> _Chunks:
@@ -102,29 +118,35 @@ def _cut(merged: Merged, distinct: Distinct, chunk_bytes: int) -> _Chunks:
     return _Chunks(chunks, tensor, kept[parent], start, volume * merged.itemsizes[tensor])
 
 
-def _choose(
-    proved: Sequence[Distinct], parts: Sequence[_Chunks], nodes: NDArray[np.int64], cell_bytes: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The writer of each chunk, and the row of the chunk's box among the writer's pieces."""
-    boxes = np.cumsum([0, *(len(distinct.tensor) for distinct in proved)])
-    rank = _joined([distinct.rank for distinct in proved])
-    holding = choose_writers(
-        _joined([distinct.group + before for distinct, before in zip(proved, boxes, strict=False)]),
-        rank,
-        _joined([part.parent + before for part, before in zip(parts, boxes, strict=False)]),
-        _joined([part.byte_count for part in parts]),
-        nodes,
-        cell_bytes=cell_bytes,
+def _holdings(proved: Sequence[Distinct]) -> tuple[_Ints, _Ints, _Ints]:
+    """Of every holding the distinct box, the rank, and the row of the box among the rank's pieces.
+
+    Distinct boxes are counted through all numbers of dimensions.
+    """
+    before = np.cumsum([0, *(len(distinct.tensor) for distinct in proved)])
+    return (
+        _joined([distinct.group + count for distinct, count in zip(proved, before, strict=False)]),
+        _joined([distinct.rank for distinct in proved]),
+        _joined([distinct.piece for distinct in proved]),
     )
-    return rank[holding], _joined([distinct.piece for distinct in proved])[holding]
+
+
+def _chunks_of(proved: Sequence[Distinct], parts: Sequence[_Chunks]) -> tuple[_Ints, _Ints]:
+    """Of every chunk the distinct box, counted as in `_holdings`, and the bytes."""
+    before = np.cumsum([0, *(len(distinct.tensor) for distinct in proved)])
+    return (
+        _joined([part.parent + count for part, count in zip(parts, before, strict=False)]),
+        _joined([part.byte_count for part in parts]),
+    )
 
 
 def _lay_out(
     merged: Merged,
     parts: Sequence[_Chunks],
-    writer: NDArray[np.int64],
-    piece: NDArray[np.int64],
+    writer: _Ints,
+    piece: _Ints,
     world_size: int,
+    replicas: Replicas,
 ) -> WritePlan:
     """Orders the chunks of all dimensions by writer, alignment, tensor and box, and gives each its bytes."""
     tensor = _joined([part.tensor for part in parts])
@@ -161,10 +183,11 @@ def _lay_out(
         offsets,
         sizes,
         tuple(sorted({*np.flatnonzero(counts).tolist(), *merged.objects.values()})),
+        replicas,
     )
 
 
-def _joined(columns: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+def _joined(columns: Sequence[_Ints]) -> _Ints:
     if len(columns) == 1:
         return columns[0]
     return np.concatenate([np.zeros(0, np.int64), *columns])

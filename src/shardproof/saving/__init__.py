@@ -6,15 +6,27 @@ import os
 from typing import Any
 
 from shardproof.rendezvous import Rendezvous, connect
-from shardproof.saving.committed import Committed
+from shardproof.saving.committed import Committed, Divergence
 from shardproof.saving.fence import open_all
 from shardproof.saving.pending import PendingSave
 from shardproof.saving.repair import repair
+from shardproof.saving.replicas import CheckReplicas
 from shardproof.saving.saver import Saver, WhenBusy
 from shardproof.saving.standalone import make_standalone
 from shardproof.storage import LocalStorage
 
-__all__ = ["Committed", "PendingSave", "Saver", "WhenBusy", "make_standalone", "open_all", "repair", "save"]
+__all__ = [
+    "CheckReplicas",
+    "Committed",
+    "Divergence",
+    "PendingSave",
+    "Saver",
+    "WhenBusy",
+    "make_standalone",
+    "open_all",
+    "repair",
+    "save",
+]
 
 
 def save(
@@ -24,6 +36,7 @@ def save(
     step: int | None = None,
     metadata: dict[str, Any] | None = None,
     overwrite: bool = False,
+    check_replicas: CheckReplicas | None = None,
     rendezvous: Rendezvous | None = None,
 ) -> Committed:
     """Saves a state tree and returns once it is committed: durable, whole and proved. Called by every rank.
@@ -35,6 +48,8 @@ def save(
         step: kept in the manifest.
         metadata: plain data, kept in the manifest.
         overwrite: whether to replace a committed checkpoint; it stays valid until the new one is committed.
+        check_replicas: whether ranks that hold the same boxes compare their bytes, ``"all"`` of them or a
+            ``"sample"``; what differs is in the result's `diverged`, and logged.
         rendezvous: where the ranks meet; found by itself when None.
 
     Raises:
@@ -49,4 +64,11 @@ def save(
     (7, 1)
     """
     saver = Saver(rendezvous or connect())
-    return saver.save(LocalStorage(path), state, step=step, metadata=metadata, overwrite=overwrite)
+    return saver.save(
+        LocalStorage(path),
+        state,
+        step=step,
+        metadata=metadata,
+        overwrite=overwrite,
+        check_replicas=check_replicas,
+    )

@@ -2,9 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
-__all__ = ["Committed"]
+from shardproof.rendezvous.verdicts import fold
+
+__all__ = ["Committed", "Divergence"]
+
+
+class Divergence(msgspec.Struct, frozen=True):
+    """Part of a tensor that several ranks hold, and of which they do not hold the same bytes.
+
+    >>> print(Divergence("w", (0, 4), (2, 4), (3,), (0, 1, 3), True))
+    'w'[0:2,4:8]: rank 3 differs from the others of ranks 0-1, 3
+    >>> print(Divergence("b", (0,), (2,), (0, 1), (0, 1), False))
+    'b'[0:2]: ranks 0-1 differ, and no majority says which of them is right
+    """
+
+    key: str
+    offsets: tuple[int, ...]
+    """Of the box that differs somewhere, in elements of the global tensor."""
+    sizes: tuple[int, ...]
+    ranks: tuple[int, ...]
+    """Those that differ from the majority, ascending; all holders where there is none."""
+    holders: tuple[int, ...]
+    """All ranks that hold the box, ascending."""
+    by_majority: bool
+    """Whether more than half of the holders have the same bytes, so that the others are at fault."""
+
+    def __str__(self) -> str:
+        ends = zip(self.offsets, self.sizes, strict=True)
+        box = ",".join(f"{offset}:{offset + size}" for offset, size in ends)
+        where = f"{self.key!r}[{box}]"
+        if self.by_majority:
+            differ = "differs" if len(self.ranks) == 1 else "differ"
+            return f"{where}: {_ranks(self.ranks)} {differ} from the others of {_ranks(self.holders)}"
+        return f"{where}: {_ranks(self.ranks)} differ, and no majority says which of them is right"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'' if len(ranks) == 1 else 's'} {fold(ranks)}"
 
 
 class Committed(msgspec.Struct, frozen=True):
@@ -20,3 +58,8 @@ class Committed(msgspec.Struct, frozen=True):
     """Bytes of chunks that earlier steps have, so that they were not written again (`incremental`)."""
     seconds: float = 0.0
     """From the call to the commit, on this rank."""
+    diverged: tuple[Divergence, ...] = ()
+    """Where replicas differ, as far as they were compared (`check_replicas`); the same on all ranks. Of very
+    many the first, and those that name a rank which no other names."""
+    diverged_count: int = 0
+    """How many there are, listed or not."""

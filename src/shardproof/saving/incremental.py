@@ -50,6 +50,10 @@ class Written(msgspec.Struct, frozen=True, array_like=True):
     """16 bytes for each of `object_keys`."""
     rows: bytes = b""
     """`pack_rows` of the planned chunks that the file holds; empty: all of them."""
+    replicas: bytes = b""
+    """Digests of the replicas that this rank was to compare."""
+    seconds: float = 0.0
+    """From the begin of writing to this post."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from shardproof.planning import WritePlan
+from shardproof.planning import CHUNK_BYTES, SAMPLE_BYTES, Slices, WritePlan
 from shardproof.saving.background import Workers
 from shardproof.saving.bases import FindBase, KnownBase
 from shardproof.saving.buffers import BufferPool
 from shardproof.saving.incremental import BaseDigests
 from shardproof.saving.prepare import PreparedShard
+from shardproof.saving.replicas import CheckReplicas
 from shardproof.saving.staging import StagingPool
 
-__all__ = ["HeldPlan", "Kept", "KnownDigests", "LeaderPlan", "Request"]
+__all__ = ["HeldPlan", "Kept", "KnownDigests", "LeaderPlan", "Limits", "Request"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,17 @@ class Request:
     overwrite: bool
     base: FindBase | None = None
     """For the leader: finds the step whose chunks need not be written again. None: all are written."""
+    check_replicas: CheckReplicas | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Upper bounds, bytes."""
+
+    chunk_bytes: int = CHUNK_BYTES
+    """Of a stored chunk."""
+    sample_bytes: int = SAMPLE_BYTES
+    """Of replicas that a rank compares in one save, where not all are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +48,14 @@ class LeaderPlan:
     plan: WritePlan
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HeldPlan:
     """One rank's part of a plan."""
 
     id: str
     shard: PreparedShard
+    slices: Slices | None = None
+    """Of the pieces that other ranks hold too, once they are asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,3 +87,5 @@ class Kept:
     """Digests that the chunks of `held` had in the last step."""
     background: str = ""
     """Leader: name of the rendezvous in the background."""
+    turn: int | None = None
+    """Leader: number of the next sample of replicas."""

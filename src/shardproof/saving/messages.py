@@ -22,12 +22,16 @@ class Described(msgspec.Struct, frozen=True, array_like=True):
     """The attempt whose digests the rank knows."""
     node: int
     """The same for all ranks of one host."""
+    check_replicas: str
+    """Empty: none are compared."""
     failed: bytes = b""
     """Why the save before failed, if the caller of this rank was not told yet."""
 
     def asked(self) -> str:
         """What was asked for, in words."""
         how = f"overwrite={self.overwrite}, incremental={self.incremental}"
+        if self.check_replicas:
+            how += f", check_replicas={self.check_replicas!r}"
         return f"step {self.step}, {how}, metadata {self.metadata.decode()}"
 
 
@@ -40,3 +44,5 @@ class Agreed(msgspec.Struct, frozen=True, array_like=True):
     """Whether the ranks are told digests of a base that they do not know."""
     background: str
     """Name of the rendezvous in the background: that of the leader's first save."""
+    turn: int = 0
+    """Where a sample of replicas is compared: its number."""

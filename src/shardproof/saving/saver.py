@@ -14,15 +14,16 @@ from typing import Any, Literal
 import msgspec
 
 from shardproof.errors import RankFailure, ShardproofError
-from shardproof.planning import CHUNK_BYTES
+from shardproof.planning import CHUNK_BYTES, SAMPLE_BYTES
 from shardproof.rendezvous import Meetings, Rendezvous
 from shardproof.saving.background import Workers, unfinished
 from shardproof.saving.bases import FindBase
 from shardproof.saving.committed import Committed
 from shardproof.saving.device import pinned_buffer
-from shardproof.saving.kept import Kept, Request
+from shardproof.saving.kept import Kept, Limits, Request
 from shardproof.saving.memory import default_budget
 from shardproof.saving.pending import PendingSave
+from shardproof.saving.replicas import CheckReplicas
 from shardproof.saving.session import Session
 from shardproof.saving.staging import StagingPool
 from shardproof.storage import Storage
@@ -52,6 +53,7 @@ class Saver:
         chunk_bytes: upper bound of a stored chunk.
         host_memory_budget: bytes of copies that may wait to be written; None: a quarter of what is available,
             divided by the ranks of this node.
+        sample_bytes: of replicas that a rank compares in one save at most, with ``check_replicas="sample"``.
     """
 
     def __init__(
@@ -60,11 +62,12 @@ class Saver:
         *,
         chunk_bytes: int = CHUNK_BYTES,
         host_memory_budget: int | None = None,
+        sample_bytes: int = SAMPLE_BYTES,
     ) -> None:
         if host_memory_budget is not None and host_memory_budget < 0:
             raise ValueError(f"host_memory_budget is a number of bytes, not {host_memory_budget!r}")
         self._rendezvous = rendezvous
-        self._chunk_bytes = chunk_bytes
+        self._limits = Limits(chunk_bytes, sample_bytes)
         self._budget = host_memory_budget
         self._kept: Kept | None = None
         self._process = os.getpid()
@@ -81,8 +84,11 @@ class Saver:
         step: int | None = None,
         metadata: dict[str, Any] | None = None,
         overwrite: bool = False,
+        check_replicas: CheckReplicas | None = None,
     ) -> Committed:
         """Saves a state tree and returns once it is committed. Called by every rank; one save at a time.
+
+        Arguments are those of `begin`.
 
         Raises:
             AlreadyCommittedError: a committed checkpoint is in the way and `overwrite` is False.
@@ -91,9 +97,10 @@ class Saver:
             StorageError: the storage failed.
         """
         with self._turn:  # threads of one rank take turns; a save waits for ranks, and those have deadlines
-            session = self._session(storage, Request(step, metadata or {}, overwrite))
+            session = self._session(storage, Request(step, metadata or {}, overwrite, None, check_replicas))
             try:
                 session.begin(state, guarded=False)
+                session.hash_replicas(self._rendezvous)
                 return session.finish(self._rendezvous)
             finally:
                 session.end()
@@ -109,6 +116,7 @@ class Saver:
         when_busy: WhenBusy = "wait",
         stage_all: bool = False,
         base: FindBase | None = None,
+        check_replicas: CheckReplicas | None = None,
         after: Callable[[Committed, Callable[[int, int], None]], None] | None = None,
     ) -> PendingSave:
         """Begins to save a state tree, and returns once the caller may change it.
@@ -124,6 +132,11 @@ class Saver:
             stage_all: copy everything before this returns, also what only optimizers change.
             base: finds an earlier committed step, beside `storage`, whose chunks need not be written again;
                 called on the leader. None: all are written.
+            check_replicas: whether ranks that hold the same boxes compare their bytes: ``"all"`` of them; or
+                a ``"sample"`` of `sample_bytes` a rank, another one at each save, until all had their turn.
+                What differs is in `Committed.diverged`, and logged. Tensors that each rank changes in its own
+                way (statistics of BatchNorm, unless they are synchronised) differ by design: leave them
+                out, or keep them by rank (`PerRank`).
             after: called in the background once it is committed, before its result is there, with the
                 checkpoint and a function that takes steps done and steps in all.
 
@@ -138,10 +151,11 @@ class Saver:
                 skipped = PendingSave(step, None)
                 skipped.blocked = time.monotonic() - begun
                 return skipped
-            session = self._session(storage, Request(step, metadata or {}, overwrite, base))
+            session = self._session(storage, Request(step, metadata or {}, overwrite, base, check_replicas))
             try:
                 session.begin(state, guarded=True, stage_all=stage_all)
                 beside = self._rendezvous_beside(session)
+                session.hash_replicas(beside)
             except BaseException:
                 session.end()
                 raise
@@ -210,9 +224,7 @@ class Saver:
         """The next session, once the one before is over."""
         kept = self._keep()
         self.settle()
-        return Session(
-            self._rendezvous, storage, request, kept, self._chunk_bytes, failed=self._take_failure()
-        )
+        return Session(self._rendezvous, storage, request, kept, self._limits, failed=self._take_failure())
 
     def _keep(self) -> Kept:
         if self._kept is None or self._process != os.getpid():  # threads do not come along in a fork

@@ -29,14 +29,13 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from shardproof.errors import StorageError, StructureError
 from shardproof.planning import RankPlan
 from shardproof.saving.background import Progress, Workers
-from shardproof.saving.device import DeviceCopies
+from shardproof.saving.source import Source
 from shardproof.saving.staging import Staged, StagingPool
-from shardproof.state import Piece, is_plain_memory
+from shardproof.state import Piece
 from shardproof.storage.buffers import address
 
 __all__ = ["Snapshot"]
@@ -81,25 +80,15 @@ class Snapshot:
         self._patience = patience
         self._progress = progress
         self._changed = pool.changed
-        self._piece = plan.piece.tolist()
-        self._start = plan.piece_start.tolist()
-        self._count: list[int] = plan.byte_count.tolist()
+        boxes = plan.box_offsets, plan.box_sizes
+        self._source = Source(pieces, plan.piece, plan.piece_start, plan.byte_count, *boxes)
+        self._count = self._source.byte_counts
         self._before = np.append(0, np.cumsum(plan.byte_count))
-        ndims = np.array([piece.view.dim() for piece in pieces], np.int64)[plan.piece]
-        self._box = np.append(0, np.cumsum(ndims)).tolist()
-        self._offsets, self._sizes = plan.box_offsets.tolist(), plan.box_sizes.tolist()
-        self._address = [piece.view.data_ptr() if is_plain_memory(piece.view) else 0 for piece in pieces]
-        self._itemsize = [piece.view.element_size() for piece in pieces]
         self._fenced = fenced
         self._version = [
             piece.view._version if fenced is not None and fenced[row] else -1
             for row, piece in enumerate(pieces)
         ]
-        self._devices = {
-            device: DeviceCopies(device)
-            for device in {piece.view.device for piece in pieces}
-            if device.type != "cpu"
-        }
         self._staged: dict[int, Staged] = {}
         self._gathered = -1
         """The chunk that the writer gathered last."""
@@ -175,12 +164,11 @@ class Snapshot:
                 self._pool.give(staged)
             self._staged.clear()
             self._changed.notify_all()
-        for copies in self._devices.values():
-            copies.finish()
+        self._source.finish()
         self._pieces = ()
 
     def _is_fenced(self, row: int) -> bool:
-        return self._fenced is not None and self._fenced[self._piece[row]]
+        return self._fenced is not None and self._fenced[self._source.piece[row]]
 
     def _stage(self, row: int) -> bool:
         """Stages one chunk; False when nothing before it is live either."""
@@ -193,7 +181,7 @@ class Snapshot:
                     return True
                 staged = self._pool.take(count)
                 if staged is not None:
-                    self._read(row, staged.address)
+                    self._source.read(row, staged.address)
                     self._check_version(row)
                     self._staged[row] = staged
                     self.staged_bytes += count
@@ -235,38 +223,16 @@ class Snapshot:
 
     def _live(self, row: int) -> int:
         """Where the writer finds the bytes of a live chunk: in the tensor, or gathered from it."""
-        at = self._piece[row]
-        if self._address[at]:
-            return int(self._address[at] + self._start[row] * self._itemsize[at])
+        if (there := self._source.address(row)) != 0:
+            return there
         if self._gathered != row:
             self._scratch = self._scratch or address(self._pool.scratch(max(self._count)))
-            self._read(row, self._scratch)
+            self._source.read(row, self._scratch)
             self._gathered = row
         return self._scratch
 
-    @torch.no_grad()
-    def _read(self, row: int, to: int) -> None:
-        """Copies a whole chunk out of its tensor."""
-        at, count = self._piece[row], self._count[row]
-        if self._address[at]:
-            ctypes.memmove(to, self._address[at] + self._start[row] * self._itemsize[at], count)
-            return
-        piece = self._pieces[at]
-        part = piece.view
-        box = slice(self._box[row], self._box[row + 1])
-        for dim, (offset, size, first) in enumerate(
-            zip(self._offsets[box], self._sizes[box], piece.offsets, strict=True)
-        ):
-            part = part.narrow(dim, offset - first, size)
-        copies = self._devices.get(part.device)
-        if copies is None:
-            gathered = part.resolve_conj().resolve_neg().contiguous()
-            ctypes.memmove(to, gathered.data_ptr(), count)
-        else:
-            copies.copy(part, memoryview((ctypes.c_char * count).from_address(to)).cast("B"))
-
     def _check_version(self, row: int) -> None:
-        at = self._piece[row]
+        at = self._source.piece[row]
         expected = self._version[at]
         if expected >= 0 and self._pieces[at].view._version != expected:
             raise StructureError(

@@ -29,7 +29,7 @@ from shardproof.format import (
     read_manifest,
     shard_name,
 )
-from shardproof.planning import ChunkTable, RankPlan, prove_chunks
+from shardproof.planning import ChunkTable, RankPlan, SharedPieces, prove_chunks
 from shardproof.saving.commit import publish
 from shardproof.saving.prepare import Attempt, PreparedShard, encode_chunks
 from shardproof.storage import Sink, Storage, aligned_buffer
@@ -243,6 +243,7 @@ class _Copy:
                 files,
                 self._manifest.aliases,
                 {},
+                SharedPieces(),
             ),
             tuple(names),
             tuple(codes),

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardproof.planning.balance import choose_writers
+from shardproof.planning.holders import find_shared
 
 
 def written_by(
@@ -24,8 +25,9 @@ def written_by(
     rank = np.array([rank for ranks in holders for rank in ranks], np.int64)
     chunk_group = np.array([box for box, sizes in enumerate(chunks) for _ in sizes], np.int64)
     chunk_bytes = np.array([size for sizes in chunks for size in sizes], np.int64)
+    shared = find_shared(group, rank, len(nodes))
     chosen = choose_writers(
-        group, rank, chunk_group, chunk_bytes, np.array(nodes, np.int64), cell_bytes=cell_bytes
+        group, rank, shared, chunk_group, chunk_bytes, np.array(nodes, np.int64), cell_bytes=cell_bytes
     )
     assert group[chosen].tolist() == chunk_group.tolist(), "a box is written by one who does not hold it"
     writers = iter(rank[chosen].tolist())

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof.checkpointer.retention import delete_steps, leftovers, remove_leftover, step_name
+from shardproof.checkpointer.folders import step_name
+from shardproof.checkpointer.retention import delete_steps, leftovers, remove_leftover
 from shardproof.errors import CorruptChunkError, FormatError, NotCommittedError, StorageError
 from shardproof.format import MANIFEST_NAME, read_manifest
 from shardproof.loading import verify

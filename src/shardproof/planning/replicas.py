@@ -1,0 +1,229 @@
+"""Which boxes several ranks hold, and in which save their replicas are compared.
+
+Note: The line
+--------------
+Boxes that the same ranks hold make a *set*. Every set gets a stretch of one line of bytes, its boxes one
+after the other, such that the stretches of sets that share a rank do not overlap: it begins where the last
+of its ranks has bytes already. Sets with the most holders come first, so that where sets lie within each
+other, as those of every mesh do, no rank has a gap. Boxes are cut into *slices*, a quarter of
+`sample_bytes` at most, and the line into *turns* of three quarters. A slice belongs to the turn in which it
+begins. So
+
+- all holders of a slice know its turn, from the plan alone, and compare it in the same save;
+- no rank has more than `sample_bytes` in a turn: its slices do not overlap, and only the last reaches out;
+- after as many saves as there are turns every replica was compared.
+
+What is sent to a rank is where its sets begin on the line and which of its pieces they are. It knows the
+sizes of its pieces, so the rest is arithmetic, the same at the rank and at the leader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardproof.dtypes import DTYPES
+from shardproof.planning.columns import Packed, pack, unpack
+from shardproof.planning.holders import Shared
+from shardproof.planning.merge import Merged
+from shardproof.planning.mixed import MixedBoxes
+from shardproof.planning.proving import Distinct
+from shardproof.planning.structure import Structure
+
+__all__ = ["SAMPLE_BYTES", "Replicas", "SharedPieces", "Slices", "find_replicas"]
+
+_Ints = NDArray[np.int64]
+_Wire = tuple[int, int, list[tuple[int, Packed]]]
+_NONE = np.zeros(0, np.int64)
+
+SAMPLE_BYTES = 64 << 20
+"""Bytes of replicas that a rank compares in one save, at most, where not all are: some milliseconds."""
+
+_SLICES = 4
+"""Into which `sample_bytes` is divided: a turn is all but one of them."""
+_LEAST = _SLICES * max(dtype.itemsize for dtype in DTYPES.values())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slices:
+    """Boxes that are shared cut into n runs of elements: by box, in row-major order within it."""
+
+    box: _Ints
+    """(n,) row of the box."""
+    start: _Ints
+    """(n,) first element in the row-major order of the box."""
+    byte_count: _Ints
+    turn: _Ints
+    """(n,) the turn in which each is compared."""
+    boxes: MixedBoxes
+    """The slices themselves: each is a box, too."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedPieces:
+    """Which of its pieces one rank shares with others, set by set along the line."""
+
+    sample_bytes: int = SAMPLE_BYTES
+    turns: int = 1
+    sets: tuple[tuple[int, _Ints], ...] = ()
+    """Of each set its first byte on the line, and the rows of the pieces."""
+
+    def wire(self) -> _Wire:
+        """What `of_wire` takes."""
+        return self.sample_bytes, self.turns, [(place, pack(pieces)) for place, pieces in self.sets]
+
+    @staticmethod
+    def of_wire(wire: _Wire) -> SharedPieces:
+        """What `wire` gave."""
+        sample_bytes, turns, sets = wire
+        return SharedPieces(sample_bytes, turns, tuple([(place, unpack(packed)) for place, packed in sets]))
+
+    def slices(self, structure: Structure) -> Slices:
+        """The slices of these pieces; `box` is the row of the piece.
+
+        Args:
+            structure: of the rank.
+        """
+        table = structure.tensors()
+        ndims = np.array([len(shape) for shape in table.shapes], np.int64)
+        itemsizes = np.array([DTYPES[name].itemsize for name in table.dtypes], np.int64)
+        pieces = np.concatenate([_NONE, *(rows for _, rows in self.sets)])
+        tensor = structure.box_tensor
+        held = MixedBoxes.of(ndims[tensor], structure.box_offsets, structure.box_sizes).take(pieces)
+        counts = np.array([len(rows) for _, rows in self.sets], np.int64)
+        places = np.array([place for place, _ in self.sets], np.int64)
+        slices = _cut(held, itemsizes[tensor[pieces]], counts, places, self.sample_bytes, self.turns)
+        return replace(slices, box=pieces[slices.box])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Replicas:
+    """The boxes that several ranks hold, as the leader keeps them: m boxes in s sets, set by set."""
+
+    sample_bytes: int
+    turns: int
+    boxes: MixedBoxes
+    tensor: _Ints
+    """(m,) row of the merged tensor table."""
+    itemsize: _Ints
+    """(m,) bytes of an element."""
+    counts: _Ints
+    """(s,) boxes of each set."""
+    places: _Ints
+    """(s,) first byte on the line; ascending among sets that share a rank."""
+    ranks: tuple[_Ints, ...]
+    """Of each set, its holders, ascending."""
+    pieces: tuple[_Ints, ...]
+    """Of each set (boxes, holders) rows of the holders' own pieces; (boxes, 1) where they are the same for
+    all of them."""
+
+    def of_ranks(self, world_size: int) -> list[SharedPieces]:
+        """What each rank is told."""
+        told: list[list[tuple[int, _Ints]]] = [[] for _ in range(world_size)]
+        for place, ranks, pieces in zip(self.places.tolist(), self.ranks, self.pieces, strict=True):
+            alike = pieces.shape[1] == 1
+            for column, rank in enumerate(ranks.tolist()):
+                told[rank].append((place, pieces[:, 0 if alike else column]))
+        return [SharedPieces(self.sample_bytes, self.turns, tuple(sets)) for sets in told]
+
+    def slices(self) -> Slices:
+        """The slices of all these boxes."""
+        return _cut(self.boxes, self.itemsize, self.counts, self.places, self.sample_bytes, self.turns)
+
+
+def find_replicas(
+    merged: Merged,
+    proved: Sequence[Distinct],
+    shared: Shared,
+    rank: _Ints,
+    piece: _Ints,
+    world_size: int,
+    sample_bytes: int,
+) -> Replicas:
+    """Puts all boxes that several ranks hold on the line, but those of tensors stored under another key.
+
+    Args:
+        merged: the table of tensors.
+        proved: the distinct boxes.
+        shared: which of them several ranks hold.
+        rank: (n,) of each holding.
+        piece: (n,) row of each holding's box in the holder's own structure.
+        world_size: number of ranks.
+        sample_bytes: of a rank in one turn, at most.
+
+    Raises:
+        ValueError: `sample_bytes` is below 64, which four slices of any one element need.
+    """
+    if sample_bytes < _LEAST:
+        raise ValueError(f"sample_bytes is {_LEAST} or more, not {sample_bytes!r}")
+    tensors = np.concatenate([_NONE, *(distinct.tensor for distinct in proved)])
+    stored = np.array([key not in merged.aliases for key in merged.keys], np.bool_)
+    kept = np.flatnonzero(stored[tensors[shared.box]])
+    kept, counts = _by_set(shared, kept)
+    ends = np.cumsum(counts)
+    tensor = tensors[shared.box[kept]]
+    boxes, itemsize = _boxes(proved, shared.box[kept], merged.ndims[tensor]), merged.itemsizes[tensor]
+    ranks, pieces = [], []
+    for first, end in zip((ends - counts).tolist(), ends.tolist(), strict=True):
+        starts = shared.starts[kept[first:end]]
+        holders = int(shared.starts[kept[first] + 1] - starts[0])
+        rows = shared.rows[starts[:, None] + np.arange(holders)]
+        held = piece[rows]
+        ranks.append(rank[rows[0]])
+        pieces.append(held[:, :1].copy() if bool((held == held[:, :1]).all()) else held)
+    before = np.append(0, np.cumsum(boxes.volumes() * itemsize))
+    places, length = _line(ranks, (before[ends] - before[ends - counts]).tolist(), world_size)
+    slice_bytes = sample_bytes // _SLICES
+    turns = max(1, -(-(length - slice_bytes) // (sample_bytes - slice_bytes)))
+    return Replicas(sample_bytes, turns, boxes, tensor, itemsize, counts, places, tuple(ranks), tuple(pieces))
+
+
+def _by_set(shared: Shared, kept: _Ints) -> tuple[_Ints, _Ints]:
+    """Rows of `shared` set by set, sets with the most holders first; and how many each set has."""
+    holders = np.diff(shared.starts)[kept]
+    numbers = shared.set[kept]
+    kept = kept[np.lexsort((numbers, -holders))]
+    begins = np.flatnonzero(np.diff(shared.set[kept], prepend=-1))
+    return kept, np.diff(begins, append=len(kept))
+
+
+def _boxes(proved: Sequence[Distinct], rows: _Ints, ndim: _Ints) -> MixedBoxes:
+    """Distinct boxes by their rows, which count through all numbers of dimensions."""
+    start = np.append(0, np.cumsum(ndim))
+    offsets, sizes = np.empty((2, int(start[-1])), np.int64)
+    before = 0
+    for distinct in proved:
+        row = rows - before
+        chosen = np.flatnonzero((row >= 0) & (row < len(distinct.tensor)))
+        at = start[chosen, None] + np.arange(distinct.boxes.ndim)
+        offsets[at], sizes[at] = distinct.boxes.offsets[row[chosen]], distinct.boxes.sizes[row[chosen]]
+        before += len(distinct.tensor)
+    return MixedBoxes(start, offsets, sizes)
+
+
+def _line(ranks: Sequence[_Ints], byte_count: Sequence[int], world_size: int) -> tuple[_Ints, int]:
+    """The first byte of each set on the line, and the length of the line."""
+    ends = np.zeros(world_size, np.int64)  # of what each rank has on the line
+    places = np.zeros(len(ranks), np.int64)
+    for row, (holders, count) in enumerate(zip(ranks, byte_count, strict=True)):
+        places[row] = ends[holders].max()
+        ends[holders] = places[row] + count
+    return places, int(ends.max(initial=0))
+
+
+def _cut(
+    boxes: MixedBoxes, itemsize: _Ints, counts: _Ints, places: _Ints, sample_bytes: int, turns: int
+) -> Slices:
+    """Slices of boxes that stand set by set; each knows its turn by where it begins on the line."""
+    slice_bytes = sample_bytes // _SLICES
+    parts, box, start = boxes.cut(slice_bytes // itemsize)
+    byte_count = parts.volumes() * itemsize[box]
+    end = np.cumsum(byte_count)
+    of_set = np.repeat(np.arange(len(counts)), counts)[box]
+    first = np.searchsorted(of_set, np.arange(len(counts)))
+    place = end - byte_count + (places - (end - byte_count)[first])[of_set]
+    turn = np.minimum(place // (sample_bytes - slice_bytes), turns - 1)
+    return Slices(box, start, byte_count, turn, parts)

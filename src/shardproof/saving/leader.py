@@ -1,0 +1,175 @@
+"""What the leader does at the meetings of one save: agree, plan, tell of the base, commit."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+
+import msgspec
+import xxhash
+
+from shardproof.errors import (
+    AlreadyCommittedError,
+    FormatError,
+    NotCommittedError,
+    RankFailure,
+    ShardproofError,
+    StorageError,
+    StructureError,
+)
+from shardproof.format import MANIFEST_NAME, read_manifest
+from shardproof.planning import Structure, plan_writes
+from shardproof.saving.bases import BaseChoice, KnownBase
+from shardproof.saving.commit import Written, commit
+from shardproof.saving.committed import Committed, Divergence
+from shardproof.saving.kept import Kept, LeaderPlan, Limits, Request
+from shardproof.saving.messages import Agreed, Described
+from shardproof.saving.prepare import Attempt
+from shardproof.saving.replicas import compare_replicas
+from shardproof.storage import Storage
+
+__all__ = ["Leader"]
+
+
+class Leader:
+    """The leader's side of one save: each method takes what all ranks posted, and gives the answer.
+
+    Args:
+        storage: the place.
+        request: see `Request`.
+        kept: from earlier saves; changed.
+        limits: see `Limits`.
+    """
+
+    def __init__(self, storage: Storage, request: Request, kept: Kept, limits: Limits) -> None:
+        self._storage = storage
+        self._request = request
+        self._kept = kept
+        self._limits = limits
+        self.facts: dict[str, float] = {}
+        """For whoever watches the commit on this rank: the last rank to finish writing, and its seconds."""
+        self._attempt: Attempt
+        self._nodes: list[int] = []
+        self._choice: BaseChoice
+
+    def agree(self, posts: Sequence[bytes]) -> bytes:
+        """Names the attempt, and says whether the plan of an earlier save holds."""
+        location = self._storage.location
+        said = [msgspec.msgpack.decode(post, type=Described) for post in posts]
+        for other in said:
+            if other.failed:
+                raise ShardproofError.from_wire(msgspec.json.decode(other.failed))
+        for rank, other in enumerate(said):
+            if other.asked() != said[0].asked():
+                raise StructureError(
+                    f"{location}: rank 0 was asked for {said[0].asked()}; rank {rank} for {other.asked()}. "
+                    "All ranks must be asked for the same; what differs by rank belongs into the state, in "
+                    "sp.PerRank",
+                    ranks=[0, rank],
+                )
+        if not said[0].overwrite and self._storage.size(MANIFEST_NAME) is not None:
+            raise AlreadyCommittedError(
+                f"{location} holds a committed checkpoint; save under another step, or pass overwrite=True "
+                "to replace it (the old one stays valid until the new one is committed)",
+                path=location,
+            )
+        planned = self._kept.planned
+        reuse = (
+            planned is not None
+            and tuple(one.digest for one in said) == planned.digests
+            and all(one.held == planned.id for one in said)
+        )
+        self._nodes = [one.node for one in said]
+        metadata = msgspec.json.decode(said[0].metadata)
+        choice = self._choice = BaseChoice(self._storage, self._request.base, self._kept.base)
+        tell = bool(choice.folder) and not (reuse and choice.take_kept([one.known for one in said]))
+        name, now = secrets.token_hex(8), time.time()
+        self._attempt = Attempt(name, now, said[0].step, len(said), metadata, choice.folder)
+        self._kept.background = self._kept.background or name
+        turn = self._turn() if self._request.check_replicas else 0
+        return msgspec.msgpack.encode(Agreed(self._attempt, reuse, tell, self._kept.background, turn))
+
+    def plan(self, posts: Sequence[bytes]) -> list[bytes]:
+        """Proves and plans; each rank gets its part."""
+        self._kept.planned = self._kept.base = None
+        structures = [Structure.decode(post) for post in posts]
+        plan = plan_writes(
+            structures,
+            chunk_bytes=self._limits.chunk_bytes,
+            nodes=self._nodes,
+            sample_bytes=self._limits.sample_bytes,
+        )
+        digests = tuple(xxhash.xxh3_128_digest(post) for post in posts)
+        self._kept.planned = LeaderPlan(self._attempt.id, digests, plan)
+        return [part.encode() for part in plan.rank_plans()]
+
+    def tell_base(self, posts: Sequence[bytes]) -> list[bytes]:
+        """Tells each rank what the base has of its chunks."""
+        assert self._kept.planned is not None
+        plan = self._kept.planned.plan
+        base = self._choice.look_up(plan)
+        return [base.part(plan, rank).encode() for rank in range(len(posts))]
+
+    def commit(self, posts: Sequence[bytes]) -> bytes:
+        """Commits; a fault of the leader's own is named as one."""
+        attempt = self._attempt
+        assert self._kept.planned is not None
+        written = [msgspec.msgpack.decode(post, type=Written) for post in posts]
+        plan, base = self._kept.planned.plan, self._choice.base
+        slowest = max(range(len(written)), key=lambda rank: written[rank].seconds)
+        self.facts = {"slowest_rank": slowest, "slowest_seconds": written[slowest].seconds}
+        try:
+            diverged, count = self._compare(written)
+            manifest, placed = commit(
+                self._storage, plan, attempt, written, overwrite=self._request.overwrite, base=base
+            )
+        except (AlreadyCommittedError, StructureError):
+            raise
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}"
+            outcome = "nothing was committed"
+            if self._is_visible():
+                outcome = "committed, but perhaps not flushed to stable storage (save again to be sure)"
+            raise RankFailure(
+                f"{self._storage.location}: {outcome}: rank 0 failed in phase 'commit': {cause}",
+                phase="commit",
+                causes={"0": cause},
+            ) from error
+        self._kept.base = KnownBase(attempt.id, placed) if self._request.base is not None else None
+        if self._request.check_replicas == "sample":
+            self._kept.turn = self._turn() + 1
+        own = manifest.own_files
+        size, reused = sum(record.size for record in own), plan.byte_count[placed.file >= len(own)].sum()
+        return msgspec.msgpack.encode(
+            Committed(
+                self._storage.location,
+                attempt.step,
+                attempt.id,
+                len(manifest.tensors),
+                size,
+                int(reused),
+                diverged=diverged,
+                diverged_count=count,
+            )
+        )
+
+    def _compare(self, written: Sequence[Written]) -> tuple[tuple[Divergence, ...], int]:
+        if not self._request.check_replicas:
+            return (), 0
+        assert self._kept.planned is not None
+        turn = self._turn() if self._request.check_replicas == "sample" else None
+        return compare_replicas(self._kept.planned.plan, turn, [part.replicas for part in written])
+
+    def _turn(self) -> int:
+        """The number of this sample: from the step of the first on, so that restarts do not begin alike."""
+        if self._kept.turn is None:
+            self._kept.turn = xxhash.xxh32_intdigest(str(self._attempt.step).encode())
+        return self._kept.turn
+
+    def _is_visible(self) -> bool:
+        """Whether the manifest of this attempt is in place, although publishing it raised an error."""
+        try:
+            return read_manifest(self._storage).attempt == self._attempt.id
+        except (FormatError, NotCommittedError, StorageError):
+            return False

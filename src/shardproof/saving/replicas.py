@@ -1,0 +1,170 @@
+"""Silent divergence: ranks that hold the same box hash their replicas of it, and the leader compares.
+
+    rank: SharedPieces --slices--> chosen --hash_replicas--> 16 bytes each, with the post of the commit
+    leader: Replicas --slices--> the same, chosen alike; digests --compare_replicas--> Divergence
+
+Nothing is sent that says which digest is whose: both sides derive it from the plan (see "The line" in
+`shardproof.planning.replicas`). Bytes are compared, so a NaN equals itself and 0.0 differs from -0.0.
+
+Replicas are hashed before `save` returns, so what is compared are the values of the save's step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from shardproof.errors import StructureError
+from shardproof.planning import Slices, WritePlan
+from shardproof.saving.committed import Divergence
+from shardproof.saving.source import Source
+from shardproof.saving.staging import StagingPool
+from shardproof.state import Piece
+from shardproof.storage.buffers import address
+
+__all__ = ["CheckReplicas", "chosen_slices", "compare_replicas", "hash_replicas"]
+
+CheckReplicas = Literal["sample", "all"]
+"""Which replicas a save compares: those of one turn, or all."""
+
+_LISTED = 100
+"""Divergences that are told to all ranks, but for those that name a rank for the first time."""
+
+
+def chosen_slices(slices: Slices, turns: int, turn: int | None) -> NDArray[np.int64]:
+    """Rows of the slices that are compared in one save, in their order.
+
+    Args:
+        slices: all.
+        turns: how many there are before they begin again.
+        turn: number of the sample, from any on; None: all are compared.
+    """
+    if turn is None:
+        return np.arange(len(slices.box))
+    return np.flatnonzero(slices.turn == turn % turns)
+
+
+def hash_replicas(
+    pieces: Sequence[Piece],
+    slices: Slices,
+    rows: NDArray[np.int64],
+    pool: StagingPool,
+    progress: Callable[[int], None],
+) -> bytes:
+    """Hashes slices of a rank's pieces.
+
+    Args:
+        pieces: of the rank.
+        slices: of these; `box` is the row of the piece.
+        rows: which of the slices.
+        pool: whose scratch memory is used.
+        progress: called with the bytes hashed so far.
+
+    Returns:
+        xxh3_128 of each, 16 bytes.
+    """
+    boxes, byte_count = slices.boxes.take(rows), slices.byte_count[rows]
+    source = Source(pieces, slices.box[rows], slices.start[rows], byte_count, boxes.offsets, boxes.sizes)
+    digests, done = [], 0
+    try:
+        for row, count in enumerate(source.byte_counts):
+            there = source.address(row)
+            if there == 0:
+                with pool.changed:
+                    there = address(pool.scratch(int(byte_count.max())))
+                source.read(row, there)
+            digests.append(xxhash.xxh3_128_digest((ctypes.c_char * count).from_address(there)))
+            done += count
+            progress(done)
+    finally:
+        source.finish()
+    return b"".join(digests)
+
+
+def compare_replicas(
+    plan: WritePlan, turn: int | None, digests: Sequence[bytes]
+) -> tuple[tuple[Divergence, ...], int]:
+    """Compares what the ranks hashed.
+
+    Args:
+        plan: of all ranks.
+        turn: see `chosen_slices`.
+        digests: of each rank what `hash_replicas` gave.
+
+    Returns:
+        Where replicas differ, by set of holders, then by tensor; and how many there are, of which very many
+        are not all listed.
+
+    Raises:
+        StructureError: a rank hashed more or less than was asked for.
+    """
+    replicas = plan.replicas
+    slices = replicas.slices()
+    rows = chosen_slices(slices, replicas.turns, turn)
+    counts = np.array([len(part) // 16 for part in digests], np.int64)
+    words = np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
+    of_set = np.repeat(np.arange(len(replicas.counts)), replicas.counts)[slices.box[rows]]
+    expected = _expected(replicas.ranks, np.bincount(of_set, minlength=len(replicas.ranks)), len(digests))
+    if (counts != expected).any():
+        rank = int((counts != expected).argmax())
+        raise StructureError(
+            f"rank {rank} compared {counts[rank]} replicas, but {expected[rank]} were asked for; nothing was "
+            "committed",
+            rank=rank,
+        )
+    at = np.cumsum(counts) - counts  # of each rank, its next digest
+    found: list[Divergence] = []
+    named: set[int] = set()
+    total = 0
+    begins = np.searchsorted(of_set, np.arange(len(replicas.ranks) + 1))
+    for number in np.flatnonzero(np.diff(begins)).tolist():
+        ranks, first = replicas.ranks[number], int(begins[number])
+        length = int(begins[number + 1]) - first
+        held = words[at[ranks][:, None] + np.arange(length)]
+        at[ranks] += length
+        differs = (held != held[:1]).any(axis=(0, 2))
+        total += int(differs.sum())
+        for column in np.flatnonzero(differs).tolist():
+            row = int(rows[first + column])
+            at_fault, by_majority = _verdict(ranks.tolist(), held[:, column])
+            if len(found) < _LISTED or not named.issuperset(at_fault):
+                named.update(at_fault)
+                key = plan.merged.keys[int(replicas.tensor[slices.box[row]])]
+                box = slices.boxes.pair(row)
+                found.append(Divergence(key, *box, at_fault, tuple(ranks.tolist()), by_majority))
+    return tuple(found), total
+
+
+def _expected(
+    ranks: Sequence[NDArray[np.int64]], slices: NDArray[np.int64], world_size: int
+) -> NDArray[np.int64]:
+    """(world size,) digests of each rank, from the slices of each set."""
+    expected = np.zeros(world_size, np.int64)
+    for holders, count in zip(ranks, slices.tolist(), strict=True):
+        expected[holders] += count
+    return expected
+
+
+def _verdict(ranks: Sequence[int], digests: NDArray[np.uint64]) -> tuple[tuple[int, ...], bool]:
+    """The ranks at fault, and whether a majority says so.
+
+    Args:
+        ranks: the holders.
+        digests: (holders, 2).
+
+    >>> _verdict([3, 5, 7], np.array([[1, 1], [1, 2], [1, 1]], np.uint64))
+    ((5,), True)
+    >>> _verdict([3, 5], np.array([[1, 1], [1, 2]], np.uint64))
+    ((3, 5), False)
+    """
+    held = [tuple(digest) for digest in digests.tolist()]
+    most, count = Counter(held).most_common(1)[0]
+    if 2 * count <= len(held):
+        return tuple(ranks), False
+    return tuple([rank for rank, digest in zip(ranks, held, strict=True) if digest != most]), True
