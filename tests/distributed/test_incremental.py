@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof.checkpointer.retention import step_name
+from shardproof.checkpointer.folders import step_name
 from shardproof.format import read_manifest
 from shardproof.loading import verify
 from shardproof.rendezvous import LocalRendezvous

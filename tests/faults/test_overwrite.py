@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import shardproof as sp
-from shardproof.checkpointer.retention import step_name
+from shardproof.checkpointer.folders import step_name
 from shardproof.format import MANIFEST_NAME
 from shardproof.loading import verify
 from shardproof.rendezvous import LocalRendezvous

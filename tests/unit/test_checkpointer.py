@@ -14,6 +14,7 @@ import torch
 
 import shardproof as sp
 from shardproof.errors import StorageError
+from shardproof.saving import CheckReplicas
 
 
 def state(value: float, *more: str) -> dict[str, Any]:
@@ -205,3 +206,23 @@ def test_other_files_in_the_run_folder_are_left_alone(tmp_path: Path) -> None:
     for step in (1, 2):
         checkpointer.save(step, state(step)).result()
     assert sorted(item.name for item in tmp_path.iterdir()) == ["lost+found", "notes.txt", "step-00000002"]
+
+
+def test_how_replicas_are_checked_is_told_to_every_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="check_replicas is 'sample', 'all' or None, not 'some'"):
+        sp.Checkpointer(tmp_path, check_replicas="some")  # type: ignore[arg-type]
+    told = []
+    modes: tuple[CheckReplicas | None, ...] = (None, "sample", "all")
+    for mode in modes:
+        checkpointer = sp.Checkpointer(tmp_path, check_replicas=mode)
+        begin = checkpointer._saver.begin
+
+        def watched(*args: Any, begin: Any = begin, **options: Any) -> Any:
+            told.append(options["check_replicas"])
+            return begin(*args, **options)
+
+        monkeypatch.setattr(checkpointer._saver, "begin", watched)
+        checkpointer.save(1, state(1), overwrite=True).result()
+    assert told == [None, "sample", "all"]

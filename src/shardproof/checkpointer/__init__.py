@@ -7,14 +7,19 @@ from typing import TYPE_CHECKING, Any
 from shardproof.checkpointer.retention import KeepLatest, Retention
 
 if TYPE_CHECKING:
-    from shardproof.checkpointer.checkpointer import Checkpointer, PassedOver
+    from shardproof.checkpointer.checkpointer import Checkpointer
+    from shardproof.checkpointer.choosing import PassedOver
 
 __all__ = ["Checkpointer", "KeepLatest", "PassedOver", "Retention"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Checkpointer", "PassedOver"):
-        from shardproof.checkpointer import checkpointer
+    if name == "Checkpointer":
+        from shardproof.checkpointer.checkpointer import Checkpointer
 
-        return getattr(checkpointer, name)
+        return Checkpointer
+    if name == "PassedOver":
+        from shardproof.checkpointer.choosing import PassedOver
+
+        return PassedOver
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,47 +6,37 @@ import logging
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from shardproof import events
-from shardproof.checkpointer.retention import Retention, delete_steps, is_ours, parse_step, step_name
-from shardproof.errors import (
-    FormatError,
-    KeyMismatchError,
-    NotCommittedError,
-    ShardproofError,
-    StorageError,
-    StructureError,
+from shardproof.checkpointer.choosing import (
+    PassedOver,
+    check_folder,
+    choose,
+    is_damage,
+    named,
+    written_folders,
 )
-from shardproof.format import MANIFEST_NAME, Manifest, referred_in
-from shardproof.loading import UNREADABLE, Checkpoint, LoadReport, Options, ReadOnce, load_from
+from shardproof.checkpointer.folders import StepFolder, parse_step, step_name
+from shardproof.checkpointer.retention import Retention, retain
+from shardproof.checkpointer.suspects import unsettled_suspects, write_settled
+from shardproof.errors import KeyMismatchError, StructureError
+from shardproof.format import MANIFEST_NAME
+from shardproof.loading import UNREADABLE, LoadReport, Options, ReadOnce, load_from
 from shardproof.loading.selection import Cast, Patterns
 from shardproof.rendezvous import Meetings, Rendezvous, connect
-from shardproof.saving import Committed, PendingSave, Saver, WhenBusy
+from shardproof.saving import CheckReplicas, Committed, PendingSave, Saver, WhenBusy
 from shardproof.storage import LocalStorage
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Checkpointer", "PassedOver"]
-
-_NEVER_COMMITTED = "it has no manifest: its save died or is still under way, so it is not a checkpoint"
+__all__ = ["Checkpointer"]
 
 _log = logging.getLogger("shardproof")
-
-
-@dataclass(frozen=True, slots=True)
-class PassedOver:
-    """A newer step that `Checkpointer.restore` did not take: damaged, or never committed."""
-
-    step: int
-    reason: str
-    damaged: bool
-    """It was committed and its bytes are lost or changed, so saving this step again may replace it."""
 
 
 class Checkpointer:
@@ -67,6 +57,8 @@ class Checkpointer:
         incremental: whether chunks that an earlier step of the run has, bit for bit, are referred to there
             and not written again. Retention keeps what a kept step refers to; to move such a step, copy it
             with ``shardproof convert --standalone``.
+        check_replicas: whether a save compares what ranks hold of the same boxes: "all" of it, or a "sample"
+            that moves on from save to save; None: neither. See `Committed.diverged`.
 
     >>> import shardproof as sp, tempfile, torch
     >>> checkpointer = sp.Checkpointer(tempfile.mkdtemp(), keep=sp.KeepLatest(2))
@@ -91,11 +83,14 @@ class Checkpointer:
         snapshot: Literal["fence", "stage"] = "fence",
         host_memory_budget: int | None = None,
         incremental: bool = False,
+        check_replicas: CheckReplicas | None = None,
     ) -> None:
         if when_busy not in ("wait", "skip"):
             raise ValueError(f"when_busy is 'wait' or 'skip', not {when_busy!r}")
         if snapshot not in ("fence", "stage"):
             raise ValueError(f"snapshot is 'fence' or 'stage', not {snapshot!r}")
+        if check_replicas not in (None, "sample", "all"):
+            raise ValueError(f"check_replicas is 'sample', 'all' or None, not {check_replicas!r}")
         if rendezvous is not None and deadline is not None:
             raise ValueError(
                 "give the deadline to the rendezvous, or leave the rendezvous to the Checkpointer"
@@ -113,6 +108,7 @@ class Checkpointer:
         self._when_busy = when_busy
         self._stage_all = snapshot == "stage"
         self._incremental = incremental
+        self._check_replicas = check_replicas
         self._saver = Saver(self._rendezvous, host_memory_budget=host_memory_budget)
 
     def save(
@@ -123,6 +119,7 @@ class Checkpointer:
         metadata: dict[str, Any] | None = None,
         overwrite: bool = False,
         when_busy: WhenBusy | None = None,
+        suspect: bool = False,
     ) -> PendingSave:
         """Begins to save a step, and returns once training may go on.
 
@@ -134,7 +131,11 @@ class Checkpointer:
             state: see `shardproof.save`.
             metadata: plain data, kept in the manifest.
             overwrite: whether to replace the step if it is committed already.
-            when_busy: for this save; None: as the `Checkpointer` was told.
+            when_busy: for this save; None: as the `Checkpointer` was told, and to wait if `suspect`.
+            suspect: whether validation of this step failed (see `shardproof.rerun`). It goes into the folder
+                ``suspect-00001000``, whole, in place of the suspect of that number that may be there.
+                `restore` takes it only if asked to, and it stays until `settle_suspect` was called and a
+                newer step is committed.
 
         Returns:
             The save under way. A failure in the background is logged at once and is raised by its
@@ -143,18 +144,21 @@ class Checkpointer:
         Raises:
             ShardproofError: see `shardproof.save`; or why the save before this one failed.
         """
-        number, folder = _named(step)
-        with self._phase(number, "blocked"):
+        number, folder = _named(step, suspect)
+        if when_busy is None:
+            when_busy = "wait" if suspect else self._when_busy
+        with self._phase(number, folder, "blocked"):
             return self._saver.begin(
                 self._storage.within(folder),
                 state,
                 step=number,
                 metadata=metadata,
-                overwrite=overwrite or number in self._damaged,
-                when_busy=when_busy or self._when_busy,
+                overwrite=overwrite or suspect or number in self._damaged,
+                when_busy=when_busy,
                 stage_all=self._stage_all,
-                base=partial(self._base_of, number) if self._incremental else None,
-                after=self._after_commit,
+                base=partial(self._base_of, number) if self._incremental and not suspect else None,
+                check_replicas=self._check_replicas,
+                after=None if suspect else self._after_commit,
             )
 
     def fence(self) -> None:
@@ -190,41 +194,67 @@ class Checkpointer:
         assert committed.step is not None
         self._damaged.discard(committed.step)
         if self._keep is not None and self._rendezvous.rank == 0:
-            with self._phase(committed.step, "retain"):
-                self._retain(self._keep, committed.step, progress)
+            with self._phase(committed.step, step_name(committed.step), "retain"):
+                retain(self._storage, self._keep, committed.step, self._damaged, progress)
 
-    def _phase(self, step: Any, name: str) -> events.Phase:
+    def _phase(self, step: Any, folder: str, name: str) -> events.Phase:
         number = step if isinstance(step, int) and not isinstance(step, bool) else None
-        folder = "invalid-step" if number is None else step_name(number)
         rank, world_size = self._rendezvous.rank, self._rendezvous.world_size
         operation = f"save {self._storage.location}/{folder}"
         return events.phase(operation, name, rank=rank, world_size=world_size, step=number)
 
     def steps(self) -> list[int]:
-        """Committed steps, ascending. Local: asks the storage, meets nobody."""
-        return sorted(step for step, committed in self._folders().items() if committed)
+        """Committed steps, ascending, without suspects. Local: asks the storage, meets nobody."""
+        folders = written_folders(self._storage, suspect=False)
+        return sorted(folder.step for folder, there in folders.items() if there)
 
-    def _folders(self) -> dict[int, bool]:
-        """Every step that has files of ours, and whether it has a manifest."""
-        found: dict[int, bool] = {}
-        for name in self._storage.folders():
-            step = parse_step(name)
-            if step is not None:
-                folder = self._storage.within(name)
-                committed = folder.size(MANIFEST_NAME) is not None
-                if committed or any(is_ours(file) for file in folder.list()):
-                    found[step] = committed
-        return found
+    def suspects(self) -> list[int]:
+        """Steps with a committed suspect that is not settled, ascending. Local, as `steps`."""
+        return [folder.step for folder in unsettled_suspects(self._storage)]
 
-    def _lenders(self) -> set[int]:
-        """Steps that are no checkpoints any more, and whose folders only hold files that others refer to."""
-        references = referred_in(self._storage)
-        found = set()
-        for name in references.by_folder:
-            files = [file for file in self._storage.within(name).list() if is_ours(file)]
-            if (step := parse_step(name)) is not None and set(files) <= set(references.files(name)):
-                found.add(step)
-        return found
+    def settle_suspect(self, step: int, verdict: str) -> None:
+        """Notes durably what came of a suspect. Called by every rank; waits for the save under way.
+
+        From then on `restore` does not take it, and retention removes it once a newer step is committed. If
+        there is no suspect of that number, this is said in the log, and nothing else happens.
+
+        Args:
+            step: of the suspect.
+            verdict: for people.
+
+        Raises:
+            StructureError: ranks settle different suspects, or with different verdicts.
+            StorageError: the storage failed; the suspect is as it was.
+            RankFailure, RankSilent: some rank failed or fell silent. If that was the leader, the suspect may
+                be settled or not.
+
+        >>> import shardproof as sp, tempfile, torch
+        >>> checkpointer = sp.Checkpointer(tempfile.mkdtemp())
+        >>> _ = checkpointer.save(7, {"w": torch.ones(2)}, suspect=True).result()
+        >>> checkpointer.steps(), checkpointer.suspects()
+        ([], [7])
+        >>> checkpointer.settle_suspect(7, "persistent fault: node 3, device 1")
+        >>> checkpointer.suspects()
+        []
+        """
+        self._saver.settle()
+        _, folder = _named(step, suspect=True)
+        meeting = Meetings(self._rendezvous, f"settle {self.root}")
+
+        def decide(posts: Sequence[bytes]) -> bytes:
+            said = [msgspec.msgpack.decode(post, type=tuple[str, str]) for post in posts]
+            other = next((rank for rank, one in enumerate(said) if one != said[0]), None)
+            if other is not None:
+                raise StructureError(
+                    f"{self.root}: rank 0 settles {': '.join(said[0])}, and rank {other} "
+                    f"{': '.join(said[other])}; nothing was settled",
+                    ranks=[0, other],
+                )
+            if not write_settled(self._storage.within(folder), verdict):
+                _log.warning("%s/%s: nothing to settle: no suspect is committed there", self.root, folder)
+            return b""
+
+        meeting.meet("settle", lambda: msgspec.msgpack.encode(_settling(step, verdict)), decide)
 
     def restore(
         self,
@@ -238,6 +268,7 @@ class Checkpointer:
         rename: Mapping[str, str] | None = None,
         read_once: ReadOnce = False,
         group: ProcessGroup | None = None,
+        suspect: bool = False,
     ) -> int | None:
         """Loads the newest committed and readable step, into whatever layout the state has now.
 
@@ -255,6 +286,8 @@ class Checkpointer:
             rename: keys with other names in the checkpoint.
             read_once: whether one rank reads what several want, and hands it on.
             group: the process group for that; None: the default one.
+            suspect: whether suspects that are not settled count as steps, too. Of one number, the suspect is
+                taken.
 
         Returns:
             The step, or None when nothing was ever committed here.
@@ -267,156 +300,84 @@ class Checkpointer:
         options = Options(strict, include, exclude, cast, rename, read_once, group)
         self.passed_over = ()
         self.last_restore = None
-        overwritten: int | None = None
-        while (chosen := self._choose(step)) is not None:
+        overwritten: StepFolder | None = None
+        while (chosen := self._choose(step, suspect)) is not None:
             try:
                 report = load_from(
-                    self._storage.within(step_name(chosen)),
+                    self._storage.within(chosen.name),
                     state,
                     self._rendezvous,
                     options,
-                    check=partial(self._check_step, chosen),
+                    check=partial(check_folder, self._storage, chosen),
                 )
             except KeyMismatchError as error:
                 raise error if overwritten is None else _mixed(error.message, overwritten, chosen) from error
             except UNREADABLE as error:
-                if step is not None or not _is_damage(error):
+                if step is not None or not is_damage(error):
                     raise
                 if error.details.get("overwritten"):
                     overwritten = chosen
-                self._pass_over(PassedOver(chosen, error.message, damaged=True))
+                self._pass_over(PassedOver(chosen.step, error.message, damaged=True, suspect=chosen.suspect))
                 continue
             if overwritten is not None and report.missing:
                 raise _mixed(f"it lacks {', '.join(report.missing[:8])}", overwritten, chosen)
             self.last_restore = report
-            return chosen
+            return chosen.step
         return None
 
-    def _choose(self, step: int | None) -> int | None:
-        """The leader's choice: the newest step whose manifest, index and file sizes are right."""
+    def _choose(self, step: int | None, suspect: bool) -> StepFolder | None:
+        """The leader's choice."""
         meeting = Meetings(self._rendezvous, f"restore {self.root}")
-        known = {item.step for item in self.passed_over}
 
         def decide(posts: Sequence[bytes]) -> bytes:
-            wanted = {msgspec.msgpack.decode(post, type=int | None) for post in posts}
+            wanted = {msgspec.msgpack.decode(post, type=tuple[int | None, bool]) for post in posts}
             if len(wanted) > 1:
+                steps = sorted({str(one) for one, _ in wanted})
                 raise StructureError(
-                    f"{self.root}: ranks were asked to restore different steps: {sorted(map(str, wanted))}; "
-                    "nothing was changed"
+                    f"{self.root}: ranks were asked to restore different steps: {steps}"
+                    f"{'' if len(steps) > 1 else ', some of them with suspect=True'}; nothing was changed"
                 )
             if step is not None:
-                return msgspec.msgpack.encode((step, []))
-            passed: list[PassedOver] = []
-            folders = self._folders()
-            if not all(folders.values()):
-                folders = {step: folders[step] for step in folders.keys() - self._lenders()}
-            for candidate in sorted(folders.keys() - known, reverse=True):
-                problem = (
-                    self._why_unreadable(candidate)
-                    if folders[candidate]
-                    else PassedOver(candidate, _NEVER_COMMITTED, damaged=False)
-                )
-                if problem is None:
-                    return msgspec.msgpack.encode((candidate, passed))
-                passed.append(problem)
-            steps = [step for step, committed in folders.items() if committed]
-            if steps:
-                said = "\n".join(
-                    f"  step {item.step}: {item.reason}" for item in (*self.passed_over, *passed)
-                )
-                raise NotCommittedError(
-                    f"{self.root} has {len(steps)} committed steps, and none can be read:\n{said}",
-                    path=self.root,
-                )
-            return msgspec.msgpack.encode((None, passed))
+                return msgspec.msgpack.encode((named(self._storage, step, suspect=suspect), []))
+            return msgspec.msgpack.encode(choose(self._storage, self.passed_over, suspect=suspect))
 
-        answer = meeting.meet("choose", lambda: msgspec.msgpack.encode(step), decide)
-        chosen, passed = msgspec.msgpack.decode(answer, type=tuple[int | None, list[PassedOver]])
+        answer = meeting.meet("choose", lambda: msgspec.msgpack.encode((step, suspect)), decide)
+        chosen, passed = msgspec.msgpack.decode(answer, type=tuple[StepFolder | None, list[PassedOver]])
         for item in passed:
             self._pass_over(item)
         return chosen
 
     def _pass_over(self, item: PassedOver) -> None:
         self.passed_over = (*self.passed_over, item)
-        if item.damaged:
+        if item.damaged and not item.suspect:
             self._damaged.add(item.step)
         if self._rendezvous.rank == 0:
-            _log.warning("%s: step %d is passed over: %s", self.root, item.step, item.reason)
-
-    def _check_step(self, step: int, manifest: Manifest) -> None:
-        """A folder that was renamed or copied would restore one step as another."""
-        if manifest.step not in (None, step):
-            name = step_name(step)
-            raise FormatError(
-                f"{self.root}/{name} holds step {manifest.step}: it was renamed or copied. Give it back its "
-                "name, or load it with shardproof.load",
-                file=f"{name}/{MANIFEST_NAME}",
-            )
-
-    def _why_unreadable(self, step: int) -> PassedOver | None:
-        """What is wrong with a step as far as manifest, index and file sizes tell; None if nothing is."""
-        folder = self._storage.within(step_name(step))
-        try:
-            with Checkpoint(folder) as checkpoint:
-                checkpoint.check_sizes(range(len(checkpoint.manifest.files)))
-                manifest = checkpoint.manifest
-        except UNREADABLE as error:
-            if not _is_damage(error):
-                raise
-            return PassedOver(step, error.message, damaged=True)
-        try:
-            self._check_step(step, manifest)
-        except FormatError as error:
-            return PassedOver(step, error.message, damaged=False)
-        return None
-
-    def _retain(self, keep: Retention, newest: int, progress: Callable[[int, int], None]) -> None:
-        """Removes what the policy lets go. Failing costs space, not safety, so it is only logged.
-
-        Note "One line of steps": only steps up to the one just saved are counted. Newer ones are there when
-        the run was rolled back; they must not push out the steps of the run that goes on. Nor do damaged
-        steps count.
-        """
-        try:
-            steps = [step for step in self.steps() if step not in self._damaged]
-            newer = [step for step in steps if step > newest]
-            if newer:
-                _log.warning(
-                    "%s: steps %s are newer than step %d, which was just saved: restore() would take them. "
-                    "Remove their folders if the run was rolled back",
-                    self.root,
-                    newer,
-                    newest,
-                )
-            counted = [step for step in steps if step <= newest]
-            let_go = sorted(set(counted) - set(keep.select(counted)) - {newest})
-            if let_go:
-                delete_steps(self._storage, [step_name(step) for step in let_go], progress)
-        except Exception as error:
-            _log.warning("%s: old steps could not be removed: %s", self.root, error)
+            _log.warning("%s: %s is passed over: %s", self.root, item.folder, item.reason)
 
 
-def _named(step: Any) -> tuple[Any, str]:
+def _named(step: Any, suspect: bool) -> tuple[Any, str]:
     """The step and its folder. One that is no step is refused by the save, where every rank learns of it."""
     try:
         number = operator.index(step)
-        return (step if isinstance(step, bool) else number), step_name(number)
+        return (step if isinstance(step, bool) else number), StepFolder(number, suspect).name
     except (TypeError, ValueError):
         return repr(step), "invalid-step"
 
 
-def _is_damage(error: ShardproofError) -> bool:
-    """Whether stored bytes are lost or changed, rather than out of reach just now."""
-    if not isinstance(error, StorageError):
-        return True
-    return bool(error.details.get("missing")) or error.details.get("errno") in (None, "EIO")
+def _settling(step: Any, verdict: Any) -> tuple[str, str]:
+    """What a rank settles, for all ranks to be the same."""
+    number, folder = _named(step, suspect=True)
+    if not isinstance(number, int):
+        raise StructureError(f"a suspect is settled by its step, a whole number, not {step!r}")
+    if not isinstance(verdict, str):
+        raise StructureError(f"a suspect is settled with a text, not with {verdict!r}")
+    return folder, verdict
 
 
-def _mixed(problem: str, damaged: int, older: int) -> StructureError:
+def _mixed(problem: str, damaged: StepFolder, older: StepFolder) -> StructureError:
     return StructureError(
-        f"step {damaged} turned out to be damaged after part of the target was overwritten, and step "
-        f"{older} does "
+        f"{damaged} turned out to be damaged after part of the target was overwritten, and {older} does "
         f"not replace all of it: {problem}\nThe target holds values of both: make the state anew, and "
-        f"restore step={older} into it with what it lacks left out or strict=False",
+        f"restore step={older.step} into it with what it lacks left out or strict=False",
         overwritten=True,
     )

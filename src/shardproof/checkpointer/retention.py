@@ -15,11 +15,13 @@ manifests that will be left.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from shardproof.checkpointer.folders import SETTLED_NAME, attempt_of, is_ours, parse_folder, step_name
+from shardproof.checkpointer.suspects import settled_suspects
 from shardproof.errors import FormatError, NotCommittedError
 from shardproof.format import (
     MANIFEST_NAME,
@@ -38,19 +40,13 @@ __all__ = [
     "Removal",
     "Retention",
     "delete_steps",
-    "is_ours",
     "leftovers",
-    "parse_step",
     "plan_removal",
     "remove_leftover",
-    "step_name",
+    "retain",
 ]
 
-_STEP = re.compile(r"step-([0-9]{8,18})")
-_DATA = re.compile(
-    r"(?:shards/[0-9]+-|index-)(?P<attempt>[^/]+?)\.safetensors(?:\.[^/]+\.tmp)?"
-    rf"|{re.escape(MANIFEST_NAME)}(?:\.[^/]+\.tmp)?"
-)
+_log = logging.getLogger("shardproof")
 
 
 class Retention(Protocol):
@@ -81,38 +77,6 @@ class KeepLatest:
     def select(self, steps: Sequence[int]) -> set[int]:
         """The `n` largest of `steps`."""
         return set(sorted(steps)[-self.n :])
-
-
-def step_name(step: int) -> str:
-    """The folder of a step; names sort as steps do, up to 8 digits.
-
-    >>> step_name(1000)
-    'step-00001000'
-    """
-    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**18:
-        raise ValueError(f"a step is a whole number from 0 to 10**18 - 1, not {step!r}")
-    return f"step-{step:08d}"
-
-
-def parse_step(name: str) -> int | None:
-    """The step whose folder has this name; None for any other name.
-
-    >>> parse_step("step-00001000"), parse_step("step-1000"), parse_step("logs")
-    (1000, None, None)
-    """
-    match = _STEP.fullmatch(name)
-    if match is None or step_name(int(match[1])) != name:
-        return None
-    return int(match[1])
-
-
-def is_ours(name: str) -> bool:
-    """Whether a file of a checkpoint's folder has a name that shardproof gives.
-
-    >>> is_ours("shards/00003-8f2c.safetensors"), is_ours("manifest.json.x1.tmp"), is_ours("tokenizer.json")
-    (True, True, False)
-    """
-    return _DATA.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +111,7 @@ def plan_removal(storage: Storage, names: Sequence[str]) -> Removal:
         borrowed += _borrowed(storage.within(name))
         for file in storage.list(name):
             own = file.removeprefix(f"{name}/")
-            if not is_ours(own) or own == MANIFEST_NAME:
+            if not is_ours(own, name) or own == MANIFEST_NAME:
                 continue
             if own in references.files(name):
                 lent[name] = references.users(name)
@@ -184,6 +148,57 @@ def delete_steps(
     return removal
 
 
+def retain(
+    run: Storage,
+    keep: Retention,
+    newest: int,
+    damaged: Collection[int],
+    on_progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Removes what a policy lets go. Failing costs space, not safety, so it is only logged.
+
+    Note "One line of steps": only steps up to the one just saved are counted. Newer ones are there when the
+    run was rolled back; they must not push out the steps of the run that goes on. Nor do damaged steps count.
+
+    Note "A suspect stays until it is settled": no policy is asked about suspects. One that is settled goes
+    with the first newer step; before that, the verdict is still to be seen beside the run.
+
+    Args:
+        run: the run's folder.
+        keep: the policy.
+        newest: the step that was just saved.
+        damaged: steps that are known to be damaged.
+        on_progress: see `delete_steps`.
+    """
+    try:
+        folders = [folder for folder in map(parse_folder, run.folders()) if folder is not None]
+        steps = [
+            folder.step
+            for folder in folders
+            if not folder.suspect
+            and folder.step not in damaged
+            and run.size(f"{folder.name}/{MANIFEST_NAME}") is not None
+        ]
+        newer = sorted(step for step in steps if step > newest)
+        if newer:
+            _log.warning(
+                "%s: steps %s are newer than step %d, which was just saved: restore() would take them. "
+                "Remove their folders if the run was rolled back",
+                run.location,
+                newer,
+                newest,
+            )
+        counted = sorted(step for step in steps if step <= newest)
+        let_go = sorted(set(counted) - set(keep.select(counted)) - {newest})
+        if let_go:
+            delete_steps(run, [step_name(step) for step in let_go], on_progress)
+        settled = [folder for folder in settled_suspects(run) if folder.step < newest]
+        if settled:
+            delete_steps(run, [folder.name for folder in settled], on_progress)
+    except Exception as error:
+        _log.warning("%s: old steps could not be removed: %s", run.location, error)
+
+
 def _borrowed(folder: Storage) -> tuple[FileRecord, ...]:
     """Files of other steps that a step refers to, as far as it can be read."""
     try:
@@ -199,7 +214,8 @@ class Leftover:
     folder: str
     """The step's folder."""
     attempt: str
-    """The attempt in the files' names; empty for a manifest that was never published."""
+    """The attempt in the files' names; empty for a manifest that was never published, or for what settled a
+    suspect that is gone."""
     files: tuple[str, ...]
     """Names within the folder."""
     bytes: int
@@ -233,10 +249,10 @@ def leftovers(
     by_folder: dict[str, list[str]] = {}
     for name in storage.list():
         folder, _, rest = name.partition("/")
-        if parse_step(folder) is not None and is_ours(rest) and rest != MANIFEST_NAME:
+        if parse_folder(folder) is not None and is_ours(rest, folder) and rest != MANIFEST_NAME:
             by_folder.setdefault(folder, []).append(rest)
     found: list[Leftover] = []
-    for folder, files in sorted(by_folder.items(), key=lambda item: parse_step(item[0]) or 0):
+    for folder, files in sorted(by_folder.items(), key=lambda item: parse_folder(item[0]) or ()):
         needed = _needed(storage.within(folder), folder, references)
         if needed is None:
             continue
@@ -257,9 +273,14 @@ def remove_leftover(storage: Storage, leftover: Leftover) -> bool:
 
 
 def _needed(storage: Storage, folder: str, references: References) -> set[str] | None:
-    """Files of a step's folder that a manifest names, the step's or another's; None if its cannot be read."""
+    """Files of a step's folder that a manifest names, the step's or another's; None if its cannot be read.
+
+    What settles a suspect is needed as long as there is one to settle.
+    """
     named = named_files(storage)
-    return None if named is None else named | set(references.files(folder))
+    if named is None:
+        return None
+    return named | set(references.files(folder)) | ({SETTLED_NAME} if named else set())
 
 
 def _leftovers_of(
@@ -271,9 +292,9 @@ def _leftovers_of(
 ) -> list[Leftover]:
     by_attempt: dict[str, list[str]] = {}
     for file in files:
-        match = _DATA.fullmatch(file)
-        if file not in needed and match is not None:
-            by_attempt.setdefault(match["attempt"] or "", []).append(file)
+        attempt = attempt_of(file, folder)
+        if file not in needed and attempt is not None:
+            by_attempt.setdefault(attempt, []).append(file)
     found = []
     for attempt, group in sorted(by_attempt.items()):
         times = [time for file in group if (time := modified(f"{folder}/{file}")) is not None]

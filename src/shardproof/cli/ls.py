@@ -17,7 +17,8 @@ def command(run: str, as_json: bool) -> int:
     """List the checkpoints of RUN.
 
     Steps that are not committed are listed with the reason: the save died, or is still in progress
-    (a leftover, see prune), or the checkpoint is damaged (see verify and repair).
+    (a leftover, see prune), or the checkpoint is damaged (see verify and repair). A suspect is the checkpoint
+    of a step whose validation failed; once that is settled, its verdict is shown.
     """
     from shardproof.report import scan_run
     from shardproof.storage import LocalStorage
@@ -44,7 +45,7 @@ def command(run: str, as_json: bool) -> int:
             info.name,
             "-" if info.time is None else age(now - info.time),
             gigabytes(info.bytes),
-            str(info.tensors) if info.committed else "-",
+            str(info.tensors) if info.whole else "-",
             "-" if info.world_size is None else str(info.world_size),
             info.status + (", repaired" if info.repaired else ""),
             info.reason

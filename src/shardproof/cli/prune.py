@@ -25,7 +25,9 @@ _REMOVE = "; remove the folder, or all such steps with --damaged"
 @click.command("prune", short_help="Remove what dead saves left, and old steps.")
 @folder_argument("run")
 @click.option(
-    "--keep", type=click.IntRange(min=1), help="Also remove committed steps but the newest so many."
+    "--keep",
+    type=click.IntRange(min=1),
+    help="Also remove committed steps but the newest so many, and older suspects that are settled.",
 )
 @click.option(
     "--older-than",
@@ -46,8 +48,8 @@ def command(
 ) -> int:
     """Remove from RUN what dead saves left: files in step folders that no manifest names.
 
-    Only files that shardproof wrote are ever removed, and none that a step which stays refers to. Asks first
-    on a terminal.
+    Only files that shardproof wrote are ever removed, and none that a step which stays refers to. A suspect
+    (a step whose validation failed) stays until it is settled. Asks first on a terminal.
     """
     from shardproof.report import plan_prune
     from shardproof.storage import LocalStorage
@@ -102,11 +104,13 @@ def _agreed(plan: PrunePlan) -> bool:
 def _carry_out(storage: Storage, plan: PrunePlan) -> list[str]:
     """Removes what is planned, but for folders that were committed since then: it gives these."""
     from shardproof.checkpointer.retention import delete_steps, remove_leftover
+    from shardproof.checkpointer.suspects import read_settled
 
     spared = [leftover.folder for leftover in plan.leftovers if not remove_leftover(storage, leftover)]
     lost = [name for name in plan.lost if _is_lost(storage.within(name))]
-    delete_steps(storage, [*plan.steps, *lost])
-    return [*spared, *(name for name in plan.lost if name not in lost)]
+    settled = [name for name in plan.settled if read_settled(storage.within(name)) is not None]
+    delete_steps(storage, [*plan.steps, *settled, *lost])
+    return [*spared, *(name for name in (*plan.settled, *plan.lost) if name not in (*settled, *lost))]
 
 
 def _is_lost(step: Storage) -> bool:
@@ -120,12 +124,12 @@ def _is_lost(step: Storage) -> bool:
 
 
 def _remove_empty_folders(run: str, older_than: float, now: float) -> None:
-    """Step folders in which a save died before its first file: no file, so no storage tells of them."""
-    from shardproof.checkpointer.retention import parse_step
+    """Folders in which a save died before its first file: no file, so no storage tells of them."""
+    from shardproof.checkpointer.folders import parse_folder
 
     for name in os.listdir(run):
         top = os.path.join(run, name)
-        if parse_step(name) is None or os.path.islink(top):
+        if parse_folder(name) is None or os.path.islink(top):
             continue
         # Both ages before the first removal, which makes the folder above it young.
         folders = [folder for folder in (os.path.join(top, "shards"), top) if os.path.isdir(folder)]
@@ -151,6 +155,7 @@ def _show(plan: PrunePlan, now: float, older_than: float, damaged: bool) -> None
         for leftover in plan.leftovers
     ]
     rows += [(name, "committed, beyond those to keep", "", "") for name in plan.steps]
+    rows += [(name, "settled suspect, older than a step that is kept", "", "") for name in plan.settled]
     rows += [(name, "damaged, cannot be repaired", "", "") for name in plan.lost]
     if rows:
         out.print(table(("to remove", "what", "size", "age"), rows, right=("size", "age")))
@@ -179,6 +184,8 @@ def _show(plan: PrunePlan, now: float, older_than: float, damaged: bool) -> None
                 "them"
             )
         )
+    for name in plan.unsettled:
+        out.print(printable(f"kept: {name}: validation failed there and is not settled"))
     for name in plan.damaged:
         out.print(
             printable(

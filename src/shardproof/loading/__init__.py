@@ -63,7 +63,8 @@ def load(
     Args:
         path: the folder of the checkpoint.
         state: the tree to fill.
-        strict: whether a key that only one side has is an error. A shape or dtype that differs always is.
+        strict: whether a key that only one side has is an error. A shape or dtype that differs always
+            is; an object with ``state_tree`` (see `shardproof.state.parts`) may be on one side alone.
         include: patterns (`fnmatch`, over the whole key or the keys above it) of the keys to load; None for
         all.
         exclude: patterns of the keys to leave as they are.

@@ -14,7 +14,7 @@ from shardproof.loading.checkpoint import Checkpoint
 from shardproof.loading.place import Destination
 from shardproof.loading.selection import Cast, Patterns, casts, check_patterns, renamed, selects
 from shardproof.planning import ReadPlan, Wanted, plan_reads
-from shardproof.state import Binding, TensorEntry, bind
+from shardproof.state import Binding, TensorEntry, bind, parts_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -53,6 +53,10 @@ class Asked(msgspec.Struct, frozen=True, array_like=True):
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     mismatched: tuple[tuple[str, str, str], ...] = ()
+    spare: tuple[str, ...] = ()
+    """Unexpected keys too, but of parts that this rank's target has not."""
+    declined: tuple[str, ...] = ()
+    """Parts that do not take what is stored."""
     error: dict[str, Any] | None = None
 
 
@@ -79,7 +83,7 @@ def match(checkpoint: Checkpoint, state: Any, options: Options, rank: int, world
     binding = bind(
         state, catalogue, rank=rank, world_size=world_size, selected=selected, strict=options.strict
     )
-    known = (*catalogue.tensors, *catalogue.objects, *binding.missing)
+    known = (*catalogue.tensors, *catalogue.objects, *binding.missing, *binding.kept)
     check_patterns("include", options.include, known)
     check_patterns("cast", None if isinstance(options.cast, bool) else options.cast, known)
     mismatched = [(item.key, item.expected, item.found) for item in binding.mismatched]
@@ -99,19 +103,23 @@ def match(checkpoint: Checkpoint, state: Any, options: Options, rank: int, world
         elif not _same_chunks(checkpoint, rows[entry.key], rows[other]):
             found = "two tensors in the checkpoint whose chunks differ (exclude one of them)"
             mismatched.append((entry.key, f"one tensor with {other!r}", found))
-    used = binding.used
+    used, parts = binding.used, binding.parts
     unexpected = sorted(
         key for key in (*catalogue.tensors, *catalogue.objects) if key not in used and selected(key)
     )
+    spare = {key for key in unexpected if not parts.issuperset(parts_of(key))}
     asked = Asked(
         checkpoint.manifest.attempt,
         options.strict,
         options.read_once,
         tuple(binding.missing),
-        tuple(unexpected),
+        tuple(key for key in unexpected if key not in spare),
         tuple(mismatched),
+        tuple(sorted(spare)),
+        tuple(sorted(binding.declined)),
+        next((error.to_wire() for error in binding.refused), None),
     )
-    if mismatched or (options.strict and binding.missing):
+    if binding.refused or mismatched or (options.strict and binding.missing):
         return Matched(asked, binding, [], None)
     return Matched(asked, binding, *_planned(checkpoint, entries, rows))
 
@@ -183,6 +191,12 @@ def agree(location: str, posts: Sequence[bytes]) -> bytes:
                     "nothing was changed",
                     ranks=[0, rank],
                 )
+        if asked.declined != said[0].declined:
+            raise StructureError(
+                f"{location}: ranks do not leave the same parts of the state as they are: rank 0 leaves "
+                f"{list(said[0].declined)}, rank {rank} {list(asked.declined)}; nothing was changed",
+                ranks=[0, rank],
+            )
     attempts = {asked.attempt: rank for rank, asked in reversed(list(enumerate(said)))}
     if len(attempts) > 1:
         seen = ", ".join(f"rank {rank} sees attempt {attempt}" for attempt, rank in sorted(attempts.items()))
@@ -192,10 +206,11 @@ def agree(location: str, posts: Sequence[bytes]) -> bytes:
     strict = said[0].strict
     missing = sorted({key for asked in said for key in asked.missing})
     mismatched = sorted({item for asked in said for item in asked.mismatched})
-    unexpected = sorted(set.intersection(*(set(asked.unexpected) for asked in said)))
+    unasked = set.intersection(*({*asked.unexpected, *asked.spare} for asked in said))
+    unexpected = sorted(unasked.intersection(key for asked in said for key in asked.unexpected))
     if mismatched or (strict and (missing or unexpected)):
         raise _mismatch(location, missing if strict else [], unexpected if strict else [], mismatched)
-    return msgspec.msgpack.encode((missing, unexpected))
+    return msgspec.msgpack.encode((missing, sorted(unasked)))
 
 
 def from_rank(rank: int, world_size: int, wire: dict[str, Any]) -> ShardproofError:

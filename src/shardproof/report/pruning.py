@@ -25,6 +25,11 @@ class PrunePlan:
     steps: tuple[str, ...]
     """Folders of committed steps beyond those to keep: to be removed."""
     steps_bytes: int
+    """Of these, and of the settled suspects."""
+    settled: tuple[str, ...]
+    """Folders of settled suspects older than a step that is kept: to be removed."""
+    unsettled: tuple[str, ...]
+    """Folders of suspects that are not settled: they stay."""
     young: tuple[Leftover, ...]
     """Not named by a manifest, but too young to say that their save is dead: they stay."""
     damaged: tuple[str, ...]
@@ -48,7 +53,7 @@ class PrunePlan:
     @property
     def empty(self) -> bool:
         """Whether there is nothing to remove."""
-        return not (self.leftovers or self.steps or self.lost)
+        return not (self.leftovers or self.steps or self.settled or self.lost)
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -71,10 +76,12 @@ def plan_prune(
         modified: when the file of this name was last written, Unix seconds; None if it is gone.
         older_than: seconds for which a leftover, or a damaged step, must not have been written to.
         now: Unix seconds.
-        keep: committed steps to keep, the newest; None for all. A damaged step is not one of them.
+        keep: committed steps to keep, the newest; None for all, and all suspects. A damaged step is not one
+            of them.
         damaged: whether steps that cannot be repaired go.
     """
-    from shardproof.checkpointer.retention import KeepLatest, leftovers, parse_step, plan_removal
+    from shardproof.checkpointer.folders import parse_step
+    from shardproof.checkpointer.retention import KeepLatest, leftovers, plan_removal
 
     references = referred_in(storage)
     found = leftovers(storage, modified, references)
@@ -87,6 +94,13 @@ def plan_prune(
     # A save that may be replacing a step is not to lose its files with it.
     busy = {leftover.folder for leftover in young}
     gone = [scanned[step] for step in committed if step not in kept and scanned[step].name not in busy]
+    newest = -1 if keep is None else max(committed, default=-1)
+    suspects = [info for info in infos if info.suspect and info.status != "leftover"]
+    settled = [
+        info.name
+        for info in suspects
+        if info.verdict is not None and (info.step or 0) < newest and info.name not in busy
+    ]
     hopeless = [info.name for info in scanned.values() if info.beyond_repair]
     lost = []
     for name in hopeless if damaged else ():
@@ -95,7 +109,7 @@ def plan_prune(
         if name not in busy and times and now - max(times) >= older_than:
             lost.append(name)
     steps = [info.name for info in gone]
-    removal = plan_removal(storage, [*steps, *lost])
+    removal = plan_removal(storage, [*steps, *settled, *lost])
     counted = {f"{leftover.folder}/{file}" for leftover in old for file in leftover.files}
     in_steps = in_lost = 0
     for file in {*removal.manifests, *removal.files} - counted:
@@ -104,11 +118,13 @@ def plan_prune(
         else:
             in_steps += storage.size(file) or 0
     lenders = {info.name: list(info.lends) for info in infos if info.status == "lends"}
-    left = referred_in(storage, without=[*steps, *lost])
+    left = referred_in(storage, without=[*steps, *settled, *lost])
     return PrunePlan(
         leftovers=tuple(old),
         steps=tuple(steps),
         steps_bytes=in_steps,
+        settled=tuple(settled),
+        unsettled=tuple(info.name for info in suspects if info.verdict is None),
         young=young,
         damaged=tuple(
             info.name for info in scanned.values() if info.status == "damaged" and not info.beyond_repair
@@ -122,6 +138,6 @@ def plan_prune(
 
 
 def _ours(storage: Storage, folder: str) -> list[str]:
-    from shardproof.checkpointer.retention import is_ours
+    from shardproof.checkpointer.folders import is_ours
 
-    return [name for name in storage.list(folder) if is_ours(name.removeprefix(f"{folder}/"))]
+    return [name for name in storage.list(folder) if is_ours(name.removeprefix(f"{folder}/"), folder)]

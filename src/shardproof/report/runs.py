@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import msgspec
@@ -31,7 +31,8 @@ class StepInfo:
     """The folder in the run; "." for the run's folder itself."""
     step: int | None
     status: str
-    """"committed", "leftover" (no manifest), "lends" (no checkpoint any more, but other steps refer to its
+    """"committed", "suspect" (committed, but validation failed there, not settled), "settled" (a suspect
+    with a `verdict`), "leftover" (no manifest), "lends" (no checkpoint any more, but other steps refer to its
     files), "damaged" (its manifest is, or a file is missing), or "unreadable": the storage failed, which says
     nothing about the checkpoint."""
     reason: str | None
@@ -53,11 +54,20 @@ class StepInfo:
     """Folders of earlier steps whose files it refers to."""
     lends: tuple[str, ...] = ()
     """Folders of later steps that refer to its files."""
+    suspect: bool = False
+    """It lies in a suspect's folder."""
+    verdict: str | None = None
+    """What settled it, if it is a suspect that was settled."""
 
     @property
     def committed(self) -> bool:
-        """Whether it can be restored."""
+        """Whether it can be restored as a step of the run."""
         return self.status == "committed"
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is a checkpoint that can be read, a suspect's or a step's."""
+        return self.status in ("committed", "suspect", "settled")
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -67,15 +77,15 @@ class StepInfo:
 def scan_run(storage: Storage, *, sizes: bool = False) -> list[StepInfo]:
     """Every checkpoint in a run's folder, oldest step first, and the leftovers among them.
 
-    Folders named ``step-...`` count when they hold any file that shardproof writes, other folders (and the
-    run's folder itself) when they hold a manifest. Only manifests are read; that every byte is what was
-    written, `shardproof.loading.verify` says.
+    Folders named ``step-...`` and ``suspect-...`` count when they hold any file that shardproof writes, other
+    folders (and the run's folder itself) when they hold a manifest. Only manifests are read; that every byte
+    is what was written, `shardproof.loading.verify` says.
 
     Args:
         storage: the run's folder.
         sizes: also ask for the size of every shard file; one that was cut is damage, too.
     """
-    from shardproof.checkpointer.retention import is_ours, parse_step
+    from shardproof.checkpointer.folders import SETTLED_NAME, is_ours, parse_folder
 
     files: dict[str, set[str]] = {}
     for name in storage.list():
@@ -87,11 +97,13 @@ def scan_run(storage: Storage, *, sizes: bool = False) -> list[StepInfo]:
     found = []
     references = referred_in(storage)
     for folder, names in files.items():
-        step = parse_step(folder)
-        ours = {name for name in names if is_ours(name)}
-        if MANIFEST_NAME in ours or (step is not None and ours):
+        parsed = parse_folder(folder)
+        ours = {name for name in names if is_ours(name, folder)}
+        if MANIFEST_NAME in ours or (parsed is not None and ours):
             place = storage if folder == "." else storage.within(folder)
-            found.append(_step_info(place, folder, step, ours, sizes, references))
+            step = None if parsed is None else parsed.step
+            info = _step_info(place, folder, step, ours - {SETTLED_NAME}, sizes, references)
+            found.append(_suspect(place, info) if parsed is not None and parsed.suspect else info)
     return sorted(found, key=lambda info: (info.step is None, info.step or 0, info.name))
 
 
@@ -132,6 +144,24 @@ def _step_info(
         borrows=tuple(sorted({record.folder for record in manifest.borrowed_files})),
         lends=users,
     )
+
+
+def _suspect(place: Storage, info: StepInfo) -> StepInfo:
+    """The same, with what is to be said of a suspect."""
+    from shardproof.checkpointer.suspects import read_settled
+
+    try:
+        settled = read_settled(place)
+    except StorageError as error:
+        return replace(info, suspect=True, status="unreadable", reason=str(error))
+    verdict = None if settled is None else settled.verdict
+    info = replace(info, suspect=True, verdict=verdict)
+    if not info.committed:
+        return info
+    if verdict is None:
+        reason = "validation failed and is not settled: only restore(suspect=True) takes it"
+        return replace(info, status="suspect", reason=reason)
+    return replace(info, status="settled", reason=verdict)
 
 
 def _gone(place: Storage, manifest: Manifest) -> dict[str, str]:

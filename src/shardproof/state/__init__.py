@@ -18,6 +18,7 @@ from shardproof.state.generators import RandomState
 from shardproof.state.layout import Layout, declare, local_layout
 from shardproof.state.optimizer_slots import receive, slots_of
 from shardproof.state.optimizers import OptimizerState
+from shardproof.state.parts import parts_of
 from shardproof.state.per_rank import PerRank
 from shardproof.state.plain import encode as encode_plain
 from shardproof.state.registered import register_dataclass, register_enum
@@ -53,6 +54,7 @@ __all__ = [
     "encode_plain",
     "is_plain_memory",
     "local_layout",
+    "parts_of",
     "receive",
     "register_dataclass",
     "register_enum",

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from shardproof.errors import ShardproofError
+
 __all__ = [
     "Binding",
     "Catalogue",
@@ -117,7 +119,14 @@ class Binding:
     """Keys that the tree asks for and the catalogue lacks."""
     mismatched: list[Mismatch] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
-    """Keys of per-rank values left as they are, because fewer ranks saved than load."""
+    """Keys of what is left as it is: per-rank values, because fewer ranks saved than load, and parts, because
+    the catalogue lacks them or they declined it."""
+    parts: set[str] = field(default_factory=set)
+    """Prefixes of the parts that the catalogue and the tree both have."""
+    declined: list[str] = field(default_factory=list)
+    """Those of them that do not take what is stored."""
+    refused: list[ShardproofError] = field(default_factory=list)
+    """Why parts refuse the whole load."""
 
 
 def describe(dtype: str, shape: tuple[int, ...]) -> str:

@@ -362,7 +362,7 @@ def local_layout(parameter: torch.Tensor, declared: Layout | None, key: str) -> 
 
 @lru_cache(maxsize=4096)
 def _own(shape: tuple[int, ...]) -> Layout:
-    """The layout of tensors that are the model's own: one for all of a shape, with what it was asked before."""
+    """The layout of the model's own tensors of a shape: one for all, with what it was asked before."""
     return Layout.whole(shape)
 
 

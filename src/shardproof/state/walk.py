@@ -24,6 +24,7 @@ from shardproof.state.generators import (
 )
 from shardproof.state.modules import MODULE
 from shardproof.state.optimizers import OPTIMIZER, OptimizerState
+from shardproof.state.parts import PART, has_state_tree
 from shardproof.state.per_rank import PER_RANK, PerRank
 from shardproof.state.statefuls import STATEFUL, is_stateful
 from shardproof.state.tensors import PLAIN_TYPES, array_dtype, tensor_of_array
@@ -192,6 +193,8 @@ def handler_of(value: Any, place: Place) -> Handler:
         return _TENSOR
     if isinstance(value, np.ndarray):
         raise StructureError(f"{place.key}: {kind.__name__} cannot be stored; use a plain numpy.ndarray")
+    if has_state_tree(value):
+        return PART
     if isinstance(value, (list, tuple, dict, set)) and kind is not torch.Size:
         if isinstance(value, tuple) and hasattr(value, "_make"):
             return _TUPLE
@@ -259,6 +262,7 @@ def _holds_state(value: Any, depth: int = 0) -> bool:
         elif (
             kind in _BY_TYPE
             or isinstance(item, (torch.nn.Module, torch.Tensor, np.ndarray))
+            or has_state_tree(item)
             or is_stateful(item)
             or (isinstance(item, tuple) and hasattr(item, "_make"))
         ):

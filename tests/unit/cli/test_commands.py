@@ -286,6 +286,8 @@ def test_ls(call: Any, ckpt: Path) -> None:
         "beyond_repair": False,
         "borrows": [],
         "lends": [],
+        "suspect": False,
+        "verdict": None,
     }
     assert (second["step"], second["committed"], second["time"]) == (8, False, None)
 
@@ -496,7 +498,7 @@ def test_prune(call: Any, ckpt: Path) -> None:
     assert code == 0
     assert set(told) == {
         "location", "dry_run", "removed", "committed_meanwhile", "bytes", "leftovers", "steps", "steps_bytes",
-        "young", "damaged", "beyond_repair", "lost", "lost_bytes", "lent", "unknown",
+        "young", "damaged", "beyond_repair", "lost", "lost_bytes", "lent", "unknown", "settled", "unsettled",
     }  # fmt: skip
     assert (told["dry_run"], told["removed"]) == (True, False)
     assert [left["folder"] for left in told["leftovers"]] == ["step-00000007", "step-00000008"]

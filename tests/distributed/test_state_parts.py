@@ -1,0 +1,157 @@
+"""Parts of a state over real ranks: each its own, refused or left by all together, or on some ranks only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardproof as sp
+from tests.harness import rank, rendezvous, run_ranks, world_size
+
+
+class Plain:
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+class Machine:
+    """What all ranks share, and of each rank its number and as many bytes."""
+
+    def __init__(self, job: str = "", own: int = -1, answer: bool | str | None = None) -> None:
+        self.job = Plain({"name": job})
+        self.own = Plain({"rank": own, "data": torch.full((max(own, 0),), max(own, 0), dtype=torch.uint8)})
+        self.answer = answer
+        self.loaded = 0
+
+    def state_tree(self) -> dict[str, Any]:
+        return {"job": self.job, "own": sp.PerRank(self.own)}
+
+    def check_stored(self, stored: dict[str, Any]) -> bool | None:
+        assert stored == {"job": {"name": "saved"}}
+        if isinstance(self.answer, str):
+            raise sp.StructureError(self.answer)
+        return self.answer
+
+    def state_loaded(self) -> None:
+        self.loaded += 1
+
+    def seen(self) -> tuple[str, int, list[int], int]:
+        return self.job.state["name"], self.own.state["rank"], self.own.state["data"].tolist(), self.loaded
+
+
+def _save(root: str, with_machine: bool = True) -> None:
+    state: dict[str, Any] = {"w": torch.ones(2)}
+    if with_machine:
+        state["rerun"] = Machine("saved", rank())
+    sp.save(root, state, rendezvous=rendezvous(deadline=10))
+
+
+def _load(root: str, answers: list[Any]) -> tuple[Any, ...]:
+    """Loads with a machine that answers so; "none": this rank has no machine."""
+    answer = answers[rank()]
+    machine, w = Machine("here", -1, answer), torch.zeros(2)
+    state = {"w": w} if answer == "none" else {"w": w, "rerun": machine}
+    try:
+        report = sp.load(root, state, rendezvous=rendezvous(deadline=10))
+    except sp.ShardproofError as error:
+        return type(error).__name__, error.message, w.sum().item(), machine.seen()
+    return report.kept, report.unexpected, w.sum().item(), machine.seen()
+
+
+def saved(root: Path, ranks: int, *args: Any) -> str:
+    assert [outcome.value for outcome in run_ranks(ranks, _save, str(root), *args)] == [None] * ranks
+    return str(root)
+
+
+def test_each_rank_gets_its_own_and_all_get_what_they_share(tmp_path: Path) -> None:
+    root = saved(tmp_path, 3)
+    for number, outcome in enumerate(run_ranks(3, _load, root, [None, True, None])):
+        assert outcome.value == ((), (), 2, ("saved", number, [number] * number, 1))
+
+
+def test_with_more_ranks_the_new_ones_keep_their_own(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _load, saved(tmp_path, 1), [None, None])
+    assert first.value == ((), (), 2, ("saved", 0, [], 1))
+    assert second.value == (("rerun.@part.own.@rank-1",), (), 2, ("saved", -1, [], 1))
+
+
+def test_with_fewer_ranks_what_the_others_had_is_left(tmp_path: Path) -> None:
+    (outcome,) = run_ranks(1, _load, saved(tmp_path, 3), [None])
+    assert outcome.value == ((), (), 2, ("saved", 0, [], 1))
+
+
+@pytest.mark.parametrize(
+    ("answers", "rank"),
+    [([None, "rerun pending"], 1), (["rerun pending"] * 2, 0), ([False, "rerun pending"], 1)],
+)
+def test_who_refuses_stops_all_before_anything_changes(tmp_path: Path, answers: list[Any], rank: int) -> None:
+    for outcome in run_ranks(2, _load, saved(tmp_path, 2), answers):
+        kind, text, filled, seen = outcome.value
+        assert (kind, text) == ("StructureError", f"rank {rank}: rerun pending")
+        assert (filled, seen) == (0, ("here", -1, [], 0))
+
+
+def test_all_ranks_may_leave_it(tmp_path: Path) -> None:
+    for outcome in run_ranks(2, _load, saved(tmp_path, 2), [False, False]):
+        assert outcome.value == (("rerun.@part",), (), 2, ("here", -1, [], 0))
+
+
+def test_ranks_leave_it_together_or_not_at_all(tmp_path: Path) -> None:
+    for outcome in run_ranks(2, _load, saved(tmp_path, 2), [None, False]):
+        kind, text, filled, seen = outcome.value
+        assert kind == "StructureError"
+        assert "ranks do not leave the same parts" in text
+        assert "rank 1 ['rerun.@part']" in text
+        assert (filled, seen) == (0, ("here", -1, [], 0))
+
+
+def test_a_rank_without_it_does_without(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _load, saved(tmp_path, 2), [None, "none"])
+    assert first.value == ((), (), 2, ("saved", 0, [], 1))
+    assert second.value == ((), (), 2, ("here", -1, [], 0))
+
+
+def test_no_rank_has_it(tmp_path: Path) -> None:
+    for outcome in run_ranks(2, _load, saved(tmp_path, 2), ["none", "none"]):
+        kept, unexpected, filled, _ = outcome.value
+        assert (kept, filled) == ((), 2)
+        assert [key for key in unexpected if "@rank" not in key] == ["rerun.@part.job"]
+
+
+def test_the_checkpoint_does_not_have_it(tmp_path: Path) -> None:
+    for outcome in run_ranks(2, _load, saved(tmp_path, 2, False), [None, None]):
+        assert outcome.value == (("rerun.@part",), (), 2, ("here", -1, [], 0))
+
+
+def _appears(root: str) -> list[Any]:
+    """The bytes of one rank's own grow between two saves with a plan that is kept, and come back."""
+    meetings = rendezvous(deadline=10)
+    checkpointer = sp.Checkpointer(root, rendezvous=meetings)
+    machine = Machine("saved", 0)
+    state = {"w": torch.ones(2), "rerun": machine}
+    for step in (1, 2, 3):
+        if step == 3 and rank() == world_size() - 1:
+            machine.own.state = {"rank": 7, "data": torch.arange(7, dtype=torch.uint8)}
+        checkpointer.save(step, state).result()
+    seen = []
+    for step in (2, 3):
+        target = Machine()
+        checkpointer.restore({"w": torch.zeros(2), "rerun": target}, step=step)
+        seen.append(target.seen())
+    return seen
+
+
+def test_what_appears_on_one_rank_with_a_kept_plan_is_saved(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _appears, str(tmp_path))
+    idle: tuple[Any, ...] = ("saved", 0, [], 1)
+    assert first.value == [idle, idle]
+    assert second.value == [idle, ("saved", 7, [0, 1, 2, 3, 4, 5, 6], 1)]
