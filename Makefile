@@ -45,6 +45,7 @@ bench: $(STAMP)  ## measure beside torch's own checkpoints, optimizers and shard
 		echo "== $$script"; $(BIN)/python benchmarks/$$script.py $(ARGS); \
 	done
 	@echo "== optim"; $(BIN)/python benchmarks/optim.py
+	@echo "== rerun"; $(BIN)/python benchmarks/rerun.py
 
 # Peers ask for versions that exclude each other, so they live apart; unbound.txt says which go without their
 # bounds.

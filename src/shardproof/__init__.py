@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from shardproof.version import __version__
 
 if TYPE_CHECKING:
-    from shardproof import events
+    from shardproof import events, rerun
     from shardproof.checkpointer import Checkpointer, KeepLatest
     from shardproof.errors import (
         AlreadyCommittedError,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         TilingError,
     )
     from shardproof.loading import LoadReport, load, open
-    from shardproof.saving import Committed, PendingSave, save
+    from shardproof.saving import Committed, Divergence, PendingSave, save
     from shardproof.state import (
         FlatShard,
         OptimizerState,
@@ -55,6 +55,7 @@ __all__ = [
     "Checkpointer",
     "Committed",
     "CorruptChunkError",
+    "Divergence",
     "FlatShard",
     "FormatError",
     "KeepLatest",
@@ -80,13 +81,14 @@ __all__ = [
     "open",
     "register_dataclass",
     "register_enum",
+    "rerun",
     "save",
 ]
 
 _HOMES = {
     "checkpointer": ("Checkpointer", "KeepLatest"),
     "loading": ("LoadReport", "load", "open"),
-    "saving": ("Committed", "PendingSave", "save"),
+    "saving": ("Committed", "Divergence", "PendingSave", "save"),
     "state": (
         "FlatShard",
         "OptimizerState",
@@ -119,8 +121,8 @@ def __getattr__(name: str) -> Any:
     """The public name, loaded from its home and kept for the next use (PEP 562)."""
     from importlib import import_module
 
-    if name == "events":
-        return import_module("shardproof.events")
+    if name in ("events", "rerun"):
+        return import_module(f"shardproof.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'shardproof' has no attribute {name!r}")
     value = getattr(import_module(f"shardproof.{_HOME_OF[name]}"), name)

@@ -15,6 +15,7 @@ import torch
 from shardproof.demo import DemoError, DemoReport, print_report, run_demo
 from shardproof.demo.data import TextLoader
 from shardproof.demo.evidence import RunRecords, compare_draws, compare_losses, compare_tensors
+from shardproof.demo.fault_story import FAULTS
 from shardproof.demo.launch import Job
 from shardproof.demo.layout import OPTIMIZERS, SHARDINGS, Layout
 from shardproof.demo.model import ModelSize, Transformer
@@ -123,7 +124,7 @@ def test_the_command_offers_every_choice() -> None:
     offered = {
         each.name: tuple(each.type.choices) for each in command.params if isinstance(each.type, Choice)
     }
-    assert offered == {"optimizer": OPTIMIZERS, "sharding": SHARDINGS}
+    assert offered == {"optimizer": OPTIMIZERS, "sharding": SHARDINGS, "fault": tuple(FAULTS)}
 
 
 def test_unknown_choices_are_refused() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from shardproof.cli.failures import BAD, YES
 from shardproof.cli.options import json_option, print_json
@@ -58,27 +59,57 @@ def _numbers(_context: click.Context, _parameter: click.Parameter, value: str) -
     help="Of the parameters. fsdp2: torch's. flat: shardproof.fsdp. none: whole on every rank.",
 )
 @click.option(
+    "--inject",
+    "fault",
+    type=click.Choice(["transient", "persistent", "correct"]),
+    help="Another story: a wrong loss on one rank, told apart by the rerun machine, restarts included. "
+    "transient: once. persistent: always on one device. correct: everywhere.",
+)
+@click.option(
     "--run-dir", type=click.Path(file_okay=False, path_type=Path), help="An empty or new folder, which stays."
 )
 @click.option("--keep", is_flag=True, help="Keep the temporary folder.")
 @json_option
-def command(as_json: bool, **options: Any) -> int:
+@click.pass_context
+def command(
+    context: click.Context, /, as_json: bool, fault: str | None, resume_ranks: tuple[int, ...], **options: Any
+) -> int:
     """Train, save, be killed in the middle of a save, resume on other layouts, and compare every bit.
+
+    With --inject: train with a wrong result on one rank, be restarted, and say whether it is the device or
+    the data.
 
     Exit code 0: every claim held. 1: one did not; the report says which.
     """
     from rich.console import Console
 
     from shardproof.cli.terminal import WIDTH_OFF_TERMINAL
-    from shardproof.demo import print_event, print_report, run_demo
+    from shardproof.demo import (
+        DemoReport,
+        FaultReport,
+        print_event,
+        print_fault_report,
+        print_report,
+        run_demo,
+        run_fault_demo,
+    )
 
+    if fault and context.get_parameter_source("resume_ranks") is not ParameterSource.DEFAULT:
+        raise click.UsageError("--resume-ranks has no meaning with --inject: every run is on --ranks ranks")
     out = Console(width=None if sys.stdout.isatty() else WIDTH_OFF_TERMINAL)
+    on_event = None if as_json else partial(print_event, console=out)
+    report: DemoReport | FaultReport
     try:
-        report = run_demo(**options, on_event=None if as_json else partial(print_event, console=out))
+        if fault:
+            report = run_fault_demo(fault, **options, on_event=on_event)
+        else:
+            report = run_demo(resume_ranks=resume_ranks, **options, on_event=on_event)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     if as_json:
         print_json(report.to_json())
+    elif isinstance(report, FaultReport):
+        print_fault_report(report, out)
     else:
         print_report(report, out)
     return YES if report.ok else BAD

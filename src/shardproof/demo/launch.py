@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import shardproof
@@ -35,16 +35,21 @@ class Job:
     """The processes of one run.
 
     A context manager: whatever happens inside, no process outlives it.
+
+    Args:
+        task: what they do.
+        limit: seconds that they may take.
+        module: the trainer, run with the task's file as its argument.
     """
 
-    def __init__(self, task: Task, *, limit: float) -> None:
+    def __init__(self, task: Task, *, limit: float, module: str = "shardproof.demo.train") -> None:
         self.task = task
         self.log = Path(task.folder) / f"{task.name}.log"
         self.seconds = 0.0
         self._limit = limit
         self._begin = time.monotonic()
         self._heard = 0
-        worker = ["-m", "shardproof.demo.train", str(task.write())]
+        worker = ["-m", module, str(task.write())]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, *_launcher(task.layout.ranks), *worker],
@@ -73,12 +78,21 @@ class Job:
         Raises:
             DemoError: it failed, or took longer than its limit.
         """
+        self.end(hear, codes=(0,))
+
+    def end(self, hear: Callable[[Record], None], *, codes: Collection[int]) -> int:
+        """Follow the run to its end; the exit code, which is one of `codes`.
+
+        Raises:
+            DemoError: it ended with another one, or took longer than its limit.
+        """
         while self._process.poll() is None:
             self._follow(hear, "finish")
         self._hear(hear)
         self.seconds = time.monotonic() - self._begin
-        if self._process.returncode != 0:
+        if self._process.returncode not in codes:
             raise self._error(f"ended with exit code {self._process.returncode}")
+        return self._process.returncode
 
     def wait_for(self, mark: Path, hear: Callable[[Record], None]) -> None:
         """Follow the run until it has made the file `mark`.
@@ -158,7 +172,7 @@ def _launcher(ranks: int) -> list[str]:
         return []
     torchrun = [
         "-m",
-        "torch.distributed.run",
+        "shardproof.demo.torchrun",
         "--nnodes=1",
         f"--nproc-per-node={ranks}",
         "--rdzv-backend=c10d",

@@ -19,7 +19,7 @@ from shardproof.demo.stored import stored_facts
 from shardproof.demo.story import LOSS_TOLERANCE, Story
 from shardproof.demo.task import Record, Task
 
-__all__ = ["DemoEvent", "run_demo"]
+__all__ = ["DemoEvent", "demo_folder", "ignore", "run_demo"]
 
 TEXT = Path(__file__).with_name("text.txt")
 RUN_LIMIT = 300.0
@@ -74,6 +74,19 @@ def run_demo(
         DemoError: a run failed. A claim that does not hold is no error, but ``ok`` of the report is False.
     """
     story = Story.of(ranks, resume_ranks, steps, save_every, optimizer=optimizer, sharding=sharding)
+    folder, stays = demo_folder(run_dir, keep)
+    report = _Demo(story, folder, (text or TEXT).resolve(), device, on_event or ignore, limit).run(stays)
+    if not stays and report.ok:
+        shutil.rmtree(folder, ignore_errors=True)
+    return report
+
+
+def demo_folder(run_dir: Path | None, keep: bool) -> tuple[Path, bool]:
+    """The folder of a demo, with one for its runs in it, and whether it stays.
+
+    Raises:
+        ValueError: there is something in it.
+    """
     if run_dir is not None and run_dir.exists() and any(run_dir.iterdir()):
         raise ValueError(f"{run_dir} is not empty: the demo wants a folder of its own")
     if run_dir is None:
@@ -81,11 +94,8 @@ def run_demo(
     else:
         run_dir.mkdir(parents=True, exist_ok=True)
         folder = run_dir.resolve()
-    stays = keep or run_dir is not None
-    report = _Demo(story, folder, (text or TEXT).resolve(), device, on_event or _ignore, limit).run(stays)
-    if not stays and report.ok:
-        shutil.rmtree(folder, ignore_errors=True)
-    return report
+    (folder / "runs").mkdir()
+    return folder, keep or run_dir is not None
 
 
 class _Demo:
@@ -107,7 +117,6 @@ class _Demo:
         self._on_event = on_event
         self._limit = limit
         self._checkpoints = folder / "checkpoints"
-        (folder / "runs").mkdir()
 
     def run(self, stays: bool) -> DemoReport:
         """Everything, in order."""
@@ -266,5 +275,5 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _ignore(_event: DemoEvent) -> None:
-    pass
+def ignore(_event: DemoEvent) -> None:
+    """Says nothing to anybody."""

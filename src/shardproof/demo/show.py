@@ -23,7 +23,7 @@ def print_event(event: DemoEvent, console: Console) -> None:
     if event.kind == "step" and event.step is not None and event.step % 4 and event.step != event.last_step:
         return
     what = f"step {event.step}/{event.last_step}: {event.text}" if event.kind == "step" else event.text
-    style = "bold red" if event.kind == "killed" else ""
+    style = "bold red" if event.kind in ("killed", "decided") else ""
     console.print(Text.assemble((event.run, "dim"), "  ", (what, style)), soft_wrap=True)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from shardproof.demo.layout import Layout
 
@@ -46,7 +46,7 @@ class Task:
     """Of the weights before the first step and of the generators."""
 
     @classmethod
-    def read(cls, path: Path) -> Task:
+    def read(cls, path: Path) -> Self:
         """The task in a file that `write` made."""
         values = json.loads(path.read_text())
         return cls(**values | {"layout": Layout(**values["layout"])})

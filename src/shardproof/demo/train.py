@@ -12,9 +12,10 @@ import os
 import random
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,11 +32,13 @@ from shardproof.demo.parallel import Place, spread
 from shardproof.demo.story import BATCH
 from shardproof.demo.task import Task
 
-__all__ = ["Trainer"]
+__all__ = ["Trainer", "draws", "leave", "run_task"]
 
 WARM_UP = 4
 DEADLINE = 60.0
 """Seconds of silence after which a rank, or a collective, counts as lost."""
+
+AnyTask = TypeVar("AnyTask", bound=Task)
 
 
 class Trainer:
@@ -80,35 +83,38 @@ class Trainer:
         self.checkpointer = sp.Checkpointer(task.checkpoints, keep=sp.KeepLatest(3), deadline=DEADLINE)
         if task.die_in_save_of and self.rank == task.layout.ranks - 1:
             stop_in_the_middle(f"step-{task.die_in_save_of:08d}", task.stalled)
-        self.step = self.restore() if task.restore else 0
+        self.step = 0
 
-    def restore(self) -> int:
-        """Fill the state from the newest checkpoint; the step it was saved at."""
+    def restore(self, **options: Any) -> None:
+        """Fill the state from the newest checkpoint; `options` go to `Checkpointer.restore`."""
         begin = time.perf_counter()
-        step: int | None = self.checkpointer.restore(self.state)
+        step: int | None = self.checkpointer.restore(self.state, **options)
         if step is None:
             raise RuntimeError(f"no checkpoint to resume from in {self.task.checkpoints}")
         seconds = time.perf_counter() - begin
         passed_over = {str(newer.step): newer.reason for newer in self.checkpointer.passed_over}
-        self.record("restored", step=step, seconds=seconds, passed_over=passed_over)
+        report = self.checkpointer.last_restore
+        folder = "" if report is None else report.location.rsplit("/", 1)[-1]
+        self.record("restored", step=step, folder=folder, seconds=seconds, passed_over=passed_over)
         self.record_state("restored", step)
-        return step
+        self.step = step
 
-    def run(self) -> None:
-        """Train to the task's last step, saving on the way."""
+    def run(self) -> int:
+        """Train to the task's last step, saving on the way; the exit code."""
         task = self.task
+        if task.restore:
+            self.restore()
         while self.step < task.stop:
             begin = time.perf_counter()
             loss, rate = self.train_step()
             self.step += 1
-            # One draw of each generator a step: had a restore not put them back, these would tell.
-            draws = [random.random(), float(np.random.random()), float(torch.rand((), dtype=torch.float64))]
             seconds = time.perf_counter() - begin
-            self.record("step", step=self.step, loss=loss, rate=rate, draws=draws, seconds=seconds)
+            self.record("step", step=self.step, loss=loss, rate=rate, draws=draws(), seconds=seconds)
             if task.save_every and self.step % task.save_every == 0:
                 self.save()
         self.record_state("end", self.step)
         self.record("done")
+        return 0
 
     def save(self) -> None:
         """Save this step, and record what went in so that a later run can compare."""
@@ -120,20 +126,30 @@ class Trainer:
 
     def train_step(self) -> tuple[float, float]:
         """One step; the loss of the whole batch and the learning rate used."""
-        tokens, targets = (part.to(self.device) for part in self.data.next())
+        share = self.compute_gradients(*self.data.next())
+        rate = self.apply_gradients()
+        return self.mean_loss(share), rate
+
+    def compute_gradients(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Forward and backward; this rank's share of the loss of the whole batch, float64 of shape ()."""
+        tokens, targets = tokens.to(self.device), targets.to(self.device)
         scores = self.model(tokens)
         total = F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum")
         # Gradients are averaged over the data-parallel ranks: scaled so, the average is the gradient of the
         # mean over the whole batch, however many rows each rank has.
         every = BATCH * tokens.shape[1]
         torch.autograd.backward(total * (self.task.layout.data / every))
+        return total.detach().double() / every
+
+    def apply_gradients(self) -> float:
+        """The step of optimizer and schedule; the learning rate used."""
         finish_gradients(self.model, self.task.layout, self.place)
         clip_gradients(self.model, self.optimizer, 1.0)
         rate = float(self.scheduler.get_last_lr()[0])
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
-        return self.mean_loss(total.detach().double() / every), rate
+        return rate
 
     def mean_loss(self, share: torch.Tensor) -> float:
         """The sum of the data-parallel ranks' shares."""
@@ -194,21 +210,26 @@ def _backend(device: torch.device) -> str:
     return "cpu:gloo,cuda:nccl" if own else "gloo"
 
 
-def main() -> None:
-    """Run the task named on the command line."""
+def draws() -> list[float]:
+    """One draw of each generator: had a restore not put them back, these would tell."""
+    return [random.random(), float(np.random.random()), float(torch.rand((), dtype=torch.float64))]
+
+
+def run_task(make: Callable[[AnyTask], Trainer], task: AnyTask) -> int:
+    """Run a trainer to its end; its exit code. An error is recorded before it is raised."""
     torch.set_num_threads(1)
-    task = Task.read(Path(sys.argv[1]))
     try:
-        trainer = Trainer(task)
-        trainer.run()
+        trainer = make(task)
+        code = trainer.run()
         trainer.close()
     except Exception as error:
         with task.records(int(os.environ.get("RANK", "0"))).open("a") as records:
             records.write(json.dumps({"event": "failed", "error": f"{type(error).__name__}: {error}"}) + "\n")
         raise
+    return code
 
 
-def leave() -> None:
+def leave(code: int) -> None:
     """End this process, which has nothing left to do, without ending the interpreter.
 
     A thread of gloo needs the interpreter to let go of a collective's tensors, which may come after their
@@ -217,9 +238,8 @@ def leave() -> None:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)
 
 
 if __name__ == "__main__":
-    main()
-    leave()
+    leave(run_task(Trainer, Task.read(Path(sys.argv[1]))))

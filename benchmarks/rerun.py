@@ -1,0 +1,229 @@
+"""What the rerun machine costs a step in which nothing is rejected.
+
+Each way in turn does a step with a model of its own, gradients summed over the ranks:
+
+- `loop`: without the machine, the loss asked for its value;
+- `disabled`: the machine in mode "disabled";
+- `meeting`: validating, the ranks meet over the launcher's store at each step;
+- `group`: validating, the ranks vote by an all-reduce over a process group of their own;
+- `all-reduce`: `loop` and one bare all-reduce of a few integers: the least that any vote costs here.
+
+A loss is rejected if it is not finite. `inside` is the time in the machine's calls (`should_run`, `validate`,
+`decide`), or in the bare all-reduce: what is done there and what is waited for, on the slowest rank.
+`step / loop` is the median of what each step took over what the step of `loop` beside it took; it holds what
+the machine makes slower elsewhere, and more noise. The cost hardly grows with the step, so its share says
+little without the step's size, which `--milliseconds` sets. Ranks that share a core wait for each other
+longest, which `all-reduce` shows: give each one a core of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import is_rank, launched, machine, start, table
+from torch import nn
+
+from shardproof import rerun
+
+WIDTH, TOKENS, WORDS = 256, 1024, 1000
+"""Of the model; tokens of a microbatch; of how many words."""
+ROWS_FILE = "SHARDPROOF_BENCH_ROWS"
+"""Environment variable: the file that rank 0 adds its rows to."""
+SETTLE = 5
+"""Steps of each way before the measured ones."""
+
+
+class Way:
+    """One way to do a step, with a model of its own.
+
+    Args:
+        watch: the machine; None for the plain loop.
+        group: of a bare all-reduce in the plain loop, if there is to be one.
+        device: of the model.
+        microbatches: of a step.
+    """
+
+    def __init__(
+        self,
+        watch: rerun.RerunMachine | None,
+        device: str,
+        microbatches: int,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.watch = watch
+        self.group = group
+        self.few = torch.zeros(3, dtype=torch.int64)
+        self.microbatches = microbatches
+        torch.manual_seed(0)
+        layers = [nn.Embedding(WORDS, WIDTH), *(nn.Linear(WIDTH, WIDTH) for _ in range(4))]
+        self.model = nn.Sequential(*layers).to(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        batch = torch.randint(0, WORDS, (TOKENS,), device=device)
+        self.plain = repeat(batch)
+        self.data = rerun.ReplayableIterator(repeat(batch))
+        self.steps: list[float] = []
+        self.inside: list[float] = []
+
+    def step(self) -> tuple[float, float]:
+        """One step; its seconds, and those inside the machine."""
+        dist.barrier()
+        begun = time.perf_counter()
+        inside = 0.0
+        if self.watch is None:
+            loss = self.body(self.plain)
+            if rerun.not_finite(loss):
+                raise SystemExit("the loss is not finite")
+            if self.group is not None:
+                enter = time.perf_counter()
+                dist.all_reduce(self.few, dist.ReduceOp.MAX, group=self.group)
+                inside = time.perf_counter() - enter
+        else:
+            ran = 0
+            while True:
+                enter = time.perf_counter()
+                again = self.watch.should_run(self.data)
+                inside += time.perf_counter() - enter
+                if not again:
+                    break
+                ran += 1
+                loss = self.body(self.data)
+                if loss.is_cuda:
+                    torch.cuda.synchronize()  # else the wait for the device would count as the machine's
+                enter = time.perf_counter()
+                self.watch.validate(loss, rejected=rerun.not_finite, message="loss")
+                inside += time.perf_counter() - enter
+            assert ran == 1, "a result was rejected"
+            enter = time.perf_counter()
+            self.watch.decide()
+            inside += time.perf_counter() - enter
+        self.optimizer.step()
+        if loss.is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - begun, inside
+
+    def body(self, data: Any) -> torch.Tensor:
+        """Forward and backward of all microbatches; the loss."""
+        self.optimizer.zero_grad()
+        total = torch.zeros((), device=next(self.model.parameters()).device)
+        for _ in range(self.microbatches):
+            loss = self.model(next(data)).square().mean()
+            loss.backward()
+            total += loss.detach()
+        flat = torch.cat(
+            [weight.grad.flatten() for weight in self.model.parameters() if weight.grad is not None]
+        )
+        dist.all_reduce(flat)
+        return total
+
+
+def calibrated(device: str, milliseconds: float) -> int:
+    """Microbatches that make a step of that size on the slowest rank."""
+    one = Way(None, device, 1)
+    many = Way(None, device, 11)
+    for way in (one, many):
+        for _ in range(SETTLE):
+            way.step()
+    seconds = [statistics.median(way.step()[0] for _ in range(20)) for way in (one, many)]
+    each = max((seconds[1] - seconds[0]) / 10, 1e-6)
+    wanted = torch.tensor((milliseconds / 1e3 - seconds[0]) / each + 1.0)
+    dist.all_reduce(wanted, dist.ReduceOp.MAX)
+    return max(1, round(wanted.item()))
+
+
+def measure(options: argparse.Namespace) -> None:
+    """On each rank: all ways, in turn; rank 0 prints one line of JSON."""
+    mesh = start(options)
+    device, ranks = mesh.device_type, mesh.size()
+    group = dist.new_group(backend="gloo")
+    microbatches = calibrated(device, options.milliseconds)
+    ways = {
+        "loop": Way(None, device, microbatches),
+        "disabled": Way(rerun.RerunMachine("disabled"), device, microbatches),
+        "meeting": Way(rerun.RerunMachine(), device, microbatches),
+    }
+    if ranks > 1:  # alone, there is nobody to vote with
+        ways["group"] = Way(rerun.RerunMachine(group=group), device, microbatches)
+        ways["all-reduce"] = Way(None, device, microbatches, group)
+    names = list(ways)
+    for number in range(-SETTLE, options.steps):
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            seconds = ways[name].step()
+            worst = torch.tensor(seconds, dtype=torch.float64)
+            dist.all_reduce(worst, dist.ReduceOp.MAX)
+            if number >= 0:
+                ways[name].steps.append(worst[0].item())
+                ways[name].inside.append(worst[1].item())
+    if dist.get_rank() == 0:
+        base = ways["loop"].steps
+        for name, way in ways.items():
+            ratio = statistics.median(mine / other for mine, other in zip(way.steps, base, strict=True))
+            row = {
+                "ranks": ranks,
+                "way": name,
+                "step_ms": statistics.median(way.steps) * 1e3,
+                "inside_us": statistics.median(way.inside) * 1e6,
+                "inside_share": statistics.median(way.inside) / statistics.median(base),
+                "over_loop": ratio,
+            }
+            with open(os.environ[ROWS_FILE], "a") as rows:
+                rows.write(json.dumps(row) + "\n")
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="processes (default 1 2 4)")
+    options.add_argument("--steps", type=int, default=100, help="measured steps of each way (default 100)")
+    options.add_argument("--milliseconds", type=float, default=100.0, help="size of a step (default 100)")
+    options.add_argument("--device", default="cpu", help="cpu (default), cuda, or auto for what there is")
+    options.add_argument("--json", action="store_true", help="print the figures as JSON")
+    options.set_defaults(folder=None)
+    chosen = options.parse_args()
+    if is_rank():
+        torch.set_num_threads(1)
+        measure(chosen)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows"
+        for ranks in chosen.ranks:
+            code = launched(chosen, ranks, environment={ROWS_FILE: str(file)})
+            if code:
+                sys.exit(code)
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+    if chosen.json:
+        print(json.dumps({"title": "rerun machine, idle", "machine": machine(), "rows": rows}))
+        return
+    size = f"{chosen.steps} steps of about {chosen.milliseconds:g} ms"
+    print(f"\n### Rerun machine, idle: {size}\n\n{machine()}\n")
+    table(
+        ("ranks", "way", "step, median ms", "step / loop", "inside, median µs", "share of a step"),
+        [
+            (
+                str(row["ranks"]),
+                row["way"],
+                f"{row['step_ms']:.2f}",
+                f"{row['over_loop']:.4f}",
+                f"{row['inside_us']:.0f}",
+                f"{row['inside_share']:.3%}",
+            )
+            for row in rows
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()

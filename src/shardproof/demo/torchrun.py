@@ -1,0 +1,29 @@
+"""torchrun that ends as its workers did: ``python -m shardproof.demo.torchrun`` takes torchrun's arguments.
+
+torchrun itself ends with exit code 1, whatever the code of the worker that failed, so that whoever started it
+cannot see that the workers asked for a restart.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main
+
+__all__ = ["run"]
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run torchrun; 0, or the exit code of the worker that failed first (1 if a signal ended it)."""
+    try:
+        main(list(arguments))
+    except ChildFailedError as error:
+        print(error, file=sys.stderr)
+        return max(1, int(error.get_first_failure()[1].exitcode))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,42 @@
+"""Runs a step again when a result is suspicious, and tells a faulty device from a bad batch."""
+
+from __future__ import annotations
+
+from shardproof.rerun.attribution import Attribution, Suspect
+from shardproof.rerun.comparison import relative_difference, reproduced
+from shardproof.rerun.decisions import Decision, ExitCodes
+from shardproof.rerun.identity import DeviceIdentity
+from shardproof.rerun.injection import FaultInjector
+from shardproof.rerun.kept import BufferState, Kept
+from shardproof.rerun.log import Rejected, ResultLog, read_rejected, steps_to_skip
+from shardproof.rerun.machine import RerunMachine
+from shardproof.rerun.rejections import Spike, UnexpectedlyLarge, not_finite
+from shardproof.rerun.replay import ReplayableIterator
+from shardproof.rerun.statistics import Differences
+from shardproof.rerun.transitions import AttributionKind, Mode, State
+
+__all__ = [
+    "Attribution",
+    "AttributionKind",
+    "BufferState",
+    "Decision",
+    "DeviceIdentity",
+    "Differences",
+    "ExitCodes",
+    "FaultInjector",
+    "Kept",
+    "Mode",
+    "Rejected",
+    "ReplayableIterator",
+    "RerunMachine",
+    "ResultLog",
+    "Spike",
+    "State",
+    "Suspect",
+    "UnexpectedlyLarge",
+    "not_finite",
+    "read_rejected",
+    "relative_difference",
+    "reproduced",
+    "steps_to_skip",
+]

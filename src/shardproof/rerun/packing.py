@@ -1,0 +1,101 @@
+"""Nested plain data and tensors as one tensor of bytes, and back, without pickle.
+
+The bytes are a safetensors file, which any reader of such opens. Its metadata has one entry, ``plain``: the
+JSON of `shardproof.state.encode_plain` for what lies around the tensors, and of each tensor its true dtype,
+shape and kind of device.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from shardproof.dtypes import DTYPES
+from shardproof.errors import PlainDataError
+from shardproof.state import decode_plain, encode_plain
+from shardproof.state.collecting import hoisted_tensor
+
+__all__ = ["pack", "unpack"]
+
+_ALIGNED = 8
+
+
+def pack(value: Any, path: str) -> torch.Tensor:
+    """The bytes that stand for a value.
+
+    Args:
+        value: plain data, and tensors on any device.
+        path: of the value, for errors.
+
+    Returns:
+        1-D, uint8, on the CPU.
+
+    Raises:
+        PlainDataError: something in it is neither; the text says where.
+
+    >>> packed = pack({"tokens": torch.arange(3), "rows": (1, None)}, "batch")
+    >>> packed.dtype, unpack(packed)
+    (torch.uint8, {'rows': (1, None), 'tokens': tensor([0, 1, 2])})
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    described: dict[str, list[Any]] = {}
+
+    def take(where: str, kind: str, value: Any) -> str:
+        name = str(len(described))
+        tensor = hoisted_tensor(kind, value)
+        dtype, device = str(tensor.dtype).removeprefix("torch."), tensor.device.type
+        is_plain = tensor.layout is torch.strided and not tensor.is_meta and not hasattr(tensor, "to_local")
+        if not is_plain or dtype not in DTYPES:
+            raise PlainDataError(
+                f"{path}.{where}: a {type(tensor).__name__} ({tensor.layout}, {dtype}, {device}) cannot be "
+                "kept for a rerun. Hand over plain tensors that hold its values",
+                path=f"{path}.{where}",
+            )
+        tensors[name] = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        described[name] = [dtype, list(tensor.shape), device]
+        return name
+
+    plain = json.dumps({"value": encode_plain(value, path, take), "tensors": described})
+    header: dict[str, Any] = {"__metadata__": {"plain": plain}}
+    end = 0
+    # No gaps are allowed between tensors, so the widest elements come first.
+    names = sorted(tensors, key=lambda name: -DTYPES[described[name][0]].alignment)
+    for name in names:
+        dtype, start = DTYPES[described[name][0]], end
+        end += tensors[name].nbytes
+        shape = [*tensors[name].shape, *([dtype.parts] if dtype.parts > 1 else [])]
+        header[name] = {"dtype": dtype.code, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % _ALIGNED)
+    head = len(text).to_bytes(_ALIGNED, "little") + text
+    parts = [torch.frombuffer(bytearray(head), dtype=torch.uint8)]
+    parts += [_bytes_of(tensors[name]) for name in names]
+    return torch.cat(parts)
+
+
+def unpack(packed: torch.Tensor) -> Any:
+    """The value that `pack` packed. Tensors come back on the current device of the kind that they were on."""
+    packed = packed.cpu()
+    begin = _ALIGNED + int.from_bytes(packed[:_ALIGNED].numpy().tobytes(), "little")
+    header = json.loads(packed[_ALIGNED:begin].numpy().tobytes())
+    content = json.loads(header["__metadata__"]["plain"])
+
+    def give(name: str) -> torch.Tensor:
+        dtype, shape, device = content["tensors"][name]
+        if dtype not in DTYPES:
+            raise PlainDataError(f"a tensor of dtype {dtype!r} is unknown to this version")
+        start, end = header[name]["data_offsets"]
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+        _bytes_of(tensor).copy_(packed[begin + start : begin + end])
+        return tensor.to(device)
+
+    return decode_plain(content["value"], give, "the suspicious step")
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor on the CPU."""
+    if not tensor.numel():
+        return torch.empty(0, dtype=torch.uint8)
+    return tensor.view(-1).view(torch.uint8)

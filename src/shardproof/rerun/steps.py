@@ -1,0 +1,177 @@
+"""The effects of the table: what happens on a rank when a step begins, runs again, and is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from shardproof.rerun.attribution import Attribution, Suspect
+from shardproof.rerun.decisions import Decision, ExitCodes
+from shardproof.rerun.identity import DeviceIdentity
+from shardproof.rerun.kept import Kept
+from shardproof.rerun.log import shown_value
+from shardproof.rerun.memory import Job, Memory
+from shardproof.rerun.recording import Recorder
+from shardproof.rerun.runs import StepRun
+from shardproof.rerun.starts import Iterators, Start
+from shardproof.rerun.transitions import Action, AttributionKind, Effect, Mode, State, Votes, transition
+from shardproof.rerun.votes import Ballot, Exchange, count
+
+__all__ = ["Steps"]
+
+
+@dataclass
+class Steps:
+    """The steps of one process, one after the other."""
+
+    mode: Mode
+    memory: Memory
+    exchange: Exchange
+    recorder: Recorder
+    identity: Callable[[], DeviceIdentity]
+    kept: Sequence[Kept]
+    codes: ExitCodes
+    to_skip: int
+    """Steps to come that are not validated."""
+    start: Start | None = None
+    run: StepRun | None = None
+    """The run that is under way."""
+    decision: Decision | None = None
+    """What became of the step, for the loop to take."""
+    outside: tuple[tuple[int, str], ...] = ()
+    """What is known to be wrong outside of the steps, each with the rank it is about, for the next vote."""
+    validates: bool = False
+    """Whether this step is validated."""
+    _first: StepRun | None = None
+    """The run before the one that is under way, of the same step."""
+    _suspect: Suspect | None = None
+    """The first rejected result of this rank in this step."""
+    _can_pack: bool = False
+    """Whether the beginning of a step has been seen to be such that a checkpoint can hold it."""
+
+    @property
+    def job(self) -> Job:
+        """What all ranks have in common."""
+        return self.memory.job
+
+    def begin(self, iterators: Iterators) -> None:
+        """A step begins: a new one, or the one that a checkpoint was taken for."""
+        self._first = self._suspect = None
+        if self.job.pending:
+            self._resume(iterators)
+            return
+        self.validates = self.mode is not Mode.DISABLED and self.to_skip == 0
+        self.to_skip = max(self.to_skip - 1, 0)
+        self.start = Start.new(iterators, self.kept, captured=self.validates)
+        self.run = StepRun("initial", keeps=self.mode is Mode.REPORT)
+        self.job.state = transition(State.NOT_RUNNING, Votes())[0]
+
+    def _resume(self, iterators: Iterators) -> None:
+        """Begin the step that the checkpoint was taken for, as it began then."""
+
+        def take_up() -> Ballot:
+            self.start, suspicion = Start.stored(self.memory.own.step_data, iterators, self.kept)
+            self.run = StepRun("from checkpoint", suspicion)
+            for suspect in self.job.suspects:
+                if suspect.rank == self.exchange.rank:
+                    self._suspect = replace(
+                        suspect, same_device=suspect.identity.same_device(self.identity())
+                    )
+            return Ballot(suspect=self._suspect)
+
+        if self.mode is not Mode.VALIDATE:
+            take_up()
+            self.run, self._suspect = StepRun("initial", keeps=self.mode is Mode.REPORT), None
+            self.validates = self.mode is Mode.REPORT
+            self.job.state = State.INITIAL_RUN
+            self.recorder.say(
+                self.job.step,
+                "runs on its saved data, but nothing is decided: the machine does not validate",
+            )
+            return
+        self.validates = True
+        ballots = self.exchange.vote(self.job.step, self.job.state, take_up, quick=False)
+        self.job.state = transition(self.job.state, count(ballots, report=False))[0]
+        self.recorder.say(self.job.step, f"is taken up: {self.job.state.value}")
+
+    def finish(self) -> bool:
+        """A run is over. Whether there is another."""
+        if self.mode is Mode.DISABLED:
+            ballots = [Ballot(outside=self.outside)]
+        else:
+            ballots = self.exchange.vote(self.job.step, self.job.state, self._fill_ballot)
+        votes = count(ballots, report=self.mode is Mode.REPORT and self.validates)
+        then, action = transition(self.job.state, votes)
+        suspects = tuple(ballot.suspect for ballot in ballots if ballot.suspect is not None)
+        if action.effect is not Effect.RUN_AGAIN:
+            self._conclude(then, action, suspects, ballots)
+            return False
+        assert self.start is not None and self.run is not None
+        for suspect in suspects:
+            self.recorder.say(self.job.step, f"runs again in place: {suspect.suspicion}")
+        self.start.again(self.kept)
+        self._first = self.run
+        self.run = StepRun("in place", self._first.found, keeps=self._first.keeps)
+        self.job.state = then
+        return True
+
+    def _fill_ballot(self) -> Ballot:
+        run, start = self.run, self.start
+        assert run is not None and start is not None
+        if self.validates and not self._can_pack and self.mode is Mode.VALIDATE:
+            start.pack(None)  # the step with a fault would be the wrong time to learn that it cannot
+            self._can_pack = True
+        if self._suspect is not None:
+            self._suspect = self._suspect.again(shown_value(run.second), reproduced=run.reproduced)
+            if run.name == "in place" and run.reproduced:
+                start.pack(run.suspicion)  # all ranks learn now if it cannot travel, before any of them saves
+        elif run.name == "initial" and run.found is not None:
+            found, first = run.found, shown_value(run.found.value)
+            self._suspect = Suspect(self.exchange.rank, self.identity(), found.call, found.message, first)
+        return Ballot(run.rejected, run.fatal, self._suspect, self.outside)
+
+    def _conclude(
+        self, then: State, action: Action, suspects: tuple[Suspect, ...], ballots: Sequence[Ballot]
+    ) -> None:
+        """The step has run for the last time in this process."""
+        run, start, job, own = self.run, self.start, self.job, self.memory.own
+        assert run is not None and start is not None
+        attribution = None
+        for rank, ballot in enumerate(ballots):
+            if ballot.rejected and ballot.suspect is None:
+                self.recorder.say(self.job.step, f"rank {rank} rejects a result of the last run alone")
+        if action.kind is not None:
+            attribution = Attribution(action.kind, self.job.step, suspects)
+            self._attribute(attribution)
+        if action.effect is Effect.RESTART:
+            job.suspects = tuple(suspect for suspect in suspects if suspect.reproduced)
+            others = tuple(suspect for suspect in suspects if not suspect.reproduced)
+            if others:
+                self._attribute(Attribution(AttributionKind.TRANSIENT_FAULT, self.job.step, others))
+            suspected = any(suspect.rank == self.exchange.rank for suspect in job.suspects)
+            own.step_data = start.pack(run.suspicion if suspected else None)
+            for suspect in job.suspects:
+                self.recorder.say(self.job.step, f"shall run again on another device: {suspect}")
+        elif action.effect is Effect.RESTART_UNSAVED:
+            for suspect in suspects:
+                if suspect.same_device:
+                    self.recorder.say(
+                        self.job.step,
+                        f"came back to the same device, so nothing is learnt: exclude {suspect.identity}",
+                    )
+        else:
+            self.memory.settle()
+        if action.effect is Effect.GO_ON:
+            run.accept(all_of_them=action.kind is AttributionKind.CORRECT_RESULT)
+            if self._first is not None and run.keeps:
+                own.count(run.differences(self._first))
+        self.outside = ()
+        if action.effect is Effect.STOP and action.kind is None:
+            self.recorder.outside(job.step, dict.fromkeys(said for one in ballots for said in one.outside))
+        job.state = then
+        self.decision = Decision.of(action, attribution, self.codes)
+        self.run = self._first = self.start = None
+
+    def _attribute(self, attribution: Attribution) -> None:
+        self.job.attributed[attribution.kind] += 1
+        self.recorder.attributed(attribution)

@@ -1,0 +1,164 @@
+"""Data that is given twice, and how it travels."""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load
+
+from shardproof.errors import PlainDataError
+from shardproof.rerun import ReplayableIterator
+from shardproof.rerun.packing import pack, unpack
+
+
+def test_a_step_that_writes_into_its_microbatch_gets_it_unwritten_each_time() -> None:
+    data = ReplayableIterator(iter([{"x": torch.ones(3)}, {"x": torch.full((3,), 2.0)}]))
+    for _ in range(3):
+        data.rewind()
+        batch = next(data)
+        assert batch["x"].tolist() == [1.0, 1.0, 1.0]
+        batch["x"].zero_()
+
+
+def test_without_copies_the_same_objects_are_given() -> None:
+    batch = torch.ones(2)
+    data = ReplayableIterator(iter([batch]), copy=False)
+    assert next(data) is batch
+    data.rewind()
+    assert next(data) is batch
+
+
+def test_what_was_given_is_forgotten_with_the_step() -> None:
+    data = ReplayableIterator(range(10))
+    assert [next(data), next(data)] == [0, 1]
+    data.advance()
+    assert data.microbatches == ()
+    assert [next(data)] == [2]
+    data.rewind()
+    assert [next(data), next(data)] == [2, 3]
+
+
+def test_copies_reuse_the_memory_of_the_step_before() -> None:
+    data = ReplayableIterator({"x": (torch.full((3,), float(at)), at)} for at in range(10))
+    addresses = []
+    for step in range(3):
+        data.advance()
+        given = [next(data), next(data)]
+        given[0]["x"][0].zero_()  # what is given is never what is kept
+        assert [kept["x"][0].tolist() for kept in data.microbatches] == [
+            [2.0 * step] * 3,
+            [2.0 * step + 1] * 3,
+        ]
+        assert [kept["x"][1] for kept in data.microbatches] == [2 * step, 2 * step + 1]
+        addresses.append([kept["x"][0].data_ptr() for kept in data.microbatches])
+    assert addresses[0] == addresses[1] == addresses[2]
+
+
+def test_a_microbatch_of_another_kind_gets_memory_of_its_own() -> None:
+    batches = [
+        torch.ones(2),
+        torch.ones(3),
+        torch.ones(3, dtype=torch.int64),
+        [torch.ones(3)],
+        torch.eye(3).t(),
+    ]
+    data = ReplayableIterator(batches)
+    for batch in batches:
+        data.advance()
+        next(data)
+        (kept,) = data.microbatches
+        assert torch.equal(*(one[0] if isinstance(one, list) else one for one in (kept, batch)))
+        assert type(kept) is type(batch)
+
+
+def test_what_was_loaded_is_not_written_over() -> None:
+    loaded = [torch.ones(2), torch.ones(2)]
+    data = ReplayableIterator(torch.zeros(2) for _ in range(5))
+    data.load(loaded)
+    for _ in range(4):
+        data.advance()
+        next(data)
+    assert [one.tolist() for one in loaded] == [[1.0, 1.0]] * 2
+
+
+def test_what_is_loaded_comes_first_and_what_is_left_of_it_comes_in_the_next_step() -> None:
+    data = ReplayableIterator(range(100, 110))
+    data.load([7, 8])
+    assert next(data) == 7
+    data.advance()
+    assert [next(data), next(data)] == [8, 100]
+
+
+def test_the_end_of_the_data_is_met_again() -> None:
+    data = ReplayableIterator([1])
+    next(data)
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            next(data)
+        data.rewind()
+        assert next(data) == 1
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bool,
+        torch.uint8,
+        torch.int64,
+        torch.bfloat16,
+        torch.float32,
+        torch.float8_e4m3fn,
+        torch.complex128,
+    ],
+)
+def test_tensors_of_every_kind_travel_bit_for_bit(dtype: torch.dtype) -> None:
+    bits = torch.randint(0, 2, (2, 3, 16), dtype=torch.uint8)
+    tensor = bits.view(torch.uint8 if dtype is torch.bool else dtype)
+    tensor = tensor.bool() if dtype is torch.bool else tensor
+    found = unpack(pack([tensor, tensor[0, 0, 0], tensor[:0]], "batch"))
+    for before, after in zip([tensor, tensor[0, 0, 0], tensor[:0]], found, strict=True):
+        assert after.dtype is dtype and after.shape == before.shape
+        assert after.reshape(-1).view(torch.uint8).tolist() == before.reshape(-1).view(torch.uint8).tolist()
+
+
+def test_views_and_plain_data_travel() -> None:
+    value = {
+        "transposed": torch.arange(6).reshape(2, 3).t(),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+        "rows": [(1, None, float("inf")), {"deep": [torch.zeros(1)]}],
+        "text": "x" * 100_000,
+        "array": np.arange(50.0),
+        "ordered": OrderedDict(b=1, a=2),
+        "numbers": list(range(5000)),
+        3: b"raw" * 100,
+    }
+    found = unpack(pack(value, "batch"))
+    assert torch.equal(found["transposed"], value["transposed"])
+    assert torch.equal(found["conjugate"], value["conjugate"])
+    assert found["rows"][0] == (1, None, float("inf")) and found["rows"][1]["deep"][0].tolist() == [0.0]
+    assert np.array_equal(found["array"], value["array"])
+    assert list(found["ordered"]) == ["b", "a"]
+    assert all(found[name] == value[name] for name in ("text", "numbers", 3))
+
+
+def test_what_cannot_travel_is_named() -> None:
+    class Shade(enum.Enum):
+        DARK = 1
+
+    with pytest.raises(PlainDataError, match=r"batch\.x\.1: the enum .*Shade is not registered"):
+        pack({"x": [1, Shade.DARK]}, "batch")
+    with pytest.raises(PlainDataError, match=r"batch\.x: .*sparse.* cannot be kept for a rerun"):
+        pack({"x": torch.eye(2).to_sparse()}, "batch")
+    with pytest.raises(PlainDataError, match="meta"):
+        pack({"x": torch.ones(2, device="meta")}, "batch")
+
+
+def test_what_is_packed_is_a_file_that_other_readers_open() -> None:
+    values = [torch.arange(3, dtype=torch.uint8), torch.arange(4.0), torch.ones(2, dtype=torch.complex128)]
+    found = load(pack(values, "batch").numpy().tobytes())
+    assert found["0"].tolist() == [0, 1, 2] and found["1"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert found["2"].tolist() == [[1.0, 0.0], [1.0, 0.0]]
