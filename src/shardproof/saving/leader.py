@@ -19,6 +19,7 @@ from shardproof.errors import (
     StructureError,
 )
 from shardproof.format import MANIFEST_NAME, read_manifest
+from shardproof.garbage import no_garbage_collection
 from shardproof.planning import Structure, plan_writes
 from shardproof.saving.bases import BaseChoice, KnownBase
 from shardproof.saving.commit import Written, commit
@@ -90,6 +91,7 @@ class Leader:
         turn = self._turn() if self._request.check_replicas else 0
         return msgspec.msgpack.encode(Agreed(self._attempt, reuse, tell, self._kept.background, turn))
 
+    @no_garbage_collection()
     def plan(self, posts: Sequence[bytes]) -> list[bytes]:
         """Proves and plans; each rank gets its part."""
         self._kept.planned = self._kept.base = None
@@ -111,6 +113,7 @@ class Leader:
         base = self._choice.look_up(plan)
         return [base.part(plan, rank).encode() for rank in range(len(posts))]
 
+    @no_garbage_collection()
     def commit(self, posts: Sequence[bytes]) -> bytes:
         """Commits; a fault of the leader's own is named as one."""
         attempt = self._attempt

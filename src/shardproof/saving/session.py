@@ -228,6 +228,7 @@ class Session:
             Described(self._structure.digest(), held, step, metadata, *asked, known, _node(), check, failed)
         )
 
+    @no_garbage_collection()
     def _prepare(self, part: bytes | None, guarded: bool, stage_all: bool) -> None:
         """Takes a new `part` of the plan or the one held from before, and makes the snapshot."""
         if part is not None:
