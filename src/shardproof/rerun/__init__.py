@@ -8,7 +8,7 @@ from shardproof.rerun.decisions import Decision, ExitCodes
 from shardproof.rerun.identity import DeviceIdentity
 from shardproof.rerun.injection import FaultInjector
 from shardproof.rerun.kept import BufferState, Kept
-from shardproof.rerun.log import Rejected, ResultLog, read_rejected, steps_to_skip
+from shardproof.rerun.log import Rejected, ResultLog, Spread, read_rejected, read_spreads, steps_to_skip
 from shardproof.rerun.machine import RerunMachine
 from shardproof.rerun.rejections import Spike, UnexpectedlyLarge, not_finite
 from shardproof.rerun.replay import ReplayableIterator
@@ -31,11 +31,13 @@ __all__ = [
     "RerunMachine",
     "ResultLog",
     "Spike",
+    "Spread",
     "State",
     "Suspect",
     "UnexpectedlyLarge",
     "not_finite",
     "read_rejected",
+    "read_spreads",
     "relative_difference",
     "reproduced",
     "steps_to_skip",

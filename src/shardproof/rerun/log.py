@@ -1,4 +1,7 @@
-"""The log of rejected results: what was rejected where, what it was found to be, and which steps to skip."""
+"""The log of rejected results: what was rejected where, what it was found to be, and which steps to skip.
+
+It also takes how much runs of one step differed (`Spread`), so that a tolerance can be chosen from it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import msgspec
 import numpy as np
@@ -15,7 +18,16 @@ import torch
 from shardproof.errors import FormatError
 from shardproof.state.dtensor import local_tensor
 
-__all__ = ["CORRECT_RESULT", "Rejected", "ResultLog", "read_rejected", "shown_value", "steps_to_skip"]
+__all__ = [
+    "CORRECT_RESULT",
+    "Rejected",
+    "ResultLog",
+    "Spread",
+    "read_rejected",
+    "read_spreads",
+    "shown_value",
+    "steps_to_skip",
+]
 
 CORRECT_RESULT = "correct result"
 """The verdict on a result that came out again on another device: the data or the program is to blame."""
@@ -48,6 +60,22 @@ class Rejected(msgspec.Struct, frozen=True, kw_only=True):
     """When it was decided, in seconds since 1970."""
 
 
+class Spread(msgspec.Struct, frozen=True, kw_only=True):
+    """How much one validated value differed between two runs of a step, over many steps."""
+
+    spread_of: str
+    """The text that `validate` was given."""
+    step: int
+    """Steps that had been decided."""
+    rank: int
+    count: int
+    """Steps that were compared."""
+    quantiles: dict[str, float | str]
+    """Relative differences by name: "p50", "p90", "p99", "p99.9" and "max"."""
+    time: float
+    """Seconds since 1970."""
+
+
 class ResultLog:
     """Appends rejected results to a file, one line of JSON each, durably.
 
@@ -68,7 +96,7 @@ class ResultLog:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
 
-    def append(self, *records: Rejected) -> None:
+    def append(self, *records: Rejected | Spread) -> None:
         """Write the records and flush them to stable storage.
 
         Raises:
@@ -76,15 +104,7 @@ class ResultLog:
         """
         if not records:
             return
-        text = "".join(
-            json.dumps(
-                msgspec.structs.asdict(record)
-                | {"first": _text(record.first), "second": _text(record.second)},
-                allow_nan=False,
-            )
-            + "\n"
-            for record in records
-        )
+        text = "".join(json.dumps(_plain(record), allow_nan=False) + "\n" for record in records)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         new = not self.path.exists()
         with self.path.open("a+b") as file:
@@ -97,7 +117,7 @@ class ResultLog:
 
 
 def read_rejected(path: str | os.PathLike[str]) -> list[Rejected]:
-    """The records of a log, oldest first; none if there is no such file yet.
+    """The rejected results of a log, oldest first; none if there is no such file yet.
 
     Args:
         path: that was given to `ResultLog`.
@@ -108,24 +128,33 @@ def read_rejected(path: str | os.PathLike[str]) -> list[Rejected]:
     >>> read_rejected("no/such.jsonl")
     []
     """
-    try:
-        data = Path(path).read_bytes()
-    except FileNotFoundError:
-        return []
-    found = []
-    for number, line in enumerate(_whole_lines(data).splitlines(), start=1):
-        try:
-            record = msgspec.json.decode(line, type=Rejected)
-        except msgspec.DecodeError as error:
-            raise FormatError(
-                f"{path}, line {number} is not a rejected result ({error}). Correct or remove the line; the "
-                "others are independent of it",
-                file=str(path),
-            ) from error
-        found.append(
-            msgspec.structs.replace(record, first=_number(record.first), second=_number(record.second))
+    return [
+        msgspec.structs.replace(record, first=_number(record.first), second=_number(record.second))
+        for record in _records(path)
+        if isinstance(record, Rejected)
+    ]
+
+
+def read_spreads(path: str | os.PathLike[str]) -> list[Spread]:
+    """How much runs differed, as a log has it, oldest first; none if there is no such file yet.
+
+    Args:
+        path: that was given to `ResultLog`.
+
+    Raises:
+        FormatError: a whole line is no record.
+
+    >>> read_spreads("no/such.jsonl")
+    []
+    """
+    return [
+        msgspec.structs.replace(
+            record,
+            quantiles={name: cast(float, _number(value)) for name, value in record.quantiles.items()},
         )
-    return found
+        for record in _records(path)
+        if isinstance(record, Spread)
+    ]
 
 
 def steps_to_skip(path: str | os.PathLike[str]) -> set[int]:
@@ -182,6 +211,32 @@ def _text(value: float | int | str | None) -> float | int | str | None:
 
 def _number(value: float | int | str | None) -> float | int | str | None:
     return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
+
+
+def _plain(record: Rejected | Spread) -> dict[str, Any]:
+    plain = msgspec.structs.asdict(record)
+    if isinstance(record, Rejected):
+        return plain | {"first": _text(record.first), "second": _text(record.second)}
+    return plain | {"quantiles": {name: _text(value) for name, value in record.quantiles.items()}}
+
+
+def _records(path: str | os.PathLike[str]) -> list[Rejected | Spread]:
+    try:
+        data = Path(path).read_bytes()
+    except FileNotFoundError:
+        return []
+    found: list[Rejected | Spread] = []
+    for number, line in enumerate(_whole_lines(data).splitlines(), start=1):
+        kind: type[Rejected | Spread] = Spread if b'"spread_of"' in line[:16] else Rejected
+        try:
+            found.append(msgspec.json.decode(line, type=kind))
+        except msgspec.DecodeError as error:
+            raise FormatError(
+                f"{path}, line {number} is not a rejected result ({error}). Correct or remove the line; the "
+                "others are independent of it",
+                file=str(path),
+            ) from error
+    return found
 
 
 def _whole_lines(data: bytes) -> bytes:

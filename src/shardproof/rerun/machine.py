@@ -242,7 +242,11 @@ class RerunMachine:
         self._steps.outside += tuple((rank, message) for rank in ranks or [self._exchange.rank])
 
     def report(self) -> str:
-        """What was found so far, for people: attributions, and how much this rank's runs differed."""
+        """What was found so far, for people: attributions, and how much this rank's runs differed.
+
+        Rank 0 adds how much they differed to the log, if there is one.
+        """
+        self._recorder.spreads(self.step, self._memory.own.differences)
         found = [f"{n} × {kind.value}" for kind, n in self._memory.job.attributed.items() if n]
         summary = ", ".join(found) or "nothing attributed"
         lines = [f"rerun machine ({self._steps.mode.value}): {self.step} steps, {summary}"]

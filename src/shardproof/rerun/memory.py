@@ -184,13 +184,13 @@ class Memory:
 
     def tree(self) -> dict[str, Any]:
         """What is saved, and filled by a load."""
-        self._loaded = {}  # a load that failed may have left something
         job = _Part(self.job.state_dict, partial(self._loaded.__setitem__, "job"))
         own = _Part(self.own.state_dict, partial(self._loaded.__setitem__, "own"))
         return {"job": job, "own": PerRank(own)}
 
     def check(self, stored: dict[str, Any]) -> None:
         """Before a load. See `Job.check`."""
+        self._loaded.clear()  # a load that failed may have left something
         if not self._drops:
             self.job.check(stored["job"])
 
@@ -200,7 +200,8 @@ class Memory:
         Returns:
             How the run whose pending rerun is dropped differs from this one; "" if none is.
         """
-        loaded, self._loaded = self._loaded, {}
+        loaded = dict(self._loaded)
+        self._loaded.clear()
         elsewhere = self.job.elsewhere(loaded["job"])
         self.job.load_state_dict(loaded["job"])
         if "own" in loaded:  # not on ranks beyond those that saved

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 
 from shardproof.rerun.attribution import Attribution
-from shardproof.rerun.log import Rejected, ResultLog
+from shardproof.rerun.log import Rejected, ResultLog, Spread
+from shardproof.rerun.statistics import Differences
 
 __all__ = ["Recorder"]
 
@@ -68,6 +69,30 @@ class Recorder:
             ]
         )
 
-    def _append(self, records: list[Rejected]) -> None:
+    def spreads(self, step: int, differences: Mapping[str, Differences]) -> None:
+        """How much runs differed so far.
+
+        Args:
+            step: number of steps that were decided.
+            differences: of this rank, by the text that `validate` was given.
+        """
+        if self._speaks:
+            now = time.time()
+            self._append(
+                [
+                    Spread(
+                        spread_of=name,
+                        step=step,
+                        rank=0,
+                        count=seen.count,
+                        quantiles=dict(seen.quantiles()),
+                        time=now,
+                    )
+                    for name, seen in sorted(differences.items())
+                    if seen.count
+                ]
+            )
+
+    def _append(self, records: Sequence[Rejected | Spread]) -> None:
         if self._results is not None:
             self._results.append(*records)

@@ -22,6 +22,8 @@ class ReplayableIterator(Generic[Batch]):
         iterator: gives microbatches: tensors, plain data, and dicts, lists and tuples of these.
         copy: whether to keep copies, as a step may write into its microbatches. Without it a step that does
             so is not run again on the same data.
+        draws: whether the iterator may draw from the random generators of this process, so that these are
+            noted with each microbatch (about 0.1 ms) where the machine asks for it.
 
     >>> data = ReplayableIterator(iter(range(10)))
     >>> next(data), next(data)
@@ -35,9 +37,10 @@ class ReplayableIterator(Generic[Batch]):
     3
     """
 
-    def __init__(self, iterator: Iterable[Batch], *, copy: bool = True) -> None:
+    def __init__(self, iterator: Iterable[Batch], *, copy: bool = True, draws: bool = True) -> None:
         self._iterator = iter(iterator)
         self._copy = copy
+        self._draws = draws
         self._kept: list[Batch] = []
         self._after: list[dict[str, Any] | None] = []
         """For each that is kept: where random generators stood once it had come, if that was noted."""
@@ -90,7 +93,7 @@ class ReplayableIterator(Generic[Batch]):
         if self._copy:
             self._spare = self._kept[self._theirs : self._given]
         del self._kept[: self._given]
-        self._after, self._notes = [None] * len(self._kept), generators
+        self._after, self._notes = [None] * len(self._kept), generators and self._draws
         self._theirs = max(self._theirs - self._given, 0)
         self._given = 0
 
@@ -105,7 +108,7 @@ class ReplayableIterator(Generic[Batch]):
         """
         self._kept = list(microbatches)
         self._after = [None] * len(self._kept) if generators is None else list(generators)
-        self._notes = generators is not None
+        self._notes = generators is not None and self._draws
         self._theirs = len(self._kept)
         self._given = 0
 

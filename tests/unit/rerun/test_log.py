@@ -14,11 +14,13 @@ import pytest
 import torch
 
 from shardproof.errors import FormatError
+from shardproof.rerun import RerunMachine
 from shardproof.rerun.log import (
     CORRECT_RESULT,
     Rejected,
     ResultLog,
     read_rejected,
+    read_spreads,
     shown_value,
     steps_to_skip,
 )
@@ -155,3 +157,22 @@ def test_what_a_record_says_of_a_value(value: Any, expected: Any) -> None:
     shown = shown_value(value)
     assert shown == expected
     assert type(shown) is type(expected)
+
+
+def test_how_much_runs_differed_lies_beside_the_rejected_results(tmp_path: Path) -> None:
+    path = tmp_path / "rejected.jsonl"
+    machine = RerunMachine("report", log=path)
+    values = iter([1.0, 1.0, 2.0, math.nan, 3.0, 3.0 * (1 + 1e-6)])
+    for _ in range(3):
+        while machine.should_run(None):
+            machine.validate(next(values), rejected=math.isnan, message="loss")
+        machine.decide()
+    machine.report()
+    ResultLog(path).append(rejected(step=7))
+    (spread,) = read_spreads(path)
+    assert (spread.spread_of, spread.step, spread.rank, spread.count) == ("loss", 3, 0, 3)
+    assert spread.quantiles["p50"] == pytest.approx(1e-6, rel=0.1)
+    assert spread.quantiles["max"] == math.inf
+    assert [record.step for record in read_rejected(path)] == [7]
+    for line in path.read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))

@@ -241,6 +241,19 @@ def test_a_pending_rerun_of_another_layout_is_refused_or_dropped(caplog: pytest.
     assert [batch for batch, _ in third.seen] == [2.0]
 
 
+def test_what_a_load_that_failed_left_is_not_taken_over_by_the_next() -> None:
+    reporting, idle, machine = Job(mode="report"), RerunMachine(), RerunMachine()
+    reporting.step()
+    machine.state_tree()["own"].value.load_state_dict(
+        reporting.machine.state_tree()["own"].value.state_dict()
+    )  # and then the load failed; the next one is of fewer ranks, so that this one gets nothing of its own
+    job = idle.state_tree()["job"].state_dict()
+    machine.check_stored({"job": job})
+    machine.state_tree()["job"].load_state_dict(job)
+    machine.state_loaded()
+    assert "loss" in reporting.machine.report() and "loss" not in machine.report()
+
+
 def test_idle_state_of_another_layout_loads() -> None:
     first = Job(layout="dp2")
     first.step()

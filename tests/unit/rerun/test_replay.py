@@ -42,6 +42,35 @@ def test_what_was_given_is_forgotten_with_the_step() -> None:
     assert [next(data), next(data)] == [2, 3]
 
 
+@pytest.mark.parametrize("draws", [True, False])
+def test_draws_of_the_iterator_are_made_up_for_when_it_is_not_asked_again(draws: bool) -> None:
+    data = ReplayableIterator((torch.rand(1) for _ in range(9)), draws=draws)
+    for noted in (True, False):
+        data.advance(generators=noted)
+        torch.manual_seed(4)
+        next(data)
+        after = torch.get_rng_state()
+        torch.manual_seed(4)
+        data.rewind()
+        next(data)
+        assert torch.equal(torch.get_rng_state(), after) == (noted and draws)
+        assert [one is not None for one in data.generators] == [noted and draws]
+
+
+def test_what_is_left_over_is_given_in_the_next_step_without_its_generators() -> None:
+    data, seen = ReplayableIterator(range(10)), ReplayableIterator(torch.rand(1) for _ in range(2))
+    seen.advance(generators=True)
+    next(seen), next(seen)
+    data.load([7, 8], seen.generators)
+    assert next(data) == 7
+    data.advance(generators=True)
+    before = torch.get_rng_state()
+    torch.rand(1)
+    moved = torch.get_rng_state()
+    assert [next(data), next(data)] == [8, 0]
+    assert torch.equal(torch.get_rng_state(), moved) and not torch.equal(before, moved)
+
+
 def test_copies_reuse_the_memory_of_the_step_before() -> None:
     data = ReplayableIterator({"x": (torch.full((3,), float(at)), at)} for at in range(10))
     addresses = []
