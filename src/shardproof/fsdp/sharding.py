@@ -87,7 +87,7 @@ def fully_shard(
     ranks = Ranks.of(mesh, strategy != "none")
     device = torch.device(mesh.device_type)
     if device.type not in ("cpu", "meta"):
-        device = torch.device(device.type, torch.accelerator.current_device_index())
+        device = torch.device(device.type, torch.get_device_module(device).current_device())
     found = _parameters_of(module)
     _move_buffers(module, device)
     buffers = []

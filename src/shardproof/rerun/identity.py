@@ -38,8 +38,7 @@ class DeviceIdentity:
         """
         index, uuid = int(os.environ.get("LOCAL_RANK", "0")), ""
         if torch.accelerator.is_available():
-            index = torch.accelerator.current_device_index()
-            uuid = _uuid(index)
+            index, uuid = _current_device()
         return cls(socket.gethostname(), uuid, index)
 
     @classmethod
@@ -69,8 +68,10 @@ class DeviceIdentity:
         return f"device {self.index}{uuid} of node {self.node}"
 
 
-def _uuid(index: int) -> str:
+def _current_device() -> tuple[int, str]:
+    """Index and UUID, as far as the device's module tells them."""
     module = torch.get_device_module(torch.accelerator.current_accelerator())
+    index = module.current_device() if hasattr(module, "current_device") else 0
     if not hasattr(module, "get_device_properties"):
-        return ""
-    return str(getattr(module.get_device_properties(index), "uuid", ""))
+        return index, ""
+    return index, str(getattr(module.get_device_properties(index), "uuid", ""))
