@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from shardproof.garbage import no_garbage_collection
 from shardproof.planning import Structure, TensorTable, writing
 from shardproof.saving.commit import Written, commit
 from shardproof.saving.prepare import Attempt
@@ -211,6 +212,7 @@ def compare(ranks: int, tensors: int, repeats: int) -> dict[str, Any]:
 
     posts = [sharded(ranks, tensors, rank).structure().encode() for rank in range(ranks)]
 
+    @no_garbage_collection()  # as the leader of a save does
     def ours() -> None:
         plan = writing.plan_writes(decoded(posts))
         assert len([part.encode() for part in plan.rank_plans()]) == ranks
