@@ -45,7 +45,7 @@ MAY_IMPORT |= {
     name: frozenset({"version", "garbage", "errors", "dtypes", "geometry", "state", "collectives", name})
     for name in TRAINING
 }
-MAY_IMPORT["rerun"] |= {"rendezvous", "events"}  # its votes are meetings; it moves no state
+MAY_IMPORT["rerun"] |= {"rendezvous"}  # its votes are meetings; it moves no state
 MAY_IMPORT |= {name: frozenset({*ENGINE, *TRAINING, *PEOPLE, ""}) for name in PEOPLE}
 MAY_IMPORT |= {"": frozenset({*ENGINE, *TRAINING}), "__main__": frozenset({"cli"})}
 

@@ -40,7 +40,20 @@ def can_share_memory() -> bool:
     return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
 
 
-class NodeMemory:
+class _Memory:
+    """Anonymous memory behind a file descriptor."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def close(self) -> None:
+        """Lets go of it. What is mapped stays until nobody uses the tensors."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class NodeMemory(_Memory):
     """This rank's own.
 
     >>> memory = NodeMemory()
@@ -52,7 +65,7 @@ class NodeMemory:
 
     def __init__(self) -> None:
         token = secrets.token_bytes(_TOKEN_BYTES)
-        self._descriptor = os.memfd_create("shardproof", os.MFD_CLOEXEC)
+        super().__init__(os.memfd_create("shardproof", os.MFD_CLOEXEC))
         os.pwrite(self._descriptor, token, 0)
         self.handle = Handle(os.getpid(), self._descriptor, token)
 
@@ -71,18 +84,9 @@ class NodeMemory:
             ) from error
         return _mapped(self._descriptor, nbytes)
 
-    def close(self) -> None:
-        """Lets go of it. What is mapped stays until nobody uses the tensors."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
 
-
-class PeerMemory:
+class PeerMemory(_Memory):
     """That of another rank of the node."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
 
     @staticmethod
     def opened(handle: Handle) -> PeerMemory | None:
@@ -103,12 +107,6 @@ class PeerMemory:
     def map(self, nbytes: int) -> torch.Tensor:
         """What its owner reserved: (nbytes,) uint8."""
         return _mapped(self._descriptor, nbytes)
-
-    def close(self) -> None:
-        """Lets go of it. What is mapped stays until nobody uses the tensors."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
 
 
 def _mapped(descriptor: int, nbytes: int) -> torch.Tensor:

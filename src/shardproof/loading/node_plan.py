@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from shardproof.loading.once_orders import Int64s, Wish
+from shardproof.loading.once_orders import Int64s, Loads, Wish
 from shardproof.loading.once_units import UNIT_BYTES, Units, ranges, wire
 from shardproof.planning import ChunkTable
 
@@ -54,7 +54,7 @@ def plan_node(
     *,
     round_bytes: int = NODE_ROUND_BYTES,
     unit_bytes: int = UNIT_BYTES,
-) -> list[NodeOrders]:
+) -> tuple[list[NodeOrders], Loads]:
     """Plans the reading of every chunk that several ranks of one node want by one of them.
 
     Args:
@@ -64,7 +64,7 @@ def plan_node(
         unit_bytes: bytes of neighbouring chunks that are read together.
 
     Returns:
-        The orders of each rank.
+        The orders of each rank, and what they come to.
     """
     world_size = len(wishes)
     units = Units.of(table, wishes, min(unit_bytes, round_bytes))
@@ -90,7 +90,7 @@ def plan_node(
                 int(units.size[mine].sum() + units.pair_bytes[wanted].sum()),
             )
         )
-    return orders
+    return orders, units.loads(table)
 
 
 def _places(

@@ -58,10 +58,9 @@ class ThroughMemory:
         self._threads = threads
         self._half = orders.nbytes
         self._peers = peers
-        own = peers.index(None)
+        self._rank = peers.index(None)
         self._memory: list[torch.Tensor | None] = [None] * len(peers)
-        self._own = self._memory[own] = memory.reserve(2 * orders.nbytes[own])
-        self._own_half = orders.nbytes[own]
+        self._memory[self._rank] = memory.reserve(2 * orders.nbytes[self._rank])
         read = np.frombuffer(orders.read, np.int64).reshape(-1, 3)
         self._chunks = Chunks(files, manifest, table, np.frombuffer(orders.read_chunks, np.int64))
         ends = np.cumsum(read[:, 2]).tolist()
@@ -82,8 +81,8 @@ class ThroughMemory:
             CorruptChunkError: stored bytes do not match their digest.
             StorageError: a file is missing, short or unreadable.
         """
-        half = number % 2 * self._own_half
-        data = memoryview(self._own.numpy().data)
+        half = number % 2 * self._half[self._rank]
+        data = memoryview(self._of(self._rank).numpy().data)
 
         def read(unit: tuple[int, range]) -> None:
             byte, batch = unit

@@ -59,12 +59,22 @@ class _Answer(msgspec.Struct, frozen=True, array_like=True):
     node_orders: NodeOrders | None = None
     handles: tuple[Handle, ...] = ()
 
+    @property
+    def given(self) -> Orders | NodeOrders | None:
+        """The orders, if anything is handed on."""
+        return self.orders or self.node_orders
+
+    @property
+    def rounds(self) -> int:
+        """The same on all ranks."""
+        return self.given.rounds if self.given is not None else 0
+
 
 class _Measured(msgspec.Struct, frozen=True, array_like=True):
     """What a rank found."""
 
     reached: bool
-    """The memory of every rank."""
+    """The memory of every rank, if it is to go through that."""
     storage: float
     """Bytes a second; 0 where the choice does not depend on it."""
     handing: float
@@ -102,27 +112,27 @@ class Sharing:
         self._peers: list[PeerMemory | None] = []
         self._wishes: list[Wish] = []
         self._loads: Loads
-        self._of_group: list[_Answer] = []
-        self._of_node: list[_Answer] = []
+        self._planned: list[_Answer] = []
 
     @property
     def happens(self) -> bool:
         """Whether anything is handed on."""
-        return self._orders is not None
+        return self._answer.given is not None
 
     @property
     def rounds(self) -> int:
         """The same on all ranks."""
-        return self._orders.rounds if self._orders is not None else 0
+        return self._answer.rounds
 
     @property
     def moved(self) -> int:
         """Bytes that this rank reads and hands on."""
-        return self._orders.moved if self._orders is not None else 0
+        return self._answer.given.moved if self._answer.given is not None else 0
 
     def shared_chunks(self) -> Int64s:
         """Rows of the chunk table that this rank reads for several, or gets from others."""
-        return self._orders.shared_chunks() if self._orders is not None else np.zeros(0, np.int64)
+        given = self._answer.given
+        return given.shared_chunks() if given is not None else np.zeros(0, np.int64)
 
     def any_failed(self, failed: bool) -> bool:
         """Whether any rank failed; the same on all, once all have asked."""
@@ -164,10 +174,6 @@ class Sharing:
         if self._answer.choice == "measure":
             self._answer = self._meet(meetings, "measure", self._measure, self._choose)
 
-    @property
-    def _orders(self) -> Orders | NodeOrders | None:
-        return self._answer.orders or self._answer.node_orders
-
     @staticmethod
     def _meet(
         meetings: Meetings,
@@ -199,17 +205,23 @@ class Sharing:
         if not all(one.able for one in said):
             return reads_all
         table, asked = self._checkpoint.table, self._options.read_once is True
-        wishes = [Wish.decode(one.wish) for one in said]
+        wishes = self._wishes = [Wish.decode(one.wish) for one in said]
         handles = tuple(one.handle for one in said if one.handle is not None)
-        on_node = len(handles) == len(said) and len({wish.node for wish in wishes}) == 1
-        orders, self._loads = plan_once(table, wishes)
-        if not orders[0].rounds or not (asked or worth_measuring(self._loads)):
+        if len(handles) == len(said) and len({wish.node for wish in wishes}) == 1:
+            on_node, self._loads = plan_node(table, wishes)
+            self._planned = [_Answer("node", None, one) for one in on_node]
+        else:
+            handles = ()
+            self._planned = self._plan_group()
+        if not self._planned[0].rounds or not (asked or worth_measuring(self._loads)):
             return reads_all
-        self._of_group = [_Answer("group", one) for one in orders]
-        if on_node:
-            self._of_node = [_Answer("node", None, one) for one in plan_node(table, wishes)]
-            return _encoded([_Answer("measure", handles=handles)] * len(posts))
-        return _encoded(self._of_group if asked else [_Answer("measure")] * len(posts))
+        if asked and not handles:
+            return _encoded(self._planned)
+        return _encoded([_Answer("measure", handles=handles)] * len(posts))
+
+    def _plan_group(self) -> list[_Answer]:
+        orders, self._loads = plan_once(self._checkpoint.table, self._wishes)
+        return [_Answer("group", one) for one in orders]
 
     def _measure(self) -> bytes:
         """How this rank can hand on, and how fast; an error of the checkpoint is data, as in `match`."""
@@ -237,12 +249,11 @@ class Sharing:
         for rank, one in enumerate(said):
             if one.error is not None:
                 raise from_rank(rank, len(posts), one.error)
-        asked, speeds = self._options.read_once is True, [(one.storage, one.handing) for one in said]
-        reached = all(one.reached for one in said)
-        if self._of_node and reached and (asked or pays(self._loads, speeds)):
-            return _encoded(self._of_node)
-        if asked or (not self._of_node and pays(self._loads, speeds)):
-            return _encoded(self._of_group)
+        asked, can = self._options.read_once is True, all(one.reached for one in said)
+        if asked and not can:
+            return _encoded(self._plan_group())
+        if asked or (can and pays(self._loads, [(one.storage, one.handing) for one in said])):
+            return _encoded(self._planned)
         return _encoded([_Answer("all")] * len(posts))
 
 

@@ -28,7 +28,7 @@ def test_every_shared_chunk_is_read_once_and_found_by_all_who_want_it(
     job: tuple[ChunkTable, list[Wish], int, int],
 ) -> None:
     table, wishes, round_bytes, unit_bytes = job
-    orders = plan_node(table, wishes, round_bytes=round_bytes, unit_bytes=unit_bytes)
+    orders, _ = plan_node(table, wishes, round_bytes=round_bytes, unit_bytes=unit_bytes)
     wanted_by = defaultdict(set)
     for rank, wish in enumerate(wishes):
         for chunk in wish.chunk.tolist():
