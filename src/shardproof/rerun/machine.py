@@ -53,7 +53,8 @@ class RerunMachine:
         rendezvous: where the ranks meet for votes; found by itself when None, as `Checkpointer` does.
         group: a process group of all ranks for the votes of quiet steps, used for nothing else; None to meet
             after each run.
-        deadline: seconds of silence after which a rank is given up.
+        deadline: seconds of silence after which a rank is given up at a meeting. An all-reduce over `group`
+            ends by the group's own timeout: make the group with the same.
         identity: of this rank's device, or what gives it; `DeviceIdentity.here` when None. Asked for once.
         kept: what a step changes besides, each with save and restore: see `BufferState`.
         skip_first: number of steps, from the start of this process, that are not validated. A step that was

@@ -136,14 +136,23 @@ class Row:
         )
 
 
-def _gone(state: State, fault: AttributionKind, moved: bool | None = None) -> tuple[Row, ...]:
-    """No result came back in the run from a checkpoint: it was the device's."""
-    go_on, stop = Action(Effect.GO_ON, fault, settles=True), Action(Effect.STOP, fault, settles=True)
-    return (
-        Row(state, State.NOT_RUNNING, go_on, rejected=False, reproduced=False, moved=moved),
-        Row(state, State.NOT_RUNNING, go_on, rejected=True, fatal=False, reproduced=False, moved=moved),
-        Row(state, State.NOT_RUNNING, stop, rejected=True, fatal=True, reproduced=False, moved=moved),
-    )
+def _gone(
+    state: State,
+    fault: AttributionKind,
+    *,
+    moved: bool | None = None,
+    report: bool | None = None,
+    settles: bool = True,
+) -> tuple[Row, ...]:
+    """No result came back in a further run: it was the device's."""
+    go_on, stop = Action(Effect.GO_ON, fault, settles), Action(Effect.STOP, fault, settles)
+
+    def row(action: Action, rejected: bool, fatal: bool | None) -> Row:
+        return Row(
+            state, State.NOT_RUNNING, action, rejected, fatal, reproduced=False, moved=moved, report=report
+        )
+
+    return row(go_on, False, None), row(go_on, True, False), row(stop, True, True)
 
 
 def _came_back(state: State, same_device: bool | None = None) -> tuple[Row, ...]:
@@ -182,32 +191,7 @@ TABLE: tuple[Row, ...] = (
     # After the run in place.
     Row(State.IN_PLACE, State.NOT_RUNNING, Action(Effect.GO_ON), report=True),
     Row(State.IN_PLACE, State.WILL_RERUN, Action(Effect.RESTART), reproduced=True, report=False),
-    Row(
-        State.IN_PLACE,
-        State.NOT_RUNNING,
-        Action(Effect.GO_ON, _TRANSIENT),
-        rejected=False,
-        reproduced=False,
-        report=False,
-    ),
-    Row(
-        State.IN_PLACE,
-        State.NOT_RUNNING,
-        Action(Effect.GO_ON, _TRANSIENT),
-        rejected=True,
-        fatal=False,
-        reproduced=False,
-        report=False,
-    ),
-    Row(
-        State.IN_PLACE,
-        State.NOT_RUNNING,
-        Action(Effect.STOP, _TRANSIENT),
-        rejected=True,
-        fatal=True,
-        reproduced=False,
-        report=False,
-    ),
+    *_gone(State.IN_PLACE, _TRANSIENT, report=False, settles=False),
     # After the run from a checkpoint. It is for one result, whatever the mode.
     *_came_back(State.FROM_CHECKPOINT),
     *_gone(State.FROM_CHECKPOINT, _PERSISTENT),
