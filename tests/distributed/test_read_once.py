@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import shardproof as sp
 from shardproof.errors import CorruptChunkError, RankFailure, ShardproofError
-from shardproof.loading import LoadReport, Options, crossover, load_from, sharing
+from shardproof.loading import LoadReport, Options, crossover, load_from, loader, sharing
 from shardproof.loading.checkpoint import Checkpoint
 from shardproof.loading.node_memory import PeerMemory
 from shardproof.loading.node_plan import plan_node
@@ -26,7 +26,7 @@ from shardproof.loading.once_plan import plan_once
 from shardproof.rendezvous import LocalRendezvous, connect
 from shardproof.saving import Saver
 from shardproof.storage import LocalStorage
-from tests.harness import process_group, rank, rendezvous, run_ranks, world_size
+from tests.harness import Job, process_group, rank, reach, rendezvous, run_ranks, world_size
 
 ROWS, COLUMNS = 24, 36
 
@@ -88,15 +88,17 @@ def expected(key: str, target: Any) -> bool:
 
 
 def small_rounds(round_bytes: int) -> None:
-    """From now on this process plans rounds of so many bytes, and units of 512."""
-    for name, plan in (("plan_once", plan_once), ("plan_node", plan_node)):
-        setattr(sharing, name, partial(plan, round_bytes=round_bytes, unit_bytes=512))
+    """From now on this process plans rounds of so many bytes, memory for three of them, and units of 512."""
+    over_group: Any = partial(plan_once, round_bytes=round_bytes, unit_bytes=512)
+    on_node: Any = partial(plan_node, round_bytes=round_bytes, ring_bytes=3 * round_bytes, unit_bytes=512)
+    sharing.plan_once, sharing.plan_node = over_group, on_node  # type: ignore[attr-defined]
 
 
 def go_through(way: str) -> None:
     """From now on this process hands on through shared memory alone, or over the group alone."""
     if way == "memory":
-        dist.all_to_all_single = _no_collective
+        for name in ("all_reduce", "all_to_all_single"):
+            setattr(dist, name, _no_collective)
     else:
         socket.gethostname = lambda: f"node-{rank()}"
 
@@ -154,6 +156,19 @@ def test_every_byte_is_read_by_one_rank(
     if dim == 1:
         replicated = sum(value.nbytes for value in stored().values() if value.dim() < 2)
         assert sum(report.needed for report in reports) == nbytes + (ranks - 1) * replicated
+
+
+def with_threads(folder: str, threads: int) -> LoadReport:
+    loader.reading_threads = lambda: threads  # type: ignore[attr-defined]
+    return load_layout(folder, "memory", 1, False, False, 600)[0]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_reads_in_flight_keep_to_the_memory_that_is_free(tmp_path: Path, threads: int) -> None:
+    nbytes = save(tmp_path)
+    for _ in range(3):
+        outcomes = run_ranks(4, with_threads, str(tmp_path), threads, timeout=120)
+        assert sum(outcome.value.bytes for outcome in outcomes) == nbytes
 
 
 def from_two_to_four(folder: str, way: str) -> float:
@@ -311,6 +326,41 @@ def test_a_rank_that_is_killed_in_the_exchange_ends_it_for_all(way: str, tmp_pat
     texts = [outcomes[0].value, outcomes[2].value]
     assert texts[0] == texts[1]
     assert "partly overwritten" in texts[0] and "rank 1" in texts[0], texts[0]
+
+
+def stuck(folder: str) -> str:
+    """Rank 1 does not come back from its third read until the others have given it up."""
+    small_rounds(600)
+    storage = LocalStorage(folder)
+    read_into, reads = storage.read_into, []
+
+    def stuck_at_third(name: str, start: int, buffer: memoryview) -> None:
+        reads.append(start)
+        if rank() == 1 and len(reads) == 3:
+            reach("third read")
+        read_into(name, start, buffer)
+
+    storage.read_into = stuck_at_third  # type: ignore[method-assign]
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    target = {key: torch.zeros_like(value) for key, value in stored().items()}
+    with pytest.raises(ShardproofError) as caught:
+        load_from(storage, target, rendezvous(deadline=2.0), Options(read_once=True))
+    return str(caught.value)
+
+
+def until_given_up(job: Job) -> None:
+    job.until_held(1, "third read")
+    job.until_done(0, 2)
+    job.go(1)
+
+
+def test_a_rank_that_is_stuck_in_its_reading_is_given_up(tmp_path: Path) -> None:
+    save(tmp_path)
+    outcomes = run_ranks(3, stuck, str(tmp_path), timeout=60, hold={1: "third read"}, script=until_given_up)
+    texts = [outcome.value for outcome in outcomes]
+    assert texts[0] == texts[2]
+    assert "partly overwritten" in texts[0] and "rank 1" in texts[0], texts[0]
+    assert "partly overwritten" in texts[1], texts[1]
 
 
 def choosing(folder: str, pays: bool, worth: int) -> tuple[bool, int]:

@@ -28,7 +28,7 @@ from shardproof.garbage import no_garbage_collection
 from shardproof.loading.checkpoint import Checkpoint
 from shardproof.loading.chunks import Chunks
 from shardproof.loading.matching import DEFAULTS, Asked, Matched, Options, agree, from_rank, match
-from shardproof.loading.once import PeerFailed, hand_on
+from shardproof.loading.once import PeerFailed
 from shardproof.loading.place import read_chunks
 from shardproof.loading.placing import Placing
 from shardproof.loading.shared import check_shared_memory
@@ -194,9 +194,7 @@ class _Loader:
         chunks = Chunks(files, manifest, table, rows)
         moved.total = handed + sum(chunks.count)
         if sharing is not None:
-            self._read, self._received = hand_on(
-                lambda: sharing.handing(threads), sharing.rounds, sharing.any_failed, moved
-            )
+            self._read, self._received = sharing.hand_on(threads, moved)
         self._read += read_chunks(chunks, self._placing, threads=threads, moved=moved)
 
     def finish(self) -> bytes:

@@ -1,29 +1,59 @@
-"""Reading once on one node: units are read into shared memory, from where every rank takes its parts.
+"""Reading once on one node: rounds are read into shared memory, from where every rank takes its parts.
 
-Note: Two halves
-    A rank's memory has two halves, which rounds take in turn. All ranks agree that nobody has failed after a
-    round is read and the round before is placed. So what is placed was read before an agreement, and a half
-    is read into again only after the agreement by which all have placed what was in it.
+    when the memory of a round is free:  read and verify it, tell those who want something of it
+    when told that a round is there:     take the parts that are wanted, tell its reader
+    when told that a round is taken:     its memory is free as soon as all have taken it, and all before it
+
+Nobody waits for all. A rank that fails tells all, and all leave; so they do when a process ends, or when none
+of them reads anything for as long as a rank may be silent.
+
+Note: Why it comes to an end, and why what is taken is what was read
+    A round is read when all rounds that were where it is to be have been taken, so nobody takes from it what
+    is not its own. A rank answers every READ as it comes and never waits for anything else before it does,
+    so what a reader waits for comes, in the order of its rounds, and its next round is read. No rank has more
+    than `AHEAD` rounds that are not taken, so of each other rank at most so many READ, as many PLACED and one
+    FAILED are before it: from `MOST_RANKS` ranks not a page, which is the least that a pipe holds.
 """
 
 from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 import torch
 
 from shardproof.format import Manifest
 from shardproof.loading.chunks import Chunks, Files
+from shardproof.loading.node_mail import Message, Said
 from shardproof.loading.node_memory import NodeMemory, PeerMemory
 from shardproof.loading.node_plan import NodeOrders
+from shardproof.loading.once import PeerFailed
 from shardproof.loading.placing import Placing
-from shardproof.loading.threads import in_threads
 from shardproof.planning import ChunkTable
 
-__all__ = ["ThroughMemory"]
+__all__ = ["MOST_RANKS", "through_memory"]
+
+MOST_RANKS = 32
+"""Ranks of a node whose messages are sure to find room."""
 
 
-class ThroughMemory:
-    """One rank's part (see `shardproof.loading.once.Handing`).
+def through_memory(
+    files: Files,
+    manifest: Manifest,
+    table: ChunkTable,
+    placing: Placing,
+    orders: NodeOrders,
+    memory: NodeMemory,
+    peers: Sequence[PeerMemory | None],
+    *,
+    threads: int,
+    deadline: float,
+    moved: Callable[[int], None],
+) -> tuple[int, int]:
+    """Reads what this rank is to read, and takes what it wants. Called by every rank of the node.
 
     Args:
         files: of the checkpoint.
@@ -34,10 +64,31 @@ class ThroughMemory:
         memory: this rank's.
         peers: that of every rank, None for this one.
         threads: reads in flight.
+        deadline: seconds after which ranks of which none moves are given up.
+        moved: called with bytes read or taken since the call before, from any thread.
+
+    Returns:
+        Bytes read and bytes received.
 
     Raises:
-        StorageError: there is too little memory.
+        CorruptChunkError: stored bytes do not match their digest.
+        StorageError: a file is missing, short or unreadable, or there is too little memory.
+        PeerFailed: another rank was stopped.
     """
+    try:
+        part = _Part(files, manifest, table, placing, orders, memory, peers, moved)
+        return part.run(threads, deadline)
+    except BaseException:
+        failed = Message(Said.FAILED, peers.index(None))
+        for peer in peers:
+            if peer is not None:
+                with suppress(OSError):  # it is gone, and needs no telling
+                    peer.outbox.send(failed)
+        raise
+
+
+class _Part:
+    """One rank's part."""
 
     def __init__(
         self,
@@ -47,77 +98,158 @@ class ThroughMemory:
         placing: Placing,
         orders: NodeOrders,
         memory: NodeMemory,
-        peers: list[PeerMemory | None],
-        threads: int,
+        peers: Sequence[PeerMemory | None],
+        moved: Callable[[int], None],
     ) -> None:
-        self.read = 0
-        """Bytes read so far."""
-        self.received = 0
-        """Bytes placed so far that another rank read."""
+        self._read_bytes = self._received_bytes = 0
         self._placing = placing
-        self._threads = threads
-        self._half = orders.nbytes
+        self._nbytes = orders.nbytes
+        self._own = memory
         self._peers = peers
         self._rank = peers.index(None)
+        self._moved = moved
         self._memory: list[torch.Tensor | None] = [None] * len(peers)
-        self._memory[self._rank] = memory.reserve(2 * orders.nbytes[self._rank])
-        read = np.frombuffer(orders.read, np.int64).reshape(-1, 3)
+        self._out = [memory.inbox.outbox if peer is None else peer.outbox for peer in peers]
         self._chunks = Chunks(files, manifest, table, np.frombuffer(orders.read_chunks, np.int64))
-        ends = np.cumsum(read[:, 2]).tolist()
-        self._begun: list[list[tuple[int, range]]] = [[] for _ in range(orders.rounds)]
-        for (number, byte, count), end in zip(read.tolist(), ends, strict=True):
-            self._begun[number].append((byte, range(end - count, end)))
-        placed = np.frombuffer(orders.placed, np.int64).reshape(-1, 4)
-        self._places: list[list[int]] = placed.tolist()
-        self._count: list[int] = table.byte_count[placed[:, 3]].tolist()
-        self._parts = placing.parts_of(placed[:, 3].tolist())
-        self._ends: list[int] = np.searchsorted(placed[:, 0], np.arange(orders.rounds + 1)).tolist()
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._error: BaseException | None = None
+
+        rounds = np.frombuffer(orders.rounds, np.int64).reshape(-1, 2).tolist()
+        self._begin = [byte for byte, _ in rounds]
+        self._after = [after for _, after in rounds]
+        self._takers: list[list[int]] = [[] for _ in rounds]
+        for number, rank in np.frombuffer(orders.takers, np.int64).reshape(-1, 2).tolist():
+            self._takers[number].append(rank)
+        self._left = [len(takers) for takers in self._takers]
+        """By own round, the ranks that have not taken their parts yet."""
+        self._units: list[list[tuple[int, range]]] = [[] for _ in rounds]
+        done = 0
+        for number, byte, count in np.frombuffer(orders.read, np.int64).reshape(-1, 3).tolist():
+            self._units[number].append((self._begin[number] + byte, range(done, done + count)))
+            done += count
+
+        taken = np.frombuffer(orders.taken, np.int64).reshape(-1, 4)
+        self._taken: list[list[int]] = taken.tolist()
+        self._count: list[int] = table.byte_count[taken[:, 3]].tolist()
+        self._parts = placing.parts_of(taken[:, 3].tolist())
+        self._of_round: dict[tuple[int, int], list[int]] = {}
+        """Reader and round to rows of `taken`."""
+        for at, (rank, number, _, _) in enumerate(self._taken):
+            self._of_round.setdefault((rank, number), []).append(at)
+        self._wanted = sum(rank != self._rank for rank, _ in self._of_round)
+        """Rounds of other ranks from which this one has yet to take."""
+        self._reading = len(rounds)
+        """Own rounds that are not read yet."""
+        self._begun = self._gone = 0
+        """Own rounds that are begun, and that all have taken from, in their order."""
         self._part_bytes = np.append(0, np.cumsum(placing.part_bytes)).tolist()
 
-    def prepare(self, number: int) -> int:
-        """Reads and verifies the units of a round; their bytes.
+    def run(self, threads: int, deadline: float) -> tuple[int, int]:
+        """See `through_memory`."""
+        self._memory[self._rank] = self._own.reserve(self._nbytes[self._rank])
+        self._own.inbox.watch(
+            (rank, peer.process) for rank, peer in enumerate(self._peers) if peer is not None
+        )
+        with ThreadPoolExecutor(threads, "shardproof-read") as pool:
+            try:
+                self._run(pool if threads > 1 else None, deadline)
+            finally:
+                self._stopped = True
+        return self._read_bytes, self._received_bytes
 
-        Raises:
-            CorruptChunkError: stored bytes do not match their digest.
-            StorageError: a file is missing, short or unreadable.
-        """
-        half = number % 2 * self._half[self._rank]
-        data = memoryview(self._of(self._rank).numpy().data)
+    def _run(self, pool: ThreadPoolExecutor | None, deadline: float) -> None:
+        """Without a pool this thread reads too, a round at a time when there is nothing to take."""
+        inbox, ticks = self._own.inbox, self._ticks()
+        while self._wanted or self._reading:
+            free = self._begun < len(self._units) and self._after[self._begun] <= self._gone
+            if free and pool is not None:
+                pool.submit(self._read, self._begun)
+                self._begun += 1
+                continue
+            messages = inbox.take(0.0 if free else deadline)
+            for message in messages:
+                self._hear(message)
+            if free and not messages:
+                self._begun += 1
+                self._read(self._begun - 1)
+            elif not messages:
+                before, ticks = ticks, self._ticks()
+                if before == ticks:
+                    raise PeerFailed
 
-        def read(unit: tuple[int, range]) -> None:
-            byte, batch = unit
-            self._chunks.read(batch, data[half + byte :][: self._chunks.span(batch)])
+    def _hear(self, message: Message) -> None:
+        said, rank, number = message
+        if said is Said.READ and rank != self._rank:
+            self._take(rank, number)
+            self._say(rank, Said.PLACED, number)
+            self._wanted -= 1
+        elif said is Said.READ:
+            self._reading -= 1
+        elif said is Said.PLACED:
+            self._left[number] -= 1
+            while self._gone < self._begun and not self._left[self._gone]:
+                self._gone += 1
+        elif self._error is not None:
+            raise self._error
+        else:
+            raise PeerFailed
 
-        in_threads(read, self._begun[number], self._threads)
-        done = sum(self._chunks.span(batch) for _, batch in self._begun[number])
-        self.read += done
-        return done
+    def _read(self, number: int) -> None:
+        """Reads and verifies a round, tells those who take from it, and takes this rank's own parts."""
+        if self._stopped:
+            return
+        try:
+            done = 0
+            memory = memoryview(self._of(self._rank).numpy().data)
+            for byte, batch in self._units[number]:
+                span = self._chunks.span(batch)
+                self._chunks.read(batch, memory[byte : byte + span])
+                done += span
+            with self._lock:
+                self._read_bytes += done
+                self._own.tick()
+            self._moved(done)
+            for rank in self._takers[number]:
+                if rank != self._rank:
+                    self._say(rank, Said.READ, number)
+            self._take(self._rank, number)
+            if self._rank in self._takers[number]:
+                self._say(self._rank, Said.PLACED, number)
+            self._say(self._rank, Said.READ, number)
+        except BaseException as error:
+            self._error = error
+            self._say(self._rank, Said.FAILED, number)
 
-    def start(self, number: int) -> None:
-        """The other ranks see the memory as it is."""
-
-    def wait(self) -> None:
-        """There is nothing to wait for."""
-
-    def place(self, number: int) -> int:
-        """Puts this rank's parts of a round where they belong; their bytes."""
+    def _take(self, rank: int, number: int) -> None:
+        """Puts this rank's parts of a round where they belong."""
         done = 0
-        for at in range(self._ends[number], self._ends[number + 1]):
-            _, rank, byte, row = self._places[at]
-            begin = number % 2 * self._half[rank] + byte
-            stored = self._of(rank)[begin : begin + self._count[at]]
+        memory = self._of(rank)
+        for at in self._of_round.get((rank, number), ()):
+            _, _, byte, row = self._taken[at]
             parts = self._parts[at]
-            self._placing.put(row, parts, stored)
-            if self._peers[rank] is not None:
-                done += self._part_bytes[parts.stop] - self._part_bytes[parts.start]
-        self.received += done
-        return done
+            self._placing.put(row, parts, memory[byte : byte + self._count[at]])
+            done += self._part_bytes[parts.stop] - self._part_bytes[parts.start]
+        if rank != self._rank:
+            self._received_bytes += done
+            self._moved(done)
+
+    def _say(self, rank: int, said: Said, number: int) -> None:
+        """Tells a rank, or this one, of a round."""
+        try:
+            self._out[rank].send(Message(said, self._rank, number))
+        except BrokenPipeError:  # it has left the load
+            raise PeerFailed from None
 
     def _of(self, rank: int) -> torch.Tensor:
-        """A rank's memory: mapped once it is there, which the first agreement says."""
+        """A rank's memory: mapped once it is there, which its first message says."""
         found = self._memory[rank]
         if found is None:
             peer = self._peers[rank]
             assert peer is not None
-            found = self._memory[rank] = peer.map(2 * self._half[rank])
+            found = self._memory[rank] = peer.map(self._nbytes[rank])
         return found
+
+    def _ticks(self) -> list[int]:
+        """How far all other ranks have come."""
+        return [peer.ticks() for peer in self._peers if peer is not None]

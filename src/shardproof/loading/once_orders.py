@@ -120,3 +120,8 @@ class Loads:
     """(ranks,)"""
     received: Int64s
     """(ranks,)"""
+
+    @property
+    def saved(self) -> int:
+        """Bytes that reading once does not read again."""
+        return int(self.read_all.sum() - self.read_once.sum())

@@ -23,8 +23,8 @@ from shardproof.loading.exchange import Exchange, can_exchange
 from shardproof.loading.matching import Options, from_rank
 from shardproof.loading.node_memory import Handle, NodeMemory, PeerMemory, can_share_memory
 from shardproof.loading.node_plan import NodeOrders, plan_node
-from shardproof.loading.once import Handing, OverGroup
-from shardproof.loading.once_node import ThroughMemory
+from shardproof.loading.once import hand_on
+from shardproof.loading.once_node import MOST_RANKS, through_memory
 from shardproof.loading.once_orders import Int64s, Loads, Orders, Wish
 from shardproof.loading.once_plan import plan_once
 from shardproof.loading.once_receive import Receiver
@@ -63,11 +63,6 @@ class _Answer(msgspec.Struct, frozen=True, array_like=True):
     def given(self) -> Orders | NodeOrders | None:
         """The orders, if anything is handed on."""
         return self.orders or self.node_orders
-
-    @property
-    def rounds(self) -> int:
-        """The same on all ranks."""
-        return self.given.rounds if self.given is not None else 0
 
 
 class _Measured(msgspec.Struct, frozen=True, array_like=True):
@@ -120,11 +115,6 @@ class Sharing:
         return self._answer.given is not None
 
     @property
-    def rounds(self) -> int:
-        """The same on all ranks."""
-        return self._answer.rounds
-
-    @property
     def moved(self) -> int:
         """Bytes that this rank reads and hands on."""
         return self._answer.given.moved if self._answer.given is not None else 0
@@ -134,28 +124,44 @@ class Sharing:
         given = self._answer.given
         return given.shared_chunks() if given is not None else np.zeros(0, np.int64)
 
-    def any_failed(self, failed: bool) -> bool:
-        """Whether any rank failed; the same on all, once all have asked."""
-        return self._exchange.any_failed(failed)
-
-    def handing(self, threads: int) -> Handing:
-        """This rank's part of handing on.
+    def hand_on(self, threads: int, moved: Callable[[int], None]) -> tuple[int, int]:
+        """Reads, hands on and places what several ranks want. Called by every rank.
 
         Args:
             threads: reads in flight.
+            moved: called with bytes read, sent or placed since the call before, from any thread.
+
+        Returns:
+            Bytes read and bytes received.
 
         Raises:
-            StorageError: there is too little memory.
+            CorruptChunkError, StorageError: what stopped this rank.
+            PeerFailed: another rank was stopped.
         """
         checkpoint, placing, world_size = self._checkpoint, self._placing, self._rendezvous.world_size
         manifest, table, files = checkpoint.manifest, checkpoint.table, checkpoint.files
         if (node := self._answer.node_orders) is not None:
             assert self._memory is not None
-            return ThroughMemory(files, manifest, table, placing, node, self._memory, self._peers, threads)
+            return through_memory(
+                files,
+                manifest,
+                table,
+                placing,
+                node,
+                self._memory,
+                self._peers,
+                threads=threads,
+                deadline=self._rendezvous.deadline,
+                moved=moved,
+            )
         orders = self._answer.orders
         assert orders is not None
-        sender = Sender(files, manifest, table, placing, orders, world_size, threads)
-        return OverGroup(sender, Receiver(table, placing, orders, world_size), self._exchange)
+
+        def make() -> tuple[Sender, Receiver]:
+            sender = Sender(files, manifest, table, placing, orders, world_size, threads)
+            return sender, Receiver(table, placing, orders, world_size)
+
+        return hand_on(make, self._exchange, orders.rounds, moved)
 
     def close(self) -> None:
         """Lets go of the memory."""
@@ -207,13 +213,14 @@ class Sharing:
         table, asked = self._checkpoint.table, self._options.read_once is True
         wishes = self._wishes = [Wish.decode(one.wish) for one in said]
         handles = tuple(one.handle for one in said if one.handle is not None)
-        if len(handles) == len(said) and len({wish.node for wish in wishes}) == 1:
+        one_node = len({wish.node for wish in wishes}) == 1 and len(said) <= MOST_RANKS
+        if one_node and len(handles) == len(said):
             on_node, self._loads = plan_node(table, wishes)
             self._planned = [_Answer("node", None, one) for one in on_node]
         else:
             handles = ()
             self._planned = self._plan_group()
-        if not self._planned[0].rounds or not (asked or worth_measuring(self._loads)):
+        if not self._loads.saved or not (asked or worth_measuring(self._loads)):
             return reads_all
         if asked and not handles:
             return _encoded(self._planned)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
+import os
 import subprocess
 import sys
 from collections import defaultdict
 
+import msgspec
 import numpy as np
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 
+from shardproof.loading.node_mail import Message, Said
 from shardproof.loading.node_memory import Handle, NodeMemory, PeerMemory
-from shardproof.loading.node_plan import plan_node
+from shardproof.loading.node_plan import AHEAD, _ring, plan_node
+from shardproof.loading.once_node import MOST_RANKS
 from shardproof.loading.once_orders import Wish
 from shardproof.planning import ChunkTable
 from tests.unit.loading.test_once_plan import jobs
@@ -23,27 +29,29 @@ def column(data: bytes, width: int) -> list[list[int]]:
     return rows
 
 
-@given(jobs())
+@given(jobs(), st.integers(1, 4000))
 def test_every_shared_chunk_is_read_once_and_found_by_all_who_want_it(
-    job: tuple[ChunkTable, list[Wish], int, int],
+    job: tuple[ChunkTable, list[Wish], int, int], ring_bytes: int
 ) -> None:
     table, wishes, round_bytes, unit_bytes = job
-    orders, _ = plan_node(table, wishes, round_bytes=round_bytes, unit_bytes=unit_bytes)
+    orders, _ = plan_node(
+        table, wishes, round_bytes=round_bytes, ring_bytes=ring_bytes, unit_bytes=unit_bytes
+    )
     wanted_by = defaultdict(set)
     for rank, wish in enumerate(wishes):
         for chunk in wish.chunk.tolist():
             wanted_by[chunk].add(rank)
     shared = {chunk for chunk, ranks in wanted_by.items() if len(ranks) > 1}
-    assert {order.rounds for order in orders} == {orders[0].rounds}
     assert {order.nbytes for order in orders} == {orders[0].nbytes}
 
     lies: dict[int, tuple[int, int, int]] = {}
     for rank, order in enumerate(orders):
         chunks = iter(column(order.read_chunks, 1))
+        rounds = column(order.rounds, 2)
         taken: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for number, begin, count in column(order.read, 3):
-            assert 0 <= number < order.rounds
-            byte, previous = begin, None
+            byte, previous = rounds[number][0] + begin, None
+            first = byte
             for _ in range(count):
                 chunk = next(chunks)[0]
                 assert chunk not in lies, "read twice"
@@ -51,27 +59,57 @@ def test_every_shared_chunk_is_read_once_and_found_by_all_who_want_it(
                 if previous is not None:
                     assert table.file[chunk] == table.file[previous]
                     assert table.byte_start[chunk] == table.byte_start[previous] + table.byte_count[previous]
-                lies[chunk] = (number, rank, byte)
+                lies[chunk] = (rank, number, byte)
                 byte += int(table.byte_count[chunk])
                 previous = chunk
-            taken[number].append((begin, byte))
+            taken[number].append((first, byte))
         assert next(chunks, None) is None
+        assert sorted(taken) == list(range(len(rounds)))
         for spans in taken.values():
             ordered = sorted(spans)
             assert all(one[1] <= other[0] for one, other in itertools.pairwise(ordered))
             assert ordered[-1][1] <= order.nbytes[rank]
             assert len(spans) == 1 or sum(end - begin for begin, end in spans) <= round_bytes
+        for number, (_, after) in enumerate(rounds):  # what is not sure to be gone is not overwritten
+            assert number - AHEAD < after <= number
+            for there in range(after, number):
+                for begin, end in taken[there]:
+                    assert all(end <= one or other <= begin for one, other in taken[number])
+        takers = defaultdict(set)
+        for number, taker in column(order.takers, 2):
+            takers[number].add(taker)
+        assert takers == {
+            number: {
+                taker
+                for chunk, (reader, at, _) in lies.items()
+                if (reader, at) == (rank, number)
+                for taker in wanted_by[chunk]
+            }
+            for number in range(len(rounds))
+        }
     assert set(lies) == shared
 
     for rank, order in enumerate(orders):
-        placed = column(order.placed, 4)
-        assert [row[0] for row in placed] == sorted(row[0] for row in placed)
-        assert {row[3]: tuple(row[:3]) for row in placed} == {
+        rows = column(order.taken, 4)
+        assert [row[:2] for row in rows] == sorted(row[:2] for row in rows)
+        assert {row[3]: tuple(row[:3]) for row in rows} == {
             chunk: lies[chunk] for chunk in shared if rank in wanted_by[chunk]
         }
-        assert len(placed) == len({row[3] for row in placed})
-        read = {chunk for chunk, (_, reader, _) in lies.items() if reader == rank}
-        assert set(order.shared_chunks().tolist()) == read | {row[3] for row in placed}
+        assert len(rows) == len({row[3] for row in rows})
+        read = {chunk for chunk, (reader, _, _) in lies.items() if reader == rank}
+        assert set(order.shared_chunks().tolist()) == read | {row[3] for row in rows}
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=40), st.integers(1, 100))
+def test_a_ring_has_room_for_two_of_the_largest_rounds_and_no_more_than_it_needs(
+    sizes: list[int], ring_bytes: int
+) -> None:
+    places, nbytes = _ring(sizes, ring_bytes)
+    assert nbytes == min(sum(sizes), max(ring_bytes, 2 * max(sizes)))
+    assert all(0 <= begin <= nbytes - size for begin, size in zip(places[:, 0], sizes, strict=True))
+    assert all(before <= after for before, after in itertools.pairwise(places[:, 1].tolist()))
+    if sum(sizes) <= ring_bytes and len(sizes) <= AHEAD:
+        assert not places[:, 1].any(), "nothing has to be gone"
 
 
 def test_another_process_sees_the_memory_and_none_that_is_not_it() -> None:
@@ -81,14 +119,59 @@ def test_another_process_sees_the_memory_and_none_that_is_not_it() -> None:
     handle = memory.handle
     script = (
         "import torch\n"
+        "from shardproof.loading.node_mail import Message, Said\n"
         "from shardproof.loading.node_memory import Handle, PeerMemory\n"
-        f"peer = PeerMemory.opened(Handle({handle.process}, {handle.descriptor}, {handle.token!r}))\n"
+        f"peer = PeerMemory.opened(Handle(*{tuple(msgspec.structs.astuple(handle))!r}))\n"
         "mapped = peer.map(3000)\n"
         "assert torch.equal(mapped, (torch.arange(3000) % 251).to(torch.uint8))\n"
         "mapped[0] = 77\n"
+        "assert peer.ticks() == 2\n"
+        "peer.outbox.send(Message(Said.PLACED, 5, 70000))\n"
     )
+    memory.tick()
+    memory.tick()
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
     assert data[0] == 77
-    assert PeerMemory.opened(Handle(handle.process, handle.descriptor, bytes(16))) is None
+    assert memory.inbox.take(1.0) == [Message(Said.PLACED, 5, 70000)]
+    assert memory.inbox.take(0.0) == []
+    before = len(os.listdir("/proc/self/fd"))
+    for wrong in (
+        Handle(handle.process, handle.memory, handle.inbox, bytes(16)),
+        Handle(handle.process, handle.inbox, handle.memory, handle.token),
+        Handle(handle.process, handle.memory, handle.memory, handle.token),
+        Handle(handle.process, handle.memory, 1 << 20, handle.token),
+    ):
+        assert PeerMemory.opened(wrong) is None
+    assert len(os.listdir("/proc/self/fd")) == before, "nothing stays open"
     memory.close()
     assert PeerMemory.opened(handle) is None
+
+
+def test_the_end_of_a_process_is_a_message_like_any_other() -> None:
+    memory = NodeMemory()
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    descriptor = os.pidfd_open(child.pid)
+    try:
+        memory.inbox.watch([(3, descriptor)])
+        assert memory.inbox.take(0.0) == []
+        memory.inbox.outbox.send(Message(Said.READ, 0, 1))
+        child.communicate(b"\n", timeout=60)
+        assert memory.inbox.take(60.0) == [Message(Said.READ, 0, 1), Message(Said.ENDED, 3)]
+    finally:
+        child.kill()
+        child.wait(60)
+        os.close(descriptor)
+        memory.close()
+
+
+def test_all_messages_that_can_be_under_way_fit_into_the_smallest_pipe() -> None:
+    memory = NodeMemory()
+    fcntl.fcntl(memory.inbox.outbox.descriptor, fcntl.F_SETPIPE_SZ, 1)
+    most = (MOST_RANKS - 1) * (2 * AHEAD + 1)
+    for number in range(most):
+        memory.inbox.outbox.send(Message(Said.READ, 1, number))
+    heard: list[Message] = []
+    while len(heard) < most:
+        heard += memory.inbox.take(1.0)
+    assert [message.number for message in heard] == list(range(most))
+    memory.close()
