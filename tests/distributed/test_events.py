@@ -16,6 +16,7 @@ import shardproof as sp
 from shardproof.errors import RankFailure
 from shardproof.saving import session
 from tests.harness import Job, rank, reach, rendezvous, run_ranks
+from tests.perfetto import COMPLAINTS, ask_perfetto
 
 FOREGROUND, BACKGROUND = ["collect", "agree", "stage"], ["write", "commit"]
 MILLISECOND = 1e3
@@ -75,6 +76,29 @@ def test_two_ranks_on_one_time_line(tmp_path: Path) -> None:
         # No rank leaves a meeting before the last has come: true of the time line only if clocks are aligned.
         assert max(begins) <= min(ends) + MILLISECOND, (meeting, begins, ends)
     assert sum(second[number]["write"]["args"]["bytes"] for number in (0, 1)) > 4 * (1 << 18)
+
+
+def test_perfetto_reads_the_trace_of_two_ranks_without_a_complaint(tmp_path: Path) -> None:
+    for outcome in run_ranks(2, save_under_trace, str(tmp_path), timeout=120):
+        assert outcome.error is None, outcome.trace
+    merged = sp.events.merge_traces((tmp_path / "traces").iterdir(), tmp_path / "all.json")
+    complaints, phases, curves = ask_perfetto(
+        tmp_path / "all.json",
+        COMPLAINTS,
+        "select process.name as rank, thread.name as thread, slice.name, slice.category, dur from slice"
+        " join thread_track on track_id = thread_track.id join thread using (utid) join process using (upid)",
+        "select process.name as rank, track.name, max(value) as most from counter"
+        " join process_counter_track as track on track_id = track.id join process using (upid) group by 1, 2",
+    )
+    assert complaints == []
+    assert len(phases) == merged.phases
+    for number in (0, 1):
+        found = {(row["thread"], row["name"]): row for row in phases if row["rank"] == f"rank {number}"}
+        for thread, sequence in (("MainThread", FOREGROUND), ("shardproof-save", BACKGROUND)):
+            for name in sequence:
+                assert found[thread, name]["category"] == "save" and found[thread, name]["dur"] > 0
+        drawn = {row["name"]: row["most"] for row in curves if row["rank"] == f"rank {number}"}
+        assert drawn["save write GB"] > 0 and drawn["save write GB/s"] > 0
 
 
 def fail_on_rank_1(folder: str) -> list[tuple[str, str, str | None]]:

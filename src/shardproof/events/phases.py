@@ -61,6 +61,8 @@ class Event:
     """Of ``failed``: the exception's class and text, as in ``StorageError: no space left``."""
     id: int = 0
     """The same for all events of one phase, and for no other phase of this process."""
+    thread_id: int = 0
+    """Of that thread, `threading.get_ident`: several at once may have one name."""
 
     @property
     def action(self) -> str:
@@ -114,6 +116,7 @@ class Phase:
         "_over",
         "_progress",
         "_thread",
+        "_thread_id",
         "id",
         "name",
         "operation",
@@ -139,7 +142,7 @@ class Phase:
         self._over = True
 
     def __enter__(self) -> Self:
-        self._thread = threading.current_thread().name
+        self._thread, self._thread_id = threading.current_thread().name, threading.get_ident()
         self._begun = self._hub.clock()
         self._due = self._begun + PERIOD
         with self._lock:
@@ -206,6 +209,7 @@ class Phase:
             facts=dict(self._facts),
             error=error,
             id=self.id,
+            thread_id=self._thread_id,
         )
         self._hub.publish(event)
 

@@ -1,7 +1,17 @@
 """Traces that open in Perfetto: a file for each operation on each rank, whole after every event.
 
 The format is Chromium's Trace Event Format (JSON), which Perfetto reads: a process a rank, a lane a thread, a
-complete event ("X") a phase, counters ("C") for bytes.
+complete event ("X") a phase, a counter ("C") with two curves for its bytes.
+
+Note: What Perfetto does not show
+---------------------------------
+It drops a phase that overlaps another of its lane without lying inside it, and counts it in its table `stats`
+as `slice_drop_overlapping_complete_event`. So threads that are at work at the same time have lanes of their
+own, even if they have one name, and times are whole nanoseconds, its unit: what ends together in our clock
+ends together in its. It drops the facts of a phase from the first one on that is NaN or infinite, which JSON
+does not have, or holds half a surrogate pair: numbers of that kind are written as text, such halves as "?".
+It may show the escape of a letter as it stands: text is UTF-8. It names a curve by its counter and its key,
+`save write` and `GB`.
 
 Note: A trace that survives its process
 ---------------------------------------
@@ -14,6 +24,7 @@ the process is killed the file is valid JSON and says which phase it was in.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import threading
@@ -24,7 +35,7 @@ from typing import Any
 
 from shardproof.events.phases import Event, Subscription, hub
 
-__all__ = ["Tracer", "trace"]
+__all__ = ["Tracer", "encoded", "row_about", "trace"]
 
 _REMEMBERED = 64
 _END = "\n]}\n"
@@ -115,8 +126,10 @@ class _File:
         self._path = path
         self._rank = event.rank
         self._first_phase = event.phase
-        self._open: dict[int, dict[str, Any]] = {}
-        self._lanes: dict[str, int] = {}
+        self._open: dict[int, tuple[dict[str, Any], int]] = {}
+        """Of each open phase its row and its thread."""
+        self._lanes: list[str] = []
+        """Name of the threads in each lane, which are counted from 1."""
         self._counted: dict[int, tuple[float, int]] = {}
         said = {
             "rank": event.rank,
@@ -126,8 +139,8 @@ class _File:
         }
         head = f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(said)}, "traceEvents": [\n'
         # A name and a place in the order of ranks.
-        head += json.dumps(_about("process_name", event.rank, 0, {"name": f"rank {event.rank}"}))
-        head += ",\n" + json.dumps(_about("process_sort_index", event.rank, 0, {"sort_index": event.rank}))
+        head += json.dumps(row_about("process_name", event.rank, 0, {"name": f"rank {event.rank}"}))
+        head += ",\n" + json.dumps(row_about("process_sort_index", event.rank, 0, {"sort_index": event.rank}))
         self._path.write_text(head + _END)
         self._end = len(head.encode())
         self._length = self._end + len(_END)
@@ -139,14 +152,15 @@ class _File:
     def take(self, event: Event, at: float) -> None:
         """Adds an event that happened `at` microseconds."""
         new = []
-        if event.thread not in self._lanes:
-            self._lanes[event.thread] = len(self._lanes) + 1
-            new.append(_about("thread_name", self._rank, self._lanes[event.thread], {"name": event.thread}))
+        row, _ = self._open.pop(event.id, (None, 0))
+        if row is None:
+            lanes = len(self._lanes)
+            row = self._row(event, at)
+            if len(self._lanes) > lanes:
+                new.append(row_about("thread_name", self._rank, row["tid"], {"name": event.thread}))
         new += self._counters(event, at)
-        for row in self._open.values():
-            row["dur"] = at - row["ts"]
-        row = self._open.pop(event.id) if event.id in self._open else self._row(event, at)
-        row["dur"] = event.seconds * 1e6
+        for one in (row, *(open_row for open_row, _ in self._open.values())):
+            one["dur"] = round(at - one["ts"], 3)
         row["args"] = {"operation": event.operation, "step": event.step, "bytes": event.done, **event.facts}
         if event.kind == "end":
             new.append(row)
@@ -155,7 +169,7 @@ class _File:
             new.append(row)
         else:
             row["args"]["unfinished"] = True
-            self._open[event.id] = row
+            self._open[event.id] = (row, event.thread_id)
         self._write(new)
 
     def close(self) -> None:
@@ -168,9 +182,20 @@ class _File:
             "name": event.phase,
             "cat": event.action,
             "pid": self._rank,
-            "tid": self._lanes[event.thread],
-            "ts": at - event.seconds * 1e6,
+            "tid": self._lane(event),
+            "ts": round(at - event.seconds * 1e6, 3),
         }
+
+    def _lane(self, event: Event) -> int:
+        """The lane in which the event's thread is at work, else a free one of its name, else a new one."""
+        at_work = {row["tid"]: thread for row, thread in self._open.values()}
+        named = [lane for lane, name in enumerate(self._lanes, 1) if name == event.thread]
+        own = [lane for lane in named if at_work.get(lane) == event.thread_id]
+        free = [lane for lane in named if lane not in at_work]
+        if not own and not free:
+            self._lanes.append(event.thread)
+            return len(self._lanes)
+        return (own or free)[0]
 
     def _counters(self, event: Event, at: float) -> list[dict[str, Any]]:
         """Bytes done so far, and the speed since the last time."""
@@ -186,20 +211,19 @@ class _File:
         return [
             {
                 "ph": "C",
-                "name": f"{event.action} {event.phase} {unit}",
+                "name": f"{event.action} {event.phase}",
                 "pid": self._rank,
                 "tid": 0,
-                "ts": at,
-                "args": {unit: value},
+                "ts": round(at, 3),
+                "args": values,
             }
             for values in curves
-            for unit, value in values.items()
         ]
 
     def _write(self, new: list[dict[str, Any]]) -> int:
         """Writes finished events and the tail in one go (see the note); returns where the tail ends."""
-        finished = "".join(f",\n{_dumps(row)}" for row in new).encode()
-        tail = ("".join(f",\n{_dumps(row)}" for row in self._open.values()) + _END).encode()
+        finished = b"".join(b",\n" + encoded(row) for row in new)
+        tail = b"".join(b",\n" + encoded(row) for row, _ in self._open.values()) + _END.encode()
         ends = self._end + len(finished) + len(tail)
         data = finished + tail + b" " * (self._length - ends)
         with open(self._path, "r+b", buffering=0) as file:
@@ -212,11 +236,30 @@ class _File:
         return ends
 
 
-def _dumps(row: dict[str, Any]) -> str:
-    return json.dumps(row, default=str)
+def encoded(row: dict[str, Any]) -> bytes:
+    """A row as JSON in UTF-8 that Perfetto shows in full: see note "What Perfetto does not show".
+
+    >>> encoded({"args": {"loss": float("nan"), "step": 7, "speeds": [1.5, float("inf")]}})
+    b'{"args": {"loss": "nan", "step": 7, "speeds": [1.5, "inf"]}}'
+    """
+    try:
+        text = json.dumps(row, default=str, allow_nan=False, ensure_ascii=False)
+    except ValueError:
+        text = json.dumps(_as_text(row), default=str, allow_nan=False, ensure_ascii=False)
+    return text.encode(errors="replace")
 
 
-def _about(name: str, rank: int, lane: int, args: dict[str, Any]) -> dict[str, Any]:
+def _as_text(value: Any) -> Any:
+    """The same with NaN and infinities as text."""
+    if isinstance(value, dict):
+        return {key: _as_text(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_text(item) for item in value]
+    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
+
+
+def row_about(name: str, rank: int, lane: int, args: dict[str, Any]) -> dict[str, Any]:
+    """A row that says something of a process or of one of its lanes."""
     return {"ph": "M", "name": name, "pid": rank, "tid": lane, "args": args}
 
 

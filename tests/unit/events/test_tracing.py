@@ -87,9 +87,9 @@ def test_a_file_for_each_operation_with_lanes_times_and_facts(tmp_path: Path) ->
     assert names[collect["tid"]] == threading.current_thread().name
     (process,) = (row for row in rows(save, "M") if row["name"] == "process_name")
     assert process["args"] == {"name": "rank 2"}
-    amounts = [row["args"]["GB"] for row in rows(save, "C") if row["name"] == "save write GB"]
-    assert amounts == [1.0, 3.0, 3.0, 0.0]
-    speeds = [row["args"]["GB/s"] for row in rows(save, "C") if row["name"] == "save write GB/s"]
+    curves = [row["args"] for row in rows(save, "C") if row["name"] == "save write"]
+    assert [values["GB"] for values in curves] == [1.0, 3.0, 3.0, 0.0]
+    speeds = [values["GB/s"] for values in curves]
     assert speeds[:2] == [pytest.approx(1.0), pytest.approx(2.0)] and speeds[-1] == 0.0
     assert [row["name"] for row in rows(load, "X")] == ["match"]
     check_nesting(rows(save))
@@ -119,6 +119,101 @@ def test_phases_inside_phases_and_threads_nest(tmp_path: Path) -> None:
     assert len([row for row in found if row["ph"] == "X"]) == 3 * 20 * 3 + 1
     assert len([row for row in found if row["name"] == "thread_name"]) == 4
     check_nesting(found)
+
+
+def overlap(hub: Hub) -> None:
+    """Two threads of one name save at once: the second begins after the first and ends after it."""
+    one_begun, two_begun, one_over = (threading.Event() for _ in range(3))
+
+    def one() -> None:
+        with hub.phase("save a", "write"), hub.phase("save a", "hash"):
+            one_begun.set()
+            two_begun.wait(20)
+        with hub.phase("save a", "commit"):
+            pass
+        one_over.set()
+
+    def two() -> None:
+        one_begun.wait(20)
+        with hub.phase("save b", "write"), hub.phase("save b", "hash"):
+            two_begun.set()
+            one_over.wait(20)
+        with hub.phase("save b", "commit"):
+            pass
+
+    threads = [threading.Thread(target=work, name="shardproof-save") for work in (one, two)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+
+
+def test_threads_of_one_name_at_work_at_once_have_lanes_of_their_own(tmp_path: Path) -> None:
+    """Perfetto leaves out what overlaps in a lane."""
+    hub = Hub()
+    tracer = Tracer(tmp_path / "one.json")
+    hub.subscribe(tracer)
+    for _ in range(3):
+        overlap(hub)
+    tracer.close()
+    found = rows(tmp_path / "one.json")
+    check_nesting(found)
+    assert {row["args"]["name"] for row in found if row["name"] == "thread_name"} == {"shardproof-save"}
+    assert {row["tid"] for row in found if row["ph"] == "X"} == {1, 2}, "lanes are used again"
+    for operation in ("save a", "save b"):
+        of_one = [row for row in found if row["ph"] == "X" and row["args"]["operation"] == operation]
+        assert len({row["tid"] for row in of_one[:2]}) == 1, "a thread stays in its lane while it is at work"
+
+
+def test_what_overlaps_in_files_of_a_rank_gets_lanes_of_its_own_when_they_meet(tmp_path: Path) -> None:
+    hub = Hub()
+    tracer = Tracer(tmp_path / "files")
+    hub.subscribe(tracer)
+    overlap(hub)
+    tracer.close()
+    assert len(list((tmp_path / "files").iterdir())) == 2
+    events.merge_traces((tmp_path / "files").iterdir(), tmp_path / "all.json")
+    found = rows(tmp_path / "all.json")
+    assert len([row for row in found if row["ph"] == "X"]) == 6
+    check_nesting(found)
+    named = [row["tid"] for row in found if row["name"] == "thread_name"]
+    assert named == sorted({row["tid"] for row in found if row["ph"] == "X"}) and len(named) == 2
+    assert len([row for row in found if row["name"] == "process_name"]) == 1
+
+
+def test_facts_are_json_and_text_that_a_reader_without_escapes_shows(tmp_path: Path) -> None:
+    bench = Bench()
+    tracer = traced(bench, tmp_path)
+    with bench.hub.phase("save é", "write") as phase:
+        phase.note(loss=float("nan"), speeds=[1.5, float("-inf")], half="a\udcff", path=Path("é"))
+    tracer.close()
+    (file,) = tmp_path.iterdir()
+    merged = tmp_path / "all.json"
+    events.merge_traces([file], merged)
+    for trace in (file, merged):
+        text = trace.read_text(encoding="utf-8")
+        document = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+        (row,) = (row for row in document["traceEvents"] if row["ph"] == "X")
+        noted = {key: row["args"][key] for key in ("loss", "speeds", "half", "path")}
+        assert noted == {"loss": "nan", "speeds": [1.5, "-inf"], "half": "a?", "path": "é"}
+        assert '"save é"' in text
+
+
+def test_times_are_whole_nanoseconds(tmp_path: Path) -> None:
+    """Otherwise what ends together may overlap by one once a reader has rounded both numbers."""
+    hub = Hub()
+    for rank, wall in ((0, 1_795_297_498.9085774), (1, 1_795_297_499.1234567)):
+        tracer = Tracer(tmp_path, wall=wall, clock=0.1)
+        with hub.subscribe(tracer, tracer.close):
+            for _ in range(50):
+                with hub.phase("save a", "outer", rank=rank), hub.phase("save a", "inner", rank=rank):
+                    pass
+    files = list(tmp_path.iterdir())
+    events.merge_traces(files, tmp_path / "all.json")
+    for file in (*files, tmp_path / "all.json"):
+        for row in rows(file, "X"):
+            for time in (row["ts"], row["dur"]):
+                assert time == round(time, 3), row
 
 
 def test_the_file_is_valid_after_every_event_and_says_what_is_open(tmp_path: Path) -> None:
