@@ -364,7 +364,7 @@ def test_a_rank_that_is_stuck_in_its_reading_is_given_up(tmp_path: Path) -> None
 
 
 def choosing(folder: str, pays: bool, worth: int) -> tuple[bool, int]:
-    sharing.pays = lambda loads, speeds: pays  # type: ignore[attr-defined]
+    sharing.pays = lambda loads, found, through_memory: pays  # type: ignore[attr-defined]
     crossover.WORTH_BYTES = worth
     with process_group():
         target = {key: torch.zeros_like(value) for key, value in stored().items()}

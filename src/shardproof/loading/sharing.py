@@ -18,7 +18,7 @@ from shardproof.errors import (
 )
 from shardproof.loading.checkpoint import Checkpoint
 from shardproof.loading.chunks import Chunks
-from shardproof.loading.crossover import memory_speed, pays, storage_speed, worth_measuring
+from shardproof.loading.crossover import Sampled, memory_speed, pays, sample, worth_measuring
 from shardproof.loading.exchange import Exchange, can_exchange
 from shardproof.loading.matching import Options, from_rank
 from shardproof.loading.node_memory import Handle, NodeMemory, PeerMemory, can_share_memory
@@ -70,9 +70,9 @@ class _Measured(msgspec.Struct, frozen=True, array_like=True):
 
     reached: bool
     """The memory of every rank, if it is to go through that."""
-    storage: float
-    """Bytes a second; 0 where the choice does not depend on it."""
-    handing: float
+    sampled: Sampled | None = None
+    """Where the choice depends on it."""
+    handing: float = 0.0
     """Bytes a second, likewise."""
     error: dict[str, object] | None = None
 
@@ -239,16 +239,18 @@ class Sharing:
         ]
         reached = all(peer is not None for rank, peer in enumerate(self._peers) if rank != own)
         if self._options.read_once is True:
-            return msgspec.msgpack.encode(_Measured(reached, 0.0, 0.0))
-        speed = memory_speed() if handles else self._exchange.measure()
+            return msgspec.msgpack.encode(_Measured(reached))
+        exchanged = 0.0 if handles else self._exchange.measure()  # all ranks take part, whatever comes after
         checkpoint = self._checkpoint
         try:
             chunks = Chunks(
                 checkpoint.files, checkpoint.manifest, checkpoint.table, np.unique(self._plan.chunk)
             )
-            return msgspec.msgpack.encode(_Measured(reached, storage_speed(chunks), speed))
+            sampled = sample(chunks)
         except UNREADABLE as error:
-            return msgspec.msgpack.encode(_Measured(reached, 0.0, speed, error.to_wire()))
+            return msgspec.msgpack.encode(_Measured(reached, error=error.to_wire()))
+        handing = memory_speed() if handles else exchanged
+        return msgspec.msgpack.encode(_Measured(reached, sampled, handing))
 
     def _choose(self, posts: Sequence[bytes]) -> list[bytes]:
         """Leader: one choice for all ranks."""
@@ -259,9 +261,13 @@ class Sharing:
         asked, can = self._options.read_once is True, all(one.reached for one in said)
         if asked and not can:
             return _encoded(self._plan_group())
-        if asked or (can and pays(self._loads, [(one.storage, one.handing) for one in said])):
+        if asked or (can and self._pays(said)):
             return _encoded(self._planned)
         return _encoded([_Answer("all")] * len(posts))
+
+    def _pays(self, said: Sequence[_Measured]) -> bool:
+        found = [(one.sampled, one.handing) for one in said if one.sampled is not None]
+        return pays(self._loads, found, through_memory=self._planned[0].choice == "node")
 
 
 def _encoded(answers: Sequence[_Answer]) -> list[bytes]:

@@ -12,7 +12,7 @@ from collections import defaultdict
 import msgspec
 import numpy as np
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardproof.loading.node_mail import Message, Said
@@ -101,6 +101,7 @@ def test_every_shared_chunk_is_read_once_and_found_by_all_who_want_it(
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=40), st.integers(1, 100))
+@example([1] * 20, 100)
 def test_a_ring_has_room_for_two_of_the_largest_rounds_and_no_more_than_it_needs(
     sizes: list[int], ring_bytes: int
 ) -> None:
@@ -108,6 +109,7 @@ def test_a_ring_has_room_for_two_of_the_largest_rounds_and_no_more_than_it_needs
     assert nbytes == min(sum(sizes), max(ring_bytes, 2 * max(sizes)))
     assert all(0 <= begin <= nbytes - size for begin, size in zip(places[:, 0], sizes, strict=True))
     assert all(before <= after for before, after in itertools.pairwise(places[:, 1].tolist()))
+    assert all(number - AHEAD < after <= number for number, after in enumerate(places[:, 1].tolist()))
     if sum(sizes) <= ring_bytes and len(sizes) <= AHEAD:
         assert not places[:, 1].any(), "nothing has to be gone"
 

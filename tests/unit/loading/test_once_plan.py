@@ -8,16 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardproof as sp
 from shardproof.loading.checkpoint import Checkpoint
-from shardproof.loading.crossover import CACHE_SPEED, pays, worth_measuring
 from shardproof.loading.matching import Options, match
-from shardproof.loading.once_orders import Loads, Orders, Wish
+from shardproof.loading.once_orders import Orders, Wish
 from shardproof.loading.once_plan import plan_once
 from shardproof.loading.once_receive import Receiver
 from shardproof.loading.once_send import Sender
@@ -304,26 +302,3 @@ def test_rounds_between_ranks_of_one_process_fill_every_destination(data: st.Dat
         assert sum(sender.read for sender in senders) == int(opened.table.byte_count[sorted(shared)].sum())
         if world_size > 1:
             assert loads.read_once.sum() <= opened.table.byte_count.sum()
-
-
-@pytest.mark.parametrize(
-    ("storage", "group", "nodes", "answer"),
-    [
-        (0.1, 1.0, (0, 1), True),  # two nodes on slow storage: once, whatever the page cache does
-        (0.1, 1.0, (0, 0), False),  # one node: the second reader is served by the page cache
-        (4 * CACHE_SPEED / 1e9, 1.0, (0, 1), False),  # storage as fast as memory
-        (0.1, 0.001, (0, 1), False),  # a group slower than the storage
-    ],
-)
-def test_the_choice_follows_what_is_measured(
-    storage: float, group: float, nodes: tuple[int, int], answer: bool
-) -> None:
-    giga = 10**9
-    wanted = np.array([giga, giga])
-    distinct = np.array([giga] * len(set(nodes)))
-    half = wanted // 2
-    loads = Loads(np.array(nodes), wanted, distinct, half, half, half)
-    assert pays(loads, [(storage * 1e9, group * 1e9)] * 2) is answer
-    assert worth_measuring(loads)
-    little = np.array([1 << 20] * 2)
-    assert not worth_measuring(Loads(np.array(nodes), little, little, little // 2, little, little))

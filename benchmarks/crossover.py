@@ -1,0 +1,298 @@
+"""Where reading once begins to pay, over storage speed and over the ranks that want the same bytes.
+
+The ranks of one node load a GPT-shaped state that was saved by rows: into the same layout (every byte is
+wanted by one rank), by rows over each half of the ranks (by two), whole on every rank, and by columns (every
+rank wants a part of every chunk). All read all, one reads and hands on, and the load chooses, in turn.
+
+The storage is held to a speed that the ranks share, in two kinds. *Uncached*: all that is read takes time,
+as from a store whose pages the system does not keep. *Cached*: bytes that one rank has read take no time for
+the others, as from a disk whose pages it does keep. What is read comes from the page cache here and is then
+held back, so what is measured is the choice, not a storage. *Regret* is the choice's time over the best of
+both ways.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import mmap
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from common import (
+    GIB,
+    folder,
+    gpt_state,
+    is_rank,
+    launch,
+    machine,
+    parser,
+    rounds,
+    table,
+    tensors_of,
+    total_bytes,
+)
+from msgspec import structs
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import shardproof as sp
+from shardproof.loading import Options, crossover, load_from, sharing
+from shardproof.rendezvous import connect
+from shardproof.storage import LocalStorage
+
+LAYOUTS = ("rows", "rows, twice", "whole", "columns")
+KINDS = ("uncached", "cached")
+BLOCK = 64 << 10
+"""Bytes of which the cached kind remembers whether they were read."""
+AHEAD, BEHIND = 2e-5, 1e-4
+"""Seconds that a read may come too early, and that the storage makes up for when nobody asked in time."""
+HEADER = 2
+"""Words of the shared memory before those of the blocks: when the storage is next free, and the round."""
+
+
+def main() -> None:
+    options = with_points(parser(__doc__)).parse_args()
+    if not is_rank():
+        launch(options, options.ranks)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (options.ranks,))
+    state = gpt_state(options.gib, mesh)
+    nbytes = total_bytes(state)
+    sp.save(folder() / "saved", state)
+    del state
+    points = [(kind, speed) for kind in options.kinds for speed in options.speeds]
+    points.append(("unhindered", None))
+    for layout in options.layouts:
+        target = into(layout, options.gib, mesh)
+        random.Random(options.seed).shuffle(points)
+        found = {point: measured(target, *point, options.repeats) for point in points}
+        if rank == 0:
+            print(f"\n### {layout}, {nbytes / GIB:.2f} GiB, {options.ranks} ranks\n\n{machine()}\n")
+            table(
+                (
+                    "storage",
+                    "GiB/s",
+                    "all s",
+                    "once s",
+                    '"auto" s',
+                    "reads",
+                    "regret",
+                    "predicted: all s",
+                    "once s",
+                ),
+                [row(*point, found[point]) for point in sorted(points, key=order)],
+            )
+            rule(found["unhindered", None]["said"])
+        del target
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def with_points(options: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds what can be asked for."""
+    options.set_defaults(ranks=4, gib=0.5, repeats=3)
+    speeds = (0.25, 0.5, 1.0, 2.0, 4.0)
+    options.add_argument("--speeds", type=float, nargs="*", default=speeds, help="of the storage, GiB/s")
+    options.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS)
+    options.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of storage")
+    options.add_argument("--seed", type=int, default=0, help="of the order in which points are measured")
+    return options
+
+
+def into(layout: str, gib: float, mesh: DeviceMesh) -> dict[str, Any]:
+    """A state to be loaded into, on touched memory."""
+    if layout in ("rows", "columns"):
+        return gpt_state(gib, mesh, placement=LAYOUTS.index(layout) // 3, filled=False)
+    ranks = mesh.size()
+    copies = 2 if layout == "rows, twice" else ranks
+    grid = init_device_mesh("cpu", (copies, ranks // copies), mesh_dim_names=("copies", "shards"))
+    return replicated(gpt_state(gib, grid["shards"], filled=False), grid)
+
+
+def replicated(state: Any, grid: DeviceMesh) -> Any:
+    """The same with every DTensor on a grid of copies and shards."""
+    if isinstance(state, dict):
+        return {key: replicated(value, grid) for key, value in state.items()}
+    if not isinstance(state, DTensor):
+        return state
+    return DTensor.from_local(
+        state.to_local(),
+        grid,
+        [Replicate(), Shard(0)],
+        run_check=False,
+        shape=state.shape,
+        stride=state.stride(),
+    )
+
+
+def measured(target: Any, kind: str, speed: float | None, repeats: int) -> dict[str, Any]:
+    """Medians of the ways, what was chosen, and what was predicted when it was."""
+    chosen: list[bool] = []
+    with Node(folder() / "node", sizes(folder() / "saved")) as node, recorded() as said:
+
+        def load(read_once: Any) -> None:
+            storage: LocalStorage = LocalStorage(folder() / "saved")
+            if speed is not None:
+                storage = Slow(folder() / "saved", node, speed * GIB, cached=kind == "cached")
+            chosen.append(load_from(storage, target, connect(), Options(read_once=read_once)).read_once)
+
+        times = rounds(
+            {
+                "all": lambda number: load(False),
+                "once": lambda number: load(True),
+                "auto": lambda number: load("auto"),
+            },
+            repeats,
+            prepare=lambda name, number: node.forget(),
+        )
+    assert all((tensor != -1.0).any() for tensor in tensors_of(target) if tensor.numel())
+    return {"times": times, "once": sum(chosen[5::3]), "of": len(chosen[5::3]), "said": said}
+
+
+def row(kind: str, speed: float | None, found: dict[str, Any]) -> list[str]:
+    """A row of the table."""
+    times = found["times"]
+    best = min(times["all"].median, times["once"].median)
+    said = [crossover.expected(loads, of, through_memory=memory) for loads, of, memory in found["said"]]
+    expected = [f"{np.median(column):.3f}" for column in zip(*said, strict=True)] if said else ["", ""]
+    once = found["once"]
+    reads = "once" if once == found["of"] else "all" if not once else f"once in {once} of {found['of']}"
+    return [
+        kind,
+        "" if speed is None else f"{speed:g}",
+        *(f"{times[name].median:.3f}" for name in ("all", "once", "auto")),
+        reads,
+        f"{times['auto'].median / best:.2f}",
+        *expected,
+    ]
+
+
+def order(point: tuple[str, float | None]) -> tuple[str, float]:
+    """Where a point stands in the table."""
+    kind, speed = point
+    return ("uncached", "cached", "unhindered").index(kind), speed or 0.0  # type: ignore[return-value]
+
+
+@contextmanager
+def recorded() -> Iterator[list[tuple[Any, Any, bool]]]:
+    """What rank 0 goes by whenever it chooses."""
+    said: list[tuple[Any, Any, bool]] = []
+    pays = sharing.pays
+
+    def noting(loads: Any, found: Any, *, through_memory: bool) -> bool:
+        said.append((loads, found, through_memory))
+        return pays(loads, found, through_memory=through_memory)
+
+    sharing.pays = noting  # type: ignore[attr-defined]
+    try:
+        yield said
+    finally:
+        sharing.pays = pays  # type: ignore[attr-defined]
+
+
+def rule(said: list[tuple[Any, Any, bool]]) -> None:
+    """Prints at which speeds of the storage the rule would read once, by what else was found."""
+    if not said:
+        return
+    loads, found, through_memory = said[-1]
+    speeds = [0.05 * 1.05**step for step in range(140)]
+    for kind in KINDS:
+        once = []
+        for speed in speeds:
+            samples = []
+            for sampled, handing in found:
+                first = max(sampled.nbytes * len(found) / speed / GIB, sampled.work)
+                again = first if kind == "uncached" else sampled.work
+                samples.append((structs.replace(sampled, begun=0.0, first=first, again=again), handing))
+            once.append(crossover.pays(loads, samples, through_memory=through_memory))
+        spans = []
+        for chosen, run in groupby(zip(once, speeds, strict=True), key=itemgetter(0)):
+            within = [speed for _, speed in run]
+            if chosen:
+                spans.append(f"{within[0]:.2f} to {within[-1]:.2f} GiB/s")
+        print(f"\nby the rule, {kind} storage is read once at {', '.join(spans) or 'no speed'}")
+
+
+def sizes(root: Path) -> dict[str, int]:
+    """Bytes of each file of a checkpoint."""
+    return {
+        path.relative_to(root).as_posix(): path.stat().st_size
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
+
+
+class Node:
+    """What the ranks of the node share: when the storage is free again, and which blocks were read."""
+
+    def __init__(self, path: Path, files: dict[str, int]) -> None:
+        counts = [-(-size // BLOCK) for size in files.values()]
+        self._first = dict(zip(files, (np.cumsum(counts) - counts).tolist(), strict=True))
+        nbytes = 8 * (HEADER + sum(counts))
+        self._handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        os.ftruncate(self._handle, nbytes)
+        self._memory = mmap.mmap(self._handle, nbytes)
+        self._free = np.frombuffer(self._memory, np.float64, 1)
+        words = np.frombuffer(self._memory, np.int64)
+        self._round, self._read = words[1:HEADER], words[HEADER:]
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Node:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._handle)
+
+    def forget(self) -> None:
+        """No block was read yet. Called by all ranks before they meet."""
+        if dist.get_rank() == 0:
+            self._round += 1
+
+    def due(self, name: str, start: int, count: int, speed: float, *, cached: bool) -> float:
+        """When a read that begins now is over, in seconds of the monotonic clock."""
+        with self._lock:  # of the threads of this process; the file's, of the processes
+            fcntl.flock(self._handle, fcntl.LOCK_EX)
+            try:
+                if cached:
+                    first = self._first[name]
+                    blocks = self._read[first + start // BLOCK : first + -(-(start + count) // BLOCK)]
+                    count = min(count, BLOCK * int((blocks != self._round).sum()))
+                    blocks[:] = self._round
+                now = time.monotonic()
+                if count:
+                    self._free[0] = max(self._free[0], now - BEHIND) + count / speed
+                return float(self._free[0]) if count else now
+            finally:
+                fcntl.flock(self._handle, fcntl.LOCK_UN)
+
+
+class Slow(LocalStorage):
+    """Reads no faster than a speed that the ranks of the node share."""
+
+    def __init__(self, root: Path, node: Node, speed: float, *, cached: bool) -> None:
+        super().__init__(root)
+        self._node = node
+        self._speed = speed
+        self._cached = cached
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        due = self._node.due(name, start, len(buffer), self._speed, cached=self._cached)
+        super().read_into(name, start, buffer)
+        if (early := due - time.monotonic()) > AHEAD:
+            time.sleep(early)
+
+
+if __name__ == "__main__":
+    main()
