@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardproof.state.slots import LocalRange, SlotKeeper
+from shardproof.state.tensors import as_bytes
 
 __all__ = ["digest_of", "state_digests"]
 
@@ -53,7 +54,7 @@ def digest_of(tensor: Tensor) -> tuple[str, int]:
     False
     """
     whole = tensor.detach()
-    data = whole.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    data = as_bytes(whole.cpu()).numpy()
     hasher = xxhash.xxh3_128(f"{whole.dtype} {tuple(whole.shape)}".encode())
     hasher.update(data.data)
     return hasher.hexdigest(), data.nbytes

@@ -13,6 +13,7 @@ from shardproof.loading.once_orders import Orders
 from shardproof.loading.placing import Placing, part_of, shaped
 from shardproof.loading.threads import in_threads
 from shardproof.planning import ChunkTable
+from shardproof.state.tensors import as_bytes
 
 __all__ = ["Sender"]
 
@@ -155,7 +156,7 @@ class Sender:
         part = part_of(shaped(stored, dtype, extents.tolist()), offsets, sizes)
         into = into[: part.nbytes]
         if into.data_ptr() % dtype.itemsize:
-            into.copy_(part.reshape(-1).view(torch.uint8))
+            into.copy_(as_bytes(part))
         else:
             into.view(dtype).view(sizes).copy_(part)
         return part.nbytes

@@ -16,6 +16,7 @@ from shardproof.dtypes import DTYPES
 from shardproof.errors import PlainDataError
 from shardproof.state import decode_plain, encode_plain
 from shardproof.state.collecting import hoisted_tensor
+from shardproof.state.tensors import as_bytes
 
 __all__ = ["pack", "unpack"]
 
@@ -71,7 +72,7 @@ def pack(value: Any, path: str) -> torch.Tensor:
     text += b" " * (-len(text) % _ALIGNED)
     head = len(text).to_bytes(_ALIGNED, "little") + text
     parts = [torch.frombuffer(bytearray(head), dtype=torch.uint8)]
-    parts += [_bytes_of(tensors[name]) for name in names]
+    parts += [as_bytes(tensors[name]) for name in names]
     return torch.cat(parts)
 
 
@@ -88,14 +89,7 @@ def unpack(packed: torch.Tensor) -> Any:
             raise PlainDataError(f"a tensor of dtype {dtype!r} is unknown to this version")
         start, end = header[name]["data_offsets"]
         tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-        _bytes_of(tensor).copy_(packed[begin + start : begin + end])
+        as_bytes(tensor).copy_(packed[begin + start : begin + end])
         return tensor.to(device)
 
     return decode_plain(content["value"], give, "the suspicious step")
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor on the CPU."""
-    if not tensor.numel():
-        return torch.empty(0, dtype=torch.uint8)
-    return tensor.view(-1).view(torch.uint8)

@@ -47,7 +47,7 @@ import xxhash
 
 from shardproof.errors import PlainDataError
 from shardproof.state.registered import name_of
-from shardproof.state.tensors import array_dtype
+from shardproof.state.tensors import array_dtype, as_bytes
 
 __all__ = ["DEPTH", "FACTORIES", "INLINE_BYTES", "Hoist", "encode"]
 
@@ -192,8 +192,8 @@ class _Encoder:
             return {"$tensor": self.hoist(at, "tensor", value)}
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_meta:
             raise self.refuse(at, f"a {type(value).__name__} on {value.device} cannot be kept inline")
-        host = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        raw = host.reshape(-1).view(torch.uint8).numpy().tobytes()
+        host = value.detach().cpu()
+        raw = as_bytes(host).numpy().tobytes()
         return {
             "$value": [
                 str(host.dtype).removeprefix("torch."),

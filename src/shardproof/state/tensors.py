@@ -10,16 +10,16 @@ from numpy.typing import NDArray
 
 from shardproof.dtypes import DTYPES
 from shardproof.errors import StructureError
-from shardproof.state.dtensor import LOCAL, dtensor_pieces, is_dtensor, local_tensor
+from shardproof.state.dtensor import LOCAL, Layouts, is_dtensor, local_tensor
 from shardproof.state.entries import Piece
 
 __all__ = [
     "PLAIN_TYPES",
     "array_dtype",
+    "as_bytes",
     "check_destination",
     "dtype_name",
     "empty_like_layout",
-    "is_plain_memory",
     "local_of",
     "pieces_of",
     "same_memory",
@@ -58,29 +58,33 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def pieces_of(
-    tensor: torch.Tensor, path: str
+    tensor: torch.Tensor, path: str, layouts: Layouts
 ) -> tuple[str, tuple[int, ...], tuple[Piece, ...], torch.Tensor]:
     """dtype, global shape, this rank's pieces, and the local tensor of a plain tensor or DTensor.
+
+    Args:
+        tensor: to keep or to fill.
+        path: for messages.
+        layouts: of the DTensors of the same walk.
 
     Raises:
         StructureError: the tensor cannot be kept; the text names its path and what to do.
     """
-    kind = type(tensor)
-    if kind is torch.Tensor or kind is torch.nn.Parameter:
+    if type(tensor) in PLAIN_TYPES:
         _check(tensor, path)
         name = _NAMES.get(tensor.dtype) or dtype_name(tensor.dtype, path)
         shape = tuple(tensor.shape)
         if tensor.numel() == 0:
             return name, shape, (), tensor
-        return name, shape, (Piece(tensor.detach(), (0,) * len(shape)),), tensor
+        return name, shape, (Piece.of(tensor.detach(), (0,) * len(shape), shape),), tensor
     if is_dtensor(tensor):
         local = tensor._local_tensor
         if type(local) not in PLAIN_TYPES:
             raise _refused_subclass(local, path)
         _check(local, path)
-        name = dtype_name(tensor.dtype, path)
-        pieces, local = dtensor_pieces(tensor, path)
-        return name, tuple(tensor.shape), pieces, local
+        name = _NAMES.get(local.dtype) or dtype_name(local.dtype, path)
+        shape, pieces = layouts.pieces_of(tensor, local.detach(), path)
+        return name, shape, pieces, local
     raise _refused_subclass(tensor, path)
 
 
@@ -98,6 +102,7 @@ def local_of(tensor: torch.Tensor, path: str) -> torch.Tensor:
 
 
 def _check(tensor: torch.Tensor, path: str) -> None:
+    """Refuses a tensor of an exact plain type that has no elements in strided memory."""
     if tensor.layout is not _STRIDED:
         raise StructureError(
             f"{path}: a tensor of layout {tensor.layout} cannot be stored. "
@@ -152,13 +157,16 @@ def check_destination(view: torch.Tensor, path: str) -> None:
         reach = stride * (size - 1) + reach
 
 
-def is_plain_memory(view: torch.Tensor) -> bool:
-    """Whether the view is host memory whose order is the row-major order of its elements.
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in row-major order as (nbytes,) uint8, in the tensor's own memory where they lie so.
 
-    >>> is_plain_memory(torch.zeros(2, 3)), is_plain_memory(torch.zeros(2, 3).t())
-    (True, False)
+    A dimension of one element may have any stride, at which `torch.Tensor.view` takes offence.
+
+    >>> as_bytes(torch.arange(6, dtype=torch.int16).view(2, 3)[1:, 1])
+    tensor([4, 0], dtype=torch.uint8)
     """
-    return view.is_cpu and view.is_contiguous() and not view.is_conj() and not view.is_neg()
+    whole = tensor.resolve_conj().resolve_neg().contiguous()
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 
 
 def storage_of(tensor: torch.Tensor) -> int:
