@@ -18,6 +18,7 @@ from shardproof.format.manifest import (
 )
 from shardproof.format.names import (
     MANIFEST_NAME,
+    box_name,
     chunk_name,
     index_name,
     parse_chunk_name,
@@ -48,6 +49,7 @@ __all__ = [
     "References",
     "ShardHeader",
     "TensorRecord",
+    "box_name",
     "bytes_digest",
     "chunk_name",
     "decode_index",

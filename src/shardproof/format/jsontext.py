@@ -22,9 +22,8 @@ MAX_DEPTH = 200
 
 _BLOCK = 1 << 22
 _QUOTE, _OPEN, _CLOSE, _COLON = 1, 2, 3, 4
-_CLASSES = np.zeros(256, np.uint8)
-for _characters, _class in ((b'"', _QUOTE), (b"[{", _OPEN), (b"]}", _CLOSE), (b":", _COLON)):
-    _CLASSES[list(_characters)] = _class
+_CLASSES = bytes.maketrans(b'"[{]}:', bytes([_QUOTE, _OPEN, _OPEN, _CLOSE, _CLOSE, _COLON]))
+_OTHERS = bytes(set(range(256)) - set(b'"[{]}:'))
 _STEP = np.array([0, 0, 1, -1, 0], np.int64)
 
 T = TypeVar("T")
@@ -80,10 +79,8 @@ def shape_of_text(text: bytes) -> tuple[int, int]:
     inside = False  # a string
     if b"\\" in text:
         text = text.replace(b"\\\\", b"__").replace(b'\\"', b"__")
-    codes = np.frombuffer(text, np.uint8)
-    for begin in range(0, len(codes), _BLOCK):
-        classes = _CLASSES[codes[begin : begin + _BLOCK]]
-        classes = classes[classes != 0]
+    for begin in range(0, len(text), _BLOCK):
+        classes = np.frombuffer(text[begin : begin + _BLOCK].translate(_CLASSES, _OTHERS), np.uint8)
         quotes = classes == _QUOTE
         outside = np.logical_xor.accumulate(quotes) == inside
         inside ^= bool(quotes.sum() & 1)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 __all__ = [
     "MANIFEST_NAME",
+    "box_name",
     "chunk_name",
     "index_name",
     "parse_chunk_name",
@@ -56,9 +57,16 @@ def chunk_name(key: str, offsets: Sequence[int], sizes: Sequence[int]) -> str:
     >>> chunk_name("model.w", (0, 4), (16, 4)), chunk_name("step", (), ())
     ('model.w[0:16,4:8]', 'step[]')
     """
-    return (
-        f"{key}[{','.join([f'{start}:{start + size}' for start, size in zip(offsets, sizes, strict=True)])}]"
-    )
+    return key + box_name(offsets, sizes)
+
+
+def box_name(offsets: Sequence[int], sizes: Sequence[int]) -> str:
+    """The part of a chunk's name that names its box.
+
+    >>> box_name((0, 4), (16, 4))
+    '[0:16,4:8]'
+    """
+    return f"[{','.join([f'{start}:{start + size}' for start, size in zip(offsets, sizes, strict=True)])}]"
 
 
 def parse_chunk_name(name: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:

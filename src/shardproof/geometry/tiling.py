@@ -21,13 +21,12 @@ places of both, and p is the smaller of the first two that differ.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardproof.geometry.boxes import INT64_MAX, Boxes, Int64s
+from shardproof.geometry.boxes import Boxes, Int64s
 
 __all__ = ["TilingFault", "tiling_faults"]
 
@@ -134,13 +133,13 @@ def _left_over(shapes: Int64s, tensor: Int64s, boxes: Boxes) -> list[tuple[int, 
 
     # A corner is the number of its point among all points of all tensors, so that it sorts by tensor,
     # then lexicographically. Where int64 cannot count them, Python's integers do.
-    points_each = [prod(length + 1 for length in row) for row in lengths.tolist()]
-    fits = sum(points_each) <= INT64_MAX
+    # Floating point says so with a margin that is wider than its error.
+    fits = bool((lengths + 1.0).prod(axis=1).sum() < 2.0**62)
     corners = (len(boxes) + len(shapes)) << lengths.shape[1]
     if corners > (_MOST_CORNERS if fits else _MOST_LARGE_CORNERS):
         return _left_over_in_parts(shapes, tensor, boxes)
     dtype: Any = np.int64 if fits else object
-    bases = np.array([0, *points_each], dtype).cumsum()
+    bases = np.append(np.zeros(1, dtype), (lengths.astype(dtype) + 1).prod(axis=1).cumsum())
     strides = np.ones(lengths.shape, dtype)
     for k in reversed(range(lengths.shape[1] - 1)):
         strides[:, k] = strides[:, k + 1] * (lengths[:, k + 1].astype(dtype) + 1)

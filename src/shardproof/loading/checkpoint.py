@@ -269,7 +269,7 @@ class StoredTensor:
                 plan.sizes[part].tolist(),
             )
         read_planned(
-            checkpoint.storage, manifest, table, plan.only(plan.whole), [Destination(self.key, result)]
+            checkpoint.storage, manifest, table, plan.only(plan.whole), [Destination.of(self.key, result)]
         )
         return result
 

@@ -89,7 +89,9 @@ def match(checkpoint: Checkpoint, state: Any, options: Options, rank: int, world
     mismatched = [(item.key, item.expected, item.found) for item in binding.mismatched]
     fitting: list[TensorEntry] = []
     for entry in binding.tensors:
-        difference = _difference(entry, *catalogue.tensors[entry.key], may_cast)
+        stored = catalogue.tensors[entry.key]
+        same = stored == (entry.dtype, entry.shape)
+        difference = None if same else _difference(entry, *stored, may_cast)
         if difference is None:
             fitting.append(entry)
         else:
@@ -128,7 +130,7 @@ def _difference(
     entry: TensorEntry, dtype: str, shape: tuple[int, ...], may_cast: Callable[[str], bool]
 ) -> tuple[str, str] | None:
     """What the target expects and what the checkpoint has, where they do not fit."""
-    if tuple(entry.shape) != tuple(shape):
+    if entry.shape != shape:
         return f"shape {list(entry.shape)}", f"shape {list(shape)}"
     if entry.dtype == dtype:
         return None
@@ -155,18 +157,13 @@ def _same_chunks(checkpoint: Checkpoint, row: int, other: int) -> bool:
 def _planned(
     checkpoint: Checkpoint, entries: Sequence[TensorEntry], rows: Mapping[str, int]
 ) -> tuple[list[Destination], ReadPlan]:
-    destinations: list[Destination] = []
-    tensor: list[int] = []
-    offsets: list[int] = []
-    sizes: list[int] = []
-    for entry in entries:
-        row = rows[entry.key]
-        for piece in entry.pieces:
-            if piece.view.numel():
-                destinations.append(Destination(entry.key, piece.view))
-                tensor.append(row)
-                offsets.extend(piece.offsets)
-                sizes.extend(piece.view.shape)
+    held = [(entry, piece) for entry in entries for piece in entry.pieces]
+    destinations = [
+        Destination(entry.key, piece.view, piece.address, piece.is_plain) for entry, piece in held
+    ]
+    tensor = [rows[entry.key] for entry, _ in held]
+    offsets = [offset for _, piece in held for offset in piece.offsets]
+    sizes = [size for _, piece in held for size in piece.sizes]
     tensors = checkpoint.manifest.tensors
     plan = plan_reads(
         [record.key for record in tensors],

@@ -88,10 +88,14 @@ class _Job:
         self.read = 0
         self._chunks = chunks
         self._placing = placing
-        self._parts = placing.parts_of(chunks.rows)
+        self._straight = placing.straight(chunks.rows)
+        others = [at for at, address in enumerate(self._straight) if not address]
+        rows = [chunks.rows[at] for at in others]
+        self._parts = dict(zip(others, placing.parts_of(rows), strict=True))
+        """By position, of those that do not go straight into place."""
         self._direct = [
-            count >= _DIRECT_BYTES and len(parts) == 1 and placing.address[parts[0]] != 0
-            for count, parts in zip(chunks.count, self._parts, strict=True)
+            address != 0 and count >= _DIRECT_BYTES
+            for address, count in zip(self._straight, chunks.count, strict=True)
         ]
         self.batches = chunks.batches(self._direct, _BATCH_BYTES)
         self._moved = moved
@@ -103,7 +107,7 @@ class _Job:
         """Reads one batch, checks every digest, and only then places what is not in its place already."""
         span = self._chunks.span(batch)
         if self._direct[batch.start]:
-            address = self._placing.address[self._parts[batch.start].start]
+            address = self._straight[batch.start]
             self._chunks.read(batch, memoryview((ctypes.c_char * span).from_address(address)).cast("B"))
         else:
             self._read_through_scratch(batch, span)
@@ -125,14 +129,13 @@ class _Job:
         self._chunks.read(batch, memory[:span])
         base = self._chunks.start[batch.start]
         starts, counts = self._chunks.start, self._chunks.count
-        targets = self._placing.address
+        straight, within = self._straight, address - base
         for at in batch:
-            parts = self._parts[at]
-            if len(parts) == 1 and targets[parts.start]:
-                ctypes.memmove(targets[parts.start], address + starts[at] - base, counts[at])
+            if straight[at]:
+                ctypes.memmove(straight[at], within + starts[at], counts[at])
             else:
-                inside = starts[at] - base
-                self._placing.put(self._chunks.rows[at], parts, scratch[inside : inside + counts[at]])
+                stored = scratch[starts[at] - base :][: counts[at]]
+                self._placing.put(self._chunks.rows[at], self._parts[at], stored)
 
     def _scratch(self, count: int) -> tuple[torch.Tensor, memoryview, int]:
         """This thread's scratch memory, grown when a chunk needs more: tensor, bytes and address."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -17,11 +17,20 @@ from shardproof.state import is_plain_memory
 __all__ = ["Destination", "Placing", "part_of", "shaped"]
 
 
-class Destination(NamedTuple):
+class Destination(msgspec.Struct, frozen=True, gc=False):
     """A wanted box in memory. Values are converted where its dtype differs from the stored one."""
 
     key: str
     view: torch.Tensor
+    address: int
+    """Of the view's first element, on its device."""
+    is_plain: bool
+    """See `shardproof.state.is_plain_memory`."""
+
+    @staticmethod
+    def of(key: str, view: torch.Tensor) -> Destination:
+        """The destination that a view is."""
+        return Destination(key, view, view.data_ptr(), is_plain_memory(view))
 
 
 class Placing:
@@ -40,24 +49,39 @@ class Placing:
         self._table = table
         self._plan = plan
         self._destinations = destinations
-        self._dtypes: list[torch.dtype] = [getattr(torch, record.dtype) for record in manifest.tensors]
-        itemsizes = np.array([dtype.itemsize for dtype in self._dtypes], np.int64)
+        names = [record.dtype for record in manifest.tensors]
+        known: dict[str, torch.dtype] = {name: getattr(torch, name) for name in set(names)}
+        sizes = {name: dtype.itemsize for name, dtype in known.items()}
+        self._dtypes = [known[name] for name in names]
+        itemsizes = np.array([sizes[name] for name in names], np.int64)
         tensor = table.tensor[plan.chunk]
         tensor_of = np.zeros(len(destinations), np.int64)
         tensor_of[plan.want] = tensor
         base = [
-            view.data_ptr() if is_plain_memory(view) and view.dtype == self._dtypes[row] else 0
-            for (_, view), row in zip(destinations, tensor_of.tolist(), strict=True)
+            there.address if there.is_plain and there.view.dtype == self._dtypes[row] else 0
+            for there, row in zip(destinations, tensor_of.tolist(), strict=True)
         ]
         into = np.array(base, np.uint64)[plan.want]
         straight = plan.whole & (plan.run_start >= 0) & (into != 0)
         inside = (plan.run_start * itemsizes[tensor]).astype(np.uint64)
-        self.address: list[int] = np.where(straight, into + inside, 0).tolist()
+        self._address = np.where(straight, into + inside, np.uint64(0))
         """By part: where the chunk goes as it is stored; 0 where it must be cut, converted or moved."""
         self._tensor: list[int] = tensor.tolist()
         self._want: list[int] = plan.want.tolist()
         self.part_bytes: NDArray[np.int64] = plan.sizes.prod(axis=1) * itemsizes[tensor]
         """By part: bytes, as stored."""
+
+    def straight(self, rows: Sequence[int]) -> list[int]:
+        """For each row of the chunk table the address that the chunk goes to as it is stored.
+
+        0 where it has several parts, or must be cut, converted or moved.
+        """
+        first = np.searchsorted(self._plan.chunk, rows, "left")
+        alone = np.searchsorted(self._plan.chunk, rows, "right") - first == 1
+        address = np.zeros(len(first), np.uint64)
+        address[alone] = self._address[first[alone]]
+        addresses: list[int] = address.tolist()
+        return addresses
 
     def parts_of(self, rows: Sequence[int]) -> list[range]:
         """For each row of the chunk table, its parts."""
@@ -75,7 +99,7 @@ class Placing:
         """
         source = None
         for part in parts:
-            address = self.address[part]
+            address = int(self._address[part])
             if address:
                 ctypes.memmove(address, stored.data_ptr(), len(stored))
                 continue

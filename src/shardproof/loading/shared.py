@@ -11,6 +11,7 @@ from shardproof.errors import StructureError
 from shardproof.loading.checkpoint import Checkpoint
 from shardproof.loading.place import Destination, read_planned
 from shardproof.planning import ReadPlan
+from shardproof.state.tensors import as_bytes
 
 __all__ = ["check_shared_memory"]
 
@@ -19,9 +20,8 @@ def check_shared_memory(checkpoint: Checkpoint, plan: ReadPlan, destinations: Se
     """Reads what went into shared memory once more, and compares.
 
     A view and its base may both be in a state. They are stored apart, and both are filled; had they been
-    stored
-    with different values, the last to be written would win by chance. Destinations whose extents touch are
-    rare, so reading them twice is cheaper than reasoning about every stride.
+    stored with different values, the last to be written would win by chance. Destinations whose extents touch
+    are rare, so reading them twice is cheaper than reasoning about every stride.
 
     Raises:
         StructureError: two keys want different values in the same memory.
@@ -31,15 +31,16 @@ def check_shared_memory(checkpoint: Checkpoint, plan: ReadPlan, destinations: Se
         return
     place = {row: at for at, row in enumerate(shared)}
     part = plan.only(np.isin(plan.want, shared))
-    again = [Destination(destinations[row].key, torch.empty_like(destinations[row].view)) for row in shared]
+    again = [
+        Destination.of(destinations[row].key, torch.empty_like(destinations[row].view)) for row in shared
+    ]
     wanted = np.array([place[row] for row in part.want.tolist()], np.int64)
     read_planned(checkpoint.storage, checkpoint.manifest, checkpoint.table, part.for_wants(wanted), again)
     for row, copy in zip(shared, again, strict=True):
         if not _same_bits(destinations[row].view, copy.view):
             raise StructureError(
                 f"{copy.key!r} shares memory with another key of the target, and the checkpoint has "
-                f"different values "
-                "for the two: exclude one of them, or give each memory of its own",
+                "different values for the two: exclude one of them, or give each memory of its own",
                 key=copy.key,
             )
 
@@ -51,23 +52,23 @@ def _sharing(destinations: Sequence[Destination]) -> list[int]:
     """
     if not destinations:
         return []
-    start = np.array([destination.view.data_ptr() for destination in destinations], np.int64)
+    start = np.array([destination.address for destination in destinations], np.int64)
     order = np.argsort(start, kind="stable")
-    start, stop = start[order], (start + [_extent(destination.view) for destination in destinations])[order]
+    start, stop = start[order], (start + [_extent(destination) for destination in destinations])[order]
     furthest = np.maximum.accumulate(stop)
     touches = np.flatnonzero(start[1:] < furthest[:-1]) + 1
     holders = np.searchsorted(furthest, furthest[touches - 1])  # whose end reaches that far
     return sorted({*order[touches].tolist(), *order[holders].tolist()})
 
 
-def _extent(view: torch.Tensor) -> int:
+def _extent(destination: Destination) -> int:
     """Bytes from the first element to the end of the last."""
-    if view.is_contiguous():
+    view = destination.view
+    if destination.is_plain:
         return view.nbytes
     reach = sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True)) + 1
     return reach * view.element_size()
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    one, other = (tensor.resolve_conj().resolve_neg().contiguous().reshape(-1) for tensor in (one, other))
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    return torch.equal(as_bytes(one), as_bytes(other))

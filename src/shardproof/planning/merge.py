@@ -6,8 +6,9 @@ order are taken together, and their boxes stay columns, so that the work for a r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,17 +61,19 @@ def merge(structures: Sequence[Structure]) -> tuple[Merged, dict[int, Declared]]
     tables = {raw: structures[ranks[0]].tensors() for raw, ranks in ranks_of.items()}
     known = _agree(tables, ranks_of)
     keys = sorted(known)
-    row_of = {key: row for row, key in enumerate(keys)}
+    row_of = dict(zip(keys, range(len(keys)), strict=True))
     rows_of = {raw: np.array([row_of[key] for key in table.keys], np.int64) for raw, table in tables.items()}
-    ndims = np.array([len(known[key][1]) for key in keys], np.int64)
+    dtypes, shapes, _ = map(list, zip(*map(known.__getitem__, keys), strict=True)) if keys else ([], [], [])
+    ndims = np.array(list(map(len, shapes)), np.int64)
+    size_of = {dtype: DTYPES[dtype].itemsize for dtype in set(dtypes)}
     merged = Merged(
         keys,
-        [known[key][0] for key in keys],
-        [known[key][1] for key in keys],
+        dtypes,
+        shapes,
         _aliases(tables.values(), known),
         _owners(structures, known),
         ndims,
-        np.array([DTYPES[known[key][0]].itemsize for key in keys], np.int64),
+        np.array([size_of[dtype] for dtype in dtypes], np.int64),
     )
     return merged, _declared(structures, rows_of, ndims)
 
@@ -84,8 +87,9 @@ def _agree(tables: dict[bytes, TensorTable], ranks_of: dict[bytes, list[int]]) -
     for raw, table in sorted(tables.items(), key=lambda item: ranks_of[item[0]][0]):
         rank = ranks_of[raw][0]
         for key, dtype, shape in zip(table.keys, table.dtypes, table.shapes, strict=True):
-            other = known.setdefault(key, (dtype, shape, rank))
-            if other[:2] != (dtype, shape):
+            said = dtype, shape, rank
+            other = known.setdefault(key, said)
+            if other is not said and other[:2] != (dtype, shape):
                 raise StructureError(
                     f"tensor {key!r}: rank {other[2]} declares {other[0]} {list(other[1])}, rank {rank} "
                     f"declares "
@@ -97,12 +101,17 @@ def _agree(tables: dict[bytes, TensorTable], ranks_of: dict[bytes, list[int]]) -
     return known
 
 
-def _aliases(tables: Iterable[TensorTable], known: _Known) -> dict[str, str]:
+def _aliases(tables: Collection[TensorTable], known: _Known) -> dict[str, str]:
     """Keys that every rank declaring them calls an alias of the same key."""
-    said: dict[str, set[str]] = {}
+    said: dict[str, set[str]] = {
+        key: set() for table in tables for key in compress(table.keys, table.aliases)
+    }  # most keys are no rank's alias
+    if not said:
+        return {}
     for table in tables:
         for key, target in zip(table.keys, table.aliases, strict=True):
-            said.setdefault(key, set()).add(target)
+            if key in said:
+                said[key].add(target)
     aliases = {key: next(iter(targets)) for key, targets in said.items() if len(targets) == 1}
     stored = {key for key in known if not aliases.get(key)}
     return {

@@ -89,9 +89,9 @@ class WritePlan:
     """The boxes that several ranks hold, whoever of them writes."""
 
     @property
-    def stored_keys(self) -> list[str]:
-        """Keys that have a row of their own in the manifest (all but aliases)."""
-        return [key for key in self.merged.keys if key not in self.merged.aliases]
+    def is_stored(self) -> list[bool]:
+        """Of each merged tensor, whether it has a row of its own in the manifest (all but aliases)."""
+        return [key not in self.merged.aliases for key in self.merged.keys]
 
     def rank_plans(self) -> list[RankPlan]:
         """The part of each rank."""

@@ -67,17 +67,13 @@ class Structure:
         table = TensorTable(
             tuple([entry.key for entry in entries]),
             tuple([entry.dtype for entry in entries]),
-            tuple([tuple(entry.shape) for entry in entries]),
+            tuple([entry.shape for entry in entries]),
             tuple([entry.alias_of or "" for entry in entries]),
         )
-        box_tensor: list[int] = []
-        offsets: list[int] = []
-        sizes: list[int] = []
-        for row, entry in enumerate(entries):
-            for piece in entry.pieces:
-                box_tensor.append(row)
-                offsets.extend(piece.offsets)
-                sizes.extend(piece.view.shape)
+        box_tensor = [row for row, entry in enumerate(entries) for _ in entry.pieces]
+        pieces = [piece for entry in entries for piece in entry.pieces]
+        offsets = [offset for piece in pieces for offset in piece.offsets]
+        sizes = [size for piece in pieces for size in piece.sizes]
         return Structure.build(table, [item.key for item in collected.objects], box_tensor, offsets, sizes)
 
     @staticmethod

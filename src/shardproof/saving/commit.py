@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import msgspec
@@ -79,15 +80,13 @@ def commit(
         )
         for rank in placed.writers
     )
-    stored = plan.stored_keys
-    rows = {key: row for row, key in enumerate(plan.merged.keys)}
-    tensors = tuple(
-        TensorRecord(key, plan.merged.dtypes[rows[key]], plan.merged.shapes[rows[key]]) for key in stored
-    )
+    stored, merged = plan.is_stored, plan.merged
+    columns = (compress(column, stored) for column in (merged.keys, merged.dtypes, merged.shapes))
+    tensors = tuple(map(TensorRecord, *columns))
     objects: dict[str, Any] = {}
     for part in written:
         objects |= {key: msgspec.json.decode(value) for key, value in part.objects.items()}
-    index = encode_index(_table_of(plan, stored, placed))
+    index = encode_index(_table_of(plan, placed))
     files = (*own, *placed.borrowed)
     manifest = Manifest(
         version=manifest_version(files),
@@ -165,11 +164,10 @@ def chunk_table(
     )
 
 
-def _table_of(plan: WritePlan, stored: Sequence[str], placed: Placed) -> ChunkTable:
-    row_of = {key: row for row, key in enumerate(stored)}
-    tensor_rows = np.array([row_of.get(key, -1) for key in plan.merged.keys], np.int64)
+def _table_of(plan: WritePlan, placed: Placed) -> ChunkTable:
+    row_of = np.cumsum(plan.is_stored) - 1  # in the manifest, of each merged tensor that is stored
     return chunk_table(
-        tensor_rows[plan.tensor],
+        row_of[plan.tensor],
         placed.file,
         placed.byte_start,
         plan.byte_count,

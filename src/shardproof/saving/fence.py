@@ -87,6 +87,8 @@ def fenced_pieces(pieces: Sequence[Piece], stepped: Sequence[Stepped]) -> list[b
     memory = _memory_of(
         item for item in stepped if not any(group.get("capturable") for group in item.optimizer.param_groups)
     )
+    if not memory:
+        return [False] * len(pieces)
     return [_storage(piece.view) in memory and not piece.view.is_inference() for piece in pieces]
 
 

@@ -18,8 +18,8 @@ from shardproof.format import (
     FORMAT_VERSION,
     PADDING,
     REFERENCES_VERSION,
+    box_name,
     bytes_digest,
-    chunk_name,
     encode_entries,
     shard_header,
 )
@@ -165,20 +165,25 @@ def prepare_shard(structure: Structure, plan: RankPlan) -> PreparedShard:
     """Names the chunks of a plan and encodes their entries."""
     table = structure.tensors()
     rows = structure.box_tensor[plan.piece].tolist()
+    dtypes = {name: DTYPES[name] for name in set(table.dtypes)}
+    boxes: dict[tuple[int, ...], tuple[str, tuple[int, ...]]] = {}  # few: most tensors are cut as others are
     names: list[str] = []
     codes: list[str] = []
     shapes: list[tuple[int, ...]] = []
     offsets, sizes = plan.box_offsets.tolist(), plan.box_sizes.tolist()
     at = 0
     for row in rows:
-        key, dtype = table.keys[row], DTYPES[table.dtypes[row]]
-        ndim = len(table.shapes[row])
-        shape = tuple(sizes[at : at + ndim])
-        names.append(chunk_name(key, offsets[at : at + ndim], shape))
+        dtype, ndim = dtypes[table.dtypes[row]], len(table.shapes[row])
+        box = *offsets[at : at + ndim], *sizes[at : at + ndim], dtype.parts
+        known = boxes.get(box)
+        if known is None:
+            shape = box[ndim:] if dtype.parts > 1 else box[ndim:-1]
+            known = boxes[box] = box_name(box[:ndim], box[ndim:-1]), shape
+        names.append(table.keys[row] + known[0])
         codes.append(dtype.code)
-        shapes.append((*shape, dtype.parts) if dtype.parts > 1 else shape)
+        shapes.append(known[1])
         at += ndim
-    declared = {table.keys[row]: (table.dtypes[row], table.shapes[row]) for row in sorted(set(rows))}
+    declared = {table.keys[row]: (table.dtypes[row], table.shapes[row]) for row in np.unique(rows).tolist()}
     return PreparedShard(
         plan,
         tuple(names),

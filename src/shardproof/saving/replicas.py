@@ -74,7 +74,7 @@ def hash_replicas(
     digests, done = [], 0
     try:
         for row, count in enumerate(source.byte_counts):
-            there = source.address(row)
+            there = source.addresses[row]
             if there == 0:
                 with pool.changed:
                     there = address(pool.scratch(int(byte_count.max())))

@@ -26,7 +26,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -42,6 +42,8 @@ __all__ = ["Snapshot"]
 
 _log = logging.getLogger("shardproof")
 _LOOK = 0.1
+_TOGETHER = 256 << 10
+"""Bytes of small chunks that are staged while the lock is held: it costs as much as copying one of 4 KiB."""
 
 
 class Snapshot:
@@ -132,6 +134,33 @@ class Snapshot:
                 self._changed.notify_all()
         self._progress.moved()
 
+    def copy_whole(self, rows: range, to: int) -> None:
+        """Copies chunks, each whole, one after the other.
+
+        Args:
+            rows: the chunks.
+            to: address of the first; each next one follows without a gap.
+
+        Raises:
+            StructureError, BaseException: as `copy`.
+        """
+        counts, staged = self._count, self._staged
+        with self._changed:
+            if self._failure is not None:
+                raise self._failure
+            for row in rows:
+                copied = staged.pop(row, None) if staged else None
+                if copied is None:
+                    ctypes.memmove(to, self._live(row), counts[row])
+                    self._check_version(row)
+                else:
+                    ctypes.memmove(to, copied.address, counts[row])
+                    self._pool.give(copied)
+                to += counts[row]
+            self._front = rows.stop
+            self._changed.notify_all()
+        self._progress.moved()
+
     def secure(self, *, fenced: bool) -> None:
         """Returns when no chunk is read live any more: all are copied, staged, or the save was given up.
 
@@ -140,8 +169,8 @@ class Snapshot:
         """
         begun = time.monotonic()
         try:
-            for row in range(len(self._count) - 1, -1, -1):
-                if (fenced or not self._is_fenced(row)) and not self._stage(row):
+            for rows in self._from_the_last(fenced):
+                if not self._stage(rows):
                     break
         except BaseException as error:
             self.give_up(error)
@@ -170,40 +199,61 @@ class Snapshot:
     def _is_fenced(self, row: int) -> bool:
         return self._fenced is not None and self._fenced[self._source.piece[row]]
 
-    def _stage(self, row: int) -> bool:
-        """Stages one chunk; False when nothing before it is live either."""
-        count = self._count[row]
-        asked = False
-        seen, since, waiting = -1, time.monotonic(), 0.0
+    def _from_the_last(self, fenced: bool) -> Iterator[list[int]]:
+        """The chunks to stage, from the last to the first, small ones some together."""
+        rows, together = list[int](), 0
+        for row in range(len(self._count) - 1, -1, -1):
+            if fenced or not self._is_fenced(row):
+                if rows and together + self._count[row] > _TOGETHER:
+                    yield rows
+                    rows, together = [], 0
+                rows.append(row)
+                together += self._count[row]
+        if rows:
+            yield rows
+
+    def _stage(self, rows: Sequence[int]) -> bool:
+        """Stages chunks, one after the other; False when nothing before the last of them is live either."""
         with self._changed:
-            while not self._over and row >= self._front:
-                if row in self._staged:
-                    return True
-                staged = self._pool.take(count)
-                if staged is not None:
-                    self._source.read(row, staged.address)
-                    self._check_version(row)
-                    self._staged[row] = staged
-                    self.staged_bytes += count
-                    self._say(waiting)
-                    return True
-                if not asked:
-                    asked = True
-                    self._ask_for_memory(row)
-                if (moved := self._progress.count + self._pool.size) != seen:
-                    seen, since = moved, time.monotonic()
-                elif time.monotonic() - since > self._patience:
-                    self._failure = StorageError(
-                        f"the writer has made no progress for {self._patience:.0f} s while training waited "
-                        "for it: the save is given up, and training goes on. Look at the storage"
-                    )
-                    self._over = True
-                    break
-                begun = time.monotonic()
-                self._changed.wait(_LOOK)
-                waiting += time.monotonic() - begun
+            for row in rows:
+                if row >= self._front and not self._over and not self._try_to_stage(row):
+                    self._wait_to_stage(row)
+                if row < self._front or self._over:
+                    return False
+        return True
+
+    def _try_to_stage(self, row: int) -> bool:
+        """Stages a live chunk if there is memory for it. `changed` is held, as it is in `_wait_to_stage`."""
+        if row in self._staged:
+            return True
+        count = self._count[row]
+        staged = self._pool.take(count)
+        if staged is None:
+            return False
+        self._source.read(row, staged.address)
+        self._check_version(row)
+        self._staged[row] = staged
+        self.staged_bytes += count
+        return True
+
+    def _wait_to_stage(self, row: int) -> None:
+        """Returns when a chunk is staged, or live no more, or the save was given up."""
+        self._ask_for_memory(row)
+        seen, since, waiting = -1, time.monotonic(), 0.0
+        while row >= self._front and not self._over and not self._try_to_stage(row):
+            if (moved := self._progress.count + self._pool.size) != seen:
+                seen, since = moved, time.monotonic()
+            elif time.monotonic() - since > self._patience:
+                self._failure = StorageError(
+                    f"the writer has made no progress for {self._patience:.0f} s while training waited "
+                    "for it: the save is given up, and training goes on. Look at the storage"
+                )
+                self._over = True
+                break
+            begun = time.monotonic()
+            self._changed.wait(_LOOK)
+            waiting += time.monotonic() - begun
         self._say(waiting)
-        return False
 
     def _say(self, waiting: float) -> None:
         if waiting > 0.5 and self._pool.size >= self._pool.budget:
@@ -223,7 +273,7 @@ class Snapshot:
 
     def _live(self, row: int) -> int:
         """Where the writer finds the bytes of a live chunk: in the tensor, or gathered from it."""
-        if (there := self._source.address(row)) != 0:
+        if (there := self._source.addresses[row]) != 0:
             return there
         if self._gathered != row:
             self._scratch = self._scratch or address(self._pool.scratch(max(self._count)))

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from shardproof.saving.device import DeviceCopies
-from shardproof.state import Piece, is_plain_memory
+from shardproof.state import Piece
 
 __all__ = ["Source"]
 
@@ -43,24 +43,17 @@ class Source:
         self.piece: list[int] = piece.tolist()
         self.byte_counts: list[int] = byte_count.tolist()
         self._pieces = pieces
-        self._start = start.tolist()
-        ndims = np.array([held.view.dim() for held in pieces], np.int64)[piece]
+        base = np.array([held.address if held.is_plain else 0 for held in pieces], np.uint64)
+        itemsize = np.array([held.view.element_size() for held in pieces], np.int64)
+        within = (start * itemsize[piece]).astype(np.uint64)
+        self.addresses: list[int] = np.where(base[piece] != 0, base[piece] + within, np.uint64(0)).tolist()
+        """Where the bytes of each run are in host memory; 0 if they have to be read from there."""
+        ndims = np.array([len(held.offsets) for held in pieces], np.int64)[piece]
         self._box = np.append(0, np.cumsum(ndims)).tolist()
         self._offsets, self._sizes = offsets.tolist(), sizes.tolist()
-        self._address = [held.view.data_ptr() if is_plain_memory(held.view) else 0 for held in pieces]
-        self._itemsize = [held.view.element_size() for held in pieces]
-        self._devices = {
-            device: DeviceCopies(device)
-            for device in {held.view.device for held in pieces}
-            if device.type != "cpu"
-        }
+        devices = {held.view.device for held in pieces if not (held.is_plain or held.view.is_cpu)}
+        self._devices = {device: DeviceCopies(device) for device in devices}
 
-    def address(self, row: int) -> int:
-        """Where the bytes of a run are in host memory; 0 if they have to be read from there."""
-        at = self.piece[row]
-        return self._address[at] and int(self._address[at] + self._start[row] * self._itemsize[at])
-
-    @torch.no_grad()
     def read(self, row: int, to: int) -> None:
         """Copies a whole run.
 
@@ -68,10 +61,15 @@ class Source:
             row: of the run.
             to: address.
         """
+        if (address := self.addresses[row]) != 0:
+            ctypes.memmove(to, address, self.byte_counts[row])
+        else:
+            self._gather(row, to)
+
+    @torch.no_grad()
+    def _gather(self, row: int, to: int) -> None:
+        """Copies a run that is not in host memory, or not in this order."""
         count = self.byte_counts[row]
-        if (address := self.address(row)) != 0:
-            ctypes.memmove(to, address, count)
-            return
         piece = self._pieces[self.piece[row]]
         part = piece.view
         box = slice(self._box[row], self._box[row + 1])

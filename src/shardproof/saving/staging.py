@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 from shardproof.storage.buffers import address
 
@@ -28,12 +30,11 @@ class _Segment:
     """Copies in it that are still needed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Staged:
+class Staged(msgspec.Struct, frozen=True, gc=False):
     """Memory for one copy."""
 
     address: int
-    segment: _Segment = field(repr=False)
+    segment: _Segment
 
 
 class StagingPool:

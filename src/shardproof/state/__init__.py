@@ -12,6 +12,7 @@ from shardproof.state.entries import (
     Piece,
     Stepped,
     TensorEntry,
+    is_plain_memory,
 )
 from shardproof.state.explicit import FlatShard, ShardedTensor
 from shardproof.state.generators import RandomState
@@ -23,7 +24,6 @@ from shardproof.state.per_rank import PerRank
 from shardproof.state.plain import encode as encode_plain
 from shardproof.state.registered import register_dataclass, register_enum
 from shardproof.state.slots import MASTER, LocalRange, ParameterSlots, Receipt, SlotKeeper, StoredSlot
-from shardproof.state.tensors import is_plain_memory
 from shardproof.state.tree import bind, collect
 
 __all__ = [

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from shardproof.state.entries import TensorEntry
 from shardproof.state.tensors import same_memory
@@ -22,13 +23,13 @@ def tie(entries: Sequence[TensorEntry], anchors: Mapping[str, torch.Tensor]) -> 
         anchors: for entries without pieces, an empty tensor whose storage tells them apart.
     """
     tied = list(entries)
+    addresses = [entry.pieces[0].address if entry.pieces else 0 for entry in tied]
+    shared = {address for address, count in Counter(addresses).items() if count > 1}
     by_address: dict[int, list[int]] = {}
-    for row, entry in enumerate(tied):
-        address = entry.pieces[0].view.data_ptr() if entry.pieces else 0
-        by_address.setdefault(address, []).append(row)
+    for row, address in enumerate(addresses):
+        if address in shared:
+            by_address.setdefault(address, []).append(row)
     for rows in by_address.values():
-        if len(rows) == 1:
-            continue
         first: dict[Any, str] = {}
         for row in rows:
             entry = tied[row]

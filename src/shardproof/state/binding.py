@@ -45,7 +45,7 @@ class Binder(Visitor):
         """Let a tensor or DTensor be filled in place. Whether it will be."""
         if not self.selected(key):
             return False
-        dtype, shape, pieces, local = pieces_of(tensor, key)
+        dtype, shape, pieces, local = pieces_of(tensor, key, self.layouts)
         if not pieces:
             self.anchors[key] = local
         return self._destination(TensorEntry(key, dtype, shape, pieces))
@@ -80,11 +80,12 @@ class Binder(Visitor):
         if found is None:
             self._lacking(key, describe(entry.dtype, entry.shape))
             return False
-        if tuple(found[1]) != entry.shape:
-            self.mismatch(key, describe(entry.dtype, entry.shape), describe(found[0], tuple(found[1])))
+        if found[1] != entry.shape:
+            self.mismatch(key, describe(entry.dtype, entry.shape), describe(*found))
             return False
         for piece in entry.pieces:
-            check_destination(piece.view, key)
+            if not piece.is_plain:
+                check_destination(piece.view, key)
         self.binding.tensors.append(entry)
         return True
 
@@ -147,7 +148,7 @@ class Binder(Visitor):
 
     def fill(self, key: str, tensor: torch.Tensor) -> None:
         """Let a new tensor be filled, whether or not its own key is selected."""
-        name, shape, pieces, local = pieces_of(tensor, key)
+        name, shape, pieces, local = pieces_of(tensor, key, self.layouts)
         if not pieces:
             self.anchors[key] = local
         self._destination(TensorEntry(key, name, shape, pieces))
@@ -231,7 +232,7 @@ def _unshared(piece: Piece) -> Piece:
     view = piece.view
     if all(stride or size == 1 for stride, size in zip(view.stride(), view.shape, strict=True)):
         return piece
-    return Piece(torch.empty(view.shape, dtype=view.dtype, device=view.device), piece.offsets)
+    return Piece.of(torch.empty_like(view, memory_format=torch.contiguous_format), piece.offsets, piece.sizes)
 
 
 def _share(key: str, read: torch.Tensor, view: torch.Tensor) -> None:

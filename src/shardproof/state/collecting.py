@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from shardproof.errors import StructureError
 from shardproof.state.aliases import tie
@@ -31,7 +32,7 @@ class _Merged:
     def add(self, pieces: tuple[Piece, ...]) -> None:
         """Takes the pieces whose boxes are not there yet."""
         for piece in pieces:
-            self.pieces.setdefault((piece.offsets, tuple(piece.view.shape)), piece)
+            self.pieces.setdefault((piece.offsets, piece.sizes), piece)
 
 
 @dataclass
@@ -56,7 +57,7 @@ class Collector(Visitor):
 
     def tensor(self, key: str, tensor: torch.Tensor, origin: Any) -> None:
         """Add a tensor or DTensor."""
-        dtype, shape, pieces, local = pieces_of(tensor, key)
+        dtype, shape, pieces, local = pieces_of(tensor, key, self.layouts)
         if not pieces:
             self.anchors[key] = local
         self.add(TensorEntry(key, dtype, shape, pieces), origin)

@@ -32,9 +32,9 @@ from shardproof.state.entries import Piece
 
 __all__ = [
     "LOCAL",
+    "Layouts",
     "Segments",
     "dtensor_embedding",
-    "dtensor_pieces",
     "is_dtensor",
     "local_segments",
     "local_tensor",
@@ -66,31 +66,57 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
-def dtensor_pieces(tensor: Any, path: str) -> tuple[tuple[Piece, ...], torch.Tensor]:
-    """The pieces of a DTensor on this rank, and its local tensor.
+class Layouts:
+    """The layouts of the DTensors of one walk over a state, each worked out once.
 
-    A DTensor with an attribute ``_shardproof_local`` is described by that embedding alone.
-
-    Raises:
-        StructureError: a placement is a partial sum or unknown, or the local tensor is not what mesh and
-            placements say.
+    To ask a mesh for its shape and coordinate, and to look up by them, took 2.2 µs a tensor; to look up by
+    the mesh itself takes 0.8 µs. What is known here ends with the walk, so no mesh changes meanwhile.
     """
-    local = tensor._local_tensor
-    if getattr(tensor, LOCAL, None) is not None:
-        return _pieces(local.detach(), dtensor_embedding(tensor, path)), local
-    held = _held_by(tensor, path)
-    if held is None:
-        return (), local
-    if held.offsets is not None:
-        return (Piece(local.detach(), held.offsets),), local
-    return _pieces(local.detach(), _embedding(tuple(local.shape), tuple(tensor.shape), held.segments)), local
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], tuple[Any, tuple[int, ...], _Held | None]] = {}
+        """By mesh, placements and shapes: the mesh, so that its id stays its own, the global shape, and what
+        the rank holds."""
+
+    def pieces_of(
+        self, tensor: Any, local: torch.Tensor, path: str
+    ) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
+        """The global shape of a DTensor, and its pieces on this rank.
+
+        A DTensor with an attribute ``_shardproof_local`` is described by that embedding alone.
+
+        Args:
+            tensor: the DTensor.
+            local: its local tensor, detached.
+            path: for messages.
+
+        Raises:
+            StructureError: a placement is a partial sum or unknown, or the local tensor is not what mesh and
+                placements say.
+        """
+        if getattr(tensor, LOCAL, None) is not None:
+            return tuple(tensor.shape), _pieces(local, dtensor_embedding(tensor, path))
+        spec = tensor._spec
+        mesh, placements = spec.mesh, spec.placements
+        # The shape is the DTensor's own, which takes 0.2 µs longer to say it.
+        layout = id(mesh), placements, tuple(map(type, placements)), spec.tensor_meta.shape, local.shape
+        known = self._known.get(layout)
+        if known is None:
+            known = self._known[layout] = mesh, tuple(tensor.shape), _held_by(tensor, path)
+        _, shape, held = known
+        if held is None:
+            return shape, ()
+        if held.offsets is not None:
+            return shape, (Piece.of(local, held.offsets, held.sizes),)
+        return shape, _pieces(local, _embedding(held.sizes, shape, held.segments))
 
 
 def dtensor_embedding(tensor: Any, path: str) -> Embedding:
     """Where the local tensor of a DTensor lies in the whole one.
 
     Raises:
-        StructureError: as `dtensor_pieces`, or the attribute ``_shardproof_local`` does not fit the tensor.
+        StructureError: as `Layouts.pieces_of`, or the attribute ``_shardproof_local`` does not fit the
+            tensor.
     """
     shape, local_shape = tuple(tensor.shape), tuple(tensor._local_tensor.shape)
     given: Embedding | None = getattr(tensor, LOCAL, None)
@@ -124,6 +150,8 @@ def _held_by(tensor: Any, path: str) -> _Held | None:
 
 
 class _Held(NamedTuple):
+    sizes: tuple[int, ...]
+    """Of the local tensor."""
     segments: tuple[Segments, ...]
     offsets: tuple[int, ...] | None
     """Of the one piece, where it is one and has elements."""
@@ -154,8 +182,8 @@ def _held(
         return None
     segments = fitting[0]
     if 0 in local_shape or any(len(dim) > 1 for dim in segments):
-        return _Held(segments, None)
-    return _Held(segments, tuple(dim[0][0] for dim in segments))
+        return _Held(_sizes(segments), segments, None)
+    return _Held(_sizes(segments), segments, tuple(dim[0][0] for dim in segments))
 
 
 def _is_ambiguous(
@@ -345,9 +373,10 @@ def _embedding(
 def _pieces(local: torch.Tensor, embedding: Embedding) -> tuple[Piece, ...]:
     boxes = embedding.local
     return tuple(
-        Piece(
+        Piece.of(
             local[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))],
             tuple(placed),
+            tuple(sizes),
         )
         for starts, sizes, placed in zip(
             boxes.offsets.tolist(), boxes.sizes.tolist(), embedding.offsets.tolist(), strict=True

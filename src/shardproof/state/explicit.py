@@ -158,5 +158,5 @@ def described(value: ShardedTensor | FlatShard, key: str) -> tuple[str, tuple[in
     for view, _ in views:
         if view.is_meta:
             raise StructureError(f"{key}: a piece is on the meta device and has no values", key=key)
-    pieces = tuple(Piece(view.detach(), offsets) for view, offsets in views)
+    pieces = tuple(Piece.of(view.detach(), offsets, tuple(view.shape)) for view, offsets in views)
     return dtype_name(sharded.dtype, key), sharded.shape, pieces

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from shardproof.state.dtensor import Layouts
+
 if TYPE_CHECKING:
     from shardproof.state.binding import Binder
     from shardproof.state.collecting import Collector
@@ -75,6 +77,8 @@ class Visitor:
     """Modules visited so far."""
     later: list[Callable[[], None]] = field(default_factory=list)
     """What needs all modules to be known."""
+    layouts: Layouts = field(default_factory=Layouts)
+    """Of the DTensors visited so far."""
 
     def finish_walk(self) -> None:
         """Do what waited for the end of the walk."""

@@ -286,6 +286,14 @@ def test_interleaved_views_of_one_memory_are_no_conflict(tmp_path: Path) -> None
     assert torch.equal(other, memory)
 
 
+def test_one_element_of_a_strided_view_is_a_tensor_like_any_other(tmp_path: Path) -> None:
+    """Its only stride is that of the view it was taken from."""
+    memory, other = torch.arange(64.0).view(8, 8), torch.zeros(8, 8)
+    sp.save(tmp_path / "c", {"all": memory, "one": memory[::3, 1][1:2]})
+    sp.load(tmp_path / "c", {"all": other, "one": other[::3, 1][1:2]})
+    assert torch.equal(other, memory)
+
+
 @pytest.mark.parametrize("option", ["include", "cast"])
 def test_a_pattern_that_names_nothing_is_refused(option: str, tmp_path: Path) -> None:
     sp.save(tmp_path / "c", {"model": {"w": torch.ones(2)}})

@@ -147,6 +147,29 @@ def test_what_changes_after_save_returned_is_not_saved(snapshot: Any, kind: str,
         assert_saved(folder_of(tmp_path, step), want)
 
 
+@pytest.mark.parametrize("snapshot", ["fence", "stage"])
+def test_small_tensors_around_large_ones(snapshot: Any, tmp_path: Path) -> None:
+    """Small ones are copied, staged and hashed some together; others among them are not."""
+    draw = random.Random(3)
+    state: dict[str, Any] = {}
+    for number in range(400):
+        shape = draw.choice([(), (3,), (40, 25), (1024,), (300, 300)])
+        tensor = torch.randn(shape)
+        state[f"t{number:03}"] = tensor.t() if len(shape) == 2 and number % 3 == 0 else tensor
+    want = bits(state)
+    checkpointer = sp.Checkpointer(tmp_path, snapshot=snapshot)
+    small_buffers(checkpointer, 1 << 16)
+    for step in (1, 2):
+        pending = checkpointer.save(step, state)
+        for tensor in state.values():
+            tensor.add_(1)
+        pending.result(LIMIT)
+        assert_saved(folder_of(tmp_path, step), want)
+        want = bits(state)
+    sp.save(tmp_path / "at once", state)
+    assert_saved(tmp_path / "at once", want)
+
+
 def test_parameters_are_read_live_until_a_step(gate: Gate, tmp_path: Path) -> None:
     net, optimizer = trained("plain")
     state = {"net": net, "optimizer": optimizer}

@@ -192,6 +192,35 @@ def test_a_layout_that_could_be_two_is_refused() -> None:
         )
 
 
+def test_layouts_of_one_walk_are_told_apart() -> None:
+    """By mesh, placements and both shapes: a DTensor that is like another in all but one of them."""
+
+    def tree(mesh: DeviceMesh) -> dict[str, Any]:
+        ranks = torch.arange(4)
+        flat, turned, square = (
+            DeviceMesh("cpu", mapped) for mapped in (ranks, ranks.flip(0), ranks.reshape(2, 2))
+        )
+        layouts = {
+            "flat": (8, flat, [Shard(0)]),
+            "turned": (8, turned, [Shard(0)]),
+            "shorter": (7, flat, [Shard(0)]),
+            "rows first": (8, square, [Shard(0), Shard(1)]),
+            "columns first": (8, square, [Shard(1), Shard(0)]),
+        }
+        return {
+            name: distribute_tensor(numbered((rows, 8)), where, placements, src_data_rank=None)
+            for name, (rows, where, placements) in layouts.items()
+        }
+
+    for collected in every_rank((4,), tree):
+        shapes = {entry.key: entry.shape for entry in collected.tensors}
+        assert shapes == dict.fromkeys(shapes, (8, 8)) | {"shorter": (7, 8)}
+        for entry in collected.tensors:
+            (piece,) = entry.pieces
+            box = [slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True)]
+            assert torch.equal(piece.view, numbered(entry.shape)[tuple(box)])
+
+
 def test_large_dimensions_cost_nothing() -> None:
     size = 2**40
     segments = local_segments((size,), (1000, 8), (999, 7), ((0, 0, 8), (1, 0, 0)))

@@ -179,7 +179,8 @@ def test_equal_values_are_written_alike_whatever_their_order(value: dict[Any, in
 
 def test_tensors_stay_inline_where_nothing_takes_them() -> None:
     tensor = torch.tensor([1.5, -2.0], dtype=torch.bfloat16)
-    back = there_and_back({"lr": tensor, "scalar": torch.tensor(3)})
+    back = there_and_back({"lr": tensor, "scalar": torch.tensor(3), "one": torch.arange(9)[::4][1:2]})
+    assert back["one"].tolist() == [4]
     assert torch.equal(back["lr"], tensor) and back["lr"].dtype == torch.bfloat16
     assert back["scalar"].shape == ()
 
