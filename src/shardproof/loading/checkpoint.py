@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from types import EllipsisType, TracebackType
 from typing import Any, SupportsIndex
 
@@ -109,10 +109,15 @@ class Checkpoint:
 
     def row(self, key: str) -> int:
         """Row of a tensor in the manifest's table; a tied tensor's is that of the key it is stored under."""
-        row = self._row.get(self.manifest.aliases.get(key, key))
-        if row is None:
-            raise KeyError(f"{self.storage.location} has no {key!r}; its keys are given by keys()")
-        return row
+        return self.rows([key])[0]
+
+    def rows(self, keys: Sequence[str]) -> list[int]:
+        """Rows of tensors in the manifest's table, as `row`."""
+        row_of, stored_as = self._row, self.manifest.aliases
+        try:
+            return [row_of[stored_as.get(key, key)] for key in keys]
+        except KeyError as error:
+            raise KeyError(f"{self.storage.location} has no {error}; its keys are given by keys()") from None
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Global shape of a tensor."""

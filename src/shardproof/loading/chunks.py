@@ -110,9 +110,14 @@ class Chunks:
                 last += 1
             span = memory[start[at] - base : start[last - 1] + count[last - 1] - base]
             storage.read_into(name, start[at], span)
-            for small in range(at, last):
-                inside = start[small] - start[at]
-                self._check(small, xxhash.xxh3_128_digest(span[inside : inside + count[small]]))
+            inside = [begin - start[at] for begin in start[at:last]]
+            found = [
+                xxhash.xxh3_128_digest(span[begin : begin + size])
+                for begin, size in zip(inside, count[at:last], strict=True)
+            ]
+            if found != self._digest[at:last]:
+                for small, digest in enumerate(found, at):
+                    self._check(small, digest)
             at = last
 
     def sample(self, at: int, memory: memoryview) -> int:

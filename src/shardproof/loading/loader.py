@@ -141,13 +141,13 @@ class _Loader:
         """Opens the checkpoint and matches; an error of the checkpoint is data, so that it keeps its type."""
         options = self._options
         try:
-            self._checkpoint = Checkpoint(self._storage)
-            self._opened = [self._checkpoint.close]
-            if check is not None:
-                check(self._checkpoint.manifest)
-            if self._rendezvous.rank == 0:
-                self._checkpoint.check_sizes(range(len(self._checkpoint.manifest.files)))
             with no_garbage_collection():
+                self._checkpoint = Checkpoint(self._storage)
+                self._opened = [self._checkpoint.close]
+                if check is not None:
+                    check(self._checkpoint.manifest)
+                if self._rendezvous.rank == 0:
+                    self._checkpoint.check_sizes(range(len(self._checkpoint.manifest.files)))
                 self._matched = match(
                     self._checkpoint, state, options, self._rendezvous.rank, self._rendezvous.world_size
                 )
@@ -159,7 +159,8 @@ class _Loader:
         """Agrees on who reads what several ranks want, where that was asked for."""
         checkpoint, matched = self._checkpoint, self._matched
         assert matched.plan is not None
-        self._placing = Placing(checkpoint.manifest, checkpoint.table, matched.plan, matched.destinations)
+        with no_garbage_collection():
+            self._placing = Placing(checkpoint.manifest, checkpoint.table, matched.plan, matched.destinations)
         self._needed = int(self._placing.part_bytes.sum())
         if self._options.read_once and self._rendezvous.world_size > 1:
             sharing = Sharing(checkpoint, matched.plan, self._placing, self._rendezvous, self._options)
@@ -191,7 +192,8 @@ class _Loader:
         if sharing is not None:
             handed = sharing.moved
             rows = np.setdiff1d(rows, sharing.shared_chunks())
-        chunks = Chunks(files, manifest, table, rows)
+        with no_garbage_collection():
+            chunks = Chunks(files, manifest, table, rows)
         moved.total = handed + sum(chunks.count)
         if sharing is not None:
             self._read, self._received = sharing.hand_on(threads, moved)

@@ -83,9 +83,10 @@ def match(checkpoint: Checkpoint, state: Any, options: Options, rank: int, world
     binding = bind(
         state, catalogue, rank=rank, world_size=world_size, selected=selected, strict=options.strict
     )
-    known = (*catalogue.tensors, *catalogue.objects, *binding.missing, *binding.kept)
-    check_patterns("include", options.include, known)
-    check_patterns("cast", None if isinstance(options.cast, bool) else options.cast, known)
+    for option, patterns in (("include", options.include), ("cast", options.cast)):
+        if patterns is not None and not isinstance(patterns, bool):
+            known = (*catalogue.tensors, *catalogue.objects, *binding.missing, *binding.kept)
+            check_patterns(option, patterns, known)
     mismatched = [(item.key, item.expected, item.found) for item in binding.mismatched]
     fitting: list[TensorEntry] = []
     for entry in binding.tensors:
@@ -96,7 +97,8 @@ def match(checkpoint: Checkpoint, state: Any, options: Options, rank: int, world
             fitting.append(entry)
         else:
             mismatched.append((entry.key, *difference))
-    rows = {entry.key: checkpoint.row(stored_of.get(entry.key, entry.key)) for entry in fitting}
+    keys = [entry.key for entry in fitting]
+    rows = dict(zip(keys, checkpoint.rows([stored_of.get(key, key) for key in keys]), strict=True))
     entries = []
     for entry in fitting:
         other = entry.alias_of
@@ -106,9 +108,7 @@ def match(checkpoint: Checkpoint, state: Any, options: Options, rank: int, world
             found = "two tensors in the checkpoint whose chunks differ (exclude one of them)"
             mismatched.append((entry.key, f"one tensor with {other!r}", found))
     used, parts = binding.used, binding.parts
-    unexpected = sorted(
-        key for key in (*catalogue.tensors, *catalogue.objects) if key not in used and selected(key)
-    )
+    unexpected = sorted(filter(selected, (catalogue.tensors.keys() | catalogue.objects.keys()) - used))
     spare = {key for key in unexpected if not parts.issuperset(parts_of(key))}
     asked = Asked(
         checkpoint.manifest.attempt,

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from shardproof.format import Manifest, files_of
+from shardproof.garbage import no_garbage_collection
 from shardproof.loading.chunks import Chunks
 from shardproof.loading.placing import Destination, Placing
 from shardproof.loading.threads import in_threads
@@ -77,7 +78,8 @@ def read_chunks(
         CorruptChunkError: bytes do not match their digest; destinations may be partly written.
         StorageError: a file is missing, short or unreadable.
     """
-    job = _Job(chunks, placing, moved)
+    with no_garbage_collection():
+        job = _Job(chunks, placing, moved)
     in_threads(job.run, job.batches, threads)
     job.report_rest()
     return job.read
