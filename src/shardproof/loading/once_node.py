@@ -36,6 +36,8 @@ from shardproof.planning import ChunkTable
 
 __all__ = ["MOST_RANKS", "through_memory"]
 
+_CUT_BYTES = 64 << 10
+"""Chunks from here on whose parts are views made beforehand."""
 MOST_RANKS = 32
 """Ranks of a node whose messages are sure to find room."""
 
@@ -133,6 +135,9 @@ class _Part:
         self._taken: list[list[int]] = taken.tolist()
         self._count: list[int] = table.byte_count[taken[:, 3]].tolist()
         self._parts = placing.parts_of(taken[:, 3].tolist())
+        self._straight = placing.straight(taken[:, 3].tolist())
+        self._views: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        """By row of `taken`, for the larger chunks that are cut."""
         self._of_round: dict[tuple[int, int], list[int]] = {}
         """Reader and round to rows of `taken`."""
         for at, (rank, number, _, _) in enumerate(self._taken):
@@ -147,7 +152,7 @@ class _Part:
 
     def run(self, threads: int, deadline: float) -> tuple[int, int]:
         """See `through_memory`."""
-        self._memory[self._rank] = self._own.reserve(self._nbytes[self._rank])
+        self._found(self._rank, self._own.reserve(self._nbytes[self._rank]))
         self._own.inbox.watch(
             (rank, peer.process) for rank, peer in enumerate(self._peers) if peer is not None
         )
@@ -225,11 +230,16 @@ class _Part:
         """Puts this rank's parts of a round where they belong."""
         done = 0
         memory = self._of(rank)
-        for at in self._of_round.get((rank, number), ()):
-            _, _, byte, row = self._taken[at]
-            parts = self._parts[at]
-            self._placing.put(row, parts, memory[byte : byte + self._count[at]])
-            done += self._part_bytes[parts.stop] - self._part_bytes[parts.start]
+        with torch.no_grad():
+            for at in self._of_round.get((rank, number), ()):
+                _, _, byte, row = self._taken[at]
+                parts = self._parts[at]
+                if at in self._views:
+                    for target, source in self._views[at]:
+                        target.copy_(source)
+                else:
+                    self._placing.put(row, parts, memory[byte : byte + self._count[at]])
+                done += self._part_bytes[parts.stop] - self._part_bytes[parts.start]
         if rank != self._rank:
             self._received_bytes += done
             self._moved(done)
@@ -247,8 +257,22 @@ class _Part:
         if found is None:
             peer = self._peers[rank]
             assert peer is not None
-            found = self._memory[rank] = peer.map(self._nbytes[rank])
+            found = self._found(rank, peer.map(self._nbytes[rank]))
         return found
+
+    def _found(self, rank: int, memory: torch.Tensor) -> torch.Tensor:
+        """Notes a rank's memory, and makes the views of what is cut from it.
+
+        Made one after another they take a third of the time that each takes between copies, which leave
+        nothing of Python in the processor's caches: 6 % of a load of rows into columns.
+        """
+        self._memory[rank] = memory
+        for at, (reader, _, byte, row) in enumerate(self._taken):
+            if reader == rank and self._count[at] >= _CUT_BYTES and not self._straight[at]:
+                stored, parts = memory[byte : byte + self._count[at]], self._parts[at]
+                if self._placing.is_aligned(parts, stored):
+                    self._views[at] = self._placing.views(row, parts, stored)
+        return memory
 
     def _ticks(self) -> list[int]:
         """How far all other ranks have come."""

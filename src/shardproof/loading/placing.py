@@ -97,18 +97,40 @@ class Placing:
             parts: of the chunk.
             stored: (count,) uint8 host memory, all bytes of the chunk.
         """
-        source = None
-        for part in parts:
-            address = int(self._address[part])
-            if address:
-                ctypes.memmove(address, stored.data_ptr(), len(stored))
-                continue
-            if source is None:
-                sizes = self._table.box_sizes[self._table.box_start[row] : self._table.box_start[row + 1]]
-                source = shaped(stored, self._dtypes[self._tensor[part]], sizes.tolist())
-            ndim = source.ndim
-            sizes_of_part = self._plan.sizes[part, :ndim].tolist()
-            self._copy(part, part_of(source, self._plan.in_chunk[part, :ndim].tolist(), sizes_of_part))
+        if len(parts) == 1 and (address := int(self._address[parts.start])):
+            ctypes.memmove(address, stored.data_ptr(), len(stored))
+            return
+        if not self.is_aligned(parts, stored):
+            stored = stored.clone()
+        with torch.no_grad():
+            for target, source in self.views(row, parts, stored):
+                target.copy_(source)
+
+    def is_aligned(self, parts: range, stored: torch.Tensor) -> bool:
+        """Whether memory for a chunk begins at a multiple of its item size, as `views` asks for."""
+        return stored.data_ptr() % self._dtypes[self._tensor[parts.start]].itemsize == 0
+
+    def views(self, row: int, parts: range, stored: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Of each part of a chunk the view that it goes into, and the view of its memory.
+
+        Args:
+            row: of the chunk table.
+            parts: of the chunk.
+            stored: (count,) uint8 host memory for all bytes of the chunk, which need not be there yet.
+        """
+        table, plan, these = self._table, self._plan, slice(parts.start, parts.stop)
+        sizes = table.box_sizes[table.box_start[row] : table.box_start[row + 1]].tolist()
+        chunk, ndim = stored.view(self._dtypes[self._tensor[parts.start]]).view(sizes), len(sizes)
+        return [
+            (part_of(self._destinations[want].view, into, extent), part_of(chunk, begin, extent))
+            for want, into, begin, extent in zip(
+                self._want[these],
+                plan.in_want[these, :ndim].tolist(),
+                plan.in_chunk[these, :ndim].tolist(),
+                plan.sizes[these, :ndim].tolist(),
+                strict=True,
+            )
+        ]
 
     def put_part(self, part: int, stored: torch.Tensor) -> None:
         """Puts one part where it belongs.
