@@ -41,7 +41,7 @@ test-all: $(STAMP)  ## every test, the slow ones too
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 bench: $(STAMP)  ## measure beside torch's own checkpoints, optimizers and sharding
-	@set -e; for script in save load reshard small_tensors costs planning; do \
+	@set -e; for script in save load reshard crossover small_tensors costs planning; do \
 		echo "== $$script"; $(BIN)/python benchmarks/$$script.py $(ARGS); \
 	done
 	@echo "== optim"; $(BIN)/python benchmarks/optim.py

@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import socket
+import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -364,6 +365,56 @@ def test_a_rank_that_is_stuck_in_its_reading_is_given_up(tmp_path: Path) -> None
     assert "partly overwritten" in texts[1], texts[1]
 
 
+def behind_a_slow_reader(folder: str, way: str) -> LoadReport:
+    """Rank 1 reads for longer than the deadline what ranks 0 and 2 do not want; then something for rank 2."""
+    go_through(way)
+    small_rounds(400)
+    wanted = [f"a{number:02}" for number in range(24)]
+    asks = [[], [*wanted, "z"], ["big 2", "z"], [*wanted, "big 3"]][rank()]
+    storage = LocalStorage(folder)
+    read_into = storage.read_into
+
+    def slowly(name: str, start: int, buffer: memoryview) -> None:
+        if len(buffer) == 400:
+            time.sleep(0.2)
+        read_into(name, start, buffer)
+
+    storage.read_into = slowly  # type: ignore[method-assign]
+    with process_group():
+        target = {key: torch.zeros(5000 if key.startswith("big") else 100) for key in asks}
+        report = load_from(storage, target, rendezvous(deadline=1.5), Options(read_once=True))
+        assert all(value.eq(1).all() for value in target.values())
+        return report
+
+
+@WAYS
+def test_who_waits_for_a_rank_that_moves_is_not_silent(way: str, tmp_path: Path) -> None:
+    sizes = {"big 2": 5000, "big 3": 5000, "z": 100} | {f"a{number:02}": 100 for number in range(24)}
+    state = {key: torch.ones(size) for key, size in sizes.items()}
+    Saver(LocalRendezvous(), chunk_bytes=40_000).save(LocalStorage(tmp_path), state)
+    outcomes = run_ranks(4, behind_a_slow_reader, str(tmp_path), way, timeout=60)
+    assert all(outcome.value.read_once for outcome in outcomes)
+    assert outcomes[1].value.seconds > 1.5, "it took longer than the deadline"
+
+
+def failing_before(folder: str, way: str) -> dict[str, Any]:
+    if rank() == 1:
+        loader._Loader._own_chunks = _no_room  # type: ignore[method-assign]
+    return failing(folder, way, 600, None)
+
+
+def _no_room(*args: Any) -> Any:
+    raise MemoryError("no room")
+
+
+@WAYS
+def test_a_rank_that_fails_before_it_hands_on_takes_nobody_into_a_hang(way: str, tmp_path: Path) -> None:
+    save(tmp_path)
+    errors = [outcome.value for outcome in run_ranks(3, failing_before, str(tmp_path), way, timeout=60)]
+    assert errors[0] == errors[1] == errors[2]
+    assert list(errors[0]["details"]["causes"]) == ["1"] and "no room" in errors[0]["message"]
+
+
 def choosing(folder: str, pays: bool, worth: int) -> tuple[bool, int]:
     sharing.pays = lambda loads, found, through_memory: pays  # type: ignore[attr-defined]
     crossover.WORTH_BYTES = worth
@@ -396,10 +447,29 @@ def without_reach(folder: str, read_once: Any) -> tuple[bool, int]:
         return report.read_once, report.bytes
 
 
+def without_files(folder: str, read_once: Any) -> tuple[bool, int]:
+    """The system refuses rank 1 files without a name."""
+
+    def refused(*given: Any) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    crossover.WORTH_BYTES = 1 << 40  # over a group "auto" would measure
+    if rank() == 1:
+        os.memfd_create = refused
+    with process_group():
+        target = {key: torch.zeros_like(value) for key, value in stored().items()}
+        report = sp.load(folder, target, read_once=read_once)
+        assert all(expected(key, value) for key, value in target.items())
+        return report.read_once, report.bytes
+
+
+@pytest.mark.parametrize("lacking", [without_reach, without_files])
 @pytest.mark.parametrize("read_once", [True, "auto"])
-def test_where_memory_cannot_be_shared_the_group_hands_on_if_asked(tmp_path: Path, read_once: Any) -> None:
+def test_where_memory_cannot_be_shared_the_group_hands_on_if_asked(
+    tmp_path: Path, read_once: Any, lacking: Any
+) -> None:
     nbytes = save(tmp_path)
-    found = [outcome.value for outcome in run_ranks(2, without_reach, str(tmp_path), read_once)]
+    found = [outcome.value for outcome in run_ranks(2, lacking, str(tmp_path), read_once)]
     assert [once for once, _ in found] == [read_once is True] * 2
     assert sum(count for _, count in found) == (nbytes if read_once is True else 2 * nbytes)
 

@@ -156,7 +156,7 @@ def _take(chunks: Chunks, places: Sequence[int], memory: memoryview) -> tuple[in
 
 def _processors() -> float:
     """This rank's share of the node's processors: no more than it has threads that read."""
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     return min(reading_threads(), (os.cpu_count() or 1) / max(ranks_here, 1))
 
 

@@ -34,6 +34,7 @@ from shardproof.loading.placing import Placing
 from shardproof.loading.shared import check_shared_memory
 from shardproof.loading.sharing import UNREADABLE, Sharing
 from shardproof.loading.threads import reading_threads
+from shardproof.planning import ReadPlan
 from shardproof.rendezvous import Meetings, Rendezvous
 from shardproof.saving.fence import open_all
 from shardproof.storage import Storage
@@ -100,7 +101,6 @@ def load_from(
             )
             missing, unexpected = msgspec.msgpack.decode(answer, type=tuple[tuple[str, ...], tuple[str, ...]])
             loader.share(meetings)
-        open_all()
         try:
             with loader.phase("read") as phase:
                 meetings.meet("read", lambda: loader.read(phase), _all_read)
@@ -173,7 +173,7 @@ class _Loader:
         checkpoint, matched = self._checkpoint, self._matched
         assert matched.plan is not None
         try:
-            self._read_all(np.unique(matched.plan.chunk), phase)
+            self._read_all(matched.plan, phase)
             check_shared_memory(checkpoint, matched.plan, matched.destinations)
         except PeerFailed:
             return msgspec.msgpack.encode(None)
@@ -182,22 +182,29 @@ class _Loader:
         phase.note(read=self._read, received=self._received, needed=self._needed)
         return b""
 
-    def _read_all(self, rows: NDArray[np.int64], phase: events.Phase) -> None:
+    def _read_all(self, plan: ReadPlan, phase: events.Phase) -> None:
         """First what is handed on, since others wait for it, then what is this rank's alone."""
-        checkpoint, threads = self._checkpoint, reading_threads()
-        manifest, table, files = checkpoint.manifest, checkpoint.table, checkpoint.files
-        moved = _Moved(self._rendezvous, phase)
-        handed = 0
         sharing = self._sharing
-        if sharing is not None:
-            handed = sharing.moved
-            rows = np.setdiff1d(rows, sharing.shared_chunks())
-        with no_garbage_collection():
-            chunks = Chunks(files, manifest, table, rows)
-        moved.total = handed + sum(chunks.count)
+        try:
+            open_all()
+            threads, moved = reading_threads(), _Moved(self._rendezvous, phase)
+            chunks = self._own_chunks(np.unique(plan.chunk))
+            moved.total = sum(chunks.count) + (sharing.moved if sharing is not None else 0)
+        except BaseException:
+            if sharing is not None:
+                sharing.abandon()
+            raise
         if sharing is not None:
             self._read, self._received = sharing.hand_on(threads, moved)
         self._read += read_chunks(chunks, self._placing, threads=threads, moved=moved)
+
+    def _own_chunks(self, rows: NDArray[np.int64]) -> Chunks:
+        """Of the rows of the chunk table that this rank wants, what is not handed on."""
+        if self._sharing is not None:
+            rows = np.setdiff1d(rows, self._sharing.shared_chunks())
+        checkpoint = self._checkpoint
+        with no_garbage_collection():
+            return Chunks(checkpoint.files, checkpoint.manifest, checkpoint.table, rows)
 
     def finish(self) -> bytes:
         """Sets plain values, attaches new optimizer state, hands objects their state."""

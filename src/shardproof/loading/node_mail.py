@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 __all__ = ["Inbox", "Message", "Outbox", "Said"]
 
+_OPEN = os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK | getattr(os, "O_NOCTTY", 0)
 _FORMAT = struct.Struct("=HHI")
 _MOST = 4096 // _FORMAT.size * _FORMAT.size
 """Bytes of one read: whole messages."""
@@ -52,7 +53,7 @@ class Inbox:
     """Where this process is told things.
 
     >>> inbox = Inbox()
-    >>> outbox = Outbox.opened(os.getpid(), inbox.outbox.descriptor)
+    >>> outbox = Outbox.opened(os.getpid(), inbox.outbox.descriptor, inbox.number)
     >>> outbox.send(Message(Said.READ, 3, 7)), inbox.take(1.0)
     (None, [Message(said=<Said.READ: 1>, rank=3, number=7)])
     >>> outbox.close(), inbox.close()
@@ -63,6 +64,8 @@ class Inbox:
         self._read, descriptor = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.outbox = Outbox(descriptor)
         """For messages of this process to itself. Its descriptor is what others open."""
+        self.number = os.fstat(descriptor).st_ino
+        """Of the pipe, by which others know it."""
         self._poll = select.poll()
         self._poll.register(self._read, select.POLLIN)
         self._watched: dict[int, int] = {}
@@ -106,20 +109,21 @@ class Outbox:
         self.descriptor = descriptor
 
     @staticmethod
-    def opened(process: int, descriptor: int) -> Outbox:
-        """The way to the pipe that a process knows by a descriptor.
+    def opened(process: int, descriptor: int, number: int) -> Outbox:
+        """The way to the pipe of a number, which a process knows by a descriptor.
 
         Raises:
-            OSError: it cannot be reached, or is no pipe.
+            OSError: it cannot be reached, or is another.
         """
-        opened = os.open(f"/proc/{process}/fd/{descriptor}", os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        if not stat.S_ISFIFO(os.fstat(opened).st_mode):
+        opened = os.open(f"/proc/{process}/fd/{descriptor}", _OPEN)
+        found = os.fstat(opened)
+        if not stat.S_ISFIFO(found.st_mode) or found.st_ino != number:
             os.close(opened)
-            raise OSError(f"descriptor {descriptor} of process {process} is no pipe")
+            raise OSError(f"descriptor {descriptor} of process {process} is not the pipe {number}")
         return Outbox(opened)
 
     def send(self, message: Message) -> None:
-        """Never waits: a receiver has far fewer messages before it than a pipe holds (see `once_node`).
+        """Never waits: a receiver never has more messages before it than a pipe holds (see `once_node`).
 
         Raises:
             BrokenPipeError: the receiver is gone.

@@ -23,8 +23,9 @@ import torch
 from shardproof.errors import StorageError
 from shardproof.loading.node_mail import Inbox, Outbox
 
-__all__ = ["Handle", "NodeMemory", "PeerMemory", "can_share_memory"]
+__all__ = ["Handle", "NodeMemory", "PeerMemory"]
 
+_OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | getattr(os, "O_NOCTTY", 0)
 _TOKEN_BYTES = 16
 _TICKS = struct.Struct("=Q")
 _BEGIN = mmap.PAGESIZE
@@ -37,12 +38,9 @@ class Handle(msgspec.Struct, frozen=True, array_like=True):
     process: int
     memory: int
     inbox: int
+    pipe: int
+    """Number of the inbox's pipe."""
     token: bytes
-
-
-def can_share_memory() -> bool:
-    """Whether this system has what it takes: anonymous files, and processes that can be watched."""
-    return hasattr(os, "memfd_create") and hasattr(os, "pidfd_open") and os.path.isdir("/proc/self/fd")
 
 
 class NodeMemory:
@@ -59,11 +57,24 @@ class NodeMemory:
 
     def __init__(self) -> None:
         token = secrets.token_bytes(_TOKEN_BYTES)
-        self._memory = os.memfd_create("shardproof", os.MFD_CLOEXEC)
-        os.pwrite(self._memory, token + _TICKS.pack(0), 0)
+        with ExitStack() as opened:
+            self._memory = os.memfd_create("shardproof", os.MFD_CLOEXEC)
+            opened.callback(os.close, self._memory)
+            os.pwrite(self._memory, token + _TICKS.pack(0), 0)
+            self.inbox = Inbox()
+            opened.pop_all()
         self._ticks = 0
-        self.inbox = Inbox()
-        self.handle = Handle(os.getpid(), self._memory, self.inbox.outbox.descriptor, token)
+        inbox = self.inbox
+        self.handle = Handle(os.getpid(), self._memory, inbox.outbox.descriptor, inbox.number, token)
+
+    @staticmethod
+    def made() -> NodeMemory | None:
+        """New memory; None where the system has none of the kind, or refuses it."""
+        has_all = hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
+        try:
+            return NodeMemory() if has_all and os.path.isdir("/proc/self/fd") else None
+        except OSError:
+            return None
 
     def reserve(self, nbytes: int) -> torch.Tensor:
         """Makes it so large, and maps it: (nbytes,) uint8, shared.
@@ -107,13 +118,13 @@ class PeerMemory:
         """What is behind a handle; None where it cannot be reached."""
         with ExitStack() as opened:
             try:
-                memory = os.open(f"/proc/{handle.process}/fd/{handle.memory}", os.O_RDWR | os.O_CLOEXEC)
+                memory = os.open(f"/proc/{handle.process}/fd/{handle.memory}", _OPEN)
                 opened.callback(os.close, memory)
                 process = os.pidfd_open(handle.process)
                 opened.callback(os.close, process)
                 if os.pread(memory, _TOKEN_BYTES, 0) != handle.token:
                     return None
-                outbox = Outbox.opened(handle.process, handle.inbox)
+                outbox = Outbox.opened(handle.process, handle.inbox, handle.pipe)
             except OSError:  # not allowed, or it means something else here
                 return None
             opened.pop_all()

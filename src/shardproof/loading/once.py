@@ -15,14 +15,14 @@ from shardproof.loading.exchange import Exchange, Underway
 from shardproof.loading.once_receive import Receiver
 from shardproof.loading.once_send import Sender
 
-__all__ = ["PeerFailed", "hand_on"]
+__all__ = ["PeerFailed", "through_group"]
 
 
 class PeerFailed(Exception):
     """Another rank failed, so all left together. That rank says why."""
 
 
-def hand_on(
+def through_group(
     make: Callable[[], tuple[Sender, Receiver]],
     exchange: Exchange,
     rounds: int,

@@ -11,8 +11,8 @@ Note: Why it comes to an end, and why what is taken is what was read
     A round is read when all rounds that were where it is to be have been taken, so nobody takes from it what
     is not its own. A rank answers every READ as it comes and never waits for anything else before it does,
     so what a reader waits for comes, in the order of its rounds, and its next round is read. No rank has more
-    than `AHEAD` rounds that are not taken, so of each other rank at most so many READ, as many PLACED and one
-    FAILED are before it: from `MOST_RANKS` ranks not a page, which is the least that a pipe holds.
+    than `AHEAD` rounds that are not taken, so of each rank, itself too, at most so many READ, as many PLACED
+    and two FAILED are before it: from `MOST_RANKS` ranks no more than a page, the least that a pipe holds.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from shardproof.planning import ChunkTable
 
 __all__ = ["MOST_RANKS", "through_memory"]
 
+_LOOKS = 4
+"""How often a rank that waits looks, within the deadline, whether another moves."""
 _CUT_BYTES = 64 << 10
 """Chunks from here on whose parts are views made beforehand."""
 MOST_RANKS = 32
@@ -54,6 +56,7 @@ def through_memory(
     threads: int,
     deadline: float,
     moved: Callable[[int], None],
+    waits: Callable[[], None],
 ) -> tuple[int, int]:
     """Reads what this rank is to read, and takes what it wants. Called by every rank of the node.
 
@@ -68,6 +71,7 @@ def through_memory(
         threads: reads in flight.
         deadline: seconds after which ranks of which none moves are given up.
         moved: called with bytes read or taken since the call before, from any thread.
+        waits: called now and then while this rank waits and another moves.
 
     Returns:
         Bytes read and bytes received.
@@ -79,14 +83,25 @@ def through_memory(
     """
     try:
         part = _Part(files, manifest, table, placing, orders, memory, peers, moved)
-        return part.run(threads, deadline)
+        with ThreadPoolExecutor(threads, "shardproof-read") as pool:
+            try:
+                return part.run(pool if threads > 1 else None, deadline, waits)
+            except BaseException:
+                part.stopped = True
+                tell_failed(peers)  # now: the pool waits for its reads
+                raise
     except BaseException:
-        failed = Message(Said.FAILED, peers.index(None))
-        for peer in peers:
-            if peer is not None:
-                with suppress(OSError):  # it is gone, and needs no telling
-                    peer.outbox.send(failed)
+        tell_failed(peers)
         raise
+
+
+def tell_failed(peers: Sequence[PeerMemory | None]) -> None:
+    """Tells all other ranks that this one has given up. They may be told more than once."""
+    failed = Message(Said.FAILED, peers.index(None))
+    for peer in peers:
+        if peer is not None:
+            with suppress(OSError):  # it is gone, and needs no telling
+                peer.outbox.send(failed)
 
 
 class _Part:
@@ -114,7 +129,7 @@ class _Part:
         self._out = [memory.inbox.outbox if peer is None else peer.outbox for peer in peers]
         self._chunks = Chunks(files, manifest, table, np.frombuffer(orders.read_chunks, np.int64))
         self._lock = threading.Lock()
-        self._stopped = False
+        self.stopped = False
         self._error: BaseException | None = None
 
         rounds = np.frombuffer(orders.rounds, np.int64).reshape(-1, 2).tolist()
@@ -150,38 +165,36 @@ class _Part:
         """Own rounds that are begun, and that all have taken from, in their order."""
         self._part_bytes = np.append(0, np.cumsum(placing.part_bytes)).tolist()
 
-    def run(self, threads: int, deadline: float) -> tuple[int, int]:
-        """See `through_memory`."""
+    def run(
+        self, pool: ThreadPoolExecutor | None, deadline: float, waits: Callable[[], None]
+    ) -> tuple[int, int]:
+        """See `through_memory`. Without a pool this thread reads too, when there is nothing to take."""
         self._found(self._rank, self._own.reserve(self._nbytes[self._rank]))
-        self._own.inbox.watch(
-            (rank, peer.process) for rank, peer in enumerate(self._peers) if peer is not None
-        )
-        with ThreadPoolExecutor(threads, "shardproof-read") as pool:
-            try:
-                self._run(pool if threads > 1 else None, deadline)
-            finally:
-                self._stopped = True
-        return self._read_bytes, self._received_bytes
-
-    def _run(self, pool: ThreadPoolExecutor | None, deadline: float) -> None:
-        """Without a pool this thread reads too, a round at a time when there is nothing to take."""
-        inbox, ticks = self._own.inbox, self._ticks()
+        inbox, ticks, quiet = self._own.inbox, self._ticks(), 0
+        inbox.watch((rank, peer.process) for rank, peer in enumerate(self._peers) if peer is not None)
         while self._wanted or self._reading:
             free = self._begun < len(self._units) and self._after[self._begun] <= self._gone
             if free and pool is not None:
                 pool.submit(self._read, self._begun)
                 self._begun += 1
                 continue
-            messages = inbox.take(0.0 if free else deadline)
+            messages = inbox.take(0.0 if free else deadline / _LOOKS)
             for message in messages:
                 self._hear(message)
-            if free and not messages:
+            if messages:
+                waits()
+                quiet = 0
+            elif free:
                 self._begun += 1
                 self._read(self._begun - 1)
-            elif not messages:
+            else:
                 before, ticks = ticks, self._ticks()
-                if before == ticks:
+                quiet = quiet + 1 if before == ticks else 0
+                if quiet > _LOOKS:
                     raise PeerFailed
+                if not quiet:
+                    waits()
+        return self._read_bytes, self._received_bytes
 
     def _hear(self, message: Message) -> None:
         said, rank, number = message
@@ -202,7 +215,7 @@ class _Part:
 
     def _read(self, number: int) -> None:
         """Reads and verifies a round, tells those who take from it, and takes this rank's own parts."""
-        if self._stopped:
+        if self.stopped:
             return
         try:
             done = 0

@@ -58,7 +58,7 @@ class Placing:
         tensor_of = np.zeros(len(destinations), np.int64)
         tensor_of[plan.want] = tensor
         base = [
-            there.address if there.is_plain and there.view.dtype == self._dtypes[row] else 0
+            there.view.data_ptr() if there.is_plain and there.view.dtype == self._dtypes[row] else 0
             for there, row in zip(destinations, tensor_of.tolist(), strict=True)
         ]
         into = np.array(base, np.uint64)[plan.want]

@@ -21,10 +21,10 @@ from shardproof.loading.chunks import Chunks
 from shardproof.loading.crossover import Sampled, memory_speed, pays, sample, worth_measuring
 from shardproof.loading.exchange import Exchange, can_exchange
 from shardproof.loading.matching import Options, from_rank
-from shardproof.loading.node_memory import Handle, NodeMemory, PeerMemory, can_share_memory
+from shardproof.loading.node_memory import Handle, NodeMemory, PeerMemory
 from shardproof.loading.node_plan import NodeOrders, plan_node
-from shardproof.loading.once import hand_on
-from shardproof.loading.once_node import MOST_RANKS, through_memory
+from shardproof.loading.once import through_group
+from shardproof.loading.once_node import MOST_RANKS, tell_failed, through_memory
 from shardproof.loading.once_orders import Int64s, Loads, Orders, Wish
 from shardproof.loading.once_plan import plan_once
 from shardproof.loading.once_receive import Receiver
@@ -153,6 +153,7 @@ class Sharing:
                 threads=threads,
                 deadline=self._rendezvous.deadline,
                 moved=moved,
+                waits=self._rendezvous.waits,
             )
         orders = self._answer.orders
         assert orders is not None
@@ -161,7 +162,14 @@ class Sharing:
             sender = Sender(files, manifest, table, placing, orders, world_size, threads)
             return sender, Receiver(table, placing, orders, world_size)
 
-        return hand_on(make, self._exchange, orders.rounds, moved)
+        return through_group(make, self._exchange, orders.rounds, moved)
+
+    def abandon(self) -> None:
+        """Instead of `hand_on`, on a rank that cannot come to it: all others leave it."""
+        if self._answer.node_orders is not None:
+            tell_failed(self._peers)
+        else:
+            self._exchange.any_failed(True)
 
     def close(self) -> None:
         """Lets go of the memory."""
@@ -194,7 +202,7 @@ class Sharing:
         able = can_exchange(group)
         if able:
             self._exchange = Exchange(group, self._rendezvous.rank, self._rendezvous.world_size)
-            self._memory = NodeMemory() if can_share_memory() else None
+            self._memory = NodeMemory.made()
         elif self._options.read_once is True:
             raise StructureError(
                 "read_once=True hands tensors on over a process group, and there is none: initialise "

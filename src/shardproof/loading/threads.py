@@ -21,7 +21,7 @@ def reading_threads() -> int:
     Reading from the page cache, and hashing, keep a processor busy: more threads than processors only take
     turns. From a disk, the kernel reads ahead of each thread meanwhile.
     """
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     return max(1, min(_MOST, (os.cpu_count() or 1) // max(ranks_here, 1)))
 
 

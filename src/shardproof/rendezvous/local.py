@@ -32,6 +32,9 @@ class LocalRendezvous:
     def progress(self, done: int, total: int) -> None:
         """Nobody else waits: nothing to do."""
 
+    def waits(self) -> None:
+        """Nobody else waits: nothing to do."""
+
     def beside(self, name: str) -> LocalRendezvous:
         """Another one, as good as this."""
         return LocalRendezvous(deadline=self.deadline)

@@ -47,6 +47,10 @@ class Rendezvous(Protocol):
         """Say that this rank moves: bytes done, of so many, in the current phase. Cheap, from any thread."""
         ...
 
+    def waits(self) -> None:
+        """Say that this rank waits for another that moves. Cheap, from any thread."""
+        ...
+
     def beside(self, name: str) -> Rendezvous:
         """Another rendezvous of the same ranks, whose meetings have an order of their own.
 

@@ -125,6 +125,10 @@ class StoreRendezvous:
         """Say that this rank moves: bytes done, of so many. Costs one assignment."""
         self._pulse.progress(done, total)
 
+    def waits(self) -> None:
+        """Say that this rank waits for another that moves: a step of a wait that is itself bounded."""
+        self._pulse.tick()
+
     def beside(self, name: str) -> StoreRendezvous:
         """Another rendezvous of these ranks at this store. See `Rendezvous.beside`."""
         return StoreRendezvous(

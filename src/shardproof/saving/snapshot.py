@@ -43,7 +43,7 @@ __all__ = ["Snapshot"]
 _log = logging.getLogger("shardproof")
 _LOOK = 0.1
 _TOGETHER = 256 << 10
-"""Bytes of small chunks that are staged while the lock is held: it costs as much as copying one of 4 KiB."""
+"""Bytes of small chunks that are staged while the lock is held: to take it costs as much as to copy 4 KiB."""
 
 
 class Snapshot:
@@ -230,8 +230,12 @@ class Snapshot:
         staged = self._pool.take(count)
         if staged is None:
             return False
-        self._source.read(row, staged.address)
-        self._check_version(row)
+        try:
+            self._source.read(row, staged.address)
+            self._check_version(row)
+        except BaseException:
+            self._pool.give(staged)
+            raise
         self._staged[row] = staged
         self.staged_bytes += count
         return True

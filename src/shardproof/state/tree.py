@@ -37,7 +37,7 @@ def collect(tree: Any, *, rank: int = 0, world_size: int = 1) -> Collected:
     (['w'], (ObjectEntry(key='epoch', value=3),))
     """
     out = Collector(handler_of, rank, world_size)
-    with no_garbage_collection(), torch.no_grad():
+    with no_garbage_collection():
         _walk(out.visit, tree)
         return out.result()
 
@@ -72,7 +72,7 @@ def bind(
     {'epoch': 3}
     """
     to = Binder(handler_of, rank, world_size, catalogue=catalogue, selected=selected, strict=strict)
-    with no_garbage_collection(), torch.no_grad():
+    with no_garbage_collection():
         _walk(to.visit, tree)
         binding = to.result()
     binding.finish.insert(0, partial(_say_changed, binding.tensors))

@@ -294,6 +294,30 @@ def test_one_element_of_a_strided_view_is_a_tensor_like_any_other(tmp_path: Path
     assert torch.equal(other, memory)
 
 
+class _Merging(torch.nn.Module):
+    """Keeps for its forward what it works out when it is saved or loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low = torch.nn.Parameter(torch.ones(2, 2))
+
+    def get_extra_state(self) -> dict[str, int]:
+        self.merged = self.low @ self.low
+        return {"rank": 2}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        assert state == {"rank": 2}
+
+
+def test_what_users_work_out_meanwhile_keeps_its_gradients(tmp_path: Path) -> None:
+    module = _Merging()
+    sp.save(tmp_path / "c", {"m": module})
+    assert module.merged.requires_grad
+    del module.merged
+    sp.load(tmp_path / "c", {"m": module})
+    assert module.merged.requires_grad
+
+
 @pytest.mark.parametrize("option", ["include", "cast"])
 def test_a_pattern_that_names_nothing_is_refused(option: str, tmp_path: Path) -> None:
     sp.save(tmp_path / "c", {"model": {"w": torch.ones(2)}})

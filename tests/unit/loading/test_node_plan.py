@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardproof.loading.node_mail import Message, Said
-from shardproof.loading.node_memory import Handle, NodeMemory, PeerMemory
+from shardproof.loading.node_memory import NodeMemory, PeerMemory
 from shardproof.loading.node_plan import AHEAD, _ring, plan_node
 from shardproof.loading.once_node import MOST_RANKS
 from shardproof.loading.once_orders import Wish
@@ -138,10 +138,11 @@ def test_another_process_sees_the_memory_and_none_that_is_not_it() -> None:
     assert memory.inbox.take(0.0) == []
     before = len(os.listdir("/proc/self/fd"))
     for wrong in (
-        Handle(handle.process, handle.memory, handle.inbox, bytes(16)),
-        Handle(handle.process, handle.inbox, handle.memory, handle.token),
-        Handle(handle.process, handle.memory, handle.memory, handle.token),
-        Handle(handle.process, handle.memory, 1 << 20, handle.token),
+        msgspec.structs.replace(handle, token=bytes(16)),
+        msgspec.structs.replace(handle, memory=handle.inbox),
+        msgspec.structs.replace(handle, inbox=handle.memory),
+        msgspec.structs.replace(handle, inbox=1 << 20),
+        msgspec.structs.replace(handle, pipe=handle.pipe + 1),
     ):
         assert PeerMemory.opened(wrong) is None
     assert len(os.listdir("/proc/self/fd")) == before, "nothing stays open"

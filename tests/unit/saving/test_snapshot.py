@@ -315,6 +315,24 @@ def test_memory_for_copies_is_used_again(gate: Gate, tmp_path: Path) -> None:
     assert sizes == [4 << 20] * 3
 
 
+def test_memory_for_a_copy_that_fails_is_given_back(gate: Gate, tmp_path: Path) -> None:
+    net, optimizer = trained("plain")
+    checkpointer = sp.Checkpointer(tmp_path)
+    checkpointer.wait()
+    small_buffers(checkpointer)
+    pending = checkpointer.save(1, {"net": net, "optimizer": optimizer})
+    assert gate.reached.wait(LIMIT)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.zero_()
+    optimizer.step()
+    gate.open()
+    with pytest.raises(StructureError, match="was changed"):
+        pending.result(LIMIT)
+    pool = checkpointer._saver._keep().staging
+    assert pool.size and (pool._current is None or pool._current.holds == 0)
+
+
 def test_a_writer_that_hangs_does_not_hold_training(gate: Gate, tmp_path: Path) -> None:
     net, optimizer = trained("plain")
     checkpointer = sp.Checkpointer(tmp_path, deadline=0.5, host_memory_budget=0)
