@@ -102,7 +102,7 @@ class Chunks:
         at, end = batch.start, batch.stop
         while at < end:
             if count[at] > SPAN:
-                self._read_large(at, storage, name, memory[start[at] - base :][: count[at]])
+                self.read_run(at, 0, memory[start[at] - base :][: count[at]], memory)
                 at += 1
                 continue
             last = at + 1
@@ -120,6 +120,28 @@ class Chunks:
                     self._check(small, digest)
             at = last
 
+    def read_run(self, at: int, begin: int, run: memoryview, scratch: memoryview) -> None:
+        """Reads a chunk and checks its digest, but keeps a run of it only.
+
+        Args:
+            at: position of the chunk.
+            begin: first byte of the run in the chunk.
+            run: memory for the run.
+            scratch: memory that the rest passes through, at least `SPAN` bytes.
+
+        Raises:
+            CorruptChunkError, StorageError: as `read`.
+        """
+        storage, name = self._files[self.file[at]]
+        start, end, hasher = self.start[at], begin + len(run), xxhash.xxh3_128()
+        for first, last in ((0, begin), (begin, end), (end, self.count[at])):
+            for done in range(first, last, SPAN):
+                count = min(SPAN, last - done)
+                span = run[done - begin :][:count] if first == begin else scratch[:count]
+                storage.read_into(name, start + done, span)
+                hasher.update(span)
+        self._check(at, hasher.digest())
+
     def sample(self, at: int, memory: memoryview) -> int:
         """Reads from a chunk on, beyond its end too, without verifying, and returns how many bytes."""
         last = bisect.bisect_right(self.file, self.file[at]) - 1
@@ -127,14 +149,6 @@ class Chunks:
         storage, name = self._files[self.file[at]]
         storage.read_into(name, self.start[at], memory[:count])
         return count
-
-    def _read_large(self, at: int, storage: Storage, name: str, memory: memoryview) -> None:
-        start, hasher = self.start[at], xxhash.xxh3_128()
-        for done in range(0, len(memory), SPAN):
-            span = memory[done : done + SPAN]
-            storage.read_into(name, start + done, span)
-            hasher.update(span)
-        self._check(at, hasher.digest())
 
     def _check(self, at: int, found: bytes) -> None:
         expected = self._digest[at]

@@ -281,7 +281,7 @@ class _Part:
         """
         self._memory[rank] = memory
         for at, (reader, _, byte, row) in enumerate(self._taken):
-            if reader == rank and self._count[at] >= _CUT_BYTES and not self._straight[at]:
+            if reader == rank and self._count[at] >= _CUT_BYTES and not self._straight.address[at]:
                 stored, parts = memory[byte : byte + self._count[at]], self._parts[at]
                 if self._placing.is_aligned(parts, stored):
                     self._views[at] = self._placing.views(row, parts, stored)

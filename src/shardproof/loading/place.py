@@ -1,8 +1,9 @@
 """Executing a read plan: ranges of files into memory, digests checked, parts put where they belong.
 
-A chunk that lands in one run of a contiguous host tensor is read straight into it, unless it is small. All
-others pass through a scratch buffer, where neighbouring chunks share one read. Either way a chunk is hashed
-where it was read, and while the processor still has it in its cache.
+A run of a chunk that is a run of a contiguous host tensor too is read straight into it, unless it is small;
+what is left of the chunk is read to be hashed, and forgotten. All others pass through a scratch buffer, where
+neighbouring chunks share one read. Either way a chunk is hashed where it was read, and while the processor
+still has it in its cache.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 
 from shardproof.format import Manifest, files_of
 from shardproof.garbage import no_garbage_collection
-from shardproof.loading.chunks import Chunks
+from shardproof.loading.chunks import SPAN, Chunks
 from shardproof.loading.placing import Destination, Placing
 from shardproof.loading.threads import in_threads
 from shardproof.planning import ChunkTable, ReadPlan
@@ -91,13 +92,13 @@ class _Job:
         self._chunks = chunks
         self._placing = placing
         self._straight = placing.straight(chunks.rows)
-        others = [at for at, address in enumerate(self._straight) if not address]
+        others = [at for at, address in enumerate(self._straight.address) if not address]
         rows = [chunks.rows[at] for at in others]
         self._parts = dict(zip(others, placing.parts_of(rows), strict=True))
         """By position, of those that do not go straight into place."""
         self._direct = [
-            address != 0 and count >= _DIRECT_BYTES
-            for address, count in zip(self._straight, chunks.count, strict=True)
+            address != 0 and nbytes >= _DIRECT_BYTES
+            for address, nbytes in zip(self._straight.address, self._straight.nbytes, strict=True)
         ]
         self.batches = chunks.batches(self._direct, _BATCH_BYTES)
         self._moved = moved
@@ -109,8 +110,9 @@ class _Job:
         """Reads one batch, checks every digest, and only then places what is not in its place already."""
         span = self._chunks.span(batch)
         if self._direct[batch.start]:
-            address = self._straight[batch.start]
-            self._chunks.read(batch, memoryview((ctypes.c_char * span).from_address(address)).cast("B"))
+            address, begin, nbytes = (column[batch.start] for column in self._straight)
+            run = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+            self._chunks.read_run(batch.start, begin, run, self._scratch(SPAN)[1])
         else:
             self._read_through_scratch(batch, span)
         with self._lock:
@@ -131,10 +133,10 @@ class _Job:
         self._chunks.read(batch, memory[:span])
         base = self._chunks.start[batch.start]
         starts, counts = self._chunks.start, self._chunks.count
-        straight, within = self._straight, address - base
+        (into, begin, nbytes), within = self._straight, address - base
         for at in batch:
-            if straight[at]:
-                ctypes.memmove(straight[at], within + starts[at], counts[at])
+            if into[at]:
+                ctypes.memmove(into[at], within + starts[at] + begin[at], nbytes[at])
             else:
                 stored = scratch[starts[at] - base :][: counts[at]]
                 self._placing.put(self._chunks.rows[at], self._parts[at], stored)

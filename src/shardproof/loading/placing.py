@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -14,7 +15,7 @@ from shardproof.format import Manifest
 from shardproof.planning import ChunkTable, ReadPlan
 from shardproof.state import is_plain_memory
 
-__all__ = ["Destination", "Placing", "part_of", "shaped"]
+__all__ = ["Destination", "Placing", "Runs", "part_of", "shaped"]
 
 
 class Destination(msgspec.Struct, frozen=True, gc=False):
@@ -31,6 +32,16 @@ class Destination(msgspec.Struct, frozen=True, gc=False):
     def of(key: str, view: torch.Tensor) -> Destination:
         """The destination that a view is."""
         return Destination(key, view, view.data_ptr(), is_plain_memory(view))
+
+
+class Runs(NamedTuple):
+    """Of each of some chunks the bytes that go into place as they are stored."""
+
+    address: list[int]
+    """Where they go; 0 where there are none."""
+    begin: list[int]
+    """First of them in the chunk."""
+    nbytes: list[int]
 
 
 class Placing:
@@ -62,26 +73,29 @@ class Placing:
             for there, row in zip(destinations, tensor_of.tolist(), strict=True)
         ]
         into = np.array(base, np.uint64)[plan.want]
-        straight = plan.whole & (plan.run_start >= 0) & (into != 0)
+        straight = (plan.chunk_run >= 0) & (plan.run_start >= 0) & (into != 0)
         inside = (plan.run_start * itemsizes[tensor]).astype(np.uint64)
         self._address = np.where(straight, into + inside, np.uint64(0))
-        """By part: where the chunk goes as it is stored; 0 where it must be cut, converted or moved."""
+        """By part: where a run of the chunk goes as it is stored; 0 where it is no run, or is converted."""
+        self._begin = plan.chunk_run * itemsizes[tensor]
+        """By part: first byte of that run in the chunk."""
         self._tensor: list[int] = tensor.tolist()
         self._want: list[int] = plan.want.tolist()
         self.part_bytes: NDArray[np.int64] = plan.sizes.prod(axis=1) * itemsizes[tensor]
         """By part: bytes, as stored."""
 
-    def straight(self, rows: Sequence[int]) -> list[int]:
-        """For each row of the chunk table the address that the chunk goes to as it is stored.
+    def straight(self, rows: Sequence[int]) -> Runs:
+        """What goes into place as it is stored, for each row of the chunk table.
 
-        0 where it has several parts, or must be cut, converted or moved.
+        Nothing where a chunk has several parts, or one that is no run, or is converted.
         """
         first = np.searchsorted(self._plan.chunk, rows, "left")
         alone = np.searchsorted(self._plan.chunk, rows, "right") - first == 1
-        address = np.zeros(len(first), np.uint64)
-        address[alone] = self._address[first[alone]]
-        addresses: list[int] = address.tolist()
-        return addresses
+        part = first[alone]
+        address, begin, nbytes = np.zeros(len(first), np.uint64), *np.zeros((2, len(first)), np.int64)
+        address[alone] = self._address[part]
+        begin[alone], nbytes[alone] = self._begin[part], self.part_bytes[part]
+        return Runs(address.tolist(), begin.tolist(), nbytes.tolist())
 
     def parts_of(self, rows: Sequence[int]) -> list[range]:
         """For each row of the chunk table, its parts."""
@@ -98,7 +112,8 @@ class Placing:
             stored: (count,) uint8 host memory, all bytes of the chunk.
         """
         if len(parts) == 1 and (address := int(self._address[parts.start])):
-            ctypes.memmove(address, stored.data_ptr(), len(stored))
+            begin, count = int(self._begin[parts.start]), int(self.part_bytes[parts.start])
+            ctypes.memmove(address, stored.data_ptr() + begin, count)
             return
         if not self.is_aligned(parts, stored):
             stored = stored.clone()

@@ -41,6 +41,8 @@ class ReadPlan:
     """(n,) the part is the whole chunk."""
     run_start: NDArray[np.int64]
     """(n,) first element of the part in the row-major order of the wanted box; -1 if it is no run there."""
+    chunk_run: NDArray[np.int64]
+    """(n,) the same in the row-major order of the chunk."""
     in_chunk: NDArray[np.int64]
     """(n, width) offsets of the part from the chunk's first element; dimensions beyond the tensor's are 0."""
     in_want: NDArray[np.int64]
@@ -59,6 +61,7 @@ class ReadPlan:
             self.want[rows],
             self.whole[rows],
             self.run_start[rows],
+            self.chunk_run[rows],
             self.in_chunk[rows],
             self.in_want[rows],
             self.sizes[rows],
@@ -139,6 +142,7 @@ def plan_reads(
                 wants[of_want],
                 (shared.sizes == chunk.sizes).all(axis=1),
                 _run_start(shared, want),
+                _run_start(shared, chunk),
                 _widened(shared.offsets - chunk.offsets, width, 0),
                 _widened(shared.offsets - want.offsets, width, 0),
                 _widened(shared.sizes, width, 1),
@@ -174,7 +178,7 @@ def _pairs(
 
 def _no_parts(width: int) -> ReadPlan:
     none, wide = np.zeros(0, np.int64), np.zeros((0, width), np.int64)
-    return ReadPlan(none, none, np.zeros(0, bool), none, wide, wide, wide)
+    return ReadPlan(none, none, np.zeros(0, bool), none, none, wide, wide, wide)
 
 
 def _sorted_by_chunk(parts: Sequence[ReadPlan]) -> ReadPlan:
@@ -185,6 +189,7 @@ def _sorted_by_chunk(parts: Sequence[ReadPlan]) -> ReadPlan:
         np.concatenate([part.want for part in parts])[order],
         np.concatenate([part.whole for part in parts])[order],
         np.concatenate([part.run_start for part in parts])[order],
+        np.concatenate([part.chunk_run for part in parts])[order],
         np.concatenate([part.in_chunk for part in parts])[order],
         np.concatenate([part.in_want for part in parts])[order],
         np.concatenate([part.sizes for part in parts])[order],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 import shardproof as sp
 from shardproof.errors import CorruptChunkError
-from shardproof.loading import load_from, place
+from shardproof.loading import chunks, load_from, place
 from shardproof.loading.checkpoint import Checkpoint
 from shardproof.loading.chunks import GAP, Chunks
 from shardproof.loading.threads import in_threads
@@ -155,3 +156,46 @@ def test_threads_stop_at_the_first_failure(threads: int) -> None:
     done: list[int] = []
     in_threads(done.append, range(100), threads)
     assert sorted(done) == list(range(100))
+
+
+@pytest.mark.parametrize("direct", [1, 1 << 30])
+@given(
+    rows=st.integers(1, 12),
+    columns=st.integers(1, 7),
+    chunk_bytes=st.integers(8, 200),
+    span=st.integers(1, 50),
+    data=st.data(),
+)
+def test_runs_of_chunks_are_read_into_place_and_the_rest_is_verified(
+    direct: int, rows: int, columns: int, chunk_bytes: int, span: int, data: st.DataObject
+) -> None:
+    """Read through the scratch buffer or not: the same tensor, and the same error for any changed byte."""
+    value = torch.arange(rows * columns, dtype=torch.float32).view(rows, columns)
+    top = data.draw(st.integers(0, rows - 1))
+    height = data.draw(st.integers(1, rows - top))
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(place, "_DIRECT_BYTES", direct)
+        patch.setattr(place, "SPAN", span)
+        patch.setattr(chunks, "SPAN", span)
+        Saver(LocalRendezvous(), chunk_bytes=chunk_bytes).save(LocalStorage(folder), {"w": value})
+
+        def load() -> torch.Tensor:
+            view = torch.zeros(height, columns)
+            sp.load(folder, {"w": sp.ShardedTensor((rows, columns), [(view, (top, 0))])})
+            return view
+
+        assert torch.equal(load(), value[top : top + height])
+        with sp.open(folder) as opened:
+            table, name = opened.table, opened.manifest.files[0].name
+        at = data.draw(st.sampled_from(range(len(table))))
+        begin, end = (int(table.box_offsets[2 * at]) + k * int(table.box_sizes[2 * at]) for k in (0, 1))
+        byte = int(table.byte_start[at]) + data.draw(st.integers(0, int(table.byte_count[at]) - 1))
+        path = Path(folder) / name
+        raw = bytearray(path.read_bytes())
+        raw[byte] ^= 1
+        path.write_bytes(raw)
+        if begin < top + height and top < end:
+            with pytest.raises(sp.CorruptChunkError):
+                load()
+        else:
+            assert torch.equal(load(), value[top : top + height])
