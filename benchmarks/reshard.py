@@ -1,9 +1,9 @@
 """Loading a GPT-shaped state into other layouts than it was saved from: rows to columns, and 4 ranks to 3.
 
 shardproof (every byte verified) reading all, reading once and handing on, and by its own choice, and torch
-DCP, in turn, warm, beside a raw read of as many bytes as each rank needs. Then the crossover: the same load
-of rows into columns, with each rank held to a storage speed of its own as if it stood on a node of its own,
-both ways and by choice.
+DCP, in turn, warm, beside a raw read of as many bytes as each rank needs. Then the crossover between nodes
+(`crossover.py` has that within one): the same load of rows into columns, with each rank held to a storage
+speed of its own as if it stood on a node of its own, both ways and by choice.
 """
 
 from __future__ import annotations

@@ -105,7 +105,9 @@ def _read(name: str) -> dict[str, Any] | None:
     """A trace file's document, or None if it is none."""
     try:
         document = json.loads(Path(name).read_bytes())
-        ours = {"process", "rank"} <= set(document["otherData"]) and isinstance(document["traceEvents"], list)
+        about, rows = document["otherData"], document["traceEvents"]
+        known = {"process": int, "rank": int, "wall_seconds": float}
+        ours = isinstance(rows, list) and all(isinstance(about[key], kind) for key, kind in known.items())
     except (ValueError, KeyError, TypeError):
         return None
     return document if ours else None

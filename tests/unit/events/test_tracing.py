@@ -338,12 +338,16 @@ def test_merging_puts_ranks_on_one_time_line(tmp_path: Path) -> None:
     of_rank(tmp_path, 1, 5002.5, [("agree", 1.0, 1.51), ("write", 1.51, 9.0)])
     (tmp_path / "other.json").write_text('{"traceEvents": []}')
     (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "listed.json").write_text('{"otherData": ["process", "rank"], "traceEvents": []}')
+    text = '{"otherData": {"process": 1, "rank": "0", "wall_seconds": 1.0}, "traceEvents": []}'
+    (tmp_path / "text.json").write_text(text)
     out = tmp_path / "all.json"
     for _ in range(2):  # the second time, what was made is no input
         merged = events.merge_traces(tmp_path.glob("*.json"), out)
         assert (merged.files, merged.ranks, merged.phases, merged.unfinished) == (2, 2, 4, 0)
     assert merged.spread == pytest.approx(0.01)
-    assert sorted(Path(name).name for name in merged.skipped) == ["all.json", "broken.json", "other.json"]
+    skipped = ["all.json", "broken.json", "listed.json", "other.json", "text.json"]
+    assert sorted(Path(name).name for name in merged.skipped) == skipped
     found = {(row["pid"], row["name"]): row for row in rows(out, "X")}
     assert found[0, "write"]["ts"] == pytest.approx(4e6)
     assert found[1, "agree"]["ts"] == pytest.approx(3.5e6) and found[1, "agree"]["dur"] == pytest.approx(
