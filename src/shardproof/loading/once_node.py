@@ -276,8 +276,8 @@ class _Part:
     def _found(self, rank: int, memory: torch.Tensor) -> torch.Tensor:
         """Notes a rank's memory, and makes the views of what is cut from it.
 
-        Between copies, which leave nothing of Python in the processor's caches, each takes so much longer that
-        a load of rows into columns is 6 % slower.
+        Made between the copies, which leave nothing of Python in the processor's caches, they took 6 % of a
+        load of rows into columns.
         """
         self._memory[rank] = memory
         for at, (reader, _, byte, row) in enumerate(self._taken):
