@@ -346,7 +346,7 @@ def stuck(folder: str) -> str:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     target = {key: torch.zeros_like(value) for key, value in stored().items()}
     with pytest.raises(ShardproofError) as caught:
-        load_from(storage, target, rendezvous(deadline=2.0), Options(read_once=True))
+        load_from(storage, target, rendezvous(deadline=3.0), Options(read_once=True))
     return str(caught.value)
 
 
@@ -376,13 +376,13 @@ def behind_a_slow_reader(folder: str, way: str) -> LoadReport:
 
     def slowly(name: str, start: int, buffer: memoryview) -> None:
         if len(buffer) == 400:
-            time.sleep(0.2)
+            time.sleep(0.4)
         read_into(name, start, buffer)
 
     storage.read_into = slowly  # type: ignore[method-assign]
     with process_group():
         target = {key: torch.zeros(5000 if key.startswith("big") else 100) for key in asks}
-        report = load_from(storage, target, rendezvous(deadline=1.5), Options(read_once=True))
+        report = load_from(storage, target, rendezvous(deadline=3.0), Options(read_once=True))
         assert all(value.eq(1).all() for value in target.values())
         return report
 
@@ -394,7 +394,7 @@ def test_who_waits_for_a_rank_that_moves_is_not_silent(way: str, tmp_path: Path)
     Saver(LocalRendezvous(), chunk_bytes=40_000).save(LocalStorage(tmp_path), state)
     outcomes = run_ranks(4, behind_a_slow_reader, str(tmp_path), way, timeout=60)
     assert all(outcome.value.read_once for outcome in outcomes)
-    assert outcomes[1].value.seconds > 1.5, "it took longer than the deadline"
+    assert outcomes[1].value.seconds > 3.0, "it took longer than the deadline"
 
 
 def failing_before(folder: str, way: str) -> dict[str, Any]:
