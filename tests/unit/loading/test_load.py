@@ -294,6 +294,27 @@ def test_one_element_of_a_strided_view_is_a_tensor_like_any_other(tmp_path: Path
     assert torch.equal(other, memory)
 
 
+class _Moving:
+    """Moves the memory of a tensor that was collected before it, as handing it to another process does."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def state_dict(self) -> dict[str, int]:
+        self.tensor.share_memory_().mul_(2)
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        assert state == {"n": 1}
+
+
+def test_memory_that_moves_while_a_state_is_walked(tmp_path: Path) -> None:
+    value = torch.arange(1 << 20).float()
+    sp.save(tmp_path, {"a": value, "b": _Moving(value)})
+    with sp.open(tmp_path) as opened:
+        assert torch.equal(opened["a"].read(), torch.arange(1 << 20).float() * 2)
+
+
 class _Merging(torch.nn.Module):
     """Keeps for its forward what it works out when it is saved or loaded."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import itertools
 import os
@@ -11,10 +12,12 @@ from collections import defaultdict
 
 import msgspec
 import numpy as np
+import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from shardproof.loading import node_memory
 from shardproof.loading.node_mail import Message, Said
 from shardproof.loading.node_memory import NodeMemory, PeerMemory
 from shardproof.loading.node_plan import AHEAD, _ring, plan_node
@@ -178,3 +181,13 @@ def test_all_messages_that_can_be_under_way_fit_into_the_smallest_pipe() -> None
         heard += memory.inbox.take(1.0)
     assert [message.number for message in heard] == list(range(most))
     memory.close()
+
+
+def test_a_system_that_refuses_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(node_memory, "Inbox", refused)
+    assert NodeMemory.made() is None
+    assert len(os.listdir("/proc/self/fd")) == before
