@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -300,24 +301,29 @@ def test_a_rank_that_cannot_go_on_takes_nobody_with_it_into_a_hang(way: str, tmp
     assert list(errors[0]["details"]["causes"]) == ["1"] and "no room" in errors[0]["message"]
 
 
-def dying(folder: str, way: str) -> str:
-    go_through(way)
+def in_third_read(folder: str, act: Callable[[], None]) -> str:
+    """Rank 1 acts in its third read; what the load of each rank ends with."""
     small_rounds(600)
     storage = LocalStorage(folder)
     read_into, reads = storage.read_into, []
 
-    def kill_at_third(name: str, start: int, buffer: memoryview) -> None:
+    def act_in_third(name: str, start: int, buffer: memoryview) -> None:
         reads.append(start)
         if rank() == 1 and len(reads) == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
+            act()
         read_into(name, start, buffer)
 
-    storage.read_into = kill_at_third  # type: ignore[method-assign]
+    storage.read_into = act_in_third  # type: ignore[method-assign]
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     target = {key: torch.zeros_like(value) for key, value in stored().items()}
     with pytest.raises(ShardproofError) as caught:
         load_from(storage, target, rendezvous(deadline=3.0), Options(read_once=True))
     return str(caught.value)
+
+
+def dying(folder: str, way: str) -> str:
+    go_through(way)
+    return in_third_read(folder, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 @WAYS
@@ -331,23 +337,8 @@ def test_a_rank_that_is_killed_in_the_exchange_ends_it_for_all(way: str, tmp_pat
 
 
 def stuck(folder: str) -> str:
-    """Rank 1 does not come back from its third read until the others have given it up."""
-    small_rounds(600)
-    storage = LocalStorage(folder)
-    read_into, reads = storage.read_into, []
-
-    def stuck_at_third(name: str, start: int, buffer: memoryview) -> None:
-        reads.append(start)
-        if rank() == 1 and len(reads) == 3:
-            reach("third read")
-        read_into(name, start, buffer)
-
-    storage.read_into = stuck_at_third  # type: ignore[method-assign]
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    target = {key: torch.zeros_like(value) for key, value in stored().items()}
-    with pytest.raises(ShardproofError) as caught:
-        load_from(storage, target, rendezvous(deadline=3.0), Options(read_once=True))
-    return str(caught.value)
+    """Rank 1 does not come back from its read until the others have given it up."""
+    return in_third_read(folder, lambda: reach("third read"))
 
 
 def until_given_up(job: Job) -> None:

@@ -12,7 +12,7 @@ Note: Why it comes to an end, and why what is taken is what was read
     is not its own. A rank answers every READ as it comes and never waits for anything else before it does,
     so what a reader waits for comes, in the order of its rounds, and its next round is read. No rank has more
     than `AHEAD` rounds that are not taken, so of each rank, itself too, at most so many READ, as many PLACED
-    and two FAILED are before it: from `MOST_RANKS` ranks no more than a page, the least that a pipe holds.
+    and one FAILED are before it: from `MOST_RANKS` ranks not a page, which is the least that a pipe holds.
 """
 
 from __future__ import annotations
@@ -81,22 +81,17 @@ def through_memory(
         StorageError: a file is missing, short or unreadable, or there is too little memory.
         PeerFailed: another rank was stopped.
     """
-    try:
-        part = _Part(files, manifest, table, placing, orders, memory, peers, moved)
-        with ThreadPoolExecutor(threads, "shardproof-read") as pool:
-            try:
-                return part.run(pool if threads > 1 else None, deadline, waits)
-            except BaseException:
-                part.stopped = True
-                tell_failed(peers)  # now: the pool waits for its reads
-                raise
-    except BaseException:
-        tell_failed(peers)
-        raise
+    with ThreadPoolExecutor(threads, "shardproof-read") as pool:
+        try:
+            part = _Part(files, manifest, table, placing, orders, memory, peers, moved)
+            return part.run(pool if threads > 1 else None, deadline, waits)
+        except BaseException:
+            tell_failed(peers)  # now: leaving the pool waits for its reads
+            raise
 
 
 def tell_failed(peers: Sequence[PeerMemory | None]) -> None:
-    """Tells all other ranks that this one has given up. They may be told more than once."""
+    """Tells all other ranks that this one has given up."""
     failed = Message(Said.FAILED, peers.index(None))
     for peer in peers:
         if peer is not None:
@@ -129,7 +124,7 @@ class _Part:
         self._out = [memory.inbox.outbox if peer is None else peer.outbox for peer in peers]
         self._chunks = Chunks(files, manifest, table, np.frombuffer(orders.read_chunks, np.int64))
         self._lock = threading.Lock()
-        self.stopped = False
+        self._stopped = False
         self._error: BaseException | None = None
 
         rounds = np.frombuffer(orders.rounds, np.int64).reshape(-1, 2).tolist()
@@ -163,15 +158,27 @@ class _Part:
         """Own rounds that are not read yet."""
         self._begun = self._gone = 0
         """Own rounds that are begun, and that all have taken from, in their order."""
-        self._part_bytes = np.append(0, np.cumsum(placing.part_bytes)).tolist()
+        self._bytes_before = np.append(0, np.cumsum(placing.part_bytes)).tolist()
+        """By part of the plan, the bytes of all parts before it."""
 
     def run(
         self, pool: ThreadPoolExecutor | None, deadline: float, waits: Callable[[], None]
     ) -> tuple[int, int]:
         """See `through_memory`. Without a pool this thread reads too, when there is nothing to take."""
         self._found(self._rank, self._own.reserve(self._nbytes[self._rank]))
+        self._own.inbox.watch(
+            (rank, peer.process) for rank, peer in enumerate(self._peers) if peer is not None
+        )
+        try:
+            self._until_done(pool, deadline, waits)
+        finally:
+            self._stopped = True
+        return self._read_bytes, self._received_bytes
+
+    def _until_done(
+        self, pool: ThreadPoolExecutor | None, deadline: float, waits: Callable[[], None]
+    ) -> None:
         inbox, ticks, quiet = self._own.inbox, self._ticks(), 0
-        inbox.watch((rank, peer.process) for rank, peer in enumerate(self._peers) if peer is not None)
         while self._wanted or self._reading:
             free = self._begun < len(self._units) and self._after[self._begun] <= self._gone
             if free and pool is not None:
@@ -194,7 +201,6 @@ class _Part:
                     raise PeerFailed
                 if not quiet:
                     waits()
-        return self._read_bytes, self._received_bytes
 
     def _hear(self, message: Message) -> None:
         said, rank, number = message
@@ -215,7 +221,7 @@ class _Part:
 
     def _read(self, number: int) -> None:
         """Reads and verifies a round, tells those who take from it, and takes this rank's own parts."""
-        if self.stopped:
+        if self._stopped:
             return
         try:
             done = 0
@@ -252,7 +258,7 @@ class _Part:
                         target.copy_(source)
                 else:
                     self._placing.put(row, parts, memory[byte : byte + self._count[at]])
-                done += self._part_bytes[parts.stop] - self._part_bytes[parts.start]
+                done += self._bytes_before[parts.stop] - self._bytes_before[parts.start]
         if rank != self._rank:
             self._received_bytes += done
             self._moved(done)

@@ -154,15 +154,11 @@ class Placing:
             part: of the plan.
             stored: (count,) uint8 host memory, the part's elements in row-major order.
         """
-        ndim = self._destinations[self._want[part]].view.ndim
-        sizes = self._plan.sizes[part, :ndim].tolist()
-        self._copy(part, shaped(stored, self._dtypes[self._tensor[part]], sizes))
-
-    def _copy(self, part: int, source: torch.Tensor) -> None:
-        view = self._destinations[self._want[part]].view
-        offsets = self._plan.in_want[part, : view.ndim].tolist()
+        view, plan = self._destinations[self._want[part]].view, self._plan
+        sizes, offsets = plan.sizes[part, : view.ndim].tolist(), plan.in_want[part, : view.ndim].tolist()
         with torch.no_grad():
-            part_of(view, offsets, list(source.shape)).copy_(source)
+            source = shaped(stored, self._dtypes[self._tensor[part]], sizes)
+            part_of(view, offsets, sizes).copy_(source)
 
 
 def shaped(stored: torch.Tensor, dtype: torch.dtype, sizes: Sequence[int]) -> torch.Tensor:
