@@ -28,7 +28,7 @@ from shardproof.loading.once_plan import plan_once
 from shardproof.rendezvous import LocalRendezvous, connect
 from shardproof.saving import Saver
 from shardproof.storage import LocalStorage
-from tests.harness import Job, process_group, rank, reach, rendezvous, run_ranks, world_size
+from tests.harness import Job, open_files, process_group, rank, reach, rendezvous, run_ranks, world_size
 
 ROWS, COLUMNS = 24, 36
 
@@ -483,14 +483,14 @@ def test_too_little_memory_is_an_error_on_every_rank(tmp_path: Path) -> None:
     assert "read_once=False" in errors[0]["message"] and "rank 1" in errors[0]["message"]
 
 
-def descriptors(folder: str) -> tuple[int, int]:
+def descriptors(folder: str) -> tuple[list[str], list[str]]:
     with process_group():
-        counts = []
+        found = []
         for _ in range(3):
             target = {key: torch.zeros_like(value) for key, value in stored().items()}
             assert sp.load(folder, target, read_once=True).read_once
-            counts.append(len(os.listdir("/proc/self/fd")))
-        return counts[0], counts[2]
+            found.append(open_files())
+        return found[0], found[2]
 
 
 def test_memory_is_let_go_of_after_each_load(tmp_path: Path) -> None:

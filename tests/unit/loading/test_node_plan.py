@@ -24,6 +24,7 @@ from shardproof.loading.node_plan import AHEAD, _ring, plan_node
 from shardproof.loading.once_node import MOST_RANKS
 from shardproof.loading.once_orders import Wish
 from shardproof.planning import ChunkTable
+from tests.harness import open_files
 from tests.unit.loading.test_once_plan import jobs
 
 
@@ -139,7 +140,7 @@ def test_another_process_sees_the_memory_and_none_that_is_not_it() -> None:
     assert data[0] == 77
     assert memory.inbox.take(1.0) == [Message(Said.PLACED, 5, 70000)]
     assert memory.inbox.take(0.0) == []
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     for wrong in (
         msgspec.structs.replace(handle, token=bytes(16)),
         msgspec.structs.replace(handle, memory=handle.inbox),
@@ -148,7 +149,7 @@ def test_another_process_sees_the_memory_and_none_that_is_not_it() -> None:
         msgspec.structs.replace(handle, pipe=handle.pipe + 1),
     ):
         assert PeerMemory.opened(wrong) is None
-    assert len(os.listdir("/proc/self/fd")) == before, "nothing stays open"
+    assert open_files() == before, "nothing stays open"
     memory.close()
     assert PeerMemory.opened(handle) is None
 
@@ -187,7 +188,7 @@ def test_a_system_that_refuses_leaves_nothing_open(monkeypatch: pytest.MonkeyPat
     def refused() -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     monkeypatch.setattr(node_memory, "Inbox", refused)
     assert NodeMemory.made() is None
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files() == before

@@ -15,6 +15,7 @@ from shardproof.errors import AlreadyCommittedError, StorageError
 from shardproof.storage import ALIGNMENT, LocalStorage, aligned_buffer
 from shardproof.storage import durable as durable_module
 from shardproof.storage.conformance import StorageConformance
+from tests.harness import open_files
 
 
 class TestBestEffort(StorageConformance):
@@ -229,14 +230,14 @@ def test_read_sees_a_replaced_file(tmp_path):
 
 def test_descriptors_are_bounded_and_given_back(tmp_path):
     storage = LocalStorage(tmp_path, direct=False)
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     for i in range(200):
         storage.create(f"{i}").finish(0)
     for i in range(200):
         storage.read_into(f"{i}", 0, memoryview(b""))
-    assert 0 < len(os.listdir("/proc/self/fd")) - before <= 64
+    assert 0 < len(open_files()) - len(before) <= 64
     storage.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files() == before
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 64
 
 
