@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from shardproof.format.digests import bytes_digest, digests_as_bytes, file_digest
+from shardproof.format.blocks import (
+    BLOCK_BYTES,
+    ChunkHasher,
+    block_counts,
+    digest_of_blocks,
+)
+from shardproof.format.digests import bytes_digest, digests_as_bytes, digests_from_bytes, file_digest
 from shardproof.format.header import ShardHeader, parse_header, read_shard_header
 from shardproof.format.index import decode_index, encode_index
 from shardproof.format.manifest import (
@@ -28,6 +34,7 @@ from shardproof.format.names import (
 from shardproof.format.reading import files_of, lost_files, read_index, read_manifest, seal_of
 from shardproof.format.references import References, named_files, referred_beside, referred_in, unneeded
 from shardproof.format.shards import (
+    BLOCKS,
     DATA_ALIGNMENT,
     DIGESTS,
     PADDING,
@@ -37,6 +44,8 @@ from shardproof.format.shards import (
 )
 
 __all__ = [
+    "BLOCKS",
+    "BLOCK_BYTES",
     "DATA_ALIGNMENT",
     "DIGESTS",
     "FORMAT_VERSION",
@@ -44,17 +53,21 @@ __all__ = [
     "PADDING",
     "REFERENCES_VERSION",
     "SEAL_LENGTH",
+    "ChunkHasher",
     "FileRecord",
     "Manifest",
     "References",
     "ShardHeader",
     "TensorRecord",
+    "block_counts",
     "box_name",
     "bytes_digest",
     "chunk_name",
     "decode_index",
     "decode_manifest",
+    "digest_of_blocks",
     "digests_as_bytes",
+    "digests_from_bytes",
     "encode_entries",
     "encode_index",
     "encode_manifest",

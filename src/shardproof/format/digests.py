@@ -1,17 +1,18 @@
-"""Digests: XXH3 with 128 bits, over chunks, files and the manifest (https://xxhash.com).
+"""Digests: XXH3 with 128 bits, over files and the manifest (https://xxhash.com). Chunks: see `blocks`.
 
 They find damage, not forgery: whoever can write the files can write the digests.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-__all__ = ["bytes_digest", "digests_as_bytes", "file_digest"]
+__all__ = ["bytes_digest", "digests_as_bytes", "digests_from_bytes", "file_digest"]
 
 
 def bytes_digest(data: bytes | bytearray | memoryview) -> str:
@@ -36,6 +37,21 @@ def digests_as_bytes(digests: NDArray[np.uint64]) -> list[bytes]:
     return [raw[at : at + 16] for at in range(0, len(raw), 16)]
 
 
+def digests_from_bytes(digests: Sequence[bytes]) -> NDArray[np.uint64]:
+    r"""What `digests_as_bytes` was made of.
+
+    Args:
+        digests: n of them, 16 bytes each.
+
+    Returns:
+        (n, 2) high and low half.
+
+    >>> digests_from_bytes([bytes(7) + b"\x01" + bytes(7) + b"\x02"]).tolist()
+    [[1, 2]]
+    """
+    return np.frombuffer(b"".join(digests), ">u8").reshape(-1, 2).astype(np.uint64)
+
+
 def file_digest(header: bytes, digests: NDArray[Any]) -> str:
     """Digest of a shard file: over its header and the digests of its chunks in byte order.
 
@@ -44,7 +60,7 @@ def file_digest(header: bytes, digests: NDArray[Any]) -> str:
 
     Args:
         header: the file's bytes before the data.
-        digests: (n, 2) uint64, high and low half of each chunk's XXH3-128.
+        digests: (n, 2) uint64, high and low half of each chunk's digest.
 
     >>> file_digest(b"", np.empty((0, 2), np.uint64)) == bytes_digest(b"")
     True

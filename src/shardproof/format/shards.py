@@ -10,16 +10,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardproof.errors import FormatError
-from shardproof.format.header import MAX_HEADER, ShardHeader
+from shardproof.format.blocks import block_counts
+from shardproof.format.header import MAX_HEADER, HeaderEntry, ShardHeader
 from shardproof.storage.interface import Storage
 
-__all__ = ["DATA_ALIGNMENT", "DIGESTS", "PADDING", "encode_entries", "read_chunk_digests", "shard_header"]
+__all__ = [
+    "BLOCKS",
+    "DATA_ALIGNMENT",
+    "DIGESTS",
+    "PADDING",
+    "encode_entries",
+    "read_chunk_digests",
+    "shard_header",
+]
 
 DATA_ALIGNMENT = 4096
 """Bytes, of which the data's first byte is a multiple."""
 
 PADDING = "@padding"
-"""Entry of zero bytes that aligns `DIGESTS`."""
+"""Entry of zero bytes that aligns what comes after it."""
+
+BLOCKS = "@blocks"
+"""Entry before the last: U64 [n, 2], high and low half of the digests of the blocks of those chunks that have
+several, in byte order; not there if no chunk has."""
 
 DIGESTS = "@digests"
 """Last entry: U64 [n, 2], high and low half of the digests of the chunks before it, in byte order."""
@@ -124,24 +137,35 @@ def read_chunk_digests(storage: Storage, name: str, header: ShardHeader) -> NDAr
     """Digests of the chunks of the shard file `name`, as the file itself carries them.
 
     Returns:
-        (n, 2) uint64, of the entries of `header` without the last ones, `PADDING` and `DIGESTS`.
+        (n, 2) uint64, of the entries of `header` without the last ones: `PADDING`, `BLOCKS` and `DIGESTS`.
 
     Raises:
-        FormatError: there are none, their number is wrong, or the padding is not zero.
+        FormatError: there are none, their number or that of the blocks is wrong, or the padding is not zero.
     """
     chunks = list(header.entries)
     if not chunks or chunks[-1][0] != DIGESTS:
         raise FormatError(f"{name}: its last entry is not {DIGESTS!r}. It is no shard file.", file=name)
-    _, code, shape, start, stop = chunks.pop()
+    digests = chunks.pop()
+    blocks = chunks.pop() if chunks and chunks[-1][0] == BLOCKS else None
     if chunks and chunks[-1][0] == PADDING:
         _, _, _, first, after = chunks.pop()
         if after - first >= DATA_ALIGNMENT or any(storage.read(name, first, after)):
             raise FormatError(f"{name}: the bytes {first} to {after} are padding, but not zero.", file=name)
-    if code != "U64" or shape != (len(chunks), 2):
+    _check_digests(name, digests, len(chunks))
+    counts = np.array([stop - start for _, _, _, start, stop in chunks], np.int64)
+    expected = int(block_counts(counts).sum())
+    if blocks is not None:
+        _check_digests(name, blocks, expected)
+    elif expected:
+        raise FormatError(f"{name}: there is no entry {BLOCKS!r} before the last.", file=name)
+    data = np.frombuffer(storage.read(name, *digests[3:]), "<u8")
+    return data.reshape(-1, 2).astype(np.uint64, copy=False)
+
+
+def _check_digests(name: str, entry: HeaderEntry, count: int) -> None:
+    title, code, shape, _, _ = entry
+    if code != "U64" or shape != (count, 2):
         raise FormatError(
-            f"{name}: {DIGESTS!r} is of type {code} and shape {list(shape)}, expected U64 and "
-            f"{[len(chunks), 2]}.",
+            f"{name}: {title!r} is of type {code} and shape {list(shape)}, expected U64 and {[count, 2]}.",
             file=name,
         )
-    data = np.frombuffer(storage.read(name, start, stop), "<u8")
-    return data.reshape(-1, 2).astype(np.uint64, copy=False)

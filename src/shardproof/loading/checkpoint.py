@@ -15,7 +15,7 @@ import torch
 from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError, StorageError
 from shardproof.format import MANIFEST_NAME, Manifest, files_of, read_index, read_manifest
-from shardproof.geometry import contiguous_runs
+from shardproof.loading.blocks import BlockDigests
 from shardproof.loading.place import Destination, read_planned
 from shardproof.planning import ChunkTable, Wanted, plan_reads
 from shardproof.state import Catalogue, decode_plain
@@ -55,6 +55,7 @@ class Checkpoint:
         self.table: ChunkTable = read_index(storage, self.manifest)
         self.files: list[tuple[Storage, str]] = files_of(storage, self.manifest)
         """Storage and name of each shard file, in the order of the manifest's table."""
+        self.blocks = BlockDigests(self.files, self.manifest, self.table)
         self._row = {record.key: row for row, record in enumerate(self.manifest.tensors)}
         self._sized: set[int] = set()
 
@@ -180,9 +181,8 @@ class Checkpoint:
 class StoredTensor:
     """A tensor in a checkpoint, not read yet.
 
-    Slicing reads just the byte ranges of the box it needs (with a step greater than 1, what it steps over
-    too). A chunk that is needed whole is verified. The digest of a chunk cannot be checked from part of it,
-    so `read` is the verified way to get everything.
+    Slicing reads, of each chunk that the box is in, the blocks of 256 KiB from the first byte that it needs
+    to the last (with a step greater than 1, what it steps over too). Every byte that it returns is verified.
     """
 
     def __init__(self, checkpoint: Checkpoint, key: str, row: int) -> None:
@@ -210,7 +210,7 @@ class StoredTensor:
 
         Raises:
             IndexError: too many indices, or an integer out of range.
-            CorruptChunkError: a chunk that was read whole does not match its digest.
+            CorruptChunkError: stored bytes do not match their digest.
         """
         indices = self._expanded(index if isinstance(index, tuple) else (index,))
         offsets: list[int] = []
@@ -265,36 +265,6 @@ class StoredTensor:
         plan = plan_reads(keys, shapes, table, wanted)
         checkpoint.check_sizes(table.file[plan.chunk].tolist())
         result = torch.empty(sizes, dtype=self.dtype)
-        for part in np.flatnonzero(~plan.whole).tolist():
-            self._read_part(
-                result,
-                int(plan.chunk[part]),
-                plan.in_chunk[part].tolist(),
-                plan.in_want[part].tolist(),
-                plan.sizes[part].tolist(),
-            )
-        read_planned(
-            checkpoint.storage, manifest, table, plan.only(plan.whole), [Destination.of(self.key, result)]
-        )
+        destinations = [Destination.of(self.key, result)]
+        read_planned(checkpoint.blocks, checkpoint.files, manifest, table, plan, destinations)
         return result
-
-    def _read_part(
-        self, result: torch.Tensor, chunk: int, in_chunk: list[int], in_want: list[int], sizes: list[int]
-    ) -> None:
-        """Reads the runs of one chunk that a box needs."""
-        checkpoint = self._checkpoint
-        table = checkpoint.table
-        extents = table.box_sizes[table.box_start[chunk] : table.box_start[chunk + 1]].tolist()
-        starts, lengths = contiguous_runs(extents, in_chunk, sizes)
-        storage, name = checkpoint.files[int(table.file[chunk])]
-        itemsize, first = self.dtype.itemsize, int(table.byte_start[chunk])
-        raw = torch.empty(int(lengths.sum()) * itemsize, dtype=torch.uint8)
-        memory = memoryview(raw.numpy().data)
-        done = 0
-        for start, length in zip((starts * itemsize).tolist(), (lengths * itemsize).tolist(), strict=True):
-            storage.read_into(name, first + start, memory[done : done + length])
-            done += length
-        target = result
-        for dim, (offset, size) in enumerate(zip(in_want, sizes, strict=True)):
-            target = target.narrow(dim, offset, size)
-        target.copy_(raw.view(self.dtype).view(sizes))

@@ -3,8 +3,9 @@
 Note: What one read takes in
     Neighbouring chunks share a read, across a gap of at most `GAP` bytes where gaps stay below a sixteenth of
     what is wanted: a call costs as much as copying some 30 KiB, and a seek far more. So a load reads at most
-    6 % beyond its chunks, and never less than a whole chunk: a digest speaks of all of a chunk's bytes and
-    can be checked against nothing less. A rank that wants some columns of a chunk reads all its rows.
+    6 % beyond its chunks. Of a chunk that is wanted in part it reads the blocks from the first byte that is
+    wanted to the last, and never less than a block: a digest can be checked against nothing less. A rank
+    that wants some columns of a chunk reads all its rows.
 """
 
 from __future__ import annotations
@@ -17,17 +18,12 @@ import xxhash
 from numpy.typing import NDArray
 
 from shardproof.errors import CorruptChunkError
-from shardproof.format import Manifest, digests_as_bytes
+from shardproof.format import BLOCK_BYTES, Manifest, digest_of_blocks, digests_as_bytes
+from shardproof.loading.blocks import BlockDigests, Extents, Files
 from shardproof.planning import ChunkTable
-from shardproof.storage import Storage
 
 __all__ = ["Chunks", "Files", "corrupt_chunk"]
 
-Files = Sequence[tuple[Storage, str]]
-"""Storage and name of each shard file, in the order of the manifest's table."""
-
-SPAN = 256 << 10
-"""Bytes read, then hashed while they are still in the processor's cache."""
 GAP = 64 << 10
 """Bytes that nobody wants between two chunks of one read, at most."""
 _GAP_SHARE = 16
@@ -55,9 +51,33 @@ class Chunks:
         self.count: list[int] = table.byte_count[ordered].tolist()
         self._tensor: list[int] = table.tensor[ordered].tolist()
         self._digest = digests_as_bytes(table.digest[ordered])
+        self._blocks: BlockDigests
+        self.begin: list[int] = [0] * len(rows)
+        """First byte of each chunk that is read."""
+        self.end: list[int] = self.count
+        """The byte after the last."""
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def narrow(self, wanted: Extents, blocks: BlockDigests) -> None:
+        """Of each chunk only the blocks are read that have bytes between the first and the last wanted one.
+
+        Args:
+            wanted: of the chunks, by position.
+            blocks: of the checkpoint.
+        """
+        begin, end = blocks.covering(np.array(self.rows, np.int64), wanted)
+        self.begin, self.end, self._blocks = begin.tolist(), end.tolist(), blocks
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all chunks that are read."""
+        return sum(self.end) - sum(self.begin)
+
+    def is_part(self, at: int) -> bool:
+        """Whether less than all of a chunk is read."""
+        return self.end[at] - self.begin[at] < self.count[at]
 
     def span(self, batch: range) -> int:
         """Bytes from the first of neighbouring chunks to the end of the last."""
@@ -86,30 +106,36 @@ class Chunks:
             begin, wanted = at, 0
         return batches if file else []
 
-    def read(self, batch: range, memory: memoryview) -> None:
-        """Reads neighbouring chunks into memory, and checks every digest.
+    def read(self, batch: range, memory: memoryview) -> int:
+        """Reads what is wanted of neighbouring chunks into memory, and verifies it.
 
         Args:
             batch: positions in one file.
             memory: as many bytes as `span` says; the first byte is the first of the first chunk.
+
+        Returns:
+            Bytes read.
 
         Raises:
             CorruptChunkError: bytes do not match their digest.
             StorageError: the file is missing, short or unreadable.
         """
         storage, name = self._files[self.file[batch[0]]]
-        start, count, base = self.start, self.count, self.start[batch[0]]
+        start, count, base, nbytes = self.start, self.count, self.start[batch[0]], 0
         at, end = batch.start, batch.stop
         while at < end:
-            if count[at] > SPAN:
-                self.read_run(at, 0, memory[start[at] - base :][: count[at]], memory)
+            if count[at] > BLOCK_BYTES:
+                chunk, known = memory[start[at] - base :][: count[at]], self._known(at)
+                run = slice(0, count[at]) if known is None else slice(self.begin[at], self.end[at])
+                nbytes += self._read_blocks(at, run.start, chunk[run], chunk, known)
                 at += 1
                 continue
             last = at + 1
-            while last < end and start[last] + count[last] - start[at] <= SPAN:
+            while last < end and start[last] + count[last] - start[at] <= BLOCK_BYTES:
                 last += 1
             span = memory[start[at] - base : start[last - 1] + count[last - 1] - base]
             storage.read_into(name, start[at], span)
+            nbytes += len(span)
             inside = [begin - start[at] for begin in start[at:last]]
             found = [
                 xxhash.xxh3_128_digest(span[begin : begin + size])
@@ -119,28 +145,53 @@ class Chunks:
                 for small, digest in enumerate(found, at):
                     self._check(small, digest)
             at = last
+        return nbytes
 
-    def read_run(self, at: int, begin: int, run: memoryview, scratch: memoryview) -> None:
-        """Reads a chunk and checks its digest, but keeps a run of it only.
+    def read_run(self, at: int, begin: int, run: memoryview, scratch: memoryview) -> int:
+        """Reads a run of a chunk, and of the rest what it takes to verify it.
 
         Args:
             at: position of the chunk.
             begin: first byte of the run in the chunk.
             run: memory for the run.
-            scratch: memory that the rest passes through, at least `SPAN` bytes.
+            scratch: memory that the rest passes through, at least `BLOCK_BYTES`.
+
+        Returns:
+            Bytes read.
 
         Raises:
             CorruptChunkError, StorageError: as `read`.
         """
+        return self._read_blocks(at, begin, run, scratch, self._known(at))
+
+    def _known(self, at: int) -> list[bytes] | None:
+        """Digests of the blocks of a chunk that is not wanted whole; None where they are damaged, too."""
+        return self._blocks.of(self.rows[at]) if self.is_part(at) else None
+
+    def _read_blocks(
+        self, at: int, begin: int, run: memoryview, scratch: memoryview, known: list[bytes] | None
+    ) -> int:
+        """Reads the blocks that a run is in, or all of the chunk's if their digests are not known."""
         storage, name = self._files[self.file[at]]
-        start, end, hasher = self.start[at], begin + len(run), xxhash.xxh3_128()
-        for first, last in ((0, begin), (begin, end), (end, self.count[at])):
-            for done in range(first, last, SPAN):
-                count = min(SPAN, last - done)
-                span = run[done - begin :][:count] if first == begin else scratch[:count]
-                storage.read_into(name, start + done, span)
-                hasher.update(span)
-        self._check(at, hasher.digest())
+        start, count, stop = self.start[at], self.count[at], begin + len(run)
+        first, last = (0, count) if known is None else (begin // BLOCK_BYTES * BLOCK_BYTES, stop)
+        found: list[bytes] = []
+        end = first
+        for block in range(first, last, BLOCK_BYTES):
+            end = min(block + BLOCK_BYTES, count)
+            is_inside = begin <= block and end <= stop
+            span = run[block - begin : end - begin] if is_inside else scratch[: end - block]
+            storage.read_into(name, start + block, span)
+            found.append(xxhash.xxh3_128_digest(span))
+            if not is_inside:
+                low, high = max(block, begin), min(end, stop)
+                if low < high:
+                    run[low - begin : high - begin] = span[low - block : high - block]
+        if known is None:
+            self._check(at, digest_of_blocks(found))
+        else:
+            self._check_blocks(at, first, found, known[first // BLOCK_BYTES :][: len(found)])
+        return end - first
 
     def sample(self, at: int, memory: memoryview) -> int:
         """Reads from a chunk on, beyond its end too, without verifying, and returns how many bytes."""
@@ -151,17 +202,27 @@ class Chunks:
         return count
 
     def _check(self, at: int, found: bytes) -> None:
-        expected = self._digest[at]
-        if found != expected:
-            raise corrupt_chunk(
-                self._manifest,
-                self.file[at],
-                self._tensor[at],
-                self.start[at],
-                self.count[at],
-                expected.hex(),
-                found.hex(),
-            )
+        if found != self._digest[at]:
+            raise self._corrupt(at, 0, self.count[at], self._digest[at], found)
+
+    def _check_blocks(self, at: int, first: int, found: list[bytes], expected: list[bytes]) -> None:
+        if found == expected:
+            return
+        for number, (one, other) in enumerate(zip(expected, found, strict=True)):
+            if one != other:
+                begin = first + number * BLOCK_BYTES
+                raise self._corrupt(at, begin, min(begin + BLOCK_BYTES, self.count[at]), one, other)
+
+    def _corrupt(self, at: int, begin: int, end: int, expected: bytes, found: bytes) -> CorruptChunkError:
+        return corrupt_chunk(
+            self._manifest,
+            self.file[at],
+            self._tensor[at],
+            self.start[at] + begin,
+            end - begin,
+            expected.hex(),
+            found.hex(),
+        )
 
 
 def corrupt_chunk(

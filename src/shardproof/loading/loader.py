@@ -54,8 +54,8 @@ class LoadReport(msgspec.Struct, frozen=True):
     """Read on this rank, and verified but for what lies between the chunks of one read."""
     seconds: float
     needed: int = 0
-    """Bytes that this rank's destinations take, as they are stored: what it would read if parts of chunks
-    could be verified."""
+    """Bytes that this rank's destinations take, as they are stored. It reads whole blocks of 256 KiB, and all
+    between the first and the last byte that it needs of a chunk."""
     received: int = 0
     """Bytes that other ranks read, verified and handed on to this one (only with `read_once`)."""
     read_once: bool = False
@@ -189,7 +189,7 @@ class _Loader:
             open_all()
             threads, moved = reading_threads(), _Moved(self._rendezvous, phase)
             chunks = self._own_chunks(np.unique(plan.chunk))
-            moved.total = sum(chunks.count) + (sharing.moved if sharing is not None else 0)
+            moved.total = chunks.nbytes + (sharing.moved if sharing is not None else 0)
         except BaseException:
             if sharing is not None:
                 sharing.abandon()
@@ -204,7 +204,9 @@ class _Loader:
             rows = np.setdiff1d(rows, self._sharing.shared_chunks())
         checkpoint = self._checkpoint
         with no_garbage_collection():
-            return Chunks(checkpoint.files, checkpoint.manifest, checkpoint.table, rows)
+            chunks = Chunks(checkpoint.files, checkpoint.manifest, checkpoint.table, rows)
+            chunks.narrow(self._placing.wanted(chunks.rows), checkpoint.blocks)
+            return chunks
 
     def finish(self) -> bytes:
         """Sets plain values, attaches new optimizer state, hands objects their state."""

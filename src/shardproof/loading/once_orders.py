@@ -26,6 +26,8 @@ class Wish:
     """(c,) row of the chunk table."""
     nbytes: Int64s
     """(c,) bytes of the message that would hand it on."""
+    read: Int64s
+    """(c,) bytes of it that this rank would read by itself: its blocks, or all."""
     parts: Int64s
     """(c,) number of its parts, 0 where the whole chunk is sent."""
     in_chunk: Int64s
@@ -34,7 +36,7 @@ class Wish:
     """(p, width) sizes of each part."""
 
     @staticmethod
-    def of(node: str, table: ChunkTable, plan: ReadPlan, part_bytes: Int64s) -> Wish:
+    def of(node: str, table: ChunkTable, plan: ReadPlan, part_bytes: Int64s, read: Int64s) -> Wish:
         """What a read plan wants.
 
         Args:
@@ -42,6 +44,7 @@ class Wish:
             table: all chunks.
             plan: of this rank, sorted by chunk.
             part_bytes: (n,) bytes of each part of the plan, as stored.
+            read: (c,) bytes that this rank would read of each chunk of the plan by itself.
         """
         chunk, first, parts = np.unique(plan.chunk, return_index=True, return_counts=True)
         summed = np.add.reduceat(part_bytes, first) if len(first) else np.zeros(0, np.int64)
@@ -52,6 +55,7 @@ class Wish:
             node,
             chunk,
             np.where(whole, count, summed),
+            read,
             np.where(whole, 0, parts),
             plan.in_chunk[cut],
             plan.sizes[cut],
@@ -59,7 +63,7 @@ class Wish:
 
     def encode(self) -> bytes:
         """This wish as bytes for the rendezvous."""
-        columns = (self.chunk, self.nbytes, self.parts, self.in_chunk, self.sizes)
+        columns = (self.chunk, self.nbytes, self.read, self.parts, self.in_chunk, self.sizes)
         return msgspec.msgpack.encode(
             (self.node, self.sizes.shape[1], [np.ascontiguousarray(column).tobytes() for column in columns])
         )
@@ -68,9 +72,11 @@ class Wish:
     def decode(data: bytes) -> Wish:
         """The wish that `encode` wrote."""
         node, width, wire = msgspec.msgpack.decode(data, type=tuple[str, int, list[bytes]])
-        chunk, nbytes, parts, in_chunk, sizes = (np.frombuffer(column, np.int64) for column in wire)
+        chunk, nbytes, read, parts, in_chunk, sizes = (np.frombuffer(column, np.int64) for column in wire)
         rows = int(parts.sum())
-        return Wish(node, chunk, nbytes, parts, in_chunk.reshape(rows, width), sizes.reshape(rows, width))
+        return Wish(
+            node, chunk, nbytes, read, parts, in_chunk.reshape(rows, width), sizes.reshape(rows, width)
+        )
 
 
 class Orders(msgspec.Struct, frozen=True, array_like=True):
@@ -113,7 +119,7 @@ class Loads:
     read_all: Int64s
     """(ranks,) read by each rank that reads all that it wants itself."""
     distinct_all: Int64s
-    """(nodes,) of that, bytes that differ within a node: a node's page cache serves the rest."""
+    """(nodes,) of that, bytes that differ within a node, at most: a node's page cache serves the rest."""
     read_once: Int64s
     """(ranks,) read by each rank by the plan."""
     sent: Int64s

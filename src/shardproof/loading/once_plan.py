@@ -2,12 +2,12 @@
 
     every rank: `Wish.of` its read plan  ->  leader: `plan_once`  ->  every rank: its `Orders`
 
-Arithmetic alone, no communication. Chunks that only one rank wants are no part of it: that rank reads them as
-ever. The others are taken together to *units*, neighbours in one file that the same ranks want. One of those
-ranks reads a unit and verifies it: the one that has the least to read so far on the node that has, largest
-unit first (the longest-processing-time rule of Graham, 1969). A unit goes to another rank in one message, in
-a *round* of exchange; no rank sends or receives more than `round_bytes` in a round, unless one message is
-larger, so memory is bounded.
+Arithmetic alone, no communication. Chunks that only one rank wants are no part of it, nor are those that
+several want different blocks of: each rank reads its own as ever. The others are taken together to *units*,
+neighbours in one file that the same ranks want. One of those ranks reads a unit and verifies it: the one
+that has the least to read so far on the node that has, largest unit first (the longest-processing-time rule
+of Graham, 1969). A unit goes to another rank in one message, in a *round* of exchange; no rank sends or
+receives more than `round_bytes` in a round, unless one message is larger, so memory is bounded.
 
 A message has, for each chunk of the unit that its receiver wants, in the order of the file, either the whole
 chunk or the parts that are wanted, each row-major, in the order of the receiver's own plan.

@@ -1,7 +1,9 @@
 """Units: neighbouring chunks that the same ranks want, and which of these ranks reads each.
 
-Chunks that only one rank wants are in no unit. A unit is read by the rank that has the least to read so far
-on the node that has, largest unit first (the longest-processing-time rule of Graham, 1969).
+Chunks that only one rank wants are in no unit, and neither are those of which the ranks that want them read
+hardly more than all if each reads its own blocks (`WORTH_SHARE`). A unit is read by the rank that has the
+least to read so far on the node that has, largest unit first (the longest-processing-time rule of Graham,
+1969).
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardproof.loading.once_orders import Int64s, Loads, Wish
 from shardproof.planning import ChunkTable
@@ -18,6 +21,8 @@ __all__ = ["UNIT_BYTES", "Units", "joined", "ranges", "sums", "wire"]
 
 UNIT_BYTES = 8 << 20
 """Bytes from which on neighbouring chunks are no longer taken together."""
+WORTH_SHARE = 16
+"""A chunk is read once if that spares more than this part of its bytes: a sixteenth."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,8 +35,10 @@ class Units:
     """(w,) row of the chunk table that is wished for."""
     nbytes: Int64s
     """(w,) bytes of it that are wanted."""
+    read: Int64s
+    """(w,) bytes of it that the rank would read by itself."""
     own: Int64s
-    """(ranks,) bytes of chunks that no other rank wants."""
+    """(ranks,) bytes that each rank reads for itself alone."""
     node: Int64s
     """(ranks,) number of each rank's node."""
     chunks: Int64s
@@ -64,12 +71,14 @@ class Units:
         rank = np.repeat(np.arange(world_size), [len(wish.chunk) for wish in wishes])
         chunk = joined([wish.chunk for wish in wishes])
         nbytes = joined([wish.nbytes for wish in wishes])
-        holders = np.bincount(chunk, minlength=len(table))
-        shared = holders[chunk] > 1
+        read = joined([wish.read for wish in wishes])
+        spared = sums(chunk, read, len(table)) - table.byte_count
+        is_shared = (np.bincount(chunk, minlength=len(table)) > 1) & (spared * WORTH_SHARE > table.byte_count)
+        shared = is_shared[chunk]
         node = np.unique([wish.node for wish in wishes], return_inverse=True)[1].reshape(-1)
-        own = sums(rank[~shared], table.byte_count[chunk[~shared]], world_size)
+        own = sums(rank[~shared], read[~shared], world_size)
 
-        chunks, unit_of, start = _units(table, chunk[shared], rank[shared], holders, world_size, unit_bytes)
+        chunks, unit_of, start = _units(table, chunk[shared], rank[shared], is_shared, world_size, unit_bytes)
         units = len(start) - 1
         size = np.add.reduceat(table.byte_count[chunks], start[:-1]) if units else start[:-1]
         place = np.zeros(len(table), np.int64)  # of each shared chunk in the order of the files
@@ -85,6 +94,7 @@ class Units:
             rank,
             chunk,
             nbytes,
+            read,
             own,
             node,
             chunks,
@@ -107,14 +117,15 @@ class Units:
     def loads(self, table: ChunkTable) -> Loads:
         """What reading once, and reading all, come to."""
         world_size = len(self.own)
-        on_node = np.unique(self.node[self.rank] * len(table) + self.chunk)
+        on_node, of_wish = np.unique(self.node[self.rank] * len(table) + self.chunk, return_inverse=True)
+        together = sums(of_wish.reshape(-1), self.read, len(on_node))
         handed = self.handed
         return Loads(
             self.node,
-            sums(self.rank, table.byte_count[self.chunk], world_size),
+            sums(self.rank, self.read, world_size),
             sums(
                 on_node // max(len(table), 1),
-                table.byte_count[on_node % max(len(table), 1)],
+                np.minimum(together, table.byte_count[on_node % max(len(table), 1)]),
                 self.node.max() + 1,
             ),
             self.own + sums(self.reader, self.size, world_size),
@@ -124,7 +135,12 @@ class Units:
 
 
 def _units(
-    table: ChunkTable, chunk: Int64s, rank: Int64s, holders: Int64s, world_size: int, unit_bytes: int
+    table: ChunkTable,
+    chunk: Int64s,
+    rank: Int64s,
+    is_shared: NDArray[np.bool_],
+    world_size: int,
+    unit_bytes: int,
 ) -> tuple[Int64s, Int64s, Int64s]:
     """Shared chunks in the order of the files, the unit of each, and the first of each unit (and the end)."""
     # Chunks that the same ranks want have the same sum of their tokens; a sum that agrees by chance puts two
@@ -132,7 +148,7 @@ def _units(
     token = np.random.default_rng(0).integers(1, 2**63, world_size, np.int64).astype(np.uint64)
     who = np.zeros(len(table), np.uint64)
     np.add.at(who, chunk, token[rank])
-    chunks = np.flatnonzero(holders > 1)
+    chunks = np.flatnonzero(is_shared)
     chunks = chunks[np.lexsort((table.byte_start[chunks], table.file[chunks]))]
     file, start, count = table.file[chunks], table.byte_start[chunks], table.byte_count[chunks]
     new = np.ones(len(chunks), bool)

@@ -1,9 +1,9 @@
 """Executing a read plan: ranges of files into memory, digests checked, parts put where they belong.
 
 A run of a chunk that is a run of a contiguous host tensor too is read straight into it, unless it is small;
-what is left of the chunk is read to be hashed, and forgotten. All others pass through a scratch buffer, where
-neighbouring chunks share one read. Either way a chunk is hashed where it was read, and while the processor
-still has it in its cache.
+what is left of the blocks that it is in is read to be hashed, and forgotten. All others pass through a
+scratch buffer, where neighbouring chunks share one read. Either way a block is hashed where it was read, and
+while the processor still has it in its cache.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from shardproof.format import Manifest, files_of
+from shardproof.format import BLOCK_BYTES, Manifest
 from shardproof.garbage import no_garbage_collection
-from shardproof.loading.chunks import SPAN, Chunks
+from shardproof.loading.blocks import BlockDigests, Files
+from shardproof.loading.chunks import Chunks
 from shardproof.loading.placing import Destination, Placing
 from shardproof.loading.threads import in_threads
 from shardproof.planning import ChunkTable, ReadPlan
-from shardproof.storage import Storage
 
 __all__ = ["Destination", "read_chunks", "read_planned"]
 
@@ -34,7 +34,8 @@ _REPORT_BYTES = 4 << 20
 
 
 def read_planned(
-    storage: Storage,
+    blocks: BlockDigests,
+    files: Files,
     manifest: Manifest,
     table: ChunkTable,
     plan: ReadPlan,
@@ -43,7 +44,8 @@ def read_planned(
     """Reads, verifies and places all parts of a plan.
 
     Args:
-        storage: of the checkpoint.
+        blocks: of the checkpoint.
+        files: of the checkpoint.
         manifest: of the checkpoint.
         table: its chunks.
         plan: from `plan_reads`; its `want` is an index into `destinations`.
@@ -57,7 +59,8 @@ def read_planned(
         StorageError: a file is missing, short or unreadable.
     """
     placing = Placing(manifest, table, plan, destinations)
-    chunks = Chunks(files_of(storage, manifest), manifest, table, np.unique(plan.chunk))
+    chunks = Chunks(files, manifest, table, np.unique(plan.chunk))
+    chunks.narrow(placing.wanted(chunks.rows), blocks)
     return read_chunks(chunks, placing)
 
 
@@ -100,7 +103,8 @@ class _Job:
             address != 0 and nbytes >= _DIRECT_BYTES
             for address, nbytes in zip(self._straight.address, self._straight.nbytes, strict=True)
         ]
-        self.batches = chunks.batches(self._direct, _BATCH_BYTES)
+        alone = [direct or chunks.is_part(at) for at, direct in enumerate(self._direct)]
+        self.batches = chunks.batches(alone, _BATCH_BYTES)
         self._moved = moved
         self._reported = 0
         self._lock = threading.Lock()
@@ -108,15 +112,14 @@ class _Job:
 
     def run(self, batch: range) -> None:
         """Reads one batch, checks every digest, and only then places what is not in its place already."""
-        span = self._chunks.span(batch)
         if self._direct[batch.start]:
             address, begin, nbytes = (column[batch.start] for column in self._straight)
             run = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
-            self._chunks.read_run(batch.start, begin, run, self._scratch(SPAN)[1])
+            read = self._chunks.read_run(batch.start, begin, run, self._scratch(BLOCK_BYTES)[1])
         else:
-            self._read_through_scratch(batch, span)
+            read = self._read_through_scratch(batch)
         with self._lock:
-            self.read += span
+            self.read += read
             due = self.read - self._reported >= _REPORT_BYTES
         if due:
             self.report_rest()
@@ -128,9 +131,10 @@ class _Job:
         if since and self._moved is not None:
             self._moved(since)
 
-    def _read_through_scratch(self, batch: range, span: int) -> None:
+    def _read_through_scratch(self, batch: range) -> int:
+        span = self._chunks.span(batch)
         scratch, memory, address = self._scratch(span)
-        self._chunks.read(batch, memory[:span])
+        read = self._chunks.read(batch, memory[:span])
         base = self._chunks.start[batch.start]
         starts, counts = self._chunks.start, self._chunks.count
         (into, begin, nbytes), within = self._straight, address - base
@@ -140,6 +144,7 @@ class _Job:
             else:
                 stored = scratch[starts[at] - base :][: counts[at]]
                 self._placing.put(self._chunks.rows[at], self._parts[at], stored)
+        return read
 
     def _scratch(self, count: int) -> tuple[torch.Tensor, memoryview, int]:
         """This thread's scratch memory, grown when a chunk needs more: tensor, bytes and address."""

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from shardproof.format import Manifest
+from shardproof.loading.blocks import Extents
 from shardproof.planning import ChunkTable, ReadPlan
 from shardproof.state import is_plain_memory
 
@@ -73,16 +74,31 @@ class Placing:
             for there, row in zip(destinations, tensor_of.tolist(), strict=True)
         ]
         into = np.array(base, np.uint64)[plan.want]
-        straight = (plan.chunk_run >= 0) & (plan.run_start >= 0) & (into != 0)
+        is_run = plan.chunk_stop - plan.chunk_start == plan.sizes.prod(axis=1)
+        straight = is_run & (plan.run_start >= 0) & (into != 0)
         inside = (plan.run_start * itemsizes[tensor]).astype(np.uint64)
         self._address = np.where(straight, into + inside, np.uint64(0))
         """By part: where a run of the chunk goes as it is stored; 0 where it is no run, or is converted."""
-        self._begin = plan.chunk_run * itemsizes[tensor]
-        """By part: first byte of that run in the chunk."""
+        self._begin = plan.chunk_start * itemsizes[tensor]
+        """By part: its first byte in the chunk."""
+        self._end = plan.chunk_stop * itemsizes[tensor]
+        """By part: the byte after its last there."""
         self._tensor: list[int] = tensor.tolist()
         self._want: list[int] = plan.want.tolist()
         self.part_bytes: NDArray[np.int64] = plan.sizes.prod(axis=1) * itemsizes[tensor]
         """By part: bytes, as stored."""
+
+    def wanted(self, rows: Sequence[int]) -> Extents:
+        """Of chunks that have parts, the bytes from the first that one has to the last.
+
+        Args:
+            rows: n of the chunk table.
+        """
+        if not rows:
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        first = np.flatnonzero(np.diff(self._plan.chunk, prepend=-1))
+        at = np.searchsorted(self._plan.chunk[first], rows)
+        return np.minimum.reduceat(self._begin, first)[at], np.maximum.reduceat(self._end, first)[at]
 
     def straight(self, rows: Sequence[int]) -> Runs:
         """What goes into place as it is stored, for each row of the chunk table.

@@ -208,7 +208,11 @@ class Sharing:
                 "read_once=True hands tensors on over a process group, and there is none: initialise "
                 'torch.distributed first, or load with read_once="auto" or False'
             )
-        wish = Wish.of(socket.gethostname(), self._checkpoint.table, self._plan, self._placing.part_bytes)
+        checkpoint, rows = self._checkpoint, np.unique(self._plan.chunk)
+        begin, end = checkpoint.blocks.covering(rows, self._placing.wanted(rows.tolist()))
+        wish = Wish.of(
+            socket.gethostname(), checkpoint.table, self._plan, self._placing.part_bytes, end - begin
+        )
         handle = self._memory.handle if self._memory is not None else None
         return msgspec.msgpack.encode(_Posted(able, wish.encode(), handle))
 

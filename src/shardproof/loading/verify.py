@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from shardproof.errors import FormatError, ShardproofError, StorageError, TilingError
 from shardproof.format import (
+    ChunkHasher,
     FileRecord,
     Manifest,
     ShardHeader,
+    digests_as_bytes,
     file_digest,
     files_of,
     read_chunk_digests,
@@ -162,9 +163,9 @@ class _Checker:
             self._faults.append(error)
             if isinstance(error, StorageError):
                 return
-        self._check_chunks(file, rows)
-        if not record.folder:
-            self._check_tail(file, rows)
+        blocks = self._check_chunks(file, rows)
+        if not record.folder and blocks is not None:
+            self._check_tail(file, rows, blocks)
 
     def _carried_digests(
         self, record: FileRecord, storage: Storage, header: ShardHeader, rows: NDArray[np.int64]
@@ -197,12 +198,19 @@ class _Checker:
             )
         return carried
 
-    def _check_chunks(self, file: int, rows: NDArray[np.int64]) -> None:
+    def _check_chunks(self, file: int, rows: NDArray[np.int64]) -> list[bytes | None] | None:
+        """Compares chunks with their digests.
+
+        Returns:
+            Digests of the blocks of those of several blocks, each None in a damaged chunk; None where the
+            file cannot be read.
+        """
         storage, name = self._files[file]
         table = self._table
         columns = (table.byte_start[rows], table.byte_count[rows], table.tensor[rows], table.digest[rows])
         starts, counts, tensors, digests = (column.tolist() for column in columns)
         memory = self._buffer
+        blocks: list[bytes | None] = []
         begin = 0
         while begin < len(starts):
             base = starts[begin]
@@ -211,16 +219,17 @@ class _Checker:
                 end += 1
             try:
                 if counts[begin] > len(memory):
-                    digests_found = [self._digest_of_large(storage, name, base, counts[begin])]
+                    hashers = [self._hash_large(storage, name, base, counts[begin])]
                 else:
                     storage.read_into(name, base, memory[: starts[end - 1] + counts[end - 1] - base])
                     spans = [memory[starts[at] - base :][: counts[at]] for at in range(begin, end)]
-                    digests_found = [xxhash.xxh3_128_hexdigest(span) for span in spans]
+                    hashers = list(map(ChunkHasher, spans))
             except StorageError as error:
                 self._faults.append(error)
-                return
-            for at, found in zip(range(begin, end), digests_found, strict=True):
-                expected = f"{digests[at][0]:016x}{digests[at][1]:016x}"
+                return None
+            for at, hasher in zip(range(begin, end), hashers, strict=True):
+                found, expected = hasher.digest().hex(), f"{digests[at][0]:016x}{digests[at][1]:016x}"
+                blocks += hasher.blocks() if found == expected else [None] * len(hasher.blocks())
                 if found != expected:
                     fault = corrupt_chunk(
                         self._manifest, file, tensors[at], starts[at], counts[at], expected, found
@@ -230,37 +239,42 @@ class _Checker:
             if self._on_progress is not None:
                 self._on_progress(self.done, self._total)
             begin = end
+        return blocks
 
-    def _digest_of_large(self, storage: Storage, name: str, start: int, count: int) -> str:
-        """Digest of a chunk that the buffer cannot hold at once."""
-        hasher = xxhash.xxh3_128()
+    def _hash_large(self, storage: Storage, name: str, start: int, count: int) -> ChunkHasher:
+        """Hashes a chunk that the buffer cannot hold at once."""
+        hasher = ChunkHasher()
         for done in range(0, count, len(self._buffer)):
             span = self._buffer[: count - done]
             storage.read_into(name, start + done, span)
             hasher.update(span)
-        return hasher.hexdigest()
+        return hasher
 
-    def _check_tail(self, file: int, rows: NDArray[np.int64]) -> None:
-        """Padding and the shard's own table of digests, the last bytes of the file."""
+    def _check_tail(self, file: int, rows: NDArray[np.int64], blocks: list[bytes | None]) -> None:
+        """Padding and the shard's own tables of digests, the last bytes of the file."""
         record, table = self._manifest.files[file], self._table
         storage, name = self._files[file]
         end = record.data_start
         if len(rows):
             end = int(table.byte_start[rows[-1]] + table.byte_count[rows[-1]])
-        digests = table.digest[rows].astype("<u8").tobytes()
-        expected = bytes(-(end - record.data_start) % 8) + digests
+        padding, digests = bytes(-(end - record.data_start) % 8), table.digest[rows].astype("<u8").tobytes()
         try:
             found = storage.read(name, end, record.size)
         except StorageError as error:
             self._faults.append(error)
             return
-        if found != expected:
+        middle = found[len(padding) : len(found) - len(digests)]
+        good = found.startswith(padding) and found.endswith(digests) and len(middle) == 16 * len(blocks)
+        if good:
+            carried = digests_as_bytes(np.frombuffer(middle, "<u8").reshape(-1, 2))
+            good = all(block in (None, other) for block, other in zip(blocks, carried, strict=True))
+        if not good:
             self._faults.append(
                 FormatError(
                     f"{record.name}: the last {record.size - end} bytes (padding and the file's own "
                     f"digests) are not "
                     "what was written; the tensors are not affected, but the file could not be used for "
-                    "repair",
+                    "repair, and parts of chunks are not read without the rest",
                     file=record.name,
                 )
             )

@@ -37,12 +37,12 @@ class ReadPlan:
     """(n,) row of the chunk table."""
     want: NDArray[np.int64]
     """(n,) row of `Wanted`."""
-    whole: NDArray[np.bool_]
-    """(n,) the part is the whole chunk."""
     run_start: NDArray[np.int64]
     """(n,) first element of the part in the row-major order of the wanted box; -1 if it is no run there."""
-    chunk_run: NDArray[np.int64]
-    """(n,) the same in the row-major order of the chunk."""
+    chunk_start: NDArray[np.int64]
+    """(n,) first element of the part in the row-major order of the chunk."""
+    chunk_stop: NDArray[np.int64]
+    """(n,) the one after its last there. The part is a run of the chunk if it has all elements between."""
     in_chunk: NDArray[np.int64]
     """(n, width) offsets of the part from the chunk's first element; dimensions beyond the tensor's are 0."""
     in_want: NDArray[np.int64]
@@ -59,9 +59,9 @@ class ReadPlan:
         return ReadPlan(
             self.chunk[rows],
             self.want[rows],
-            self.whole[rows],
             self.run_start[rows],
-            self.chunk_run[rows],
+            self.chunk_start[rows],
+            self.chunk_stop[rows],
             self.in_chunk[rows],
             self.in_want[rows],
             self.sizes[rows],
@@ -140,9 +140,8 @@ def plan_reads(
             ReadPlan(
                 rows[of_chunk],
                 wants[of_want],
-                (shared.sizes == chunk.sizes).all(axis=1),
                 _run_start(shared, want),
-                _run_start(shared, chunk),
+                *_extent(shared, chunk),
                 _widened(shared.offsets - chunk.offsets, width, 0),
                 _widened(shared.offsets - want.offsets, width, 0),
                 _widened(shared.sizes, width, 1),
@@ -178,7 +177,7 @@ def _pairs(
 
 def _no_parts(width: int) -> ReadPlan:
     none, wide = np.zeros(0, np.int64), np.zeros((0, width), np.int64)
-    return ReadPlan(none, none, np.zeros(0, bool), none, none, wide, wide, wide)
+    return ReadPlan(none, none, none, none, none, wide, wide, wide)
 
 
 def _sorted_by_chunk(parts: Sequence[ReadPlan]) -> ReadPlan:
@@ -187,9 +186,9 @@ def _sorted_by_chunk(parts: Sequence[ReadPlan]) -> ReadPlan:
     return ReadPlan(
         chunk[order],
         np.concatenate([part.want for part in parts])[order],
-        np.concatenate([part.whole for part in parts])[order],
         np.concatenate([part.run_start for part in parts])[order],
-        np.concatenate([part.chunk_run for part in parts])[order],
+        np.concatenate([part.chunk_start for part in parts])[order],
+        np.concatenate([part.chunk_stop for part in parts])[order],
         np.concatenate([part.in_chunk for part in parts])[order],
         np.concatenate([part.in_want for part in parts])[order],
         np.concatenate([part.sizes for part in parts])[order],
@@ -251,21 +250,19 @@ def _prove_covered(
 
 
 def _run_start(part: Boxes, parent: Boxes) -> NDArray[np.int64]:
-    """First element of each part in its parent's row-major order where the part is one run of it, else -1.
+    """First element of each part in its parent's row-major order where the part is one run of it, else -1."""
+    start, stop = _extent(part, parent)
+    return np.where(stop - start == part.volumes(), start, -1)
 
-    A box is one run of its parent when, left of the last dimension that it does not fill, it is one element
-    thick.
-    """
+
+def _extent(part: Boxes, parent: Boxes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """First element of each part in its parent's row-major order, and the one after its last."""
     count, dimensions = part.sizes.shape
-    if dimensions == 0:
-        return np.zeros(count, np.int64)
-    index = np.arange(dimensions)
-    last_cut = np.where(part.sizes != parent.sizes, index, -1).max(axis=1)
-    is_run = ((part.sizes == 1) | (index >= last_cut[:, None])).all(axis=1)
     strides = np.ones((count, dimensions), np.int64)
-    np.cumprod(parent.sizes[:, :0:-1], axis=1, out=strides[:, -2::-1])
+    if dimensions:
+        np.cumprod(parent.sizes[:, :0:-1], axis=1, out=strides[:, -2::-1])
     start = ((part.offsets - parent.offsets) * strides).sum(axis=1)
-    return np.where(is_run, start, -1)
+    return start, start + ((part.sizes - 1) * strides).sum(axis=1) + 1
 
 
 def _widened(columns: NDArray[np.int64], width: int, fill: int) -> NDArray[np.int64]:

@@ -13,11 +13,13 @@ from numpy.typing import NDArray
 
 from shardproof.dtypes import DTYPES
 from shardproof.format import (
+    BLOCKS,
     DATA_ALIGNMENT,
     DIGESTS,
     FORMAT_VERSION,
     PADDING,
     REFERENCES_VERSION,
+    block_counts,
     box_name,
     bytes_digest,
     encode_entries,
@@ -43,11 +45,11 @@ class Attempt(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entries:
-    """The entries of a shard's header, `@padding` and `@digests` included."""
+    """The entries of a shard's header, `@padding`, `@blocks` and `@digests` included."""
 
     encoded: bytes
     padding: int
-    """Zero bytes before `@digests`."""
+    """Zero bytes after the chunks."""
 
 
 def encode_chunks(
@@ -72,10 +74,12 @@ def encode_chunks(
         codes.append("U8")
         shapes.append((padding,))
         counts.append(padding)
-    names.append(DIGESTS)
-    codes.append("U64")
-    shapes.append((len(byte_count), 2))
-    counts.append(16 * len(byte_count))
+    for name, digests in ((BLOCKS, int(block_counts(byte_count).sum())), (DIGESTS, len(byte_count))):
+        if digests or name == DIGESTS:
+            names.append(name)
+            codes.append("U64")
+            shapes.append((digests, 2))
+            counts.append(16 * digests)
     ends = np.cumsum(counts, dtype=np.int64)
     return Entries(encode_entries(names, codes, shapes, ends - counts, np.array(counts, np.int64)), padding)
 
@@ -102,7 +106,7 @@ class PreparedShard:
 
     @property
     def padding(self) -> int:
-        """Zero bytes before `@digests`, in a file with all chunks."""
+        """Zero bytes after the chunks, in a file with all of them."""
         return self.entries.padding
 
     def entries_of(self, written: NDArray[np.bool_]) -> Entries:

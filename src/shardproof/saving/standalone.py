@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from shardproof.dtypes import DTYPES
@@ -17,10 +16,12 @@ from shardproof.errors import AlreadyCommittedError, CorruptChunkError, Shardpro
 from shardproof.format import (
     FORMAT_VERSION,
     MANIFEST_NAME,
+    ChunkHasher,
     FileRecord,
     Manifest,
     bytes_digest,
     chunk_name,
+    digests_from_bytes,
     encode_index,
     file_digest,
     files_of,
@@ -194,10 +195,12 @@ class _Copy:
         writer = _Writer(self._target.create(name))
         try:
             writer.put(memoryview(header))
+            blocks: list[bytes] = []
             for row in rows.tolist():
-                self._copy_chunk(row, writer)
+                blocks += self._copy_chunk(row, writer)
             writer.put(memoryview(bytes(prepared.padding)))
-            writer.put(memoryview(table.digest[rows].astype("<u8").tobytes()))
+            for digests in (digests_from_bytes(blocks), table.digest[rows]):
+                writer.put(memoryview(digests.astype("<u8").tobytes()))
             size = writer.finish()
         except BaseException:
             writer.abort()
@@ -253,11 +256,12 @@ class _Copy:
             int(byte_count.sum()),
         )
 
-    def _copy_chunk(self, row: int, writer: _Writer) -> None:
+    def _copy_chunk(self, row: int, writer: _Writer) -> list[bytes]:
+        """Copies and verifies a chunk; the digests of its blocks, if it has several."""
         table = self._table
         file, start, count = (int(column[row]) for column in (table.file, table.byte_start, table.byte_count))
         storage, name = self._files[file]
-        hasher = xxhash.xxh3_128()
+        hasher = ChunkHasher()
         done = 0
         while done < count:
             span = writer.room()[: count - done]
@@ -269,17 +273,18 @@ class _Copy:
             if self._on_progress is not None:
                 self._on_progress(self._done, self._total)
         high, low = (int(half) for half in table.digest[row])
-        if hasher.hexdigest() != f"{high:016x}{low:016x}":
+        if hasher.digest().hex() != f"{high:016x}{low:016x}":
             key = self._manifest.tensors[int(table.tensor[row])].key
             raise CorruptChunkError(
                 f"{storage.location}/{name}: bytes {start} to {start + count} of {key!r} hash to "
-                f"{hasher.hexdigest()}, but {high:016x}{low:016x} was saved. The copy was given up: copy "
+                f"{hasher.digest().hex()}, but {high:016x}{low:016x} was saved. The copy was given up: copy "
                 "another step (`shardproof verify` lists all damage)",
                 file=self._manifest.files[file].place,
                 key=key,
                 byte_start=start,
                 byte_count=count,
             )
+        return hasher.blocks()
 
 
 class _Writer:

@@ -7,13 +7,13 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
-import xxhash
 from msgspec import Meta
 from numpy.typing import NDArray
 
 from shardproof.dtypes import DTYPES
 from shardproof.errors import CorruptChunkError, FormatError
 from shardproof.format import (
+    ChunkHasher,
     FileRecord,
     ShardHeader,
     bytes_digest,
@@ -163,10 +163,10 @@ def _box(name: str, entry: HeaderEntry, declared: Declared) -> tuple[str, tuple[
 
 
 def _digest_of(storage: Storage, name: str, start: int, stop: int) -> str:
-    hasher = xxhash.xxh3_128()
+    hasher = ChunkHasher()
     buffer = memoryview(bytearray(min(_SPAN, stop - start)))
     for at in range(start, stop, _SPAN):
         span = buffer[: min(_SPAN, stop - at)]
         storage.read_into(name, at, span)
         hasher.update(span)
-    return hasher.hexdigest()
+    return hasher.digest().hex()

@@ -25,7 +25,7 @@ from shardproof.loading.once_node import MOST_RANKS
 from shardproof.loading.once_orders import Wish
 from shardproof.planning import ChunkTable
 from tests.harness import open_files
-from tests.unit.loading.test_once_plan import jobs
+from tests.unit.loading.test_once_plan import jobs, shared_chunks
 
 
 def column(data: bytes, width: int) -> list[list[int]]:
@@ -45,7 +45,7 @@ def test_every_shared_chunk_is_read_once_and_found_by_all_who_want_it(
     for rank, wish in enumerate(wishes):
         for chunk in wish.chunk.tolist():
             wanted_by[chunk].add(rank)
-    shared = {chunk for chunk, ranks in wanted_by.items() if len(ranks) > 1}
+    shared = shared_chunks(table, wishes)
     assert {order.nbytes for order in orders} == {orders[0].nbytes}
 
     lies: dict[int, tuple[int, int, int]] = {}

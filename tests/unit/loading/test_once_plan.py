@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ from shardproof.loading.once_plan import plan_once
 from shardproof.loading.once_receive import Receiver
 from shardproof.loading.once_send import Sender
 from shardproof.loading.placing import Placing
-from shardproof.planning import ChunkTable
+from shardproof.planning import ChunkTable, ReadPlan
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.saving import Saver
 from shardproof.storage import LocalStorage
@@ -93,14 +94,16 @@ def jobs(draw: Any) -> tuple[ChunkTable, list[Wish], int, int]:
     wishes = []
     for rank in range(world_size):
         wanted = [at for at in range(n) if draw(st.booleans())]
-        columns: list[list[int]] = [[], [], []]
+        columns: list[list[int]] = [[], [], [], []]
         boxes = []
         for chunk in wanted:
             parts = draw(st.integers(0, 2))
             sizes = [draw(st.integers(1, 3)) for _ in range(parts)]
             columns[0].append(chunk)
             columns[1].append(sum(sizes) if parts else int(table.byte_count[chunk]))
-            columns[2].append(parts)
+            count = int(table.byte_count[chunk])
+            columns[2].append(draw(st.integers(1, count)) if parts and count else count)
+            columns[3].append(parts)
             boxes += [(draw(st.integers(0, 4)), size) for size in sizes]
         in_chunk, sizes_of = (np.array([box[k] for box in boxes], np.int64).reshape(-1, 1) for k in (0, 1))
         wish = Wish(
@@ -108,6 +111,25 @@ def jobs(draw: Any) -> tuple[ChunkTable, list[Wish], int, int]:
         )
         wishes.append(Wish.decode(wish.encode()))
     return table, wishes, draw(st.integers(1, 120)), draw(st.integers(1, 100))
+
+
+def shared_chunks(table: ChunkTable, wishes: list[Wish]) -> set[int]:
+    """Chunks that are to be read once: several want them, and would together read more than 17/16 of them."""
+    reads: dict[int, list[int]] = defaultdict(list)
+    for wish in wishes:
+        for chunk, read in zip(wish.chunk.tolist(), wish.read.tolist(), strict=True):
+            reads[chunk].append(read)
+    return {
+        chunk
+        for chunk, each in reads.items()
+        if len(each) > 1 and 16 * sum(each) > 17 * int(table.byte_count[chunk])
+    }
+
+
+def reads_of(opened: Checkpoint, placing: Placing, plan: ReadPlan) -> np.ndarray[Any, Any]:
+    rows = np.unique(plan.chunk)
+    begin, end = opened.blocks.covering(rows, placing.wanted(rows.tolist()))
+    return end - begin
 
 
 @given(jobs())
@@ -126,7 +148,7 @@ def test_every_shared_chunk_is_read_once_and_handed_to_all_who_want_it(
             of_chunk = slice(first, first + parts)
             boxes[rank, chunk] = np.hstack((wish.in_chunk[of_chunk], wish.sizes[of_chunk])).tolist()
             first += parts
-    shared = {chunk for chunk, ranks in wanted_by.items() if len(ranks) > 1}
+    shared = shared_chunks(table, wishes)
     reader: dict[int, int] = {}
     for rank, order in enumerate(orders):
         for (chunk,) in column(order.read_chunks, 1):
@@ -174,24 +196,44 @@ def test_every_shared_chunk_is_read_once_and_handed_to_all_who_want_it(
             assert begins[unit] <= number
     own = [
         sum(
-            int(table.byte_count[chunk])
-            for chunk, ranks in wanted_by.items()
-            if ranks == [rank] or reader.get(chunk) == rank
+            read if chunk not in shared else int(table.byte_count[chunk]) * (reader[chunk] == rank)
+            for chunk, read in zip(wish.chunk.tolist(), wish.read.tolist(), strict=True)
         )
-        for rank in range(len(wishes))
+        for rank, wish in enumerate(wishes)
     ]
     assert loads.read_once.tolist() == own
-    assert loads.read_all.tolist() == [int(table.byte_count[wish.chunk].sum()) for wish in wishes]
+    assert loads.read_all.tolist() == [int(wish.read.sum()) for wish in wishes]
     assert loads.sent.tolist() == [sum(m.nbytes for m in sent if m.source == r) for r in range(len(wishes))]
+    read_by = {
+        (rank, chunk): read
+        for rank, wish in enumerate(wishes)
+        for chunk, read in zip(wish.chunk.tolist(), wish.read.tolist(), strict=True)
+    }
     distinct = [
         sum(
-            int(table.byte_count[chunk])
+            min(
+                sum(read_by[rank, chunk] for rank in ranks if rank // 2 == node), int(table.byte_count[chunk])
+            )
             for chunk, ranks in wanted_by.items()
-            if node in {rank // 2 for rank in ranks}
         )
         for node in range((len(wishes) + 1) // 2)
     ]
     assert loads.distinct_all.tolist() == distinct
+
+
+@pytest.mark.parametrize(("first", "second", "is_shared"), [(60, 46, False), (60, 47, True), (100, 1, False)])
+def test_a_chunk_is_read_once_where_that_spares_more_than_a_sixteenth(
+    first: int, second: int, is_shared: bool
+) -> None:
+    one, none = np.array([0]), np.zeros((0, 1), np.int64)
+    table = ChunkTable(
+        one, one, one, one + 100, np.zeros((1, 2), np.uint64), np.array([0, 1]), one, one + 100
+    )
+    wishes = [Wish("node", one, one + 100, one + read, one, none, none) for read in (first, second)]
+    orders, loads = plan_once(table, wishes)
+    assert any(len(order.shared_chunks()) for order in orders) == is_shared
+    assert int(loads.read_once.sum()) == (100 if is_shared else first + second)
+    assert loads.distinct_all.tolist() == [min(first + second, 100)]
 
 
 def test_replicas_are_read_in_even_shares() -> None:
@@ -209,7 +251,9 @@ def test_replicas_are_read_in_even_shares() -> None:
         sizes,
     )
     none = np.zeros((0, 1), np.int64)
-    wishes = [Wish(f"node{rank // 2}", np.arange(n), sizes, zeros, none, none) for rank in range(world_size)]
+    wishes = [
+        Wish(f"node{rank // 2}", np.arange(n), sizes, sizes, zeros, none, none) for rank in range(world_size)
+    ]
     orders, loads = plan_once(table, wishes, unit_bytes=4 << 20)
     assert loads.read_once.tolist() == [16 << 20] * 4
     assert loads.sent.tolist() == loads.received.tolist() == [48 << 20] * 4
@@ -264,7 +308,9 @@ def test_rounds_between_ranks_of_one_process_fill_every_destination(data: st.Dat
             Placing(opened.manifest, opened.table, found.plan, found.destinations) for found, _ in matched
         ]
         wishes = [
-            Wish.of("node", opened.table, found.plan, placing.part_bytes)
+            Wish.of(
+                "node", opened.table, found.plan, placing.part_bytes, reads_of(opened, placing, found.plan)
+            )
             for (found, _), placing in zip(matched, placings, strict=True)
         ]
         orders, loads = plan_once(

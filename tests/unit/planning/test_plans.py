@@ -194,7 +194,9 @@ def test_a_wanted_box_is_read_from_where_its_elements_are(
         target = slices((reads.in_want[part][:ndim], sizes))
         assert (results[want][target] == -1).all(), "an element is read twice"
         results[want][target] = source
-        assert reads.whole[part] == (source.shape == stored.shape)
+        elements = np.arange(stored.size).reshape(stored.shape)
+        held = elements[slices((reads.in_chunk[part][:ndim], sizes))].ravel()
+        assert (int(reads.chunk_start[part]), int(reads.chunk_stop[part])) == (held[0], held[-1] + 1)
         start = int(reads.run_start[part])
         numbered = np.arange(np.prod(box[1], dtype=int)).reshape(box[1])[target].ravel()
         is_run = (np.diff(numbered) == 1).all()

@@ -1,0 +1,86 @@
+"""Blocks: what a chunk is hashed in, so that a part of it can be read and verified without the rest.
+
+The digest of a chunk of one block is that of its bytes, of a larger one that of the digests of its blocks: a
+hash tree of two levels (Merkle, "A Digital Signature Based on a Conventional Encryption Function", 1987). The
+index has the chunks' digests, each shard file those of its blocks, which need no further proof.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+__all__ = ["BLOCK_BYTES", "ChunkHasher", "block_counts", "digest_of_blocks"]
+
+BLOCK_BYTES = 256 << 10
+"""Bytes of a block; a chunk's last one may have fewer. Small enough to be hashed while it is in the
+processor's cache, and for 16 bytes of digest to be nothing beside it: 64 MiB for a TiB."""
+
+
+def block_counts(byte_count: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Blocks of which a shard file has the digests: those of chunks of more than one.
+
+    Args:
+        byte_count: (n,) bytes of chunks.
+
+    Returns:
+        (n,) number of blocks, 0 for a chunk of one.
+
+    >>> block_counts(np.array([0, BLOCK_BYTES, BLOCK_BYTES + 1])).tolist()
+    [0, 0, 2]
+    """
+    counts = -(-byte_count // BLOCK_BYTES)
+    return np.where(counts > 1, counts, 0)
+
+
+def digest_of_blocks(digests: Sequence[bytes]) -> bytes:
+    """The digest of a chunk, 16 bytes, from those of all its blocks, at least one."""
+    return digests[0] if len(digests) == 1 else xxhash.xxh3_128_digest(b"".join(digests))
+
+
+class ChunkHasher:
+    """The digest of a chunk whose bytes come in order.
+
+    Args:
+        data: the first bytes.
+
+    >>> ChunkHasher(b"ab").digest() == xxhash.xxh3_128_digest(b"ab")
+    True
+    >>> hasher = ChunkHasher(bytes(BLOCK_BYTES))
+    >>> hasher.update(b"and more")
+    >>> blocks = hasher.blocks()
+    >>> len(blocks), hasher.digest() == digest_of_blocks(blocks)
+    (2, True)
+    """
+
+    __slots__ = ("_ended", "_open", "_room")
+
+    def __init__(self, data: bytes | memoryview = b"") -> None:
+        self._ended: list[bytes] = []
+        self._open = xxhash.xxh3_128()
+        self._room = BLOCK_BYTES
+        self.update(data)
+
+    def update(self, data: bytes | memoryview) -> None:
+        """Takes the next bytes."""
+        begin = 0
+        while begin < len(data):
+            if not self._room:
+                self._ended.append(self._open.digest())
+                self._open = xxhash.xxh3_128()
+                self._room = BLOCK_BYTES
+            span = data[begin : begin + self._room]
+            self._open.update(span)
+            self._room -= len(span)
+            begin += len(span)
+
+    def digest(self) -> bytes:
+        """Of the bytes so far, 16 bytes."""
+        return digest_of_blocks([*self._ended, self._open.digest()])
+
+    def blocks(self) -> list[bytes]:
+        """Digests of the blocks so far; none where there is only one."""
+        return [*self._ended, self._open.digest()] if self._ended else []
