@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from tests.faults.damage import (
     values_of,
 )
 from tests.harness import rank, rendezvous, run_ranks, world_size
+from tests.small_blocks import blocks_of
 
 STEPS = (1, 2)
 
@@ -48,15 +50,16 @@ def save_two_steps(root: str) -> None:
         save(_folder(root, step), sample(step, rank(), world_size(), of_rank=True), step, meeting)
 
 
-@pytest.fixture(scope="module", params=["one process", "two ranks"])
-def root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["one process", "small blocks", "two ranks"])
+def root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     place = tmp_path_factory.mktemp("run")
-    if request.param == "two ranks":
-        assert [outcome.value for outcome in run_ranks(2, save_two_steps, str(place))] == [None, None]
-    else:
-        for step in STEPS:
-            save(_folder(place, step), sample(step), step, LocalRendezvous())
-    return place
+    with blocks_of(16) if request.param == "small blocks" else nullcontext():
+        if request.param == "two ranks":
+            assert [outcome.value for outcome in run_ranks(2, save_two_steps, str(place))] == [None, None]
+        else:
+            for step in STEPS:
+                save(_folder(place, step), sample(step), step, LocalRendezvous())
+        yield place
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,7 @@ class BlockDigests:
             row: of the chunk table; a chunk of more than one block in one of the checkpoint's own files.
 
         Returns:
-            16 bytes each; None if they are damaged.
+            16 bytes each; None if they are damaged or not there.
 
         Raises:
             StorageError: the file is missing, short or unreadable.
@@ -60,9 +60,9 @@ class BlockDigests:
             of_file = self._read.get(file)
             if of_file is None:
                 of_file = self._read[file] = self._read_all(file)
-        digests = of_file[row]
+        digests = of_file.get(row)
         (expected,) = digests_as_bytes(self._table.digest[row : row + 1])
-        return digests if digest_of_blocks(digests) == expected else None
+        return digests if digests is not None and digest_of_blocks(digests) == expected else None
 
     def covering(self, rows: NDArray[np.int64], wanted: Extents) -> Extents:
         """The bytes of chunks that have to be read so that those that are wanted can be verified.
@@ -82,15 +82,18 @@ class BlockDigests:
         return np.where(parted, begin // BLOCK_BYTES * BLOCK_BYTES, 0), np.where(parted, end, count)
 
     def _read_all(self, file: int) -> dict[int, list[bytes]]:
-        """By row, the digests of all blocks in a file."""
+        """By row, the digests of all blocks in a file; nothing if it is too short to have them."""
         table = self._table
         rows = np.flatnonzero(table.file == file)
         counts = block_counts(table.byte_count[rows])
         stop = self._manifest.files[file].size - 16 * len(rows)
+        start = stop - 16 * int(counts.sum())
+        if start < int((table.byte_start[rows] + table.byte_count[rows]).max()):
+            return {}
         rows, counts = rows[counts > 0], counts[counts > 0]
         order = np.argsort(table.byte_start[rows], kind="stable")
         storage, name = self._files[file]
-        data = storage.read(name, stop - 16 * int(counts.sum()), stop)
+        data = storage.read(name, start, stop)
         digests = digests_as_bytes(np.frombuffer(data, "<u8").reshape(-1, 2))
         ends = np.cumsum(counts[order])
         return {

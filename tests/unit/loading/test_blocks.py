@@ -1,0 +1,153 @@
+"""Parts of chunks are verified by the digests of their blocks, and never without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardproof as sp
+from shardproof.errors import CorruptChunkError, FormatError
+from shardproof.format import MANIFEST_NAME, read_manifest
+from shardproof.loading import LoadReport, verify
+from shardproof.rendezvous import LocalRendezvous
+from shardproof.saving import Saver, make_standalone, repair
+from shardproof.storage import LocalStorage
+from tests.faults.damage import Region, flipped, regions
+from tests.small_blocks import blocks_of
+
+BLOCK, ROWS, COLUMNS = 1000, 100, 50
+VALUE = torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS)
+"""20 blocks in one chunk; five rows are a block."""
+
+
+@pytest.fixture(autouse=True)
+def _blocks() -> Iterator[None]:
+    with blocks_of(BLOCK):
+        yield
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    sp.save(tmp_path / "saved", {"w": VALUE})
+    return tmp_path / "saved"
+
+
+def load_rows(folder: Path, top: int, bottom: int) -> LoadReport:
+    """Loads some rows and asserts that they are right."""
+    view = torch.zeros(bottom - top, COLUMNS)
+    report = sp.load(folder, {"w": sp.ShardedTensor((ROWS, COLUMNS), [(view, (top, 0))])})
+    assert torch.equal(view, VALUE[top:bottom])
+    return report
+
+
+def chunk_and_tail(folder: Path) -> tuple[Region, Region]:
+    """The chunk, and what comes after it in its file: the digests of its blocks, and its own."""
+    _, found = regions(folder)
+    (chunk,) = [region for region in found if region.key]
+    return chunk, found[-1]
+
+
+def test_of_a_part_its_blocks_are_read(saved: Path) -> None:
+    assert load_rows(saved, 5, 10).bytes == BLOCK
+    assert load_rows(saved, 7, 12).bytes == 2 * BLOCK
+    assert load_rows(saved, 0, ROWS).bytes == 20 * BLOCK
+    report = load_rows(saved, 6, 99)
+    assert (report.bytes, report.needed) == (19 * BLOCK, 93 * 200)
+
+
+def test_of_several_parts_all_between_the_first_and_the_last(saved: Path) -> None:
+    views = [torch.zeros(1, COLUMNS), torch.zeros(3, COLUMNS)]
+    pieces = [(views[0], (11, 0)), (views[1], (40, 0))]
+    report = sp.load(saved, {"w": sp.ShardedTensor((ROWS, COLUMNS), pieces)})
+    assert torch.equal(views[0], VALUE[11:12]) and torch.equal(views[1], VALUE[40:43])
+    assert report.bytes == 7 * BLOCK, "rows 10 to 45"
+    half = torch.zeros(3, COLUMNS, dtype=torch.float16)
+    report = sp.load(
+        saved, {"w": sp.ShardedTensor((ROWS, COLUMNS), [(half, (11, 0))], dtype=torch.float16)}, cast=True
+    )
+    assert torch.equal(half, VALUE[11:14].half()) and report.bytes == BLOCK
+
+
+def test_damage_outside_of_the_blocks_does_not_matter_and_inside_is_named(saved: Path) -> None:
+    chunk, _ = chunk_and_tail(saved)
+    with flipped(saved / chunk.file, chunk.start + 3 * BLOCK + 5, 1):
+        load_rows(saved, 5, 15)
+        with pytest.raises(CorruptChunkError) as caught:
+            load_rows(saved, 14, 17)
+        assert caught.value.details["byte_start"] == chunk.start + 3 * BLOCK
+        assert caught.value.details["byte_count"] == BLOCK
+        with pytest.raises(CorruptChunkError) as caught:
+            load_rows(saved, 0, ROWS)
+        assert caught.value.details["byte_count"] == 20 * BLOCK
+
+
+def test_blocks_whose_digests_are_damaged_are_read_with_the_whole_chunk(saved: Path) -> None:
+    chunk, tail = chunk_and_tail(saved)
+    assert tail.stop - tail.start == 16 * 20 + 16
+    for at in (tail.start, tail.start + 16 * 19 + 15):
+        with flipped(saved / chunk.file, at, 0):
+            assert load_rows(saved, 5, 10).bytes == 20 * BLOCK
+            with sp.open(saved) as opened:
+                assert torch.equal(opened["w"][5:7], VALUE[5:7])
+            (fault,) = verify(LocalStorage(saved)).faults
+            assert isinstance(fault, FormatError) and "the tensors are not affected" in fault.message
+            with flipped(saved / chunk.file, chunk.start + 9 * BLOCK, 0):
+                with pytest.raises(CorruptChunkError):
+                    load_rows(saved, 5, 10)
+                (fault,) = verify(LocalStorage(saved)).faults
+                assert isinstance(fault, CorruptChunkError), "which digests are wrong cannot be told"
+
+
+def test_what_another_step_lends_is_read_whole(tmp_path: Path) -> None:
+    checkpointer = sp.Checkpointer(tmp_path, incremental=True)
+    for step in (1, 2):
+        checkpointer.save(step, {"w": VALUE, "step": torch.full((600,), float(step))}).result()
+    folder = tmp_path / "step-00000002"
+    manifest = read_manifest(LocalStorage(folder))
+    assert [record.folder for record in manifest.files] == ["", "step-00000001"]
+    assert verify(LocalStorage(folder)).ok
+    view = torch.zeros(5, COLUMNS)
+    target = {"w": sp.ShardedTensor((ROWS, COLUMNS), [(view, (5, 0))]), "step": torch.zeros(600)}
+    assert sp.load(folder, target).bytes == 20 * BLOCK + 2400
+    assert torch.equal(view, VALUE[5:10])
+    make_standalone(LocalStorage(folder), LocalStorage(tmp_path / "copy"))
+    assert verify(LocalStorage(tmp_path / "copy")).ok
+    assert sp.load(tmp_path / "copy", target).bytes == BLOCK + 2400
+
+
+def test_a_step_that_writes_some_chunks_again_carries_their_blocks(tmp_path: Path) -> None:
+    checkpointer = sp.Checkpointer(tmp_path, incremental=True)
+    for step in (1, 2):
+        state = {"old": VALUE, "changed": VALUE * step, "new" if step == 2 else "gone": VALUE + step}
+        checkpointer.save(step, state).result()
+        assert verify(LocalStorage(tmp_path / f"step-0000000{step}")).ok
+    view = torch.zeros(5, COLUMNS)
+    for key, expected in (("changed", VALUE * 2), ("new", VALUE + 2)):
+        target = {key: sp.ShardedTensor((ROWS, COLUMNS), [(view, (5, 0))])}
+        report = sp.load(tmp_path / "step-00000002", target, strict=False)
+        assert report.bytes == BLOCK and torch.equal(view, expected[5:10])
+
+
+def test_a_repaired_checkpoint_has_them_too(saved: Path) -> None:
+    (saved / MANIFEST_NAME).unlink()
+    repair(LocalStorage(saved))
+    assert verify(LocalStorage(saved)).ok
+    assert load_rows(saved, 5, 10).bytes == BLOCK
+
+
+def test_files_have_tables_of_many_chunks(tmp_path: Path) -> None:
+    """Chunks of several blocks and of one, in turn, and others that are aligned apart in the file."""
+    state = {f"{n:02}": torch.arange(n * 100, n * 100 + 40 + 300 * (n % 3)) for n in range(12)}
+    state |= {f"small {n}": torch.arange(n, n + 700, dtype=torch.int16) for n in range(3)}
+    Saver(LocalRendezvous(), chunk_bytes=2500).save(LocalStorage(tmp_path), state)
+    assert verify(LocalStorage(tmp_path)).ok
+    for key, value in state.items():
+        begin = len(value) - 30
+        view = torch.zeros(20, dtype=value.dtype)
+        target = {key: sp.ShardedTensor((len(value),), [(view, (begin,))])}
+        report = sp.load(tmp_path, target, strict=False)
+        assert torch.equal(view, value[begin : begin + 20])
+        assert report.bytes <= 2 * BLOCK
