@@ -42,7 +42,7 @@ import shardproof.loading  # what is timed must be imported before it is replace
 import shardproof.saving
 from shardproof.geometry import tiling_faults
 
-HASH_CHUNKS = ("saving.shard", "loading.chunks")
+HASH_CHUNKS = ("format.blocks", "saving.shard", "loading.chunks")
 """Modules that hash the bytes of chunks."""
 
 

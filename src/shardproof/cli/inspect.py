@@ -188,7 +188,7 @@ def _show_detail(found: TensorDetail | ObjectDetail) -> None:
     )
     if found.chunks:
         out.print()
-        out.print(table(("box", "rank", "file", "bytes", "xxh3_128"), rows, right=("rank",)))
+        out.print(table(("box", "rank", "file", "bytes", "digest"), rows, right=("rank",)))
 
 
 def _shape(shape: Iterable[int]) -> str:

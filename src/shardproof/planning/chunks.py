@@ -27,7 +27,7 @@ class ChunkTable:
     byte_count: NDArray[np.int64]
     """(n,) bytes."""
     digest: NDArray[np.uint64]
-    """(n, 2) xxh3_128 of the bytes: high and low half."""
+    """(n, 2) high and low half of `shardproof.format.ChunkHasher` of the bytes."""
     box_start: NDArray[np.int64]
     """(n + 1,) row pointers."""
     box_offsets: NDArray[np.int64]

@@ -32,8 +32,8 @@ __all__ = ["CHUNK_BYTES", "plan_writes"]
 _Ints = NDArray[np.int64]
 
 CHUNK_BYTES = 16 << 20
-"""Upper bound of a chunk. Loading part of a tensor reads whole chunks to verify them, so small is good; large
-is good for the number of rows in the index. 16 MiB is 8,192 chunks for 128 GiB."""
+"""Upper bound of a chunk: small for even shares of writers and readers, large for the number of rows in the
+index. 16 MiB is 8,192 chunks for 128 GiB."""
 
 _CELLS = 64
 """Small boxes that several ranks hold stay together by so many parts of a chunk's upper bound: 256 KiB, which

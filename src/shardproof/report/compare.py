@@ -15,12 +15,11 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from shardproof.dtypes import DTYPES
 from shardproof.errors import CorruptChunkError, TilingError
-from shardproof.format import Manifest, files_of
+from shardproof.format import ChunkHasher, Manifest, files_of
 from shardproof.geometry import Boxes, intersect, overlapping_pairs
 from shardproof.planning.chunks import ChunkTable
 from shardproof.report.detail import rows_of
@@ -103,7 +102,7 @@ class ChunkReader:
         storage.read_into(name, start, data.data)
         self.bytes_read += count
         high, low = (int(half) for half in table.digest[row])
-        found = xxhash.xxh3_128_hexdigest(data.data)
+        found = ChunkHasher(data.data).digest().hex()
         if found != f"{high:016x}{low:016x}":
             key = self.manifest.tensors[int(table.tensor[row])].key
             raise CorruptChunkError(

@@ -29,7 +29,7 @@ class ChunkRow:
     byte_stop: int
     """One past the last."""
     digest: str
-    """xxh3_128 of the bytes, 32 hexadecimal digits."""
+    """Of the chunk, 32 hexadecimal digits."""
 
 
 @dataclass(frozen=True, slots=True)

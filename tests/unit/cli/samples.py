@@ -11,18 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from shardproof.dtypes import DTYPES
 from shardproof.format import (
+    BLOCKS,
     DIGESTS,
     MANIFEST_NAME,
     PADDING,
+    ChunkHasher,
     FileRecord,
     Manifest,
     TensorRecord,
     bytes_digest,
     chunk_name,
+    digests_from_bytes,
     encode_entries,
     encode_index,
     encode_manifest,
@@ -117,15 +119,15 @@ def _write_shard(
     ]
     parts.sort(key=lambda part: -DTYPES[sample.dtype(part[0])].alignment)
     names, codes, shapes, counts = [], [], [], []
-    digests = np.zeros((len(parts), 2), np.uint64)
-    for row, (key, (offsets, sizes), data) in enumerate(parts):
+    hashers = [ChunkHasher(data) for _, _, data in parts]
+    digests = digests_from_bytes([hasher.digest() for hasher in hashers])
+    blocks = digests_from_bytes([block for hasher in hashers for block in hasher.blocks()])
+    for key, (offsets, sizes), data in parts:
         dtype = DTYPES[sample.dtype(key)]
         names.append(chunk_name(key, offsets, sizes))
         codes.append(dtype.code)
         shapes.append((*sizes, 2) if dtype.parts == 2 else sizes)
         counts.append(len(data))
-        number = xxhash.xxh3_128_intdigest(data)
-        digests[row] = number >> 64, number & (2**64 - 1)
     padding = -sum(counts) % 8
     if padding:
         names, codes, shapes, counts = (
@@ -134,12 +136,14 @@ def _write_shard(
             [*shapes, (padding,)],
             [*counts, padding],
         )
-    names, codes, shapes, counts = (
-        [*names, DIGESTS],
-        [*codes, "U64"],
-        [*shapes, digests.shape],
-        [*counts, digests.nbytes],
-    )
+    for name, table in ((BLOCKS, blocks), (DIGESTS, digests)):
+        if len(table) or name == DIGESTS:
+            names, codes, shapes, counts = (
+                [*names, name],
+                [*codes, "U64"],
+                [*shapes, table.shape],
+                [*counts, table.nbytes],
+            )
     starts = np.cumsum(counts) - counts
     about = {
         "version": 1,
@@ -156,7 +160,8 @@ def _write_shard(
     }
     entries, text = encode_entries(names, codes, shapes, starts, np.array(counts)), json.dumps(about)
     header = shard_header(entries, {"shardproof": text, "digest": bytes_digest(text.encode() + entries)})
-    data = b"".join([header, *(part[2] for part in parts), bytes(padding), digests.astype("<u8").tobytes()])
+    tail = [bytes(padding), *(table.astype("<u8").tobytes() for table in (blocks, digests))]
+    data = b"".join([header, *(part[2] for part in parts), *tail])
     name = shard_name(rank, sample.attempt)
     _put(storage, name, data)
     chunks = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,15 @@ import torch
 
 import shardproof as sp
 from shardproof.cli.group import run
-from shardproof.format import MANIFEST_NAME
+from shardproof.format import BLOCK_BYTES, MANIFEST_NAME
+from tests.small_blocks import blocks_of
+
+
+@pytest.fixture(autouse=True, params=[BLOCK_BYTES, 100])
+def _blocks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Chunks are of one block, and of several."""
+    with blocks_of(request.param):
+        yield
 
 
 def answer(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, Any]:
