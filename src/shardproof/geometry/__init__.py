@@ -7,7 +7,7 @@ from shardproof.geometry.boxes import Boxes
 from shardproof.geometry.compose import Embedding, compose, flat_shard
 from shardproof.geometry.cut import cut
 from shardproof.geometry.deduplicate import deduplicate
-from shardproof.geometry.flat import contiguous_runs, flat_range_boxes, flat_range_of
+from shardproof.geometry.flat import flat_range_boxes, flat_range_of
 from shardproof.geometry.intersect import intersect, overlapping_pairs
 from shardproof.geometry.ordering import stable_order
 from shardproof.geometry.tiling import TilingFault, tiling_faults
@@ -18,7 +18,6 @@ __all__ = [
     "TilingFault",
     "axis_weights",
     "compose",
-    "contiguous_runs",
     "cut",
     "deduplicate",
     "flat_range_boxes",

@@ -9,7 +9,7 @@ import numpy as np
 
 from shardproof.geometry.boxes import INT64_MAX, Boxes, Int64s, row_major_strides
 
-__all__ = ["contiguous_runs", "flat_range_boxes", "flat_range_of"]
+__all__ = ["flat_range_boxes", "flat_range_of"]
 
 
 def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Boxes, Int64s]:
@@ -96,45 +96,3 @@ def flat_range_of(shape: Sequence[int], boxes: Boxes) -> tuple[int, int]:
         neighbours = boxes.take(order[apart[0] : apart[0] + 2])
         raise ValueError(f"{neighbours} do not follow each other in row-major shape {tuple(shape)}")
     return int(firsts[0]), int(stops[-1])
-
-
-def contiguous_runs(
-    shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
-) -> tuple[Int64s, Int64s]:
-    """Lists the runs of elements that a box takes in a dense row-major array, as few as there are.
-
-    Args:
-        shape: of the array.
-        offsets: of the box.
-        sizes: of the box.
-
-    Returns:
-        (k,) int64, first element of each run, ascending, and (k,) int64, how many it has. An empty box has no
-        runs.
-
-    Raises:
-        ValueError: the box does not lie within the array.
-
-    >>> contiguous_runs((4, 5), (1, 2), (2, 3))
-    (array([ 7, 12]), array([3, 3]))
-    >>> contiguous_runs((4, 5), (1, 0), (2, 5))
-    (array([5]), array([10]))
-    """
-    if not len(shape) == len(offsets) == len(sizes):
-        raise ValueError(
-            f"box {tuple(offsets)}, {tuple(sizes)} and shape {tuple(shape)} differ in dimensions"
-        )
-    if any(o < 0 or s < 0 or o + s > e for o, s, e in zip(offsets, sizes, shape, strict=True)):
-        raise ValueError(f"box {tuple(offsets)}, {tuple(sizes)} is not within shape {tuple(shape)}")
-    if 0 in sizes:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    strides = row_major_strides(shape)
-    # A run extends over the innermost dimensions that the box spans whole, and over one more.
-    axis = max(len(shape) - 1, 0)
-    while axis and sizes[axis] == shape[axis]:
-        axis -= 1
-    first = sum(o * stride for o, stride in zip(offsets, strides, strict=True))
-    starts = np.array([first], np.int64)
-    for k in range(axis):
-        starts = (starts[:, None] + np.arange(sizes[k]) * strides[k]).ravel()
-    return starts, np.full(len(starts), prod(sizes[axis:]), np.int64)

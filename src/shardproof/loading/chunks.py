@@ -11,7 +11,7 @@ Note: What one read takes in
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import xxhash
@@ -52,32 +52,36 @@ class Chunks:
         self._tensor: list[int] = table.tensor[ordered].tolist()
         self._digest = digests_as_bytes(table.digest[ordered])
         self._blocks: BlockDigests
-        self.begin: list[int] = [0] * len(rows)
-        """First byte of each chunk that is read."""
-        self.end: list[int] = self.count
-        """The byte after the last."""
+        self.parts: dict[int, tuple[int, int]] = {}
+        """Of chunks that are not read whole, by position, the first byte that is read and the last's end."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def narrow(self, wanted: Extents, blocks: BlockDigests) -> None:
+    def narrow(self, wanted: Callable[[NDArray[np.int64]], Extents], blocks: BlockDigests) -> None:
         """Of each chunk only the blocks are read that have bytes between the first and the last wanted one.
 
         Args:
-            wanted: of the chunks, by position.
+            wanted: gives what is wanted of rows of the chunk table.
             blocks: of the checkpoint.
         """
-        begin, end = blocks.covering(np.array(self.rows, np.int64), wanted)
-        self.begin, self.end, self._blocks = begin.tolist(), end.tolist(), blocks
+        self._blocks = blocks
+        large = np.array([at for at, count in enumerate(self.count) if count > BLOCK_BYTES], np.int64)
+        if len(large):
+            rows = np.array(self.rows, np.int64)[large]
+            begin, end = blocks.covering(rows, wanted(rows))
+            columns = (large.tolist(), begin.tolist(), end.tolist())
+            self.parts = {
+                at: (first, last)
+                for at, first, last in zip(*columns, strict=True)
+                if last - first < self.count[at]
+            }
 
     @property
     def nbytes(self) -> int:
         """Bytes of all chunks that are read."""
-        return sum(self.end) - sum(self.begin)
-
-    def is_part(self, at: int) -> bool:
-        """Whether less than all of a chunk is read."""
-        return self.end[at] - self.begin[at] < self.count[at]
+        spared = sum(self.count[at] - (end - begin) for at, (begin, end) in self.parts.items())
+        return sum(self.count) - spared
 
     def span(self, batch: range) -> int:
         """Bytes from the first of neighbouring chunks to the end of the last."""
@@ -126,7 +130,7 @@ class Chunks:
         while at < end:
             if count[at] > BLOCK_BYTES:
                 chunk, known = memory[start[at] - base :][: count[at]], self._known(at)
-                run = slice(0, count[at]) if known is None else slice(self.begin[at], self.end[at])
+                run = slice(0, count[at]) if known is None else slice(*self.parts[at])
                 nbytes += self._read_blocks(at, run.start, chunk[run], chunk, known)
                 at += 1
                 continue
@@ -166,7 +170,7 @@ class Chunks:
 
     def _known(self, at: int) -> list[bytes] | None:
         """Digests of the blocks of a chunk that is not wanted whole; None where they are damaged, too."""
-        return self._blocks.of(self.rows[at]) if self.is_part(at) else None
+        return self._blocks.of(self.rows[at]) if at in self.parts else None
 
     def _read_blocks(
         self, at: int, begin: int, run: memoryview, scratch: memoryview, known: list[bytes] | None

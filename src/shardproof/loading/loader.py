@@ -205,7 +205,7 @@ class _Loader:
         checkpoint = self._checkpoint
         with no_garbage_collection():
             chunks = Chunks(checkpoint.files, checkpoint.manifest, checkpoint.table, rows)
-            chunks.narrow(self._placing.wanted(chunks.rows), checkpoint.blocks)
+            chunks.narrow(self._placing.wanted, checkpoint.blocks)
             return chunks
 
     def finish(self) -> bytes:

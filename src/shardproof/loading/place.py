@@ -60,7 +60,7 @@ def read_planned(
     """
     placing = Placing(manifest, table, plan, destinations)
     chunks = Chunks(files, manifest, table, np.unique(plan.chunk))
-    chunks.narrow(placing.wanted(chunks.rows), blocks)
+    chunks.narrow(placing.wanted, blocks)
     return read_chunks(chunks, placing)
 
 
@@ -103,7 +103,9 @@ class _Job:
             address != 0 and nbytes >= _DIRECT_BYTES
             for address, nbytes in zip(self._straight.address, self._straight.nbytes, strict=True)
         ]
-        alone = [direct or chunks.is_part(at) for at, direct in enumerate(self._direct)]
+        alone = list(self._direct)
+        for at in chunks.parts:
+            alone[at] = True
         self.batches = chunks.batches(alone, _BATCH_BYTES)
         self._moved = moved
         self._reported = 0

@@ -88,14 +88,14 @@ class Placing:
         self.part_bytes: NDArray[np.int64] = plan.sizes.prod(axis=1) * itemsizes[tensor]
         """By part: bytes, as stored."""
 
-    def wanted(self, rows: Sequence[int]) -> Extents:
+    def wanted(self, rows: NDArray[np.int64]) -> Extents:
         """Of chunks that have parts, the bytes from the first that one has to the last.
 
         Args:
-            rows: n of the chunk table.
+            rows: (n,) of the chunk table.
         """
-        if not rows:
-            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        if not len(rows):
+            return rows, rows
         first = np.flatnonzero(np.diff(self._plan.chunk, prepend=-1))
         at = np.searchsorted(self._plan.chunk[first], rows)
         return np.minimum.reduceat(self._begin, first)[at], np.maximum.reduceat(self._end, first)[at]

@@ -209,7 +209,7 @@ class Sharing:
                 'torch.distributed first, or load with read_once="auto" or False'
             )
         checkpoint, rows = self._checkpoint, np.unique(self._plan.chunk)
-        begin, end = checkpoint.blocks.covering(rows, self._placing.wanted(rows.tolist()))
+        begin, end = checkpoint.blocks.covering(rows, self._placing.wanted(rows))
         wish = Wish.of(
             socket.gethostname(), checkpoint.table, self._plan, self._placing.part_bytes, end - begin
         )

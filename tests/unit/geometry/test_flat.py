@@ -1,4 +1,3 @@
-from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -6,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardproof.geometry import Boxes, contiguous_runs, cut, flat_range_boxes, flat_range_of
+from shardproof.geometry import Boxes, cut, flat_range_boxes, flat_range_of
 from tests.unit.geometry import reference
 
 
@@ -54,36 +53,7 @@ def test_flat_range_of_refuses_what_is_no_range(data):
             flat_range_of(shape, boxes)
 
 
-@given(st.data())
-def test_contiguous_runs_are_the_elements_in_as_few_runs_as_there_are(data):
-    shape = data.draw(reference.shapes)
-    boxes = data.draw(reference.boxes_in(shape))
-    for row in range(len(boxes)):
-        numbers = reference.elements(shape, boxes, row)
-        starts, lengths = contiguous_runs(shape, *boxes.pair(row))
-        runs = zip(starts.tolist(), lengths.tolist(), strict=True)
-        assert [element for start, length in runs for element in range(start, start + length)] == numbers
-        breaks = sum(later != earlier + 1 for earlier, later in pairwise(numbers))
-        assert len(starts) == (breaks + 1 if numbers else 0)
-
-
-@pytest.mark.parametrize(
-    ("offsets", "sizes", "runs"),
-    [
-        ((0, 0, 0), (2, 3, 4), ([0], [24])),
-        ((0, 1, 0), (2, 2, 4), ([4, 16], [8, 8])),
-        ((1, 1, 1), (1, 2, 2), ([17, 21], [2, 2])),
-        ((1, 2, 1), (1, 1, 2), ([21], [2])),
-        ((1, 3, 1), (1, 0, 2), ([], [])),
-    ],
-)
-def test_contiguous_runs_of_whole_rows_and_matrices(offsets, sizes, runs):
-    starts, lengths = contiguous_runs((2, 3, 4), offsets, sizes)
-    assert (starts.tolist(), lengths.tolist()) == runs
-
-
 def test_ranges_of_scalars_and_of_no_elements():
-    assert [part.tolist() for part in contiguous_runs((), (), ())] == [[0], [1]]
     assert flat_range_of((), Boxes.whole(())) == (0, 1)
     boxes, starts = flat_range_boxes((), 0, 1)
     assert (len(boxes), boxes.ndim, starts.tolist()) == (1, 0, [0])
@@ -117,7 +87,3 @@ def test_boxes_outside_the_tensor_are_refused():
         flat_range_of((4,), Boxes.of(((3,), (2,))))
     with pytest.raises(ValueError, match="dimensions"):
         flat_range_of((4,), Boxes.whole((2, 2)))
-    with pytest.raises(ValueError, match="not within shape"):
-        contiguous_runs((4,), (3,), (2,))
-    with pytest.raises(ValueError, match="differ in dimensions"):
-        contiguous_runs((4,), (3, 0), (1, 1))

@@ -128,7 +128,7 @@ def shared_chunks(table: ChunkTable, wishes: list[Wish]) -> set[int]:
 
 def reads_of(opened: Checkpoint, placing: Placing, plan: ReadPlan) -> np.ndarray[Any, Any]:
     rows = np.unique(plan.chunk)
-    begin, end = opened.blocks.covering(rows, placing.wanted(rows.tolist()))
+    begin, end = opened.blocks.covering(rows, placing.wanted(rows))
     return end - begin
 
 
