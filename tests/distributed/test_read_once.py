@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import shardproof as sp
 from shardproof.errors import CorruptChunkError, RankFailure, ShardproofError
-from shardproof.loading import LoadReport, Options, crossover, load_from, loader, once_node, sharing
+from shardproof.loading import LoadReport, Options, crossover, load_from, loader, node_taking, sharing
 from shardproof.loading.checkpoint import Checkpoint
 from shardproof.loading.node_memory import PeerMemory
 from shardproof.loading.node_plan import plan_node
@@ -94,7 +94,7 @@ def small_rounds(round_bytes: int) -> None:
     over_group: Any = partial(plan_once, round_bytes=round_bytes, unit_bytes=512)
     on_node: Any = partial(plan_node, round_bytes=round_bytes, ring_bytes=3 * round_bytes, unit_bytes=512)
     sharing.plan_once, sharing.plan_node = over_group, on_node  # type: ignore[attr-defined]
-    once_node._CUT_BYTES = 64
+    node_taking.CUT_BYTES = 64
 
 
 def go_through(way: str) -> None:
@@ -159,6 +159,34 @@ def test_every_byte_is_read_by_one_rank(
     if dim == 1:
         replicated = sum(value.nbytes for value in stored().values() if value.dim() < 2)
         assert sum(report.needed for report in reports) == nbytes + (ranks - 1) * replicated
+
+
+def seen_from_outside(folder: str, way: str) -> tuple[list[str], int, LoadReport]:
+    """Phases of the meetings, and bytes that were reported as they moved."""
+    phases: list[str] = []
+    counts: list[int] = []
+    meet, moved = loader.Meetings.meet, loader._Moved.__call__
+
+    def noted(self: Any, phase: str, *rest: Any) -> bytes:
+        phases.append(phase)
+        return meet(self, phase, *rest)
+
+    def counted(self: Any, count: int) -> None:
+        counts.append(count)
+        moved(self, count)
+
+    loader.Meetings.meet = noted  # type: ignore[method-assign]
+    loader._Moved.__call__ = counted  # type: ignore[method-assign]
+    report, _ = load_layout(folder, way, 1, False, False, 600)
+    return phases, sum(counts), report
+
+
+def test_ranks_of_a_node_meet_once_to_share_out_and_all_that_moves_is_reported(tmp_path: Path) -> None:
+    save(tmp_path)
+    for outcome in run_ranks(3, seen_from_outside, str(tmp_path), "memory"):
+        phases, moved, report = outcome.value
+        assert phases == ["match", "share", "read", "apply"]
+        assert report.received and moved == report.bytes + report.received
 
 
 def with_threads(folder: str, threads: int) -> LoadReport:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -159,7 +160,8 @@ def _box_fault(table: ChunkTable, manifest: Manifest) -> str | None:
         or (pointers[1:] - pointers[:-1] != ndim).any()
     ):
         return "the boxes do not have the dimensions of their tensors"
-    itemsize_of = np.array([DTYPES[record.dtype].itemsize for record in tensors], np.int64)
+    itemsize = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+    itemsize_of = np.array([itemsize[record.dtype] for record in tensors], np.int64)
     for dims in np.unique(ndim).tolist():
         rows = np.flatnonzero(ndim == dims)
         at = pointers[rows][:, None] + np.arange(dims)
@@ -187,5 +189,6 @@ def _shapes(tensors: tuple[TensorRecord, ...], ndim: NDArray[np.int64], dims: in
     shapes = np.zeros((len(tensors), dims), np.int64)
     rows = np.flatnonzero(ndim == dims)
     if len(rows) and dims:
-        shapes[rows] = [tensors[row].shape for row in rows.tolist()]
+        sizes = np.fromiter(chain.from_iterable([tensors[row].shape for row in rows.tolist()]), np.int64)
+        shapes[rows] = sizes.reshape(len(rows), dims)
     return shapes

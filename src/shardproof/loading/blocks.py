@@ -43,11 +43,12 @@ class BlockDigests:
         self._read: dict[int, dict[int, list[bytes]]] = {}
         self._lock = threading.Lock()
 
-    def of(self, row: int) -> list[bytes] | None:
-        """Digests of all blocks of a chunk, proved by its own digest.
+    def of(self, row: int, digest: bytes) -> list[bytes] | None:
+        """Digests of all blocks of a chunk, proved by its own.
 
         Args:
             row: of the chunk table; a chunk of more than one block in one of the checkpoint's own files.
+            digest: of the chunk.
 
         Returns:
             16 bytes each; None if they are damaged or not there.
@@ -61,8 +62,7 @@ class BlockDigests:
             if of_file is None:
                 of_file = self._read[file] = self._read_all(file)
         digests = of_file.get(row)
-        (expected,) = digests_as_bytes(self._table.digest[row : row + 1])
-        return digests if digests is not None and digest_of_blocks(digests) == expected else None
+        return digests if digests is not None and digest_of_blocks(digests) == digest else None
 
     def covering(self, rows: NDArray[np.int64], wanted: Extents) -> Extents:
         """The bytes of chunks that have to be read so that those that are wanted can be verified.

@@ -170,7 +170,7 @@ class Chunks:
 
     def _known(self, at: int) -> list[bytes] | None:
         """Digests of the blocks of a chunk that is not wanted whole; None where they are damaged, too."""
-        return self._blocks.of(self.rows[at]) if at in self.parts else None
+        return self._blocks.of(self.rows[at], self._digest[at]) if at in self.parts else None
 
     def _read_blocks(
         self, at: int, begin: int, run: memoryview, scratch: memoryview, known: list[bytes] | None

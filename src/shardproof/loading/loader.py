@@ -12,6 +12,7 @@ that the target is partly overwritten.
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,9 +26,12 @@ from shardproof import events
 from shardproof.errors import ShardproofError
 from shardproof.format import Manifest
 from shardproof.garbage import no_garbage_collection
+from shardproof.loading import offering
 from shardproof.loading.checkpoint import Checkpoint
 from shardproof.loading.chunks import Chunks
-from shardproof.loading.matching import DEFAULTS, Asked, Matched, Options, agree, from_rank, match
+from shardproof.loading.exchange import can_exchange
+from shardproof.loading.matching import DEFAULTS, Asked, Matched, Options, from_rank, match
+from shardproof.loading.node_memory import Handle, NodeMemory
 from shardproof.loading.once import PeerFailed
 from shardproof.loading.place import read_chunks
 from shardproof.loading.placing import Placing
@@ -74,6 +78,7 @@ class LoadReport(msgspec.Struct, frozen=True):
         return (self.bytes + self.received) / max(self.seconds, 1e-9) / 1e9
 
 
+@no_garbage_collection()
 def load_from(
     storage: Storage,
     state: Any,
@@ -96,11 +101,15 @@ def load_from(
     meetings = Meetings(rendezvous, loader.operation)
     try:
         with loader.phase("match"):
-            answer = meetings.meet(
-                "match", lambda: loader.match(state, check), lambda posts: agree(storage.location, posts)
+            agreed = msgspec.msgpack.decode(
+                meetings.meet(
+                    "match",
+                    lambda: loader.match(state, check),
+                    lambda posts: offering.answer(storage.location, posts),
+                ),
+                type=offering.Answer,
             )
-            missing, unexpected = msgspec.msgpack.decode(answer, type=tuple[tuple[str, ...], tuple[str, ...]])
-            loader.share(meetings)
+            loader.share(meetings, agreed.handles)
         try:
             with loader.phase("read") as phase:
                 meetings.meet("read", lambda: loader.read(phase), _all_read)
@@ -110,7 +119,7 @@ def load_from(
             raise _overwritten(error, storage.location) from error.__cause__
     finally:
         loader.close()
-    return loader.report(begun, missing, unexpected)
+    return loader.report(begun, agreed.missing, agreed.unexpected)
 
 
 class _Loader:
@@ -125,6 +134,7 @@ class _Loader:
         self._opened: list[Callable[[], None]] = [storage.close]
         self._checkpoint: Checkpoint
         self._matched: Matched
+        self._memory: NodeMemory | None = None
         self._sharing: Sharing | None = None
 
     def close(self) -> None:
@@ -141,29 +151,45 @@ class _Loader:
         """Opens the checkpoint and matches; an error of the checkpoint is data, so that it keeps its type."""
         options = self._options
         try:
-            with no_garbage_collection():
-                self._checkpoint = Checkpoint(self._storage)
-                self._opened = [self._checkpoint.close]
-                if check is not None:
-                    check(self._checkpoint.manifest)
-                if self._rendezvous.rank == 0:
-                    self._checkpoint.check_sizes(range(len(self._checkpoint.manifest.files)))
-                self._matched = match(
-                    self._checkpoint, state, options, self._rendezvous.rank, self._rendezvous.world_size
-                )
-            return msgspec.msgpack.encode(self._matched.asked)
+            self._checkpoint = Checkpoint(self._storage)
+            self._opened = [self._checkpoint.close]
+            if check is not None:
+                check(self._checkpoint.manifest)
+            if self._rendezvous.rank == 0:
+                self._checkpoint.check_sizes(range(len(self._checkpoint.manifest.files)))
+            self._matched = match(
+                self._checkpoint, state, options, self._rendezvous.rank, self._rendezvous.world_size
+            )
+            return offering.post(self._matched.asked, self._offer())
         except UNREADABLE as error:
-            return msgspec.msgpack.encode(Asked("", options.strict, options.read_once, error=error.to_wire()))
+            return offering.post(Asked("", options.strict, options.read_once, error=error.to_wire()))
 
-    def share(self, meetings: Meetings) -> None:
+    def _offer(self) -> offering.Offer | None:
+        """Memory to share with the ranks of this node, where tensors may be handed on."""
+        options = self._options
+        if options.read_once and self._rendezvous.world_size > 1 and can_exchange(options.group):
+            self._memory = NodeMemory.made()
+        if self._memory is None:
+            return None
+        self._opened.append(self._memory.close)
+        return offering.Offer(socket.gethostname(), self._memory.handle)
+
+    def share(self, meetings: Meetings, handles: Sequence[Handle]) -> None:
         """Agrees on who reads what several ranks want, where that was asked for."""
         checkpoint, matched = self._checkpoint, self._matched
         assert matched.plan is not None
-        with no_garbage_collection():
-            self._placing = Placing(checkpoint.manifest, checkpoint.table, matched.plan, matched.destinations)
+        self._placing = Placing(checkpoint.manifest, checkpoint.table, matched.plan, matched.destinations)
         self._needed = int(self._placing.part_bytes.sum())
         if self._options.read_once and self._rendezvous.world_size > 1:
-            sharing = Sharing(checkpoint, matched.plan, self._placing, self._rendezvous, self._options)
+            sharing = Sharing(
+                checkpoint,
+                matched.plan,
+                self._placing,
+                self._rendezvous,
+                self._options,
+                self._memory,
+                handles,
+            )
             self._opened.append(sharing.close)
             sharing.agree(meetings)
             self._sharing = sharing if sharing.happens else None
@@ -203,10 +229,9 @@ class _Loader:
         if self._sharing is not None:
             rows = np.setdiff1d(rows, self._sharing.shared_chunks())
         checkpoint = self._checkpoint
-        with no_garbage_collection():
-            chunks = Chunks(checkpoint.files, checkpoint.manifest, checkpoint.table, rows)
-            chunks.narrow(self._placing.wanted, checkpoint.blocks)
-            return chunks
+        chunks = Chunks(checkpoint.files, checkpoint.manifest, checkpoint.table, rows)
+        chunks.narrow(self._placing.wanted, checkpoint.blocks)
+        return chunks
 
     def finish(self) -> bytes:
         """Sets plain values, attaches new optimizer state, hands objects their state."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
@@ -97,18 +98,19 @@ def match(checkpoint: Checkpoint, state: Any, options: Options, rank: int, world
             fitting.append(entry)
         else:
             mismatched.append((entry.key, *difference))
-    keys = [entry.key for entry in fitting]
-    rows = dict(zip(keys, checkpoint.rows([stored_of.get(key, key) for key in keys]), strict=True))
-    entries = []
-    for entry in fitting:
-        other = entry.alias_of
-        if other is None or other not in rows:
-            entries.append(entry)
-        elif not _same_chunks(checkpoint, rows[entry.key], rows[other]):
-            found = "two tensors in the checkpoint whose chunks differ (exclude one of them)"
-            mismatched.append((entry.key, f"one tensor with {other!r}", found))
+    rows = checkpoint.rows([stored_of.get(entry.key, entry.key) for entry in fitting])
+    if any(entry.alias_of for entry in fitting):
+        row_of = {entry.key: row for entry, row in zip(fitting, rows, strict=True)}
+        for entry in fitting:
+            other = entry.alias_of
+            if other in row_of and not _same_chunks(checkpoint, row_of[entry.key], row_of[other]):
+                found = "two tensors in the checkpoint whose chunks differ (exclude one of them)"
+                mismatched.append((entry.key, f"one tensor with {other!r}", found))
+        fitting = [entry for entry in fitting if entry.alias_of not in row_of]
+        rows = [row_of[entry.key] for entry in fitting]
     used, parts = binding.used, binding.parts
-    unexpected = sorted(filter(selected, (catalogue.tensors.keys() | catalogue.objects.keys()) - used))
+    unasked = [key for key in (*catalogue.tensors, *catalogue.objects) if key not in used]
+    unexpected = sorted(filter(selected, unasked))
     spare = {key for key in unexpected if not parts.issuperset(parts_of(key))}
     asked = Asked(
         checkpoint.manifest.attempt,
@@ -123,7 +125,7 @@ def match(checkpoint: Checkpoint, state: Any, options: Options, rank: int, world
     )
     if binding.refused or mismatched or (options.strict and binding.missing):
         return Matched(asked, binding, [], None)
-    return Matched(asked, binding, *_planned(checkpoint, entries, rows))
+    return Matched(asked, binding, *_planned(checkpoint, fitting, rows))
 
 
 def _difference(
@@ -155,21 +157,24 @@ def _same_chunks(checkpoint: Checkpoint, row: int, other: int) -> bool:
 
 
 def _planned(
-    checkpoint: Checkpoint, entries: Sequence[TensorEntry], rows: Mapping[str, int]
+    checkpoint: Checkpoint, entries: Sequence[TensorEntry], rows: Sequence[int]
 ) -> tuple[list[Destination], ReadPlan]:
-    held = [(entry, piece) for entry in entries for piece in entry.pieces]
     destinations = [
-        Destination(entry.key, piece.view, piece.address, piece.is_plain) for entry, piece in held
+        Destination(entry.key, piece.view, piece.address, piece.is_plain)
+        for entry in entries
+        for piece in entry.pieces
     ]
-    tensor = [rows[entry.key] for entry, _ in held]
-    offsets = [offset for _, piece in held for offset in piece.offsets]
-    sizes = [size for _, piece in held for size in piece.sizes]
+    pieces = [piece for entry in entries for piece in entry.pieces]
     tensors = checkpoint.manifest.tensors
     plan = plan_reads(
         [record.key for record in tensors],
         [record.shape for record in tensors],
         checkpoint.table,
-        Wanted(np.array(tensor, np.int64), np.array(offsets, np.int64), np.array(sizes, np.int64)),
+        Wanted(
+            np.repeat(np.array(rows, np.int64), [len(entry.pieces) for entry in entries]),
+            np.fromiter(chain.from_iterable([piece.offsets for piece in pieces]), np.int64),
+            np.fromiter(chain.from_iterable([piece.sizes for piece in pieces]), np.int64),
+        ),
     )
     return destinations, plan
 

@@ -39,6 +39,9 @@ class Said(enum.IntEnum):
     """The process is no more; said by the system, not by the process."""
 
 
+_SAID = {said.value: said for said in Said}
+
+
 class Message(NamedTuple):
     """One message."""
 
@@ -90,7 +93,7 @@ class Inbox:
         messages = []
         if self._read in found:
             for said, rank, number in _FORMAT.iter_unpack(os.read(self._read, _MOST)):
-                messages.append(Message(Said(said), rank, number))
+                messages.append(Message(_SAID[said], rank, number))
         ended = [self._watched[descriptor] for descriptor in found if descriptor != self._read]
         return messages + [Message(Said.ENDED, rank) for rank in ended]
 
@@ -122,14 +125,14 @@ class Outbox:
             raise OSError(f"descriptor {descriptor} of process {process} is not the pipe {number}")
         return Outbox(opened)
 
-    def send(self, message: Message) -> None:
+    def send(self, *messages: Message) -> None:
         """Never waits: a receiver never has more messages before it than a pipe holds (see `once_node`).
 
         Raises:
             BrokenPipeError: the receiver is gone.
             BlockingIOError: the pipe is full.
         """
-        os.write(self.descriptor, _FORMAT.pack(*message))
+        os.write(self.descriptor, b"".join([_FORMAT.pack(*message) for message in messages]))
 
     def close(self) -> None:
         """Lets go of the pipe."""

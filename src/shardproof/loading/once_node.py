@@ -9,10 +9,11 @@ of them reads anything for as long as a rank may be silent.
 
 Note: Why it comes to an end, and why what is taken is what was read
     A round is read when all rounds that were where it is to be have been taken, so nobody takes from it what
-    is not its own. A rank answers every READ as it comes and never waits for anything else before it does,
-    so what a reader waits for comes, in the order of its rounds, and its next round is read. No rank has more
-    than `AHEAD` rounds that are not taken, so of each rank, itself too, at most so many READ, as many PLACED
-    and one FAILED are before it: from `MOST_RANKS` ranks not a page, which is the least that a pipe holds.
+    is not its own. A rank answers the READ that it finds before it looks again, and never waits for anything
+    else before it does, so what a reader waits for comes, in the order of its rounds, and its next round is
+    read. No rank has more than `AHEAD` rounds that are not taken, so of each rank, itself too, at most so
+    many READ, as many PLACED and one FAILED are before it: from `MOST_RANKS` ranks not a page, which is the
+    least that a pipe holds.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from shardproof.loading.chunks import Chunks, Files
 from shardproof.loading.node_mail import Message, Said
 from shardproof.loading.node_memory import NodeMemory, PeerMemory
 from shardproof.loading.node_plan import NodeOrders
+from shardproof.loading.node_taking import Takings
 from shardproof.loading.once import PeerFailed
 from shardproof.loading.placing import Placing
 from shardproof.planning import ChunkTable
@@ -38,8 +40,8 @@ __all__ = ["MOST_RANKS", "through_memory"]
 
 _LOOKS = 4
 """How often a rank that waits looks, within the deadline, whether another moves."""
-_CUT_BYTES = 64 << 10
-"""Chunks from here on whose parts are views made beforehand."""
+_REPORTED_BYTES = 8 << 20
+"""Bytes taken from others of which is told together."""
 MOST_RANKS = 32
 """Ranks of a node whose messages are sure to find room."""
 
@@ -114,7 +116,6 @@ class _Part:
         moved: Callable[[int], None],
     ) -> None:
         self._read_bytes = self._received_bytes = 0
-        self._placing = placing
         self._nbytes = orders.nbytes
         self._own = memory
         self._peers = peers
@@ -141,25 +142,17 @@ class _Part:
             self._units[number].append((self._begin[number] + byte, range(done, done + count)))
             done += count
 
-        taken = np.frombuffer(orders.taken, np.int64).reshape(-1, 4)
-        self._taken: list[list[int]] = taken.tolist()
-        self._count: list[int] = table.byte_count[taken[:, 3]].tolist()
-        self._parts = placing.parts_of(taken[:, 3].tolist())
-        self._straight = placing.straight(taken[:, 3].tolist())
-        self._views: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        """By row of `taken`, for the larger chunks that are cut."""
-        self._of_round: dict[tuple[int, int], list[int]] = {}
-        """Reader and round to rows of `taken`."""
-        for at, (rank, number, _, _) in enumerate(self._taken):
-            self._of_round.setdefault((rank, number), []).append(at)
-        self._wanted = sum(rank != self._rank for rank, _ in self._of_round)
+        self._takings = Takings(table, placing, np.frombuffer(orders.taken, np.int64), len(peers))
+        self._wanted = sum(self._takings.rounds(rank) for rank in range(len(peers)) if rank != self._rank)
         """Rounds of other ranks from which this one has yet to take."""
+        self._placed: dict[int, list[Message]] = {}
+        """By reader, what it is yet to be told of rounds that this rank has taken its parts of."""
+        self._unreported = 0
+        """Bytes taken from others since `moved` was called."""
         self._reading = len(rounds)
         """Own rounds that are not read yet."""
         self._begun = self._gone = 0
         """Own rounds that are begun, and that all have taken from, in their order."""
-        self._bytes_before = np.append(0, np.cumsum(placing.part_bytes)).tolist()
-        """By part of the plan, the bytes of all parts before it."""
 
     def run(
         self, pool: ThreadPoolExecutor | None, deadline: float, waits: Callable[[], None]
@@ -170,7 +163,8 @@ class _Part:
             (rank, peer.process) for rank, peer in enumerate(self._peers) if peer is not None
         )
         try:
-            self._until_done(pool, deadline, waits)
+            with torch.no_grad():
+                self._until_done(pool, deadline, waits)
         finally:
             self._stopped = True
         return self._read_bytes, self._received_bytes
@@ -182,18 +176,20 @@ class _Part:
         while self._wanted or self._reading:
             free = self._begun < len(self._units) and self._after[self._begun] <= self._gone
             if free and pool is not None:
-                pool.submit(self._read, self._begun)
+                pool.submit(self._read_beside, self._begun)
                 self._begun += 1
                 continue
             messages = inbox.take(0.0 if free else deadline / _LOOKS)
             for message in messages:
                 self._hear(message)
             if messages:
+                self._tell_placed()
                 waits()
                 quiet = 0
             elif free:
                 self._begun += 1
                 self._read(self._begun - 1)
+                self._is_read(self._begun - 1)
             else:
                 before, ticks = ticks, self._ticks()
                 quiet = quiet + 1 if before == ticks else 0
@@ -201,72 +197,84 @@ class _Part:
                     raise PeerFailed
                 if not quiet:
                     waits()
+        self._report()
 
     def _hear(self, message: Message) -> None:
         said, rank, number = message
         if said is Said.READ and rank != self._rank:
-            self._take(rank, number)
-            self._say(rank, Said.PLACED, number)
+            taken = self._takings.take(rank, number, self._of(rank))
+            self._received_bytes += taken
+            self._unreported += taken
+            if self._unreported >= _REPORTED_BYTES:
+                self._report()
+            self._placed.setdefault(rank, []).append(Message(Said.PLACED, self._rank, number))
             self._wanted -= 1
         elif said is Said.READ:
-            self._reading -= 1
+            self._is_read(number)
         elif said is Said.PLACED:
-            self._left[number] -= 1
-            while self._gone < self._begun and not self._left[self._gone]:
-                self._gone += 1
+            self._is_placed(number)
         elif self._error is not None:
             raise self._error
         else:
             raise PeerFailed
 
-    def _read(self, number: int) -> None:
-        """Reads and verifies a round, tells those who take from it, and takes this rank's own parts."""
+    def _is_read(self, number: int) -> None:
+        """An own round is read, and this rank's own parts of it are taken."""
+        self._reading -= 1
+        if self._rank in self._takers[number]:
+            self._is_placed(number)
+
+    def _is_placed(self, number: int) -> None:
+        """A rank has taken its parts of an own round."""
+        self._left[number] -= 1
+        while self._gone < self._begun and not self._left[self._gone]:
+            self._gone += 1
+
+    def _read_beside(self, number: int) -> None:
+        """Reads a round on another thread than the one that hears of it."""
         if self._stopped:
             return
         try:
-            done = 0
-            memory = memoryview(self._of(self._rank).numpy().data)
-            for byte, batch in self._units[number]:
-                span = self._chunks.span(batch)
-                self._chunks.read(batch, memory[byte : byte + span])
-                done += span
-            with self._lock:
-                self._read_bytes += done
-                self._own.tick()
-            self._moved(done)
-            for rank in self._takers[number]:
-                if rank != self._rank:
-                    self._say(rank, Said.READ, number)
-            self._take(self._rank, number)
-            if self._rank in self._takers[number]:
-                self._say(self._rank, Said.PLACED, number)
-            self._say(self._rank, Said.READ, number)
+            with torch.no_grad():
+                self._read(number)
+            self._say(self._rank, Message(Said.READ, self._rank, number))
         except BaseException as error:
             self._error = error
-            self._say(self._rank, Said.FAILED, number)
+            self._say(self._rank, Message(Said.FAILED, self._rank, number))
 
-    def _take(self, rank: int, number: int) -> None:
-        """Puts this rank's parts of a round where they belong."""
+    def _read(self, number: int) -> None:
+        """Reads and verifies a round, tells those who take from it, and takes this rank's own parts."""
         done = 0
-        memory = self._of(rank)
-        with torch.no_grad():
-            for at in self._of_round.get((rank, number), ()):
-                _, _, byte, row = self._taken[at]
-                parts = self._parts[at]
-                if at in self._views:
-                    for target, source in self._views[at]:
-                        target.copy_(source)
-                else:
-                    self._placing.put(row, parts, memory[byte : byte + self._count[at]])
-                done += self._bytes_before[parts.stop] - self._bytes_before[parts.start]
-        if rank != self._rank:
-            self._received_bytes += done
-            self._moved(done)
+        memory = memoryview(self._of(self._rank).numpy().data)
+        for byte, batch in self._units[number]:
+            span = self._chunks.span(batch)
+            self._chunks.read(batch, memory[byte : byte + span])
+            done += span
+        with self._lock:
+            self._read_bytes += done
+            self._own.tick()
+        self._moved(done)
+        read = Message(Said.READ, self._rank, number)
+        for rank in self._takers[number]:
+            if rank != self._rank:
+                self._say(rank, read)
+        self._takings.take(self._rank, number, self._of(self._rank))
 
-    def _say(self, rank: int, said: Said, number: int) -> None:
-        """Tells a rank, or this one, of a round."""
+    def _report(self) -> None:
+        """Says what was taken from others since the last report."""
+        self._moved(self._unreported)
+        self._unreported = 0
+
+    def _tell_placed(self) -> None:
+        """Tells each reader in one go what was taken since it was told."""
+        for rank, messages in self._placed.items():
+            self._say(rank, *messages)
+        self._placed.clear()
+
+    def _say(self, rank: int, *messages: Message) -> None:
+        """Tells a rank, or this one, of rounds."""
         try:
-            self._out[rank].send(Message(said, self._rank, number))
+            self._out[rank].send(*messages)
         except BrokenPipeError:  # it has left the load
             raise PeerFailed from None
 
@@ -280,17 +288,9 @@ class _Part:
         return found
 
     def _found(self, rank: int, memory: torch.Tensor) -> torch.Tensor:
-        """Notes a rank's memory, and makes the views of what is cut from it.
-
-        Made between the copies, which leave nothing of Python in the processor's caches, they took 6 % of a
-        load of rows into columns.
-        """
+        """Notes a rank's memory."""
         self._memory[rank] = memory
-        for at, (reader, _, byte, row) in enumerate(self._taken):
-            if reader == rank and self._count[at] >= _CUT_BYTES and not self._straight.address[at]:
-                stored, parts = memory[byte : byte + self._count[at]], self._parts[at]
-                if self._placing.is_aligned(parts, stored):
-                    self._views[at] = self._placing.views(row, parts, stored)
+        self._takings.found(rank, memory)
         return memory
 
     def _ticks(self) -> list[int]:

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from shardproof.format import BLOCK_BYTES, Manifest
-from shardproof.garbage import no_garbage_collection
 from shardproof.loading.blocks import BlockDigests, Files
 from shardproof.loading.chunks import Chunks
 from shardproof.loading.placing import Destination, Placing
@@ -82,8 +81,7 @@ def read_chunks(
         CorruptChunkError: bytes do not match their digest; destinations may be partly written.
         StorageError: a file is missing, short or unreadable.
     """
-    with no_garbage_collection():
-        job = _Job(chunks, placing, moved)
+    job = _Job(chunks, placing, moved)
     in_threads(job.run, job.batches, threads)
     job.report_rest()
     return job.read

@@ -24,7 +24,7 @@ from shardproof.loading.matching import Options, from_rank
 from shardproof.loading.node_memory import Handle, NodeMemory, PeerMemory
 from shardproof.loading.node_plan import NodeOrders, plan_node
 from shardproof.loading.once import through_group
-from shardproof.loading.once_node import MOST_RANKS, tell_failed, through_memory
+from shardproof.loading.once_node import tell_failed, through_memory
 from shardproof.loading.once_orders import Int64s, Loads, Orders, Wish
 from shardproof.loading.once_plan import plan_once
 from shardproof.loading.once_receive import Receiver
@@ -45,19 +45,19 @@ class _Posted(msgspec.Struct, frozen=True, array_like=True):
     able: bool
     """There is a process group."""
     wish: bytes
-    handle: Handle | None
-    """Of its memory, where it can be shared."""
+    reached: bool
+    """The memory of every rank."""
 
 
 class _Answer(msgspec.Struct, frozen=True, array_like=True):
     """What the leader answers, at the first meeting or at the second."""
 
     choice: str
-    """Read "all"; hand on over the "group" or through the memory of the "node"; or "measure" first, with the
-    handles of all ranks where it may be the node."""
+    """Read "all"; hand on over the "group" or through the memory of the "node"; or first measure what that
+    "group" or "node" gives, and "choose"."""
     orders: Orders | None = None
     node_orders: NodeOrders | None = None
-    handles: tuple[Handle, ...] = ()
+    measured: str = ""
 
     @property
     def given(self) -> Orders | NodeOrders | None:
@@ -68,12 +68,9 @@ class _Answer(msgspec.Struct, frozen=True, array_like=True):
 class _Measured(msgspec.Struct, frozen=True, array_like=True):
     """What a rank found."""
 
-    reached: bool
-    """The memory of every rank, if it is to go through that."""
     sampled: Sampled | None = None
-    """Where the choice depends on it."""
     handing: float = 0.0
-    """Bytes a second, likewise."""
+    """Bytes a second."""
     error: dict[str, object] | None = None
 
 
@@ -86,6 +83,8 @@ class Sharing:
         placing: of the plan.
         rendezvous: where the ranks meet.
         options: of the load; the same on all ranks.
+        memory: this rank's, where it was made. Whoever made it closes it.
+        handles: of all ranks, where they are to hand on through memory if they can.
     """
 
     def __init__(
@@ -95,6 +94,8 @@ class Sharing:
         placing: Placing,
         rendezvous: Rendezvous,
         options: Options,
+        memory: NodeMemory | None,
+        handles: Sequence[Handle],
     ) -> None:
         self._checkpoint = checkpoint
         self._plan = plan
@@ -103,9 +104,9 @@ class Sharing:
         self._options = options
         self._exchange: Exchange
         self._answer = _Answer("all")
-        self._memory: NodeMemory | None = None
+        self._memory = memory
+        self._handles = handles
         self._peers: list[PeerMemory | None] = []
-        self._wishes: list[Wish] = []
         self._loads: Loads
         self._planned: list[_Answer] = []
 
@@ -172,8 +173,8 @@ class Sharing:
             self._exchange.any_failed(True)
 
     def close(self) -> None:
-        """Lets go of the memory."""
-        for memory in (self._memory, *self._peers):
+        """Lets go of the memory of others."""
+        for memory in self._peers:
             if memory is not None:
                 memory.close()
 
@@ -185,7 +186,7 @@ class Sharing:
             StorageError: a rank cannot read the checkpoint.
         """
         self._answer = self._meet(meetings, "share", self._wish, self._plan_all)
-        if self._answer.choice == "measure":
+        if self._answer.choice == "choose":
             self._answer = self._meet(meetings, "measure", self._measure, self._choose)
 
     @staticmethod
@@ -202,7 +203,6 @@ class Sharing:
         able = can_exchange(group)
         if able:
             self._exchange = Exchange(group, self._rendezvous.rank, self._rendezvous.world_size)
-            self._memory = NodeMemory.made()
         elif self._options.read_once is True:
             raise StructureError(
                 "read_once=True hands tensors on over a process group, and there is none: initialise "
@@ -213,8 +213,15 @@ class Sharing:
         wish = Wish.of(
             socket.gethostname(), checkpoint.table, self._plan, self._placing.part_bytes, end - begin
         )
-        handle = self._memory.handle if self._memory is not None else None
-        return msgspec.msgpack.encode(_Posted(able, wish.encode(), handle))
+        return msgspec.msgpack.encode(_Posted(able, wish.encode(), self._reaches()))
+
+    def _reaches(self) -> bool:
+        """Opens the memory of every rank."""
+        own = self._rendezvous.rank
+        self._peers = [
+            None if rank == own else PeerMemory.opened(handle) for rank, handle in enumerate(self._handles)
+        ]
+        return bool(self._handles) and all(peer for rank, peer in enumerate(self._peers) if rank != own)
 
     def _plan_all(self, posts: Sequence[bytes]) -> list[bytes]:
         """Leader: who reads what and hands it on, where that is possible and can be worth it."""
@@ -223,36 +230,23 @@ class Sharing:
         if not all(one.able for one in said):
             return reads_all
         table, asked = self._checkpoint.table, self._options.read_once is True
-        wishes = self._wishes = [Wish.decode(one.wish) for one in said]
-        handles = tuple(one.handle for one in said if one.handle is not None)
-        one_node = len({wish.node for wish in wishes}) == 1 and len(said) <= MOST_RANKS
-        if one_node and len(handles) == len(said):
+        wishes = [Wish.decode(one.wish) for one in said]
+        if all(one.reached for one in said):
             on_node, self._loads = plan_node(table, wishes)
             self._planned = [_Answer("node", None, one) for one in on_node]
         else:
-            handles = ()
-            self._planned = self._plan_group()
+            orders, self._loads = plan_once(table, wishes)
+            self._planned = [_Answer("group", one) for one in orders]
         if not self._loads.saved or not (asked or worth_measuring(self._loads)):
             return reads_all
-        if asked and not handles:
+        if asked:
             return _encoded(self._planned)
-        return _encoded([_Answer("measure", handles=handles)] * len(posts))
-
-    def _plan_group(self) -> list[_Answer]:
-        orders, self._loads = plan_once(self._checkpoint.table, self._wishes)
-        return [_Answer("group", one) for one in orders]
+        return _encoded([_Answer("choose", measured=self._planned[0].choice)] * len(posts))
 
     def _measure(self) -> bytes:
         """How this rank can hand on, and how fast; an error of the checkpoint is data, as in `match`."""
-        handles = self._answer.handles
-        own = self._rendezvous.rank
-        self._peers = [
-            None if rank == own else PeerMemory.opened(handle) for rank, handle in enumerate(handles)
-        ]
-        reached = all(peer is not None for rank, peer in enumerate(self._peers) if rank != own)
-        if self._options.read_once is True:
-            return msgspec.msgpack.encode(_Measured(reached))
-        exchanged = 0.0 if handles else self._exchange.measure()  # all ranks take part, whatever comes after
+        over_group = self._answer.measured == "group"
+        exchanged = self._exchange.measure() if over_group else 0.0  # by all ranks, whatever comes after
         checkpoint = self._checkpoint
         try:
             chunks = Chunks(
@@ -260,9 +254,8 @@ class Sharing:
             )
             sampled = sample(chunks)
         except UNREADABLE as error:
-            return msgspec.msgpack.encode(_Measured(reached, error=error.to_wire()))
-        handing = memory_speed() if handles else exchanged
-        return msgspec.msgpack.encode(_Measured(reached, sampled, handing))
+            return msgspec.msgpack.encode(_Measured(error=error.to_wire()))
+        return msgspec.msgpack.encode(_Measured(sampled, exchanged if over_group else memory_speed()))
 
     def _choose(self, posts: Sequence[bytes]) -> list[bytes]:
         """Leader: one choice for all ranks."""
@@ -270,12 +263,7 @@ class Sharing:
         for rank, one in enumerate(said):
             if one.error is not None:
                 raise from_rank(rank, len(posts), one.error)
-        asked, can = self._options.read_once is True, all(one.reached for one in said)
-        if asked and not can:
-            return _encoded(self._plan_group())
-        if asked or (can and self._pays(said)):
-            return _encoded(self._planned)
-        return _encoded([_Answer("all")] * len(posts))
+        return _encoded(self._planned if self._pays(said) else [_Answer("all")] * len(posts))
 
     def _pays(self, said: Sequence[_Measured]) -> bool:
         found = [(one.sampled, one.handing) for one in said if one.sampled is not None]

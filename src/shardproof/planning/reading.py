@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,12 +85,12 @@ def prove_chunks(
         FormatError: more boxes than a proof would hold in memory.
     """
     tensors = _distinct(tensors)
-    ndims = np.array([len(shapes[row]) for row in tensors.tolist()], np.int64)
+    ndims = _ndims(shapes)[tensors]
     for dimensions in _distinct(ndims).tolist():
         group = tensors[ndims == dimensions]
         rows = _rows_of(table, group)
         local = np.searchsorted(group, table.tensor[rows])
-        extents = np.array([shapes[row] for row in group.tolist()], np.int64)
+        extents = np.fromiter(chain.from_iterable([shapes[row] for row in group.tolist()]), np.int64)
         extents = extents.reshape(len(group), dimensions)
         try:
             faults = tiling_faults(extents, local, _boxes(table.box_start, table, rows, dimensions))
@@ -120,8 +121,7 @@ def plan_reads(
         TilingError: the stored chunks of a wanted tensor do not tile it, or a wanted box is not covered.
     """
     prove_chunks(keys, shapes, table, wanted.tensor)
-    all_ndims = np.fromiter((len(shape) for shape in shapes), np.int64, len(shapes))
-    ndims = all_ndims[wanted.tensor]
+    ndims = _ndims(shapes)[wanted.tensor]
     want_start = np.append(0, np.cumsum(ndims))
     width = int(ndims.max(initial=0))
     parts = [_no_parts(width)]
@@ -193,6 +193,11 @@ def _sorted_by_chunk(parts: Sequence[ReadPlan]) -> ReadPlan:
         np.concatenate([part.in_want for part in parts])[order],
         np.concatenate([part.sizes for part in parts])[order],
     )
+
+
+def _ndims(shapes: Sequence[tuple[int, ...]]) -> NDArray[np.int64]:
+    """(tensors,) dimensions of each tensor."""
+    return np.fromiter(map(len, shapes), np.int64, len(shapes))
 
 
 def _distinct(values: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -24,6 +24,8 @@ def tie(entries: Sequence[TensorEntry], anchors: Mapping[str, torch.Tensor]) -> 
     """
     tied = list(entries)
     addresses = [entry.pieces[0].address if entry.pieces else 0 for entry in tied]
+    if len(set(addresses)) == len(addresses):
+        return tied
     shared = {address for address, count in Counter(addresses).items() if count > 1}
     by_address: dict[int, list[int]] = {}
     for row, address in enumerate(addresses):

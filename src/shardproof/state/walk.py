@@ -13,7 +13,6 @@ import torch
 from shardproof.errors import StructureError
 from shardproof.state.binding import MISSING, Binder
 from shardproof.state.collecting import Collector
-from shardproof.state.dtensor import is_dtensor
 from shardproof.state.explicit import EXPLICIT, FlatShard, ShardedTensor
 from shardproof.state.generators import (
     GENERATOR,
@@ -98,7 +97,7 @@ class _Mapping:
                 raise StructureError(f"{path}[{name!r}]: keys may not start with '@'", key=place.key)
             if name == "" and not place.key:
                 raise StructureError(f"{path}[{name!r}]: the key is empty. Give it a name")
-            if type(item) in PLAIN_TYPES or is_dtensor(item):
+            if isinstance(item, torch.Tensor):
                 out.tensor(f"{prefix}{name}", item, (path, name))
             else:
                 out.visit(place.at(name), item)
@@ -107,7 +106,7 @@ class _Mapping:
         """Each item, with the same short way."""
         prefix = f"{place.key}." if place.key else ""
         for name, item in value.items():
-            if type(item) in PLAIN_TYPES or is_dtensor(item):
+            if isinstance(item, torch.Tensor):
                 to.tensor(f"{prefix}{name}", item)
             else:
                 to.visit(place.at(name, partial(value.__setitem__, name)), item)

@@ -184,6 +184,21 @@ def test_all_messages_that_can_be_under_way_fit_into_the_smallest_pipe() -> None
     memory.close()
 
 
+def test_messages_that_are_sent_together_are_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, writes, write = NodeMemory(), [], os.write
+
+    def counted(descriptor: int, data: bytes) -> int:
+        writes.append(len(data))
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", counted)
+    messages = [Message(Said.PLACED, 2, number) for number in range(3)]
+    memory.inbox.outbox.send(*messages)
+    assert memory.inbox.take(1.0) == messages
+    assert len(writes) == 1
+    memory.close()
+
+
 def test_a_system_that_refuses_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused() -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))

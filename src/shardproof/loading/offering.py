@@ -1,0 +1,74 @@
+"""The first meeting of a load: what each rank matched, and memory that it offers to share with its node.
+
+Handles go with what all ranks say first, so that those of one node have opened each other's memory by the
+time that it is known what they want, and need no meeting for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from shardproof.loading.matching import Asked, agree
+from shardproof.loading.node_memory import Handle
+from shardproof.loading.once_node import MOST_RANKS
+
+__all__ = ["Answer", "Offer", "answer", "post", "taken_up"]
+
+
+class Offer(msgspec.Struct, frozen=True, array_like=True):
+    """Memory that a rank can share."""
+
+    node: str
+    """Name of the machine."""
+    handle: Handle
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """What the ranks agree on."""
+
+    missing: tuple[str, ...]
+    """Keys of the target that the checkpoint does not have."""
+    unexpected: tuple[str, ...]
+    """Keys of the checkpoint that no rank asked for."""
+    handles: tuple[Handle, ...]
+    """See `taken_up`."""
+
+
+class _Post(msgspec.Struct, frozen=True, array_like=True):
+    asked: bytes
+    offer: Offer | None
+
+
+def post(asked: Asked, offer: Offer | None = None) -> bytes:
+    """What a rank says."""
+    return msgspec.msgpack.encode(_Post(msgspec.msgpack.encode(asked), offer))
+
+
+def answer(location: str, posts: Sequence[bytes]) -> bytes:
+    """Leader: an `Answer`, as bytes.
+
+    Raises:
+        ShardproofError: the ranks do not agree (see `agree`).
+    """
+    said = [msgspec.msgpack.decode(one, type=_Post) for one in posts]
+    missing, unexpected = msgspec.msgpack.decode(
+        agree(location, [one.asked for one in said]), type=tuple[tuple[str, ...], tuple[str, ...]]
+    )
+    return msgspec.msgpack.encode(Answer(missing, unexpected, taken_up([one.offer for one in said])))
+
+
+def taken_up(offers: Sequence[Offer | None]) -> tuple[Handle, ...]:
+    """The handles of all ranks, which they are to open.
+
+    None where memory cannot carry all: there are several nodes or too many ranks, or one has none to share.
+
+    >>> one, other = (Offer(node, Handle(1, 2, 3, 4, b"")) for node in ("n0", "n1"))
+    >>> [len(taken_up(offers)) for offers in ([one, one], [one, other], [one, None])]
+    [2, 0, 0]
+    """
+    offered = [offer for offer in offers if offer is not None]
+    if len(offered) < len(offers) or len(offers) > MOST_RANKS or len({one.node for one in offered}) > 1:
+        return ()
+    return tuple(one.handle for one in offered)
