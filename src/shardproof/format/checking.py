@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import re
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -51,25 +52,28 @@ def _head_fault(manifest: Manifest) -> str | None:
 
 
 def _tensor_fault(manifest: Manifest) -> str | None:
-    # A shape's dimensions of 0 count as 1 here: then every product of a box inside the shape is in range.
-    most = {name: (2**63 - 1) // dtype.itemsize for name, dtype in DTYPES.items()}
-    for record in manifest.tensors:
-        limit = most.get(record.dtype)
-        if limit is None:
-            return f"tensor {record.key!r} has the unknown dtype {record.dtype!r}"
-        if len(record.shape) > MAX_NDIM:
-            return f"tensor {record.key!r} has {len(record.shape)} dimensions, at most {MAX_NDIM} are allowed"
-        if math.prod(record.shape) > limit or (0 in record.shape and _padded(record.shape) > limit):
-            return f"tensor {record.key!r} has the impossible shape {list(record.shape)}"
-    for one, two in pairwise(manifest.tensors):
-        if one.key >= two.key:
-            how = "is there twice" if one.key == two.key else "stands out of order"
-            return f"tensor {two.key!r} {how}"
+    kinds = {(record.dtype, record.shape) for record in manifest.tensors}  # few: most tensors are alike
+    faults = {kind: fault for kind in kinds if (fault := _kind_fault(*kind)) is not None}
+    if faults:
+        record = next(one for one in manifest.tensors if (one.dtype, one.shape) in faults)
+        return f"tensor {record.key!r} has {faults[record.dtype, record.shape]}"
+    keys = [record.key for record in manifest.tensors]
+    if any(map(operator.ge, keys, keys[1:])):
+        one, two = next(pair for pair in pairwise(keys) if pair[0] >= pair[1])
+        return f"tensor {two!r} {'is there twice' if one == two else 'stands out of order'}"
     return None
 
 
-def _padded(shape: tuple[int, ...]) -> int:
-    return math.prod([size or 1 for size in shape])
+def _kind_fault(dtype: str, shape: tuple[int, ...]) -> str | None:
+    """What is wrong with tensors of a dtype and shape."""
+    if dtype not in DTYPES:
+        return f"the unknown dtype {dtype!r}"
+    if len(shape) > MAX_NDIM:
+        return f"{len(shape)} dimensions, at most {MAX_NDIM} are allowed"
+    # Dimensions of 0 count as 1: then every product of a box inside the shape is in range.
+    if math.prod([size or 1 for size in shape]) > (2**63 - 1) // DTYPES[dtype].itemsize:
+        return f"the impossible shape {list(shape)}"
+    return None
 
 
 def _key_fault(manifest: Manifest) -> str | None:
