@@ -183,19 +183,33 @@ class Chunks:
         end = first
         for block in range(first, last, BLOCK_BYTES):
             end = min(block + BLOCK_BYTES, count)
-            is_inside = begin <= block and end <= stop
-            span = run[block - begin : end - begin] if is_inside else scratch[: end - block]
-            storage.read_into(name, start + block, span)
-            found.append(xxhash.xxh3_128_digest(span))
-            if not is_inside:
-                low, high = max(block, begin), min(end, stop)
-                if low < high:
-                    run[low - begin : high - begin] = span[low - block : high - block]
+            if begin <= block and end <= stop:
+                span = run[block - begin : end - begin]
+                storage.read_into(name, start + block, span)
+                found.append(xxhash.xxh3_128_digest(span))
+            else:
+                found.append(self._read_block(at, range(block, end), begin, run, scratch))
         if known is None:
             self._check(at, digest_of_blocks(found))
         else:
             self._check_blocks(at, first, found, known[first // BLOCK_BYTES :][: len(found)])
         return end - first
+
+    def _read_block(self, at: int, block: range, begin: int, run: memoryview, scratch: memoryview) -> bytes:
+        """Reads a block of which the run has a part or nothing, and returns its digest."""
+        storage, name = self._files[self.file[at]]
+        low = min(max(block.start, begin), block.stop)
+        high = max(low, min(block.stop, begin + len(run)))
+        hasher = xxhash.xxh3_128()
+        for part, size, into in (
+            (block.start, low - block.start, scratch),
+            (low, high - low, run[low - begin :]),
+            (high, block.stop - high, scratch),
+        ):
+            if size:
+                storage.read_into(name, self.start[at] + part, into[:size])
+                hasher.update(into[:size])
+        return hasher.digest()
 
     def sample(self, at: int, memory: memoryview) -> int:
         """Reads from a chunk on, beyond its end too, without verifying, and returns how many bytes."""

@@ -6,7 +6,6 @@ import os
 import secrets
 import stat
 import threading
-from collections import OrderedDict
 from pathlib import Path
 
 from shardproof.errors import AlreadyCommittedError, StorageError
@@ -51,7 +50,7 @@ class LocalStorage:
         self._root = Path(os.path.abspath(root))
         self._direct = direct
         self._probes = Probes()
-        self._kept: OrderedDict[str, _Descriptor] = OrderedDict()
+        self._kept: dict[str, _Descriptor] = {}
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -211,16 +210,14 @@ class LocalStorage:
 
     def _descriptor(self, name: str) -> _Descriptor:
         """The file, opened at most once for many reads; only names that were checked are kept."""
-        with self._lock:
-            kept = self._kept.get(name)
-            if kept is not None:
-                self._kept.move_to_end(name)
-                return kept
+        kept = self._kept.get(name)
+        if kept is not None:
+            return kept
         opened = _Descriptor(self._path(name))
         with self._lock:
             self._kept[name] = opened
             while len(self._kept) > _KEPT_OPEN:
-                self._kept.popitem(last=False)
+                del self._kept[next(iter(self._kept))]  # the oldest
         return opened
 
     def _forget(self, name: str) -> None:
