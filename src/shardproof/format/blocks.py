@@ -56,31 +56,38 @@ class ChunkHasher:
     (2, True)
     """
 
-    __slots__ = ("_ended", "_open", "_room")
+    __slots__ = ("_ended", "_filled", "_open")
 
     def __init__(self, data: bytes | memoryview = b"") -> None:
         self._ended: list[bytes] = []
         self._open = xxhash.xxh3_128()
-        self._room = BLOCK_BYTES
+        self._filled = 0
+        """Bytes of the block that is open."""
         self.update(data)
 
     def update(self, data: bytes | memoryview) -> None:
         """Takes the next bytes."""
         begin = 0
         while begin < len(data):
-            if not self._room:
-                self._ended.append(self._open.digest())
-                self._open = xxhash.xxh3_128()
-                self._room = BLOCK_BYTES
-            span = data[begin : begin + self._room]
-            self._open.update(span)
-            self._room -= len(span)
+            span = data[begin : begin + BLOCK_BYTES - self._filled]
             begin += len(span)
+            if len(span) == BLOCK_BYTES:
+                self._ended.append(xxhash.xxh3_128_digest(span))
+                continue
+            self._open.update(span)
+            self._filled += len(span)
+            if self._filled == BLOCK_BYTES:
+                self._ended.append(self._open.digest())
+                self._open, self._filled = xxhash.xxh3_128(), 0
 
     def digest(self) -> bytes:
         """Of the bytes so far, 16 bytes."""
-        return digest_of_blocks([*self._ended, self._open.digest()])
+        return digest_of_blocks(self._digests())
 
     def blocks(self) -> list[bytes]:
         """Digests of the blocks so far; none where there is only one."""
-        return [*self._ended, self._open.digest()] if self._ended else []
+        digests = self._digests()
+        return digests if len(digests) > 1 else []
+
+    def _digests(self) -> list[bytes]:
+        return [*self._ended, self._open.digest()] if self._filled or not self._ended else self._ended
