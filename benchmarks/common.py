@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -33,6 +34,7 @@ from shardproof.storage import aligned_buffer
 
 GIB = 1 << 30
 _BLOCK = 16 << 20
+_SPAN = 256 << 10
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -254,6 +256,13 @@ class RawFile:
 
     def read(self, into: list[torch.Tensor]) -> None:
         """Reads the file's bytes into memory that is in use already; into a device's by way of the buffer."""
+        self._read(into, _BLOCK, lambda span: None)
+
+    def read_and_hash(self, into: list[torch.Tensor]) -> None:
+        """Reads them in spans of 256 KiB, each hashed when it was read: the limit of a verified read."""
+        self._read(into, _SPAN, xxhash.xxh3_128_digest)
+
+    def _read(self, into: list[torch.Tensor], step: int, then: Callable[[memoryview], object]) -> None:
         handle = os.open(self.path, os.O_RDONLY)
         try:
             start = 0
@@ -262,8 +271,10 @@ class RawFile:
                     start += self._read_to_device(handle, start, tensor)
                     continue
                 memory = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
-                for begin in range(0, len(memory), _BLOCK):
-                    start += os.preadv(handle, [memory[begin : begin + _BLOCK]], start)
+                for begin in range(0, len(memory), step):
+                    span = memory[begin : begin + step]
+                    start += os.preadv(handle, [span], start)
+                    then(span)
         finally:
             os.close(handle)
 

@@ -7,12 +7,9 @@ which is the least that a load can do that verifies.
 
 from __future__ import annotations
 
-import os
-
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import xxhash
 from common import (
     RawFile,
     folder,
@@ -29,8 +26,6 @@ from common import (
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardproof as sp
-
-_SPAN = 256 << 10
 
 
 def main() -> None:
@@ -49,7 +44,7 @@ def main() -> None:
     measured = rounds(
         {
             "raw read": lambda number: raw.read(tensors_of(target)),
-            "raw read, hashed in spans": lambda number: read_and_hash(raw, tensors_of(target)),
+            "raw read, hashed in spans": lambda number: raw.read_and_hash(tensors_of(target)),
             "shardproof": lambda number: sp.load(folder() / "ours", target),
             "torch DCP": lambda number: dcp.load(target, checkpoint_id=folder() / "dcp"),
         },
@@ -72,23 +67,6 @@ def main() -> None:
         },
     )
     dist.destroy_process_group()
-
-
-def read_and_hash(raw: RawFile, into: list[torch.Tensor]) -> None:
-    """Reads the file's bytes span by span, and hashes each tensor's."""
-    handle = os.open(raw.path, os.O_RDONLY)
-    try:
-        start = 0
-        for tensor in into:
-            memory = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
-            hasher = xxhash.xxh3_128()
-            for begin in range(0, len(memory), _SPAN):
-                span = memory[begin : begin + _SPAN]
-                start += os.preadv(handle, [span], start)
-                hasher.update(span)
-            hasher.digest()
-    finally:
-        os.close(handle)
 
 
 if __name__ == "__main__":

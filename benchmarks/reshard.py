@@ -95,6 +95,7 @@ def compare(title: str, target: dict[str, Any], nbytes: int, options: Any, *, ra
     measured = rounds(
         {
             "raw read of what is needed": lambda number: raw.read(tensors_of(target)),
+            "the same, hashed": lambda number: raw.read_and_hash(tensors_of(target)),
             "shardproof, read all": ours(False),
             "shardproof, read once": ours(True),
             'shardproof, "auto"': ours("auto"),
