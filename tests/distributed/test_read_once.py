@@ -528,6 +528,42 @@ def test_memory_is_let_go_of_after_each_load(tmp_path: Path) -> None:
         assert last == first
 
 
+def peers_open(folder: str) -> dict[str, tuple[bool, int]]:
+    """Whether tensors were handed on, and how many processes were watched while this rank read."""
+    watched: list[int] = []
+    loader.check_shared_memory = lambda *given: watched.append(open_files().count("anon_inode:[pidfd]"))  # type: ignore[assignment]
+    found = {}
+    with process_group():
+        for read_once in ("auto", True):
+            target = {key: torch.zeros_like(value) for key, value in stored().items()}
+            report = sp.load(folder, target, read_once=read_once)  # type: ignore[arg-type]
+            found[str(read_once)] = report.read_once, watched.pop()
+    return found
+
+
+def test_memory_of_others_is_let_go_of_where_all_read(tmp_path: Path) -> None:
+    save(tmp_path)
+    for outcome in run_ranks(3, peers_open, str(tmp_path)):
+        assert outcome.value == {"auto": (False, 0), "True": (True, 2)}
+
+
+def failing_to_place(folder: str) -> str:
+    def refused(*given: Any) -> None:
+        raise MemoryError("no room")
+
+    if rank() == 1:
+        loader.Placing = refused  # type: ignore[assignment, misc]
+    with pytest.raises(RankFailure) as caught:
+        sp.load(folder, {key: torch.zeros_like(value) for key, value in stored().items()})
+    return caught.value.message
+
+
+def test_a_rank_that_fails_to_prepare_is_named_to_all(tmp_path: Path) -> None:
+    save(tmp_path)
+    messages = [outcome.value for outcome in run_ranks(2, failing_to_place, str(tmp_path))]
+    assert messages[0] == messages[1] and "rank 1" in messages[0] and "no room" in messages[0]
+
+
 def misused(folder: str) -> list[str]:
     texts = []
     target = {key: torch.zeros_like(value) for key, value in stored().items()}

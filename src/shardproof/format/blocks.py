@@ -90,4 +90,5 @@ class ChunkHasher:
         return digests if len(digests) > 1 else []
 
     def _digests(self) -> list[bytes]:
-        return [*self._ended, self._open.digest()] if self._filled or not self._ended else self._ended
+        opened = [self._open.digest()] if self._filled or not self._ended else []
+        return [*self._ended, *opened]

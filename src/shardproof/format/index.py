@@ -137,7 +137,7 @@ def _range_fault(table: ChunkTable, manifest: Manifest) -> str | None:
                 f"{manifest.files[file[row]].name}, whose data are the bytes "
                 f"{starts[file[row]]} to {sizes[file[row]]}"
             )
-        order = np.lexsort((table.byte_start, file))
+        order = np.lexsort((table.byte_count, table.byte_start, file))  # what is empty before what follows it
         begin, end = table.byte_start[order], (table.byte_start + table.byte_count)[order]
         shared = (begin[1:] < end[:-1]) & (file[order][1:] == file[order][:-1])
         if shared.any():

@@ -53,12 +53,12 @@ def load(
     in its parent), objects get their state through ``load_state_dict``. Optimizer state that the target has
     not created yet is created, without running a step. Every byte is verified.
 
-    Every rank reads what it wants by itself, and no collective runs. A chunk that several ranks want parts
-    of, as after a change of layout, is then read by each of them, and whole, since its digest speaks of all
-    its bytes. With `read_once` one of them reads and verifies it, and hands the others their parts over the
-    process group, in rounds of bounded memory. That pays where storage is slower than the group, as when
-    many nodes load replicas from one file system. Ranks of one node share memory instead, which pays where
-    most of a chunk is for others, as when rows become columns.
+    Every rank reads what it wants by itself, and no collective runs. A block (256 KiB of a chunk) that
+    several ranks want parts of, as when rows become columns, is then read by each of them, and whole, since
+    its digest speaks of all its bytes. With `read_once` one of them reads and verifies it, and hands the
+    others their parts over the process group, in rounds of bounded memory. That pays where storage is slower
+    than the group, as when many nodes load replicas from one file system. Ranks of one node share memory
+    instead, which pays where most of a chunk is for others, as when rows become columns.
 
     Args:
         path: the folder of the checkpoint.

@@ -1,34 +1,67 @@
 """Digests of blocks, as shard files carry them: what a part of a chunk is verified against.
 
-A file's table of them lies before its last entry, in the order of its chunks, so where those of a chunk are
-follows from the index, which has all chunks of a checkpoint's own files. Of a file of another step it has
-some only: its chunks are read whole.
+A file's table of them lies before its last entry, in the order of its chunks. Where those of a chunk are
+follows from the index, which has all chunks of a checkpoint's own files; for a file of another step, of which
+it has some only, from the file's header.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardproof.format import BLOCK_BYTES, Manifest, block_counts, digest_of_blocks, digests_as_bytes
+from shardproof.errors import FormatError
+from shardproof.format import (
+    BLOCK_BYTES,
+    BLOCKS,
+    Manifest,
+    block_counts,
+    digest_of_blocks,
+    digests_as_bytes,
+    read_shard_header,
+)
 from shardproof.planning import ChunkTable
 from shardproof.storage import Storage
 
 __all__ = ["BlockDigests", "Extents", "Files"]
 
-Extents: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64]]
+_Ints: TypeAlias = NDArray[np.int64]
+
+Extents: TypeAlias = tuple[_Ints, _Ints]
 """Of some chunks the first byte of something, counted from the chunk's first, and the byte after its last."""
 
 Files = Sequence[tuple[Storage, str]]
 """Storage and name of each shard file, in the order of the manifest's table."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Places:
+    """Where a file has the digests of the blocks of chunks of several."""
+
+    byte_start: _Ints
+    """(n,) ascending first bytes of the chunks."""
+    blocks: _Ints
+    """(n,) blocks of each."""
+    digests: _Ints
+    """(n,) byte of the file where their digests begin."""
+
+    @staticmethod
+    def of(byte_start: _Ints, byte_count: _Ints, start: int) -> _Places:
+        """Those of all chunks of a file, whose table begins at byte `start`."""
+        order = np.argsort(byte_start, kind="stable")
+        blocks = block_counts(byte_count[order])
+        digests = start + 16 * (np.cumsum(blocks) - blocks)
+        several = blocks > 0
+        return _Places(byte_start[order][several], blocks[several], digests[several])
+
+
 class BlockDigests:
-    """The digests of the blocks of chunks. The table of a file is read when it is first asked for.
+    """The digests of the blocks of chunks, read when they are asked for.
 
     Args:
         files: of the checkpoint.
@@ -40,14 +73,14 @@ class BlockDigests:
         self._files = files
         self._manifest = manifest
         self._table = table
-        self._read: dict[int, dict[int, list[bytes]]] = {}
+        self._known: dict[int, _Places | None] = {}
         self._lock = threading.Lock()
 
     def of(self, row: int, digest: bytes) -> list[bytes] | None:
         """Digests of all blocks of a chunk, proved by its own.
 
         Args:
-            row: of the chunk table; a chunk of more than one block in one of the checkpoint's own files.
+            row: of the chunk table; a chunk of more than one block.
             digest: of the chunk.
 
         Returns:
@@ -56,49 +89,59 @@ class BlockDigests:
         Raises:
             StorageError: the file is missing, short or unreadable.
         """
-        file = int(self._table.file[row])
+        file, first = int(self._table.file[row]), int(self._table.byte_start[row])
         with self._lock:
-            of_file = self._read.get(file)
-            if of_file is None:
-                of_file = self._read[file] = self._read_all(file)
-        digests = of_file.get(row)
-        return digests if digests is not None and digest_of_blocks(digests) == digest else None
+            if file not in self._known:
+                self._known[file] = self._places(file)
+            places = self._known[file]
+        if places is None:
+            return None
+        at = int(np.searchsorted(places.byte_start, first))
+        if at == len(places.byte_start) or places.byte_start[at] != first:
+            return None
+        storage, name = self._files[file]
+        start, count = int(places.digests[at]), int(places.blocks[at])
+        columns = np.frombuffer(storage.read(name, start, start + 16 * count), "<u8").reshape(-1, 2)
+        digests = digests_as_bytes(columns)
+        return digests if digest_of_blocks(digests) == digest else None
 
-    def covering(self, rows: NDArray[np.int64], wanted: Extents) -> Extents:
-        """The bytes of chunks that have to be read so that those that are wanted can be verified.
+    def covering(self, rows: _Ints, wanted: Extents) -> Extents:
+        """Of chunks the whole blocks that have wanted bytes, and what lies between them.
 
         Args:
             rows: (n,) of the chunk table.
             wanted: of each.
-
-        Returns:
-            Whole blocks, or the whole chunk where the digests of its blocks are not at hand.
         """
-        count = self._table.byte_count[rows]
-        own = np.array([not record.folder for record in self._manifest.files], np.bool_)
-        parted = own[self._table.file[rows]] if len(rows) else np.zeros(0, np.bool_)
         begin, end = wanted
-        end = np.minimum(-(-end // BLOCK_BYTES) * BLOCK_BYTES, count)
-        return np.where(parted, begin // BLOCK_BYTES * BLOCK_BYTES, 0), np.where(parted, end, count)
+        end = np.minimum(-(-end // BLOCK_BYTES) * BLOCK_BYTES, self._table.byte_count[rows])
+        return begin // BLOCK_BYTES * BLOCK_BYTES, end
 
-    def _read_all(self, file: int) -> dict[int, list[bytes]]:
-        """By row, the digests of all blocks in a file; nothing if it is too short to have them."""
-        table = self._table
-        rows = np.flatnonzero(table.file == file)
-        counts = block_counts(table.byte_count[rows])
-        stop = self._manifest.files[file].size - 16 * len(rows)
-        start = stop - 16 * int(counts.sum())
-        if start < int((table.byte_start[rows] + table.byte_count[rows]).max()):
-            return {}
-        rows, counts = rows[counts > 0], counts[counts > 0]
-        order = np.argsort(table.byte_start[rows], kind="stable")
+    def _places(self, file: int) -> _Places | None:
+        """None if the file has no such table where one would be."""
+        record = self._manifest.files[file]
+        if record.folder:
+            return self._places_in_header(file)
+        rows = np.flatnonzero(self._table.file == file)
+        byte_start, byte_count = self._table.byte_start[rows], self._table.byte_count[rows]
+        start = record.size - 16 * len(rows) - 16 * int(block_counts(byte_count).sum())
+        if start < int((byte_start + byte_count).max()):
+            return None
+        return _Places.of(byte_start, byte_count, start)
+
+    def _places_in_header(self, file: int) -> _Places | None:
         storage, name = self._files[file]
-        data = storage.read(name, start, stop)
-        digests = digests_as_bytes(np.frombuffer(data, "<u8").reshape(-1, 2))
-        ends = np.cumsum(counts[order])
-        return {
-            row: digests[end - count : end]
-            for row, end, count in zip(
-                rows[order].tolist(), ends.tolist(), counts[order].tolist(), strict=True
-            )
-        }
+        try:
+            entries = read_shard_header(storage, name).entries
+        except FormatError:  # damage that concerns no chunk: they are read whole, and verified
+            return None
+        tables = [at for at, entry in enumerate(entries) if entry[0] == BLOCKS]
+        if not tables:
+            return None
+        _, _, _, start, stop = entries[tables[0]]
+        byte_start, ends = (
+            np.array([entry[at] for entry in entries[: tables[0]]], np.int64) for at in (3, 4)
+        )
+        byte_count = ends - byte_start
+        if stop - start != 16 * int(block_counts(byte_count).sum()):
+            return None
+        return _Places.of(byte_start, byte_count, start)

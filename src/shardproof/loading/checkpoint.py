@@ -1,4 +1,4 @@
-"""One committed checkpoint, open for reading: no process group, no GPU, only the bytes that are asked for."""
+"""One committed checkpoint, open for reading: no process group, no GPU, and only blocks that are needed."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Chunks:
     """
 
     def __init__(self, files: Files, manifest: Manifest, table: ChunkTable, rows: NDArray[np.int64]) -> None:
-        order = np.lexsort((table.byte_start[rows], table.file[rows]))
+        order = np.lexsort((table.byte_count[rows], table.byte_start[rows], table.file[rows]))
         self._files = files
         self._manifest = manifest
         self.rows: list[int] = rows[order].tolist()
@@ -51,8 +51,8 @@ class Chunks:
         self.count: list[int] = table.byte_count[ordered].tolist()
         self._tensor: list[int] = table.tensor[ordered].tolist()
         self._digest = digests_as_bytes(table.digest[ordered])
-        self._blocks: BlockDigests
-        self.parts: dict[int, tuple[int, int]] = {}
+        self._blocks: BlockDigests | None = None
+        self.extents: dict[int, tuple[int, int]] = {}
         """Of chunks that are not read whole, by position, the first byte that is read and the last's end."""
 
     def __len__(self) -> int:
@@ -71,7 +71,7 @@ class Chunks:
             rows = np.array(self.rows, np.int64)[large]
             begin, end = blocks.covering(rows, wanted(rows))
             columns = (large.tolist(), begin.tolist(), end.tolist())
-            self.parts = {
+            self.extents = {
                 at: (first, last)
                 for at, first, last in zip(*columns, strict=True)
                 if last - first < self.count[at]
@@ -80,7 +80,7 @@ class Chunks:
     @property
     def nbytes(self) -> int:
         """Bytes of all chunks that are read."""
-        spared = sum(self.count[at] - (end - begin) for at, (begin, end) in self.parts.items())
+        spared = sum(self.count[at] - (end - begin) for at, (begin, end) in self.extents.items())
         return sum(self.count) - spared
 
     def span(self, batch: range) -> int:
@@ -130,7 +130,7 @@ class Chunks:
         while at < end:
             if count[at] > BLOCK_BYTES:
                 chunk, known = memory[start[at] - base :][: count[at]], self._known(at)
-                run = slice(0, count[at]) if known is None else slice(*self.parts[at])
+                run = slice(0, count[at]) if known is None else slice(*self.extents[at])
                 nbytes += self._read_blocks(at, run.start, chunk[run], chunk, known)
                 at += 1
                 continue
@@ -170,7 +170,9 @@ class Chunks:
 
     def _known(self, at: int) -> list[bytes] | None:
         """Digests of the blocks of a chunk that is not wanted whole; None where they are damaged, too."""
-        return self._blocks.of(self.rows[at], self._digest[at]) if at in self.parts else None
+        if self._blocks is None or at not in self.extents:
+            return None
+        return self._blocks.of(self.rows[at], self._digest[at])
 
     def _read_blocks(
         self, at: int, begin: int, run: memoryview, scratch: memoryview, known: list[bytes] | None

@@ -1,6 +1,6 @@
 """Whether reading once pays: what storage, processors and process group are measured to give, and one rule.
 
-Reading all: every rank reads and verifies each chunk that it wants any part of. Reading once: every chunk is
+Reading all: every rank reads and verifies the blocks that it wants any part of. Reading once: every chunk is
 read by one rank, and the group, or on one node its memory, carries the rest. For the ranks of a node, with A
 bytes that they read in all, D of these that differ, O that they read once, and a and o those of one rank:
 

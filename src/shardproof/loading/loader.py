@@ -4,7 +4,8 @@
     agree (meet)
 
 Until the first meeting nothing of the target is touched: all that can be known is known by then, on all
-ranks. Ranks that asked to read once meet again before they read, to share out what several of them want.
+ranks. Ranks that asked to read once offer memory there to those of their node (`offering`), and meet again
+before they read, to share out what several of them want.
 Tensors are filled between agreeing to read and having read; everything else (plain values, new optimizer
 state, objects) after that, when every byte on every rank is verified. An error after the reading began says
 that the target is partly overwritten.
@@ -55,11 +56,11 @@ class LoadReport(msgspec.Struct, frozen=True):
     tensors: int
     """Destinations filled on this rank."""
     bytes: int
-    """Read on this rank, and verified but for what lies between the chunks of one read."""
+    """Read on this rank, and verified but for what lies between the chunks of one read. Of a chunk the blocks
+    of 256 KiB from the first needed byte to the last are read."""
     seconds: float
     needed: int = 0
-    """Bytes that this rank's destinations take, as they are stored. It reads whole blocks of 256 KiB, and all
-    between the first and the last byte that it needs of a chunk."""
+    """Bytes that this rank's destinations take, as they are stored."""
     received: int = 0
     """Bytes that other ranks read, verified and handed on to this one (only with `read_once`)."""
     read_once: bool = False
@@ -78,7 +79,6 @@ class LoadReport(msgspec.Struct, frozen=True):
         return (self.bytes + self.received) / max(self.seconds, 1e-9) / 1e9
 
 
-@no_garbage_collection()
 def load_from(
     storage: Storage,
     state: Any,
@@ -151,15 +151,20 @@ class _Loader:
         """Opens the checkpoint and matches; an error of the checkpoint is data, so that it keeps its type."""
         options = self._options
         try:
-            self._checkpoint = Checkpoint(self._storage)
-            self._opened = [self._checkpoint.close]
-            if check is not None:
-                check(self._checkpoint.manifest)
-            if self._rendezvous.rank == 0:
-                self._checkpoint.check_sizes(range(len(self._checkpoint.manifest.files)))
-            self._matched = match(
-                self._checkpoint, state, options, self._rendezvous.rank, self._rendezvous.world_size
-            )
+            with no_garbage_collection():
+                checkpoint = self._checkpoint = Checkpoint(self._storage)
+                self._opened = [checkpoint.close]
+                if check is not None:
+                    check(checkpoint.manifest)
+                if self._rendezvous.rank == 0:
+                    checkpoint.check_sizes(range(len(checkpoint.manifest.files)))
+                matched = self._matched = match(
+                    checkpoint, state, options, self._rendezvous.rank, self._rendezvous.world_size
+                )
+                if matched.plan is not None:
+                    self._placing = Placing(
+                        checkpoint.manifest, checkpoint.table, matched.plan, matched.destinations
+                    )
             return offering.post(self._matched.asked, self._offer())
         except UNREADABLE as error:
             return offering.post(Asked("", options.strict, options.read_once, error=error.to_wire()))
@@ -178,7 +183,6 @@ class _Loader:
         """Agrees on who reads what several ranks want, where that was asked for."""
         checkpoint, matched = self._checkpoint, self._matched
         assert matched.plan is not None
-        self._placing = Placing(checkpoint.manifest, checkpoint.table, matched.plan, matched.destinations)
         self._needed = int(self._placing.part_bytes.sum())
         if self._options.read_once and self._rendezvous.world_size > 1:
             sharing = Sharing(
@@ -229,9 +233,10 @@ class _Loader:
         if self._sharing is not None:
             rows = np.setdiff1d(rows, self._sharing.shared_chunks())
         checkpoint = self._checkpoint
-        chunks = Chunks(checkpoint.files, checkpoint.manifest, checkpoint.table, rows)
-        chunks.narrow(self._placing.wanted, checkpoint.blocks)
-        return chunks
+        with no_garbage_collection():
+            chunks = Chunks(checkpoint.files, checkpoint.manifest, checkpoint.table, rows)
+            chunks.narrow(self._placing.wanted, checkpoint.blocks)
+            return chunks
 
     def finish(self) -> bytes:
         """Sets plain values, attaches new optimizer state, hands objects their state."""

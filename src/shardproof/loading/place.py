@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from shardproof.format import BLOCK_BYTES, Manifest
+from shardproof.garbage import no_garbage_collection
 from shardproof.loading.blocks import BlockDigests, Files
 from shardproof.loading.chunks import Chunks
 from shardproof.loading.placing import Destination, Placing
@@ -81,7 +82,8 @@ def read_chunks(
         CorruptChunkError: bytes do not match their digest; destinations may be partly written.
         StorageError: a file is missing, short or unreadable.
     """
-    job = _Job(chunks, placing, moved)
+    with no_garbage_collection():
+        job = _Job(chunks, placing, moved)
     in_threads(job.run, job.batches, threads)
     job.report_rest()
     return job.read
@@ -102,7 +104,7 @@ class _Job:
             for address, nbytes in zip(self._straight.address, self._straight.nbytes, strict=True)
         ]
         alone = list(self._direct)
-        for at in chunks.parts:
+        for at in chunks.extents:
             alone[at] = True
         self.batches = chunks.batches(alone, _BATCH_BYTES)
         self._moved = moved

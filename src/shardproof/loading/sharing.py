@@ -53,11 +53,12 @@ class _Answer(msgspec.Struct, frozen=True, array_like=True):
     """What the leader answers, at the first meeting or at the second."""
 
     choice: str
-    """Read "all"; hand on over the "group" or through the memory of the "node"; or first measure what that
-    "group" or "node" gives, and "choose"."""
+    """Read "all"; hand on over the "group" or through the memory of the "node"; or "measure" first what
+    handing on takes."""
     orders: Orders | None = None
     node_orders: NodeOrders | None = None
-    measured: str = ""
+    over: str = ""
+    """What to measure: the "group" or the "node"."""
 
     @property
     def given(self) -> Orders | NodeOrders | None:
@@ -177,6 +178,7 @@ class Sharing:
         for memory in self._peers:
             if memory is not None:
                 memory.close()
+        self._peers = []
 
     def agree(self, meetings: Meetings) -> None:
         """Decides whether and how this load hands on.
@@ -186,8 +188,10 @@ class Sharing:
             StorageError: a rank cannot read the checkpoint.
         """
         self._answer = self._meet(meetings, "share", self._wish, self._plan_all)
-        if self._answer.choice == "choose":
+        if self._answer.choice == "measure":
             self._answer = self._meet(meetings, "measure", self._measure, self._choose)
+        if self._answer.node_orders is None:
+            self.close()
 
     @staticmethod
     def _meet(
@@ -241,11 +245,11 @@ class Sharing:
             return reads_all
         if asked:
             return _encoded(self._planned)
-        return _encoded([_Answer("choose", measured=self._planned[0].choice)] * len(posts))
+        return _encoded([_Answer("measure", over=self._planned[0].choice)] * len(posts))
 
     def _measure(self) -> bytes:
         """How this rank can hand on, and how fast; an error of the checkpoint is data, as in `match`."""
-        over_group = self._answer.measured == "group"
+        over_group = self._answer.over == "group"
         exchanged = self._exchange.measure() if over_group else 0.0  # by all ranks, whatever comes after
         checkpoint = self._checkpoint
         try:

@@ -142,7 +142,7 @@ class _Checker:
         record = self._manifest.files[file]
         storage, name = self._files[file]
         rows = np.flatnonzero(self._table.file == file)
-        rows = rows[np.argsort(self._table.byte_start[rows], kind="stable")]
+        rows = rows[np.lexsort((self._table.byte_count[rows], self._table.byte_start[rows]))]
         try:
             size = storage.size(name)
             if size != record.size:
@@ -252,29 +252,35 @@ class _Checker:
 
     def _check_tail(self, file: int, rows: NDArray[np.int64], blocks: list[bytes | None]) -> None:
         """Padding and the shard's own tables of digests, the last bytes of the file."""
-        record, table = self._manifest.files[file], self._table
+        record, chunks = self._manifest.files[file], self._table
         storage, name = self._files[file]
         end = record.data_start
         if len(rows):
-            end = int(table.byte_start[rows[-1]] + table.byte_count[rows[-1]])
-        padding, digests = bytes(-(end - record.data_start) % 8), table.digest[rows].astype("<u8").tobytes()
+            end = int(chunks.byte_start[rows[-1]] + chunks.byte_count[rows[-1]])
+        padding, digests = bytes(-(end - record.data_start) % 8), chunks.digest[rows].astype("<u8").tobytes()
         try:
             found = storage.read(name, end, record.size)
         except StorageError as error:
             self._faults.append(error)
             return
-        middle = found[len(padding) : len(found) - len(digests)]
-        good = found.startswith(padding) and found.endswith(digests) and len(middle) == 16 * len(blocks)
-        if good:
-            carried = digests_as_bytes(np.frombuffer(middle, "<u8").reshape(-1, 2))
-            good = all(block in (None, other) for block, other in zip(blocks, carried, strict=True))
-        if not good:
+        table = found[len(padding) : len(found) - len(digests)]
+        if not (found.startswith(padding) and found.endswith(digests) and len(table) == 16 * len(blocks)):
             self._faults.append(
                 FormatError(
                     f"{record.name}: the last {record.size - end} bytes (padding and the file's own "
-                    f"digests) are not "
-                    "what was written; the tensors are not affected, but the file could not be used for "
-                    "repair, and parts of chunks are not read without the rest",
+                    "digests) are not what was written; the tensors are not affected, but the file could "
+                    "not be used for repair",
+                    file=record.name,
+                )
+            )
+            return
+        carried = digests_as_bytes(np.frombuffer(table, "<u8").reshape(-1, 2))
+        if any(block not in (None, other) for block, other in zip(blocks, carried, strict=True)):
+            self._faults.append(
+                FormatError(
+                    f"{record.name}: the digests of blocks in it are not what was written; the tensors are "
+                    "not affected, but of some chunks no part can be read without the rest. `shardproof "
+                    "convert --standalone` makes a copy that is whole",
                     file=record.name,
                 )
             )

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from shardproof.dtypes import DTYPES
 from shardproof.format import (
     BLOCKS,
-    DATA_ALIGNMENT,
     DIGESTS,
     FORMAT_VERSION,
     PADDING,
@@ -159,10 +158,6 @@ class PreparedShard:
         text = msgspec.json.encode(declared)
         metadata = {"shardproof": text.decode(), "digest": bytes_digest(text + encoded)}
         return shard_header(encoded, metadata, size=size)
-
-    def header_size(self, attempt: Attempt, rank: int, objects: dict[str, bytes]) -> int:
-        """Bytes that hold the header of any choice of the chunks, with `@padding` where all have none."""
-        return len(self.header(attempt, rank, objects)) + DATA_ALIGNMENT
 
 
 def prepare_shard(structure: Structure, plan: RankPlan) -> PreparedShard:

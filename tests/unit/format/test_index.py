@@ -163,7 +163,9 @@ def _checkpoints(draw):
             pointers.append(len(sizes))
     n = len(rows)
     digest = draw(st.lists(st.integers(0, 2**64 - 1), min_size=2 * n, max_size=2 * n))
-    stop = np.cumsum(counts, dtype=np.int64)
+    laid = np.array(draw(st.permutations(range(n))), np.int64)  # chunks in the order of their bytes
+    stop = np.zeros(n, np.int64)
+    stop[laid] = np.cumsum(np.array(counts, np.int64)[laid])
     chunks = ChunkTable(
         tensor=np.array(rows, np.int64),
         file=np.zeros(n, np.int64),
@@ -174,7 +176,7 @@ def _checkpoints(draw):
         box_offsets=np.array(offsets, np.int64),
         box_sizes=np.array(sizes, np.int64),
     )
-    end = 4096 + (int(stop[-1]) if n else 0)
+    end = 4096 + sum(counts)
     tensors = tuple(
         TensorRecord(f"{i}", dtype, tuple(shape))
         for i, (dtype, shape) in enumerate(zip(dtypes, shapes, strict=True))

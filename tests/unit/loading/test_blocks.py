@@ -10,7 +10,7 @@ import torch
 
 import shardproof as sp
 from shardproof.errors import CorruptChunkError, FormatError
-from shardproof.format import MANIFEST_NAME, read_manifest
+from shardproof.format import MANIFEST_NAME, read_manifest, read_shard_header
 from shardproof.loading import LoadReport, verify
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.saving import Saver, make_standalone, repair
@@ -93,7 +93,7 @@ def test_blocks_whose_digests_are_damaged_are_read_with_the_whole_chunk(saved: P
             with sp.open(saved) as opened:
                 assert torch.equal(opened["w"][5:7], VALUE[5:7])
             (fault,) = verify(LocalStorage(saved)).faults
-            assert isinstance(fault, FormatError) and "the tensors are not affected" in fault.message
+            assert isinstance(fault, FormatError) and "digests of blocks" in fault.message
             with flipped(saved / chunk.file, chunk.start + 9 * BLOCK, 0):
                 with pytest.raises(CorruptChunkError):
                     load_rows(saved, 5, 10)
@@ -101,18 +101,26 @@ def test_blocks_whose_digests_are_damaged_are_read_with_the_whole_chunk(saved: P
                 assert isinstance(fault, CorruptChunkError), "which digests are wrong cannot be told"
 
 
-def test_what_another_step_lends_is_read_whole(tmp_path: Path) -> None:
+def test_of_what_another_step_lends_the_blocks_are_read_too(tmp_path: Path) -> None:
     checkpointer = sp.Checkpointer(tmp_path, incremental=True)
     for step in (1, 2):
-        checkpointer.save(step, {"w": VALUE, "step": torch.full((600,), float(step))}).result()
+        only_first = {"a": VALUE + 1, "z": VALUE + 2, "none": torch.zeros(0)} if step == 1 else {}
+        state = {"w": VALUE, "step": torch.full((600,), float(step)), **only_first}
+        checkpointer.save(step, state).result()
     folder = tmp_path / "step-00000002"
     manifest = read_manifest(LocalStorage(folder))
     assert [record.folder for record in manifest.files] == ["", "step-00000001"]
     assert verify(LocalStorage(folder)).ok
     view = torch.zeros(5, COLUMNS)
     target = {"w": sp.ShardedTensor((ROWS, COLUMNS), [(view, (5, 0))]), "step": torch.zeros(600)}
-    assert sp.load(folder, target).bytes == 20 * BLOCK + 2400
+    assert sp.load(folder, target).bytes == BLOCK + 2400
     assert torch.equal(view, VALUE[5:10])
+    lent = tmp_path / manifest.files[1].place
+    header = read_shard_header(LocalStorage(lent.parent.parent), f"shards/{lent.name}")
+    with flipped(lent, len(header.raw) - 1, 3):  # a header that cannot be read
+        view.zero_()
+        assert sp.load(folder, target).bytes == 20 * BLOCK + 2400
+        assert torch.equal(view, VALUE[5:10])
     make_standalone(LocalStorage(folder), LocalStorage(tmp_path / "copy"))
     assert verify(LocalStorage(tmp_path / "copy")).ok
     assert sp.load(tmp_path / "copy", target).bytes == BLOCK + 2400

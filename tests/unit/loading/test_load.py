@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -371,3 +372,19 @@ def test_per_rank_values_that_the_target_forgot_are_unexpected(tmp_path: Path) -
     sp.save(tmp_path / "c", {"w": torch.ones(2), "rng": sp.RandomState()})
     with pytest.raises(sp.KeyMismatchError, match="not asked for"):
         sp.load(tmp_path / "c", {"w": torch.zeros(2)})
+
+
+def test_garbage_is_collected_while_objects_take_their_state(tmp_path: Path) -> None:
+    class Keeper:
+        enabled: bool | None = None
+
+        def state_dict(self) -> dict[str, int]:
+            return {"a": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.enabled = gc.isenabled()
+
+    sp.save(tmp_path, {"keeper": Keeper(), "w": torch.ones(3)})
+    keeper = Keeper()
+    sp.load(tmp_path, {"keeper": keeper, "w": torch.zeros(3)})
+    assert keeper.enabled is True
