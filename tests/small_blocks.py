@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
-from shardproof.format import blocks
-from shardproof.loading import blocks as loading_blocks
-from shardproof.loading import chunks, place
-from shardproof.saving import shard
-
 
 @contextmanager
 def blocks_of(nbytes: int) -> Iterator[None]:
-    """Within it chunks are hashed and read in blocks of so many bytes, on saving and on loading."""
+    """Within it chunks are hashed and read in blocks of so many bytes by all modules that were imported."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (blocks, loading_blocks, chunks, place, shard):
-            patch.setattr(module, "BLOCK_BYTES", nbytes)
+        for name, module in list(sys.modules.items()):
+            if name.startswith("shardproof.") and "BLOCK_BYTES" in vars(module):
+                patch.setattr(module, "BLOCK_BYTES", nbytes)
         yield
