@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 __all__ = ["BLOCK_BYTES", "ChunkHasher", "block_counts", "digest_of_blocks"]
 
 BLOCK_BYTES = 256 << 10
-"""Bytes of a block; a chunk's last one may have fewer. Small enough to be hashed while it is in the
-processor's cache, and for 16 bytes of digest to be nothing beside it: 64 MiB for a TiB."""
+"""Bytes of a block, a multiple of every item size; a chunk's last one may have fewer. Small enough to be
+hashed while in the processor's cache, and 16 bytes of digest are nothing beside it: 64 MiB for a TiB."""
 
 
 def block_counts(byte_count: NDArray[np.int64]) -> NDArray[np.int64]:

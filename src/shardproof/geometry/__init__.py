@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardproof.geometry.axes import axis_weights, split_axes
-from shardproof.geometry.boxes import Boxes
+from shardproof.geometry.boxes import Boxes, row_major_strides
 from shardproof.geometry.compose import Embedding, compose, flat_shard
 from shardproof.geometry.cut import cut
 from shardproof.geometry.deduplicate import deduplicate
@@ -25,6 +25,7 @@ __all__ = [
     "flat_shard",
     "intersect",
     "overlapping_pairs",
+    "row_major_strides",
     "split_axes",
     "stable_order",
     "tiling_faults",

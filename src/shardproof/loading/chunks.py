@@ -22,7 +22,7 @@ from shardproof.format import BLOCK_BYTES, Manifest, digest_of_blocks, digests_a
 from shardproof.loading.blocks import BlockDigests, Extents, Files
 from shardproof.planning import ChunkTable
 
-__all__ = ["Chunks", "Files", "corrupt_chunk"]
+__all__ = ["Chunks", "corrupt_chunk"]
 
 GAP = 64 << 10
 """Bytes that nobody wants between two chunks of one read, at most."""
@@ -111,7 +111,7 @@ class Chunks:
         return batches if file else []
 
     def read(self, batch: range, memory: memoryview) -> int:
-        """Reads what is wanted of neighbouring chunks into memory, and verifies it.
+        """Reads neighbouring chunks whole into memory, and verifies them.
 
         Args:
             batch: positions in one file.
@@ -129,9 +129,8 @@ class Chunks:
         at, end = batch.start, batch.stop
         while at < end:
             if count[at] > BLOCK_BYTES:
-                chunk, known = memory[start[at] - base :][: count[at]], self._known(at)
-                run = slice(0, count[at]) if known is None else slice(*self.extents[at])
-                nbytes += self._read_blocks(at, run.start, chunk[run], chunk, known)
+                chunk = memory[start[at] - base :][: count[at]]
+                nbytes += self._read_blocks(at, 0, chunk, chunk, None)
                 at += 1
                 continue
             last = at + 1
@@ -166,13 +165,10 @@ class Chunks:
         Raises:
             CorruptChunkError, StorageError: as `read`.
         """
-        return self._read_blocks(at, begin, run, scratch, self._known(at))
-
-    def _known(self, at: int) -> list[bytes] | None:
-        """Digests of the blocks of a chunk that is not wanted whole; None where they are damaged, too."""
-        if self._blocks is None or at not in self.extents:
-            return None
-        return self._blocks.of(self.rows[at], self._digest[at])
+        known = None
+        if self._blocks is not None and at in self.extents:
+            known = self._blocks.of(self.rows[at], self._digest[at])
+        return self._read_blocks(at, begin, run, scratch, known)
 
     def _read_blocks(
         self, at: int, begin: int, run: memoryview, scratch: memoryview, known: list[bytes] | None

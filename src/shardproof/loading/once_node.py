@@ -27,7 +27,8 @@ import numpy as np
 import torch
 
 from shardproof.format import Manifest
-from shardproof.loading.chunks import Chunks, Files
+from shardproof.loading.blocks import Files
+from shardproof.loading.chunks import Chunks
 from shardproof.loading.node_mail import Message, Said
 from shardproof.loading.node_memory import NodeMemory, PeerMemory
 from shardproof.loading.node_plan import NodeOrders

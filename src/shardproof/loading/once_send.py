@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from shardproof.format import Manifest
-from shardproof.loading.chunks import Chunks, Files
+from shardproof.loading.blocks import Files
+from shardproof.loading.chunks import Chunks
 from shardproof.loading.once_orders import Orders
 from shardproof.loading.placing import Placing, part_of, shaped
 from shardproof.loading.threads import in_threads

@@ -118,6 +118,8 @@ class _Job:
             address, begin, nbytes = (column[batch.start] for column in self._straight)
             run = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
             read = self._chunks.read_run(batch.start, begin, run, self._scratch(BLOCK_BYTES)[1])
+        elif batch.start in self._chunks.extents:
+            read = self._read_part_through_scratch(batch.start)
         else:
             read = self._read_through_scratch(batch)
         with self._lock:
@@ -146,6 +148,18 @@ class _Job:
             else:
                 stored = scratch[starts[at] - base :][: counts[at]]
                 self._placing.put(self._chunks.rows[at], self._parts[at], stored)
+        return read
+
+    def _read_part_through_scratch(self, at: int) -> int:
+        first, end = self._chunks.extents[at]
+        count = end - first
+        scratch, memory, address = self._scratch(count + BLOCK_BYTES)
+        read = self._chunks.read_run(at, first, memory[:count], memory[count:])
+        into, begin, nbytes = (column[at] for column in self._straight)
+        if into:
+            ctypes.memmove(into, address + begin - first, nbytes)
+        else:
+            self._placing.put(self._chunks.rows[at], self._parts[at], scratch[:count], first)
         return read
 
     def _scratch(self, count: int) -> tuple[torch.Tensor, memoryview, int]:

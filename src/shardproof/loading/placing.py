@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from shardproof.format import Manifest
+from shardproof.geometry import row_major_strides
 from shardproof.loading.blocks import Extents
 from shardproof.planning import ChunkTable, ReadPlan
 from shardproof.state import is_plain_memory
@@ -119,45 +120,53 @@ class Placing:
         last = np.searchsorted(self._plan.chunk, rows, "right").tolist()
         return [range(one, other) for one, other in zip(first, last, strict=True)]
 
-    def put(self, row: int, parts: range, stored: torch.Tensor) -> None:
+    def put(self, row: int, parts: range, stored: torch.Tensor, first: int = 0) -> None:
         """Puts the parts of a chunk where they belong.
 
         Args:
             row: of the chunk table.
             parts: of the chunk.
-            stored: (count,) uint8 host memory, all bytes of the chunk.
+            stored: (count,) uint8 host memory: all bytes of the chunk, or those that have the parts.
+            first: byte of the chunk that it begins with, a multiple of the item size.
         """
         if len(parts) == 1 and (address := int(self._address[parts.start])):
             begin, count = int(self._begin[parts.start]), int(self.part_bytes[parts.start])
-            ctypes.memmove(address, stored.data_ptr() + begin, count)
+            ctypes.memmove(address, stored.data_ptr() + begin - first, count)
             return
         if not self.is_aligned(parts, stored):
             stored = stored.clone()
         with torch.no_grad():
-            for target, source in self.views(row, parts, stored):
+            for target, source in self.views(row, parts, stored, first):
                 target.copy_(source)
 
     def is_aligned(self, parts: range, stored: torch.Tensor) -> bool:
         """Whether memory for a chunk begins at a multiple of its item size, as `views` asks for."""
         return stored.data_ptr() % self._dtypes[self._tensor[parts.start]].itemsize == 0
 
-    def views(self, row: int, parts: range, stored: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def views(
+        self, row: int, parts: range, stored: torch.Tensor, first: int = 0
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Of each part of a chunk the view that it goes into, and the view of its memory.
 
         Args:
             row: of the chunk table.
             parts: of the chunk.
-            stored: (count,) uint8 host memory for all bytes of the chunk, which need not be there yet.
+            stored: see `put`; its bytes need not be there yet.
+            first: see `put`.
         """
         table, plan, these = self._table, self._plan, slice(parts.start, parts.stop)
         sizes = table.box_sizes[table.box_start[row] : table.box_start[row + 1]].tolist()
-        chunk, ndim = stored.view(self._dtypes[self._tensor[parts.start]]).view(sizes), len(sizes)
+        memory, ndim = stored.view(self._dtypes[self._tensor[parts.start]]), len(sizes)
+        strides, offset = row_major_strides(sizes), memory.storage_offset() - first // memory.itemsize
         return [
-            (part_of(self._destinations[want].view, into, extent), part_of(chunk, begin, extent))
-            for want, into, begin, extent in zip(
+            (
+                part_of(self._destinations[want].view, into, extent),
+                memory.as_strided(extent, strides, offset + start),
+            )
+            for want, into, start, extent in zip(
                 self._want[these],
                 plan.in_want[these, :ndim].tolist(),
-                plan.in_chunk[these, :ndim].tolist(),
+                plan.chunk_start[these].tolist(),
                 plan.sizes[these, :ndim].tolist(),
                 strict=True,
             )
