@@ -255,7 +255,7 @@ class _Stream:
         hasher = ChunkHasher()
         done = 0
         while done < count:
-            span = min(self._room(), count - done, BLOCK_BYTES)
+            span = min(self._room(), count - done, BLOCK_BYTES - done % BLOCK_BYTES)
             hasher.update(self._copy(snapshot, row, done, span))
             self._advance(span)
             done += span
