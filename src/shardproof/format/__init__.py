@@ -41,6 +41,7 @@ from shardproof.format.shards import (
     encode_entries,
     read_chunk_digests,
     shard_header,
+    shard_tail,
 )
 
 __all__ = [
@@ -89,5 +90,6 @@ __all__ = [
     "seal_of",
     "shard_header",
     "shard_name",
+    "shard_tail",
     "unneeded",
 ]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from shardproof.errors import FormatError
 from shardproof.format.blocks import block_counts
+from shardproof.format.digests import digests_from_bytes
 from shardproof.format.header import MAX_HEADER, HeaderEntry, ShardHeader
 from shardproof.storage.interface import Storage
 
@@ -22,6 +23,7 @@ __all__ = [
     "encode_entries",
     "read_chunk_digests",
     "shard_header",
+    "shard_tail",
 ]
 
 DATA_ALIGNMENT = 4096
@@ -114,6 +116,21 @@ def shard_header(entries: bytes, metadata: dict[str, str], *, size: int = 0) -> 
         )
     parts = (length.to_bytes(8, "little"), head, b"," if entries else b"", entries, b"}")
     return b"".join(parts) + b" " * (length + 8 - used)
+
+
+def shard_tail(padding: int, blocks: Sequence[bytes], digests: NDArray[np.uint64]) -> bytes:
+    """All bytes of a shard file after its chunks.
+
+    Args:
+        padding: zero bytes, fewer than 8.
+        blocks: digests of the blocks of chunks of several, in byte order, 16 bytes each.
+        digests: (n, 2) of the chunks, in byte order.
+
+    >>> len(shard_tail(4, [bytes(16)] * 2, np.zeros((3, 2), np.uint64)))
+    84
+    """
+    tables = (digests_from_bytes(blocks), digests)
+    return bytes(padding) + b"".join(table.astype("<u8").tobytes() for table in tables)
 
 
 def _largest_part(entries: bytes, metadata: dict[str, str]) -> tuple[str, int]:

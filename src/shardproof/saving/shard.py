@@ -25,6 +25,7 @@ from shardproof.format import (
     digests_as_bytes,
     digests_from_bytes,
     file_digest,
+    shard_tail,
 )
 from shardproof.saving.background import Workers
 from shardproof.saving.buffers import BufferPool
@@ -79,7 +80,7 @@ def write_shard(
         try:
             stream.put(header)
             digests = digests_from_bytes(stream.put_all(snapshot))
-            stream.put_tail(padding, digests)
+            stream.put(shard_tail(padding, stream.blocks, digests))
         finally:
             stream.drain()
         stream.check()
@@ -156,7 +157,7 @@ def write_changes(
                 return WrittenShard(0, 0, "", columns, written)
             stream = stream or _Stream(sink, pool, writers, lambda _: None, start=reserved)
             entries = shard.entries_of(written)
-            stream.put_tail(entries.padding, columns[written])
+            stream.put(shard_tail(entries.padding, stream.blocks, columns[written]))
         finally:
             if stream is not None:
                 stream.drain()
@@ -261,12 +262,6 @@ class _Stream:
             done += span
         self.blocks += hasher.blocks()
         return hasher.digest()
-
-    def put_tail(self, padding: int, digests: NDArray[np.uint64]) -> None:
-        """Appends what comes after the chunks: zero bytes, and the digests of blocks and chunks."""
-        self.put(bytes(padding))
-        self.put(digests_from_bytes(self.blocks).astype("<u8").tobytes())
-        self.put(digests.astype("<u8").tobytes())
 
     def drain(self) -> None:
         """Hands over what is gathered and waits for all writes, whether they fail or not."""

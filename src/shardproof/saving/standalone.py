@@ -21,7 +21,6 @@ from shardproof.format import (
     Manifest,
     bytes_digest,
     chunk_name,
-    digests_from_bytes,
     encode_index,
     file_digest,
     files_of,
@@ -29,6 +28,7 @@ from shardproof.format import (
     read_index,
     read_manifest,
     shard_name,
+    shard_tail,
 )
 from shardproof.planning import ChunkTable, RankPlan, SharedPieces, prove_chunks
 from shardproof.saving.commit import publish
@@ -198,9 +198,7 @@ class _Copy:
             blocks: list[bytes] = []
             for row in rows.tolist():
                 blocks += self._copy_chunk(row, writer)
-            writer.put(memoryview(bytes(prepared.padding)))
-            for digests in (digests_from_bytes(blocks), table.digest[rows]):
-                writer.put(memoryview(digests.astype("<u8").tobytes()))
+            writer.put(memoryview(shard_tail(prepared.padding, blocks, table.digest[rows])))
             size = writer.finish()
         except BaseException:
             writer.abort()
