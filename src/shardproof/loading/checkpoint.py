@@ -265,6 +265,5 @@ class StoredTensor:
         plan = plan_reads(keys, shapes, table, wanted)
         checkpoint.check_sizes(table.file[plan.chunk].tolist())
         result = torch.empty(sizes, dtype=self.dtype)
-        destinations = [Destination.of(self.key, result)]
-        read_planned(checkpoint.blocks, checkpoint.files, manifest, table, plan, destinations)
+        read_planned(checkpoint, plan, [Destination.of(self.key, result)])
         return result

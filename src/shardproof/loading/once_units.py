@@ -1,7 +1,7 @@
 """Units: neighbouring chunks that the same ranks want, and which of these ranks reads each.
 
 Chunks that only one rank wants are in no unit, and neither are those of which the ranks that want them read
-hardly more than all if each reads its own blocks (`WORTH_SHARE`). A unit is read by the rank that has the
+hardly more than all if each reads its own blocks (`_SHARE`). A unit is read by the rank that has the
 least to read so far on the node that has, largest unit first (the longest-processing-time rule of Graham,
 1969).
 """
@@ -21,7 +21,7 @@ __all__ = ["UNIT_BYTES", "Units", "joined", "ranges", "sums", "wire"]
 
 UNIT_BYTES = 8 << 20
 """Bytes from which on neighbouring chunks are no longer taken together."""
-WORTH_SHARE = 16
+_SHARE = 16
 """A chunk is read once if that spares more than this part of its bytes: a sixteenth."""
 
 
@@ -73,7 +73,7 @@ class Units:
         nbytes = joined([wish.nbytes for wish in wishes])
         read = joined([wish.read for wish in wishes])
         spared = sums(chunk, read, len(table)) - table.byte_count
-        is_shared = (np.bincount(chunk, minlength=len(table)) > 1) & (spared * WORTH_SHARE > table.byte_count)
+        is_shared = (np.bincount(chunk, minlength=len(table)) > 1) & (spared * _SHARE > table.byte_count)
         shared = is_shared[chunk]
         node = np.unique([wish.node for wish in wishes], return_inverse=True)[1].reshape(-1)
         own = sums(rank[~shared], read[~shared], world_size)

@@ -11,17 +11,20 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from shardproof.format import BLOCK_BYTES, Manifest
+from shardproof.format import BLOCK_BYTES
 from shardproof.garbage import no_garbage_collection
-from shardproof.loading.blocks import BlockDigests, Files
 from shardproof.loading.chunks import Chunks
 from shardproof.loading.placing import Destination, Placing
 from shardproof.loading.threads import in_threads
-from shardproof.planning import ChunkTable, ReadPlan
+from shardproof.planning import ReadPlan
+
+if TYPE_CHECKING:
+    from shardproof.loading.checkpoint import Checkpoint
 
 __all__ = ["Destination", "read_chunks", "read_planned"]
 
@@ -33,21 +36,11 @@ _REPORT_BYTES = 4 << 20
 """Bytes between two reports of progress."""
 
 
-def read_planned(
-    blocks: BlockDigests,
-    files: Files,
-    manifest: Manifest,
-    table: ChunkTable,
-    plan: ReadPlan,
-    destinations: Sequence[Destination],
-) -> int:
+def read_planned(checkpoint: Checkpoint, plan: ReadPlan, destinations: Sequence[Destination]) -> int:
     """Reads, verifies and places all parts of a plan.
 
     Args:
-        blocks: of the checkpoint.
-        files: of the checkpoint.
-        manifest: of the checkpoint.
-        table: its chunks.
+        checkpoint: that is read.
         plan: from `plan_reads`; its `want` is an index into `destinations`.
         destinations: where the wanted boxes go.
 
@@ -58,9 +51,10 @@ def read_planned(
         CorruptChunkError: bytes do not match their digest; destinations may be partly written.
         StorageError: a file is missing, short or unreadable.
     """
+    manifest, table = checkpoint.manifest, checkpoint.table
     placing = Placing(manifest, table, plan, destinations)
-    chunks = Chunks(files, manifest, table, np.unique(plan.chunk))
-    chunks.narrow(placing.wanted, blocks)
+    chunks = Chunks(checkpoint.files, manifest, table, np.unique(plan.chunk))
+    chunks.narrow(placing.wanted, checkpoint.blocks)
     return read_chunks(chunks, placing)
 
 
@@ -95,10 +89,12 @@ class _Job:
         self._chunks = chunks
         self._placing = placing
         self._straight = placing.straight(chunks.rows)
-        others = [at for at, address in enumerate(self._straight.address) if not address]
+        others = [
+            at for at, address in enumerate(self._straight.address) if not address or at in chunks.extents
+        ]
         rows = [chunks.rows[at] for at in others]
         self._parts = dict(zip(others, placing.parts_of(rows), strict=True))
-        """By position, of those that do not go straight into place."""
+        """By position, of those that do not go straight into place, or of which a part is read."""
         self._direct = [
             address != 0 and nbytes >= _DIRECT_BYTES
             for address, nbytes in zip(self._straight.address, self._straight.nbytes, strict=True)
@@ -153,13 +149,9 @@ class _Job:
     def _read_part_through_scratch(self, at: int) -> int:
         first, end = self._chunks.extents[at]
         count = end - first
-        scratch, memory, address = self._scratch(count + BLOCK_BYTES)
+        scratch, memory, _ = self._scratch(count + BLOCK_BYTES)
         read = self._chunks.read_run(at, first, memory[:count], memory[count:])
-        into, begin, nbytes = (column[at] for column in self._straight)
-        if into:
-            ctypes.memmove(into, address + begin - first, nbytes)
-        else:
-            self._placing.put(self._chunks.rows[at], self._parts[at], scratch[:count], first)
+        self._placing.put(self._chunks.rows[at], self._parts[at], scratch[:count], first)
         return read
 
     def _scratch(self, count: int) -> tuple[torch.Tensor, memoryview, int]:

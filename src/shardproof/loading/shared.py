@@ -35,14 +35,7 @@ def check_shared_memory(checkpoint: Checkpoint, plan: ReadPlan, destinations: Se
         Destination.of(destinations[row].key, torch.empty_like(destinations[row].view)) for row in shared
     ]
     wanted = np.array([place[row] for row in part.want.tolist()], np.int64)
-    read_planned(
-        checkpoint.blocks,
-        checkpoint.files,
-        checkpoint.manifest,
-        checkpoint.table,
-        part.for_wants(wanted),
-        again,
-    )
+    read_planned(checkpoint, part.for_wants(wanted), again)
     for row, copy in zip(shared, again, strict=True):
         if not _same_bits(destinations[row].view, copy.view):
             raise StructureError(
