@@ -281,7 +281,7 @@ def test_large_chunks_are_read_in_place_and_the_message_says_what_was_overwritte
     save(tmp_path, wanted, 1, LocalRendezvous(), chunk_bytes=300_000)
     _, found = regions(tmp_path)
     chunks = [region for region in found if region.key]
-    assert any(region.stop - region.start > place._DIRECT_BYTES for region in chunks)
+    assert any(region.stop - region.start > place.LARGE_BYTES for region in chunks)
     for region in chunks:
         middle = (region.start + region.stop) // 2
         for at in (region.start, middle, region.stop - 1):

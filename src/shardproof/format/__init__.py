@@ -35,7 +35,6 @@ from shardproof.format.reading import files_of, lost_files, read_index, read_man
 from shardproof.format.references import References, named_files, referred_beside, referred_in, unneeded
 from shardproof.format.shards import (
     BLOCKS,
-    DATA_ALIGNMENT,
     DIGESTS,
     PADDING,
     encode_entries,
@@ -47,7 +46,6 @@ from shardproof.format.shards import (
 __all__ = [
     "BLOCKS",
     "BLOCK_BYTES",
-    "DATA_ALIGNMENT",
     "DIGESTS",
     "FORMAT_VERSION",
     "MANIFEST_NAME",

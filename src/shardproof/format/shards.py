@@ -17,7 +17,6 @@ from shardproof.storage.interface import Storage
 
 __all__ = [
     "BLOCKS",
-    "DATA_ALIGNMENT",
     "DIGESTS",
     "PADDING",
     "encode_entries",
@@ -26,8 +25,7 @@ __all__ = [
     "shard_tail",
 ]
 
-DATA_ALIGNMENT = 4096
-"""Bytes, of which the data's first byte is a multiple."""
+_PAGE_BYTES = 4096
 
 PADDING = "@padding"
 """Entry of zero bytes that aligns what comes after it."""
@@ -86,13 +84,15 @@ def encode_entries(
         raise FormatError(f"a key is not valid Unicode: {error}.") from error
 
 
-def shard_header(entries: bytes, metadata: dict[str, str], *, size: int = 0) -> bytes:
-    """All bytes of a shard file before its data, whose first byte comes at a multiple of `DATA_ALIGNMENT`.
+def shard_header(entries: bytes, metadata: dict[str, str], *, in_page: int = 0, size: int = 0) -> bytes:
+    """All bytes of a shard file before its data.
 
     Args:
         entries: from `encode_entries`.
         metadata: texts, the file's ``__metadata__``.
-        size: bytes that it must have at least, a multiple of `DATA_ALIGNMENT`; more are spaces.
+        in_page: byte of a page of 4096 bytes at which the data begin, a multiple of 8; what is left of the
+            header are spaces.
+        size: bytes that the header has instead, if they are enough; a multiple of 8.
 
     Raises:
         FormatError: longer than any safetensors reader accepts.
@@ -106,7 +106,7 @@ def shard_header(entries: bytes, metadata: dict[str, str], *, size: int = 0) -> 
     except UnicodeEncodeError as error:
         raise FormatError(f"the metadata of a shard file is not valid Unicode: {error}.") from error
     used = 8 + len(head) + bool(entries) + len(entries) + 1
-    length = max(-(-used // DATA_ALIGNMENT) * DATA_ALIGNMENT, size) - 8
+    length = (size if used <= size else used + (in_page - used) % _PAGE_BYTES) - 8
     if length > MAX_HEADER:
         part, count = _largest_part(entries, metadata)
         raise FormatError(
@@ -166,7 +166,7 @@ def read_chunk_digests(storage: Storage, name: str, header: ShardHeader) -> NDAr
     blocks = chunks.pop() if chunks and chunks[-1][0] == BLOCKS else None
     if chunks and chunks[-1][0] == PADDING:
         _, _, _, first, after = chunks.pop()
-        if after - first >= DATA_ALIGNMENT or any(storage.read(name, first, after)):
+        if after - first >= _PAGE_BYTES or any(storage.read(name, first, after)):
             raise FormatError(f"{name}: the bytes {first} to {after} are padding, but not zero.", file=name)
     _check_digests(name, digests, len(chunks))
     counts = np.array([stop - start for _, _, _, start, stop in chunks], np.int64)

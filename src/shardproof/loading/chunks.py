@@ -27,6 +27,8 @@ __all__ = ["Chunks", "corrupt_chunk"]
 GAP = 64 << 10
 """Bytes that nobody wants between two chunks of one read, at most."""
 _GAP_SHARE = 16
+_SPAN_BLOCKS = 4
+"""Blocks of a chunk that one read takes, at most."""
 
 
 class Chunks:
@@ -177,15 +179,18 @@ class Chunks:
         storage, name = self._files[self.file[at]]
         start, count, stop = self.start[at], self.count[at], begin + len(run)
         first, last = (0, count) if known is None else (begin // BLOCK_BYTES * BLOCK_BYTES, stop)
+        whole = stop if stop == count else stop // BLOCK_BYTES * BLOCK_BYTES
         found: list[bytes] = []
         end = first
-        for block in range(first, last, BLOCK_BYTES):
-            end = min(block + BLOCK_BYTES, count)
-            if begin <= block and end <= stop:
+        while end < last:
+            block = end
+            if begin <= block < whole:
+                end = min(block + _SPAN_BLOCKS * BLOCK_BYTES, whole)
                 span = run[block - begin : end - begin]
                 storage.read_into(name, start + block, span)
-                found.append(xxhash.xxh3_128_digest(span))
+                found += _digests_of(span)
             else:
+                end = min(block + BLOCK_BYTES, count)
                 found.append(self._read_block(at, range(block, end), begin, run, scratch))
         if known is None:
             self._check(at, digest_of_blocks(found))
@@ -239,6 +244,14 @@ class Chunks:
             expected.hex(),
             found.hex(),
         )
+
+
+def _digests_of(span: memoryview) -> list[bytes]:
+    """Of each block of bytes that were just read, the last first: it is what the caches have best."""
+    begins = range(0, len(span), BLOCK_BYTES)
+    digests = [xxhash.xxh3_128_digest(span[begin : begin + BLOCK_BYTES]) for begin in reversed(begins)]
+    digests.reverse()
+    return digests
 
 
 def corrupt_chunk(

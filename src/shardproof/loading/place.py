@@ -21,15 +21,13 @@ from shardproof.garbage import no_garbage_collection
 from shardproof.loading.chunks import Chunks
 from shardproof.loading.placing import Destination, Placing
 from shardproof.loading.threads import in_threads
-from shardproof.planning import ReadPlan
+from shardproof.planning import LARGE_BYTES, ReadPlan
 
 if TYPE_CHECKING:
     from shardproof.loading.checkpoint import Checkpoint
 
 __all__ = ["Destination", "read_chunks", "read_planned"]
 
-_DIRECT_BYTES = 64 << 10
-"""Chunks from here on are read straight into place; below, a copy costs less than a read of its own."""
 _BATCH_BYTES = 1 << 20
 """Bytes of one read of neighbouring chunks, unless a single chunk is larger."""
 _REPORT_BYTES = 4 << 20
@@ -96,7 +94,7 @@ class _Job:
         self._parts = dict(zip(others, placing.parts_of(rows), strict=True))
         """By position, of those that do not go straight into place, or of which a part is read."""
         self._direct = [
-            address != 0 and nbytes >= _DIRECT_BYTES
+            address != 0 and nbytes >= LARGE_BYTES
             for address, nbytes in zip(self._straight.address, self._straight.nbytes, strict=True)
         ]
         alone = list(self._direct)

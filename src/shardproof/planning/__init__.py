@@ -5,10 +5,11 @@ from shardproof.planning.plans import RankPlan, WritePlan
 from shardproof.planning.reading import ReadPlan, Wanted, plan_reads, prove_chunks
 from shardproof.planning.replicas import SAMPLE_BYTES, Replicas, SharedPieces, Slices
 from shardproof.planning.structure import Structure, TensorTable
-from shardproof.planning.writing import CHUNK_BYTES, plan_writes
+from shardproof.planning.writing import CHUNK_BYTES, LARGE_BYTES, plan_writes
 
 __all__ = [
     "CHUNK_BYTES",
+    "LARGE_BYTES",
     "SAMPLE_BYTES",
     "ChunkTable",
     "RankPlan",

@@ -6,7 +6,8 @@
    read whole to be verified, nor written by one rank alone.
 4. `choose_writers`: one holder writes each chunk.
 5. `find_replicas`: what several ranks hold, for comparing it.
-6. Lay out each writer's file: by alignment, then tensor, then box. Entries stay aligned for any reader.
+6. Lay out each writer's file: by alignment, so that entries stay aligned for any reader, then small tensors
+   before large ones, then by tensor and box.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ from shardproof.planning.proving import Distinct, prove
 from shardproof.planning.replicas import SAMPLE_BYTES, Replicas, find_replicas
 from shardproof.planning.structure import Structure
 
-__all__ = ["CHUNK_BYTES", "plan_writes"]
+__all__ = ["CHUNK_BYTES", "LARGE_BYTES", "plan_writes"]
 
 _Ints = NDArray[np.int64]
 
 CHUNK_BYTES = 16 << 20
 """Upper bound of a chunk: small for even shares of writers and readers, large for the number of rows in the
 index. 16 MiB is 8,192 chunks for 128 GiB."""
+
+LARGE_BYTES = 64 << 10
+"""A chunk of so many bytes is large: it is read on its own, straight into place. Small ones share a read."""
 
 _CELLS = 64
 """Small boxes that several ranks hold stay together by so many parts of a chunk's upper bound: 256 KiB, which
@@ -148,14 +152,16 @@ def _lay_out(
     world_size: int,
     replicas: Replicas,
 ) -> WritePlan:
-    """Orders the chunks of all dimensions by writer, alignment, tensor and box, and gives each its bytes."""
+    """Orders the chunks of all dimensions as each writer's file has them, and gives each its bytes."""
     tensor = _joined([part.tensor for part in parts])
+    byte_count = _joined([part.byte_count for part in parts])
     alignment = np.array([DTYPES[name].alignment for name in merged.dtypes], np.int64)
+    is_large = np.zeros(len(alignment), np.bool_)
+    is_large[tensor[byte_count >= LARGE_BYTES]] = True
     place = np.empty(len(alignment), np.int64)  # of a tensor in every file
-    place[np.lexsort((np.arange(len(alignment)), -alignment))] = np.arange(len(alignment))
+    place[np.lexsort((np.arange(len(alignment)), is_large, -alignment))] = np.arange(len(alignment))
     order = stable_order(writer * max(len(place), 1) + place[tensor])
-    tensor = tensor[order]
-    byte_count = _joined([part.byte_count for part in parts])[order]
+    tensor, byte_count = tensor[order], byte_count[order]
     counts = np.bincount(writer, minlength=world_size)
     writer_start = np.append(0, np.cumsum(counts))
     before = np.append(0, np.cumsum(byte_count))

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from shardproof.format import (
     BLOCK_BYTES,
-    DATA_ALIGNMENT,
     ChunkHasher,
     digests_as_bytes,
     digests_from_bytes,
@@ -32,7 +31,7 @@ from shardproof.saving.buffers import BufferPool
 from shardproof.saving.incremental import BaseDigests
 from shardproof.saving.prepare import Entries, PreparedShard
 from shardproof.saving.snapshot import Snapshot
-from shardproof.storage import Sink, address
+from shardproof.storage import ALIGNMENT, Sink, address
 
 __all__ = ["WrittenShard", "write_changes", "write_shard"]
 
@@ -112,7 +111,7 @@ def write_changes(
     Args:
         create: begins the file.
         shard: of this rank.
-        header: the whole header of a file with these entries, of so many bytes at least.
+        header: the whole header of a file with these entries, of so many bytes if they are enough.
         snapshot: all chunks of the plan, in its order.
         base: of the same chunks.
         pool: buffers to pass bytes through.
@@ -126,12 +125,22 @@ def write_changes(
     of_base = zip(digests_as_bytes(base.digest), base.known.tolist(), strict=True)
     known = [digest if has else b"" for digest, has in of_base]
     scratch = pool.scratch(max([count for count, old in zip(counts, known, strict=True) if old], default=0))
-    reserved = len(header(shard.entries, 0)) + DATA_ALIGNMENT
+    # What the header says has so many pages, written last. Spaces up to where in a page the data should begin
+    # are written with the chunks, from a page on, so that those can be written direct.
+    pages = (len(header(shard.entries, 0)) // ALIGNMENT + 2) * ALIGNMENT
+    spaces = b" " * shard.entries.in_page
+    reserved = pages + len(spaces)
     digests: list[bytes] = []
     written = np.zeros(len(counts), bool)
     stream: _Stream | None = None
     sink: Sink | None = None
     done = 0
+
+    def begun(sink: Sink) -> _Stream:
+        stream = _Stream(sink, pool, writers, lambda _: None, start=pages)
+        stream.put(spaces)
+        return stream
+
     try:
         if shard.plan.objects:
             sink = create()
@@ -142,7 +151,7 @@ def write_changes(
                 if not old or digest != old:
                     if stream is None:
                         sink = sink or create()
-                        stream = _Stream(sink, pool, writers, lambda _: None, start=reserved)
+                        stream = begun(sink)
                     if hasher is not None:
                         stream.put(scratch[: counts[row]])
                         stream.blocks += hasher.blocks()
@@ -155,7 +164,7 @@ def write_changes(
             columns = digests_from_bytes(digests)
             if sink is None:
                 return WrittenShard(0, 0, "", columns, written)
-            stream = stream or _Stream(sink, pool, writers, lambda _: None, start=reserved)
+            stream = stream or begun(sink)
             entries = shard.entries_of(written)
             stream.put(shard_tail(entries.padding, stream.blocks, columns[written]))
         finally:
@@ -163,8 +172,8 @@ def write_changes(
                 stream.drain()
         stream.check()
         head = header(entries, reserved)
-        assert len(head) == reserved, "the header outgrew its place"
-        sink.write_at(0, memoryview(head))
+        assert len(head) == reserved and head.endswith(spaces), "the header outgrew its place"
+        sink.write_at(0, memoryview(head)[:pages])
         sink.finish(stream.position)
     except BaseException:
         if sink is not None:

@@ -76,6 +76,18 @@ def test_data_begin_on_a_page_and_entries_are_aligned(tmp_path):
     assert header.entries[-1][3] % 8 == 0
 
 
+@given(st.integers(0, 511), st.integers(0, 9000), st.integers(0, 3000))
+def test_a_header_ends_at_a_byte_of_a_page_or_where_it_is_told_to(eighths, length, eighths_of_size):
+    metadata, in_page, size = {"a": "x" * length}, 8 * eighths, 8 * eighths_of_size
+    bare = 8 + len(json.dumps({"__metadata__": metadata}, separators=(",", ":")))
+    header = shard_header(b"", metadata, in_page=in_page, size=size)
+    if bare <= size:
+        assert len(header) == size
+    else:
+        assert len(header) % 4096 == in_page and bare <= len(header) < bare + 4096
+    assert parse_header(header, len(header), "f").metadata == metadata
+
+
 def test_a_shard_file_carries_its_digests(tmp_path):
     storage = LocalStorage(tmp_path)
     storage.publish("s", shard(["bfloat16", "bool"]))

@@ -230,7 +230,7 @@ def test_tied_targets_take_tied_values_and_refuse_two(tmp_path: Path) -> None:
 def test_every_way_of_reading_gives_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int, direct: int
 ) -> None:
-    monkeypatch.setattr(place, "_DIRECT_BYTES", direct)
+    monkeypatch.setattr(place, "LARGE_BYTES", direct)
     monkeypatch.setattr(place, "_BATCH_BYTES", 1 << 12)
     monkeypatch.setattr("shardproof.loading.loader.reading_threads", lambda: threads)
     state = {f"t{n}": torch.randn(n * 37 % 50 + 1, n % 9 + 1) for n in range(60)}

@@ -114,6 +114,16 @@ def test_a_large_chunk_is_read_straight_into_its_place(
     assert all(torch.equal(target[key], state[key]) for key in state)
 
 
+def test_blocks_are_read_four_at_a_time(tmp_path: Path) -> None:
+    blocks = 10
+    value = torch.arange(blocks * 65_536 + 5, dtype=torch.float32)
+    sp.save(tmp_path, {"w": value})
+    storage, target = Counting(tmp_path), torch.zeros(len(value))
+    load_from(storage, {"w": target}, LocalRendezvous())
+    assert torch.equal(target, value)
+    assert [count for _, count in storage.ranges] == [1 << 20, 1 << 20, (512 << 10) + 20]
+
+
 def test_a_damaged_chunk_beside_a_gap_is_named(tmp_path: Path) -> None:
     sp.save(tmp_path, {f"{n}": torch.full((1000,), float(n)) for n in range(9)})
     with Checkpoint(LocalStorage(tmp_path)) as opened:
@@ -177,7 +187,7 @@ def test_runs_of_chunks_are_read_into_place_and_the_rest_is_verified(
     height = data.draw(st.integers(1, rows - top))
     patches = pytest.MonkeyPatch.context()
     with tempfile.TemporaryDirectory() as folder, patches as patch, blocks_of(block):
-        patch.setattr(place, "_DIRECT_BYTES", direct)
+        patch.setattr(place, "LARGE_BYTES", direct)
         Saver(LocalRendezvous(), chunk_bytes=chunk_bytes).save(LocalStorage(folder), {"w": value})
 
         def load() -> tuple[torch.Tensor, int]:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardproof.dtypes import DTYPES
 from shardproof.errors import StructureError, TilingError
 from shardproof.planning import (
     ChunkTable,
@@ -18,6 +19,7 @@ from shardproof.planning import (
     WritePlan,
     plan_reads,
     plan_writes,
+    writing,
 )
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -145,6 +147,21 @@ def test_every_element_is_written_once_where_the_plan_says(
         rows = np.flatnonzero(table.file == file)
         ends = np.append(0, np.cumsum(table.byte_count[rows]))
         assert table.byte_start[rows].tolist() == ends[:-1].tolist(), "a file has gaps"
+
+
+@given(run=runs(), chunk_bytes=st.integers(1, 64), large=st.integers(1, 64))
+def test_a_file_has_small_tensors_before_large_ones_of_their_alignment(
+    run: Run, chunk_bytes: int, large: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writing, "LARGE_BYTES", large)
+        plan = plan_writes(run.structures(), chunk_bytes=chunk_bytes)
+    table, files = written(run, plan)
+    largest = [int(table.byte_count[table.tensor == row].max(initial=0)) for row in range(len(run.shapes))]
+    for file in range(len(files)):
+        found = table.tensor[table.file == file].tolist()
+        places = [(-DTYPES[plan.merged.dtypes[row]].alignment, largest[row] >= large, row) for row in found]
+        assert places == sorted(places)
 
 
 @settings(max_examples=200)

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 import shardproof as sp
 from shardproof.checkpointer.folders import step_name
 from shardproof.checkpointer.retention import delete_steps, leftovers, remove_leftover
 from shardproof.errors import CorruptChunkError, FormatError, NotCommittedError, StorageError
-from shardproof.format import MANIFEST_NAME, read_manifest
+from shardproof.format import MANIFEST_NAME, read_manifest, read_shard_header
 from shardproof.loading import verify
 from shardproof.report import scan_run
 from shardproof.saving import incremental, make_standalone, repair
@@ -64,6 +65,22 @@ def assert_whole(root: Path, step: int, expected: Any) -> None:
     report = verify(LocalStorage(root / step_name(step)))
     assert report.ok, report.faults
     assert same(loaded(root, step), expected)
+
+
+def test_large_chunks_that_changed_begin_in_their_pages_as_all_do(tmp_path: Path) -> None:
+    checkpointer = saver(tmp_path)
+    for step in (1, 2, 3):
+        changing = torch.full((64, 1024), float(step))
+        what = {"kept": torch.randn(64, 1024, generator=torch.Generator().manual_seed(1)), "w": changing}
+        save(checkpointer, step, what | {"count": torch.tensor(step)})
+        (shard,) = (tmp_path / step_name(step) / "shards").iterdir()
+        header = read_shard_header(LocalStorage(shard.parent), shard.name)
+        (start,) = [start for name, _, _, start, _ in header.entries if name.startswith("w[")]
+        assert 1856 - 64 < start % 4096 <= 1856
+        assert any(name.startswith("kept[") for name, *_ in header.entries) == (step == 1)
+        assert verify(LocalStorage(tmp_path / step_name(step))).ok
+        with safe_open(shard, "pt") as file:
+            assert torch.equal(file.get_tensor("w[0:64,0:1024]"), changing)
 
 
 def test_only_what_changed_is_written(tmp_path: Path) -> None:

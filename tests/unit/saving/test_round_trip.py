@@ -13,6 +13,7 @@ from safetensors import safe_open
 import shardproof as sp
 from shardproof.dtypes import DTYPES
 from shardproof.errors import StructureError
+from shardproof.format import parse_header
 from shardproof.loading import load_from, verify
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.saving import Saver
@@ -62,6 +63,21 @@ def test_every_dtype_at_once_is_aligned_for_any_safetensors_reader(tmp_path: Pat
         for key, value in state.items():
             assert _bits(file.get_tensor(f"{key}[0:{value.numel()}]")) == _bits(value)
     assert {"@digests"} <= keys
+
+
+@pytest.mark.parametrize("small", [0, 1, 700, 5000])
+def test_large_chunks_begin_far_from_where_tensors_do_in_their_pages(small: int, tmp_path: Path) -> None:
+    state = {"a": torch.randn(64, 1024), "b": torch.randn(64, 1024), "c": torch.randn(small)}
+    sp.save(tmp_path, state)
+    (shard,) = (tmp_path / "shards").iterdir()
+    header = parse_header(shard.read_bytes(), shard.stat().st_size, "f")
+    starts = {name[0]: start for name, _, _, start, _ in header.entries}
+    assert header.data_start % 64 == 0
+    assert starts["c" if small else "a"] == header.data_start
+    assert starts["a"] % 4096 == starts["b"] % 4096
+    assert 1856 - 64 < starts["a"] % 4096 <= 1856
+    with safe_open(shard, "pt") as file:
+        assert all(torch.equal(file.get_tensor(key), state[key[0]]) for key in file.keys() if key[0] != "@")  # noqa: SIM118
 
 
 VIEWS: dict[str, Any] = {
