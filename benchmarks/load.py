@@ -2,8 +2,8 @@
 
 shardproof (every byte verified) and torch DCP in turn, beside three limits over the same bytes into the same
 tensors: a raw read of a file from its beginning; one from the byte of a page from which it is fastest, as
-shardproof lays out its files; and that in spans of 1 MiB, each hashed while it is in the processor's caches,
-which is the least that a load can do that verifies.
+shardproof lays out its files; and that in spans of 512 KiB, each hashed while the processor has it in its
+caches, which is the least that a load can do that verifies.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ __all__ = ["Chunks", "corrupt_chunk"]
 GAP = 64 << 10
 """Bytes that nobody wants between two chunks of one read, at most."""
 _GAP_SHARE = 16
-_SPAN_BLOCKS = 4
+_SPAN_BLOCKS = 2
 """Blocks of a chunk that one read takes, at most."""
 
 
