@@ -20,6 +20,8 @@ SOURCE = ROOT / "src" / "shardproof"
 ENGINE = (
     "version",
     "garbage",
+    "node",
+    "streams",
     "errors",
     "words",
     "events",
@@ -42,7 +44,9 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     name: frozenset(ENGINE[: row + 1]) for row, name in enumerate(ENGINE)
 }
 MAY_IMPORT |= {
-    name: frozenset({"version", "garbage", "errors", "dtypes", "geometry", "state", "collectives", name})
+    name: frozenset(
+        {"version", "garbage", "streams", "errors", "dtypes", "geometry", "state", "collectives", name}
+    )
     for name in TRAINING
 }
 MAY_IMPORT["rerun"] |= {"rendezvous"}  # its votes are meetings; it moves no state

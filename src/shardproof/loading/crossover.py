@@ -22,7 +22,6 @@ A load that saves less than `WORTH_BYTES` a rank is not measured: it reads all.
 
 from __future__ import annotations
 
-import os
 import random
 import statistics
 import time
@@ -37,6 +36,7 @@ from numpy.typing import NDArray
 from shardproof.loading.chunks import Chunks
 from shardproof.loading.once_orders import Loads
 from shardproof.loading.threads import reading_threads
+from shardproof.node import processors
 
 __all__ = ["Sampled", "expected", "memory_speed", "pays", "sample", "worth_measuring"]
 
@@ -155,9 +155,8 @@ def _take(chunks: Chunks, places: Sequence[int], memory: memoryview) -> tuple[in
 
 
 def _processors() -> float:
-    """This rank's share of the node's processors: no more than it has threads that read."""
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    return min(reading_threads(), (os.cpu_count() or 1) / max(ranks_here, 1))
+    """What this rank may use of the node's processors: no more than it has threads that read."""
+    return min(reading_threads(), processors())
 
 
 def _speed(sampled: Sequence[Sampled]) -> float:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
+
+from shardproof.node import processors
 
 __all__ = ["in_threads", "reading_threads"]
 
@@ -21,8 +22,7 @@ def reading_threads() -> int:
     Reading from the page cache, and hashing, keep a processor busy: more threads than processors only take
     turns. From a disk, the kernel reads ahead of each thread meanwhile.
     """
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    return max(1, min(_MOST, (os.cpu_count() or 1) // max(ranks_here, 1)))
+    return max(1, min(_MOST, int(processors())))
 
 
 def in_threads(work: Callable[[_Item], None], items: Sequence[_Item], threads: int) -> None:

@@ -20,22 +20,14 @@ Note: Temporaries belong to side
     A strided, conjugated or negated tensor is first laid out in row-major order on the device. That memory is
     allocated while side is the thread's current stream, so the allocator hands it out again to side only,
     whose later work comes after the copy. It is no larger than what is copied at a time.
-
-Note: Current streams belong to threads
-    Side is made the current stream of the calling thread for the time of one copy, and what was current
-    before is current again afterwards. A thread that never chose a device has device 0: going back to it must
-    not make a context there, which is what the device modules' own guards take care of. (`with stream:` would
-    keep what to go back to in the stream, where threads would find each other's; torch has it from 2.7 on.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-
 import torch
 
 from shardproof.storage import ALIGNMENT, address, aligned_buffer
+from shardproof.streams import on_stream
 
 __all__ = ["DeviceCopies", "pinned_buffer"]
 
@@ -83,7 +75,7 @@ class DeviceCopies:
         if self._side is None:
             target.copy_(source.detach())
             return
-        with self._on(self._side):
+        with on_stream(self._side, self._device):
             row_major = source.detach().resolve_conj().resolve_neg().contiguous()
             target.copy_(row_major, non_blocking=True)
             done = self._side.record_event()
@@ -94,17 +86,6 @@ class DeviceCopies:
         """Wait until nothing is being copied any more, also not for a `copy` that an error ended."""
         if self._side is not None:
             self._side.synchronize()
-
-    @contextmanager
-    def _on(self, side: torch.Stream) -> Iterator[None]:
-        """Makes `side` the current stream of this thread; see "Current streams belong to threads"."""
-        with _device_guard(self._device):
-            before = torch.accelerator.current_stream(self._device)
-            torch.accelerator.set_stream(side)
-            try:
-                yield
-            finally:
-                torch.accelerator.set_stream(before)
 
 
 def pinned_buffer(nbytes: int) -> memoryview:
@@ -147,9 +128,3 @@ def _locks_pages() -> bool:
         return False
     is_used = getattr(torch.get_device_module(accelerator), "is_initialized", None)
     return is_used is None or bool(is_used())
-
-
-def _device_guard(device: torch.device) -> AbstractContextManager[object]:
-    """Makes `device` the current one of this thread for a while."""
-    guard = getattr(torch.get_device_module(device), "device", None)
-    return nullcontext() if guard is None else guard(device)

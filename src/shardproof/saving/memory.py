@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
+
+from shardproof.node import ranks_here
 
 __all__ = ["default_budget"]
 
@@ -17,8 +18,7 @@ def default_budget() -> int:
     >>> default_budget() > 0
     True
     """
-    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
-    return max(1, min(_available(), *_limits())) // _SHARE // ranks
+    return max(1, min(_available(), *_limits())) // _SHARE // ranks_here()
 
 
 def _available() -> int:

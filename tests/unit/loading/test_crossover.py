@@ -124,8 +124,7 @@ def test_samples_are_taken_twice_at_a_common_moment_and_one_that_was_put_aside_c
 ) -> None:
     stored = Stored()
     monkeypatch.setattr(crossover, "time", stored.clock())
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setattr(crossover.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(crossover, "processors", lambda: 0.5)
     found = sample(stored)  # type: ignore[arg-type]
     assert found.begun == pytest.approx(10.005) and stored.slept == pytest.approx(4e-3)
     assert list(stored.seen.values()) == [2] * 8

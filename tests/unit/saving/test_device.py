@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +15,7 @@ import torch
 
 from shardproof.saving.device import DeviceCopies, pinned_buffer
 from shardproof.storage import ALIGNMENT, address
+from tests.logging_streams import LoggingStream, streams_that_log
 
 accelerated = pytest.mark.skipif(
     not torch.accelerator.is_available(), reason="no accelerator on this machine"
@@ -75,62 +75,9 @@ def test_memory_of_another_size_is_refused() -> None:
         DeviceCopies(torch.device("cpu")).copy(torch.zeros(4), memoryview(bytearray(15)))
 
 
-class _Stream:
-    """A queue that runs nothing and writes everything down."""
-
-    def __init__(self, log: list[str], name: str) -> None:
-        self.log, self.name = log, name
-
-    def record_event(self) -> SimpleNamespace:
-        self.log.append(f"mark on {self.name}")
-        return SimpleNamespace(
-            of=self.name, synchronize=lambda: self.log.append(f"host waits for {self.name}'s mark")
-        )
-
-    def wait_event(self, event: SimpleNamespace) -> None:
-        self.log.append(f"{self.name} waits for {event.of}'s mark")
-
-    def synchronize(self) -> None:
-        self.log.append(f"host waits for {self.name}")
-
-
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What happens on an accelerator that is called cpu; each thread has its own current stream."""
-    events: list[str] = []
-    state = threading.local()
-
-    def now() -> str:
-        return getattr(state, "stream", main).name
-
-    @contextmanager
-    def guard(device: torch.device):
-        events.append("device")
-        yield
-        events.append("device back")
-
-    main = _Stream(events, "main")
-    module = SimpleNamespace(Stream=_Stream, device=guard)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    monkeypatch.setattr(torch, "Stream", lambda device: _Stream(events, "side"))
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
-    monkeypatch.setattr(
-        torch.accelerator, "current_stream", lambda device=None: getattr(state, "stream", main)
-    )
-    monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: setattr(state, "stream", stream))
-    original_copy, original_contiguous = torch.Tensor.copy_, torch.Tensor.contiguous
-
-    def copy_(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        events.append(f"copy on {now()}" + ("" if non_blocking else ", blocking"))
-        return original_copy(self, source)
-
-    def contiguous(self: torch.Tensor) -> torch.Tensor:
-        events.append(f"layout on {now()}")
-        return original_contiguous(self)
-
-    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
-    monkeypatch.setattr(torch.Tensor, "contiguous", contiguous)
-    return events
+    return streams_that_log(monkeypatch)
 
 
 def test_side_waits_for_main_and_the_host_for_each_copy(log: list[str]) -> None:
@@ -180,7 +127,7 @@ def test_threads_keep_their_current_streams(log: list[str], monkeypatch: pytest.
     monkeypatch.setattr(torch.Tensor, "resolve_conj", meet)
 
     def work(number: int) -> str:
-        torch.accelerator.set_stream(_Stream(log, f"own {number}"))  # type: ignore[arg-type]
+        torch.accelerator.set_stream(LoggingStream(log, f"own {number}"))  # type: ignore[arg-type]
         copies.copy(torch.zeros(4), memoryview(bytearray(16)))
         return str(torch.accelerator.current_stream().name)  # type: ignore[attr-defined]
 

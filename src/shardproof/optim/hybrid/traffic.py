@@ -46,6 +46,8 @@ from typing import Protocol
 
 import torch
 
+from shardproof.streams import on_stream
+
 __all__ = ["Direct", "Event", "SideStreams", "Traffic", "traffic_of"]
 
 
@@ -134,10 +136,11 @@ class SideStreams:
         main.wait_stream(self._down)
         main.wait_stream(self._up)
 
-    @staticmethod
-    def _enqueue(stream: torch.Stream, destination: torch.Tensor, source: torch.Tensor, event: Event) -> None:
+    def _enqueue(
+        self, stream: torch.Stream, destination: torch.Tensor, source: torch.Tensor, event: Event
+    ) -> None:
         assert isinstance(event, torch.Event)
-        with stream:
+        with on_stream(stream, self._device):
             destination.copy_(source, non_blocking=True)
             event.record(stream)
 

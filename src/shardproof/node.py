@@ -1,0 +1,50 @@
+"""What this rank may take of the computer that it shares with the other ranks of its node."""
+
+from __future__ import annotations
+
+import os
+import re
+
+__all__ = ["processors", "ranks_here"]
+
+
+def ranks_here() -> int:
+    """Ranks of this job on this node, as torchrun, Slurm, Open MPI or MPICH says; 1 if none does."""
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
+        found = os.environ.get(name, "")
+        if found.isdecimal() and int(found) > 0:
+            return int(found)
+    return _tasks_of_slurm(
+        os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""), os.environ.get("SLURM_NODEID", "")
+    )
+
+
+def processors() -> float:
+    """Processors that this rank may use: those it is bound to, or its share where all ranks may use all.
+
+    >>> processors() > 0
+    True
+    """
+    there = os.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else there
+    return usable if usable < there else there / ranks_here()
+
+
+def _tasks_of_slurm(tasks: str, node: str) -> int:
+    """Tasks of a step on one of its nodes.
+
+    Args:
+        tasks: by node, for example "4(x2),3".
+        node: its number in the step.
+
+    >>> [_tasks_of_slurm("4(x2),3", str(node)) for node in range(3)]
+    [4, 4, 3]
+    """
+    if not node.isdecimal():
+        return 1
+    left = int(node)
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
+        left -= int(times or 1)
+        if left < 0:
+            return max(1, int(count))
+    return 1

@@ -1,0 +1,43 @@
+"""Copies beside the steps: on which stream each runs, and what waits for what."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardproof.optim.hybrid.traffic import SideStreams, traffic_of
+from tests.logging_streams import streams_that_log
+
+
+def test_copies_run_on_their_streams_between_two_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = streams_that_log(monkeypatch)
+    traffic = traffic_of(torch.device("cpu"), overlap=True)
+    assert isinstance(traffic, SideStreams)
+    down, up = traffic.event(), traffic.event()
+    source, host, device = torch.arange(4.0), torch.zeros(4), torch.zeros(4)
+    traffic.begin()
+    traffic.down(host, source, down)
+    down.synchronize()
+    traffic.up(device, host, up)
+    traffic.end()
+    assert log == [
+        "mark on main",
+        "side waits for main's mark",
+        "second side waits for main's mark",
+        *("device", "copy on side", "event on side", "device back"),
+        "host waits for side's event",
+        *("device", "copy on second side", "event on second side", "device back"),
+        "main waits for side",
+        "main waits for second side",
+    ]
+    assert torch.equal(device, source)
+    assert torch.accelerator.current_stream().name == "main"  # type: ignore[attr-defined]
+
+
+def test_main_is_current_again_after_a_copy_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = streams_that_log(monkeypatch)
+    traffic = SideStreams(torch.device("cpu"))
+    with pytest.raises(RuntimeError):
+        traffic.down(torch.zeros(3), torch.zeros(4), traffic.event())
+    assert torch.accelerator.current_stream().name == "main"  # type: ignore[attr-defined]
+    assert "event on side" not in log
