@@ -8,7 +8,14 @@ from shardproof.format.blocks import (
     block_counts,
     digest_of_blocks,
 )
-from shardproof.format.digests import bytes_digest, digests_as_bytes, digests_from_bytes, file_digest
+from shardproof.format.digests import (
+    bytes_digest,
+    digests_as_bytes,
+    digests_as_table,
+    digests_from_bytes,
+    digests_from_table,
+    file_digest,
+)
 from shardproof.format.header import ShardHeader, parse_header, read_shard_header
 from shardproof.format.index import decode_index, encode_index
 from shardproof.format.manifest import (
@@ -66,7 +73,9 @@ __all__ = [
     "decode_manifest",
     "digest_of_blocks",
     "digests_as_bytes",
+    "digests_as_table",
     "digests_from_bytes",
+    "digests_from_table",
     "encode_entries",
     "encode_index",
     "encode_manifest",

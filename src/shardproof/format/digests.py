@@ -12,7 +12,14 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-__all__ = ["bytes_digest", "digests_as_bytes", "digests_from_bytes", "file_digest"]
+__all__ = [
+    "bytes_digest",
+    "digests_as_bytes",
+    "digests_as_table",
+    "digests_from_bytes",
+    "digests_from_table",
+    "file_digest",
+]
 
 
 def bytes_digest(data: bytes | bytearray | memoryview) -> str:
@@ -50,6 +57,27 @@ def digests_from_bytes(digests: Sequence[bytes]) -> NDArray[np.uint64]:
     [[1, 2]]
     """
     return np.frombuffer(b"".join(digests), ">u8").reshape(-1, 2).astype(np.uint64)
+
+
+def digests_as_table(digests: NDArray[np.uint64]) -> bytes:
+    """Digests as a shard file has them: high and low half of each, little-endian.
+
+    Args:
+        digests: (n, 2), high and low half.
+
+    >>> digests_as_table(np.array([[1, 2]], np.uint64)).hex()
+    '01000000000000000200000000000000'
+    """
+    return digests.astype("<u8").tobytes()
+
+
+def digests_from_table(table: bytes) -> NDArray[np.uint64]:
+    """What `digests_as_table` was made of.
+
+    >>> digests_from_table(digests_as_table(np.array([[1, 2]], np.uint64))).tolist()
+    [[1, 2]]
+    """
+    return np.frombuffer(table, "<u8").reshape(-1, 2).astype(np.uint64, copy=False)
 
 
 def file_digest(header: bytes, digests: NDArray[Any]) -> str:

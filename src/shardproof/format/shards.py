@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from shardproof.errors import FormatError
 from shardproof.format.blocks import block_counts
-from shardproof.format.digests import digests_from_bytes
+from shardproof.format.digests import digests_as_table, digests_from_bytes, digests_from_table
 from shardproof.format.header import MAX_HEADER, HeaderEntry, ShardHeader
 from shardproof.storage.interface import Storage
 
@@ -130,7 +130,7 @@ def shard_tail(padding: int, blocks: Sequence[bytes], digests: NDArray[np.uint64
     84
     """
     tables = (digests_from_bytes(blocks), digests)
-    return bytes(padding) + b"".join(table.astype("<u8").tobytes() for table in tables)
+    return bytes(padding) + b"".join(map(digests_as_table, tables))
 
 
 def _largest_part(entries: bytes, metadata: dict[str, str]) -> tuple[str, int]:
@@ -175,8 +175,7 @@ def read_chunk_digests(storage: Storage, name: str, header: ShardHeader) -> NDAr
         _check_digests(name, blocks, expected)
     elif expected:
         raise FormatError(f"{name}: there is no entry {BLOCKS!r} before the last.", file=name)
-    data = np.frombuffer(storage.read(name, *digests[3:]), "<u8")
-    return data.reshape(-1, 2).astype(np.uint64, copy=False)
+    return digests_from_table(storage.read(name, *digests[3:]))
 
 
 def _check_digests(name: str, entry: HeaderEntry, count: int) -> None:

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shardproof.errors import FormatError
+from shardproof.errors import FormatError, StorageError
 from shardproof.format import (
     BLOCK_BYTES,
     BLOCKS,
@@ -23,6 +23,7 @@ from shardproof.format import (
     block_counts,
     digest_of_blocks,
     digests_as_bytes,
+    digests_from_table,
     read_shard_header,
 )
 from shardproof.planning import ChunkTable
@@ -84,10 +85,7 @@ class BlockDigests:
             digest: of the chunk.
 
         Returns:
-            16 bytes each; None if they are damaged or not there.
-
-        Raises:
-            StorageError: the file is missing, short or unreadable.
+            16 bytes each; None if they are damaged, unreadable or not there.
         """
         file, first = int(self._table.file[row]), int(self._table.byte_start[row])
         with self._lock:
@@ -101,8 +99,11 @@ class BlockDigests:
             return None
         storage, name = self._files[file]
         start, count = int(places.digests[at]), int(places.blocks[at])
-        columns = np.frombuffer(storage.read(name, start, start + 16 * count), "<u8").reshape(-1, 2)
-        digests = digests_as_bytes(columns)
+        try:
+            table = storage.read(name, start, start + 16 * count)
+        except StorageError:  # the chunk is read whole, or says what is wrong with the file
+            return None
+        digests = digests_as_bytes(digests_from_table(table))
         return digests if digest_of_blocks(digests) == digest else None
 
     def covering(self, rows: _Ints, wanted: Extents) -> Extents:
@@ -132,7 +133,7 @@ class BlockDigests:
         storage, name = self._files[file]
         try:
             entries = read_shard_header(storage, name).entries
-        except FormatError:  # damage that concerns no chunk: they are read whole, and verified
+        except (FormatError, StorageError):  # concerns no chunk: they are read whole, and verified
             return None
         tables = [at for at, entry in enumerate(entries) if entry[0] == BLOCKS]
         if not tables:

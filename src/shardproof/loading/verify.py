@@ -17,6 +17,8 @@ from shardproof.format import (
     Manifest,
     ShardHeader,
     digests_as_bytes,
+    digests_as_table,
+    digests_from_table,
     file_digest,
     files_of,
     read_chunk_digests,
@@ -257,7 +259,7 @@ class _Checker:
         end = record.data_start
         if len(rows):
             end = int(chunks.byte_start[rows[-1]] + chunks.byte_count[rows[-1]])
-        padding, digests = bytes(-(end - record.data_start) % 8), chunks.digest[rows].astype("<u8").tobytes()
+        padding, digests = bytes(-(end - record.data_start) % 8), digests_as_table(chunks.digest[rows])
         try:
             found = storage.read(name, end, record.size)
         except StorageError as error:
@@ -274,7 +276,7 @@ class _Checker:
                 )
             )
             return
-        carried = digests_as_bytes(np.frombuffer(table, "<u8").reshape(-1, 2))
+        carried = digests_as_bytes(digests_from_table(table))
         if any(block not in (None, other) for block, other in zip(blocks, carried, strict=True)):
             self._faults.append(
                 FormatError(

@@ -48,10 +48,8 @@ class StoreRendezvous:
     """The ranks of a job meet over a `torch.distributed` store.
 
     Any store will do (TCPStore, HashStore, FileStore, PrefixStore). It is cloned, never waited on, so that
-    its
-    other users are not held up. Meetings of one process may be called from several threads but are held one
-    at
-    a time, and all ranks must call them in the same order.
+    its other users are not held up. Meetings of one process may be called from several threads but are held
+    one at a time, and all ranks must call them in the same order.
 
     Args:
         store: the store, shared by all ranks.

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof.errors import CorruptChunkError, FormatError
+from shardproof.errors import CorruptChunkError, FormatError, StorageError
 from shardproof.format import MANIFEST_NAME, read_manifest, read_shard_header
 from shardproof.loading import LoadReport, place, verify
 from shardproof.rendezvous import LocalRendezvous
@@ -116,7 +116,32 @@ def test_blocks_whose_digests_are_damaged_are_read_with_the_whole_chunk(saved: P
                 assert isinstance(fault, CorruptChunkError), "which digests are wrong cannot be told"
 
 
-def test_of_what_another_step_lends_the_blocks_are_read_too(tmp_path: Path) -> None:
+def test_blocks_whose_digests_cannot_be_read_are_read_with_the_whole_chunk(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk, _ = chunk_and_tail(saved)
+    assert load_rows(saved, 5, 10).bytes == BLOCK
+    unreadable(monkeypatch)
+    assert load_rows(saved, 5, 10).bytes == 20 * BLOCK
+    with flipped(saved / chunk.file, chunk.start + 19 * BLOCK, 0), pytest.raises(CorruptChunkError):
+        load_rows(saved, 5, 10)
+
+
+def unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of a shard file can be read but chunks."""
+    read = LocalStorage.read
+
+    def fail(storage: LocalStorage, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        if name.startswith("shards/"):
+            raise StorageError(f"cannot read {name}: input/output error", file=name)
+        return bytes(read(storage, name, start, stop))
+
+    monkeypatch.setattr(LocalStorage, "read", fail)
+
+
+def test_of_what_another_step_lends_the_blocks_are_read_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpointer = sp.Checkpointer(tmp_path, incremental=True)
     for step in (1, 2):
         only_first = {"a": VALUE + 1, "z": VALUE + 2, "none": torch.zeros(0)} if step == 1 else {}
@@ -136,6 +161,9 @@ def test_of_what_another_step_lends_the_blocks_are_read_too(tmp_path: Path) -> N
         view.zero_()
         assert sp.load(folder, target).bytes == 20 * BLOCK + 2400
         assert torch.equal(view, VALUE[5:10])
+    with monkeypatch.context() as patch:
+        unreadable(patch)
+        assert sp.load(folder, target).bytes == 20 * BLOCK + 2400
     make_standalone(LocalStorage(folder), LocalStorage(tmp_path / "copy"))
     assert verify(LocalStorage(tmp_path / "copy")).ok
     assert sp.load(tmp_path / "copy", target).bytes == BLOCK + 2400
