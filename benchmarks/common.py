@@ -235,7 +235,7 @@ class RawFile:
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self.path = path
-        self.nbytes = -(-(nbytes + IN_PAGE) // _BLOCK) * _BLOCK
+        self.nbytes = -(-nbytes // _BLOCK) * _BLOCK
         self.buffer = aligned_buffer(_BLOCK)
 
     def remove(self) -> None:
@@ -252,6 +252,7 @@ class RawFile:
                 assert (
                     sum(pool.map(lambda start: os.pwrite(handle, self.buffer, start), starts)) == self.nbytes
                 )
+            os.ftruncate(handle, self.nbytes + IN_PAGE)  # a hole, so that as much can be read from there on
             os.fsync(handle)
         finally:
             os.close(handle)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import GIB, RawFile, folder, is_rank, start
+from common import GIB, IN_PAGE, RawFile, folder, is_rank, start
 from peers.figures import (
     Clock,
     Figures,
@@ -55,11 +55,11 @@ def load(way: Way, cold: bool, number: int) -> Figures:
     return {"load": clock()}
 
 
-def read(raw: RawFile, subject: Subject, cold: bool, number: int) -> Figures:
-    """The same bytes from one file a rank into the same tensors."""
+def read(raw: RawFile, subject: Subject, cold: bool, start: int, number: int) -> Figures:
+    """The same bytes from one file a rank, from a byte on, into the same tensors."""
     settle(sorted(raw.path.parent.glob("raw-*")), cold)
     clock = Clock()
-    raw.read(subject.tensors)
+    raw.read(subject.tensors, start)
     return {"load": clock()}
 
 
@@ -94,7 +94,8 @@ def main() -> None:
         tensor.copy_(value)
     ways, missing = made(given.only, wanted=lambda way: not way.asynchronous)
     measures: list[tuple[Row, Callable[[int], Figures]]] = [
-        (Row("raw read"), partial(read, raw, subject, given.cold))
+        (Row("raw read"), partial(read, raw, subject, given.cold, 0)),
+        (Row("raw read, off the page"), partial(read, raw, subject, given.cold, IN_PAGE)),
     ]
     for way in ways:
         before = len(missing)

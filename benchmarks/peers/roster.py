@@ -34,9 +34,12 @@ def every_way(only: str | None = None) -> tuple[list[type[Way]], list[Missing]]:
     """Ways that can be imported, and the others with their errors.
 
     Args:
-        only: names of classes or modules, separated by commas; None for all. Ours is always there.
+        only: names of classes or modules, separated by commas; None for all. All of ours are there where none
+            of them is named, for every ratio is to ours.
     """
     wanted = None if only is None else {*only.split(",")}
+    if wanted is not None and not wanted & {"ours", *ROSTER["ours"]}:
+        wanted.add("ours")
     ways: list[type[Way]] = []
     missing: list[Missing] = []
     for module, names in ROSTER.items():

@@ -99,6 +99,10 @@ class Forgery:
         self.header_text(json.dumps(header, separators=(",", ":")).encode())
         self.shard = resealed(self.shard)
 
+    def header_before(self) -> bytes:
+        """The text of the shard's header, as it is."""
+        return self.shard[8 : 8 + int.from_bytes(self.shard[:8], "little")].rstrip()
+
     def header_text(self, text: bytes) -> None:
         """Gives the shard this text as its header."""
         length = int.from_bytes(self.shard[:8], "little")

@@ -19,13 +19,15 @@ __all__ = [
     "BLOCKS",
     "DIGESTS",
     "PADDING",
+    "PAGE_BYTES",
     "encode_entries",
     "read_chunk_digests",
     "shard_header",
     "shard_tail",
 ]
 
-_PAGE_BYTES = 4096
+PAGE_BYTES = 4096
+"""Bytes of a page of memory on most machines."""
 
 PADDING = "@padding"
 """Entry of zero bytes that aligns what comes after it."""
@@ -90,7 +92,7 @@ def shard_header(entries: bytes, metadata: dict[str, str], *, in_page: int = 0, 
     Args:
         entries: from `encode_entries`.
         metadata: texts, the file's ``__metadata__``.
-        in_page: byte of a page of 4096 bytes at which the data begin, a multiple of 8; what is left of the
+        in_page: byte of a page of `PAGE_BYTES` at which the data begin, a multiple of 8; what is left of the
             header are spaces.
         size: bytes that the header has instead, if they are enough; a multiple of 8.
 
@@ -106,7 +108,7 @@ def shard_header(entries: bytes, metadata: dict[str, str], *, in_page: int = 0, 
     except UnicodeEncodeError as error:
         raise FormatError(f"the metadata of a shard file is not valid Unicode: {error}.") from error
     used = 8 + len(head) + bool(entries) + len(entries) + 1
-    length = (size if used <= size else used + (in_page - used) % _PAGE_BYTES) - 8
+    length = (size if used <= size else used + (in_page - used) % PAGE_BYTES) - 8
     if length > MAX_HEADER:
         part, count = _largest_part(entries, metadata)
         raise FormatError(
@@ -166,7 +168,7 @@ def read_chunk_digests(storage: Storage, name: str, header: ShardHeader) -> NDAr
     blocks = chunks.pop() if chunks and chunks[-1][0] == BLOCKS else None
     if chunks and chunks[-1][0] == PADDING:
         _, _, _, first, after = chunks.pop()
-        if after - first >= _PAGE_BYTES or any(storage.read(name, first, after)):
+        if after - first >= 8 or any(storage.read(name, first, after)):
             raise FormatError(f"{name}: the bytes {first} to {after} are padding, but not zero.", file=name)
     _check_digests(name, digests, len(chunks))
     counts = np.array([stop - start for _, _, _, start, stop in chunks], np.int64)

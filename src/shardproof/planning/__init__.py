@@ -5,7 +5,7 @@ from shardproof.planning.plans import RankPlan, WritePlan
 from shardproof.planning.reading import ReadPlan, Wanted, plan_reads, prove_chunks
 from shardproof.planning.replicas import SAMPLE_BYTES, Replicas, SharedPieces, Slices
 from shardproof.planning.structure import Structure, TensorTable
-from shardproof.planning.writing import CHUNK_BYTES, LARGE_BYTES, plan_writes
+from shardproof.planning.writing import CHUNK_BYTES, LARGE_BYTES, places_in_files, plan_writes
 
 __all__ = [
     "CHUNK_BYTES",
@@ -21,6 +21,7 @@ __all__ = [
     "TensorTable",
     "Wanted",
     "WritePlan",
+    "places_in_files",
     "plan_reads",
     "plan_writes",
     "prove_chunks",

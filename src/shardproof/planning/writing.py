@@ -28,7 +28,7 @@ from shardproof.planning.proving import Distinct, prove
 from shardproof.planning.replicas import SAMPLE_BYTES, Replicas, find_replicas
 from shardproof.planning.structure import Structure
 
-__all__ = ["CHUNK_BYTES", "LARGE_BYTES", "plan_writes"]
+__all__ = ["CHUNK_BYTES", "LARGE_BYTES", "places_in_files", "plan_writes"]
 
 _Ints = NDArray[np.int64]
 
@@ -37,7 +37,8 @@ CHUNK_BYTES = 16 << 20
 index. 16 MiB is 8,192 chunks for 128 GiB."""
 
 LARGE_BYTES = 64 << 10
-"""A chunk of so many bytes is large: it is read on its own, straight into place. Small ones share a read."""
+"""A chunk of so many bytes is large: it can be read on its own, straight into place. Below, a copy costs less
+than a read, so small ones share one."""
 
 _CELLS = 64
 """Small boxes that several ranks hold stay together by so many parts of a chunk's upper bound: 256 KiB, which
@@ -155,11 +156,7 @@ def _lay_out(
     """Orders the chunks of all dimensions as each writer's file has them, and gives each its bytes."""
     tensor = _joined([part.tensor for part in parts])
     byte_count = _joined([part.byte_count for part in parts])
-    alignment = np.array([DTYPES[name].alignment for name in merged.dtypes], np.int64)
-    is_large = np.zeros(len(alignment), np.bool_)
-    is_large[tensor[byte_count >= LARGE_BYTES]] = True
-    place = np.empty(len(alignment), np.int64)  # of a tensor in every file
-    place[np.lexsort((np.arange(len(alignment)), is_large, -alignment))] = np.arange(len(alignment))
+    place = places_in_files(merged.dtypes, tensor, byte_count)
     order = stable_order(writer * max(len(place), 1) + place[tensor])
     tensor, byte_count = tensor[order], byte_count[order]
     counts = np.bincount(writer, minlength=world_size)
@@ -191,6 +188,30 @@ def _lay_out(
         tuple(sorted({*np.flatnonzero(counts).tolist(), *merged.objects.values()})),
         replicas,
     )
+
+
+def places_in_files(dtypes: Sequence[str], tensor: _Ints, byte_count: _Ints) -> _Ints:
+    """The order of tensors in every file: by alignment, then small before large, then as they are given.
+
+    Args:
+        dtypes: of n tensors.
+        tensor: (c,) the tensor of each chunk.
+        byte_count: (c,) bytes of each chunk.
+
+    Returns:
+        (n,) place of each tensor. A tensor is large if it has a chunk of `LARGE_BYTES`.
+
+    >>> dtypes = ["uint8", "float32", "float32"]
+    >>> places_in_files(dtypes, np.array([0, 1, 2]), np.array([9, 1 << 20, 4])).tolist()
+    [2, 1, 0]
+    """
+    alignment = np.array([DTYPES[name].alignment for name in dtypes], np.int64)
+    is_large = np.zeros(len(alignment), np.bool_)
+    is_large[tensor[byte_count >= LARGE_BYTES]] = True
+    rows = np.arange(len(alignment))
+    places = np.empty_like(rows)
+    places[np.lexsort((rows, is_large, -alignment))] = rows
+    return places
 
 
 def _joined(columns: Sequence[_Ints]) -> _Ints:

@@ -17,6 +17,7 @@ from shardproof.format import (
     DIGESTS,
     FORMAT_VERSION,
     PADDING,
+    PAGE_BYTES,
     REFERENCES_VERSION,
     block_counts,
     box_name,
@@ -26,14 +27,17 @@ from shardproof.format import (
 )
 from shardproof.planning import LARGE_BYTES, RankPlan, Structure
 
-__all__ = ["Attempt", "Entries", "PreparedShard", "encode_chunks", "prepare_shard"]
+__all__ = ["Attempt", "Entries", "PreparedShard", "encode_chunks", "prepare_shard", "start_in_page"]
 
 _LARGE_IN_PAGE = 1856
-"""Byte of a page at which the first large chunk begins, and most others, for they have whole pages: about
-half a page from where allocators let large tensors begin in theirs (0 or 64). Copying between addresses that
-are nearly a multiple of 4096 bytes apart is slow, since processors compare the low 12 bits of a load with
-those of the stores before it (4K aliasing: Intel 64 and IA-32 Architectures Optimization Reference Manual): a
-read into such memory took up to a quarter longer."""
+"""Byte of a page near which large chunks should begin: about half a page from where allocators let large
+tensors begin in theirs (0 or 64). Copying between addresses that are nearly a multiple of 4096 bytes apart is
+slow, since processors compare the low 12 bits of a load with those of the stores before it (4K aliasing:
+Intel 64 and IA-32 Architectures Optimization Reference Manual): a read into such memory took up to a quarter
+longer. Most large chunks have whole pages, so those of one alignment begin at one byte of them."""
+
+_STEP = 64
+"""Bytes; data begin at a multiple of it."""
 
 
 class Attempt(msgspec.Struct, frozen=True):
@@ -90,13 +94,28 @@ def encode_chunks(
             counts.append(16 * digests)
     ends = np.cumsum(counts, dtype=np.int64)
     encoded = encode_entries(names, codes, shapes, ends - counts, np.array(counts, np.int64))
-    return Entries(encoded, padding, _in_page(byte_count))
+    return Entries(encoded, padding, start_in_page(byte_count))
 
 
-def _in_page(byte_count: NDArray[np.int64]) -> int:
-    """Where in a page data begin that have these chunks, a multiple of 64; 0 if none is large."""
-    large = np.flatnonzero(byte_count >= LARGE_BYTES)
-    return (_LARGE_IN_PAGE - int(byte_count[: large[0]].sum())) // 64 * 64 % 4096 if len(large) else 0
+def start_in_page(byte_count: NDArray[np.int64]) -> int:
+    """Where in a page data should begin, so that most bytes of large chunks are near `_LARGE_IN_PAGE`.
+
+    Args:
+        byte_count: (n,) bytes of the chunks, which follow each other.
+
+    Returns:
+        A multiple of 64; 0 if no chunk is large.
+
+    >>> start_in_page(np.array([512, 1 << 20])) + 512
+    1856
+    """
+    is_large = byte_count >= LARGE_BYTES
+    starts = (np.cumsum(byte_count) - byte_count)[is_large]
+    steps = PAGE_BYTES // _STEP
+    weights = np.bincount(starts // _STEP % steps, byte_count[is_large], steps)
+    shifts, places = np.ogrid[:steps, :steps]
+    away = np.abs((shifts + places - _LARGE_IN_PAGE // _STEP + steps // 2) % steps - steps // 2)
+    return int(np.argmax(np.maximum(steps // 3 - away, 0) @ weights)) * _STEP
 
 
 @dataclass(frozen=True, slots=True, eq=False)

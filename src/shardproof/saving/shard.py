@@ -29,11 +29,14 @@ from shardproof.format import (
 from shardproof.saving.background import Workers
 from shardproof.saving.buffers import BufferPool
 from shardproof.saving.incremental import BaseDigests
-from shardproof.saving.prepare import Entries, PreparedShard
+from shardproof.saving.prepare import Entries, PreparedShard, start_in_page
 from shardproof.saving.snapshot import Snapshot
 from shardproof.storage import ALIGNMENT, Sink, address
 
 __all__ = ["WrittenShard", "write_changes", "write_shard"]
+
+_PADDING_ENTRY = 128
+"""Bytes, more than an entry of padding takes in a header."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,8 +108,8 @@ def write_changes(
 
     Each chunk is read once. One that the base has goes through scratch memory, where it is hashed, and from
     there into the file if it must; so what is written is what was hashed, however long ago the memory that it
-    was read from changed. The header, which says what the file has, is written last, into the space that the
-    header of all chunks would need.
+    was read from changed. The header, which says what the file has, is written last, into space that is
+    enough for the header of all chunks.
 
     Args:
         create: begins the file.
@@ -125,21 +128,22 @@ def write_changes(
     of_base = zip(digests_as_bytes(base.digest), base.known.tolist(), strict=True)
     known = [digest if has else b"" for digest, has in of_base]
     scratch = pool.scratch(max([count for count, old in zip(counts, known, strict=True) if old], default=0))
-    # What the header says has so many pages, written last. Spaces up to where in a page the data should begin
-    # are written with the chunks, from a page on, so that those can be written direct.
-    pages = (len(header(shard.entries, 0)) // ALIGNMENT + 2) * ALIGNMENT
-    spaces = b" " * shard.entries.in_page
-    reserved = pages + len(spaces)
+    # The header of some chunks may be longer by an entry of padding, and by nothing else.
+    reserved = -(-(len(header(shard.entries, 0)) + _PADDING_ENTRY) // ALIGNMENT) * ALIGNMENT
+    spaces = b""
     digests: list[bytes] = []
     written = np.zeros(len(counts), bool)
     stream: _Stream | None = None
     sink: Sink | None = None
     done = 0
 
-    def begun(sink: Sink) -> _Stream:
-        stream = _Stream(sink, pool, writers, lambda _: None, start=pages)
-        stream.put(spaces)
-        return stream
+    def begin(file: Sink, row: int) -> _Stream:
+        """Chunks are written direct, so from a page on: the end of the header, which is spaces, with them."""
+        nonlocal spaces
+        spaces = b" " * start_in_page(shard.plan.byte_count[row:])
+        chunks = _Stream(file, pool, writers, lambda _: None, start=reserved)
+        chunks.put(spaces)
+        return chunks
 
     try:
         if shard.plan.objects:
@@ -151,7 +155,7 @@ def write_changes(
                 if not old or digest != old:
                     if stream is None:
                         sink = sink or create()
-                        stream = begun(sink)
+                        stream = begin(sink, row)
                     if hasher is not None:
                         stream.put(scratch[: counts[row]])
                         stream.blocks += hasher.blocks()
@@ -164,22 +168,23 @@ def write_changes(
             columns = digests_from_bytes(digests)
             if sink is None:
                 return WrittenShard(0, 0, "", columns, written)
-            stream = stream or begun(sink)
+            stream = stream or begin(sink, len(counts))
             entries = shard.entries_of(written)
             stream.put(shard_tail(entries.padding, stream.blocks, columns[written]))
         finally:
             if stream is not None:
                 stream.drain()
         stream.check()
-        head = header(entries, reserved)
-        assert len(head) == reserved and head.endswith(spaces), "the header outgrew its place"
-        sink.write_at(0, memoryview(head)[:pages])
+        head = header(entries, reserved + len(spaces))
+        if len(head) != reserved + len(spaces) or not head.endswith(spaces):
+            raise AssertionError("the header outgrew its place")
+        sink.write_at(0, memoryview(head)[:reserved])
         sink.finish(stream.position)
     except BaseException:
         if sink is not None:
             sink.abort()
         raise
-    return WrittenShard(stream.position, reserved, file_digest(head, columns[written]), columns, written)
+    return WrittenShard(stream.position, len(head), file_digest(head, columns[written]), columns, written)
 
 
 def _gather(snapshot: Snapshot, row: int, scratch: memoryview) -> ChunkHasher:

@@ -30,7 +30,7 @@ from shardproof.format import (
     shard_name,
     shard_tail,
 )
-from shardproof.planning import ChunkTable, RankPlan, SharedPieces, prove_chunks
+from shardproof.planning import ChunkTable, RankPlan, SharedPieces, places_in_files, prove_chunks
 from shardproof.saving.commit import publish
 from shardproof.saving.prepare import Attempt, PreparedShard, encode_chunks
 from shardproof.storage import Sink, Storage, aligned_buffer
@@ -174,11 +174,12 @@ class _Copy:
     def _shards(self) -> Iterator[_Shard]:
         """Writes the files one after another."""
         manifest, table = self._manifest, self._table
-        alignment = np.array([DTYPES[record.dtype].alignment for record in manifest.tensors], np.int64)
+        dtypes = [record.dtype for record in manifest.tensors]
+        place = places_in_files(dtypes, table.tensor, table.byte_count)
         of_row, ranks = self._rank_of_row(), self._ranks()
         for at, rank in enumerate(ranks):
             rows = np.flatnonzero(of_row == rank)
-            rows = rows[np.argsort(-alignment[table.tensor[rows]], kind="stable")]
+            rows = rows[np.argsort(place[table.tensor[rows]], kind="stable")]
             keys = list(manifest.objects)[at :: len(ranks)]
             yield self._write(rank, rows, keys, len(ranks), is_first=at == 0)
 

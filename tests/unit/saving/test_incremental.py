@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from shardproof.format import MANIFEST_NAME, read_manifest, read_shard_header
 from shardproof.loading import verify
 from shardproof.report import scan_run
 from shardproof.saving import incremental, make_standalone, repair
-from shardproof.storage import LocalStorage
+from shardproof.storage import ALIGNMENT, LocalStorage
+from shardproof.storage.sink import LocalSink
 
 MODEL_BYTES = 4 * 300 * 70
 
@@ -69,18 +71,54 @@ def assert_whole(root: Path, step: int, expected: Any) -> None:
 
 def test_large_chunks_that_changed_begin_in_their_pages_as_all_do(tmp_path: Path) -> None:
     checkpointer = saver(tmp_path)
+    frozen = torch.arange(464.0)  # 1856 bytes before all others, in the first step only
     for step in (1, 2, 3):
         changing = torch.full((64, 1024), float(step))
-        what = {"kept": torch.randn(64, 1024, generator=torch.Generator().manual_seed(1)), "w": changing}
-        save(checkpointer, step, what | {"count": torch.tensor(step)})
+        what = {"kept": torch.arange(64 * 1024.0).view(64, 1024), "w": changing, "frozen": frozen}
+        save(checkpointer, step, what)
         (shard,) = (tmp_path / step_name(step) / "shards").iterdir()
         header = read_shard_header(LocalStorage(shard.parent), shard.name)
         (start,) = [start for name, _, _, start, _ in header.entries if name.startswith("w[")]
-        assert 1856 - 64 < start % 4096 <= 1856
+        assert 1856 <= start % 4096 < 1856 + 64
         assert any(name.startswith("kept[") for name, *_ in header.entries) == (step == 1)
         assert verify(LocalStorage(tmp_path / step_name(step))).ok
         with safe_open(shard, "pt") as file:
             assert torch.equal(file.get_tensor("w[0:64,0:1024]"), changing)
+
+
+def test_chunks_that_changed_are_written_from_a_page_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So they can be written direct; the header goes before them, last, and no page is written twice."""
+    checkpointer = saver(tmp_path)
+    save(checkpointer, 1, {"w": torch.zeros(64, 1024), "frozen": torch.zeros(464)})
+    written: list[range] = []
+    write = LocalSink.write_at
+
+    def note(sink: LocalSink, start: int, buffer: memoryview) -> None:
+        if sink._path.parent.name == "shards":
+            written.append(range(start, start + len(buffer)))
+        write(sink, start, buffer)
+
+    monkeypatch.setattr(LocalSink, "write_at", note)
+    save(checkpointer, 2, {"w": torch.ones(64, 1024), "frozen": torch.zeros(464)})
+    *chunks, head = written
+    assert head.start == 0 and head.stop == chunks[0].start and head.stop % ALIGNMENT == 0
+    assert all(one.stop == other.start for one, other in pairwise(chunks))
+
+
+def test_a_standalone_copy_lies_as_a_save_of_everything_does(tmp_path: Path) -> None:
+    checkpointer = saver(tmp_path)
+    what = {"a": torch.zeros(7), "b": torch.zeros(64, 1024), "c": torch.zeros(9), "d": torch.zeros(64, 1024)}
+    for step in (1, 2):
+        save(checkpointer, step, what | {"e": torch.full((5,), float(step))})
+    make_standalone(LocalStorage(tmp_path / step_name(2)), LocalStorage(tmp_path / "copy"))
+    sp.save(tmp_path / "whole", what | {"e": torch.full((5,), 2.0)})
+    (copy,), (whole,) = ([*(tmp_path / name / "shards").iterdir()] for name in ("copy", "whole"))
+    found, expected = (read_shard_header(LocalStorage(path.parent), path.name) for path in (copy, whole))
+    assert [name[0] for name, *_ in expected.entries[:5]] == ["a", "c", "e", "b", "d"]
+    within = [[(entry[0], entry[3] % 4096) for entry in header.entries] for header in (found, expected)]
+    assert within[0] == within[1]
 
 
 def test_only_what_changed_is_written(tmp_path: Path) -> None:
