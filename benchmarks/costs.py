@@ -1,10 +1,10 @@
 """What digests, the tiling proof and verification cost: their seconds of work inside real saves and loads.
 
 Every digest and every proof that shardproof computes is timed where it is called, by the clock of its
-thread, less what reading that clock takes. The sum over the threads of a rank is work, not delay: most of it runs while another thread waits
-for the disk. So its share of a save or load is the most that leaving it out could gain. What leaving it out
-does gain is measured too: in every other round the digests of chunks are zeros and nothing is proved. Each
-save plans anew, as a first save does.
+thread, less what reading that clock takes. The sum over the threads of a rank is work, not delay: most of it
+runs while another thread waits for the disk. So its share of a save or load is the most that leaving it out
+could gain. What leaving it out does gain is measured too: in every other round the digests of chunks are
+zeros and nothing is proved. Each save plans anew, as a first save does.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Timed:
 
 
 def _seconds_of_timing(calls: int = 2000) -> float:
-    """What timing one call adds to it: the clock of a thread takes longer than the digest of a small chunk."""
+    """What timing a call adds to it: a thread's clock takes longer to read than a small chunk to hash."""
     found = []
     for _ in range(5):
         total = 0.0
