@@ -30,13 +30,13 @@ import xxhash
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from shardproof.format import BLOCK_BYTES
+from shardproof.saving.prepare import LARGE_IN_PAGE
 from shardproof.storage import aligned_buffer
 
 GIB = 1 << 30
 _BLOCK = 16 << 20
-_SPAN = 512 << 10
-IN_PAGE = 1856
-"""Byte of a page from which a file is read fastest into tensors, which begin at byte 0 or 64 of one."""
+_SPAN = 2 * BLOCK_BYTES
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -252,7 +252,9 @@ class RawFile:
                 assert (
                     sum(pool.map(lambda start: os.pwrite(handle, self.buffer, start), starts)) == self.nbytes
                 )
-            os.ftruncate(handle, self.nbytes + IN_PAGE)  # a hole, so that as much can be read from there on
+            os.ftruncate(
+                handle, self.nbytes + LARGE_IN_PAGE
+            )  # a hole, so that as much can be read from there on
             os.fsync(handle)
         finally:
             os.close(handle)
@@ -262,8 +264,8 @@ class RawFile:
         self._read(into, start, _BLOCK, lambda span: None)
 
     def read_and_hash(self, into: list[torch.Tensor]) -> None:
-        """Reads it from `IN_PAGE` on in spans of 512 KiB, each hashed when it was read."""
-        self._read(into, IN_PAGE, _SPAN, _hash_back)
+        """Reads it from `LARGE_IN_PAGE` on in spans of 512 KiB, each hashed when it was read."""
+        self._read(into, LARGE_IN_PAGE, _SPAN, _hash_back)
 
     def _read(
         self, into: list[torch.Tensor], start: int, step: int, then: Callable[[memoryview], object]
@@ -293,9 +295,9 @@ class RawFile:
 
 
 def _hash_back(span: memoryview) -> None:
-    """Hashes the halves of a span, the last first: it was read last."""
-    for begin in reversed(range(0, len(span), _SPAN // 2)):
-        xxhash.xxh3_128_digest(span[begin : begin + _SPAN // 2])
+    """Hashes the blocks of a span, the last first: it was read last."""
+    for begin in reversed(range(0, len(span), BLOCK_BYTES)):
+        xxhash.xxh3_128_digest(span[begin : begin + BLOCK_BYTES])
 
 
 def remove(path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from common import (
-    IN_PAGE,
+    LARGE_IN_PAGE,
     RawFile,
     folder,
     gpt_state,
@@ -46,7 +46,7 @@ def main() -> None:
     measured = rounds(
         {
             "raw read": lambda number: raw.read(tensors_of(target)),
-            "raw read, off the page": lambda number: raw.read(tensors_of(target), IN_PAGE),
+            "raw read, off the page": lambda number: raw.read(tensors_of(target), LARGE_IN_PAGE),
             "raw read, off the page, hashed": lambda number: raw.read_and_hash(tensors_of(target)),
             "shardproof": lambda number: sp.load(folder() / "ours", target),
             "torch DCP": lambda number: dcp.load(target, checkpoint_id=folder() / "dcp"),

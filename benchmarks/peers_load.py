@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import GIB, IN_PAGE, RawFile, folder, is_rank, start
+from common import GIB, LARGE_IN_PAGE, RawFile, folder, is_rank, start
 from peers.figures import (
     Clock,
     Figures,
@@ -95,7 +95,7 @@ def main() -> None:
     ways, missing = made(given.only, wanted=lambda way: not way.asynchronous)
     measures: list[tuple[Row, Callable[[int], Figures]]] = [
         (Row("raw read"), partial(read, raw, subject, given.cold, 0)),
-        (Row("raw read, off the page"), partial(read, raw, subject, given.cold, IN_PAGE)),
+        (Row("raw read, off the page"), partial(read, raw, subject, given.cold, LARGE_IN_PAGE)),
     ]
     for way in ways:
         before = len(missing)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from common import (
-    IN_PAGE,
+    LARGE_IN_PAGE,
     RawFile,
     folder,
     gpt_state,
@@ -95,7 +95,7 @@ def compare(title: str, target: dict[str, Any], nbytes: int, options: Any, *, ra
 
     measured = rounds(
         {
-            "raw read of what is needed": lambda number: raw.read(tensors_of(target), IN_PAGE),
+            "raw read of what is needed": lambda number: raw.read(tensors_of(target), LARGE_IN_PAGE),
             "the same, hashed": lambda number: raw.read_and_hash(tensors_of(target)),
             "shardproof, read all": ours(False),
             "shardproof, read once": ours(True),

@@ -20,14 +20,14 @@ def ranks_here() -> int:
 
 
 def processors() -> float:
-    """Processors that this rank may use: those it is bound to, or its share where all ranks may use all.
+    """Processors that this rank may use: its own, or a share where ranks must have some in common.
 
     >>> processors() > 0
     True
     """
-    there = os.cpu_count() or 1
+    there, ranks = os.cpu_count() or 1, ranks_here()
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else there
-    return usable if usable < there else there / ranks_here()
+    return usable if usable * ranks <= there else usable / ranks
 
 
 def _tasks_of_slurm(tasks: str, node: str) -> int:

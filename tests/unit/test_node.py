@@ -59,6 +59,12 @@ def test_a_rank_that_is_bound_to_processors_has_them_for_itself(launched: pytest
     assert node.processors() == 3 and reading_threads() == 3
 
 
+def test_ranks_that_are_bound_to_the_same_processors_share_them(launched: pytest.MonkeyPatch) -> None:
+    launched.setenv("LOCAL_WORLD_SIZE", "4")
+    launched.setattr(os, "sched_getaffinity", lambda process: set(range(32)), raising=False)
+    assert node.processors() == 8
+
+
 def test_more_ranks_than_processors(launched: pytest.MonkeyPatch) -> None:
     launched.setenv("LOCAL_WORLD_SIZE", "128")
     assert node.processors() == 0.5 and reading_threads() == 1

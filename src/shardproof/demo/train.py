@@ -31,6 +31,7 @@ from shardproof.demo.optimizers import clip_gradients, finish_gradients, make_op
 from shardproof.demo.parallel import Place, spread
 from shardproof.demo.story import BATCH
 from shardproof.demo.task import Task
+from shardproof.node import ranks_here
 
 __all__ = ["Trainer", "draws", "leave", "run_task"]
 
@@ -206,7 +207,7 @@ def _device(name: str) -> torch.device:
 
 def _backend(device: torch.device) -> str:
     """gloo, beside NCCL where every rank has a device of its own (NCCL refuses two ranks on one)."""
-    own = device.type == "cuda" and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    own = device.type == "cuda" and torch.cuda.device_count() >= ranks_here()
     return "cpu:gloo,cuda:nccl" if own else "gloo"
 
 

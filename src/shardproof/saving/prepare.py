@@ -27,9 +27,17 @@ from shardproof.format import (
 )
 from shardproof.planning import LARGE_BYTES, RankPlan, Structure
 
-__all__ = ["Attempt", "Entries", "PreparedShard", "encode_chunks", "prepare_shard", "start_in_page"]
+__all__ = [
+    "LARGE_IN_PAGE",
+    "Attempt",
+    "Entries",
+    "PreparedShard",
+    "encode_chunks",
+    "prepare_shard",
+    "start_in_page",
+]
 
-_LARGE_IN_PAGE = 1856
+LARGE_IN_PAGE = 1856
 """Byte of a page near which large chunks should begin: about half a page from where allocators let large
 tensors begin in theirs (0 or 64). Copying between addresses that are nearly a multiple of 4096 bytes apart is
 slow, since processors compare the low 12 bits of a load with those of the stores before it (4K aliasing:
@@ -98,7 +106,7 @@ def encode_chunks(
 
 
 def start_in_page(byte_count: NDArray[np.int64]) -> int:
-    """Where in a page data should begin, so that most bytes of large chunks are near `_LARGE_IN_PAGE`.
+    """Where in a page data should begin, so that most bytes of large chunks are near `LARGE_IN_PAGE`.
 
     Args:
         byte_count: (n,) bytes of the chunks, which follow each other.
@@ -114,7 +122,7 @@ def start_in_page(byte_count: NDArray[np.int64]) -> int:
     steps = PAGE_BYTES // _STEP
     weights = np.bincount(starts // _STEP % steps, byte_count[is_large], steps)
     shifts, places = np.ogrid[:steps, :steps]
-    away = np.abs((shifts + places - _LARGE_IN_PAGE // _STEP + steps // 2) % steps - steps // 2)
+    away = np.abs((shifts + places - LARGE_IN_PAGE // _STEP + steps // 2) % steps - steps // 2)
     return int(np.argmax(np.maximum(steps // 3 - away, 0) @ weights)) * _STEP
 
 
