@@ -89,11 +89,16 @@ def fenced_pieces(pieces: Sequence[Piece], stepped: Sequence[Stepped]) -> list[b
     )
     if not memory:
         return [False] * len(pieces)
-    return [_storage(piece.view) in memory and not piece.view.is_inference() for piece in pieces]
+    return [_lies_in(memory, piece) and not piece.view.is_inference() for piece in pieces]
 
 
 def _memory_of(stepped: Any) -> frozenset[int]:
     return frozenset(_storage(tensor) for item in stepped for tensor in item.tensors) - {0}
+
+
+def _lies_in(memory: frozenset[int], piece: Piece) -> bool:
+    """Whether a piece is part of one of these storages; most begin where theirs does."""
+    return piece.address in memory or _storage(piece.view) in memory
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -13,7 +13,7 @@ is a strided view, and nothing is copied.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
@@ -317,7 +317,7 @@ def declare(module: torch.nn.Module, name: str, layout: Layout) -> None:
 
     >>> linear = torch.nn.Linear(3, 2)
     >>> declare(linear, "weight", Layout.whole((2, 3)).expert(0, 4))
-    >>> declared(torch.nn.Sequential(linear))
+    >>> declared(torch.nn.Sequential(linear).named_modules())
     {'0.weight': Layout(local_shape=(2, 3), shape=(4, 2, 3), name=None)}
     """
     tensor = module._parameters.get(name, module._buffers.get(name))
@@ -330,10 +330,10 @@ def declare(module: torch.nn.Module, name: str, layout: Layout) -> None:
     module.__dict__.setdefault(LAYOUTS, {})[name] = layout
 
 
-def declared(module: torch.nn.Module) -> dict[str, Layout]:
-    """The declared layouts in a module and in all below it, by full name."""
+def declared(modules: Iterable[tuple[str, torch.nn.Module]]) -> dict[str, Layout]:
+    """The layouts that modules declare of their own tensors, by path of the module and name of the tensor."""
     layouts: dict[str, Layout] = {}
-    for path, part in module.named_modules(remove_duplicate=False):
+    for path, part in modules:
         for name, layout in part.__dict__.get(LAYOUTS, {}).items():
             layouts[f"{path}.{name}" if path else name] = layout
     return layouts

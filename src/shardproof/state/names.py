@@ -8,7 +8,7 @@ import torch
 
 from shardproof.errors import StructureError
 from shardproof.state.modules import unwrapped
-from shardproof.state.naming import clean_name, cleaner
+from shardproof.state.naming import ModuleNames, clean_name
 from shardproof.state.visiting import OwnedParameters, Place, join
 
 __all__ = ["Names"]
@@ -46,7 +46,7 @@ class Names:
     ) -> Names:
         """Names in modules that are not in the tree; of several, the position comes first."""
         owned = [
-            OwnedParameters(str(index) if len(modules) > 1 else "", unwrapped(module), {})
+            OwnedParameters(str(index) if len(modules) > 1 else "", ModuleNames(unwrapped(module)), {})
             for index, module in enumerate(modules)
         ]
         names: dict[int, str] = {}
@@ -80,7 +80,7 @@ class Names:
 
 def _of_module(owner: OwnedParameters) -> dict[int, str]:
     """Of a parameter with several names, the first in the order of keys, under which a tied one is stored."""
-    clean = cleaner(owner.module)
+    clean = owner.names.clean
     named = _by_identity(
         sorted(
             [
@@ -92,9 +92,7 @@ def _of_module(owner: OwnedParameters) -> dict[int, str]:
         )
     )
     listed = [
-        (clean(name), parameter)
-        for name, parameter in owner.module.named_parameters(remove_duplicate=False)
-        if id(parameter) not in named
+        (clean(name), parameter) for name, parameter in owner.names.parameters() if id(parameter) not in named
     ]
     return named | _by_identity(sorted(listed, key=_name))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,11 +12,9 @@ from shardproof.state.layout import Layout, declared
 
 __all__ = [
     "WRAPPERS",
+    "ModuleNames",
     "clean_name",
-    "cleaner",
     "inside",
-    "layouts_by_parameter",
-    "layouts_in",
     "number_expert",
     "rename",
     "share",
@@ -29,6 +27,7 @@ PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 _SEGMENT = "_shardproof_segment"
 _EXPERT = "_shardproof_expert"
 _SHARED = "_shardproof_shared"
+_SAID = (_SEGMENT, _EXPERT, _SHARED)
 
 
 def rename(module: torch.nn.Module, segment: str) -> None:
@@ -36,7 +35,7 @@ def rename(module: torch.nn.Module, segment: str) -> None:
 
     >>> blocks = torch.nn.Sequential(torch.nn.Linear(1, 1))
     >>> rename(blocks[0], "12")
-    >>> cleaner(blocks)("0.weight")
+    >>> ModuleNames(blocks).clean("0.weight")
     '12.weight'
     """
     if "." in segment:
@@ -69,51 +68,68 @@ def clean_name(name: str) -> str:
     >>> clean_name("_orig_mod.layers.0._checkpoint_wrapped_module.weight")
     'layers.0.weight'
     """
-    if any(wrapper in name for wrapper in WRAPPERS):
+    if "_orig_mod" in name or "_checkpoint_wrapped_module" in name:
         return ".".join(segment for segment in name.split(".") if segment not in WRAPPERS)
     return name
 
 
-def cleaner(module: torch.nn.Module) -> Callable[[str], str]:
-    """How names in a module read in the model.
+class ModuleNames:
+    """What the tensors of one module are called in the model, and how they are laid out there.
 
-    They have no wrappers (`clean_name`), no segment of nested data parallelism (it is called ``module``, as
-    others may be, so it is known by the modules that it stands in), and what layouts say of them.
+    It holds for one walk: modules may get layouts and numbers later.
+
+    Args:
+        module: outside of which nothing is known.
     """
-    marks = _marks(module)
-    return clean_name if marks is None else marks.clean
 
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        self.parts = list(module.named_modules(remove_duplicate=False))
+        """Path and module, of all in it; a module in two places is there twice."""
+        self.layouts = self._layouts()
+        """By clean name: what tensors are collected and bound by. A tied one has its layout by every name."""
+        self._marks = _marks(self.parts, self.layouts)
 
-def layouts_in(module: torch.nn.Module) -> dict[str, Layout]:
-    """The layouts that tensors of a module are collected and bound by, by clean name.
+    def clean(self, name: str) -> str:
+        """How a name in the module reads in the model.
 
-    A tied parameter has its layout under every name.
-    """
-    named = declared(module)
-    if not named:
-        return {}
-    tensors = [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
-    layouts = {clean_name(name): layout for name, layout in named.items()}
-    tied = {id(tensor): layouts[clean_name(name)] for name, tensor in tensors if clean_name(name) in layouts}
-    for name, tensor in tensors:
-        if id(tensor) in tied and clean_name(name) not in layouts:
-            layouts[clean_name(name)] = replace(tied[id(tensor)], name=None)
-    return layouts
+        It has no wrappers (`clean_name`), no segment of nested data parallelism (it is called ``module``, as
+        others may be, so it is known by the modules that it stands in), and what layouts say of it.
+        """
+        return clean_name(name) if self._marks is None else self._marks.clean(name)
 
+    def layout(self, name: str) -> Layout | None:
+        """The layout of the tensor of this name; None: it says it all itself."""
+        return self.layouts.get(clean_name(name)) if self.layouts else None
 
-def layouts_by_parameter(module: torch.nn.Module) -> dict[int, Layout]:
-    """The layouts of a module's parameters, by identity."""
-    layouts = layouts_in(module)
-    if not layouts:
-        return {}
-    return {
-        id(parameter): layouts[clean_name(name)]
-        for name, parameter in module.named_parameters(remove_duplicate=False)
-        if clean_name(name) in layouts
-    }
+    def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """All parameters, each under every name that it has."""
+        for path, part in self.parts:
+            for name, parameter in part._parameters.items():
+                if parameter is not None:
+                    yield _under(path, name), parameter
+
+    def layouts_by_parameter(self) -> dict[int, Layout]:
+        """The layouts of the parameters, by identity."""
+        if not self.layouts:
+            return {}
+        laid_out = ((parameter, self.layout(name)) for name, parameter in self.parameters())
+        return {id(parameter): layout for parameter, layout in laid_out if layout is not None}
+
+    def _layouts(self) -> Mapping[str, Layout]:
+        named = declared(self.parts)
+        if not named:
+            return {}
+        buffers = self.module.named_buffers(remove_duplicate=False)
+        tensors: list[tuple[str, torch.Tensor]] = [*self.parameters(), *buffers]
+        layouts = {clean_name(name): layout for name, layout in named.items()}
+        tied = {
+            id(tensor): layouts[clean_name(name)] for name, tensor in tensors if clean_name(name) in layouts
+        }
+        for name, tensor in tensors:
+            if id(tensor) in tied and clean_name(name) not in layouts:
+                layouts[clean_name(name)] = replace(tied[id(tensor)], name=None)
+        return layouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +140,7 @@ class _Marks:
     segments: dict[str, str]
     experts: dict[str, str]
     shared: dict[str, str]
-    layouts: dict[str, Layout]
+    layouts: Mapping[str, Layout]
 
     def clean(self, name: str) -> str:
         """The name in the model."""
@@ -149,15 +165,19 @@ class _Marks:
         return ".".join(kept)
 
 
-def _marks(module: torch.nn.Module) -> _Marks | None:
+def _marks(parts: Iterable[tuple[str, torch.nn.Module]], layouts: Mapping[str, Layout]) -> _Marks | None:
+    """None where names need no more than `clean_name`."""
     parallel: set[str] = set()
     segments: dict[str, str] = {}
     experts: dict[str, str] = {}
     shared: dict[str, str] = {}
-    for path, part in module.named_modules(remove_duplicate=False):
-        clean, said = clean_name(path), part.__dict__
+    for path, part in parts:
+        said = part.__dict__
         if isinstance(part, PARALLEL):
-            parallel.add(clean)
+            parallel.add(clean_name(path))
+        if said.keys().isdisjoint(_SAID):
+            continue
+        clean = clean_name(path)
         outside, _, last = clean.rpartition(".")
         if last == "module" and outside in parallel:
             clean = outside  # what is said of a wrapped module is said of the wrapper's place
@@ -166,7 +186,6 @@ def _marks(module: torch.nn.Module) -> _Marks | None:
         if _EXPERT in said:
             experts[clean] = said[_EXPERT]
         shared.update((clean_name(_under(path, name)), key) for name, key in said.get(_SHARED, {}).items())
-    layouts = layouts_in(module)
     if not (parallel or segments or experts or shared or layouts):
         return None
     return _Marks(frozenset(parallel), segments, experts, shared, layouts)

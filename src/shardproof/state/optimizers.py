@@ -20,7 +20,9 @@ from shardproof.state.binding import Binder
 from shardproof.state.collecting import Collector, Hoister
 from shardproof.state.dtensor import local_tensor
 from shardproof.state.entries import Stepped
+from shardproof.state.modules import unwrapped
 from shardproof.state.names import Names
+from shardproof.state.naming import ModuleNames
 from shardproof.state.optimizer_binding import EXTRA, SHARED, OptimizerBinding
 from shardproof.state.optimizer_slots import slots_of
 from shardproof.state.options import Options
@@ -90,7 +92,7 @@ def _collect(
     place: Place,
     optimizer: torch.optim.Optimizer,
     names: Names,
-    modules: Iterable[torch.nn.Module],
+    modules: Iterable[ModuleNames],
     out: Collector,
 ) -> None:
     layouts = SlotLayouts.of(modules, ())
@@ -175,10 +177,13 @@ def _names(value: Any, place: Place, visitor: Visitor) -> Names:
     return Names.of_tree(value, visitor.modules, place)
 
 
-def _modules(value: Any, visitor: Visitor) -> list[torch.nn.Module]:
+def _modules(value: Any, visitor: Visitor) -> list[ModuleNames]:
     """The modules that may have declared how parameters of this optimizer are laid out."""
     given = value.modules if isinstance(value, OptimizerState) else ()
-    return [*given, *(owner.module for owner in visitor.modules)]
+    return [
+        *(ModuleNames(unwrapped(module)) for module in given),
+        *(owner.names for owner in visitor.modules),
+    ]
 
 
 def _check_slot(slot: Any, key: str) -> None:

@@ -11,10 +11,8 @@ from shardproof.errors import StructureError
 from shardproof.state.dtensor import LOCAL, is_dtensor, local_tensor
 from shardproof.state.explicit import ShardedTensor
 from shardproof.state.layout import Layout, local_layout
-from shardproof.state.modules import unwrapped
-from shardproof.state.naming import cleaner, layouts_by_parameter
+from shardproof.state.naming import ModuleNames
 from shardproof.state.slots import LocalRange, StoredSlot
-from shardproof.state.tensors import PLAIN_TYPES
 from shardproof.state.visiting import OwnedParameters, join
 
 __all__ = ["SlotLayouts"]
@@ -30,16 +28,15 @@ class SlotLayouts:
     """Identity of a parameter to its key in the checkpoint."""
 
     @staticmethod
-    def of(modules: Iterable[torch.nn.Module], owners: Iterable[OwnedParameters]) -> SlotLayouts:
+    def of(modules: Iterable[ModuleNames], owners: Iterable[OwnedParameters]) -> SlotLayouts:
         """Of all parameters of the modules; keys are known of those that are in the tree."""
         layouts: dict[int, Layout] = {}
-        for module in map(unwrapped, modules):
-            layouts = layouts_by_parameter(module) | layouts
+        for names in modules:
+            layouts = names.layouts_by_parameter() | layouts
         weights: dict[int, str] = {}
         for owner in owners:
-            clean = cleaner(owner.module)
-            for name, parameter in owner.module.named_parameters(remove_duplicate=False):
-                weights.setdefault(id(parameter), join(owner.key, clean(name)))
+            for name, parameter in owner.names.parameters():
+                weights.setdefault(id(parameter), join(owner.key, owner.names.clean(name)))
         return SlotLayouts(layouts, weights)
 
     def sharded(
@@ -51,14 +48,14 @@ class SlotLayouts:
             StructureError: the slot has a shape from which nothing follows.
         """
         given = self.declared.get(id(parameter))
-        if given is None and type(parameter) in PLAIN_TYPES and type(item) in PLAIN_TYPES:
-            return None
         if isinstance(item, LocalRange):
             return local_layout(parameter, given, key).range(item.buffer, item.start, item.stop)
         placed = hasattr(parameter, LOCAL)
-        of_dtensor = is_dtensor(parameter)
-        if given is None and not placed and (is_dtensor(item) or not of_dtensor):
-            return None
+        if given is None and not placed:
+            if is_dtensor(item) or not is_dtensor(parameter):
+                return None
+            if not item.dim() and parameter.dim():
+                return None  # the parameter lies in the model as it is, so its scalars are scalars there
         local = local_tensor(item)
         layout = local_layout(parameter, given, key)
         if tuple(local.shape) == layout.local_shape or not local.numel():  # off the mesh, whatever its shape

@@ -10,13 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-
 from shardproof.state.dtensor import Layouts
 
 if TYPE_CHECKING:
     from shardproof.state.binding import Binder
     from shardproof.state.collecting import Collector
+    from shardproof.state.naming import ModuleNames
 
 __all__ = ["Handler", "OwnedParameters", "Place", "Visitor", "join"]
 
@@ -61,7 +60,8 @@ class OwnedParameters:
     """A module of the tree, for the optimizers that speak of its parameters."""
 
     key: str
-    module: torch.nn.Module
+    names: ModuleNames
+    """Of the module, and the module."""
     state: Mapping[str, Any]
     """Name to value, as collected."""
 

@@ -187,8 +187,8 @@ def test_declarations_outlive_copies_and_new_memory() -> None:
     layout = Layout.whole((2, 3)).expert(0, 4)
     declare(model[0], "weight", layout)
     again = copy.deepcopy(model).to_empty(device="cpu")
-    assert list(declared(again)) == ["0.weight"]
-    assert declared(again)["0.weight"].shape == (4, 2, 3)
+    assert list(declared(again.named_modules())) == ["0.weight"]
+    assert declared(again.named_modules())["0.weight"].shape == (4, 2, 3)
 
 
 def test_wrong_sizes_and_names_are_refused() -> None:
