@@ -1,26 +1,12 @@
 """What this rank holds of a DTensor, by arithmetic on mesh coordinate and placements.
 
-A dimension of the local tensor is a list of segments ``(start, size)`` of the global dimension, in local
-order. Every placement maps lists of segments to shorter ones, so that the cost does not grow with the
-tensor and no rank asks another.
-
-Note: the order of sharding
-    Placements apply from the left, except that FSDP over tensor parallelism shards a dimension that is
-    already sharded and writes this as ``_StridedShard(dim, split_factor)`` to the left of ``Shard(dim)``:
-    the true order is from the right, and ``split_factor`` is the number of shards made before. Read
-    literally, a strided shard cuts into `split_factor` parts and takes its share of each. Both readings
-    give the same for sizes that divide, and differ where they do not (9 rows, 2 tensor parallel ranks,
-    4 data parallel ranks): there FSDP holds what the true order says and `distribute_tensor` holds what the
-    literal reading says. The local shape tells which one it is, though not on every rank: some hold as
-    many rows either way, but other ones. Such a rank takes the true order, and a rank that sees that this is
-    wrong refuses the tensor for all. Where all ranks would hold as many rows either way, all refuse.
+How placements are read is said in `shardproof.state.placements`.
 """
 
 from __future__ import annotations
 
 import sys
 from functools import lru_cache
-from itertools import product
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
@@ -29,26 +15,25 @@ import torch
 from shardproof.errors import StructureError
 from shardproof.geometry import Boxes, Embedding
 from shardproof.state.entries import Piece
+from shardproof.state.placements import (
+    Segments,
+    Sharding,
+    confusable,
+    embedding_of,
+    local_segments,
+    sizes_of,
+)
 
 __all__ = [
     "LOCAL",
     "Layouts",
-    "Segments",
     "dtensor_embedding",
     "is_dtensor",
-    "local_segments",
     "local_tensor",
-    "order_of_sharding",
 ]
 
 LOCAL = "_shardproof_local"
 """Attribute of a DTensor whose shards are not those of its placements: the local tensor's embedding."""
-
-Segments = tuple[tuple[int, int], ...]
-"""Parts ``(start, size)`` of one global dimension, in the order in which they lie in the local tensor."""
-
-Sharding = tuple[tuple[int, int, int], ...]
-"""For each mesh dimension that shards: mesh dimension, tensor dimension, split factor (0 if not strided)."""
 
 
 def is_dtensor(value: Any) -> TypeGuard[Any]:
@@ -110,7 +95,7 @@ class Layouts:
             return shape, ()
         if held.offsets is not None:
             return shape, (Piece.of(local, held.offsets, held.sizes),)
-        return shape, _pieces(local, _embedding(held.sizes, shape, held.segments))
+        return shape, _pieces(local, embedding_of(held.sizes, shape, held.segments))
 
 
 class _Layout(NamedTuple):
@@ -148,7 +133,7 @@ def dtensor_embedding(tensor: Any, path: str) -> Embedding:
     if held is None:
         nowhere = (0,) * len(shape)
         return Embedding(nowhere, shape, Boxes.empty(len(shape)), np.zeros((0, len(shape)), np.int64))
-    return _embedding(local_shape, shape, held.segments)
+    return embedding_of(local_shape, shape, held.segments)
 
 
 def _held_by(tensor: Any, path: str) -> _Held | None:
@@ -193,13 +178,13 @@ def _held(
     ordered = local_segments(shape, mesh_shape, coordinate, sharding)
     literal = local_segments(shape, mesh_shape, coordinate, sharding, False)
     readings = [ordered, literal] if ordered is not None else [literal]
-    fitting = [reading for reading in readings if reading is not None and _sizes(reading) == local_shape]
+    fitting = [reading for reading in readings if reading is not None and sizes_of(reading) == local_shape]
     if not fitting or _is_ambiguous(shape, mesh_shape, sharding, ordered, literal, fitting):
         return None
     segments = fitting[0]
     if 0 in local_shape or any(len(dim) > 1 for dim in segments):
-        return _Held(_sizes(segments), segments, None)
-    return _Held(_sizes(segments), segments, tuple(dim[0][0] for dim in segments))
+        return _Held(sizes_of(segments), segments, None)
+    return _Held(sizes_of(segments), segments, tuple(dim[0][0] for dim in segments))
 
 
 def _is_ambiguous(
@@ -213,7 +198,7 @@ def _is_ambiguous(
     """Whether the readings of the placements differ, and local shapes cannot tell which one is meant."""
     if ordered is None or ordered == literal:
         return False
-    alike_somewhere, alike_everywhere = _confusable(shape, mesh_shape, sharding)
+    alike_somewhere, alike_everywhere = confusable(shape, mesh_shape, sharding)
     return alike_everywhere or (alike_somewhere and fitting[0] != ordered)
 
 
@@ -230,7 +215,7 @@ def _not_held(
     ordered = local_segments(shape, mesh_shape, coordinate, sharding)
     literal = local_segments(shape, mesh_shape, coordinate, sharding, False)
     assert literal is not None
-    if local_shape in (_sizes(literal), _sizes(ordered or literal)):
+    if local_shape in (sizes_of(literal), sizes_of(ordered or literal)):
         return StructureError(
             f"{path}: placements {placements} of a {list(shape)} tensor on a mesh of shape "
             f"{list(mesh_shape)} can mean two layouts, and there are ranks whose local shapes fit both. "
@@ -239,7 +224,7 @@ def _not_held(
         )
     return StructureError(
         f"{path}: the local tensor of this DTensor has shape {list(local_shape)}, but placements "
-        f"{placements} on a mesh of shape {list(mesh_shape)} put {list(_sizes(literal))} of "
+        f"{placements} on a mesh of shape {list(mesh_shape)} put {list(sizes_of(literal))} of "
         f"{list(shape)} at coordinate {list(coordinate)}. Describe an irregular layout with "
         "shardproof.ShardedTensor",
         key=path,
@@ -261,129 +246,6 @@ def _sharding(placements: tuple[Any, ...], ndim: int, path: str) -> Sharding:
             raise StructureError(f"{path}: the placement {placement} of a DTensor is not known", key=path)
         sharding.append((mesh_dim, placement.dim % ndim, int(getattr(placement, "split_factor", 0))))
     return tuple(sharding)
-
-
-@lru_cache(maxsize=4096)
-def local_segments(
-    shape: tuple[int, ...],
-    mesh_shape: tuple[int, ...],
-    coordinate: tuple[int, ...],
-    sharding: Sharding,
-    ordered: bool = True,
-) -> tuple[Segments, ...] | None:
-    """The segments of each dimension that the rank at `coordinate` holds.
-
-    Args:
-        shape: global shape.
-        mesh_shape: ranks along each mesh dimension.
-        coordinate: of this rank in the mesh.
-        sharding: what the placements say, without those that replicate.
-        ordered: whether strided shards stand for an order of sharding; None is returned where they
-            cannot. Otherwise they are read literally (see "the order of sharding" above).
-
-    >>> local_segments((5, 3), (2,), (1,), ((0, 0, 0),))
-    (((3, 2),), ((0, 3),))
-    >>> local_segments((8,), (2,), (1,), ((0, 0, 2),), False)
-    (((2, 2), (6, 2)),)
-    """
-    steps: list[tuple[int, int, int]] | None = list(sharding)
-    if ordered:
-        steps = order_of_sharding(mesh_shape, sharding)
-        if steps is None:
-            return None
-    assert steps is not None
-    dims: list[Segments] = [((0, size),) for size in shape]
-    for mesh_dim, dim, split in steps:
-        count, index = mesh_shape[mesh_dim], coordinate[mesh_dim]
-        parts = [_chunk(dims[dim], split, part) for part in range(split)] if split > 1 else [dims[dim]]
-        dims[dim] = _join([segment for part in parts for segment in _chunk(part, count, index)])
-    return tuple(dims)
-
-
-@lru_cache(maxsize=4096)
-def _confusable(shape: tuple[int, ...], mesh_shape: tuple[int, ...], sharding: Sharding) -> tuple[bool, bool]:
-    """Whether the two readings give one local shape but other content on some rank, and one shape on all."""
-    sharded = {mesh_dim for mesh_dim, _, _ in sharding}
-    somewhere, everywhere = False, True
-    for coordinate in product(*(range(n if dim in sharded else 1) for dim, n in enumerate(mesh_shape))):
-        ordered = local_segments(shape, mesh_shape, coordinate, sharding)
-        literal = local_segments(shape, mesh_shape, coordinate, sharding, False)
-        assert ordered is not None and literal is not None
-        if _sizes(ordered) != _sizes(literal):
-            everywhere = False
-        elif ordered != literal:
-            somewhere = True
-    return somewhere, everywhere
-
-
-def order_of_sharding(mesh_shape: tuple[int, ...], sharding: Sharding) -> list[tuple[int, int, int]] | None:
-    """The same sharding in the order in which it was done, without strides; None if there is no such order.
-
-    >>> order_of_sharding((4, 2), ((0, 0, 2), (1, 0, 0)))
-    [(1, 0, 0), (0, 0, 0)]
-    """
-    order: dict[int, list[int]] = {}
-    for mesh_dim, dim, split in reversed(sharding):
-        done = order.setdefault(dim, [])
-        made, place = 1, 0
-        while made < split and place < len(done):
-            made *= mesh_shape[done[place]]
-            place += 1
-        if made != max(split, 1):
-            return None
-        done.insert(place, mesh_dim)
-    return [(mesh_dim, dim, 0) for dim, done in order.items() for mesh_dim in done]
-
-
-def _chunk(segments: Segments, count: int, index: int) -> Segments:
-    """Part `index` of `count` as `torch.chunk` cuts: parts of equal size, the last ones smaller or empty."""
-    total = sum(size for _, size in segments)
-    step = -(-total // count)
-    low, high = min(index * step, total), min((index + 1) * step, total)
-    taken = []
-    position = 0
-    for start, size in segments:
-        first, last = max(low, position), min(high, position + size)
-        if first < last:
-            taken.append((start + first - position, last - first))
-        position += size
-    return tuple(taken)
-
-
-def _join(segments: list[tuple[int, int]]) -> Segments:
-    """Neighbours made one, so that an order of sharding that keeps rows together gives one piece."""
-    joined: list[tuple[int, int]] = []
-    for start, size in segments:
-        if joined and sum(joined[-1]) == start:
-            joined[-1] = (joined[-1][0], joined[-1][1] + size)
-        else:
-            joined.append((start, size))
-    return tuple(joined)
-
-
-def _sizes(segments: tuple[Segments, ...]) -> tuple[int, ...]:
-    return tuple(sum(size for _, size in dim) for dim in segments)
-
-
-@lru_cache(maxsize=4096)
-def _embedding(
-    local_shape: tuple[int, ...], shape: tuple[int, ...], segments: tuple[Segments, ...]
-) -> Embedding:
-    """Every choice of one segment in each dimension is a box."""
-    if 0 in local_shape:
-        return Embedding(local_shape, shape, Boxes.empty(len(shape)), np.zeros((0, len(shape)), np.int64))
-    columns = []
-    for dim in segments:
-        starts, sizes = np.array(dim, np.int64).T
-        columns.append(np.stack([np.cumsum(sizes) - sizes, starts, sizes]))
-    picked = np.indices([len(dim) for dim in segments]).reshape(len(segments), -1)
-    local, placed, sizes = (
-        np.stack([column[row][at] for column, at in zip(columns, picked, strict=True)], axis=1)
-        if columns
-        else np.zeros((1, 0), np.int64)
-        for row in range(3)
-    )
-    return Embedding(local_shape, shape, Boxes(local, sizes), placed)
 
 
 def _pieces(local: torch.Tensor, embedding: Embedding) -> tuple[Piece, ...]:

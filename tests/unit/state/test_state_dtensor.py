@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardproof.errors import StructureError
 from shardproof.state import collect
-from shardproof.state.dtensor import local_segments, order_of_sharding
+from shardproof.state.placements import local_segments, order_of_sharding
 from tests.unit.state.fake_checkpoint import FakeCheckpoint
 
 
