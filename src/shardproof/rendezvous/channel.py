@@ -117,10 +117,17 @@ class Channel:
             return View(
                 _present(store, {rank: keys.post(rank) for rank in posts}) if news else {},
                 _present(store, {rank: keys.beat(rank) for rank in signs}),
-                store.get(keys.verdict) if store.check([keys.verdict]) else None,
+                _verdict(store, keys),
             )
 
         return self._requests.call(request, self.patience)
+
+    def gather(self, keys: MeetingKeys, ranks: Iterable[int]) -> View:
+        """What these ranks posted, once all have (`until_ready`): two requests, where `look` takes four."""
+        posts = {rank: keys.post(rank) for rank in ranks}
+        return self._requests.call(
+            lambda store: View(_values(store, posts), {}, _verdict(store, keys)), self.patience
+        )
 
     def read(self, key: str) -> bytes:
         """A value that is known to be there."""
@@ -246,8 +253,18 @@ def _present(store: Any, keys: Mapping[int, str]) -> dict[int, bytes]:
             found += group
         elif len(group) > 1:
             groups += [group[: len(group) // 2], group[len(group) // 2 :]]
+    return _values(store, {rank: keys[rank] for rank in found})
+
+
+def _values(store: Any, keys: Mapping[int, str]) -> dict[int, bytes]:
+    """The values of keys that exist."""
+    ranks = list(keys)
     values: dict[int, bytes] = {}
-    for start in range(0, len(found), _BATCH):
-        batch = found[start : start + _BATCH]
+    for start in range(0, len(ranks), _BATCH):
+        batch = ranks[start : start + _BATCH]
         values.update(zip(batch, map(bytes, store.multi_get([keys[rank] for rank in batch])), strict=True))
     return values
+
+
+def _verdict(store: Any, keys: MeetingKeys) -> bytes | None:
+    return store.get(keys.verdict) if store.check([keys.verdict]) else None

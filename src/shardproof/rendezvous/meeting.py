@@ -146,7 +146,10 @@ def _collect(
             _is_over(waiting, channel.pulse.period)
             channel.pulse.tick()
             asked = [] if waiting.done() else watch.ranks
-            view = channel.look(keys, posts_of=watch.ranks, signs_of=asked, known=len(posts) - 1)
+            if asked:
+                view = channel.look(keys, posts_of=asked, signs_of=asked, known=len(posts) - 1)
+            else:
+                view = channel.gather(keys, watch.ranks)
             if view.verdict is not None:
                 return view.verdict
             for rank, value in view.posts.items():
