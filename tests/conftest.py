@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 # A TCPStore client looks up the name of its peer when it connects. Where no name server answers, each
@@ -14,3 +16,9 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What is marked `gpu` needs an accelerator. A simulated one: `tests/unit/test_simulated_device.py`."""
+    if item.get_closest_marker("gpu") is not None and not torch.accelerator.is_available():
+        pytest.skip("no accelerator on this machine")

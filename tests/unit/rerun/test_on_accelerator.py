@@ -11,25 +11,22 @@ import torch
 from shardproof import rerun
 from shardproof.rerun.injection import FaultInjector
 from shardproof.rerun.packing import pack, unpack
+from tests.accelerator import first_device
 
-pytestmark = pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator on this machine")
-
-
-def device() -> torch.device:
-    found = torch.accelerator.current_accelerator()
-    assert found is not None
-    return torch.device(found.type, 0)
+pytestmark = pytest.mark.gpu
 
 
 def batches() -> Iterator[dict[str, torch.Tensor]]:
     for number in range(100):
-        yield {"x": torch.full((4, 8), float(number), device=device())}
+        yield {"x": torch.full((4, 8), float(number), device=first_device())}
 
 
 def trained(machine: rerun.RerunMachine, steps: int) -> tuple[torch.Tensor, int]:
     """The weights after some steps with dropout, and how often a step ran."""
     torch.manual_seed(5)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(), torch.nn.Linear(8, 1)).to(device())
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(), torch.nn.Linear(8, 1)).to(
+        first_device()
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     data, ran = rerun.ReplayableIterator(batches()), 0
     for _ in range(steps):
@@ -64,12 +61,12 @@ def test_a_program_that_repeats_itself_is_found_to() -> None:
 def test_microbatches_come_back_on_the_device() -> None:
     batch = next(batches())
     back = unpack(pack({"microbatches": [batch]}, "step"))["microbatches"][0]
-    assert back["x"].device.type == device().type
+    assert back["x"].device.type == first_device().type
     assert torch.equal(back["x"], batch["x"])
 
 
 def test_the_device_is_told_by_itself() -> None:
     here = rerun.DeviceIdentity.here()
     assert here == rerun.DeviceIdentity.here()
-    if device().type == "cuda":
+    if first_device().type == "cuda":
         assert str(torch.cuda.get_device_properties(here.index).uuid) in here.uuid

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 import shardproof as sp
+from tests.accelerator import first_device
 
-pytestmark = pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator on this machine")
+pytestmark = pytest.mark.gpu
 
 
 def test_device_tensors_round_trip(tmp_path: Path) -> None:
-    device = torch.accelerator.current_accelerator()
+    device = first_device()
     source = {
         "large": torch.randn(5000, 1000, device=device),
         "strided": torch.randn(64, 64, device=device)[::2, 1::3],
@@ -29,7 +30,7 @@ def test_device_tensors_round_trip(tmp_path: Path) -> None:
 
 
 def test_a_trained_model_and_its_generators_round_trip(tmp_path: Path) -> None:
-    device = torch.accelerator.current_accelerator()
+    device = first_device()
 
     def build() -> dict[str, object]:
         model = torch.nn.Linear(8, 4, device=device)

@@ -15,11 +15,8 @@ import torch
 
 from shardproof.saving.device import DeviceCopies, pinned_buffer
 from shardproof.storage import ALIGNMENT, address
+from tests.accelerator import first_device, late_one
 from tests.logging_streams import LoggingStream, streams_that_log
-
-accelerated = pytest.mark.skipif(
-    not torch.accelerator.is_available(), reason="no accelerator on this machine"
-)
 
 SAMPLES = {
     "contiguous": lambda: torch.randn(5, 7),
@@ -41,12 +38,6 @@ SAMPLES = {
 def expected_bytes(tensor: torch.Tensor) -> bytes:
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return bytes(plain.reshape(-1).view(torch.uint8).numpy()) if plain.numel() else b""
-
-
-def _first_device() -> torch.device:
-    accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None
-    return torch.device(accelerator.type, 0)
 
 
 def copied(copies: DeviceCopies, tensor: torch.Tensor, shift: int = 0) -> bytes:
@@ -196,22 +187,21 @@ class TestLocking:
         assert len(pinned_buffer(10_000)) == 10_000
 
 
-@accelerated
+@pytest.mark.gpu
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_device_elements_arrive_in_row_major_order(sample: str) -> None:
-    with torch.device(_first_device()):
+    with torch.device(first_device()):
         tensor = SAMPLES[sample]()
-    assert tensor.device == _first_device()
+    assert tensor.device == first_device()
     assert copied(DeviceCopies(tensor.device), tensor) == expected_bytes(tensor)
 
 
-@accelerated
+@pytest.mark.gpu
 def test_copies_are_of_the_values_when_the_save_began_and_run_beside_training() -> None:
-    device = _first_device()
-    weight, noise = torch.zeros(1 << 20, device=device), torch.randn(2048, 2048, device=device)
+    device = first_device()
+    weight = torch.zeros(1 << 20, device=device)
     for step in range(20):
-        for _ in range(10):
-            noise = (noise @ noise).clamp(-1, 1)
+        late_one(device, 10, 2048)
         weight.fill_(step)  # enqueued behind the products, hence late
         copies = DeviceCopies(device)
         buffer = pinned_buffer(weight.numel() * 4)
@@ -223,9 +213,9 @@ def test_copies_are_of_the_values_when_the_save_began_and_run_beside_training() 
         copies.finish()
 
 
-@accelerated
+@pytest.mark.gpu
 def test_temporaries_of_many_copies_do_not_mix() -> None:
-    device = _first_device()
+    device = first_device()
     sources = [torch.randn(512, 256 + number, device=device).T for number in range(16)]
     copies = DeviceCopies(device)
     with ThreadPoolExecutor(4) as pool:
@@ -233,7 +223,7 @@ def test_temporaries_of_many_copies_do_not_mix() -> None:
     assert found == [expected_bytes(source) for source in sources]
 
 
-@accelerated
+@pytest.mark.gpu
 def test_page_locked_memory_is_page_locked() -> None:
-    torch.zeros(1, device=torch.accelerator.current_accelerator())
+    torch.zeros(1, device=first_device())
     assert torch.frombuffer(pinned_buffer(1 << 20), dtype=torch.uint8).is_pinned()

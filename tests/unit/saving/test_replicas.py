@@ -16,6 +16,7 @@ from shardproof.saving.replicas import chosen_slices, hash_replicas
 from shardproof.saving.staging import StagingPool
 from shardproof.state import collect
 from shardproof.storage import aligned_buffer
+from tests.accelerator import first_device
 
 TENSORS: dict[str, torch.Tensor] = {
     "whole": torch.arange(300.0).reshape(30, 10),
@@ -118,8 +119,7 @@ def test_nothing_of_the_state_is_kept() -> None:
     assert np.count_nonzero(tensor.numpy()) == 0
 
 
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator on this machine")
+@pytest.mark.gpu
 def test_device_memory_is_hashed_as_host_memory() -> None:
-    device = torch.accelerator.current_accelerator()
-    there = {key: tensor.detach().to(device) for key, tensor in TENSORS.items()}
+    there = {key: tensor.detach().to(first_device()) for key, tensor in TENSORS.items()}
     assert hashed(there, 400, None) == hashed(TENSORS, 400, None)

@@ -22,6 +22,7 @@ from shardproof.saving.buffers import BufferPool
 from shardproof.saving.fence import fenced_pieces
 from shardproof.state import collect
 from shardproof.storage.sink import LocalSink
+from tests.accelerator import first_device
 
 LIMIT = 60.0
 
@@ -82,14 +83,19 @@ class Net(nn.Module):
         return x
 
 
-def trained(kind: str) -> tuple[Net, torch.optim.Optimizer]:
+def trained(kind: str, device: torch.device | None = None) -> tuple[Net, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    net = Net()
+    net = Net().to(device)
     optimizer: torch.optim.Optimizer
     if kind == "offloaded":
         net.to(torch.bfloat16)
         optimizer = HybridDeviceOptimizer(
-            net.parameters(), torch.optim.AdamW, cpu_fraction=1.0, master_dtype=torch.float32, lr=0.01
+            net.parameters(),
+            torch.optim.AdamW,
+            cpu_fraction=1.0,
+            pin_memory=True,
+            master_dtype=torch.float32,
+            lr=0.01,
         )
     else:
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
@@ -99,8 +105,7 @@ def trained(kind: str) -> tuple[Net, torch.optim.Optimizer]:
 
 def train_step(net: Net, optimizer: torch.optim.Optimizer) -> None:
     """Forward changes buffers at once; the step changes the rest."""
-    dtype = next(net.parameters()).dtype
-    net(torch.randn(8, 64, dtype=dtype)).sum().backward()
+    net(torch.randn(8, 64).to(net.seen.device, next(net.parameters()).dtype)).sum().backward()
     net.seen.add_(1)
     optimizer.step()
     optimizer.zero_grad()
@@ -114,7 +119,7 @@ def bits(state: Any) -> dict[str, torch.Tensor]:
 def assert_saved(folder: Path, want: dict[str, torch.Tensor]) -> None:
     with sp.open(folder) as checkpoint:
         for key, value in want.items():
-            assert torch.equal(checkpoint[key][...], value), key
+            assert torch.equal(checkpoint[key][...], value.cpu()), key
 
 
 def small_buffers(checkpointer: sp.Checkpointer, nbytes: int = 4096) -> None:
@@ -129,10 +134,14 @@ def folder_of(run: Path, step: int) -> Path:
 @pytest.mark.usefixtures("delays")
 @pytest.mark.parametrize("kind", ["plain", "offloaded"])
 @pytest.mark.parametrize("snapshot", ["fence", "stage"])
-def test_what_changes_after_save_returned_is_not_saved(snapshot: Any, kind: str, tmp_path: Path) -> None:
-    net, optimizer = trained(kind)
+@pytest.mark.parametrize("where", ["host", pytest.param("device", marks=pytest.mark.gpu)])
+def test_what_changes_after_save_returned_is_not_saved(
+    where: str, snapshot: Any, kind: str, tmp_path: Path
+) -> None:
+    net, optimizer = trained(kind, first_device() if where == "device" else None)
     ema = [parameter.detach().clone() for parameter in net.parameters()]
-    state = {"net": net, "optimizer": optimizer, "ema": ema, "loose": torch.zeros(3000)}
+    loose = torch.zeros(3000, device=net.seen.device)
+    state = {"net": net, "optimizer": optimizer, "ema": ema, "loose": loose}
     checkpointer = sp.Checkpointer(tmp_path, snapshot=snapshot, keep=sp.KeepLatest(1))
     pending = None
     for step in range(1, 26):  # a hundred in all

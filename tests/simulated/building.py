@@ -1,0 +1,66 @@
+"""The simulated device's library: compiled where it is not there yet."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from torch.utils import cpp_extension
+
+__all__ = ["compiler", "library"]
+
+LIMIT = 300.0
+_SOURCES = [Path(__file__).parent / name for name in ("device.cpp", "runtime.h")]
+
+
+def compiler() -> str | None:
+    """The C++ compiler, None where there is none."""
+    return shutil.which(os.environ.get("CXX", "g++")) if sys.platform == "linux" else None
+
+
+def library() -> Path:
+    """Where the compiled library is.
+
+    Its name tells what it was made of. It is moved to its place when it is whole: of two processes that
+    compile at once, either's is as good.
+    """
+    found = _folder() / f"simulated-{_digest()}.so"
+    if found.exists():
+        return found
+    found.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=found.parent) as folder:
+        made = Path(folder) / found.name
+        run = subprocess.run(_command(made), capture_output=True, text=True, timeout=LIMIT, check=False)
+        if run.returncode != 0:
+            raise RuntimeError(f"the simulated device does not compile:\n{run.stderr[-4000:]}")
+        made.replace(found)
+    return found
+
+
+def _command(made: Path) -> list[str]:
+    path = compiler()
+    assert path is not None, "there is no C++ compiler"
+    includes = [f"-I{folder}" for folder in cpp_extension.include_paths()]
+    folders = [f"-L{folder}" for folder in cpp_extension.library_paths()]
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    flags = ["-O1", "-std=c++20", "-fPIC", "-shared", "-w", abi]
+    return [path, *flags, *includes, str(_SOURCES[0]), "-o", str(made), *folders, "-ltorch_cpu", "-lc10"]
+
+
+def _digest() -> str:
+    digest = hashlib.sha256(f"{torch.__version__} {platform.machine()} {compiler()}".encode())
+    for source in _SOURCES:
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _folder() -> Path:
+    cache = os.environ.get("TORCH_EXTENSIONS_DIR") or os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "shardproof-tests"

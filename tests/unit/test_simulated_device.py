@@ -1,0 +1,31 @@
+"""What needs an accelerator, on a simulated one: in a process of its own, which it changes for good."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.simulated import compiler, library
+
+TESTS = Path(__file__).parents[1]
+LIMIT = 240.0
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler for the simulated device")
+def test_what_is_marked_gpu_passes_on_the_simulated_device(tmp_path: Path) -> None:
+    library()  # compiled here, where a failure is short to read
+    files = [str(path) for path in sorted(TESTS.rglob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
+    files.remove(str(Path(__file__)))
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "tests.simulated.plugin"]
+    command += ["-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={tmp_path / 'tests'}", *files]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    run = subprocess.run(
+        command, cwd=TESTS.parent, env=kept, capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-4000:]
+    assert re.search(r"^\d+ passed, \d+ deselected", run.stdout, re.MULTILINE), run.stdout[-2000:]
