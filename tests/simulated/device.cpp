@@ -13,7 +13,8 @@
 // Note: Copies between host and device
 //     They are ordered as CUDA's are. `non_blocking` runs beside the host where the host's memory is
 //     page-locked and row-major: it is read or written when the queue gets there. Of other host memory a source
-//     is read before the call returns, and a destination is filled.
+//     is read before the call returns, and a destination is filled. Where the device's memory is not row-major,
+//     the elements arrive in order, and the queue puts them in place later: the host never waits for that.
 #include "runtime.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -545,7 +546,10 @@ Tensor& copy_(Tensor& to, const Tensor& given, bool non_blocking) {
   const auto copy = [&](const Tensor& source) {
     return own.enqueue([to = alias(to), source] { to.copy_(source); });
   };
-  if (to_host) {
+  if (from_host && !to.is_contiguous()) {
+    auto arrived = empty(to.sizes(), to.scalar_type(), {}, to.device(), {}, {});
+    copy_(to, copy_(arrived, from, non_blocking), non_blocking);
+  } else if (to_host) {
     const auto number = copy(alias(from));
     if (!non_blocking || !pinned(to)) own.synchronize(number);
   } else if (from_host) {

@@ -1,0 +1,134 @@
+"""Copies of device memory, with streams that are held where it matters."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import pytest
+import torch
+
+from shardproof.saving.device import DeviceCopies, pinned_buffer
+from tests import simulated
+from tests.accelerator import first_device
+
+pytestmark = pytest.mark.gpu
+
+LIMIT = 60.0
+MOMENT = 0.1
+SHAPE = (100, 200)
+
+
+@pytest.fixture
+def enqueued(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when a copy to the host was enqueued."""
+    event, original = threading.Event(), torch.Tensor.copy_
+
+    def copy_(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        done = original(self, source, non_blocking)
+        event.set()
+        return done
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+    return event
+
+
+@pytest.fixture
+def background() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as pool:
+        yield pool
+
+
+@pytest.fixture
+def buffer() -> memoryview:
+    torch.zeros(1, device=first_device())  # from now on page-locked
+    memory = pinned_buffer(4 * SHAPE[0] * SHAPE[1])
+    memory[:] = bytes(len(memory))
+    return memory
+
+
+def all_are(buffer: memoryview, value: float) -> bool:
+    return bool((torch.frombuffer(buffer, dtype=torch.float32) == value).all())
+
+
+def goes_on(future: Future[None]) -> bool:
+    return bool(wait([future], MOMENT).not_done)
+
+
+def test_a_copy_waits_for_what_main_was_given_before(
+    background: ThreadPoolExecutor, enqueued: threading.Event, buffer: memoryview
+) -> None:
+    weight = torch.ones(SHAPE, device=first_device())
+    main = torch.accelerator.current_stream()
+    main.synchronize()
+    with simulated.held(main):
+        weight.fill_(2)
+        copies = DeviceCopies(weight.device)
+        copying = background.submit(copies.copy, weight, buffer)
+        assert enqueued.wait(LIMIT)
+        assert goes_on(copying)
+    copying.result(LIMIT)
+    assert all_are(buffer, 2)
+
+
+def test_a_copy_waits_for_nothing_that_main_is_given_later(
+    background: ThreadPoolExecutor, buffer: memoryview
+) -> None:
+    weight, other = torch.ones(SHAPE, device=first_device()), torch.ones(SHAPE, device=first_device())
+    main = torch.accelerator.current_stream()
+    copies = DeviceCopies(weight.device)
+    main.synchronize()
+    with simulated.held(main):
+        other.fill_(2)
+        background.submit(copies.copy, weight.t(), buffer).result(LIMIT)
+        assert not main.query()
+    assert all_are(buffer, 1)
+
+
+def test_a_copy_returns_when_the_bytes_are_there(
+    background: ThreadPoolExecutor, enqueued: threading.Event, buffer: memoryview
+) -> None:
+    weight = torch.ones(SHAPE, device=first_device())
+    copies = DeviceCopies(weight.device)
+    assert copies._side is not None
+    with simulated.held(copies._side):
+        copying = background.submit(copies.copy, weight, buffer)
+        assert enqueued.wait(LIMIT)
+        assert goes_on(copying)
+        assert not all_are(buffer, 1)
+    copying.result(LIMIT)
+    assert all_are(buffer, 1)
+
+
+def test_memory_of_a_temporary_is_not_given_to_training(
+    background: ThreadPoolExecutor, enqueued: threading.Event, buffer: memoryview
+) -> None:
+    weight = torch.ones(SHAPE, device=first_device())
+    main = torch.accelerator.current_stream()
+    copies = DeviceCopies(weight.device)
+    assert copies._side is not None
+    with simulated.held(copies._side):
+        copying = background.submit(copies.copy, weight.t(), buffer)
+        assert enqueued.wait(LIMIT)
+        assert goes_on(copying)  # its temporary has been freed by now
+        others = [torch.full(SHAPE, 7.0, device=first_device()) for _ in range(5)]
+        main.synchronize()
+    copying.result(LIMIT)
+    assert all_are(buffer, 1)
+    assert all(bool((other == 7).all()) for other in others)
+
+
+def test_nothing_is_copied_any_more_when_copies_are_finished(
+    background: ThreadPoolExecutor, enqueued: threading.Event, buffer: memoryview
+) -> None:
+    weight = torch.ones(SHAPE, device=first_device())
+    copies = DeviceCopies(weight.device)
+    assert copies._side is not None
+    with simulated.held(copies._side):
+        background.submit(copies.copy, weight, buffer)
+        assert enqueued.wait(LIMIT)
+        finishing = background.submit(copies.finish)
+        assert goes_on(finishing)
+    finishing.result(LIMIT)
+    assert all_are(buffer, 1)
