@@ -143,6 +143,7 @@ class _Part:
             self._units[number].append((self._begin[number] + byte, range(done, done + count)))
             done += count
 
+        self._streams = placing.streams
         self._takings = Takings(table, placing, np.frombuffer(orders.taken, np.int64), len(peers))
         self._wanted = sum(self._takings.rounds(rank) for rank in range(len(peers)) if rank != self._rank)
         """Rounds of other ranks from which this one has yet to take."""
@@ -236,7 +237,7 @@ class _Part:
         if self._stopped:
             return
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._streams.entered():
                 self._read(number)
             self._say(self._rank, Message(Said.READ, self._rank, number))
         except BaseException as error:

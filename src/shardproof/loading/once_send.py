@@ -103,7 +103,7 @@ class Sender:
             StorageError: a file is missing, short or unreadable.
         """
         before = self.read
-        in_threads(self._read_unit, self._begun[number], self._threads)
+        in_threads(self._read_unit, self._begun[number], self._threads, self._placing.streams.entered)
         buffer, done = self.buffer(number), 0
         for _, unit, nbytes, rows in sorted(self._messages[number], key=lambda message: message[:2]):
             self._pack(unit, rows, buffer[done : done + nbytes])

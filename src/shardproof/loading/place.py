@@ -76,7 +76,7 @@ def read_chunks(
     """
     with no_garbage_collection():
         job = _Job(chunks, placing, moved)
-    in_threads(job.run, job.batches, threads)
+    in_threads(job.run, job.batches, threads, placing.streams.entered)
     job.report_rest()
     return job.read
 

@@ -16,6 +16,7 @@ from shardproof.geometry import row_major_strides
 from shardproof.loading.blocks import Extents
 from shardproof.planning import ChunkTable, ReadPlan
 from shardproof.state import is_plain_memory
+from shardproof.streams import CurrentStreams
 
 __all__ = ["Destination", "Placing", "Runs", "part_of", "shaped"]
 
@@ -49,6 +50,8 @@ class Runs(NamedTuple):
 class Placing:
     """The parts of a read plan, and the destinations that they are put into.
 
+    Any thread may put parts into place, once it has entered `streams`.
+
     Args:
         manifest: of the checkpoint.
         table: its chunks.
@@ -62,6 +65,9 @@ class Placing:
         self._table = table
         self._plan = plan
         self._destinations = destinations
+        devices = {there.view.device for there in destinations if not there.view.is_cpu}
+        self.streams = CurrentStreams(devices)
+        """Of the thread that made this, for those that help it."""
         names = [record.dtype for record in manifest.tensors]
         known: dict[str, torch.dtype] = {name: getattr(torch, name) for name in set(names)}
         sizes = {name: dtype.itemsize for name, dtype in known.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 from shardproof.node import processors
@@ -25,13 +26,19 @@ def reading_threads() -> int:
     return max(1, min(_MOST, int(processors())))
 
 
-def in_threads(work: Callable[[_Item], None], items: Sequence[_Item], threads: int) -> None:
+def in_threads(
+    work: Callable[[_Item], None],
+    items: Sequence[_Item],
+    threads: int,
+    within: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> None:
     """Does work on every item; each thread takes the next item, until one fails.
 
     Args:
         work: called with one item, in any thread.
         items: taken in their order.
         threads: how many at once; with 1, the caller's.
+        within: what each thread but the caller's works in.
 
     Raises:
         BaseException: what the work on an item raised. No further item was begun, and none is under way.
@@ -46,16 +53,17 @@ def in_threads(work: Callable[[_Item], None], items: Sequence[_Item], threads: i
 
     def run() -> None:
         nonlocal stopped
-        while not stopped:
-            with lock:
-                item = next(left, None)
-            if item is None:
-                return
-            try:
-                work(item)
-            except BaseException:
-                stopped = True
-                raise
+        with within():
+            while not stopped:
+                with lock:
+                    item = next(left, None)
+                if item is None:
+                    return
+                try:
+                    work(item)
+                except BaseException:
+                    stopped = True
+                    raise
 
     with ThreadPoolExecutor(min(threads, len(items)), thread_name_prefix="shardproof-read") as pool:
         runs = [pool.submit(run) for _ in range(min(threads, len(items)))]

@@ -27,7 +27,7 @@ from __future__ import annotations
 import torch
 
 from shardproof.storage import ALIGNMENT, address, aligned_buffer
-from shardproof.streams import on_stream
+from shardproof.streams import has_streams, on_stream
 
 __all__ = ["DeviceCopies", "pinned_buffer"]
 
@@ -51,7 +51,7 @@ class DeviceCopies:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._side: torch.Stream | None = None
-        if _has_streams(device):  # see "Side waits for main, once"
+        if has_streams(device):  # see "Side waits for main, once"
             self._side = torch.Stream(device)
             self._side.wait_event(torch.accelerator.current_stream(device).record_event())
 
@@ -109,16 +109,6 @@ def pinned_buffer(nbytes: int) -> memoryview:
             if skip <= spare:
                 return memory[skip : skip + nbytes]
     return aligned_buffer(nbytes)
-
-
-def _has_streams(device: torch.device) -> bool:
-    """Whether the device is an accelerator with more than one queue of work."""
-    accelerator = torch.accelerator.current_accelerator()
-    return (
-        accelerator is not None
-        and accelerator.type == device.type
-        and hasattr(torch.get_device_module(device), "Stream")
-    )
 
 
 def _locks_pages() -> bool:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shardproof as sp
-from tests.accelerator import first_device
+from tests.accelerator import first_device, late_one
 
 pytestmark = pytest.mark.gpu
 
@@ -27,6 +27,30 @@ def test_device_tensors_round_trip(tmp_path: Path) -> None:
     for key, value in source.items():
         assert target[key].device == value.device
         assert torch.equal(target[key], value)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_a_load_is_ordered_with_what_its_caller_enqueues(
+    threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a stream of the caller's own. What is strided the device lays out after the bytes arrived."""
+    monkeypatch.setattr("shardproof.loading.loader.reading_threads", lambda: threads)
+    device = first_device()
+    with torch.Stream(device):
+        wanted = {str(number): torch.full((600, 300), float(number), device=device) for number in range(8)}
+        sp.save(tmp_path / "c", wanted)
+        found = {
+            key: (torch.empty_like(value) if int(key) % 2 else torch.empty_like(value.t()).t())
+            for key, value in wanted.items()
+        }
+        for _ in range(5):
+            late_one(device, 20, 1024)
+            for value in found.values():
+                value.fill_(-1)
+            sp.load(tmp_path / "c", found)
+            doubled = {key: value * 2 for key, value in found.items()}
+            for key, value in doubled.items():
+                assert torch.equal(value, wanted[key] * 2), key
 
 
 def test_a_trained_model_and_its_generators_round_trip(tmp_path: Path) -> None:
