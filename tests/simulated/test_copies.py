@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,11 +12,10 @@ import torch
 from shardproof.saving.device import DeviceCopies, pinned_buffer
 from tests import simulated
 from tests.accelerator import first_device
+from tests.simulated.waiting import LIMIT, goes_on
 
 pytestmark = pytest.mark.gpu
 
-LIMIT = 60.0
-MOMENT = 0.1
 SHAPE = (100, 200)
 
 
@@ -50,10 +49,6 @@ def buffer() -> memoryview:
 
 def all_are(buffer: memoryview, value: float) -> bool:
     return bool((torch.frombuffer(buffer, dtype=torch.float32) == value).all())
-
-
-def goes_on(future: Future[None]) -> bool:
-    return bool(wait([future], MOMENT).not_done)
 
 
 def test_a_copy_waits_for_what_main_was_given_before(
@@ -131,4 +126,15 @@ def test_nothing_is_copied_any_more_when_copies_are_finished(
         finishing = background.submit(copies.finish)
         assert goes_on(finishing)
     finishing.result(LIMIT)
+    assert all_are(buffer, 1)
+
+
+def test_devices_and_streams_stay_the_current_ones(buffer: memoryview) -> None:
+    weight = torch.ones(SHAPE, device="simulated:1")
+    here, there = torch.Stream("simulated:0"), torch.accelerator.current_stream("simulated:1")
+    with here:
+        DeviceCopies(weight.device).copy(weight.t(), buffer)
+        assert torch.accelerator.current_device_index() == 0
+        assert torch.accelerator.current_stream("simulated:0") == here
+        assert torch.accelerator.current_stream("simulated:1") == there
     assert all_are(buffer, 1)
