@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -152,10 +152,13 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._subs.tell()
         self.refresh()
-        for traffic in self._traffic.values():
+        gradients = [
+            (twin, gradient) for twin in self._twins.values() if (gradient := twin.gradient()) is not None
+        ]
+        for traffic in self._traffic.values():  # behind what lays gradients out: see "Down waits for main"
             traffic.begin()
         try:
-            on_device, on_cpu = self._start_gradients()
+            on_device, on_cpu = self._start_gradients(gradients)
             self._step_device(on_device)
             for twin in on_cpu:
                 twin.await_gradient()
@@ -293,20 +296,18 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             raise ValueError(f"a tensor of shape {list(parameter.shape)} is no parameter of this optimizer")
         return self._twins[parameter]
 
-    def _start_gradients(self) -> tuple[list[Twin], list[Twin]]:
+    def _start_gradients(
+        self, gradients: Sequence[tuple[Twin, torch.Tensor]]
+    ) -> tuple[list[Twin], list[Twin]]:
         """The device's and the CPU's twins that have a gradient, which is on its way to the CPU's."""
         by_side: tuple[list[Twin], list[Twin]] = [], []
-        gradients = []
-        for twin in self._twins.values():
-            if (gradient := twin.gradient()) is None:
-                continue
+        for twin, gradient in gradients:
             by_side[twin.on_cpu].append(twin)
             if twin.on_cpu:
                 twin.fetch_gradient(gradient)
-            else:
-                gradients.append(gradient)
-        for twin, gradient in zip(by_side[False], gradients, strict=True):
-            twin.cast_gradient(gradient)
+        for twin, gradient in gradients:
+            if not twin.on_cpu:
+                twin.cast_gradient(gradient)
         return by_side
 
     def _step_device(self, stepped: list[Twin]) -> None:

@@ -5,10 +5,10 @@ which backward ran, and two side streams, *down* (gradients to the host) and *up
 The host is the fourth party. It waits for single events, never for a stream or a device.
 
 Note: Down waits for main
-    A gradient is complete when main has done all that was enqueued when `step` began. Down waits for the
-    mark set then, and for nothing later: the device's step, enqueued on main afterwards, runs at the same
-    time. The device's step neither reads nor writes what down reads, because a parameter is on one side
-    only.
+    A gradient is complete when main has done all that was enqueued when `step` began, and what lays it out
+    as its parameter where it is not (one that is sharded in another way). Down waits for the mark set then,
+    and for nothing later: the device's step, enqueued on main afterwards, runs at the same time. The device's
+    step neither reads nor writes what down reads, because a parameter is on one side only.
 
 Note: The host waits for one gradient
     Each parameter has an event of its own, recorded on down after its gradient's copy. The host waits for

@@ -1,0 +1,131 @@
+"""The hybrid optimizer's copies with streams held: the notes of `shardproof.optim.hybrid.traffic`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from shardproof.optim import HybridDeviceOptimizer
+from shardproof.optim.hybrid.traffic import SideStreams
+from tests import simulated
+from tests.accelerator import first_device
+from tests.simulated.waiting import LIMIT, goes_on, is_done_soon
+
+pytestmark = pytest.mark.gpu
+
+COUNT = 1000
+
+
+class Setting:
+    """One parameter of ones on the host's side, stepped by plain SGD with a rate of 1."""
+
+    def __init__(self) -> None:
+        self.weight = torch.nn.Parameter(torch.ones(COUNT, device=first_device()))
+        self.optimizer = HybridDeviceOptimizer(
+            [self.weight], torch.optim.SGD, cpu_fraction=1.0, pin_memory=True, lr=1.0
+        )
+        (traffic,) = self.optimizer._traffic.values()
+        assert isinstance(traffic, SideStreams)
+        self.down, self.up = traffic._down, traffic._up
+        self.main = torch.accelerator.current_stream()
+        self.gradient = torch.zeros(COUNT, device=first_device())
+        torch.accelerator.synchronize()
+
+
+@pytest.fixture
+def setting() -> Setting:
+    return Setting()
+
+
+@pytest.fixture
+def background() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as pool:
+        yield pool
+
+
+def all_are(tensor: torch.Tensor, value: float) -> bool:
+    return bool((tensor.cpu() == value).all())
+
+
+def test_down_waits_for_main(setting: Setting, background: ThreadPoolExecutor) -> None:
+    setting.weight.grad = setting.gradient
+    with simulated.held(setting.main):
+        setting.gradient.fill_(3)
+        stepping = background.submit(setting.optimizer.step)
+        assert goes_on(stepping)
+    stepping.result(LIMIT)
+    assert all_are(setting.weight.detach(), -2)
+
+
+def test_down_waits_for_a_gradient_that_is_laid_out_anew(
+    setting: Setting, background: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one is that is sharded in another way than its parameter."""
+
+    def laid_out(gradient: torch.Tensor, *others: Any) -> torch.Tensor:
+        return gradient.clone()
+
+    monkeypatch.setattr("shardproof.optim.hybrid.twin.local_gradient", laid_out)
+    setting.weight.grad = setting.gradient.fill_(3)
+    setting.main.synchronize()
+    with simulated.held(setting.main):
+        stepping = background.submit(setting.optimizer.step)
+        assert goes_on(stepping)
+    stepping.result(LIMIT)
+    assert all_are(setting.weight.detach(), -2)
+
+
+@pytest.fixture
+def traffic() -> SideStreams:
+    return SideStreams(first_device())
+
+
+def device_memory(value: float) -> torch.Tensor:
+    tensor = torch.full((COUNT,), value, device=first_device())
+    torch.accelerator.synchronize()
+    return tensor
+
+
+def page_locked(value: float) -> torch.Tensor:
+    return torch.empty(COUNT, pin_memory=True).fill_(value)
+
+
+def test_up_waits_for_main(traffic: SideStreams) -> None:
+    parameter, new = device_memory(1.0), page_locked(2)
+    main = torch.accelerator.current_stream()
+    with simulated.held(main):
+        doubled = parameter * 2
+        traffic.begin()
+        traffic.up(parameter, new, traffic.event())
+        assert not is_done_soon(traffic._up)
+        traffic.end()
+    assert all_are(doubled, 2)
+    assert all_are(parameter, 2)
+
+
+def test_main_waits_for_up(traffic: SideStreams) -> None:
+    parameter, new = device_memory(1.0), page_locked(2)
+    with simulated.held(traffic._up):
+        traffic.begin()
+        traffic.up(parameter, new, traffic.event())
+        traffic.end()
+        doubled = parameter * 2
+        assert not is_done_soon(torch.accelerator.current_stream())
+    assert all_are(doubled, 4)
+
+
+def test_main_waits_for_down(traffic: SideStreams) -> None:
+    """What an error has left there reads a gradient that main may write to next."""
+    gradient, arrived = device_memory(1.0), page_locked(0)
+    with simulated.held(traffic._down):
+        traffic.begin()
+        traffic.down(arrived, gradient, traffic.event())
+        traffic.end()
+        gradient.zero_()
+        assert not is_done_soon(torch.accelerator.current_stream())
+    torch.accelerator.synchronize()
+    assert all_are(arrived, 1)
