@@ -17,7 +17,7 @@ from torch.utils import cpp_extension
 __all__ = ["compiler", "library"]
 
 LIMIT = 300.0
-_SOURCES = [Path(__file__).parent / name for name in ("device.cpp", "runtime.h")]
+_SOURCES = [Path(__file__).parent / name for name in ("device.cpp", "call.h", "backend.h", "runtime.h")]
 
 
 def compiler() -> str | None:

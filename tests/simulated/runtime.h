@@ -5,10 +5,10 @@
 //     of a process has: the host dies where it reads device memory. Only work in a queue uses true addresses.
 //
 // Note: Freed memory is another's at once
-//     A block belongs to the queue that was current when it was allocated. Freed, it is the next one that this
-//     queue hands out, and its bytes are overwritten when the queue gets there. What the same queue was given
-//     before is not hurt; another queue that still uses the block reads and writes what is not its own, unless
-//     the block was recorded on it.
+//     A block belongs to the queue that was current when it was allocated. Freed, it is the next one that
+//     this queue hands out, and its bytes are overwritten when the queue gets there. What the same queue was
+//     given before is not hurt; another queue that still uses the block reads and writes what is not its own,
+//     unless the block was recorded on it.
 //
 // Note: Freed page-locked memory waits for all queues
 //     It is handed out again after all that was in any queue when it was freed.
