@@ -2,6 +2,31 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
 import torch
 
 collect_ignore_glob = [] if hasattr(torch, "simulated") else ["test_*.py"]
+
+
+@pytest.fixture
+def enqueued(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when a copy has been enqueued, and has been waited for if it is one that the host waits for."""
+    event, original = threading.Event(), torch.Tensor.copy_
+
+    def copy_(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        done = original(self, source, non_blocking)
+        event.set()
+        return done
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+    return event
+
+
+@pytest.fixture
+def background() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as pool:
+        yield pool

@@ -31,15 +31,21 @@ Tensor& copy_(Tensor& to, const Tensor& given, bool non_blocking) {
   const auto copy = [&](const Tensor& source) {
     return own.enqueue([to = alias(to), source] { to.copy_(source); });
   };
+  const auto record = [&](const Tensor& host) {
+    if (!pinned_memory().record(host.storage().data_ptr().get_context(), own))
+      pinned_memory().record(host.data_ptr(), own);
+  };
   if (from_host && !to.is_contiguous()) {
     auto arrived = empty(to.sizes(), to.scalar_type(), {}, to.device(), {}, {});
     copy_(to, copy_(arrived, from, non_blocking), non_blocking);
   } else if (to_host) {
     const auto number = copy(alias(from));
+    record(to);
     if (!non_blocking || !pinned(to)) own.synchronize(number);
   } else if (from_host) {
     const bool late = !non_blocking || (pinned(from) && from.dtype() == to.dtype());
     const auto number = copy(late ? alias(from) : from.clone());
+    record(from);
     if (!non_blocking) own.synchronize(number);
   } else {
     auto& other = current(from.device());

@@ -10,8 +10,9 @@
 //     given before is not hurt; another queue that still uses the block reads and writes what is not its own,
 //     unless the block was recorded on it.
 //
-// Note: Freed page-locked memory waits for all queues
-//     It is handed out again after all that was in any queue when it was freed.
+// Note: Freed page-locked memory waits for its copies
+//     It is handed out again after those copies that were known to be its own: of tensors that have it for
+//     their storage, or whose elements start where it does. A view that torch did not make is not known.
 #pragma once
 
 #include <array>
@@ -161,13 +162,6 @@ struct Mark {
   }
 };
 
-inline std::vector<Mark> marks_of_all() {
-  std::vector<Mark> marks;
-  for (int device = 0; device < kDevices; ++device)
-    for (int number = 0; number < kQueues; ++number) marks.push_back(Mark::now(queue(device, number)));
-  return marks;
-}
-
 inline bool all_reached(const std::vector<Mark>& marks) {
   for (const auto& mark : marks)
     if (!mark.reached()) return false;
@@ -242,40 +236,58 @@ inline DeviceMemory& device_memory() {
   return *all;
 }
 
-// See "Freed page-locked memory waits for all queues".
+// See "Freed page-locked memory waits for its copies".
 class PinnedMemory {
  public:
   void* take(size_t nbytes) {
     std::lock_guard lock(mutex_);
     const auto size = rounded(nbytes, 512);
-    for (auto free = free_.begin(); free != free_.end(); ++free)
-      if (sizes_.at(address(free->first)) == size && all_reached(free->second)) {
-        auto* memory = free->first;
-        free_.erase(free);
-        return memory;
-      }
+    for (auto at = free_.size(); at-- > 0;) {  // the last one first
+      const auto found = free_[at];
+      auto& block = blocks_.at(found);
+      if (block.size != size || !all_reached(block.copies)) continue;
+      block.copies.clear();
+      free_.erase(free_.begin() + at);
+      return reinterpret_cast<void*>(found);
+    }
     auto* memory = pages(size);
-    sizes_[address(memory)] = size;
+    blocks_[address(memory)] = {size, {}};
     return memory;
   }
 
   void give(void* memory) {
     std::lock_guard lock(mutex_);
-    free_.emplace_back(memory, marks_of_all());
+    free_.push_back(address(memory));
+  }
+
+  // A copy that was just enqueued; answers whether this is the memory of a block, from its start.
+  bool record(const void* memory, Queue& user) {
+    std::lock_guard lock(mutex_);
+    const auto block = blocks_.find(address(memory));
+    if (block == blocks_.end()) return false;
+    block->second.copies.push_back(Mark::now(user));
+    return true;
   }
 
   bool holds(const void* inside) {
     std::lock_guard lock(mutex_);
-    auto after = sizes_.upper_bound(address(inside));
-    return after != sizes_.begin() && address(inside) < std::prev(after)->first + std::prev(after)->second;
+    const auto after = blocks_.upper_bound(address(inside));
+    if (after == blocks_.begin()) return false;
+    const auto& [start, block] = *std::prev(after);
+    return address(inside) < start + block.size;
   }
 
  private:
+  struct Pinned {
+    size_t size;
+    std::vector<Mark> copies;
+  };
+
   static uintptr_t address(const void* memory) { return reinterpret_cast<uintptr_t>(memory); }
 
   std::mutex mutex_;
-  std::map<uintptr_t, size_t> sizes_;
-  std::vector<std::pair<void*, std::vector<Mark>>> free_;
+  std::map<uintptr_t, Pinned> blocks_;
+  std::vector<uintptr_t> free_;
 };
 
 inline PinnedMemory& pinned_memory() {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -17,26 +16,6 @@ from tests.simulated.waiting import LIMIT, goes_on
 pytestmark = pytest.mark.gpu
 
 SHAPE = (100, 200)
-
-
-@pytest.fixture
-def enqueued(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set when a copy to the host was enqueued."""
-    event, original = threading.Event(), torch.Tensor.copy_
-
-    def copy_(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        done = original(self, source, non_blocking)
-        event.set()
-        return done
-
-    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
-    return event
-
-
-@pytest.fixture
-def background() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(2) as pool:
-        yield pool
 
 
 @pytest.fixture

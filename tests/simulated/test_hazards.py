@@ -158,17 +158,22 @@ def test_other_host_memory_is_filled_when_the_call_returns(main: torch.Stream) -
         assert all_are(target, value)
 
 
-def test_page_locked_memory_is_not_handed_out_while_it_is_copied_to(main: torch.Stream) -> None:
-    source, target = full(1), page_locked(0)
-    address = target.data_ptr()
+@pytest.mark.parametrize("known", [True, False])
+def test_page_locked_memory_is_freed_while_it_is_copied_to(main: torch.Stream, known: bool) -> None:
+    """The allocator waits for the copies of its own tensors, and knows of no others."""
+    source, memory = full(1), torch.empty(2 * COUNT, pin_memory=True)
+    address = memory.data_ptr()
+    target = memory[COUNT:] if known else torch.frombuffer(memory.numpy().data[COUNT:], dtype=torch.float32)
+    del memory
     with simulated.held(main):
         target.copy_(source, non_blocking=True)
         del target
-        others = [page_locked(3) for _ in range(5)]
-        assert address not in [other.data_ptr() for other in others]
+        others = [torch.zeros(2 * COUNT, pin_memory=True) for _ in range(5)]
+        assert (address in [other.data_ptr() for other in others]) != known
     main.synchronize()
-    assert all(all_are(other, 3) for other in others)
-    assert address in [page_locked(0).data_ptr() for _ in range(50)]
+    assert all(all_are(other[COUNT:], 0) for other in others) == known
+    again = [torch.zeros(2 * COUNT, pin_memory=True) for _ in range(50)]
+    assert (address in [other.data_ptr() for other in again]) == known
 
 
 def test_devices_are_ordered_by_their_own_streams(main: torch.Stream) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -39,12 +38,6 @@ class Setting:
 @pytest.fixture
 def setting() -> Setting:
     return Setting()
-
-
-@pytest.fixture
-def background() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(1) as pool:
-        yield pool
 
 
 def all_are(tensor: torch.Tensor, value: float) -> bool:

@@ -1,0 +1,59 @@
+"""Loads into device memory, on a stream of the caller's own that is held."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardproof as sp
+from tests import simulated
+from tests.accelerator import first_device
+from tests.simulated.waiting import LIMIT
+
+pytestmark = pytest.mark.gpu
+
+SHAPE, COUNT = (600, 300), 8
+A_WHILE = 0.5
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("layout", ["row-major", "strided"])
+def test_a_load_waits_for_what_its_caller_enqueued(
+    layout: str,
+    threads: int,
+    tmp_path: Path,
+    background: ThreadPoolExecutor,
+    enqueued: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And what the caller enqueues next waits for it, where the device is to lay out what has arrived."""
+    monkeypatch.setattr("shardproof.loading.loader.reading_threads", lambda: threads)
+    sp.save(tmp_path / "c", {str(number): torch.full(SHAPE, float(number)) for number in range(COUNT)})
+    own = torch.Stream(first_device())
+
+    def load(state: dict[str, torch.Tensor]) -> None:
+        with own:
+            sp.load(tmp_path / "c", state)
+
+    with own:
+        whole = [torch.empty(SHAPE[0], 2 * SHAPE[1], device=first_device()) for _ in range(COUNT)]
+        step = 2 if layout == "strided" else 1
+        state = {str(at): tensor[:, ::step][:, : SHAPE[1]] for at, tensor in enumerate(whole)}
+        if layout == "row-major":
+            state = {key: tensor.contiguous() for key, tensor in state.items()}
+        own.synchronize()
+        with simulated.held(own):
+            for tensor in state.values():
+                tensor.fill_(-1)
+            enqueued.clear()
+            loading = background.submit(load, state)
+            assert not enqueued.wait(A_WHILE)
+        loading.result(LIMIT)
+        simulated.set_delays(0.05)
+        doubled = [tensor * 2 for tensor in state.values()]
+    own.synchronize()
+    assert [float(tensor.cpu().unique()) for tensor in doubled] == [2.0 * at for at in range(COUNT)]
