@@ -20,12 +20,14 @@ COUNT = 1000
 
 
 class Setting:
-    """One parameter of ones on the host's side, stepped by plain SGD with a rate of 1."""
+    """Parameters of ones on the host's side, stepped by plain SGD with a rate of 1."""
 
     def __init__(self) -> None:
         self.weight = torch.nn.Parameter(torch.ones(COUNT, device=first_device()))
+        other = torch.nn.Parameter(torch.ones(3, device=first_device()))
+        other.grad = torch.zeros_like(other)
         self.optimizer = HybridDeviceOptimizer(
-            [self.weight], torch.optim.SGD, cpu_fraction=1.0, pin_memory=True, lr=1.0
+            [self.weight, other], torch.optim.SGD, cpu_fraction=1.0, pin_memory=True, lr=1.0
         )
         (traffic,) = self.optimizer._traffic.values()
         assert isinstance(traffic, SideStreams)
@@ -54,15 +56,20 @@ def test_down_waits_for_main(setting: Setting, background: ThreadPoolExecutor) -
     assert all_are(setting.weight.detach(), -2)
 
 
-def test_down_waits_for_a_gradient_that_is_laid_out_anew(
-    setting: Setting, background: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As one is that is sharded in another way than its parameter."""
+@pytest.fixture
+def laid_out_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every gradient is, as one that is sharded in another way than its parameter."""
 
     def laid_out(gradient: torch.Tensor, *others: Any) -> torch.Tensor:
         return gradient.clone()
 
     monkeypatch.setattr("shardproof.optim.hybrid.twin.local_gradient", laid_out)
+
+
+@pytest.mark.usefixtures("laid_out_anew")
+def test_down_waits_for_a_gradient_that_is_laid_out_anew(
+    setting: Setting, background: ThreadPoolExecutor
+) -> None:
     setting.weight.grad = setting.gradient.fill_(3)
     setting.main.synchronize()
     with simulated.held(setting.main):
@@ -70,6 +77,21 @@ def test_down_waits_for_a_gradient_that_is_laid_out_anew(
         assert goes_on(stepping)
     stepping.result(LIMIT)
     assert all_are(setting.weight.detach(), -2)
+
+
+@pytest.mark.usefixtures("laid_out_anew")
+def test_a_gradient_that_is_laid_out_anew_is_held_while_it_is_copied(
+    setting: Setting, background: ThreadPoolExecutor
+) -> None:
+    setting.weight.grad = setting.gradient.fill_(3)
+    with simulated.held(setting.down):
+        stepping = background.submit(setting.optimizer.step)
+        assert goes_on(stepping)
+        others = [torch.full((COUNT,), 7.0, device=first_device()) for _ in range(5)]
+        setting.main.synchronize()
+    stepping.result(LIMIT)
+    assert all_are(setting.weight.detach(), -2)
+    assert all(all_are(other, 7) for other in others)
 
 
 @pytest.fixture

@@ -152,7 +152,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._subs.tell()
         self.refresh()
-        gradients = [
+        gradients = [  # held until the step ends: see "The host waits for one gradient"
             (twin, gradient) for twin in self._twins.values() if (gradient := twin.gradient()) is not None
         ]
         for traffic in self._traffic.values():  # behind what lays gradients out: see "Down waits for main"

@@ -48,7 +48,6 @@ class Twin:
         """The program's group that the parameter is in."""
         self._pin = pin
         self._gradient: torch.Tensor | None = None
-        self._leaving: torch.Tensor | None = None
         self._outgoing: torch.Tensor | None = None
         self._arrived = traffic.event()
         self._sent = traffic.event()
@@ -86,7 +85,6 @@ class Twin:
             raise ValueError("a sparse gradient cannot go to the CPU side: use cpu_fraction=0 for it")
         if self._gradient is None:
             self._gradient = self._buffer(self.tensor.dtype)
-        self._leaving = gradient
         self.traffic.down(self._gradient, gradient, self._arrived)
 
     def await_gradient(self) -> None:
@@ -98,7 +96,6 @@ class Twin:
     def drop_gradient(self) -> None:
         """The step is over: the next one begins without a gradient."""
         self.tensor.grad = None
-        self._leaving = None
 
     def send(self) -> None:
         """CPU side: start the parameter's way back, in its own dtype."""
