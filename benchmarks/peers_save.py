@@ -2,10 +2,11 @@
 
 *held* is the time until the call returns. *done* is the time until the peer says that the save is done.
 *durable* is the time until every byte is on stable storage: as *done* for those that flush, and with a
-flush of all their files added for those that do not. Nothing trains meanwhile (see peers_steps.py), so the
-fence of shardproof never has to copy. With `--change-at-once`, *held* lasts until tensors may be changed,
-as if the next optimizer step came at once: ways that stage in the background are waited for, and the fence
-copies all that is not yet written.
+flush of all their files added for those that do not. A step of training goes before each save, as it does in
+a job: without one, the way after a peer that forks would pay for the pages that the fork left to be copied.
+Nothing trains meanwhile (see peers_steps.py), so the fence of shardproof never has to copy. With
+`--change-at-once`, *held* lasts until tensors may be changed, as if the next optimizer step came at once:
+ways that stage in the background are waited for, and the fence copies all that is not yet written.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ import torch.distributed as dist
 from common import GIB, RawFile, folder, is_rank, local_bytes, remove, start
 from peers.figures import Clock, Figures, Row, flush, launch_each, made, options, releases, rounds, show
 from peers.subject import gpt, small
+from peers.training import Trainer
 from peers.way import Way
 
 OURS = ("shardproof",)
 
 
-def save(way: Way, at_once: bool, number: int) -> Figures:
-    """One save, and its folder removed."""
+def save(way: Way, trainer: Trainer | None, at_once: bool, number: int) -> Figures:
+    """One save, after a step of training, and its folder removed."""
+    if trainer is not None:
+        trainer.step()
     clock = Clock()
     begun = way.begin(number)
     if at_once:
@@ -62,11 +66,12 @@ def main() -> None:
     ways, missing = made(given.only, wanted=lambda way: subject.module is not None or not way.needs_optimizer)
     for way in ways:
         way.prepare(subject)
+    trainer = Trainer(subject, mesh) if subject.module is not None else None
     raw = RawFile(folder() / f"raw-{dist.get_rank()}", local_bytes(subject.tree))
     measures: list[tuple[Row, Callable[[int], Figures]]] = [
         (Row("raw write, O_DIRECT, flushed"), partial(write, raw, True)),
         (Row("raw write, buffered, flushed"), partial(write, raw, False)),
-        *((Row(way.name, way), partial(save, way, given.change_at_once)) for way in ways),
+        *((Row(way.name, way), partial(save, way, trainer, given.change_at_once)) for way in ways),
     ]
     rows = rounds(measures, given.repeats, missing)
     limit = min(row.median("durable") for row in rows if row.way is None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,6 +20,7 @@ from shardproof import events
 from shardproof.saving.snapshot import Snapshot
 from shardproof.state import Piece, Stepped
 from shardproof.state.dtensor import local_tensor
+from shardproof.state.entries import memory_of
 
 __all__ = ["Fence", "fenced_pieces", "open_all"]
 
@@ -51,7 +52,7 @@ class Fence:
         concerned = self._concerned.get(optimizer)
         if concerned is None:
             tensors = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            concerned = any(_storage(local_tensor(tensor)) in self._memory for tensor in tensors)
+            concerned = any(memory_of(local_tensor(tensor)) in self._memory for tensor in tensors)
             self._concerned[optimizer] = concerned
         if concerned:
             self.open()
@@ -89,20 +90,11 @@ def fenced_pieces(pieces: Sequence[Piece], stepped: Sequence[Stepped]) -> list[b
     )
     if not memory:
         return [False] * len(pieces)
-    return [_lies_in(memory, piece) and not piece.view.is_inference() for piece in pieces]
+    return [memory_of(piece.view) in memory and not piece.view.is_inference() for piece in pieces]
 
 
-def _memory_of(stepped: Any) -> frozenset[int]:
-    return frozenset(_storage(tensor) for item in stepped for tensor in item.tensors) - {0}
-
-
-def _lies_in(memory: frozenset[int], piece: Piece) -> bool:
-    """Whether a piece is part of one of these storages; most begin where theirs does."""
-    return piece.address in memory or _storage(piece.view) in memory
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _memory_of(stepped: Iterable[Stepped]) -> frozenset[int]:
+    return frozenset[int]().union(*(item.memory for item in stepped))
 
 
 class _Standing:

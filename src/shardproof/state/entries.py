@@ -26,6 +26,7 @@ __all__ = [
     "TensorEntry",
     "describe",
     "is_plain_memory",
+    "memory_of",
 ]
 
 
@@ -36,6 +37,13 @@ def is_plain_memory(view: torch.Tensor) -> bool:
     (True, False)
     """
     return view.is_cpu and view.is_contiguous() and not view.is_conj() and not view.is_neg()
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Where the storage of a plain tensor begins, on its device; 0 where it has no elements."""
+    if tensor.storage_offset() == 0:
+        return tensor.data_ptr()  # in a third of the time
+    return tensor.untyped_storage().data_ptr() if tensor.numel() else 0
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
@@ -85,10 +93,11 @@ class ObjectEntry(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """An optimizer, and the local tensors that change in its step and at no other time."""
+    """An optimizer, and the memory that changes in its step and at no other time."""
 
     optimizer: torch.optim.Optimizer
-    tensors: tuple[torch.Tensor, ...]
+    memory: frozenset[int]
+    """Where storages begin, as `memory_of` says; of this walk, since storages may be replaced later."""
 
 
 @dataclass(frozen=True, slots=True)

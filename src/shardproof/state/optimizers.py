@@ -19,7 +19,7 @@ from shardproof.errors import StructureError
 from shardproof.state.binding import Binder
 from shardproof.state.collecting import Collector, Hoister
 from shardproof.state.dtensor import local_tensor
-from shardproof.state.entries import Stepped
+from shardproof.state.entries import Stepped, memory_of
 from shardproof.state.modules import unwrapped
 from shardproof.state.names import Names
 from shardproof.state.naming import ModuleNames
@@ -97,23 +97,24 @@ def _collect(
 ) -> None:
     layouts = SlotLayouts.of(modules, ())
     options: dict[int, Any] = {}
-    stepped: list[torch.Tensor] = []
+    memory: set[int] = set()
     for slots in slots_of(optimizer):
-        stepped.append(local_tensor(slots.parameter))
+        memory.add(memory_of(local_tensor(slots.parameter)))
         name = names[slots.parameter]
         key = join(place.key, name)
         if id(slots.options) not in options:
             options[id(slots.options)] = Options.encode(slots.options, place.key)
         for slot, item in slots.tensors.items():
             _check_slot(slot, key)
-            stepped.append(item.buffer if isinstance(item, LocalRange) else local_tensor(item))
             of_key, origin = f"{key}.{slot}", (place.path, f"{name}.{slot}")
             laid_out = layouts.sharded(slots.parameter, item, of_key)
             if laid_out is None:
                 assert isinstance(item, torch.Tensor)
-                out.tensor(of_key, item, origin)
+                local = out.tensor(of_key, item, origin)
             else:
                 out.laid_out(of_key, laid_out, origin)
+                local = item.buffer if isinstance(item, LocalRange) else local_tensor(item)
+            memory.add(memory_of(local))
         values = {}
         for slot, item in slots.values.items():
             _check_slot(slot, key)
@@ -125,7 +126,7 @@ def _collect(
             "values": dict(sorted(values.items())),
         }
         out.agreed(f"{key}.@options", data, (place.path, name))
-    out.stepped.append(Stepped(optimizer, tuple(stepped)))
+    out.stepped.append(Stepped(optimizer, frozenset(memory - {0})))
     _collect_shared(place, optimizer, out)
 
 
