@@ -15,9 +15,7 @@ from tests import simulated
 from tests.distributed.test_read_once import go_through, small_rounds
 from tests.harness import process_group, run_ranks
 
-pytestmark = pytest.mark.skipif(
-    simulated.compiler() is None, reason="no C++ compiler for the simulated device"
-)
+pytestmark = pytest.mark.skipif(bool(simulated.why_not()), reason=simulated.why_not())
 
 SHAPE, COUNT = (64, 32), 6
 

@@ -38,12 +38,14 @@ def checkpointer_at(root: str, deadline: float = DEADLINE) -> sp.Checkpointer:
 
 
 @contextmanager
-def patiently(checkpointer: sp.Checkpointer) -> Iterator[None]:
+def without_haste(checkpointer: sp.Checkpointer) -> Iterator[None]:
     """A deadline that a busy machine keeps, for what is not put to the test."""
     meetings: Any = checkpointer._rendezvous
     meetings.deadline, short = 20.0, meetings.deadline
-    yield
-    meetings.deadline = short
+    try:
+        yield
+    finally:
+        meetings.deadline = short
 
 
 def restored(checkpointer: sp.Checkpointer, step: int) -> list[str]:
@@ -57,7 +59,7 @@ def restored(checkpointer: sp.Checkpointer, step: int) -> list[str]:
 def save_three(root: str, point: str) -> list[Any]:
     """A save; one in which `point` is reached; then, past the point "again", a restore and a save."""
     checkpointer = checkpointer_at(root)
-    with patiently(checkpointer):
+    with without_haste(checkpointer):
         checkpointer.save(1, plain_state(rank(), world_size(), 1)).result()
     kept = checkpointer._storage
     if point == "before":
@@ -69,7 +71,7 @@ def save_three(root: str, point: str) -> list[Any]:
     said = attempt(lambda: checkpointer.save(2, plain_state(rank(), world_size(), 2)).result())
     checkpointer._storage = kept
     reach("again")
-    with patiently(checkpointer):
+    with without_haste(checkpointer):
         wrong = restored(checkpointer, 1)
         checkpointer.save(3, plain_state(rank(), world_size(), 3)).result()
         return [said, wrong + restored(checkpointer, 3)]
@@ -128,7 +130,7 @@ def test_a_stopped_rank_is_named_and_later_in_step_again(
 
 def save_then_lose_one(root: str, point: str) -> Said:
     checkpointer = checkpointer_at(root)
-    with patiently(checkpointer):
+    with without_haste(checkpointer):
         checkpointer.save(1, plain_state(rank(), world_size(), 1)).result()
     operation, _, when = point.partition(" ")
     checkpointer._storage = FaultyStorage(  # type: ignore[assignment]
@@ -238,7 +240,7 @@ def test_a_rank_that_writes_slowly_is_waited_for(slow: int, tmp_path: Path) -> N
 def one_hangs(root: str) -> Said:
     """Alive, and inside of a write that never ends."""
     checkpointer = checkpointer_at(root)
-    with patiently(checkpointer):
+    with without_haste(checkpointer):
         checkpointer.save(1, plain_state(rank(), world_size(), 1)).result()
     if rank() == 1:
         checkpointer._storage = FaultyStorage(  # type: ignore[assignment]

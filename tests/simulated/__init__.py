@@ -10,7 +10,7 @@ own: see `plugin.py` and `tests/unit/test_simulated_device.py`.
 
 from __future__ import annotations
 
-from tests.simulated.building import compiler, library
+from tests.simulated.building import library, why_not
 from tests.simulated.module import held, load, set_delays
 
-__all__ = ["compiler", "held", "library", "load", "set_delays"]
+__all__ = ["held", "library", "load", "set_delays", "why_not"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,15 +15,26 @@ from pathlib import Path
 import torch
 from torch.utils import cpp_extension
 
-__all__ = ["compiler", "library"]
+__all__ = ["library", "why_not"]
 
-LIMIT = 300.0
+LIMIT = 120.0
 _SOURCES = [Path(__file__).parent / name for name in ("device.cpp", "call.h", "backend.h", "runtime.h")]
 
 
-def compiler() -> str | None:
-    """The C++ compiler, None where there is none."""
-    return shutil.which(os.environ.get("CXX", "g++")) if sys.platform == "linux" else None
+def why_not() -> str:
+    """Why the simulated device cannot be here; empty where it can."""
+    if sys.platform != "linux":
+        return f"the simulated device is not written for {sys.platform}"
+    if torch.__version__ < (2, 13):
+        return f"the simulated device is written for torch 2.13 and newer, this is {torch.__version__}"
+    if shutil.which(_compiler()[0]) is None:
+        return f"the simulated device needs a C++ compiler: there is no {_compiler()[0]}"
+    return ""
+
+
+def _compiler() -> list[str]:
+    """The command."""
+    return shlex.split(os.environ.get("CXX", "")) or ["g++"]
 
 
 def library() -> Path:
@@ -45,17 +57,16 @@ def library() -> Path:
 
 
 def _command(made: Path) -> list[str]:
-    path = compiler()
-    assert path is not None, "there is no C++ compiler"
     includes = [f"-I{folder}" for folder in cpp_extension.include_paths()]
     folders = [f"-L{folder}" for folder in cpp_extension.library_paths()]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     flags = ["-O1", "-std=c++20", "-fPIC", "-shared", "-w", abi]
-    return [path, *flags, *includes, str(_SOURCES[0]), "-o", str(made), *folders, "-ltorch_cpu", "-lc10"]
+    linked = [*folders, "-ltorch_cpu", "-lc10"]
+    return [*_compiler(), *flags, *includes, str(_SOURCES[0]), "-o", str(made), *linked]
 
 
 def _digest() -> str:
-    digest = hashlib.sha256(f"{torch.__version__} {platform.machine()} {compiler()}".encode())
+    digest = hashlib.sha256(f"{torch.__version__} {platform.machine()} {_compiler()}".encode())
     for source in _SOURCES:
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]

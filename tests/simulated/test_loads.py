@@ -5,19 +5,20 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import shardproof as sp
+from shardproof.loading import loader
 from tests import simulated
 from tests.accelerator import first_device
-from tests.simulated.waiting import LIMIT
+from tests.simulated.waiting import LIMIT, goes_on
 
 pytestmark = pytest.mark.gpu
 
 SHAPE, COUNT = (600, 300), 8
-A_WHILE = 0.5
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -34,6 +35,14 @@ def test_a_load_waits_for_what_its_caller_enqueued(
     monkeypatch.setattr("shardproof.loading.loader.reading_threads", lambda: threads)
     sp.save(tmp_path / "c", {str(number): torch.full(SHAPE, float(number)) for number in range(COUNT)})
     own = torch.Stream(first_device())
+    reads = threading.Event()
+    read_chunks = loader.read_chunks
+
+    def read(*args: Any, **options: Any) -> int:
+        reads.set()
+        return read_chunks(*args, **options)
+
+    monkeypatch.setattr(loader, "read_chunks", read)
 
     def load(state: dict[str, torch.Tensor]) -> None:
         with own:
@@ -51,7 +60,8 @@ def test_a_load_waits_for_what_its_caller_enqueued(
                 tensor.fill_(-1)
             enqueued.clear()
             loading = background.submit(load, state)
-            assert not enqueued.wait(A_WHILE)
+            assert reads.wait(LIMIT)
+            assert goes_on(loading) and not enqueued.is_set()
         loading.result(LIMIT)
         simulated.set_delays(0.05)
         doubled = [tensor * 2 for tensor in state.values()]

@@ -10,6 +10,7 @@ import torch
 
 from shardproof.optim import HybridDeviceOptimizer
 from shardproof.optim.hybrid.traffic import SideStreams
+from shardproof.streams import on_stream
 from tests import simulated
 from tests.accelerator import first_device
 from tests.simulated.waiting import LIMIT, goes_on, is_done_soon
@@ -92,6 +93,39 @@ def test_a_gradient_that_is_laid_out_anew_is_held_while_it_is_copied(
     stepping.result(LIMIT)
     assert all_are(setting.weight.detach(), -2)
     assert all(all_are(other, 7) for other in others)
+
+
+def test_a_second_step_waits_for_what_the_first_one_sends(
+    setting: Setting, background: ThreadPoolExecutor
+) -> None:
+    """Also on a stream that knows nothing of the first one's."""
+    setting.weight.grad = setting.gradient.fill_(3)
+    setting.main.synchronize()
+    own = torch.Stream(first_device())
+
+    def step_on_own() -> None:
+        with on_stream(own, first_device()):
+            setting.optimizer.step()
+
+    with simulated.held(setting.up):
+        setting.optimizer.step()
+        stepping = background.submit(step_on_own)
+        assert goes_on(stepping)
+    stepping.result(LIMIT)
+    own.synchronize()
+    assert all_are(setting.weight.detach(), -5)
+
+
+def test_a_load_waits_for_what_was_sent(setting: Setting, background: ThreadPoolExecutor) -> None:
+    setting.weight.grad = setting.gradient.fill_(3)
+    setting.main.synchronize()
+    with simulated.held(setting.up):
+        setting.optimizer.step()
+        twin = setting.optimizer._twins[setting.weight]
+        taking = background.submit(twin.take_values, torch.full((COUNT,), 9.0))
+        assert goes_on(taking)
+    taking.result(LIMIT)
+    assert all_are(setting.weight.detach(), -2)
 
 
 @pytest.fixture

@@ -53,17 +53,17 @@ def in_threads(
 
     def run() -> None:
         nonlocal stopped
-        with within():
-            while not stopped:
-                with lock:
-                    item = next(left, None)
-                if item is None:
-                    return
-                try:
+        try:
+            with within():
+                while not stopped:
+                    with lock:
+                        item = next(left, None)
+                    if item is None:
+                        return
                     work(item)
-                except BaseException:
-                    stopped = True
-                    raise
+        except BaseException:
+            stopped = True
+            raise
 
     with ThreadPoolExecutor(min(threads, len(items)), thread_name_prefix="shardproof-read") as pool:
         runs = [pool.submit(run) for _ in range(min(threads, len(items)))]

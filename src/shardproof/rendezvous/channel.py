@@ -122,8 +122,8 @@ class Channel:
 
         return self._requests.call(request, self.patience)
 
-    def gather(self, keys: MeetingKeys, ranks: Iterable[int]) -> View:
-        """What these ranks posted, once all have (`until_ready`): two requests, where `look` takes four."""
+    def read_posts(self, keys: MeetingKeys, ranks: Iterable[int]) -> View:
+        """What these ranks posted, once all have (`until_ready`): nothing is asked for before it is read."""
         posts = {rank: keys.post(rank) for rank in ranks}
         return self._requests.call(
             lambda store: View(_values(store, posts), {}, _verdict(store, keys)), self.patience

@@ -143,13 +143,12 @@ def _collect(
     failed_at = time.monotonic() if kind == ERROR else None
     try:
         while watch.ranks:
-            _is_over(waiting, channel.pulse.period)
+            asked = [] if _is_over(waiting, channel.pulse.period) else watch.ranks
             channel.pulse.tick()
-            asked = [] if waiting.done() else watch.ranks
             if asked:
                 view = channel.look(keys, posts_of=asked, signs_of=asked, known=len(posts) - 1)
             else:
-                view = channel.gather(keys, watch.ranks)
+                view = channel.read_posts(keys, watch.ranks)
             if view.verdict is not None:
                 return view.verdict
             for rank, value in view.posts.items():

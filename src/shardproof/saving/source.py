@@ -43,7 +43,8 @@ class Source:
         self.piece: list[int] = piece.tolist()
         self.byte_counts: list[int] = byte_count.tolist()
         self._pieces = pieces
-        base = np.array([held.address if held.is_plain else 0 for held in pieces], np.uint64)
+        # Asked anew: what is visited later in a walk may have moved what `held.address` is the place of.
+        base = np.array([held.view.data_ptr() if held.is_plain else 0 for held in pieces], np.uint64)
         itemsize = np.array([held.view.element_size() for held in pieces], np.int64)
         within = (start * itemsize[piece]).astype(np.uint64)
         self.addresses: list[int] = np.where(base[piece] != 0, base[piece] + within, np.uint64(0)).tolist()

@@ -16,11 +16,11 @@ from shardproof.state.collecting import Collector
 from shardproof.state.dtensor import local_tensor
 from shardproof.state.explicit import ShardedTensor
 from shardproof.state.layout import Layout, local_layout
-from shardproof.state.naming import PARALLEL, ModuleNames, inside
+from shardproof.state.naming import PARALLEL, NamedModule, inside
 from shardproof.state.tensors import empty_like_layout, local_of, storage_of
-from shardproof.state.visiting import OwnedParameters, Place
+from shardproof.state.visiting import OwnedParameters, Place, Visitor
 
-__all__ = ["MODULE", "unwrapped"]
+__all__ = ["MODULE", "named"]
 
 _EXTRA_STATE = "_extra_state"
 
@@ -30,34 +30,34 @@ class _Module:
 
     def collect(self, place: Place, value: torch.nn.Module, out: Collector) -> None:
         """Each tensor under its name; extra state as an object."""
-        names, state = _state_of(value, place)
+        module, state = _state_of(value, place, out)
         prefix = f"{place.key}." if place.key else ""
         for name, item in state.items():
-            key = prefix + names.clean(name)
+            key = prefix + module.clean(name)
             if not isinstance(item, torch.Tensor) or _is_extra(name):
                 out.object(key, item, (place.path, name))
-            elif (layout := names.layout(name)) is not None:
+            elif (layout := module.layout(name)) is not None:
                 sharded, local = _laid_out(item, layout, key)
                 out.laid_out(key, sharded, (place.path, name), local)
             else:
                 out.tensor(key, item, (place.path, name))
-        out.modules.append(OwnedParameters(place.key, names, state))
+        out.modules.append(OwnedParameters(place.key, module, state))
 
     def bind(self, place: Place, value: torch.nn.Module, to: Binder) -> None:
         """Tensors in place. What the module made up for its state dict goes through load_state_dict."""
-        names, state = _state_of(value, place)
-        module, prefix = names.module, f"{place.key}." if place.key else ""
-        lives = _lives_in(module)
+        module, state = _state_of(value, place, to)
+        prefix = f"{place.key}." if place.key else ""
+        lives = _lives_in(module.module)
         made_up: dict[str, Callable[[], Any]] = {}
         for name, item in state.items():
-            key = prefix + names.clean(name)
+            key = prefix + module.clean(name)
             if _is_extra(name):
-                self._bind_extra(module, name, key, item, to)
+                self._bind_extra(module.module, name, key, item, to)
             elif not isinstance(item, torch.Tensor):
                 data = to.object(key)
                 if data is not MISSING:
                     made_up[name] = to.rebuild(key, data, partial(_same, item))
-            elif (layout := names.layout(name)) is not None:
+            elif (layout := module.layout(name)) is not None:
                 self._bind_laid_out(name, key, item, layout, lives(item), to, made_up)
             elif lives(item):
                 to.tensor(key, item)
@@ -68,8 +68,8 @@ class _Module:
                 if to.tensor(key, fresh):
                     made_up[name] = partial(_same, fresh)
         if made_up:
-            to.later_on(lambda: _load(module, state, made_up))
-        to.modules.append(OwnedParameters(place.key, names, state))
+            to.later_on(lambda: _load(module.module, state, made_up))
+        to.modules.append(OwnedParameters(place.key, module, state))
 
     @staticmethod
     def _bind_laid_out(
@@ -99,7 +99,7 @@ class _Module:
 MODULE = _Module()
 
 
-def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     """The module inside of data parallelism and compilation, in any order, or the module itself."""
     while True:
         if isinstance(module, PARALLEL):
@@ -118,20 +118,29 @@ def _is_extra(name: str) -> bool:
     return name == _EXTRA_STATE or name.endswith(f".{_EXTRA_STATE}")
 
 
-def _state_of(value: torch.nn.Module, place: Place) -> tuple[ModuleNames, Mapping[str, Any]]:
-    module = unwrapped(value)
-    names = ModuleNames(module)
-    _refuse_fsdp1(names, place)
-    if type(module).state_dict is torch.nn.Module.state_dict:
-        return names, module.state_dict(keep_vars=True)
-    return names, module.state_dict()  # its own, which may take no arguments
+def named(module: torch.nn.Module, visitor: Visitor) -> NamedModule:
+    """The module inside of data parallelism and compilation, with its names: worked out once a walk."""
+    inner = _unwrapped(module)
+    if id(inner) not in visitor.named:
+        visitor.named[id(inner)] = NamedModule(inner)
+    return visitor.named[id(inner)]
 
 
-def _refuse_fsdp1(names: ModuleNames, place: Place) -> None:
+def _state_of(
+    value: torch.nn.Module, place: Place, visitor: Visitor
+) -> tuple[NamedModule, Mapping[str, Any]]:
+    module = named(value, visitor)
+    _refuse_fsdp1(module, place)
+    if type(module.module).state_dict is torch.nn.Module.state_dict:
+        return module, module.module.state_dict(keep_vars=True)
+    return module, module.module.state_dict()  # its own, which may take no arguments
+
+
+def _refuse_fsdp1(module: NamedModule, place: Place) -> None:
     """Its state dict gathers from all ranks, which collecting must not do."""
     fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     kind = getattr(fsdp, "FullyShardedDataParallel", None)
-    if kind is not None and any(isinstance(part, kind) for _, part in names.parts):
+    if kind is not None and any(isinstance(part, kind) for _, part in module.parts):
         raise StructureError(
             f"{place.path} holds FullyShardedDataParallel (FSDP1), whose state_dict is a collective. "
             "Use fully_shard (FSDP2), or hand over its flat parameters as shardproof.FlatShard",

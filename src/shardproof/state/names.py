@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from shardproof.errors import StructureError
-from shardproof.state.modules import unwrapped
-from shardproof.state.naming import ModuleNames, clean_name
+from shardproof.state.naming import NamedModule, clean_name
 from shardproof.state.visiting import OwnedParameters, Place, join
 
 __all__ = ["Names"]
@@ -41,12 +40,10 @@ class Names:
         return Names(_by_identity(sorted(names.items())), place)
 
     @staticmethod
-    def of_modules(
-        optimizer: torch.optim.Optimizer, modules: Sequence[torch.nn.Module], place: Place
-    ) -> Names:
+    def of_modules(modules: Sequence[NamedModule], place: Place) -> Names:
         """Names in modules that are not in the tree; of several, the position comes first."""
         owned = [
-            OwnedParameters(str(index) if len(modules) > 1 else "", ModuleNames(unwrapped(module)), {})
+            OwnedParameters(str(index) if len(modules) > 1 else "", module, {})
             for index, module in enumerate(modules)
         ]
         names: dict[int, str] = {}
@@ -80,7 +77,7 @@ class Names:
 
 def _of_module(owner: OwnedParameters) -> dict[int, str]:
     """Of a parameter with several names, the first in the order of keys, under which a tied one is stored."""
-    clean = owner.names.clean
+    clean = owner.module.clean
     named = _by_identity(
         sorted(
             [
@@ -92,7 +89,9 @@ def _of_module(owner: OwnedParameters) -> dict[int, str]:
         )
     )
     listed = [
-        (clean(name), parameter) for name, parameter in owner.names.parameters() if id(parameter) not in named
+        (clean(name), parameter)
+        for name, parameter in owner.module.parameters()
+        if id(parameter) not in named
     ]
     return named | _by_identity(sorted(listed, key=_name))
 

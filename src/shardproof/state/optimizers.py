@@ -20,9 +20,9 @@ from shardproof.state.binding import Binder
 from shardproof.state.collecting import Collector, Hoister
 from shardproof.state.dtensor import local_tensor
 from shardproof.state.entries import Stepped, memory_of
-from shardproof.state.modules import unwrapped
+from shardproof.state.modules import named
 from shardproof.state.names import Names
-from shardproof.state.naming import ModuleNames
+from shardproof.state.naming import NamedModule
 from shardproof.state.optimizer_binding import EXTRA, SHARED, OptimizerBinding
 from shardproof.state.optimizer_slots import slots_of
 from shardproof.state.options import Options
@@ -92,7 +92,7 @@ def _collect(
     place: Place,
     optimizer: torch.optim.Optimizer,
     names: Names,
-    modules: Iterable[ModuleNames],
+    modules: Iterable[NamedModule],
     out: Collector,
 ) -> None:
     layouts = SlotLayouts.of(modules, ())
@@ -173,17 +173,17 @@ def _names(value: Any, place: Place, visitor: Visitor) -> Names:
         if value.names is not None:
             return Names.given(value.names, place)
         if value.modules:
-            return Names.of_modules(value.optimizer, value.modules, place)
+            return Names.of_modules([named(module, visitor) for module in value.modules], place)
         return Names.of_tree(value.optimizer, visitor.modules, place)
     return Names.of_tree(value, visitor.modules, place)
 
 
-def _modules(value: Any, visitor: Visitor) -> list[ModuleNames]:
+def _modules(value: Any, visitor: Visitor) -> list[NamedModule]:
     """The modules that may have declared how parameters of this optimizer are laid out."""
     given = value.modules if isinstance(value, OptimizerState) else ()
     return [
-        *(ModuleNames(unwrapped(module)) for module in given),
-        *(owner.names for owner in visitor.modules),
+        *(named(module, visitor) for module in given),
+        *(owner.module for owner in visitor.modules),
     ]
 
 

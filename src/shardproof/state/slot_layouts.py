@@ -11,7 +11,7 @@ from shardproof.errors import StructureError
 from shardproof.state.dtensor import LOCAL, is_dtensor, local_tensor
 from shardproof.state.explicit import ShardedTensor
 from shardproof.state.layout import Layout, local_layout
-from shardproof.state.naming import ModuleNames
+from shardproof.state.naming import NamedModule
 from shardproof.state.slots import LocalRange, StoredSlot
 from shardproof.state.visiting import OwnedParameters, join
 
@@ -28,15 +28,15 @@ class SlotLayouts:
     """Identity of a parameter to its key in the checkpoint."""
 
     @staticmethod
-    def of(modules: Iterable[ModuleNames], owners: Iterable[OwnedParameters]) -> SlotLayouts:
+    def of(modules: Iterable[NamedModule], owners: Iterable[OwnedParameters]) -> SlotLayouts:
         """Of all parameters of the modules; keys are known of those that are in the tree."""
         layouts: dict[int, Layout] = {}
-        for names in modules:
-            layouts = names.layouts_by_parameter() | layouts
+        for module in modules:
+            layouts = module.layouts_by_parameter() | layouts
         weights: dict[int, str] = {}
         for owner in owners:
-            for name, parameter in owner.names.parameters():
-                weights.setdefault(id(parameter), join(owner.key, owner.names.clean(name)))
+            for name, parameter in owner.module.parameters():
+                weights.setdefault(id(parameter), join(owner.key, owner.module.clean(name)))
         return SlotLayouts(layouts, weights)
 
     def sharded(
@@ -55,7 +55,7 @@ class SlotLayouts:
             if is_dtensor(item) or not is_dtensor(parameter):
                 return None
             if not item.dim() and parameter.dim():
-                return None  # the parameter lies in the model as it is, so its scalars are scalars there
+                return None  # a scalar of the model, however the parameter is laid out
         local = local_tensor(item)
         layout = local_layout(parameter, given, key)
         if tuple(local.shape) == layout.local_shape or not local.numel():  # off the mesh, whatever its shape
@@ -75,7 +75,10 @@ class SlotLayouts:
         self, parameter: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], key: str
     ) -> StoredSlot:
         """A stored slot in the terms of what this rank holds."""
-        layout = local_layout(parameter, self.declared.get(id(parameter)), key)
+        given = self.declared.get(id(parameter))
+        if given is None and not shape and parameter.dim():
+            return StoredSlot(dtype, ())
+        layout = local_layout(parameter, given, key)
         if shape == layout.shape:
             return StoredSlot(dtype, layout.local_shape)
         if shape == layout.scalar(torch.empty((), dtype=dtype)).shape:

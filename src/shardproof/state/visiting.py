@@ -15,7 +15,7 @@ from shardproof.state.dtensor import Layouts
 if TYPE_CHECKING:
     from shardproof.state.binding import Binder
     from shardproof.state.collecting import Collector
-    from shardproof.state.naming import ModuleNames
+    from shardproof.state.naming import NamedModule
 
 __all__ = ["Handler", "OwnedParameters", "Place", "Visitor", "join"]
 
@@ -60,8 +60,7 @@ class OwnedParameters:
     """A module of the tree, for the optimizers that speak of its parameters."""
 
     key: str
-    names: ModuleNames
-    """Of the module, and the module."""
+    module: NamedModule
     state: Mapping[str, Any]
     """Name to value, as collected."""
 
@@ -77,6 +76,8 @@ class Visitor:
     """Modules visited so far."""
     later: list[Callable[[], None]] = field(default_factory=list)
     """What needs all modules to be known."""
+    named: dict[int, NamedModule] = field(default_factory=dict)
+    """By identity, the modules that were asked for their names: see `shardproof.state.modules.named`."""
     layouts: Layouts = field(default_factory=Layouts)
     """Of the DTensors visited so far."""
 

@@ -12,6 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from shardproof.errors import StructureError
 from shardproof.layouts import experts, layers, rename, shared, swiglu, vocabulary
 from shardproof.state import collect
+from shardproof.state.layout import Layout, declare
 from tests.unit.layouts.reference import checkpoint_of, linear, numbered
 
 
@@ -208,3 +209,41 @@ def test_a_shape_that_changed_since_is_refused_by_name() -> None:
     layer.weight = torch.nn.Parameter(torch.zeros(6, 2))
     with pytest.raises(StructureError, match=r"m.weight has shape \[6, 2\], but its layout is declared for"):
         collect({"m": layer})
+
+
+def test_a_module_in_two_places_has_its_layout_in_both() -> None:
+    model = torch.nn.ModuleDict({"a": linear(numbered(2, 2))})
+    model["b"] = model["a"]
+    declare(model["a"], "weight", Layout.whole((2, 2)).expert(1, 4))
+    entries = {entry.key: entry for entry in collect({"model": model}).tensors}
+    assert {key: entry.shape for key, entry in entries.items()} == {
+        "model.a.weight": (4, 2, 2),
+        "model.b.weight": (4, 2, 2),
+    }
+
+
+def test_a_module_that_names_its_own_parameters_is_asked() -> None:
+    class Engine(torch.nn.Module):
+        # Keeps its model where torch does not look.
+
+        def __init__(self, model: torch.nn.Module) -> None:
+            super().__init__()
+            object.__setattr__(self, "model", model)
+
+        def state_dict(self, *args: Any, **options: Any) -> Any:
+            return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+        def named_parameters(self, *args: Any, **options: Any) -> Any:
+            return self.model.named_parameters(*args, **options)
+
+    engine = Engine(torch.nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(engine.parameters(), lr=1.0, momentum=0.9)
+    for parameter in engine.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert keys_of({"engine": engine, "optimizer": optimizer}) == [
+        "engine.bias",
+        "engine.weight",
+        "optimizer.bias.momentum_buffer",
+        "optimizer.weight.momentum_buffer",
+    ]

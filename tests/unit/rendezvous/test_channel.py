@@ -61,6 +61,25 @@ def test_posts_are_looked_for_only_when_more_were_counted(store: Asked, channels
     assert set(leader.look(keys, range(2, WORLD), [], known=1).posts) == {2}
 
 
+def test_posts_are_read_without_asking_for_them_once_all_are_there(
+    store: Asked, channels: list[Channel]
+) -> None:
+    leader, *others = channels
+    keys = leader.join(0)
+    for rank, other in enumerate(others, start=1):
+        other.join(0)
+        body = str(rank).encode()
+        other.post(keys, pack("save", "write", "bytes", body), body, others=2)
+    leader.until_ready(keys).result(10)
+    store.checked.clear()
+    view = leader.read_posts(keys, [1, 2])
+    assert {rank: unpack(value).body for rank, value in view.posts.items()} == {1: b"1", 2: b"2"}
+    assert (view.verdict, store.checked) == (None, [keys.verdict])
+    given_up = pack("save", "write", "given up", b"{}")
+    assert others[0].propose(keys, given_up) == given_up
+    assert leader.read_posts(keys, [1, 2]).verdict == given_up
+
+
 def test_every_rank_finds_its_answer(channels: list[Channel]) -> None:
     leader, other, _ = channels
     keys = leader.join(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -152,9 +152,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._subs.tell()
         self.refresh()
-        gradients = [  # held until the step ends: see "The host waits for one gradient"
-            (twin, gradient) for twin in self._twins.values() if (gradient := twin.gradient()) is not None
-        ]
+        gradients = self._gradients()
         for traffic in self._traffic.values():  # behind what lays gradients out: see "Down waits for main"
             traffic.begin()
         try:
@@ -170,6 +168,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 traffic.end()
             for twin in self._twins.values():
                 twin.drop_gradient()
+            gradients.clear()  # also where an error keeps this frame
         self._subs.hear()
         return loss
 
@@ -296,18 +295,23 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             raise ValueError(f"a tensor of shape {list(parameter.shape)} is no parameter of this optimizer")
         return self._twins[parameter]
 
-    def _start_gradients(
-        self, gradients: Sequence[tuple[Twin, torch.Tensor]]
-    ) -> tuple[list[Twin], list[Twin]]:
-        """The device's and the CPU's twins that have a gradient, which is on its way to the CPU's."""
+    def _gradients(self) -> dict[Twin, torch.Tensor]:
+        """By twin, laid out as it is; those of the CPU's have to be held until the step ends."""
+        found = {twin: twin.gradient() for twin in self._twins.values()}
+        return {twin: gradient for twin, gradient in found.items() if gradient is not None}
+
+    def _start_gradients(self, gradients: dict[Twin, torch.Tensor]) -> tuple[list[Twin], list[Twin]]:
+        """The device's and the CPU's twins that have a gradient, which is on its way to the CPU's.
+
+        Those of the device's are taken out: they have theirs.
+        """
         by_side: tuple[list[Twin], list[Twin]] = [], []
-        for twin, gradient in gradients:
+        for twin, gradient in gradients.items():
             by_side[twin.on_cpu].append(twin)
             if twin.on_cpu:
                 twin.fetch_gradient(gradient)
-        for twin, gradient in gradients:
-            if not twin.on_cpu:
-                twin.cast_gradient(gradient)
+        for twin in by_side[False]:
+            twin.cast_gradient(gradients.pop(twin))
         return by_side
 
     def _step_device(self, stepped: list[Twin]) -> None:
