@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tests import simulated
+from tests.simulated.values import COUNT, all_are, device_memory, page_locked
 
 pytestmark = pytest.mark.gpu
 
-COUNT = 1000
 DEVICE = torch.device("simulated", 0)
 
 
@@ -30,24 +30,9 @@ def side() -> torch.Stream:
     return torch.Stream(DEVICE)
 
 
-def full(value: float) -> torch.Tensor:
-    """On the device, and there when this returns."""
-    tensor = torch.full((COUNT,), float(value), device=DEVICE)
-    torch.accelerator.synchronize(DEVICE)
-    return tensor
-
-
-def page_locked(value: float) -> torch.Tensor:
-    return torch.empty(COUNT, pin_memory=True).fill_(value)
-
-
-def all_are(tensor: torch.Tensor, value: float) -> bool:
-    return tensor.tolist() == [value] * COUNT
-
-
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_copy_to_page_locked_memory_is_read_too_early(main: torch.Stream, waits: bool) -> None:
-    source, target = full(1), page_locked(0)
+    source, target = device_memory(1), page_locked(0)
     with simulated.held(main):
         target.copy_(source, non_blocking=True)
         done = main.record_event()
@@ -62,7 +47,7 @@ def test_a_copy_to_page_locked_memory_is_read_too_early(main: torch.Stream, wait
 def test_a_tensor_is_overwritten_while_side_copies_it(
     main: torch.Stream, side: torch.Stream, waits: bool
 ) -> None:
-    source, target = full(1), page_locked(0)
+    source, target = device_memory(1), page_locked(0)
     with simulated.held(side):
         with side:
             target.copy_(source, non_blocking=True)
@@ -80,7 +65,7 @@ def test_a_tensor_is_overwritten_while_side_copies_it(
 def test_side_copies_what_main_has_not_written_yet(
     main: torch.Stream, side: torch.Stream, waits: bool
 ) -> None:
-    source, target = full(1), page_locked(0)
+    source, target = device_memory(1), page_locked(0)
     with simulated.held(main):
         source.fill_(2)
         if waits:
@@ -95,7 +80,7 @@ def test_side_copies_what_main_has_not_written_yet(
 
 @pytest.mark.parametrize("owner", ["main", "main, recorded", "side"])
 def test_a_temporary_is_freed_while_side_uses_it(main: torch.Stream, side: torch.Stream, owner: str) -> None:
-    source, target = full(1), page_locked(0)
+    source, target = device_memory(1), page_locked(0)
     if owner == "side":
         with side:
             temporary = source + 1
@@ -116,7 +101,7 @@ def test_a_temporary_is_freed_while_side_uses_it(main: torch.Stream, side: torch
 
 
 def test_freed_memory_is_handed_out_at_once_and_overwritten(main: torch.Stream, side: torch.Stream) -> None:
-    first = full(1)
+    first = device_memory(1)
     address = first.data_ptr()
     del first
     with side:
@@ -128,7 +113,7 @@ def test_freed_memory_is_handed_out_at_once_and_overwritten(main: torch.Stream, 
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_page_locked_source_is_overwritten_too_early(main: torch.Stream, waits: bool) -> None:
-    source, target = page_locked(1), full(0)
+    source, target = page_locked(1), device_memory(0)
     with simulated.held(main):
         target.copy_(source, non_blocking=True)
         if not waits:
@@ -140,7 +125,7 @@ def test_a_page_locked_source_is_overwritten_too_early(main: torch.Stream, waits
 
 def test_other_host_memory_is_read_before_the_call_returns(main: torch.Stream) -> None:
     sources = [torch.ones(COUNT), page_locked(1).double(), torch.ones(COUNT, 2, pin_memory=True)[:, 0]]
-    targets = [full(0) for _ in sources]
+    targets = [device_memory(0) for _ in sources]
     with simulated.held(main):
         for source, target in zip(sources, targets, strict=True):
             target.copy_(source, non_blocking=True)
@@ -161,7 +146,7 @@ def test_other_host_memory_is_filled_when_the_call_returns(main: torch.Stream) -
 @pytest.mark.parametrize("known", [True, False])
 def test_page_locked_memory_is_freed_while_it_is_copied_to(main: torch.Stream, known: bool) -> None:
     """The allocator waits for the copies of its own tensors, and knows of no others."""
-    source, memory = full(1), torch.empty(2 * COUNT, pin_memory=True)
+    source, memory = device_memory(1), torch.empty(2 * COUNT, pin_memory=True)
     address = memory.data_ptr()
     target = memory[COUNT:] if known else torch.frombuffer(memory.numpy().data[COUNT:], dtype=torch.float32)
     del memory
@@ -177,7 +162,7 @@ def test_page_locked_memory_is_freed_while_it_is_copied_to(main: torch.Stream, k
 
 
 def test_devices_are_ordered_by_their_own_streams(main: torch.Stream) -> None:
-    there, here = torch.zeros(COUNT, device="simulated:1"), full(1)
+    there, here = torch.zeros(COUNT, device="simulated:1"), device_memory(1)
     with simulated.held(main):
         here.fill_(2)
         there.copy_(here, non_blocking=True)
@@ -188,7 +173,7 @@ def test_devices_are_ordered_by_their_own_streams(main: torch.Stream) -> None:
 
 def test_work_that_is_late_stays_in_order(main: torch.Stream, side: torch.Stream) -> None:
     simulated.set_delays(0.001, seed=2)
-    value, seen = full(0), []
+    value, seen = device_memory(0), []
     for _ in range(50):
         value.mul_(2).add_(1).remainder_(1000)
         side.wait_stream(main)

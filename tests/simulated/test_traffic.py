@@ -13,11 +13,10 @@ from shardproof.optim.hybrid.traffic import SideStreams
 from shardproof.streams import on_stream
 from tests import simulated
 from tests.accelerator import first_device
+from tests.simulated.values import COUNT, all_are, device_memory, page_locked
 from tests.simulated.waiting import LIMIT, goes_on, is_done_soon
 
 pytestmark = pytest.mark.gpu
-
-COUNT = 1000
 
 
 class Setting:
@@ -41,10 +40,6 @@ class Setting:
 @pytest.fixture
 def setting() -> Setting:
     return Setting()
-
-
-def all_are(tensor: torch.Tensor, value: float) -> bool:
-    return bool((tensor.cpu() == value).all())
 
 
 def test_down_waits_for_main(setting: Setting, background: ThreadPoolExecutor) -> None:
@@ -131,16 +126,6 @@ def test_a_load_waits_for_what_was_sent(setting: Setting, background: ThreadPool
 @pytest.fixture
 def traffic() -> SideStreams:
     return SideStreams(first_device())
-
-
-def device_memory(value: float) -> torch.Tensor:
-    tensor = torch.full((COUNT,), value, device=first_device())
-    torch.accelerator.synchronize()
-    return tensor
-
-
-def page_locked(value: float) -> torch.Tensor:
-    return torch.empty(COUNT, pin_memory=True).fill_(value)
 
 
 def test_up_waits_for_main(traffic: SideStreams) -> None:
