@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -167,6 +169,30 @@ def test_threads_stop_at_the_first_failure(threads: int) -> None:
     done: list[int] = []
     in_threads(done.append, range(100), threads)
     assert sorted(done) == list(range(100))
+
+
+def test_threads_stop_where_one_cannot_begin() -> None:
+    """The others are at their first item until it has failed, and each item takes them a millisecond."""
+    begun: list[int] = []
+    failed, pause = threading.Event(), threading.Event()
+    entering: list[None] = []
+
+    @contextmanager
+    def within() -> Iterator[None]:
+        entering.append(None)
+        if len(entering) == 2:
+            failed.set()
+            raise KeyError("no stream")
+        yield
+
+    def work(item: int) -> None:
+        begun.append(item)
+        assert failed.wait(60)
+        pause.wait(0.001)
+
+    with pytest.raises(KeyError):
+        in_threads(work, range(1000), 3, within)
+    assert len(begun) < 1000
 
 
 @pytest.mark.parametrize("direct", [1, 1 << 30])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardproof.optim import HybridDeviceOptimizer
 from shardproof.optim.hybrid.sides import Sides
+from shardproof.optim.hybrid.twin import Twin
 from tests.unit.optim.hybrid_samples import (
     RULES,
     equal,
@@ -72,6 +74,40 @@ def test_late_copies_are_waited_for(fraction: float, monkeypatch: pytest.MonkeyP
             "wait down",
             "up",
         ] * on_cpu
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_gradients_are_not_held_beyond_the_step(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor by the traceback of one that failed; and the device's only until they are cast."""
+    model = model_of(torch.bfloat16)
+    optimizer = hybrid(model, master_dtype=torch.float32)
+    laid_out: list[tuple[bool, weakref.ref[torch.Tensor]]] = []
+
+    original = Twin.gradient
+
+    def anew(self: Twin) -> torch.Tensor:
+        found = original(self)
+        assert found is not None
+        new = found.clone()
+        laid_out.append((self.on_cpu, weakref.ref(new)))
+        return new
+
+    def of_device(*_: Any) -> None:
+        assert not any(found() is not None for on_cpu, found in laid_out if not on_cpu)
+        if fails:
+            raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(Twin, "gradient", anew)
+    optimizer._subs.on_device.register_step_pre_hook(of_device)  # type: ignore[union-attr]
+    fill_gradients(model, 0)
+    kept = None
+    try:
+        optimizer.step()
+    except torch.OutOfMemoryError as error:
+        kept = error
+    assert (kept is not None) == fails
+    assert len(laid_out) == len(list(model.parameters()))
+    assert [found() for _, found in laid_out] == [None] * len(laid_out)
 
 
 def test_the_device_steps_while_gradients_travel(monkeypatch: pytest.MonkeyPatch) -> None:

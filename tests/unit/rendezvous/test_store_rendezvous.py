@@ -8,6 +8,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 from shardproof.errors import RankFailure, RankSilent, StructureError
 from shardproof.rendezvous import LocalRendezvous, StoreRendezvous, connect
+from shardproof.rendezvous.channel import Channel
 
 
 def join(posts: list[bytes]) -> bytes:
@@ -42,6 +45,35 @@ def on_ranks(
     for thread in threads:
         thread.join(100)
     return ends
+
+
+class _Failing(Future[None]):
+    """A wait whose connection is lost after it was last looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_exception(RuntimeError("connection reset by peer"))
+        self.looked_at = 0
+
+    def result(self, timeout: float | None = None) -> None:
+        self.looked_at += 1
+        return super().result(timeout) if self.looked_at > 1 else self._not_yet()
+
+    def _not_yet(self) -> None:
+        raise FutureTimeoutError
+
+
+def test_posts_that_are_not_there_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait that failed is done too: what it failed of is told, before anybody waits for a post."""
+    monkeypatch.setattr(Channel, "until_ready", lambda self, keys: _Failing())
+    begun = time.monotonic()
+    meetings = StoreRendezvous(HashStore(), 0, 2, deadline=20.0)
+    try:
+        with pytest.raises(RankSilent, match="connection reset by peer"):
+            meetings.meet("save", "write", b"", join)
+    finally:
+        meetings.close()
+    assert time.monotonic() - begun < 15
 
 
 @pytest.mark.parametrize("kind", ["hash", "prefix", "file", "tcp", "tcp without libuv"])

@@ -21,6 +21,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from shardproof.errors import StructureError
 from shardproof.state import collect
 from shardproof.state.placements import local_segments, order_of_sharding
+from shardproof.state.slot_layouts import SlotLayouts
+from shardproof.state.slots import StoredSlot
 from tests.unit.state.fake_checkpoint import FakeCheckpoint
 
 
@@ -332,3 +334,20 @@ def test_objects_keep_the_layout_of_their_tensors() -> None:
         checkpoint.load({"x": target})
         assert target.tensor.placements == (Shard(1),)
         assert torch.equal(target.tensor._local_tensor, full[:, 2:])
+
+
+def test_a_scalar_of_a_parameter_is_saved_and_loaded_whatever_its_layout() -> None:
+    """Shaped slots are refused both ways, where the local tensor is not what the placements say."""
+    layouts = SlotLayouts({}, {})
+    with as_rank(0, 2):
+        mesh = DeviceMesh("cpu", torch.arange(2))
+        local = torch.ones(3, 2)
+        parameter = DTensor.from_local(
+            local, mesh, [Shard(0)], run_check=False, shape=torch.Size((4, 2)), stride=(2, 1)
+        )
+        assert layouts.sharded(parameter, torch.tensor(7.0), "step") is None
+        assert layouts.stored(parameter, torch.float32, (), "step") == StoredSlot(torch.float32, ())
+        with pytest.raises(StructureError):
+            layouts.sharded(parameter, local, "exp_avg")
+        with pytest.raises(StructureError):
+            layouts.stored(parameter, torch.float32, (4, 2), "exp_avg")
