@@ -41,7 +41,7 @@ class Fence:
         self._phase = phase
         self._opened = False
         self._process = os.getpid()
-        self._memory = _memory_of(stepped)
+        self._memory = _written_by(stepped)
         self._concerned: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
         for item in stepped:
             self._concerned[item.optimizer] = True
@@ -85,7 +85,7 @@ def fenced_pieces(pieces: Sequence[Piece], stepped: Sequence[Stepped]) -> list[b
     Steps that torch may replay without calling hooks (``capturable``), and tensors that keep no version, are
     not counted on.
     """
-    memory = _memory_of(
+    memory = _written_by(
         item for item in stepped if not any(group.get("capturable") for group in item.optimizer.param_groups)
     )
     if not memory:
@@ -93,7 +93,7 @@ def fenced_pieces(pieces: Sequence[Piece], stepped: Sequence[Stepped]) -> list[b
     return [memory_of(piece.view) in memory and not piece.view.is_inference() for piece in pieces]
 
 
-def _memory_of(stepped: Iterable[Stepped]) -> frozenset[int]:
+def _written_by(stepped: Iterable[Stepped]) -> frozenset[int]:
     return frozenset[int]().union(*(item.memory for item in stepped))
 
 

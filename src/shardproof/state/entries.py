@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -91,13 +92,17 @@ class ObjectEntry(msgspec.Struct, frozen=True):
     value: Any
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Stepped:
-    """An optimizer, and the memory that changes in its step and at no other time."""
+    """An optimizer, and the local tensors that change in its step and at no other time."""
 
     optimizer: torch.optim.Optimizer
-    memory: frozenset[int]
-    """Where storages begin, as `memory_of` says; of this walk, since storages may be replaced later."""
+    tensors: tuple[torch.Tensor, ...]
+
+    @cached_property
+    def memory(self) -> frozenset[int]:
+        """Where their storages begin, as `memory_of` says, when this is first asked for."""
+        return frozenset(map(memory_of, self.tensors)) - {0}
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from shardproof.errors import StructureError
 from shardproof.state.binding import Binder
 from shardproof.state.collecting import Collector, Hoister
 from shardproof.state.dtensor import local_tensor
-from shardproof.state.entries import Stepped, memory_of
+from shardproof.state.entries import Stepped
 from shardproof.state.modules import named
 from shardproof.state.names import Names
 from shardproof.state.naming import NamedModule
@@ -97,9 +97,9 @@ def _collect(
 ) -> None:
     layouts = SlotLayouts.of(modules, ())
     options: dict[int, Any] = {}
-    memory: set[int] = set()
+    stepped: list[torch.Tensor] = []
     for slots in slots_of(optimizer):
-        memory.add(memory_of(local_tensor(slots.parameter)))
+        stepped.append(local_tensor(slots.parameter))
         name = names[slots.parameter]
         key = join(place.key, name)
         if id(slots.options) not in options:
@@ -114,7 +114,7 @@ def _collect(
             else:
                 out.laid_out(of_key, laid_out, origin)
                 local = item.buffer if isinstance(item, LocalRange) else local_tensor(item)
-            memory.add(memory_of(local))
+            stepped.append(local)
         values = {}
         for slot, item in slots.values.items():
             _check_slot(slot, key)
@@ -126,7 +126,7 @@ def _collect(
             "values": dict(sorted(values.items())),
         }
         out.agreed(f"{key}.@options", data, (place.path, name))
-    out.stepped.append(Stepped(optimizer, frozenset(memory - {0})))
+    out.stepped.append(Stepped(optimizer, tuple(stepped)))
     _collect_shared(place, optimizer, out)
 
 

@@ -352,6 +352,13 @@ def test_buffers_and_extra_state() -> None:
     assert target["x"].kept.tolist() == [4, 4]  # type: ignore[operator, union-attr]
 
 
+def test_a_parameter_without_a_storage_has_its_options_collected() -> None:
+    """What its optimizer writes is asked only where a save is guarded."""
+    sparse = torch.eye(2).to_sparse()
+    state = OptimizerState(torch.optim.SGD([sparse], lr=0.1), names={"w": sparse})
+    assert [entry.key for entry in collect({"o": state}).objects] == ["o.w.@options"]
+
+
 def test_tied_weights_are_stored_once_and_tied_again() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
