@@ -26,14 +26,23 @@ def buffer() -> memoryview:
     return memory
 
 
+@pytest.fixture
+def weight() -> torch.Tensor:
+    return torch.ones(SHAPE, device=first_device())
+
+
+def side_of(copies: DeviceCopies) -> torch.Stream:
+    assert copies._side is not None
+    return copies._side
+
+
 def all_are(buffer: memoryview, value: float) -> bool:
     return bool((torch.frombuffer(buffer, dtype=torch.float32) == value).all())
 
 
 def test_a_copy_waits_for_what_main_was_given_before(
-    background: ThreadPoolExecutor, enqueued: threading.Event, buffer: memoryview
+    background: ThreadPoolExecutor, enqueued: threading.Event, weight: torch.Tensor, buffer: memoryview
 ) -> None:
-    weight = torch.ones(SHAPE, device=first_device())
     main = torch.accelerator.current_stream()
     main.synchronize()
     with simulated.held(main):
@@ -47,9 +56,9 @@ def test_a_copy_waits_for_what_main_was_given_before(
 
 
 def test_a_copy_waits_for_nothing_that_main_is_given_later(
-    background: ThreadPoolExecutor, buffer: memoryview
+    background: ThreadPoolExecutor, weight: torch.Tensor, buffer: memoryview
 ) -> None:
-    weight, other = torch.ones(SHAPE, device=first_device()), torch.ones(SHAPE, device=first_device())
+    other = torch.ones(SHAPE, device=first_device())
     main = torch.accelerator.current_stream()
     copies = DeviceCopies(weight.device)
     main.synchronize()
@@ -61,12 +70,10 @@ def test_a_copy_waits_for_nothing_that_main_is_given_later(
 
 
 def test_a_copy_returns_when_the_bytes_are_there(
-    background: ThreadPoolExecutor, enqueued: threading.Event, buffer: memoryview
+    background: ThreadPoolExecutor, enqueued: threading.Event, weight: torch.Tensor, buffer: memoryview
 ) -> None:
-    weight = torch.ones(SHAPE, device=first_device())
     copies = DeviceCopies(weight.device)
-    assert copies._side is not None
-    with simulated.held(copies._side):
+    with simulated.held(side_of(copies)):
         copying = background.submit(copies.copy, weight, buffer)
         assert enqueued.wait(LIMIT)
         assert goes_on(copying)
@@ -76,13 +83,11 @@ def test_a_copy_returns_when_the_bytes_are_there(
 
 
 def test_memory_of_a_temporary_is_not_given_to_training(
-    background: ThreadPoolExecutor, enqueued: threading.Event, buffer: memoryview
+    background: ThreadPoolExecutor, enqueued: threading.Event, weight: torch.Tensor, buffer: memoryview
 ) -> None:
-    weight = torch.ones(SHAPE, device=first_device())
     main = torch.accelerator.current_stream()
     copies = DeviceCopies(weight.device)
-    assert copies._side is not None
-    with simulated.held(copies._side):
+    with simulated.held(side_of(copies)):
         copying = background.submit(copies.copy, weight.t(), buffer)
         assert enqueued.wait(LIMIT)
         assert goes_on(copying)  # its temporary has been freed by now
@@ -94,12 +99,10 @@ def test_memory_of_a_temporary_is_not_given_to_training(
 
 
 def test_nothing_is_copied_any_more_when_copies_are_finished(
-    background: ThreadPoolExecutor, enqueued: threading.Event, buffer: memoryview
+    background: ThreadPoolExecutor, enqueued: threading.Event, weight: torch.Tensor, buffer: memoryview
 ) -> None:
-    weight = torch.ones(SHAPE, device=first_device())
     copies = DeviceCopies(weight.device)
-    assert copies._side is not None
-    with simulated.held(copies._side):
+    with simulated.held(side_of(copies)):
         background.submit(copies.copy, weight, buffer)
         assert enqueued.wait(LIMIT)
         finishing = background.submit(copies.finish)

@@ -57,10 +57,9 @@ class _Failing(Future[None]):
 
     def result(self, timeout: float | None = None) -> None:
         self.looked_at += 1
-        return super().result(timeout) if self.looked_at > 1 else self._not_yet()
-
-    def _not_yet(self) -> None:
-        raise FutureTimeoutError
+        if self.looked_at == 1:
+            raise FutureTimeoutError
+        return super().result(timeout)
 
 
 def test_posts_that_are_not_there_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
