@@ -90,7 +90,11 @@ def fenced_pieces(pieces: Sequence[Piece], stepped: Sequence[Stepped]) -> list[b
     )
     if not memory:
         return [False] * len(pieces)
-    return [memory_of(piece.view) in memory and not piece.view.is_inference() for piece in pieces]
+    return [_lies_in(memory, piece.view) and not piece.view.is_inference() for piece in pieces]
+
+
+def _lies_in(memory: frozenset[int], view: torch.Tensor) -> bool:
+    return view.data_ptr() in memory or (view.storage_offset() != 0 and memory_of(view) in memory)
 
 
 def _written_by(stepped: Iterable[Stepped]) -> frozenset[int]:

@@ -49,7 +49,7 @@ from shardproof.saving.replicas import CheckReplicas, chosen_slices, hash_replic
 from shardproof.saving.shard import write_changes, write_shard
 from shardproof.saving.snapshot import Snapshot
 from shardproof.saving.uncommitted import remove_uncommitted
-from shardproof.state import Collected, collect, encode_plain
+from shardproof.state import Collected, ObjectEntry, collect, encode_plain
 from shardproof.storage import Sink, Storage
 
 __all__ = ["Session"]
@@ -235,7 +235,7 @@ class Session:
             prepared = prepare_shard(self._structure, RankPlan.decode(part))
             self._kept.held = HeldPlan(self._attempt.id, prepared)
         assert self._kept.held is not None
-        self._objects = {entry.key: msgspec.json.encode(entry.value) for entry in self._collected.objects}
+        self._objects = _encoded(self._collected.objects)
         pieces = [(piece, entry.key) for entry in self._collected.tensors for piece in entry.pieces]
         views = [piece for piece, _ in pieces]
         stepped = () if stage_all else self._collected.stepped
@@ -331,6 +331,15 @@ class Session:
                 said,
                 "; ..." if len(concerns) > _SHOWN else "",
             )
+
+
+def _encoded(objects: Sequence[ObjectEntry]) -> dict[str, bytes]:
+    """Objects as JSON, by key. Several keys may have one value, which is encoded once."""
+    known: dict[int, bytes] = {}
+    for entry in objects:
+        if id(entry.value) not in known:
+            known[id(entry.value)] = msgspec.json.encode(entry.value)
+    return {entry.key: known[id(entry.value)] for entry in objects}
 
 
 def _node() -> int:

@@ -17,7 +17,7 @@ from shardproof.state.entries import (
 from shardproof.state.explicit import FlatShard, ShardedTensor
 from shardproof.state.generators import RandomState
 from shardproof.state.layout import Layout, declare, local_layout
-from shardproof.state.optimizer_slots import receive, slots_of
+from shardproof.state.optimizer_slots import receiver, slots_of
 from shardproof.state.optimizers import OptimizerState
 from shardproof.state.parts import parts_of
 from shardproof.state.per_rank import PerRank
@@ -55,7 +55,7 @@ __all__ = [
     "is_plain_memory",
     "local_layout",
     "parts_of",
-    "receive",
+    "receiver",
     "register_dataclass",
     "register_enum",
     "slots_of",

@@ -55,13 +55,12 @@ class Collector(Visitor):
         """Collect a value of any kind."""
         self.handler_of(value, place).collect(place, value, self)
 
-    def tensor(self, key: str, tensor: torch.Tensor, origin: Any) -> torch.Tensor:
-        """Add a tensor or DTensor; returns the local one."""
+    def tensor(self, key: str, tensor: torch.Tensor, origin: Any) -> None:
+        """Add a tensor or DTensor."""
         dtype, shape, pieces, local = pieces_of(tensor, key, self.layouts)
         if not pieces:
             self.anchors[key] = local
         self.add(TensorEntry(key, dtype, shape, pieces), origin)
-        return local
 
     def pieces(
         self, key: str, dtype: str, shape: tuple[int, ...], pieces: tuple[Piece, ...], origin: Any

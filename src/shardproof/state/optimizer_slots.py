@@ -15,14 +15,15 @@ from shardproof.state.slots import (
     LocalRange,
     ParameterSlots,
     Receipt,
+    Receiver,
     SlotKeeper,
     StoredSlot,
     options_of,
 )
 from shardproof.state.tensors import empty_like_layout
-from shardproof.state.zero_redundancy import is_zero_redundancy, owned_receipt, owned_slots
+from shardproof.state.zero_redundancy import is_zero_redundancy, owned_receiver, owned_slots
 
-__all__ = ["receive", "slots_of"]
+__all__ = ["receiver", "slots_of"]
 
 
 def slots_of(optimizer: torch.optim.Optimizer | SlotKeeper) -> list[ParameterSlots]:
@@ -52,27 +53,33 @@ def slots_of(optimizer: torch.optim.Optimizer | SlotKeeper) -> list[ParameterSlo
     return described
 
 
-def receive(
-    optimizer: torch.optim.Optimizer | SlotKeeper,
-    parameter: torch.Tensor,
-    group: dict[str, Any],
-    stored: Mapping[str, StoredSlot],
-) -> Receipt:
-    """How any optimizer takes the stored slots of one of its parameters. Touches nothing before `attach`.
+def receiver(optimizer: torch.optim.Optimizer | SlotKeeper) -> Receiver:
+    """How any optimizer takes the stored slots of its parameters. Touches nothing before `attach`.
 
     An optimizer of torch's takes tensors in place where it has them. It keeps no masters, so it takes none.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> adam = torch.optim.AdamW([weight])
-    >>> receipt = receive(adam, weight, adam.param_groups[0], {"exp_avg": StoredSlot(torch.float32, (2,))})
+    >>> receive = receiver(adam)
+    >>> receipt = receive(weight, adam.param_groups[0], {"exp_avg": StoredSlot(torch.float32, (2,))})
     >>> receipt.attach({}, frozenset(receipt.tensors))
     >>> list(adam.state[weight])
     ['exp_avg']
     """
     if isinstance(optimizer, SlotKeeper):
-        return optimizer.receive_slots(parameter, stored)
+        keeper = optimizer  # which it stays, also for who checks types
+        return lambda parameter, _, stored: keeper.receive_slots(parameter, stored)
     if is_zero_redundancy(optimizer):
-        return owned_receipt(optimizer, parameter, group, stored, receive)
+        return owned_receiver(optimizer, receiver)
+    return partial(_receive, optimizer)
+
+
+def _receive(
+    optimizer: torch.optim.Optimizer,
+    parameter: torch.Tensor,
+    group: dict[str, Any],
+    stored: Mapping[str, StoredSlot],
+) -> Receipt:
     current = optimizer.state.get(parameter) or {}
     tensors: dict[str, torch.Tensor] = {}
     made: dict[str, torch.dtype] = {}

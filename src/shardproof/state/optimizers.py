@@ -28,7 +28,7 @@ from shardproof.state.optimizer_slots import slots_of
 from shardproof.state.options import Options
 from shardproof.state.plain import encode
 from shardproof.state.slot_layouts import SlotLayouts
-from shardproof.state.slots import LocalRange, SlotKeeper
+from shardproof.state.slots import LocalRange, ParameterSlots, SlotKeeper
 from shardproof.state.visiting import Place, Visitor, join
 from shardproof.state.zero_redundancy import is_zero_redundancy
 
@@ -96,37 +96,29 @@ def _collect(
     out: Collector,
 ) -> None:
     layouts = SlotLayouts.of(modules, ())
-    options: dict[int, Any] = {}
+    options = _OptionsObjects(place.key)
     stepped: list[torch.Tensor] = []
     for slots in slots_of(optimizer):
-        stepped.append(local_tensor(slots.parameter))
-        name = names[slots.parameter]
-        key = join(place.key, name)
-        if id(slots.options) not in options:
-            options[id(slots.options)] = Options.encode(slots.options, place.key)
+        parameter = slots.parameter
+        name = names[parameter]
+        key, origin = join(place.key, name), (place.path, name)
+        layout = layouts.of_slots(parameter)
+        stepped.append(parameter)
         for slot, item in slots.tensors.items():
-            _check_slot(slot, key)
-            of_key, origin = f"{key}.{slot}", (place.path, f"{name}.{slot}")
-            laid_out = layouts.sharded(slots.parameter, item, of_key)
+            of_key = _key_of(key, slot)
+            laid_out = layout.sharded(item, of_key)
             if laid_out is None:
                 assert isinstance(item, torch.Tensor)
-                local = out.tensor(of_key, item, origin)
+                out.tensor(of_key, item, (origin, slot))
             else:
-                out.laid_out(of_key, laid_out, origin)
-                local = item.buffer if isinstance(item, LocalRange) else local_tensor(item)
-            stepped.append(local)
+                out.laid_out(of_key, laid_out, (origin, slot))
+            stepped.append(item.buffer if isinstance(item, LocalRange) else item)
         values = {}
         for slot, item in slots.values.items():
-            _check_slot(slot, key)
-            values[slot] = encode(item, f"{key}.{slot}", Hoister(f"{key}.{slot}", out, place.path))
-        data = {
-            "class": slots.kind,
-            "options": options[id(slots.options)],
-            "slots": sorted(slots.tensors),
-            "values": dict(sorted(values.items())),
-        }
-        out.agreed(f"{key}.@options", data, (place.path, name))
-    out.stepped.append(Stepped(optimizer, tuple(stepped)))
+            of_key = _key_of(key, slot)
+            values[slot] = encode(item, of_key, Hoister(of_key, out, place.path))
+        out.agreed(f"{key}.@options", options.of(slots, values), origin)
+    out.stepped.append(Stepped(optimizer, tuple(map(local_tensor, stepped))))
     _collect_shared(place, optimizer, out)
 
 
@@ -187,6 +179,42 @@ def _modules(value: Any, visitor: Visitor) -> list[NamedModule]:
     ]
 
 
-def _check_slot(slot: Any, key: str) -> None:
+def _key_of(key: str, slot: Any) -> str:
+    """The key of a slot of the parameter whose key is given."""
     if not isinstance(slot, str) or slot.startswith("@"):
         raise StructureError(f"{key}: the state has a slot named {slot!r}, which makes no key", key=key)
+    return f"{key}.{slot}"
+
+
+class _OptionsObjects:
+    """What is stored as ``@options`` of parameters: one object for all that have the same.
+
+    Args:
+        key: of the optimizer.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+        self._options: dict[int, Any] = {}
+        """By identity of a group's options, encoded."""
+        self._alike: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def of(self, slots: ParameterSlots, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Of one parameter.
+
+        Args:
+            slots: of the parameter; they outlive this.
+            values: its encoded slots that are no tensors.
+        """
+        alike = slots.kind, id(slots.options), *slots.tensors
+        if not values and alike in self._alike:
+            return self._alike[alike]
+        if id(slots.options) not in self._options:
+            self._options[id(slots.options)] = Options.encode(slots.options, self._key)
+        data = {
+            "class": slots.kind,
+            "options": self._options[id(slots.options)],
+            "slots": sorted(slots.tensors),
+            "values": dict(sorted(values.items())),
+        }
+        return data if values else self._alike.setdefault(alike, data)

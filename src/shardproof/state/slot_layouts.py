@@ -15,7 +15,7 @@ from shardproof.state.naming import NamedModule
 from shardproof.state.slots import LocalRange, StoredSlot
 from shardproof.state.visiting import OwnedParameters, join
 
-__all__ = ["SlotLayouts"]
+__all__ = ["SlotLayout", "SlotLayouts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,30 +39,45 @@ class SlotLayouts:
                 weights.setdefault(id(parameter), join(owner.key, owner.module.clean(name)))
         return SlotLayouts(layouts, weights)
 
-    def sharded(
-        self, parameter: torch.Tensor, item: torch.Tensor | LocalRange, key: str
-    ) -> ShardedTensor | None:
+    def of_slots(self, parameter: torch.Tensor) -> SlotLayout:
+        """How the slots of a parameter are laid out."""
+        declared = self.declared.get(id(parameter)) if self.declared else None
+        is_own = declared is None and not hasattr(parameter, LOCAL)
+        return SlotLayout(parameter, declared, is_own, is_dtensor(parameter))
+
+
+@dataclass(slots=True)
+class SlotLayout:
+    """The layout of one parameter, for its slots."""
+
+    parameter: torch.Tensor
+    declared: Layout | None
+    is_own: bool
+    """Whether the parameter itself says how it is laid out."""
+    is_dtensor: bool
+    """Whether the parameter is one."""
+    _layout: Layout | None = None
+
+    def sharded(self, item: torch.Tensor | LocalRange, key: str) -> ShardedTensor | None:
         """The pieces of a slot; None where the tensor says it all itself.
 
         Raises:
             StructureError: the slot has a shape from which nothing follows.
         """
-        given = self.declared.get(id(parameter))
         if isinstance(item, LocalRange):
-            return local_layout(parameter, given, key).range(item.buffer, item.start, item.stop)
-        placed = hasattr(parameter, LOCAL)
-        if given is None and not placed:
-            if is_dtensor(item) or not is_dtensor(parameter):
+            return self._local(key).range(item.buffer, item.start, item.stop)
+        if self.is_own:
+            if not self.is_dtensor or is_dtensor(item):
                 return None
-            if not item.dim() and parameter.dim():
+            if not item.dim() and self.parameter.dim():
                 return None  # a scalar of the model, however the parameter is laid out
         local = local_tensor(item)
-        layout = local_layout(parameter, given, key)
+        layout = self._local(key)
         if tuple(local.shape) == layout.local_shape or not local.numel():  # off the mesh, whatever its shape
             return layout.pieces(local)
         if not local.dim():
             return layout.scalar(local)
-        if given is None and not placed:
+        if self.is_own:
             return None
         raise StructureError(
             f"{key}: the slot has shape {list(item.shape)}, its parameter is held as "
@@ -71,16 +86,18 @@ class SlotLayouts:
             key=key,
         )
 
-    def stored(
-        self, parameter: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], key: str
-    ) -> StoredSlot:
+    def stored(self, dtype: torch.dtype, shape: tuple[int, ...], key: str) -> StoredSlot:
         """A stored slot in the terms of what this rank holds."""
-        given = self.declared.get(id(parameter))
-        if given is None and not shape and parameter.dim():
+        if self.declared is None and not shape and self.parameter.dim():
             return StoredSlot(dtype, ())
-        layout = local_layout(parameter, given, key)
+        layout = self._local(key)
         if shape == layout.shape:
             return StoredSlot(dtype, layout.local_shape)
         if shape == layout.scalar(torch.empty((), dtype=dtype)).shape:
             return StoredSlot(dtype, ())
         return StoredSlot(dtype, shape)
+
+    def _local(self, key: str) -> Layout:
+        if self._layout is None:
+            self._layout = local_layout(self.parameter, self.declared, key)
+        return self._layout

@@ -10,11 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
-__all__ = ["MASTER", "LocalRange", "ParameterSlots", "Receipt", "SlotKeeper", "StoredSlot", "options_of"]
+__all__ = [
+    "MASTER",
+    "LocalRange",
+    "ParameterSlots",
+    "Receipt",
+    "Receiver",
+    "SlotKeeper",
+    "StoredSlot",
+    "options_of",
+]
 
 MASTER = "master"
 """The slot that holds a parameter's values in a wider dtype than the parameter's own."""
@@ -93,6 +102,10 @@ class Receipt:
     """Called once all bytes are there, with the plain values and the tensor slots that were filled. The state
     becomes what was stored: other slots are dropped. A master that was not filled is made from the
     parameter."""
+
+
+Receiver: TypeAlias = Callable[[torch.Tensor, dict[str, Any], Mapping[str, StoredSlot]], Receipt]
+"""Takes a parameter, the group that it is in, and the stored tensor slots."""
 
 
 @runtime_checkable

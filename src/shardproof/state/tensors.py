@@ -70,22 +70,14 @@ def pieces_of(
     Raises:
         StructureError: the tensor cannot be kept; the text names its path and what to do.
     """
-    if type(tensor) in PLAIN_TYPES:
-        _check(tensor, path)
-        name = _NAMES.get(tensor.dtype) or dtype_name(tensor.dtype, path)
-        shape = tuple(tensor.shape)
-        if tensor.numel() == 0:
-            return name, shape, (), tensor
-        return name, shape, (Piece.of(tensor.detach(), (0,) * len(shape), shape),), tensor
-    if is_dtensor(tensor):
-        local = tensor._local_tensor
-        if type(local) not in PLAIN_TYPES:
-            raise _refused_subclass(local, path)
-        _check(local, path)
-        name = _NAMES.get(local.dtype) or dtype_name(local.dtype, path)
-        shape, pieces = layouts.pieces_of(tensor, local.detach(), path)
-        return name, shape, pieces, local
-    raise _refused_subclass(tensor, path)
+    local = local_of(tensor, path)
+    name = _NAMES.get(local.dtype) or dtype_name(local.dtype, path)
+    if local is not tensor:
+        return name, *layouts.pieces_of(tensor, local.detach(), path), local
+    shape = tuple(local.shape)
+    if 0 in shape:
+        return name, shape, (), local
+    return name, shape, (Piece.of(local.detach(), (0,) * len(shape), shape),), local
 
 
 def local_of(tensor: torch.Tensor, path: str) -> torch.Tensor:
@@ -94,31 +86,31 @@ def local_of(tensor: torch.Tensor, path: str) -> torch.Tensor:
     Raises:
         StructureError: it cannot be kept, as `pieces_of` says.
     """
-    local = local_tensor(tensor)
-    if type(local) not in PLAIN_TYPES:
-        raise _refused_subclass(local, path)
-    _check(local, path)
+    local = tensor
+    if type(tensor) not in PLAIN_TYPES:
+        local = local_tensor(tensor)
+        if type(local) not in PLAIN_TYPES:
+            raise _refused_subclass(local, path)
+    if local.layout is not _STRIDED or local.is_meta or local.is_nested:
+        raise _without_memory(local, path)
     return local
 
 
-def _check(tensor: torch.Tensor, path: str) -> None:
-    """Refuses a tensor of an exact plain type that has no elements in strided memory."""
+def _without_memory(tensor: torch.Tensor, path: str) -> StructureError:
+    """Why a tensor of an exact plain type is refused: it has no elements in strided memory."""
     if tensor.layout is not _STRIDED:
-        raise StructureError(
+        return StructureError(
             f"{path}: a tensor of layout {tensor.layout} cannot be stored. "
             "Store its parts (indices and values), or make it dense with to_dense()",
             key=path,
         )
     if tensor.is_meta:
-        raise StructureError(
+        return StructureError(
             f"{path}: the tensor is on the meta device and has no values. "
             "Materialise it first, for example with module.to_empty(device=...)",
             key=path,
         )
-    if tensor.is_nested:
-        raise StructureError(
-            f"{path}: nested tensors cannot be stored. Store what they are made of", key=path
-        )
+    return StructureError(f"{path}: nested tensors cannot be stored. Store what they are made of", key=path)
 
 
 def _refused_subclass(tensor: torch.Tensor, path: str) -> StructureError:

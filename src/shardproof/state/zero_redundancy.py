@@ -17,14 +17,11 @@ from typing import Any
 import torch
 
 from shardproof.errors import StructureError
-from shardproof.state.slots import ParameterSlots, Receipt, StoredSlot, options_of
+from shardproof.state.slots import ParameterSlots, Receipt, Receiver, StoredSlot, options_of
 
-__all__ = ["inner_optimizer", "is_zero_redundancy", "owned_receipt", "owned_slots"]
+__all__ = ["inner_optimizer", "is_zero_redundancy", "owned_receiver", "owned_slots"]
 
 SlotsOf = Callable[[torch.optim.Optimizer], list[ParameterSlots]]
-ReceiveInto = Callable[
-    [torch.optim.Optimizer, torch.Tensor, dict[str, Any], Mapping[str, StoredSlot]], Receipt
-]
 
 
 def is_zero_redundancy(optimizer: object) -> bool:
@@ -83,29 +80,30 @@ def owned_slots(optimizer: torch.optim.Optimizer, slots_of: SlotsOf) -> list[Par
     return [replace(slots, options=options[id(slots.parameter)]) for slots in slots_of(inner)]
 
 
-def owned_receipt(
-    optimizer: torch.optim.Optimizer,
-    parameter: torch.Tensor,
-    group: dict[str, Any],
-    stored: Mapping[str, StoredSlot],
-    receive: ReceiveInto,
-) -> Receipt:
-    """How one parameter takes what is stored: as the inner optimizer does, and not at all on other ranks.
+def owned_receiver(
+    optimizer: torch.optim.Optimizer, receiver: Callable[[torch.optim.Optimizer], Receiver]
+) -> Receiver:
+    """How parameters take what is stored: as the inner optimizer does, and not at all on other ranks.
 
     Args:
-        optimizer: a ZeroRedundancyOptimizer.
-        parameter: one of the outer groups.
-        group: the outer group that it is in. Its options reach the inner one at the next step.
-        stored: tensor slots in the checkpoint.
-        receive: makes the receipt of the inner optimizer, whichever it is.
+        optimizer: a ZeroRedundancyOptimizer. Options of its groups reach the inner one at the next step.
+        receiver: makes the receiver of the inner optimizer, whichever it is.
 
     Raises:
         StructureError: the inner optimizer cannot be described (see `inner_optimizer`).
     """
     inner = inner_optimizer(optimizer)
-    if any(parameter is mine for share in inner.param_groups for mine in share["params"]):
-        return receive(inner, parameter, group, stored)
-    return Receipt(type(inner).__qualname__, {}, _takes_nothing)
+    owned = {id(parameter) for share in inner.param_groups for parameter in share["params"]}
+    receive = receiver(inner)
+
+    def receive_owned(
+        parameter: torch.Tensor, group: dict[str, Any], stored: Mapping[str, StoredSlot]
+    ) -> Receipt:
+        if id(parameter) in owned:
+            return receive(parameter, group, stored)
+        return Receipt(type(inner).__qualname__, {}, _takes_nothing)
+
+    return receive_owned
 
 
 def _takes_nothing(values: Mapping[str, Any], filled: frozenset[str]) -> None:

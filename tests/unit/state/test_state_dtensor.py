@@ -345,9 +345,9 @@ def test_a_scalar_of_a_parameter_is_saved_and_loaded_whatever_its_layout() -> No
         parameter = DTensor.from_local(
             local, mesh, [Shard(0)], run_check=False, shape=torch.Size((4, 2)), stride=(2, 1)
         )
-        assert layouts.sharded(parameter, torch.tensor(7.0), "step") is None
-        assert layouts.stored(parameter, torch.float32, (), "step") == StoredSlot(torch.float32, ())
+        assert layouts.of_slots(parameter).sharded(torch.tensor(7.0), "step") is None
+        assert layouts.of_slots(parameter).stored(torch.float32, (), "step") == StoredSlot(torch.float32, ())
         with pytest.raises(StructureError):
-            layouts.sharded(parameter, local, "exp_avg")
+            layouts.of_slots(parameter).sharded(local, "exp_avg")
         with pytest.raises(StructureError):
-            layouts.stored(parameter, torch.float32, (4, 2), "exp_avg")
+            layouts.of_slots(parameter).stored(torch.float32, (4, 2), "exp_avg")

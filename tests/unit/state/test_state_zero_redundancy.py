@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,8 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardproof.errors import StructureError
 from shardproof.optim import HybridDeviceOptimizer
-from shardproof.state.slots import ParameterSlots, Receipt, StoredSlot
-from shardproof.state.zero_redundancy import inner_optimizer, is_zero_redundancy, owned_receipt, owned_slots
+from shardproof.state.slots import ParameterSlots, Receipt, Receiver, StoredSlot
+from shardproof.state.zero_redundancy import inner_optimizer, is_zero_redundancy, owned_receiver, owned_slots
 from tests.unit.state.fake_checkpoint import saved
 
 RANKS = 3
@@ -113,22 +113,20 @@ def test_a_group_that_was_added_is_described() -> None:
 def test_only_the_owner_takes_what_is_stored() -> None:
     takers: dict[str, list[int]] = {}
 
-    def receive(
-        inner: torch.optim.Optimizer,
-        parameter: torch.Tensor,
-        group: dict[str, Any],
-        stored: Mapping[str, StoredSlot],
-    ) -> Receipt:
+    def receiver(inner: torch.optim.Optimizer) -> Receiver:
         assert inner is optimizer.optim
-        return Receipt("AdamW", {"exp_avg": torch.zeros_like(parameter)}, lambda values, filled: None)
+        return lambda parameter, group, stored: Receipt(
+            "AdamW", {"exp_avg": torch.zeros_like(parameter)}, lambda values, filled: None
+        )
 
     stored = {"exp_avg": StoredSlot(torch.float32, (5,))}
     for rank in range(RANKS):
         with as_rank(rank):
             model = _model()
             optimizer = _optimizer(model)
+            receive = owned_receiver(optimizer, receiver)
             for name, parameter in model.named_parameters():
-                receipt = owned_receipt(optimizer, parameter, optimizer.param_groups[0], stored, receive)
+                receipt = receive(parameter, optimizer.param_groups[0], stored)
                 assert receipt.kind == "AdamW"
                 if receipt.tensors:
                     takers.setdefault(name, []).append(rank)
@@ -152,7 +150,7 @@ def test_overlap_with_ddp_is_refused(initialised: bool) -> None:
             optimizer._init_zero_for_overlap()
         for call in (
             lambda: owned_slots(optimizer, slots_of),
-            lambda: owned_receipt(optimizer, parameters[0], {}, {}, lambda *_: pytest.fail("called")),
+            lambda: owned_receiver(optimizer, lambda _: pytest.fail("called")),
         ):
             with pytest.raises(StructureError, match="overlap_with_ddp=False") as caught:
                 call()

@@ -16,7 +16,7 @@ import torch
 
 from shardproof.optim.distributed.flat import Weight
 from shardproof.optim.schema import Factory, Spec
-from shardproof.state import ParameterSlots, Receipt, StoredSlot, receive, slots_of
+from shardproof.state import ParameterSlots, Receipt, StoredSlot, receiver, slots_of
 from shardproof.state.slots import options_of
 
 __all__ = ["Direct", "Groups", "Stepper", "copy_options"]
@@ -51,6 +51,7 @@ class Direct:
         for weight in weights:
             groups[weight.group]["params"].append(weight.fragment)
         self.inner = factory(groups)
+        self._receive = receiver(self.inner)
 
     def step(self, weights: Sequence[Weight], options: Groups) -> None:
         """A gradient is handed over as it lies in the reduced bucket where dtypes agree, else as a copy."""
@@ -79,7 +80,7 @@ class Direct:
 
     def receive(self, weight: Weight, stored: Mapping[str, StoredSlot]) -> Receipt:
         """As the inner optimizer takes it."""
-        return receive(self.inner, weight.fragment, self.inner.param_groups[weight.group], stored)
+        return self._receive(weight.fragment, self.inner.param_groups[weight.group], stored)
 
     def dtype_of(self, slot: str, spec: Spec) -> torch.dtype | None:
         """What the inner optimizer makes."""
