@@ -226,3 +226,20 @@ def test_how_replicas_are_checked_is_told_to_every_save(
         monkeypatch.setattr(checkpointer._saver, "begin", watched)
         checkpointer.save(1, state(1), overwrite=True).result()
     assert told == [None, "sample", "all"]
+
+
+def test_a_value_that_comes_to_the_same_tensors_is_kept(tmp_path: Path) -> None:
+    """What was worked out for the save before holds for its objects alone."""
+    checkpointer, weights = sp.Checkpointer(tmp_path), torch.ones(3)
+    checkpointer.save(1, {"w": weights, "epoch": 3})
+    checkpointer.save(2, {"w": weights, "epoch": 4, "note": "x"})
+    checkpointer.save(3, {"w": weights, "note": "y"}).result()
+    for step, left in (
+        (1, {"epoch": 3}),
+        (2, {"epoch": 4, "note": "x"}),
+        (3, {"note": "y"}),
+    ):
+        state = {"w": torch.zeros(3), **dict.fromkeys(left)}
+        assert checkpointer.restore(state, step=step) == step
+        assert torch.equal(state.pop("w"), weights)
+        assert state == left

@@ -51,8 +51,8 @@ class Fence:
         """Opens the fence if this optimizer's step writes to what is saved."""
         concerned = self._concerned.get(optimizer)
         if concerned is None:
-            tensors = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            concerned = any(memory_of(local_tensor(tensor)) in self._memory for tensor in tensors)
+            tensors = [local_tensor(item) for group in optimizer.param_groups for item in group["params"]]
+            concerned = not self._memory.isdisjoint(memory_of(tensors))
             self._concerned[optimizer] = concerned
         if concerned:
             self.open()
@@ -90,11 +90,11 @@ def fenced_pieces(pieces: Sequence[Piece], stepped: Sequence[Stepped]) -> list[b
     )
     if not memory:
         return [False] * len(pieces)
-    return [_lies_in(memory, piece.view) and not piece.view.is_inference() for piece in pieces]
-
-
-def _lies_in(memory: frozenset[int], view: torch.Tensor) -> bool:
-    return view.data_ptr() in memory or (view.storage_offset() != 0 and memory_of(view) in memory)
+    views = [piece.view for piece in pieces]
+    return [
+        start in memory and not is_inference
+        for start, is_inference in zip(memory_of(views), map(torch.Tensor.is_inference, views), strict=True)
+    ]
 
 
 def _written_by(stepped: Iterable[Stepped]) -> frozenset[int]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from shardproof.planning import CHUNK_BYTES, SAMPLE_BYTES, Slices, WritePlan
+from shardproof.planning import CHUNK_BYTES, SAMPLE_BYTES, Slices, Structure, WritePlan
 from shardproof.saving.background import Workers
 from shardproof.saving.bases import FindBase, KnownBase
 from shardproof.saving.buffers import BufferPool
@@ -13,8 +13,9 @@ from shardproof.saving.incremental import BaseDigests
 from shardproof.saving.prepare import PreparedShard
 from shardproof.saving.replicas import CheckReplicas
 from shardproof.saving.staging import StagingPool
+from shardproof.state import LastWalk
 
-__all__ = ["HeldPlan", "Kept", "KnownDigests", "LeaderPlan", "Limits", "Request"]
+__all__ = ["HeldPlan", "Kept", "KnownDigests", "KnownStructure", "LeaderPlan", "Limits", "Request"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,16 @@ class HeldPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class KnownStructure:
+    """The structure of one rank's state, for as long as it does not change."""
+
+    token: object
+    """See `Collected.token`."""
+    structure: Structure
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class KnownDigests:
     """Digests of this rank's chunks in an earlier attempt."""
 
@@ -79,6 +90,10 @@ class Kept:
     """Leader: the last plan, and the structure digests that it is valid for."""
     held: HeldPlan | None = None
     """This rank's part of a plan."""
+    walk: LastWalk = field(default_factory=LastWalk)
+    """How this rank's tensors were described."""
+    structure: KnownStructure | None = None
+    """Of this rank's last state."""
     pool: BufferPool | None = None
     """Buffers, given back by a save that got through: a failed one may have lost some of them."""
     base: KnownBase | None = None

@@ -41,7 +41,7 @@ from shardproof.saving.commit import Written
 from shardproof.saving.committed import Committed
 from shardproof.saving.fence import Fence, fenced_pieces
 from shardproof.saving.incremental import BaseDigests, pack_rows
-from shardproof.saving.kept import HeldPlan, Kept, KnownDigests, Limits, Request
+from shardproof.saving.kept import HeldPlan, Kept, KnownDigests, KnownStructure, Limits, Request
 from shardproof.saving.leader import Leader
 from shardproof.saving.messages import Agreed, Described
 from shardproof.saving.prepare import Attempt, Entries, prepare_shard
@@ -214,10 +214,9 @@ class Session:
         """Collects the state; what all ranks have to agree on."""
         step = _checked_step(self._request.step)
         with no_garbage_collection():
-            self._collected = collect(
-                state, rank=self._rendezvous.rank, world_size=self._rendezvous.world_size
-            )
-            self._structure = Structure.of(self._collected)
+            rank, world_size = self._rendezvous.rank, self._rendezvous.world_size
+            self._collected = collect(state, rank=rank, world_size=world_size, last=self._kept.walk)
+            self._structure, digest = self._structure_of(self._collected)
         metadata = msgspec.json.encode(encode_plain(self._request.metadata, "metadata"))
         held = self._kept.held.id if self._kept.held else ""
         failed = msgspec.json.encode(self._failed.to_wire()) if self._failed is not None else b""
@@ -225,8 +224,17 @@ class Session:
         asked = self._request.overwrite, self._request.base is not None
         check = _checked_mode(self._request.check_replicas)
         return msgspec.msgpack.encode(
-            Described(self._structure.digest(), held, step, metadata, *asked, known, _node(), check, failed)
+            Described(digest, held, step, metadata, *asked, known, _node(), check, failed)
         )
+
+    def _structure_of(self, collected: Collected) -> tuple[Structure, bytes]:
+        """The structure and its digest, worked out where they are not those of the save before."""
+        known = self._kept.structure
+        objects = tuple([entry.key for entry in collected.objects])
+        if known is None or known.token is not collected.token or known.structure.objects != objects:
+            structure = Structure.of(collected)
+            known = self._kept.structure = KnownStructure(collected.token, structure, structure.digest())
+        return known.structure, known.digest
 
     @no_garbage_collection()
     def _prepare(self, part: bytes | None, guarded: bool, stage_all: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -44,14 +45,14 @@ class Source:
         self.byte_counts: list[int] = byte_count.tolist()
         self._pieces = pieces
         # Asked anew: what is visited later in a walk may have moved what `held.address` is the place of.
-        base = np.array([held.view.data_ptr() if held.is_plain else 0 for held in pieces], np.uint64)
-        itemsize = np.array([held.view.element_size() for held in pieces], np.int64)
-        within = (start * itemsize[piece]).astype(np.uint64)
-        self.addresses: list[int] = np.where(base[piece] != 0, base[piece] + within, np.uint64(0)).tolist()
+        places = [held.view.data_ptr() if held.is_plain else 0 for held in pieces]
+        base = np.array(places, np.uint64)[piece]
+        if start.any():
+            itemsize = np.array([held.view.element_size() for held in pieces], np.int64)
+            base = np.where(base != 0, base + (start * itemsize[piece]).astype(np.uint64), base)
+        self.addresses: list[int] = base.tolist()
         """Where the bytes of each run are in host memory; 0 if they have to be read from there."""
-        ndims = np.array([len(held.offsets) for held in pieces], np.int64)[piece]
-        self._box = np.append(0, np.cumsum(ndims)).tolist()
-        self._offsets, self._sizes = offsets.tolist(), sizes.tolist()
+        self._columns = piece, offsets, sizes
         devices = {held.view.device for held in pieces if not held.view.is_cpu}
         self._devices = {device: DeviceCopies(device) for device in devices}
 
@@ -67,15 +68,23 @@ class Source:
         else:
             self._gather(row, to)
 
+    @cached_property
+    def _boxes(self) -> tuple[list[int], list[int], list[int]]:
+        """Where each run's box begins in the flat columns of offsets and sizes, and these."""
+        piece, offsets, sizes = self._columns
+        ndims = np.array([len(held.offsets) for held in self._pieces], np.int64)[piece]
+        return np.append(0, np.cumsum(ndims)).tolist(), offsets.tolist(), sizes.tolist()
+
     @torch.no_grad()
     def _gather(self, row: int, to: int) -> None:
         """Copies a run that is not in host memory, or not in this order."""
         count = self.byte_counts[row]
         piece = self._pieces[self.piece[row]]
         part = piece.view
-        box = slice(self._box[row], self._box[row + 1])
+        begins, offsets, sizes = self._boxes
+        box = slice(begins[row], begins[row + 1])
         for dim, (offset, size, first) in enumerate(
-            zip(self._offsets[box], self._sizes[box], piece.offsets, strict=True)
+            zip(offsets[box], sizes[box], piece.offsets, strict=True)
         ):
             part = part.narrow(dim, offset - first, size)
         copies = self._devices.get(part.device)

@@ -16,6 +16,7 @@ from shardproof.state.entries import (
 )
 from shardproof.state.explicit import FlatShard, ShardedTensor
 from shardproof.state.generators import RandomState
+from shardproof.state.last_walk import LastWalk
 from shardproof.state.layout import Layout, declare, local_layout
 from shardproof.state.optimizer_slots import receiver, slots_of
 from shardproof.state.optimizers import OptimizerState
@@ -32,6 +33,7 @@ __all__ = [
     "Catalogue",
     "Collected",
     "FlatShard",
+    "LastWalk",
     "Layout",
     "LocalRange",
     "Mismatch",

@@ -13,6 +13,7 @@ from shardproof.errors import StructureError
 from shardproof.state.aliases import tie
 from shardproof.state.entries import Collected, ObjectEntry, Piece, Stepped, TensorEntry, describe
 from shardproof.state.explicit import ShardedTensor, described
+from shardproof.state.last_walk import LastWalk
 from shardproof.state.plain import encode
 from shardproof.state.tensors import pieces_of, tensor_of_array
 from shardproof.state.visiting import Place, Visitor, join
@@ -39,11 +40,17 @@ class _Merged:
 class Collector(Visitor):
     """Takes the entries of one rank; every key once."""
 
+    last: LastWalk = field(default_factory=LastWalk)
+    """What is known of an earlier walk."""
     tensors: list[TensorEntry] = field(default_factory=list)
+    """Those whose pieces are known."""
+    whole: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Tensors and DTensors that are described at the end of the walk, all together."""
     objects: list[ObjectEntry] = field(default_factory=list)
     anchors: dict[str, torch.Tensor] = field(default_factory=dict)
     origins: dict[str, Any] = field(default_factory=dict)
-    """Key to its path in the tree; for items of containers, the container's path and the item's segment."""
+    """Key to its path in the tree; for items of containers, the container's path and the item's segment; for
+    slots, that of the parameter."""
     stepped: list[Stepped] = field(default_factory=list)
     """The optimizers of the tree, and what they write."""
     _merged: dict[str, _Merged] = field(default_factory=dict)
@@ -57,10 +64,18 @@ class Collector(Visitor):
 
     def tensor(self, key: str, tensor: torch.Tensor, origin: Any) -> None:
         """Add a tensor or DTensor."""
+        if key in self.origins:
+            self.add(self._described(key, tensor), origin)
+        else:
+            _check_key(key, origin)
+            self.origins[key] = origin
+            self.whole[key] = tensor
+
+    def _described(self, key: str, tensor: torch.Tensor) -> TensorEntry:
         dtype, shape, pieces, local = pieces_of(tensor, key, self.layouts)
         if not pieces:
             self.anchors[key] = local
-        self.add(TensorEntry(key, dtype, shape, pieces), origin)
+        return TensorEntry(key, dtype, shape, pieces)
 
     def pieces(
         self, key: str, dtype: str, shape: tuple[int, ...], pieces: tuple[Piece, ...], origin: Any
@@ -92,6 +107,8 @@ class Collector(Visitor):
             self._merged[key] = _Merged(len(self.tensors))
             self.add(replace(entry, pieces=()), origin)
         elif key not in self._merged:
+            if key in self.whole:
+                self.tensors.append(self._described(key, self.whole.pop(key)))
             row = next((row for row, other in enumerate(self.tensors) if other.key == key), None)
             if row is None:
                 raise self._twice(key, origin)
@@ -102,12 +119,14 @@ class Collector(Visitor):
     def add(self, entry: TensorEntry, origin: Any) -> None:
         """Add an entry under a key that is not taken, or that a layout was declared for."""
         _check_key(entry.key, origin)
-        if self.origins.setdefault(entry.key, origin) is not origin:
-            if entry.key not in self._merged:
-                raise self._twice(entry.key, origin)
+        key = entry.key
+        if key not in self.origins:
+            self.origins[key] = origin
+            self.tensors.append(entry)
+        elif key in self._merged:
             self._merge(entry, origin)
         else:
-            self.tensors.append(entry)
+            raise self._twice(key, origin)
 
     def _merge(self, entry: TensorEntry, origin: Any) -> None:
         key = entry.key
@@ -155,11 +174,14 @@ class Collector(Visitor):
         """Everything added, sorted and tied."""
         self.finish_walk()
         for merged in self._merged.values():
-            whole = tuple(merged.pieces.values())
-            self.tensors[merged.row] = replace(self.tensors[merged.row], pieces=whole)
-        self.tensors.sort(key=_key)
+            pieces = tuple(merged.pieces.values())
+            self.tensors[merged.row] = replace(self.tensors[merged.row], pieces=pieces)
+        entries = self.tensors + self.last.entries(self.whole, self._described)
+        entries.sort(key=_key)
         self.objects.sort(key=_key)
-        return Collected(tuple(tie(self.tensors, self.anchors)), tuple(self.objects), tuple(self.stepped))
+        tied = tie(entries, self.anchors)
+        token = object() if self.tensors else self.last.token([entry.alias_of for entry in tied])
+        return Collected(tuple(tied), tuple(self.objects), tuple(self.stepped), token)
 
     def _twice(self, key: str, origin: Any) -> StructureError:
         return StructureError(

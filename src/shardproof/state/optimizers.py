@@ -109,9 +109,9 @@ def _collect(
             laid_out = layout.sharded(item, of_key)
             if laid_out is None:
                 assert isinstance(item, torch.Tensor)
-                out.tensor(of_key, item, (origin, slot))
+                out.tensor(of_key, item, origin)
             else:
-                out.laid_out(of_key, laid_out, (origin, slot))
+                out.laid_out(of_key, laid_out, origin)
             stepped.append(item.buffer if isinstance(item, LocalRange) else item)
         values = {}
         for slot, item in slots.values.items():

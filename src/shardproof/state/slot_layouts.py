@@ -64,10 +64,12 @@ class SlotLayout:
         Raises:
             StructureError: the slot has a shape from which nothing follows.
         """
+        if self.is_own and is_dtensor(item):
+            return None
         if isinstance(item, LocalRange):
             return self._local(key).range(item.buffer, item.start, item.stop)
         if self.is_own:
-            if not self.is_dtensor or is_dtensor(item):
+            if not self.is_dtensor:
                 return None
             if not item.dim() and self.parameter.dim():
                 return None  # a scalar of the model, however the parameter is laid out

@@ -13,13 +13,14 @@ from shardproof.garbage import no_garbage_collection
 from shardproof.state.binding import Binder
 from shardproof.state.collecting import Collector
 from shardproof.state.entries import Binding, Catalogue, Collected, TensorEntry
+from shardproof.state.last_walk import LastWalk
 from shardproof.state.visiting import Place
 from shardproof.state.walk import handler_of
 
 __all__ = ["bind", "collect"]
 
 
-def collect(tree: Any, *, rank: int = 0, world_size: int = 1) -> Collected:
+def collect(tree: Any, *, rank: int = 0, world_size: int = 1, last: LastWalk | None = None) -> Collected:
     """What this rank holds of a state tree. Communicates with nobody and changes nothing.
 
     Args:
@@ -27,6 +28,7 @@ def collect(tree: Any, *, rank: int = 0, world_size: int = 1) -> Collected:
             load_state_dict, or with state_tree (see `shardproof.state.parts`), and plain values.
         rank: of this process; per-rank values are stored under it.
         world_size: number of ranks.
+        last: what is known of the walk before, over this tree or another; changed.
 
     Raises:
         StructureError, PlainDataError: something cannot be kept; the text says where and what to do.
@@ -36,7 +38,7 @@ def collect(tree: Any, *, rank: int = 0, world_size: int = 1) -> Collected:
     >>> [entry.key for entry in collected.tensors], collected.objects
     (['w'], (ObjectEntry(key='epoch', value=3),))
     """
-    out = Collector(handler_of, rank, world_size)
+    out = Collector(handler_of, rank, world_size, last=last or LastWalk())
     with no_garbage_collection():
         _walk(out.visit, tree)
         return out.result()
