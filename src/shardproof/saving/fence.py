@@ -14,6 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardproof import events
@@ -51,8 +52,11 @@ class Fence:
         """Opens the fence if this optimizer's step writes to what is saved."""
         concerned = self._concerned.get(optimizer)
         if concerned is None:
-            tensors = [local_tensor(item) for group in optimizer.param_groups for item in group["params"]]
-            concerned = not self._memory.isdisjoint(memory_of(tensors))
+            groups = optimizer.param_groups
+            tensors = [local_tensor(parameter) for group in groups for parameter in group["params"]]
+            # The others have no memory that could be a saved tensor's.
+            plain = [tensor for tensor in tensors if tensor.layout is torch.strided and not is_lazy(tensor)]
+            concerned = not self._memory.isdisjoint(memory_of(plain))
             self._concerned[optimizer] = concerned
         if concerned:
             self.open()

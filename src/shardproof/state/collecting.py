@@ -63,7 +63,7 @@ class Collector(Visitor):
         self.handler_of(value, place).collect(place, value, self)
 
     def tensor(self, key: str, tensor: torch.Tensor, origin: Any) -> None:
-        """Add a tensor or DTensor."""
+        """Add a tensor or DTensor, which is described at the end of the walk, with the memory it has then."""
         if key in self.origins:
             self.add(self._described(key, tensor), origin)
         else:

@@ -2,11 +2,11 @@
 
 Note: what a description depends on
     How a tensor is described (dtype, global shape, boxes) follows from its type, and from dtype, shape and
-    layout of the memory that the rank holds; of a DTensor also from its shape, from mesh and placements, and
-    from an embedding that it may have of its own. All this is compared, tensor by tensor, in the order of the
-    walk, whichever tensors they are: nothing is believed of a tensor because it was there before. Where all
-    agree, the descriptions hold, and only where the memory is, and in which order its elements lie, is asked
-    again. Where anything differs, every tensor is described anew.
+    layout of the memory that the rank holds; of a DTensor also from its shape, its placements, its mesh and
+    where in it the rank is, and from an embedding that it may have of its own. All this is compared, tensor
+    by tensor, in the order of the walk, whichever tensors they are: nothing is believed of a tensor because
+    it was there before. Where all agree, the descriptions hold, and only where the memory is, and in which
+    order its elements lie, is asked again. Where anything differs, every tensor is described anew.
 
     Meshes, placements and embeddings are compared by identity, since placements of different meaning may be
     equal, and are kept, so that no identity is used twice. No memory of tensors is kept.
@@ -77,7 +77,7 @@ class LastWalk:
         return entries
 
     def token(self, aliases: list[str | None]) -> object:
-        """Another one whenever a key, a dtype, a global shape, a box or an alias is not what it was.
+        """That of an earlier walk only where keys, dtypes, global shapes, boxes and aliases are the same.
 
         Args:
             aliases: of the entries, sorted by key.
@@ -104,6 +104,10 @@ class _Known:
     """Of the plain and the placed."""
     parts: list[Any]
     """Meshes and placements of the placed, and their embeddings."""
+    meshes: list[Any]
+    """Each once."""
+    coordinates: list[tuple[Any, Any]]
+    """Shape of each mesh, and where in it the rank is."""
     wholes: list[torch.Size]
     """Global shapes of the placed."""
     kinds: list[tuple[torch.dtype, torch.Size]]
@@ -126,6 +130,7 @@ class _Known:
         ones = [entries[row] for row in plain + placed]
         tensors = [held[row] for row in plain + placed]
         parts, memory = _asked(tensors, len(plain))
+        meshes = list({id(mesh): mesh for mesh in parts[: 2 * len(placed) : 2]}.values())
         return _Known(
             [entry.key for entry in entries],
             plain,
@@ -133,6 +138,8 @@ class _Known:
             others,
             list(map(type, tensors)),
             parts,
+            meshes,
+            list(map(_coordinate, meshes)),
             list(map(_SHAPE, tensors[len(plain) :])),
             list(map(_KIND, memory)),
             [entry.key for entry in ones],
@@ -152,6 +159,8 @@ class _Known:
             return None
         parts, memory = _asked(tensors, len(self.plain))
         if not all(map(is_, parts, self.parts)) or not set(map(type, memory)).issubset(PLAIN_TYPES):
+            return None
+        if list(map(_coordinate, self.meshes)) != self.coordinates:
             return None
         if list(map(_SHAPE, tensors[len(self.plain) :])) != self.wholes:
             return None
@@ -174,6 +183,11 @@ def _asked(tensors: list[torch.Tensor], plain: int) -> tuple[list[Any], list[tor
     given = [getattr(tensor, LOCAL, None) for tensor in placed]
     memory = tensors[:plain] + list(map(_LOCAL_TENSOR, placed))
     return [*chain.from_iterable(map(_SPEC, placed)), *given], memory
+
+
+def _coordinate(mesh: Any) -> tuple[Any, Any]:
+    coordinate = mesh.get_coordinate()
+    return tuple(mesh.shape), None if coordinate is None else tuple(coordinate)
 
 
 def _boxes(entry: TensorEntry) -> _Boxes:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -53,12 +53,15 @@ class OptimizerBinding:
     """Classes that another optimizer's state was of, already told."""
     keeper: SlotKeeper | None = field(init=False)
     """The optimizer, if it is one."""
-    receive: Receiver = field(init=False)
 
     def __post_init__(self) -> None:
-        # Once: to ask an instance for a protocol takes 14 µs.
+        # Not for each parameter: to ask an instance for a protocol takes 14 µs.
         self.keeper = self.optimizer if isinstance(self.optimizer, SlotKeeper) else None
-        self.receive = receiver(self.optimizer)
+
+    @cached_property
+    def receive(self) -> Receiver:
+        """How parameters take what is stored. An optimizer that cannot say so fails when one has to."""
+        return receiver(self.optimizer)
 
     def bind(self) -> None:
         """All parameters, then what the optimizer keeps beside them."""

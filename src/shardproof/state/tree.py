@@ -23,6 +23,9 @@ __all__ = ["bind", "collect"]
 def collect(tree: Any, *, rank: int = 0, world_size: int = 1, last: LastWalk | None = None) -> Collected:
     """What this rank holds of a state tree. Communicates with nobody and changes nothing.
 
+    The memory of tensors is looked at when the whole tree is walked: code that hands over one tensor object
+    several times, with other memory each time, must hand over a tensor for each.
+
     Args:
         tree: nested dicts, lists and tuples of tensors, modules, optimizers, objects with state_dict and
             load_state_dict, or with state_tree (see `shardproof.state.parts`), and plain values.

@@ -227,7 +227,10 @@ def test_an_optimizer_that_is_not_saved_opens_the_fence_of_what_it_writes(gate: 
     net(torch.randn(8, 64)).sum().backward()
     stranger(torch.ones(1, 2)).sum().backward()
     torch.optim.SGD(stranger.parameters(), lr=1.0).step()
+    without_memory = [*nn.LazyLinear(2).parameters(), nn.Parameter(torch.eye(2).to_sparse())]
+    torch.optim.SGD(without_memory, lr=1.0).step()
     assert snapshot.staged_bytes == before
+    other.add_param_group({"params": without_memory})
     other.step()
     assert snapshot.staged_bytes > before
     gate.open()

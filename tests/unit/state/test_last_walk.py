@@ -95,6 +95,11 @@ def respecced(tree: Tree, mesh: DeviceMesh, placement: Placement) -> None:
     tree["sharded"]._spec = placed(mesh, 5, placement)._spec
 
 
+def turned(mesh: DeviceMesh) -> None:
+    """The rank is at the other place of the mesh."""
+    mesh._coordinate_on_dim = [1 - place for place in mesh.get_coordinate() or ()]
+
+
 def move(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
     """The same DTensor on another mesh."""
     if isinstance(tensor, DTensor):
@@ -147,6 +152,7 @@ CHANGES: dict[str, Callable[[Tree, DeviceMesh, DeviceMesh], Any]] = {
     "another spec": lambda tree, mesh, other: respecced(tree, mesh, Replicate()),
     "another mesh in the spec": lambda tree, mesh, other: respecced(tree, other, Shard(0)),
     "another mesh in the same spec": lambda tree, mesh, other: move(tree["sharded"], other),
+    "another place in the mesh": lambda tree, mesh, other: turned(mesh),
     "a marked tensor in a DTensor": lambda tree, mesh, other: setattr(
         tree["sharded"], "_local_tensor", torch.rand(5, 3).as_subclass(Marked)
     ),

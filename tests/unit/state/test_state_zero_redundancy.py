@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardproof.errors import StructureError
 from shardproof.optim import HybridDeviceOptimizer
+from shardproof.state import Catalogue, bind
 from shardproof.state.slots import ParameterSlots, Receipt, Receiver, StoredSlot
 from shardproof.state.zero_redundancy import inner_optimizer, is_zero_redundancy, owned_receiver, owned_slots
 from tests.unit.state.fake_checkpoint import saved
@@ -155,6 +156,20 @@ def test_overlap_with_ddp_is_refused(initialised: bool) -> None:
             with pytest.raises(StructureError, match="overlap_with_ddp=False") as caught:
                 call()
             assert ("_FunctionalAdamW" in str(caught.value)) == initialised
+
+
+def test_what_is_loaded_without_the_optimizer_does_not_ask_it() -> None:
+    with as_rank(0):
+        model = _model()
+        optimizer = _optimizer(model)
+        optimizer.optim = None  # as with overlap_with_ddp=True before the first backward passes
+        tensors = {f"model.{name}": ("float32", tuple(item.shape)) for name, item in model.named_parameters()}
+        binding = bind(
+            {"model": model, "optimizer": optimizer},
+            Catalogue(tensors, {}, {}, RANKS),
+            selected=lambda key: key.startswith("model"),
+        )
+        assert [entry.key for entry in binding.tensors] == sorted(tensors)
 
 
 def test_state_beside_the_parameters_is_refused() -> None:

@@ -51,7 +51,6 @@ class Direct:
         for weight in weights:
             groups[weight.group]["params"].append(weight.fragment)
         self.inner = factory(groups)
-        self._receive = receiver(self.inner)
 
     def step(self, weights: Sequence[Weight], options: Groups) -> None:
         """A gradient is handed over as it lies in the reduced bucket where dtypes agree, else as a copy."""
@@ -80,7 +79,7 @@ class Direct:
 
     def receive(self, weight: Weight, stored: Mapping[str, StoredSlot]) -> Receipt:
         """As the inner optimizer takes it."""
-        return self._receive(weight.fragment, self.inner.param_groups[weight.group], stored)
+        return receiver(self.inner)(weight.fragment, self.inner.param_groups[weight.group], stored)
 
     def dtype_of(self, slot: str, spec: Spec) -> torch.dtype | None:
         """What the inner optimizer makes."""
