@@ -52,7 +52,7 @@ def uneven(tensor: DTensor, split: int) -> DTensor:
     """Says that its first rows are the first of all, and the others those from 5 on."""
     rows = len(getattr(tensor, "_local_tensor", tensor))
     local = Boxes(np.array([[0, 0], [split, 0]]), np.array([[split, 3], [rows - split, 3]]))
-    setattr(tensor, LOCAL, Embedding((rows, 3), (2 * rows, 3), local, np.array([[0, 0], [5, 0]])))
+    setattr(tensor, LOCAL, Embedding((rows, 3), (max(2 * rows, 8), 3), local, np.array([[0, 0], [5, 0]])))
     return tensor
 
 
