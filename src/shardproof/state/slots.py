@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-import msgspec
 import torch
 
 __all__ = [
@@ -66,7 +65,8 @@ class LocalRange:
         return f"LocalRange({str(self.buffer.dtype).removeprefix('torch.')}, [{self.start}, {self.stop}))"
 
 
-class ParameterSlots(msgspec.Struct, frozen=True, eq=False):
+@dataclass(frozen=True, slots=True, eq=False)
+class ParameterSlots:
     """What an optimizer keeps of one parameter, as one rank describes it."""
 
     parameter: torch.Tensor

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
-from msgspec.structs import replace
 
 from shardproof.errors import StructureError
 from shardproof.state.slots import ParameterSlots, Receipt, Receiver, StoredSlot, options_of
