@@ -15,6 +15,7 @@ import torch
 import shardproof as sp
 from shardproof.errors import StorageError
 from shardproof.saving import CheckReplicas
+from shardproof.state import visiting
 
 
 def state(value: float, *more: str) -> dict[str, Any]:
@@ -226,6 +227,24 @@ def test_how_replicas_are_checked_is_told_to_every_save(
         monkeypatch.setattr(checkpointer._saver, "begin", watched)
         checkpointer.save(1, state(1), overwrite=True).result()
     assert told == [None, "sample", "all"]
+
+
+def test_what_tensors_are_like_is_worked_out_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    described: list[str] = []
+    pieces_of = visiting.pieces_of
+
+    def noted(tensor: torch.Tensor, path: str, layouts: Any) -> Any:
+        described.append(path)
+        return pieces_of(tensor, path, layouts)
+
+    monkeypatch.setattr(visiting, "pieces_of", noted)
+    checkpointer = sp.Checkpointer(tmp_path)
+    for step in range(3):
+        checkpointer.save(step, {"w": torch.full((3,), float(step)), "epoch": step}).result()
+    assert described == ["w"]
+    state = {"w": torch.zeros(3), "epoch": 0}
+    assert checkpointer.restore(state) == 2
+    assert (state["w"].tolist(), state["epoch"]) == ([2.0, 2.0, 2.0], 2)
 
 
 def test_a_value_that_comes_to_the_same_tensors_is_kept(tmp_path: Path) -> None:

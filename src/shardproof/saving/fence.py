@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -52,12 +52,7 @@ class Fence:
         """Opens the fence if this optimizer's step writes to what is saved."""
         concerned = self._concerned.get(optimizer)
         if concerned is None:
-            groups = optimizer.param_groups
-            tensors = [local_tensor(parameter) for group in groups for parameter in group["params"]]
-            # The others have no memory that could be a saved tensor's.
-            plain = [tensor for tensor in tensors if tensor.layout is torch.strided and not is_lazy(tensor)]
-            concerned = not self._memory.isdisjoint(memory_of(plain))
-            self._concerned[optimizer] = concerned
+            concerned = self._concerned[optimizer] = _may_write(optimizer, self._memory)
         if concerned:
             self.open()
 
@@ -103,6 +98,21 @@ def fenced_pieces(pieces: Sequence[Piece], stepped: Sequence[Stepped]) -> list[b
 
 def _written_by(stepped: Iterable[Stepped]) -> frozenset[int]:
     return frozenset[int]().union(*(item.memory for item in stepped))
+
+
+def _may_write(optimizer: torch.optim.Optimizer, memory: Set[int]) -> bool:
+    """Whether a step may write to storages that begin at these addresses.
+
+    Of a parameter that says nothing of its memory (sparse, or a tensor made of other tensors) that is
+    assumed. One without memory (lazy, or on the meta device) is not written.
+    """
+    parameters = [local_tensor(item) for group in optimizer.param_groups for item in group["params"]]
+    held = [tensor for tensor in parameters if not (is_lazy(tensor) or tensor.is_meta)]
+    if any(tensor.layout is not torch.strided for tensor in held):
+        return True
+    starts = memory_of(held)
+    is_hidden = any(not start and tensor.numel() for start, tensor in zip(starts, held, strict=True))
+    return is_hidden or not memory.isdisjoint(starts)
 
 
 class _Standing:

@@ -17,7 +17,7 @@ from shardproof.state.decoding import decode, references
 from shardproof.state.entries import Binding, Catalogue, Mismatch, Piece, TensorEntry, describe
 from shardproof.state.explicit import ShardedTensor, described
 from shardproof.state.plain import encode
-from shardproof.state.tensors import check_destination, empty_like_layout, pieces_of, torch_dtype
+from shardproof.state.tensors import check_destination, empty_like_layout, torch_dtype
 from shardproof.state.visiting import Place, Visitor
 
 __all__ = ["MISSING", "Binder"]
@@ -34,7 +34,6 @@ class Binder(Visitor):
     selected: Callable[[str], bool]
     strict: bool
     binding: Binding = field(default_factory=Binding)
-    anchors: dict[str, torch.Tensor] = field(default_factory=dict)
     _sorted: list[str] = field(default_factory=list)
 
     def visit(self, place: Place, value: Any) -> None:
@@ -43,12 +42,7 @@ class Binder(Visitor):
 
     def tensor(self, key: str, tensor: torch.Tensor) -> bool:
         """Let a tensor or DTensor be filled in place. Whether it will be."""
-        if not self.selected(key):
-            return False
-        dtype, shape, pieces, local = pieces_of(tensor, key, self.layouts)
-        if not pieces:
-            self.anchors[key] = local
-        return self._destination(TensorEntry(key, dtype, shape, pieces))
+        return self.selected(key) and self._destination(self.entry_of(key, tensor))
 
     def pieces(self, key: str, dtype: str, shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> bool:
         """Let pieces be filled in place. Whether they will be."""
@@ -148,10 +142,7 @@ class Binder(Visitor):
 
     def fill(self, key: str, tensor: torch.Tensor) -> None:
         """Let a new tensor be filled, whether or not its own key is selected."""
-        name, shape, pieces, local = pieces_of(tensor, key, self.layouts)
-        if not pieces:
-            self.anchors[key] = local
-        self._destination(TensorEntry(key, name, shape, pieces))
+        self._destination(self.entry_of(key, tensor))
 
     def mismatch(self, key: str, expected: str, found: str) -> None:
         """Note that target and checkpoint disagree."""

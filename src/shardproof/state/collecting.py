@@ -15,7 +15,7 @@ from shardproof.state.entries import Collected, ObjectEntry, Piece, Stepped, Ten
 from shardproof.state.explicit import ShardedTensor, described
 from shardproof.state.last_walk import LastWalk
 from shardproof.state.plain import encode
-from shardproof.state.tensors import pieces_of, tensor_of_array
+from shardproof.state.tensors import tensor_of_array
 from shardproof.state.visiting import Place, Visitor, join
 
 __all__ = ["Collector", "Hoister", "hoisted_key", "hoisted_tensor"]
@@ -47,7 +47,6 @@ class Collector(Visitor):
     whole: dict[str, torch.Tensor] = field(default_factory=dict)
     """Tensors and DTensors that are described at the end of the walk, all together."""
     objects: list[ObjectEntry] = field(default_factory=list)
-    anchors: dict[str, torch.Tensor] = field(default_factory=dict)
     origins: dict[str, Any] = field(default_factory=dict)
     """Key to its path in the tree; for items of containers, the container's path and the item's segment; for
     slots, that of the parameter."""
@@ -64,24 +63,20 @@ class Collector(Visitor):
 
     def tensor(self, key: str, tensor: torch.Tensor, origin: Any) -> None:
         """Add a tensor or DTensor, which is described at the end of the walk, with the memory it has then."""
-        if key in self.origins:
-            self.add(self._described(key, tensor), origin)
-        else:
-            _check_key(key, origin)
-            self.origins[key] = origin
+        if self._take(key, origin):
             self.whole[key] = tensor
-
-    def _described(self, key: str, tensor: torch.Tensor) -> TensorEntry:
-        dtype, shape, pieces, local = pieces_of(tensor, key, self.layouts)
-        if not pieces:
-            self.anchors[key] = local
-        return TensorEntry(key, dtype, shape, pieces)
+        else:
+            self._merge(self.entry_of(key, tensor), origin)
 
     def pieces(
         self, key: str, dtype: str, shape: tuple[int, ...], pieces: tuple[Piece, ...], origin: Any
     ) -> None:
-        """Add a tensor whose pieces are known."""
-        self.add(TensorEntry(key, dtype, shape, pieces), origin)
+        """Add a tensor whose pieces are known, under a key that is free or that a layout was declared for."""
+        entry = TensorEntry(key, dtype, shape, pieces)
+        if self._take(key, origin):
+            self.tensors.append(entry)
+        else:
+            self._merge(entry, origin)
 
     def laid_out(
         self, key: str, sharded: ShardedTensor, origin: Any, anchor: torch.Tensor | None = None
@@ -103,12 +98,12 @@ class Collector(Visitor):
         entry = TensorEntry(key, *described(sharded, key))
         if anchor is not None and not entry.pieces:
             self.anchors[key] = anchor
-        if key not in self.origins:
+        if self._take(key, origin):
             self._merged[key] = _Merged(len(self.tensors))
-            self.add(replace(entry, pieces=()), origin)
+            self.tensors.append(replace(entry, pieces=()))
         elif key not in self._merged:
             if key in self.whole:
-                self.tensors.append(self._described(key, self.whole.pop(key)))
+                self.tensors.append(self.entry_of(key, self.whole.pop(key)))
             row = next((row for row, other in enumerate(self.tensors) if other.key == key), None)
             if row is None:
                 raise self._twice(key, origin)
@@ -116,21 +111,20 @@ class Collector(Visitor):
             there.add(self.tensors[row].pieces)
         self._merge(entry, origin)
 
-    def add(self, entry: TensorEntry, origin: Any) -> None:
-        """Add an entry under a key that is not taken, or that a layout was declared for."""
-        _check_key(entry.key, origin)
-        key = entry.key
-        if key not in self.origins:
-            self.origins[key] = origin
-            self.tensors.append(entry)
-        elif key in self._merged:
-            self._merge(entry, origin)
-        else:
-            raise self._twice(key, origin)
+    def _take(self, key: str, origin: Any) -> bool:
+        """Give a key to what is at `origin`. False, and nothing is changed, if it was given before."""
+        if key in self.origins:
+            return False
+        _check_key(key, origin)
+        self.origins[key] = origin
+        return True
 
     def _merge(self, entry: TensorEntry, origin: Any) -> None:
+        """Add what is kept under a key that is given already: right where a layout was declared for it."""
         key = entry.key
-        merged = self._merged[key]
+        merged = self._merged.get(key)
+        if merged is None:
+            raise self._twice(key, origin)
         there = self.tensors[merged.row]
         if (there.dtype, there.shape) != (entry.dtype, entry.shape):
             raise StructureError(
@@ -147,10 +141,8 @@ class Collector(Visitor):
 
     def encoded(self, key: str, data: Any, origin: Any) -> None:
         """Add plain data that is encoded already."""
-        _check_key(key, origin)
-        if key in self.origins:
+        if not self._take(key, origin):
             raise self._twice(key, origin)
-        self.origins[key] = origin
         self.objects.append(ObjectEntry(key, data))
 
     def agreed(self, key: str, data: Any, origin: Any) -> None:
@@ -176,7 +168,7 @@ class Collector(Visitor):
         for merged in self._merged.values():
             pieces = tuple(merged.pieces.values())
             self.tensors[merged.row] = replace(self.tensors[merged.row], pieces=pieces)
-        entries = self.tensors + self.last.entries(self.whole, self._described)
+        entries = self.tensors + self.last.entries(self.whole, self.entry_of)
         entries.sort(key=_key)
         self.objects.sort(key=_key)
         tied = tie(entries, self.anchors)

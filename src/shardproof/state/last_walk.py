@@ -11,7 +11,8 @@ Note: what a description depends on
     Meshes, placements and embeddings are compared by identity, since placements of different meaning may be
     equal, and are kept, so that no identity is used twice. No memory of tensors is kept.
 
-To compare and to ask goes through columns at the speed of C: 1.8 µs a tensor, where to describe takes 4.4.
+To compare and to ask goes through columns at the speed of C: 2.0 µs a tensor, where to describe takes 2.7.
+And who finds the descriptions unchanged (`LastWalk.token`) need not work out the structure from them again.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ class _Known:
             (others if not is_one else placed if is_dtensor(tensor) else plain).append(row)
         ones = [entries[row] for row in plain + placed]
         tensors = [held[row] for row in plain + placed]
-        parts, memory = _asked(tensors, len(plain))
+        parts, wholes, memory = _asked(tensors, len(plain))
         meshes = list({id(mesh): mesh for mesh in parts[: 2 * len(placed) : 2]}.values())
         return _Known(
             [entry.key for entry in entries],
@@ -140,7 +141,7 @@ class _Known:
             parts,
             meshes,
             list(map(_coordinate, meshes)),
-            list(map(_SHAPE, tensors[len(plain) :])),
+            wholes,
             list(map(_KIND, memory)),
             [entry.key for entry in ones],
             [entry.dtype for entry in ones],
@@ -157,17 +158,14 @@ class _Known:
         tensors = [held[row] for row in self.plain + self.placed]
         if list(map(type, tensors)) != self.types:
             return None
-        parts, memory = _asked(tensors, len(self.plain))
+        parts, wholes, memory = _asked(tensors, len(self.plain))
         if not all(map(is_, parts, self.parts)) or not set(map(type, memory)).issubset(PLAIN_TYPES):
             return None
-        if list(map(_coordinate, self.meshes)) != self.coordinates:
+        if wholes != self.wholes or list(map(_coordinate, self.meshes)) != self.coordinates:
             return None
-        if list(map(_SHAPE, tensors[len(self.plain) :])) != self.wholes:
+        if list(map(_LAYOUT, memory)).count(_STRIDED) != len(memory):
             return None
-        if (
-            list(map(_LAYOUT, memory)).count(_STRIDED) != len(memory)
-            or list(map(_KIND, memory)) != self.kinds
-        ):
+        if list(map(_KIND, memory)) != self.kinds:
             return None
         others = [describe(self.keys[row], held[row]) for row in self.others]
         if list(map(_boxes, others)) != self.boxes:
@@ -177,12 +175,12 @@ class _Known:
         return [*map(TensorEntry, self.named, self.dtypes, self.shapes, zip(pieces, strict=True)), *others]
 
 
-def _asked(tensors: list[torch.Tensor], plain: int) -> tuple[list[Any], list[torch.Tensor]]:
-    """How all but the first `plain` are placed, and what the rank holds of all."""
+def _asked(tensors: list[torch.Tensor], plain: int) -> tuple[list[Any], list[torch.Size], list[torch.Tensor]]:
+    """How all but the first `plain` are placed, their global shapes, and what the rank holds of all."""
     placed = tensors[plain:]
     given = [getattr(tensor, LOCAL, None) for tensor in placed]
     memory = tensors[:plain] + list(map(_LOCAL_TENSOR, placed))
-    return [*chain.from_iterable(map(_SPEC, placed)), *given], memory
+    return [*chain.from_iterable(map(_SPEC, placed)), *given], list(map(_SHAPE, placed)), memory
 
 
 def _coordinate(mesh: Any) -> tuple[Any, Any]:

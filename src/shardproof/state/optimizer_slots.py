@@ -67,7 +67,7 @@ def receiver(optimizer: torch.optim.Optimizer | SlotKeeper) -> Receiver:
     ['exp_avg']
     """
     if isinstance(optimizer, SlotKeeper):
-        keeper = optimizer  # which it stays, also for who checks types
+        keeper = optimizer
         return lambda parameter, _, stored: keeper.receive_slots(parameter, stored)
     if is_zero_redundancy(optimizer):
         return owned_receiver(optimizer, receiver)

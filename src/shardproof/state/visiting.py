@@ -10,7 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
 from shardproof.state.dtensor import Layouts
+from shardproof.state.entries import TensorEntry
+from shardproof.state.tensors import pieces_of
 
 if TYPE_CHECKING:
     from shardproof.state.binding import Binder
@@ -80,6 +84,19 @@ class Visitor:
     """By identity, the modules that were asked for their names: see `shardproof.state.modules.named`."""
     layouts: Layouts = field(default_factory=Layouts)
     """Of the DTensors visited so far."""
+    anchors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """For keys of which the rank has no piece, the empty local tensor."""
+
+    def entry_of(self, key: str, tensor: torch.Tensor) -> TensorEntry:
+        """What this rank holds of a plain tensor or DTensor.
+
+        Raises:
+            StructureError: it cannot be kept; see `shardproof.state.tensors.pieces_of`.
+        """
+        dtype, shape, pieces, local = pieces_of(tensor, key, self.layouts)
+        if not pieces:
+            self.anchors[key] = local
+        return TensorEntry(key, dtype, shape, pieces)
 
     def finish_walk(self) -> None:
         """Do what waited for the end of the walk."""

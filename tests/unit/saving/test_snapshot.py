@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import shardproof as sp
 from shardproof.errors import SaveSkipped, StorageError, StructureError
@@ -227,12 +228,39 @@ def test_an_optimizer_that_is_not_saved_opens_the_fence_of_what_it_writes(gate: 
     net(torch.randn(8, 64)).sum().backward()
     stranger(torch.ones(1, 2)).sum().backward()
     torch.optim.SGD(stranger.parameters(), lr=1.0).step()
-    without_memory = [*nn.LazyLinear(2).parameters(), nn.Parameter(torch.eye(2).to_sparse())]
+    without_memory = [
+        *nn.LazyLinear(2).parameters(),
+        nn.Parameter(torch.ones(2, device="meta")),
+        nn.Parameter(torch.ones(0, 2)),
+    ]
     torch.optim.SGD(without_memory, lr=1.0).step()
     assert snapshot.staged_bytes == before
     other.add_param_group({"params": without_memory})
     other.step()
     assert snapshot.staged_bytes > before
+    gate.open()
+    pending.result(LIMIT)
+    assert_saved(folder_of(tmp_path, 1), want)
+
+
+@pytest.mark.parametrize(
+    "hide",
+    [lambda tensor: TwoTensor(tensor, tensor.clone()), torch.Tensor.to_sparse],
+    ids=["made of other tensors", "sparse"],
+)
+def test_an_optimizer_whose_memory_is_not_known_opens_the_fence(
+    hide: Callable[[torch.Tensor], torch.Tensor], gate: Gate, tmp_path: Path
+) -> None:
+    net, optimizer = trained("plain")
+    state = {"net": net, "optimizer": optimizer}
+    want = bits(state)
+    other = torch.optim.SGD([nn.Parameter(hide(net.layers[2].weight.detach()))], lr=1.0)
+    checkpointer = sp.Checkpointer(tmp_path)
+    small_buffers(checkpointer)
+    pending = checkpointer.save(1, state)
+    other.step()
+    with torch.no_grad():
+        net.layers[2].weight.zero_()  # as a step might have
     gate.open()
     pending.result(LIMIT)
     assert_saved(folder_of(tmp_path, 1), want)

@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from shardproof.errors import StructureError
 from shardproof.geometry import Boxes, Embedding
 from shardproof.planning import Structure
-from shardproof.state import Collected, LastWalk, ShardedTensor, collect, collecting
+from shardproof.state import Collected, LastWalk, ShardedTensor, collect, visiting
 from shardproof.state.dtensor import LOCAL
 from shardproof.state.tensors import same_memory
 
@@ -258,13 +258,13 @@ def check(changes: list[str]) -> None:
 )
 def test_what_is_the_same_is_not_described_anew(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     described: list[str] = []
-    pieces_of = collecting.pieces_of
+    pieces_of = visiting.pieces_of
 
     def noted(tensor: torch.Tensor, path: str, layouts: Any) -> Any:
         described.append(path)
         return pieces_of(tensor, path, layouts)
 
-    monkeypatch.setattr(collecting, "pieces_of", noted)
+    monkeypatch.setattr(visiting, "pieces_of", noted)
     with second_of_two() as (mesh, other):
         tree, last = state(mesh), LastWalk()
         tree["tied"] = tree["tied"].clone()
