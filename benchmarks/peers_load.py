@@ -1,7 +1,8 @@
 """Loading into the layout that was saved, beside every peer, from a warm page cache or from the disk.
 
 Every way loads what it saved itself; its files are read into the page cache before each load, unmeasured,
-or with `--cold` dropped from it. The limit is a raw read of the same bytes into the same tensors. After the
+and dropped from it afterwards, so that those of all ways need not fit into memory together; with `--cold`
+they are dropped before, too. The limit is a raw read of the same bytes into the same tensors. After the
 rounds the tensors are overwritten and loaded once more, and every bit is compared.
 """
 
@@ -49,18 +50,24 @@ def settle(files: Iterable[Path], cold: bool) -> None:
 
 def load(way: Way, cold: bool, number: int) -> Figures:
     """One load of the only save."""
-    settle(files_under(way.path(0)), cold)
+    files = list(files_under(way.path(0)))
+    settle(files, cold)
     clock = Clock()
     way.load(0)
-    return {"load": clock()}
+    figures = {"load": clock()}
+    settle(files, cold=True)
+    return figures
 
 
 def read(raw: RawFile, subject: Subject, cold: bool, start: int, number: int) -> Figures:
     """The same bytes from one file a rank, from a byte on, into the same tensors."""
-    settle(sorted(raw.path.parent.glob("raw-*")), cold)
+    files = sorted(raw.path.parent.glob("raw-*"))
+    settle(files, cold)
     clock = Clock()
     raw.read(subject.tensors, start)
-    return {"load": clock()}
+    figures = {"load": clock()}
+    settle(files, cold=True)
+    return figures
 
 
 def check(way: Way, subject: Subject, values: list[torch.Tensor], missing: list[Missing]) -> None:

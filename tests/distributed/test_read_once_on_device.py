@@ -11,6 +11,7 @@ from shardproof.loading import Options, load_from, loader
 from shardproof.rendezvous import LocalRendezvous, connect
 from shardproof.saving import Saver
 from shardproof.storage import LocalStorage
+from shardproof.streams import on_stream
 from tests import simulated
 from tests.distributed.test_read_once import go_through, small_rounds
 from tests.harness import process_group, run_ranks
@@ -29,7 +30,8 @@ def load_late(folder: str, way: str) -> bool:
     loader.reading_threads = lambda: 3  # type: ignore[attr-defined]
     go_through(way)
     small_rounds(4096)
-    with process_group(), torch.Stream("simulated:0") as own:
+    own = torch.Stream("simulated:0")
+    with process_group(), on_stream(own, own.device):
         state = {
             str(number): torch.empty(SHAPE[::-1], device="simulated").t()
             if number % 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -231,13 +232,13 @@ def test_how_replicas_are_checked_is_told_to_every_save(
 
 def test_what_tensors_are_like_is_worked_out_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     described: list[str] = []
-    pieces_of = visiting.pieces_of
+    describe = visiting.describe_tensors
 
-    def noted(tensor: torch.Tensor, path: str, layouts: Any) -> Any:
-        described.append(path)
-        return pieces_of(tensor, path, layouts)
+    def noted(keys: Sequence[str], *given: Any) -> Any:
+        described.extend(keys)
+        return describe(keys, *given)
 
-    monkeypatch.setattr(visiting, "pieces_of", noted)
+    monkeypatch.setattr(visiting, "describe_tensors", noted)
     checkpointer = sp.Checkpointer(tmp_path)
     for step in range(3):
         checkpointer.save(step, {"w": torch.full((3,), float(step)), "epoch": step}).result()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -34,6 +34,9 @@ class Binder(Visitor):
     selected: Callable[[str], bool]
     strict: bool
     binding: Binding = field(default_factory=Binding)
+    _keys: list[str] = field(default_factory=list)
+    """Of the tensors that are described at the end of the walk, all together."""
+    _tensors: list[torch.Tensor] = field(default_factory=list)
     _sorted: list[str] = field(default_factory=list)
 
     def visit(self, place: Place, value: Any) -> None:
@@ -42,11 +45,11 @@ class Binder(Visitor):
 
     def tensor(self, key: str, tensor: torch.Tensor) -> bool:
         """Let a tensor or DTensor be filled in place. Whether it will be."""
-        return self.selected(key) and self._destination(self.entry_of(key, tensor))
+        return self.selected(key) and self._fill(key, tensor)
 
     def pieces(self, key: str, dtype: str, shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> bool:
         """Let pieces be filled in place. Whether they will be."""
-        return self.selected(key) and self._destination(TensorEntry(key, dtype, shape, pieces))
+        return self.selected(key) and self._take([TensorEntry(key, dtype, shape, pieces)])
 
     def laid_out(self, key: str, sharded: ShardedTensor, anchor: torch.Tensor | None = None) -> bool:
         """Let what a declared layout makes of a tensor be filled in place. Whether it will be.
@@ -60,28 +63,36 @@ class Binder(Visitor):
         if anchor is not None and not pieces:
             self.anchors[key] = anchor
         filled = tuple(_unshared(piece) for piece in pieces)
-        taken = self._destination(TensorEntry(key, dtype, shape, filled))
+        taken = self._take([TensorEntry(key, dtype, shape, filled)])
         if taken:
             for piece, own in zip(pieces, filled, strict=True):
                 if own is not piece:
                     self.later_on(partial(_share, key, own.view, piece.view))
         return taken
 
-    def _destination(self, entry: TensorEntry) -> bool:
-        key = entry.key
-        self.binding.used.add(key)
+    def _fill(self, key: str, tensor: torch.Tensor) -> bool:
+        self._keys.append(key)
+        self._tensors.append(tensor)
         found = self.catalogue.tensors.get(key)
-        if found is None:
-            self._lacking(key, describe(entry.dtype, entry.shape))
-            return False
-        if found[1] != entry.shape:
-            self.mismatch(key, describe(entry.dtype, entry.shape), describe(*found))
-            return False
-        for piece in entry.pieces:
-            if not piece.is_plain:
-                check_destination(piece.view, key)
-        self.binding.tensors.append(entry)
-        return True
+        return found is not None and found[1] == tensor.shape
+
+    def _take(self, entries: Sequence[TensorEntry]) -> bool:
+        """Take entries as destinations. Whether all are."""
+        stored, taken = self.catalogue.tensors.get, self.binding.tensors
+        before = len(taken)
+        self.binding.used.update([entry.key for entry in entries])
+        for entry in entries:
+            found = stored(entry.key)
+            if found is None:
+                self._lacking(entry.key, describe(entry.dtype, entry.shape))
+            elif found[1] != entry.shape:
+                self.mismatch(entry.key, describe(entry.dtype, entry.shape), describe(*found))
+            else:
+                for piece in entry.pieces:
+                    if not piece.is_plain:
+                        check_destination(piece.view, entry.key)
+                taken.append(entry)
+        return len(taken) - before == len(entries)
 
     def object(self, key: str, expected: str = "a plain value") -> Any:
         """The plain data stored under a key, still encoded; MISSING, and noted so, where there is none.
@@ -142,7 +153,7 @@ class Binder(Visitor):
 
     def fill(self, key: str, tensor: torch.Tensor) -> None:
         """Let a new tensor be filled, whether or not its own key is selected."""
-        self._destination(self.entry_of(key, tensor))
+        self._fill(key, tensor)
 
     def mismatch(self, key: str, expected: str, found: str) -> None:
         """Note that target and checkpoint disagree."""
@@ -175,6 +186,7 @@ class Binder(Visitor):
     def result(self) -> Binding:
         """The whole binding."""
         self.finish_walk()
+        self._take(self.entries_of(self._keys, self._tensors))
         self.binding.tensors = tie(sorted(self.binding.tensors, key=lambda entry: entry.key), self.anchors)
         return self.binding
 

@@ -66,7 +66,8 @@ class Collector(Visitor):
         if self._take(key, origin):
             self.whole[key] = tensor
         else:
-            self._merge(self.entry_of(key, tensor), origin)
+            (entry,) = self.entries_of([key], [tensor])
+            self._merge(entry, origin)
 
     def pieces(
         self, key: str, dtype: str, shape: tuple[int, ...], pieces: tuple[Piece, ...], origin: Any
@@ -103,7 +104,7 @@ class Collector(Visitor):
             self.tensors.append(replace(entry, pieces=()))
         elif key not in self._merged:
             if key in self.whole:
-                self.tensors.append(self.entry_of(key, self.whole.pop(key)))
+                self.tensors += self.entries_of([key], [self.whole.pop(key)])
             row = next((row for row, other in enumerate(self.tensors) if other.key == key), None)
             if row is None:
                 raise self._twice(key, origin)
@@ -168,7 +169,7 @@ class Collector(Visitor):
         for merged in self._merged.values():
             pieces = tuple(merged.pieces.values())
             self.tensors[merged.row] = replace(self.tensors[merged.row], pieces=pieces)
-        entries = self.tensors + self.last.entries(self.whole, self.entry_of)
+        entries = self.tensors + self.last.entries(self.whole, self.entries_of)
         entries.sort(key=_key)
         self.objects.sort(key=_key)
         tied = tie(entries, self.anchors)

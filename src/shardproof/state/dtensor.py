@@ -6,6 +6,7 @@ How placements are read is said in `shardproof.state.placements`.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeGuard
 
@@ -14,7 +15,6 @@ import torch
 
 from shardproof.errors import StructureError
 from shardproof.geometry import Boxes, Embedding
-from shardproof.state.entries import Piece
 from shardproof.state.placements import (
     Segments,
     Sharding,
@@ -27,6 +27,7 @@ from shardproof.state.placements import (
 __all__ = [
     "LOCAL",
     "Layouts",
+    "Where",
     "dtensor_embedding",
     "is_dtensor",
     "local_tensor",
@@ -60,53 +61,76 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
+class Where(NamedTuple):
+    """Which part of a tensor a rank holds."""
+
+    shape: tuple[int, ...]
+    """Global shape."""
+    offsets: tuple[int, ...] | None
+    """Of what is held, where that is one box; None if it is several, or nothing."""
+    sizes: tuple[int, ...]
+    """Of what is held."""
+    embedding: Embedding | None = None
+    """Where the boxes lie if they are several; None if there are none."""
+
+
 class Layouts:
-    """The layouts of the DTensors of one walk over a state, each worked out once.
+    """Where the tensors and DTensors of one walk over a state lie, each layout worked out once.
 
     To ask a mesh for its shape and coordinate, and to look up by them, took 2.2 µs a tensor; to look up by
     the mesh itself, and compare placements, takes 0.5 µs.
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], _Layout] = {}
+        self._whole: dict[torch.Size, Where] = {}
+        """Of plain tensors, by shape."""
+        self._placed: dict[tuple[Any, ...], _Placed] = {}
         """By mesh and shapes, the one that was met last. Tensors that agree in these are mostly placed alike,
         and a placement takes longer to hash than to compare."""
 
-    def pieces_of(
-        self, tensor: Any, local: torch.Tensor, path: str
-    ) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
-        """The global shape of a DTensor, and its pieces on this rank.
+    def of(
+        self, keys: Sequence[str], tensors: Sequence[torch.Tensor], local_shapes: Sequence[torch.Size]
+    ) -> list[Where]:
+        """Which parts of tensors the rank holds.
 
         A DTensor with an attribute ``_shardproof_local`` is described by that embedding alone.
 
         Args:
-            tensor: the DTensor.
-            local: its local tensor, detached.
-            path: for messages.
+            keys: for messages.
+            tensors: plain ones, held whole, and DTensors.
+            local_shapes: of the memory that the rank holds of each.
 
         Raises:
             StructureError: a placement is a partial sum or unknown, or the local tensor is not what mesh and
                 placements say.
         """
+        return [
+            self._of_dtensor(key, tensor, local_shape)
+            if is_dtensor(tensor)
+            else self._whole.get(local_shape) or self._of_plain(local_shape)
+            for key, tensor, local_shape in zip(keys, tensors, local_shapes, strict=True)
+        ]
+
+    def _of_plain(self, shape: torch.Size) -> Where:
+        sizes = tuple(shape)
+        where = Where(sizes, None if 0 in sizes else (0,) * len(sizes), sizes)
+        return self._whole.setdefault(shape, where)
+
+    def _of_dtensor(self, key: str, tensor: Any, local_shape: torch.Size) -> Where:
         if getattr(tensor, LOCAL, None) is not None:
-            return tuple(tensor.shape), _pieces(local, dtensor_embedding(tensor, path))
+            return Where(tuple(tensor.shape), None, (), dtensor_embedding(tensor, key))
         spec = tensor._spec
         mesh, placements = spec.mesh, spec.placements
         # The shape is the DTensor's own, which takes 0.2 µs longer to say it.
-        alike = id(mesh), spec.tensor_meta.shape, local.shape
-        layout = self._known.get(alike)
-        if layout is None or not (layout.placements is placements or layout.has(placements)):
-            kinds, held = [*map(type, placements)], _held_by(tensor, path)
-            layout = self._known[alike] = _Layout(mesh, placements, kinds, tuple(tensor.shape), held)
-        shape, held = layout.shape, layout.held
-        if held is None:
-            return shape, ()
-        if held.offsets is not None:
-            return shape, (Piece.of(local, held.offsets, held.sizes),)
-        return shape, _pieces(local, embedding_of(held.sizes, shape, held.segments))
+        alike = id(mesh), spec.tensor_meta.shape, local_shape
+        placed = self._placed.get(alike)
+        if placed is None or not (placed.placements is placements or placed.has(placements)):
+            kinds, where = [*map(type, placements)], _where(tensor, key)
+            placed = self._placed[alike] = _Placed(mesh, placements, kinds, where)
+        return placed.where
 
 
-class _Layout(NamedTuple):
+class _Placed(NamedTuple):
     """What DTensors of one mesh, one shape and the same placements have in common."""
 
     mesh: Any
@@ -114,21 +138,28 @@ class _Layout(NamedTuple):
     placements: tuple[Any, ...]
     kinds: list[type]
     """Types of the placements, since a shard and a strided shard may compare equal."""
-    shape: tuple[int, ...]
-    """Global shape."""
-    held: _Held | None
-    """By this rank; None where it is not in the mesh."""
+    where: Where
 
     def has(self, placements: tuple[Any, ...]) -> bool:
         """Whether these are its placements."""
         return self.placements == placements and self.kinds == [*map(type, placements)]
 
 
+def _where(tensor: Any, key: str) -> Where:
+    """Which part of a DTensor mesh and placements put on this rank."""
+    shape, held = tuple(tensor.shape), _held_by(tensor, key)
+    if held is None:
+        return Where(shape, None, ())
+    if held.offsets is not None or 0 in held.sizes:
+        return Where(shape, held.offsets, held.sizes)
+    return Where(shape, None, held.sizes, embedding_of(held.sizes, shape, held.segments))
+
+
 def dtensor_embedding(tensor: Any, path: str) -> Embedding:
     """Where the local tensor of a DTensor lies in the whole one.
 
     Raises:
-        StructureError: as `Layouts.pieces_of`, or the attribute ``_shardproof_local`` does not fit the
+        StructureError: as `Layouts.of`, or the attribute ``_shardproof_local`` does not fit the
             tensor.
     """
     shape, local_shape = tuple(tensor.shape), tuple(tensor._local_tensor.shape)
@@ -258,18 +289,3 @@ def _sharding(placements: tuple[Any, ...], ndim: int, path: str) -> Sharding:
             raise StructureError(f"{path}: the placement {placement} of a DTensor is not known", key=path)
         sharding.append((mesh_dim, placement.dim % ndim, int(getattr(placement, "split_factor", 0))))
     return tuple(sharding)
-
-
-def _pieces(local: torch.Tensor, embedding: Embedding) -> tuple[Piece, ...]:
-    boxes = embedding.local
-    return tuple(
-        Piece.of(
-            local[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))],
-            tuple(placed),
-            tuple(sizes),
-        )
-        for starts, sizes, placed in zip(
-            boxes.offsets.tolist(), boxes.sizes.tolist(), embedding.offsets.tolist(), strict=True
-        )
-        if 0 not in sizes
-    )

@@ -6,9 +6,10 @@ Those that exist once a tensor or more are structs of msgspec: made in 0.06 µs,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -29,6 +30,14 @@ __all__ = [
     "is_plain_memory",
     "memory_of",
 ]
+
+_ASKED: tuple[Callable[[torch.Tensor], bool], ...] = (
+    attrgetter("is_cpu"),
+    torch.Tensor.is_contiguous,
+    torch.Tensor.is_conj,
+    torch.Tensor.is_neg,
+)
+"""What `is_plain_memory` depends on."""
 
 
 def is_plain_memory(view: torch.Tensor) -> bool:
@@ -76,6 +85,17 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     def of(view: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Piece:
         """The piece that a view is."""
         return Piece(view, offsets, sizes, view.data_ptr(), is_plain_memory(view))
+
+    @staticmethod
+    def of_all(
+        views: Sequence[torch.Tensor], offsets: Sequence[tuple[int, ...]], sizes: Sequence[tuple[int, ...]]
+    ) -> Iterator[Piece]:
+        """The pieces that views are, asked of all of them together."""
+        asked = (map(ask, views) for ask in _ASKED)
+        plain = [
+            cpu and ordered and not (conj or neg) for cpu, ordered, conj, neg in zip(*asked, strict=True)
+        ]
+        return map(Piece, views, offsets, sizes, map(torch.Tensor.data_ptr, views), plain)
 
 
 class TensorEntry(msgspec.Struct, frozen=True, gc=False):

@@ -25,14 +25,13 @@ from typing import Any
 
 import torch
 
+from shardproof.state.describing import blocks
 from shardproof.state.dtensor import LOCAL, is_dtensor, local_tensor
 from shardproof.state.entries import Piece, TensorEntry
-from shardproof.state.tensors import PLAIN_TYPES
+from shardproof.state.tensors import PLAIN_TYPES, are_strided
 
 __all__ = ["LastWalk"]
 
-_LAYOUT = attrgetter("layout", "is_nested", "is_meta")
-_STRIDED = torch.strided, False, False
 _KIND = attrgetter("dtype", "shape")
 _SHAPE = attrgetter("shape")
 _SPEC = attrgetter("_spec.mesh", "_spec.placements")
@@ -42,13 +41,17 @@ _Boxes = tuple[str, tuple[int, ...], tuple[tuple[tuple[int, ...], tuple[int, ...
 """dtype, global shape, and offsets and sizes of each piece."""
 
 
+Describe = Callable[[Sequence[str], Sequence[torch.Tensor]], list[TensorEntry]]
+"""Makes the entries of tensors, whose keys are given."""
+
+
 class LastWalk:
     """How the tensors of the last walk were described. Starts empty.
 
     >>> walk, state = LastWalk(), {"w": torch.ones(2, 3)}
-    >>> whole = lambda key, tensor: TensorEntry(key, "float32", (2, 3), (Piece.of(tensor, (0, 0), (2, 3)),))
-    >>> (before,), token = walk.entries(state, whole), walk.token([None])
-    >>> (after,) = walk.entries(state, lambda key, tensor: None)
+    >>> whole = TensorEntry("w", "float32", (2, 3), (Piece.of(state["w"], (0, 0), (2, 3)),))
+    >>> (before,), token = walk.entries(state, lambda keys, tensors: [whole]), walk.token([None])
+    >>> (after,) = walk.entries(state, lambda keys, tensors: [])
     >>> after.shape, walk.token([None]) is token
     ((2, 3), True)
     """
@@ -56,25 +59,31 @@ class LastWalk:
     def __init__(self) -> None:
         self._token = object()
         self._aliases: list[str | None] = []
-        self._known: _Known | None = None
+        self._keys: list[str] = []
+        self._known: list[_Known] = []
+        """Of the tensors of each block."""
 
-    def entries(
-        self, tensors: Mapping[str, torch.Tensor], describe: Callable[[str, torch.Tensor], TensorEntry]
-    ) -> list[TensorEntry]:
+    def entries(self, tensors: Mapping[str, torch.Tensor], describe: Describe) -> list[TensorEntry]:
         """What the rank holds of these tensors, in any order.
 
         Args:
             tensors: by key, in the order of the walk.
-            describe: makes the entry of a tensor.
+            describe: makes the entries of tensors.
         """
-        held = list(tensors.values())
-        if self._known is not None and self._known.keys == list(tensors):
-            entries = self._known.entries(held, describe)
-            if entries is not None:
+        keys, held = list(tensors), list(tensors.values())
+        parts = list(blocks(len(keys)))
+        if keys == self._keys:
+            entries: list[TensorEntry] = []
+            for known, part in zip(self._known, parts, strict=True):
+                found = known.entries(held[part], describe)
+                if found is None:
+                    break
+                entries += found
+            else:
                 return entries
         self._token = object()
-        entries = list(map(describe, tensors, held))
-        self._known = _Known.of(held, entries)
+        entries = describe(keys, held)
+        self._keys, self._known = keys, [_Known.of(held[part], entries[part]) for part in parts]
         return entries
 
     def token(self, aliases: list[str | None]) -> object:
@@ -90,15 +99,14 @@ class LastWalk:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """Columns of one walk.
+    """Columns of a block of one walk.
 
     A tensor that is one piece in the memory of the rank is *plain*, or *placed* if it is a DTensor. Others
     (several pieces, or none) are described at every walk.
     """
 
-    keys: list[str]
     plain: list[int]
-    """Rows of `keys`."""
+    """Rows of the block."""
     placed: list[int]
     others: list[int]
     types: list[type]
@@ -118,8 +126,9 @@ class _Known:
     shapes: list[tuple[int, ...]]
     offsets: list[tuple[int, ...]]
     sizes: list[tuple[int, ...]]
-    boxes: list[_Boxes]
+    keys: list[str]
     """Of the others."""
+    boxes: list[_Boxes]
 
     @staticmethod
     def of(held: Sequence[torch.Tensor], entries: Sequence[TensorEntry]) -> _Known:
@@ -133,7 +142,6 @@ class _Known:
         parts, wholes, memory = _asked(tensors, len(plain))
         meshes = list({id(mesh): mesh for mesh in parts[: 2 * len(placed) : 2]}.values())
         return _Known(
-            [entry.key for entry in entries],
             plain,
             placed,
             others,
@@ -148,12 +156,11 @@ class _Known:
             [entry.shape for entry in ones],
             [entry.pieces[0].offsets for entry in ones],
             [entry.pieces[0].sizes for entry in ones],
+            [entries[row].key for row in others],
             [_boxes(entries[row]) for row in others],
         )
 
-    def entries(
-        self, held: Sequence[torch.Tensor], describe: Callable[[str, torch.Tensor], TensorEntry]
-    ) -> list[TensorEntry] | None:
+    def entries(self, held: Sequence[torch.Tensor], describe: Describe) -> list[TensorEntry] | None:
         """The entries of tensors under the same keys; None where they may have to be described otherwise."""
         tensors = [held[row] for row in self.plain + self.placed]
         if list(map(type, tensors)) != self.types:
@@ -163,15 +170,13 @@ class _Known:
             return None
         if wholes != self.wholes or list(map(_coordinate, self.meshes)) != self.coordinates:
             return None
-        if list(map(_LAYOUT, memory)).count(_STRIDED) != len(memory):
+        if not are_strided(memory) or list(map(_KIND, memory)) != self.kinds:
             return None
-        if list(map(_KIND, memory)) != self.kinds:
-            return None
-        others = [describe(self.keys[row], held[row]) for row in self.others]
+        others = describe(self.keys, [held[row] for row in self.others]) if self.others else []
         if list(map(_boxes, others)) != self.boxes:
             return None
-        views = map(torch.Tensor.detach, memory)
-        pieces = map(Piece.of, views, self.offsets, self.sizes)
+        views = list(map(torch.Tensor.detach, memory))
+        pieces = Piece.of_all(views, self.offsets, self.sizes)
         return [*map(TensorEntry, self.named, self.dtypes, self.shapes, zip(pieces, strict=True)), *others]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -10,18 +12,18 @@ from numpy.typing import NDArray
 
 from shardproof.dtypes import DTYPES
 from shardproof.errors import StructureError
-from shardproof.state.dtensor import LOCAL, Layouts, is_dtensor, local_tensor
-from shardproof.state.entries import Piece
+from shardproof.state.dtensor import LOCAL, is_dtensor, local_tensor
 
 __all__ = [
     "PLAIN_TYPES",
+    "are_strided",
     "array_dtype",
     "as_bytes",
     "check_destination",
     "dtype_name",
     "empty_like_layout",
     "local_of",
-    "pieces_of",
+    "locals_of",
     "same_memory",
     "storage_of",
     "tensor_of_array",
@@ -34,7 +36,8 @@ PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _NAMES: dict[torch.dtype, str] = {
     getattr(torch, name): name for name in DTYPES if isinstance(getattr(torch, name, None), torch.dtype)
 }
-_STRIDED = torch.strided
+_LAYOUT = attrgetter("layout", "is_nested", "is_meta")
+_IN_MEMORY = torch.strided, False, False
 
 
 def dtype_name(dtype: torch.dtype, path: str) -> str:
@@ -57,48 +60,39 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def pieces_of(
-    tensor: torch.Tensor, path: str, layouts: Layouts
-) -> tuple[str, tuple[int, ...], tuple[Piece, ...], torch.Tensor]:
-    """dtype, global shape, this rank's pieces, and the local tensor of a plain tensor or DTensor.
-
-    Args:
-        tensor: to keep or to fill.
-        path: for messages.
-        layouts: of the DTensors of the same walk.
-
-    Raises:
-        StructureError: the tensor cannot be kept; the text names its path and what to do.
-    """
-    local = local_of(tensor, path)
-    name = _NAMES.get(local.dtype) or dtype_name(local.dtype, path)
-    if local is not tensor:
-        return name, *layouts.pieces_of(tensor, local.detach(), path), local
-    shape = tuple(local.shape)
-    if 0 in shape:
-        return name, shape, (), local
-    return name, shape, (Piece.of(local.detach(), (0,) * len(shape), shape),), local
-
-
 def local_of(tensor: torch.Tensor, path: str) -> torch.Tensor:
     """The plain tensor that this rank holds of a plain tensor or DTensor.
 
     Raises:
-        StructureError: it cannot be kept, as `pieces_of` says.
+        StructureError: it cannot be kept; the text names its path and what to do.
     """
-    local = tensor
-    if type(tensor) not in PLAIN_TYPES:
-        local = local_tensor(tensor)
-        if type(local) not in PLAIN_TYPES:
-            raise _refused_subclass(local, path)
-    if local.layout is not _STRIDED or local.is_meta or local.is_nested:
+    return locals_of([tensor], [path])[0]
+
+
+def locals_of(tensors: Sequence[torch.Tensor], paths: Sequence[str]) -> list[torch.Tensor]:
+    """The plain tensors that this rank holds of plain tensors and DTensors; see `local_of`."""
+    held = list(map(local_tensor, tensors))
+    if not set(map(type, held)).issubset(PLAIN_TYPES) or not are_strided(held):
+        for local, path in zip(held, paths, strict=True):
+            _check(local, path)
+    return held
+
+
+def are_strided(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all have their elements in strided memory."""
+    return list(map(_LAYOUT, tensors)).count(_IN_MEMORY) == len(tensors)
+
+
+def _check(local: torch.Tensor, path: str) -> None:
+    if type(local) not in PLAIN_TYPES:
+        raise _refused_subclass(local, path)
+    if not are_strided([local]):
         raise _without_memory(local, path)
-    return local
 
 
 def _without_memory(tensor: torch.Tensor, path: str) -> StructureError:
     """Why a tensor of an exact plain type is refused: it has no elements in strided memory."""
-    if tensor.layout is not _STRIDED:
+    if tensor.layout is not torch.strided:
         return StructureError(
             f"{path}: a tensor of layout {tensor.layout} cannot be stored. "
             "Store its parts (indices and values), or make it dense with to_dense()",

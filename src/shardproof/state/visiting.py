@@ -6,15 +6,15 @@ checkpoint holds. Each kind of leaf has one `Handler` that knows both ways, so t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from shardproof.state.describing import describe_tensors
 from shardproof.state.dtensor import Layouts
 from shardproof.state.entries import TensorEntry
-from shardproof.state.tensors import pieces_of
 
 if TYPE_CHECKING:
     from shardproof.state.binding import Binder
@@ -87,16 +87,15 @@ class Visitor:
     anchors: dict[str, torch.Tensor] = field(default_factory=dict)
     """For keys of which the rank has no piece, the empty local tensor."""
 
-    def entry_of(self, key: str, tensor: torch.Tensor) -> TensorEntry:
-        """What this rank holds of a plain tensor or DTensor.
+    def entries_of(self, keys: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[TensorEntry]:
+        """What this rank holds of plain tensors and DTensors.
 
         Raises:
-            StructureError: it cannot be kept; see `shardproof.state.tensors.pieces_of`.
+            StructureError: one cannot be kept; see `shardproof.state.describing`.
         """
-        dtype, shape, pieces, local = pieces_of(tensor, key, self.layouts)
-        if not pieces:
-            self.anchors[key] = local
-        return TensorEntry(key, dtype, shape, pieces)
+        entries, empty = describe_tensors(keys, tensors, self.layouts)
+        self.anchors |= empty
+        return entries
 
     def finish_walk(self) -> None:
         """Do what waited for the end of the walk."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import shardproof as sp
+from shardproof.streams import on_stream
 from tests.accelerator import first_device, late_one
 
 pytestmark = pytest.mark.gpu
@@ -36,7 +37,7 @@ def test_a_load_is_ordered_with_what_its_caller_enqueues(
     """On a stream of the caller's own. What is strided the device lays out after the bytes arrived."""
     monkeypatch.setattr("shardproof.loading.loader.reading_threads", lambda: threads)
     device = first_device()
-    with torch.Stream(device):
+    with on_stream(torch.Stream(device), device):
         wanted = {str(number): torch.full((600, 300), float(number), device=device) for number in range(8)}
         sp.save(tmp_path / "c", wanted)
         found = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -258,13 +258,13 @@ def check(changes: list[str]) -> None:
 )
 def test_what_is_the_same_is_not_described_anew(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     described: list[str] = []
-    pieces_of = visiting.pieces_of
+    describe = visiting.describe_tensors
 
-    def noted(tensor: torch.Tensor, path: str, layouts: Any) -> Any:
-        described.append(path)
-        return pieces_of(tensor, path, layouts)
+    def noted(keys: Sequence[str], *given: Any) -> Any:
+        described.extend(keys)
+        return describe(keys, *given)
 
-    monkeypatch.setattr(visiting, "pieces_of", noted)
+    monkeypatch.setattr(visiting, "describe_tensors", noted)
     with second_of_two() as (mesh, other):
         tree, last = state(mesh), LastWalk()
         tree["tied"] = tree["tied"].clone()
