@@ -323,7 +323,10 @@ class _Stream:
             self._pool.give(buffer)
 
     def _stop_if_failed(self) -> None:
+        left: list[Future[None]] = []
         for write in self._pending:
-            if write.done():
+            if write.done():  # asked once: it may fail while the others are looked at
                 write.result()
-        self._pending = [write for write in self._pending if not write.done()]
+            else:
+                left.append(write)
+        self._pending = left
