@@ -165,7 +165,9 @@ class Checkpointer:
         """Returns when parameters and optimizer state may be written to by any code.
 
         What the save under way has not written yet is copied first. Optimizers and loads do this by
-        themselves. Nothing under way: nothing to do.
+        themselves. Nothing under way: nothing to do. A write to parameters or optimizer state without it
+        fails the save, unless torch does not count it (through ``.data``, by a replayed CUDA graph, by
+        ``torch._foreach_*`` on DTensors).
         """
         self._saver.fence()
 

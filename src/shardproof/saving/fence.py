@@ -78,22 +78,30 @@ def open_all() -> None:
         fence.open()
 
 
-def fenced_pieces(pieces: Sequence[Piece], stepped: Sequence[Stepped]) -> list[bool]:
-    """For each piece, whether it changes only in the step of an optimizer of the state.
+def fenced_pieces(pieces: Sequence[Piece], stepped: Sequence[Stepped]) -> list[tuple[torch.Tensor, ...]]:
+    """For each piece that changes only in an optimizer's step, the tensors whose versions tell of others.
 
-    Steps that torch may replay without calling hooks (``capturable``), and tensors that keep no version, are
-    not counted on.
+    Nothing for all other pieces. Steps that torch may replay without calling hooks (``capturable``), and
+    tensors that keep no version, are not counted on. An operation on a DTensor raises the version of the
+    DTensor and not that of its local tensor, so both are looked at.
     """
-    memory = _written_by(
+    hooked = [
         item for item in stepped if not any(group.get("capturable") for group in item.optimizer.param_groups)
-    )
-    if not memory:
-        return [False] * len(pieces)
-    views = [piece.view for piece in pieces]
-    return [
-        start in memory and not is_inference
-        for start, is_inference in zip(memory_of(views), map(torch.Tensor.is_inference, views), strict=True)
     ]
+    memory, placed = _written_by(hooked), dict[int, list[torch.Tensor]]()
+    if not memory:
+        return [()] * len(pieces)
+    for item in hooked:
+        for start, tensor, held in zip(item.starts, item.tensors, item.held, strict=True):
+            if tensor is not held:
+                placed.setdefault(start, []).append(tensor)
+    views = [piece.view for piece in pieces]
+    fenced: list[tuple[torch.Tensor, ...]] = []
+    for view, start in zip(views, memory_of(views), strict=True):
+        watched = (view, *placed.get(start, ()))
+        keeps_version = start in memory and not any(map(torch.Tensor.is_inference, watched))
+        fenced.append(watched if keeps_version else ())
+    return fenced
 
 
 def _written_by(stepped: Iterable[Stepped]) -> frozenset[int]:

@@ -11,9 +11,10 @@ read from a copy, *copied* when the writer has all of it. Only a live chunk can 
    them steps, before a load fills anything, and when the program says so (`fence`), all chunks that are
    still live are staged, and only then does the step, the load or the program go on. The tensors still hold
    the values of the save at that moment, for nothing wrote to them since.
-4. Whoever writes to such a tensor in another way raises the version that torch keeps of it. It is compared
-   after each span that was read live: a span that was read from memory of another version fails the save.
-   What writes past that count (through ``.data``, or a replayed CUDA graph) must call `fence` first.
+4. Whoever writes to such a tensor in another way raises the version that torch keeps of it, or of the DTensor
+   that it is the local tensor of. Both are compared after each span that was read live: a span that was read
+   from memory of another version fails the save. What writes past these counts (through ``.data``, a replayed
+   CUDA graph, or ``torch._foreach_*`` on DTensors) must call `fence` first.
 
 The copy is made from the last chunk backwards, the writer comes from the front: they meet, and each byte is
 copied once. Where the budget for copies is used up, whoever stages waits for the writer to come nearer, or to
@@ -29,6 +30,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import torch
 
 from shardproof.errors import StorageError, StructureError
 from shardproof.planning import RankPlan
@@ -55,8 +57,8 @@ class Snapshot:
         plan: the chunks.
         pool: for copies.
         toucher: the thread on which the pool grows.
-        fenced: for each piece, whether it changes only where `secure` is called before; None: nothing
-            changes until the save is over.
+        fenced: for each piece that changes only where `secure` is called before, the tensors whose versions
+            tell of other changes, and nothing for others; None: nothing changes until the save is over.
         patience: seconds without progress of the writer after which the save is given up.
         progress: of the save.
     """
@@ -68,14 +70,13 @@ class Snapshot:
         plan: RankPlan,
         pool: StagingPool,
         toucher: Workers,
-        fenced: Sequence[bool] | None,
+        fenced: Sequence[tuple[torch.Tensor, ...]] | None,
         patience: float,
         progress: Progress,
     ) -> None:
         self.waited = 0.0
         """Seconds that training waited for copies."""
         self.staged_bytes = 0
-        self._pieces = pieces
         self._names = names
         self._pool = pool
         self._toucher = toucher
@@ -87,10 +88,7 @@ class Snapshot:
         self._count = self._source.byte_counts
         self._before = np.append(0, np.cumsum(plan.byte_count))
         self._fenced = fenced
-        self._version = [
-            piece.view._version if fenced is not None and fenced[row] else -1
-            for row, piece in enumerate(pieces)
-        ]
+        self._versions = [] if fenced is None else list(map(_versions, fenced))
         self._staged: dict[int, Staged] = {}
         self._gathered = -1
         """The chunk that the writer gathered last."""
@@ -194,10 +192,11 @@ class Snapshot:
             self._staged.clear()
             self._changed.notify_all()
         self._source.finish()
-        self._pieces = ()
+        self._fenced = None
 
     def _is_fenced(self, row: int) -> bool:
-        return self._fenced is not None and self._fenced[self._source.piece[row]]
+        fenced = self._fenced
+        return fenced is not None and bool(fenced[self._source.piece[row]])
 
     def _from_the_last(self, fenced: bool) -> Iterator[list[int]]:
         """The chunks to stage, from the last to the first, small ones some together."""
@@ -286,12 +285,18 @@ class Snapshot:
         return self._scratch
 
     def _check_version(self, row: int) -> None:
+        if self._fenced is None:
+            return
         at = self._source.piece[row]
-        expected = self._version[at]
-        if expected >= 0 and self._pieces[at].view._version != expected:
+        if _versions(self._fenced[at]) != self._versions[at]:
             raise StructureError(
                 f"{self._names[at]} was changed while it was being saved, and not by the step of an "
                 "optimizer in the state. Nothing was committed. Call checkpointer.fence() before code that "
                 "writes to parameters or optimizer state itself, or use snapshot='stage'",
                 key=self._names[at],
             )
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> int:
+    """A number that grows when any of these tensors is written to."""
+    return sum([tensor._version for tensor in tensors])

@@ -121,15 +121,23 @@ class ObjectEntry(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Stepped:
-    """An optimizer, and the local tensors that change in its step and at no other time."""
+    """An optimizer, and the tensors that change in its step and at no other time."""
 
     optimizer: torch.optim.Optimizer
     tensors: tuple[torch.Tensor, ...]
+    """Plain tensors and DTensors."""
+    held: tuple[torch.Tensor, ...]
+    """What this rank holds of each: a plain tensor itself."""
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Where the storages of what is held begin, as `memory_of` says, when this is first asked for."""
+        return memory_of(self.held)
 
     @cached_property
     def memory(self) -> frozenset[int]:
-        """Where their storages begin, as `memory_of` says, when this is first asked for."""
-        return frozenset(memory_of(self.tensors)) - {0}
+        """The same without those that have no elements."""
+        return frozenset(self.starts) - {0}
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,7 +118,7 @@ def _collect(
             of_key = _key_of(key, slot)
             values[slot] = encode(item, of_key, Hoister(of_key, out, place.path))
         out.agreed(f"{key}.@options", options.of(slots, values), origin)
-    out.stepped.append(Stepped(optimizer, tuple(map(local_tensor, stepped))))
+    out.stepped.append(Stepped(optimizer, tuple(stepped), tuple(map(local_tensor, stepped))))
     _collect_shared(place, optimizer, out)
 
 

@@ -8,17 +8,23 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import shardproof as sp
 from shardproof.errors import SaveSkipped, StorageError, StructureError
 from shardproof.optim import HybridDeviceOptimizer
+from shardproof.rendezvous import LocalRendezvous
+from shardproof.saving import background
 from shardproof.saving.buffers import BufferPool
 from shardproof.saving.fence import fenced_pieces
 from shardproof.state import collect
@@ -292,6 +298,86 @@ def test_a_write_without_a_fence_fails_the_save_and_names_the_tensor(gate: Gate,
     assert_saved(folder_of(tmp_path, 2), want)
 
 
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda weight, slot: weight.clamp_(-0.01, 0.01),
+        lambda weight, slot: weight.detach().mul_(2),
+        lambda weight, slot: weight.to_local().mul_(2),
+        lambda weight, slot: slot.mul_(2),
+    ],
+    ids=["parameter", "detached", "local tensor", "slot"],
+)
+def test_a_write_to_a_dtensor_without_a_fence_fails_the_save(
+    write: Callable[[DTensor, DTensor], Any], mesh: DeviceMesh, gate: Gate, tmp_path: Path
+) -> None:
+    net = nn.Linear(64, 64)
+    net.weight = weight = nn.Parameter(distribute_tensor(torch.randn(64, 64), mesh, [Shard(0)]))
+    optimizer = torch.optim.AdamW([weight])
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    state = {"net": net, "optimizer": optimizer}
+    checkpointer = sp.Checkpointer(tmp_path, rendezvous=LocalRendezvous())
+    small_buffers(checkpointer, 2048)
+    for step, fenced in enumerate((False, True)):
+        want = bits(state)
+        gate.close()
+        pending = checkpointer.save(step, state)
+        assert gate.reached.wait(LIMIT)
+        if fenced:
+            checkpointer.fence()
+        with torch.no_grad():
+            write(weight, optimizer.state[weight]["exp_avg"])
+        gate.open()
+        if fenced:
+            pending.result(LIMIT)
+            assert_saved(folder_of(tmp_path, step), want)
+        else:
+            with pytest.raises(StructureError, match=r"was changed .*fence\(\)"):
+                pending.result(LIMIT)
+
+
+def test_a_write_that_fails_while_it_is_asked_for_fails_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class EndsWhenAsked(Future[Any]):
+        """Says that it is not done, and is so a moment later."""
+
+        was_asked = False
+
+        def done(self) -> bool:
+            if self.was_asked:
+                return super().done()
+            self.was_asked = True
+            self.exception(LIMIT)
+            return False
+
+    write_at, failed = LocalSink.write_at, list[int]()
+
+    def full_once(sink: LocalSink, start: int, buffer: memoryview) -> None:
+        if not failed:
+            failed.append(start)
+            raise StorageError("the disk is full")
+        write_at(sink, start, buffer)
+
+    checkpointer = sp.Checkpointer(tmp_path)
+    small_buffers(checkpointer)
+    monkeypatch.setattr(LocalSink, "write_at", full_once)
+    monkeypatch.setattr(background, "Future", EndsWhenAsked)
+    with pytest.raises(StorageError, match="the disk is full"):
+        checkpointer.save(1, {"w": torch.randn(10_000)}).result(LIMIT)
+    assert failed and checkpointer.steps() == []
+
+
 def test_a_load_opens_the_fence(gate: Gate, tmp_path: Path) -> None:
     net, optimizer = trained("plain")
     state = {"net": net, "optimizer": optimizer}
@@ -461,7 +547,7 @@ def test_steps_that_are_replayed_and_tensors_without_a_version_are_not_fenced() 
     def fenced(model: nn.Module, optimizer: torch.optim.Optimizer) -> set[bool]:
         collected = collect({"model": model, "optimizer": optimizer})
         pieces = [piece for entry in collected.tensors for piece in entry.pieces]
-        return set(fenced_pieces(pieces, collected.stepped))
+        return {bool(watched) for watched in fenced_pieces(pieces, collected.stepped)}
 
     assert fenced(net, plain) == {True}
     assert fenced(net, replayed) == {False}
