@@ -124,26 +124,28 @@ def _may_write(optimizer: torch.optim.Optimizer, memory: Set[int]) -> bool:
 
 
 class _Standing:
-    """All fences of this process. The hook is there only while one stands."""
+    """All fences of this process.
+
+    The hook is there from the first of them on: fences are closed by the thread of a save, and to take a hook
+    away while a step goes through all hooks would end the step.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._fences: list[Fence] = []
-        self._hook: Any = None
+        self._hooked = False
 
     def add(self, fence: Fence) -> None:
         with self._lock:
             self._fences.append(fence)
-            if self._hook is None:
-                self._hook = register_optimizer_step_pre_hook(_before_step)
+            if not self._hooked:
+                register_optimizer_step_pre_hook(_before_step)
+                self._hooked = True
 
     def remove(self, fence: Fence) -> None:
         with self._lock:
             if fence in self._fences:
                 self._fences.remove(fence)
-            if not self._fences and self._hook is not None:
-                self._hook.remove()
-                self._hook = None
 
     def fences(self) -> list[Fence]:
         return list(self._fences)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -36,6 +37,7 @@ class PendingSave:
         self._progress = progress or Progress()
         self._patience = patience
         self._told = False
+        self._process = os.getpid()
 
     @property
     def skipped(self) -> bool:
@@ -56,6 +58,7 @@ class PendingSave:
         Raises:
             TimeoutError: it is still under way.
             SaveSkipped: there is none.
+            RuntimeError: it was begun by the process that this one was forked from.
             StorageError: it does not move any more, and cannot be ended: the storage hangs.
             ShardproofError: the save failed on some rank; nothing was committed.
         """
@@ -63,6 +66,11 @@ class PendingSave:
             raise SaveSkipped(
                 f"step {self.step} was not saved: the save before it was still under way, and when_busy is "
                 "'skip'"
+            )
+        if self._process != os.getpid():
+            raise RuntimeError(
+                f"the save of step {self.step} began in another process, which this one was forked from: "
+                "ask there"
             )
         if timeout is None:
             self.settle()

@@ -181,18 +181,21 @@ class Saver:
                     session.end()
                     served.clear()
 
-            future = self._thread.submit(work)
-            pending = PendingSave(step, future, session.progress, 2 * beside.deadline)
-            self._under_way = _UnderWay(session, future, pending)
-            unfinished.add(future, session.progress, 2 * beside.deadline, f"save {storage.location}")
-            session.stage()
+            try:
+                future = self._thread.submit(work)
+                pending = PendingSave(step, future, session.progress, 2 * beside.deadline)
+                self._under_way = _UnderWay(session, future, pending)
+                unfinished.add(future, session.progress, 2 * beside.deadline, f"save {storage.location}")
+                session.stage()
+            except BaseException as error:  # the caller may change what was not copied
+                session.give_up(error)
+                raise
             pending.blocked = time.monotonic() - begun
             return pending
 
     def fence(self) -> None:
         """Returns when the save under way reads no memory that the caller may write to."""
-        under_way = self._under_way
-        if under_way is not None:
+        if (under_way := self._own_save()) is not None:
             under_way.session.open_fence()
 
     def wait(self, timeout: float | None = None) -> None:
@@ -205,7 +208,7 @@ class Saver:
             TimeoutError: it is still under way.
             ShardproofError: it failed, and nobody was told yet.
         """
-        under_way = self._under_way
+        under_way = self._own_save()
         if under_way is None:
             return
         if timeout is None:
@@ -217,8 +220,8 @@ class Saver:
 
     def settle(self) -> None:
         """Waits for the save under way, whatever comes of it; whoever asks next is told."""
-        if self._under_way is not None and self._process == os.getpid():
-            self._wait_for(self._under_way)
+        if (under_way := self._own_save()) is not None:
+            self._wait_for(under_way)
 
     def _session(self, storage: Storage, request: Request) -> Session:
         """The next session, once the one before is over."""
@@ -249,7 +252,8 @@ class Saver:
 
     def _any_busy(self, storage: Storage) -> bool:
         """Whether the save before is still under way on some rank; the same answer on all."""
-        busy = self._under_way is not None and not self._under_way.future.done()
+        under_way = self._own_save()
+        busy = under_way is not None and not under_way.future.done()
         meeting = Meetings(self._rendezvous, f"save {storage.location}")
 
         def decide(posts: list[bytes]) -> bytes:
@@ -269,4 +273,9 @@ class Saver:
         under_way.pending.settle(tick)
 
     def _take_failure(self) -> ShardproofError | None:
-        return self._under_way.pending.take_failure() if self._under_way is not None else None
+        under_way = self._own_save()
+        return under_way.pending.take_failure() if under_way is not None else None
+
+    def _own_save(self) -> _UnderWay | None:
+        """The last save that this process began; what a parent began never ends in a child made by fork."""
+        return self._under_way if self._process == os.getpid() else None

@@ -157,6 +157,11 @@ class Session:
                 self._snapshot.secure(fenced=False)
                 phase.progress(self._snapshot.staged_bytes, self._snapshot.staged_bytes)
 
+    def give_up(self, error: BaseException) -> None:
+        """What is not written yet never will be: `finish` fails with this error."""
+        if self._snapshot is not None:
+            self._snapshot.give_up(error)
+
     def open_fence(self) -> None:
         """Returns when nothing of the state is read any more."""
         if self._fence is not None:

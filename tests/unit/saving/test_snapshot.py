@@ -18,13 +18,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.testing._internal.two_tensor import TwoTensor
 
 import shardproof as sp
-from shardproof.errors import SaveSkipped, StorageError, StructureError
+from shardproof.errors import SaveSkipped, ShardproofError, StorageError, StructureError
 from shardproof.optim import HybridDeviceOptimizer
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.saving import background
+from shardproof.saving.background import unfinished
 from shardproof.saving.buffers import BufferPool
 from shardproof.saving.fence import fenced_pieces
 from shardproof.state import collect
@@ -575,14 +577,61 @@ def test_a_child_made_by_fork_trains_without_the_parents_fence(gate: Gate, tmp_p
     assert_saved(folder_of(tmp_path, 1), want)
 
 
-def test_hooks_are_there_only_while_a_save_is_under_way(gate: Gate, tmp_path: Path) -> None:
-    from torch.optim.optimizer import _global_optimizer_pre_hooks
-
-    net, optimizer = trained("plain")
-    before = len(_global_optimizer_pre_hooks)
-    checkpointer = sp.Checkpointer(tmp_path)
-    pending = checkpointer.save(1, {"net": net, "optimizer": optimizer})
-    assert len(_global_optimizer_pre_hooks) == before + 1
+def test_a_child_made_by_fork_waits_for_no_save_of_its_parent(gate: Gate, tmp_path: Path) -> None:
+    checkpointer = sp.Checkpointer(tmp_path, deadline=60.0)
+    pending = checkpointer.save(1, {"w": torch.ones(10)})
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        torch.set_num_threads(1)
+        gate.open()
+        checkpointer.wait()
+        with pytest.raises(RuntimeError, match="began in another process"):
+            pending.result()
+        assert not checkpointer.save(2, {"w": torch.ones(10)}, when_busy="skip").skipped
+        checkpointer.wait()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
     gate.open()
     pending.result(LIMIT)
-    assert len(_global_optimizer_pre_hooks) == before
+    assert checkpointer.steps() == [1, 2]
+
+
+def test_a_save_may_end_while_a_step_goes_through_its_hooks(gate: Gate, tmp_path: Path) -> None:
+    net, optimizer = trained("plain")
+    checkpointer = sp.Checkpointer(tmp_path)
+
+    def save_ends(*_: Any) -> None:
+        gate.open()
+        pending.result(LIMIT)
+
+    hook = register_optimizer_step_pre_hook(save_ends)
+    try:
+        pending = checkpointer.save(1, {"net": net, "optimizer": optimizer})
+        train_step(net, optimizer)
+    finally:
+        hook.remove()
+    assert checkpointer.steps() == [1]
+
+
+def test_an_interrupt_before_all_is_copied_commits_nothing(
+    gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"weight": torch.ones(10_000)}
+    checkpointer = sp.Checkpointer(tmp_path)
+    small_buffers(checkpointer)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(unfinished, "add", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            checkpointer.save(1, state)
+    state["weight"].zero_()
+    gate.open()
+    with pytest.raises(ShardproofError, match="KeyboardInterrupt"):
+        checkpointer.wait()
+    assert checkpointer.steps() == []
+    checkpointer.save(2, state).result(LIMIT)
+    assert checkpointer.steps() == [2]
