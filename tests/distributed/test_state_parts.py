@@ -155,3 +155,34 @@ def test_what_appears_on_one_rank_with_a_kept_plan_is_saved(tmp_path: Path) -> N
     idle: tuple[Any, ...] = ("saved", 0, [], 1)
     assert first.value == [idle, idle]
     assert second.value == [idle, ("saved", 7, [0, 1, 2, 3, 4, 5, 6], 1)]
+
+
+def _save_step(root: str, step: int) -> None:
+    state = {"w": torch.ones(70_000), "own": sp.PerRank(torch.full((70_000,), float(step)))}
+    sp.Checkpointer(root, rendezvous=rendezvous(deadline=10)).save(step, state).result()
+
+
+def _restore_step(root: str) -> Any:
+    state = {"w": torch.zeros(70_000), "own": sp.PerRank(torch.zeros(70_000))}
+    try:
+        return sp.Checkpointer(root, rendezvous=rendezvous(deadline=10)).restore(state)
+    except sp.StructureError as error:
+        return error.message
+
+
+@pytest.mark.parametrize(("newest_by", "mixture"), [(2, True), (1, False)])
+def test_per_rank_values_of_a_damaged_step_are_not_kept(
+    tmp_path: Path, newest_by: int, mixture: bool
+) -> None:
+    """Only rank 1 keeps something, and only where the damaged step had it does it count; all ranks agree."""
+    run_ranks(1, _save_step, str(tmp_path), 1)
+    run_ranks(newest_by, _save_step, str(tmp_path), 2)
+    shard = min((tmp_path / "step-00000002" / "shards").iterdir())
+    raw = bytearray(shard.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    shard.write_bytes(raw)
+    for outcome in run_ranks(2, _restore_step, str(tmp_path)):
+        if mixture:
+            assert "it lacks own.@rank-1\nThe target holds values of both" in outcome.value
+        else:
+            assert outcome.value == 1

@@ -127,6 +127,36 @@ def test_an_older_step_that_leaves_damage_behind_is_no_restore(tmp_path: Path) -
             checkpointer.restore(state(0, "b"), strict=strict)
 
 
+class Part:
+    """Tensors that a checkpoint may have or not, filled in place."""
+
+    def __init__(self, value: float) -> None:
+        self.values = torch.full((70_000,), value)
+
+    def state_tree(self) -> dict[str, Any]:
+        return {"values": self.values}
+
+
+def test_an_older_step_without_a_part_leaves_that_of_the_damaged_one(tmp_path: Path) -> None:
+    checkpointer = sp.Checkpointer(tmp_path)
+    checkpointer.save(1, state(1)).result()
+    checkpointer.save(2, {**state(2), "part": Part(2)}).result()
+    damage(tmp_path, 2)
+    with pytest.raises(sp.StructureError, match=r"it lacks part\.@part\n.*holds values of both"):
+        checkpointer.restore({**state(0), "part": Part(0)})
+
+
+@pytest.mark.parametrize("more", [{"part": Part(0)}, {"b": torch.zeros(2)}])
+def test_what_the_damaged_step_lacks_too_is_no_mixture(tmp_path: Path, more: dict[str, Any]) -> None:
+    checkpointer = sp.Checkpointer(tmp_path)
+    for step in (1, 2):
+        checkpointer.save(step, state(step)).result()
+    damage(tmp_path, 2)
+    target = state(0)
+    assert checkpointer.restore({**target, **more}, strict=False) == 1
+    assert (target["a"] == 1).all()
+
+
 def test_a_failure_that_passes_does_not_roll_the_run_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -303,6 +303,7 @@ class Checkpointer:
         self.passed_over = ()
         self.last_restore = None
         overwritten: StepFolder | None = None
+        untouched: set[str] = set()  # by every step that began to overwrite, on this rank
         while (chosen := self._choose(step, suspect)) is not None:
             try:
                 report = load_from(
@@ -318,11 +319,15 @@ class Checkpointer:
                 if step is not None or not is_damage(error):
                     raise
                 if error.details.get("overwritten"):
+                    left = set(error.details["untouched"])
+                    untouched = left if overwritten is None else untouched & left
                     overwritten = chosen
                 self._pass_over(PassedOver(chosen.step, error.message, damaged=True, suspect=chosen.suspect))
                 continue
-            if overwritten is not None and report.missing:
-                raise _mixed(f"it lacks {', '.join(report.missing[:8])}", overwritten, chosen)
+            if overwritten is not None:
+                lacking = self._together({*report.missing, *report.kept} - untouched)
+                if lacking:
+                    raise _mixed(f"it lacks {', '.join(lacking)}", overwritten, chosen)
             self.last_restore = report
             return chosen.step
         return None
@@ -348,6 +353,17 @@ class Checkpointer:
         for item in passed:
             self._pass_over(item)
         return chosen
+
+    def _together(self, keys: set[str]) -> list[str]:
+        """A few of the keys of all ranks, so that all go on alike: what is kept differs by rank."""
+        meeting = Meetings(self._rendezvous, f"restore {self.root}")
+
+        def decide(posts: Sequence[bytes]) -> bytes:
+            said = {key for post in posts for key in msgspec.msgpack.decode(post, type=list[str])}
+            return msgspec.msgpack.encode(sorted(said)[:8])
+
+        answer = meeting.meet("compare", lambda: msgspec.msgpack.encode(sorted(keys)[:8]), decide)
+        return msgspec.msgpack.decode(answer, type=list[str])
 
     def _pass_over(self, item: PassedOver) -> None:
         self.passed_over = (*self.passed_over, item)

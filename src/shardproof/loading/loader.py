@@ -116,7 +116,7 @@ def load_from(
             with loader.phase("apply"):
                 meetings.meet("apply", loader.finish, lambda posts: b"")
         except BaseException as error:
-            raise _overwritten(error, storage.location) from error.__cause__
+            raise _overwritten(error, storage.location, loader.untouched(agreed.missing)) from error.__cause__
     finally:
         loader.close()
     return loader.report(begun, agreed.missing, agreed.unexpected)
@@ -244,6 +244,10 @@ class _Loader:
             step()
         return b""
 
+    def untouched(self, missing: tuple[str, ...]) -> list[str]:
+        """Keys that nothing of this checkpoint goes into, on this rank."""
+        return sorted({*missing, *self._matched.binding.kept})
+
     def report(self, begun: float, missing: tuple[str, ...], unexpected: tuple[str, ...]) -> LoadReport:
         """What was done on this rank."""
         manifest = self._checkpoint.manifest
@@ -295,10 +299,11 @@ def _all_read(posts: Sequence[bytes]) -> bytes:
     return b""
 
 
-def _overwritten(error: BaseException, location: str) -> BaseException:
-    """The error, saying what has become of the target."""
+def _overwritten(error: BaseException, location: str, untouched: list[str]) -> BaseException:
+    """The error, saying what has become of the target, and which keys were not to be overwritten."""
     text = f"The target is partly overwritten from {location}: load again, or another, before using it."
     if isinstance(error, ShardproofError):
-        return type(error)(f"{error.message}\n{text}", **{**error.details, "overwritten": True})
+        details = {**error.details, "overwritten": True, "untouched": untouched}
+        return type(error)(f"{error.message}\n{text}", **details)
     error.add_note(text)
     return error
