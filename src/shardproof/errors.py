@@ -134,7 +134,11 @@ class CorruptChunkError(ShardproofError):
 
 
 class StorageError(ShardproofError):
-    """The storage refused or failed an operation. Details: ``file``."""
+    """The storage refused or failed an operation.
+
+    Details: ``file``, and where they tell something ``errno``, ``missing``, and ``damaged``: false where the
+    checkpoint may be whole all the same.
+    """
 
 
 class AlreadyCommittedError(StorageError):

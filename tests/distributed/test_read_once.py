@@ -509,6 +509,7 @@ def test_too_little_memory_is_an_error_on_every_rank(tmp_path: Path) -> None:
     errors = [outcome.value for outcome in run_ranks(2, without_memory, str(tmp_path))]
     assert errors[0] == errors[1]
     assert "read_once=False" in errors[0]["message"] and "rank 1" in errors[0]["message"]
+    assert errors[0]["details"]["errno"] == "ENOSPC", "so restore does not take it for damage"
 
 
 def descriptors(folder: str) -> tuple[list[str], list[str]]:

@@ -131,7 +131,9 @@ def check_folder(run: Storage, folder: StepFolder, manifest: Manifest) -> None:
 
 
 def is_damage(error: ShardproofError) -> bool:
-    """Whether stored bytes are lost or changed, rather than out of reach just now."""
+    """Whether stored bytes are lost or changed, rather than out of reach just now. Errors may say so."""
+    if "damaged" in error.details:
+        return bool(error.details["damaged"])
     if not isinstance(error, StorageError):
         return True
     return bool(error.details.get("missing")) or error.details.get("errno") in (None, "EIO")

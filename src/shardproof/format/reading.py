@@ -56,6 +56,7 @@ def read_index(storage: Storage, manifest: Manifest) -> ChunkTable:
             f"{file}: {found}, but the manifest says {manifest.index.size} bytes. `shardproof repair` can "
             "write it again from the shard files.",
             file=name,
+            missing=size is None,
         )
     return decode_index(storage.read(name), manifest, file)
 

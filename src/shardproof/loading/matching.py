@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import msgspec
 import numpy as np
 
-from shardproof.errors import KeyMismatchError, ShardproofError, StorageError, StructureError
+from shardproof.errors import (
+    KeyMismatchError,
+    NotCommittedError,
+    ShardproofError,
+    StorageError,
+    StructureError,
+)
 from shardproof.loading.checkpoint import Checkpoint
 from shardproof.loading.place import Destination
 from shardproof.loading.selection import Cast, Patterns, casts, check_patterns, renamed, selects
@@ -203,7 +209,10 @@ def agree(location: str, posts: Sequence[bytes]) -> bytes:
     if len(attempts) > 1:
         seen = ", ".join(f"rank {rank} sees attempt {attempt}" for attempt, rank in sorted(attempts.items()))
         raise StorageError(
-            f"{location}: ranks see different checkpoints at this place: {seen}", file=location
+            f"{location}: ranks see different checkpoints at this place: {seen}. Is it shared by all nodes, "
+            "and does another job save there?",
+            file=location,
+            damaged=False,
         )
     strict = said[0].strict
     missing = sorted({key for asked in said for key in asked.missing})
@@ -216,11 +225,19 @@ def agree(location: str, posts: Sequence[bytes]) -> bytes:
 
 
 def from_rank(rank: int, world_size: int, wire: dict[str, Any]) -> ShardproofError:
-    """An error that a rank posted, with the rank in its text where there are several."""
+    """An error that a rank posted, with the rank in its text where there are several.
+
+    Rank 0 looks for every file of a checkpoint at the beginning of a load. So what another rank misses, and
+    rank 0 does not, is there and out of that rank's sight: no damage.
+    """
     error = ShardproofError.from_wire(wire)
     if world_size == 1:
         return error
-    return type(error)(f"rank {rank}: {error.message}", **{**error.details, "rank": rank})
+    text, details = f"rank {rank}: {error.message}", {**error.details, "rank": rank}
+    if rank and (isinstance(error, NotCommittedError) or error.details.get("missing") is True):
+        text += "\nRank 0 sees it: is this place shared by all nodes, and mounted on the node of this rank?"
+        details["damaged"] = False
+    return type(error)(text, **details)
 
 
 def _mismatch(

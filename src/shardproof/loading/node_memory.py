@@ -11,6 +11,7 @@ Note: Why file descriptors
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import secrets
@@ -87,7 +88,8 @@ class NodeMemory:
         except OSError as error:
             raise StorageError(
                 f"{nbytes} bytes of memory to share with the other ranks of this node could not be had "
-                f"({error}): load with read_once=False"
+                f"({error}): load with read_once=False",
+                errno=errno.errorcode.get(error.errno or 0, str(error.errno)),
             ) from error
         return _mapped(self._memory, nbytes)
 
