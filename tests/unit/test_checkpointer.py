@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ import shardproof as sp
 from shardproof.errors import StorageError
 from shardproof.saving import CheckReplicas
 from shardproof.state import visiting
+from shardproof.storage import LocalStorage
+from shardproof.storage.failures import storage_error
 
 
 def state(value: float, *more: str) -> dict[str, Any]:
@@ -231,13 +234,49 @@ def test_threads_take_turns(tmp_path: Path) -> None:
             assert all((checkpoint[key].read() == step).all() for key in checkpoint)
 
 
-def test_other_files_in_the_run_folder_are_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "lost+found").mkdir(mode=0)
+def forbid(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody may look into a folder, not even root."""
+    folder.mkdir()
+
+    def checked(method: Any) -> Any:
+        def call(storage: LocalStorage, *given: Any) -> Any:
+            if storage.location == str(folder):
+                cause = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+                raise storage_error(cause, "look at", f"{storage.location}/{given[0]}")
+            return method(storage, *given)
+
+        return call
+
+    for name in ("size", "read", "list"):
+        monkeypatch.setattr(LocalStorage, name, checked(getattr(LocalStorage, name)))
+
+
+def test_other_files_in_the_run_folder_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forbid(tmp_path / "lost+found", monkeypatch)
     (tmp_path / "notes.txt").write_text("mine")
     checkpointer = sp.Checkpointer(tmp_path, keep=sp.KeepLatest(1))
-    for step in (1, 2):
-        checkpointer.save(step, state(step)).result()
+    for step in (1, 2, 2):
+        checkpointer.save(step, state(step), overwrite=True).result()
     assert sorted(item.name for item in tmp_path.iterdir()) == ["lost+found", "notes.txt", "step-00000002"]
+    assert len(list((tmp_path / "step-00000002" / "shards").iterdir())) == 1
+
+
+def test_a_folder_that_cannot_be_looked_into_keeps_files_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It could be a step that was renamed, and refer to any file."""
+    forbid(tmp_path / "of-another-user", monkeypatch)
+    checkpointer = sp.Checkpointer(tmp_path, keep=sp.KeepLatest(1))
+    checkpointer.save(1, state(1)).result()
+    for step, said in ((1, "the checkpoint that was replaced"), (2, "step-00000001")):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            checkpointer.save(step, state(step), overwrite=True).result()
+        assert f"shard files of {said} stay: the manifest in of-another-user cannot be read" in caplog.text
+    assert checkpointer.steps() == [2]
+    assert len(list((tmp_path / "step-00000001" / "shards").iterdir())) == 2
 
 
 def test_how_replicas_are_checked_is_told_to_every_save(

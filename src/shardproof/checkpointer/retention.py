@@ -191,12 +191,19 @@ def retain(
         counted = sorted(step for step in steps if step <= newest)
         let_go = sorted(set(counted) - set(keep.select(counted)) - {newest})
         if let_go:
-            delete_steps(run, [step_name(step) for step in let_go], on_progress)
+            _delete(run, [step_name(step) for step in let_go], on_progress)
         settled = [folder for folder in settled_suspects(run) if folder.step < newest]
         if settled:
-            delete_steps(run, [folder.name for folder in settled], on_progress)
+            _delete(run, [folder.name for folder in settled], on_progress)
     except Exception as error:
         _log.warning("%s: old steps could not be removed: %s", run.location, error)
+
+
+def _delete(run: Storage, names: Sequence[str], on_progress: Callable[[int, int], None] | None) -> None:
+    """Deletes steps, and says if that frees nothing: disks fill in silence otherwise."""
+    doubt = References(unknown=list(delete_steps(run, names, on_progress).unknown)).doubt
+    if doubt:
+        _log.warning("%s: the shard files of %s stay: %s", run.location, ", ".join(names), doubt)
 
 
 def _borrowed(folder: Storage) -> tuple[FileRecord, ...]:

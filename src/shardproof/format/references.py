@@ -3,6 +3,8 @@
 Note "Who refers is asked of the manifests": a reference stands in the manifest of the step that needs it and
 nowhere else, so that there is nothing to keep in step with it. Before a file is removed, the manifests beside
 it are read. A manifest that cannot be read may refer to anything: then nothing that could be lent is removed.
+A folder of any name may have one, for steps can be renamed. Only what a file system calls ``lost+found`` has
+none: what is found again lies there under numbers, and most may not even look.
 """
 
 from __future__ import annotations
@@ -17,6 +19,9 @@ from shardproof.format.reading import read_manifest
 from shardproof.storage.interface import Storage
 
 __all__ = ["References", "named_files", "referred", "referred_beside", "referred_in", "unneeded"]
+
+
+_LOST_AND_FOUND = "lost+found"
 
 
 @dataclass(slots=True)
@@ -40,6 +45,17 @@ class References:
                 users = self.by_folder.setdefault(record.folder, {}).setdefault(record.name, [])
                 users.append(user)
 
+    @property
+    def doubt(self) -> str:
+        """Why files stay that nobody may need, and what to do, in words; empty where nothing is unknown."""
+        if not self.unknown:
+            return ""
+        return (
+            f"the manifest in {', '.join(self.unknown)} cannot be read (no permission, or damaged) and may "
+            "refer to them. Make it readable for this process, or move the folder elsewhere; then "
+            "`shardproof prune` removes what is left"
+        )
+
     def files(self, folder: str) -> Collection[str]:
         """Names of the files in a folder that other steps refer to."""
         return self.by_folder.get(folder, {}).keys()
@@ -57,6 +73,8 @@ def referred(places: Iterable[tuple[str, Storage]]) -> References:
     """
     found = References()
     for name, storage in places:
+        if name == _LOST_AND_FOUND:
+            continue
         try:
             if _may_refer(storage):
                 found.add(name, read_manifest(storage))

@@ -262,6 +262,12 @@ def _remove_replaced(storage: Storage, old: Manifest, new: Manifest) -> None:
                 storage.delete(name)
         for record in unneeded(old.borrowed_files, references, storage.sibling):
             storage.sibling(record.folder).delete(record.name)
+        if references.unknown:
+            _log.warning(
+                "%s: shard files of the checkpoint that was replaced stay: %s",
+                storage.location,
+                references.doubt,
+            )
     except (FormatError, StorageError) as error:
         _log.warning(
             "%s: files of the checkpoint that was replaced stay (%s); prune removes them",
