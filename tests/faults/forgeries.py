@@ -10,7 +10,7 @@ import numpy as np
 
 from tests.faults.forging import Forgery
 
-__all__ = ["CASES", "SHARDS", "VALUES", "Forge", "a_large_tensor", "with_value"]
+__all__ = ["CASES", "SHARDS", "VALUES", "Forge", "a_large_tensor", "cut_along_all", "with_value"]
 
 Forge = Callable[[Forgery], object]
 CASES: dict[str, Forge] = {}
@@ -208,6 +208,27 @@ def a_large_tensor(forgery: Forgery) -> None:
     forgery.manifest["files"][0][1] = 2**43
 
 
+def cut_along_all(forgery: Forgery) -> None:
+    """A tensor of 30 dimensions in 16 chunks, each cut along four of them, so that all are: 2^30 corners."""
+    forgery.manifest["tensors"].append(["x", "uint8", [2] * 30])
+    forgery.manifest["files"][0][1] = 2**43
+    sizes = np.full((16, 30), 2)
+    for row in range(16):
+        sizes[row, [(4 * row + at) % 30 for at in range(4)]] = 1
+    new = {
+        "tensor": np.full(16, len(forgery.manifest["tensors"]) - 1),
+        "file": np.zeros(16, np.int64),
+        "byte_start": 2**40 + np.arange(16) * 2**26,
+        "byte_count": np.full(16, 2**26),
+        "digest_hi": np.zeros(16, np.uint64),
+        "digest_lo": np.zeros(16, np.uint64),
+        "box_start": forgery.columns["box_start"][-1] + 30 * np.arange(1, 17),
+        "box_offsets": np.zeros(16 * 30, np.int64),
+        "box_sizes": sizes.ravel(),
+    }
+    forgery.columns = {name: np.append(column, new[name]) for name, column in forgery.columns.items()}
+
+
 CASES |= {
     f"index header of {length} bytes": _index_length(length)
     for length in (0, 1, 2, 2**20, 2**31, 2**60, 2**63, 2**64 - 1)
@@ -249,6 +270,7 @@ CASES |= {
     ),
     "an empty index": lambda forgery: setattr(forgery, "index", lambda data: b""),
     "a large tensor": a_large_tensor,
+    "a tensor cut along 30 dimensions": cut_along_all,
 }
 
 VALUES |= {

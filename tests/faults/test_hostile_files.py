@@ -23,7 +23,7 @@ from shardproof.loading import verify
 from shardproof.saving import repair
 from shardproof.storage import LocalStorage
 from tests.faults.damage import target_like, values_of
-from tests.faults.forgeries import CASES, SHARDS, VALUES, Forge, a_large_tensor, with_value
+from tests.faults.forgeries import CASES, SHARDS, VALUES, Forge, a_large_tensor, cut_along_all, with_value
 from tests.faults.forging import Forgery, state
 from tests.harness import rank, rendezvous, run_ranks
 
@@ -217,6 +217,15 @@ def test_a_large_tensor_takes_no_memory_before_its_file_is_seen_to_be_short(tmp_
         pytest.raises(sp.StorageError, match=f"expected {2**43} bytes, it has"),
     ):
         checkpoint["w"].read()
+
+
+def test_what_cannot_be_proved_is_reported_like_any_fault(tmp_path: Path) -> None:
+    forgery = Forgery(tmp_path)
+    cut_along_all(forgery)
+    forgery.seal()
+    (unproved, short) = verify(LocalStorage(tmp_path)).faults
+    assert isinstance(unproved, sp.FormatError) and "too many corners" in unproved.message
+    assert isinstance(short, sp.StorageError)
 
 
 def test_many_references_to_one_tensor_read_it_once(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def verify(storage: Storage, on_progress: Callable[[int, int], None] | None = No
             table,
             np.arange(len(manifest.tensors)),
         )
-    except TilingError as error:
+    except (FormatError, TilingError) as error:
         faults.append(error)
     checker = _Checker(storage, manifest, table, faults, on_progress)
     try:
