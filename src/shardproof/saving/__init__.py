@@ -55,7 +55,8 @@ def save(
     Raises:
         AlreadyCommittedError: a checkpoint is committed here and `overwrite` is False.
         StructureError, TilingError, PlainDataError: the state cannot be kept; nothing was written.
-        RankFailure, RankSilent: some rank failed or fell silent; nothing was committed.
+        RankFailure, RankSilent: some rank failed or fell silent; nothing was committed, unless the text says
+            so or it was the leader, which may have published.
         StorageError: the storage failed.
 
     >>> import shardproof as sp, tempfile, torch

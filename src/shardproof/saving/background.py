@@ -157,7 +157,10 @@ class _Unfinished:
         for future, (process, progress, patience, what) in saves:
             if process == os.getpid() and not wait_while_moving(future, progress, patience):
                 _log.error(
-                    "%s: given up at exit, after %.0f s without progress: not committed", what, patience
+                    "%s: given up at exit, after %.0f s without progress. `shardproof ls` says whether it is "
+                    "committed",
+                    what,
+                    patience,
                 )
 
 

@@ -59,8 +59,10 @@ class PendingSave:
             TimeoutError: it is still under way.
             SaveSkipped: there is none.
             RuntimeError: it was begun by the process that this one was forked from.
-            StorageError: it does not move any more, and cannot be ended: the storage hangs.
-            ShardproofError: the save failed on some rank; nothing was committed.
+            StorageError: it does not move any more, and cannot be ended: the storage hangs. It may be
+                committed, or yet be once the storage answers.
+            ShardproofError: the save failed on some rank. Nothing was committed, unless the text says so, or
+                the leader fell silent after it had published.
         """
         if self._future is None:
             raise SaveSkipped(
@@ -94,7 +96,8 @@ class PendingSave:
         ):
             raise StorageError(
                 f"the save of step {self.step} has made no progress for {self._patience:.0f} s and cannot be "
-                "ended: the storage hangs. Nothing of it will be committed; start the process again"
+                "ended: the storage hangs. It may be committed, or yet be once the storage answers. Start "
+                "the process again; restore looks at what is there"
             )
 
     def take_failure(self) -> ShardproofError | None:

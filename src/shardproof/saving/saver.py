@@ -93,7 +93,8 @@ class Saver:
         Raises:
             AlreadyCommittedError: a committed checkpoint is in the way and `overwrite` is False.
             StructureError, TilingError, PlainDataError: the state cannot be kept; nothing was committed.
-            RankFailure, RankSilent: a rank failed or fell silent; nothing was committed.
+            RankFailure, RankSilent: a rank failed or fell silent; nothing was committed, unless the text says
+                so or it was the leader, which may have published.
             StorageError: the storage failed.
         """
         with self._turn:  # threads of one rank take turns; a save waits for ranks, and those have deadlines

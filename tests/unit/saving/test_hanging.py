@@ -1,0 +1,29 @@
+"""What is said of a save that hangs: nobody knows whether it is committed, or yet will be."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future
+
+import pytest
+
+from shardproof.errors import StorageError
+from shardproof.saving import Committed, PendingSave
+from shardproof.saving.background import Progress, _Unfinished
+
+
+def test_who_waits_is_told_that_it_may_be_committed() -> None:
+    with pytest.raises(StorageError, match="storage hangs. It may be committed, or yet be once"):
+        PendingSave(3, Future[Committed]()).result()
+
+
+def test_the_log_at_exit_says_where_to_look(caplog: pytest.LogCaptureFixture) -> None:
+    saves, future = _Unfinished(), Future[Committed]()
+    saves.add(future, Progress(), 0.0, "save runs/gpt/step-00000003")
+    with caplog.at_level(logging.ERROR):
+        saves.wait()
+    future.cancel()
+    assert caplog.messages == [
+        "save runs/gpt/step-00000003: given up at exit, after 0 s without progress. `shardproof ls` says "
+        "whether it is committed"
+    ]
