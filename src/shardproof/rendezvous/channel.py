@@ -81,7 +81,7 @@ class Channel:
         return self._waits.submit(lambda store: _wait(store, keys.ready))
 
     def until_verdict(self, keys: MeetingKeys) -> Future[None]:
-        """Done when there is a verdict."""
+        """Done when there is a verdict, or when some rank calls `release`."""
         return self._waits.submit(lambda store: _wait(store, keys.wake))
 
     def until_read(self, keys: MeetingKeys) -> Future[None]:
@@ -98,7 +98,7 @@ class Channel:
         self._requests.submit(request)
 
     def release(self, waiting: Future[None], key: str) -> None:
-        """End a wait that nobody needs any more."""
+        """End a wait that nobody needs any more, and with it that of all ranks that wait for this key."""
         if not waiting.done():
             self._requests.submit(lambda store: store.set(key, b"1"))
 

@@ -67,5 +67,8 @@ class MeetingKeys:
 
     @property
     def wake(self) -> str:
-        """Set after the verdict: everybody wakes. Compare-and-set does not wake waiters in every server."""
+        """Set after the verdict: everybody wakes. Compare-and-set does not wake waiters in every server.
+
+        A rank that leaves the meeting early sets it too, so that its own wait ends: who wakes has to look.
+        """
         return f"{self.root}/{self.number}/wake"

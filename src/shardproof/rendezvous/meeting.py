@@ -83,8 +83,10 @@ def _follow(channel: Channel, meeting: Meeting, keys: MeetingKeys, post: bytes |
         verdict = None
         while verdict is None:
             if _is_over(waiting, channel.pulse.period):
-                verdict = channel.read(keys.verdict)
-                break
+                verdict = channel.look(keys, posts_of=[], signs_of=[]).verdict
+                if verdict is not None:
+                    break
+                time.sleep(channel.pulse.period)  # woken by a rank that left before there was a verdict
             channel.pulse.tick()
             view = channel.look(keys, posts_of=[], signs_of=[0])
             verdict = view.verdict

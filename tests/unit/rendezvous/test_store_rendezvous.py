@@ -18,6 +18,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 from shardproof.errors import RankFailure, RankSilent, StructureError
 from shardproof.rendezvous import LocalRendezvous, StoreRendezvous, connect
 from shardproof.rendezvous.channel import Channel
+from shardproof.rendezvous.keys import MeetingKeys
 
 
 def join(posts: list[bytes]) -> bytes:
@@ -139,6 +140,35 @@ def test_silence_over_threads() -> None:
     assert isinstance(ends[0], RankSilent) and isinstance(ends[2], RankSilent)
     assert ends[0].to_wire() == ends[2].to_wire()
     assert ends[0].ranks == [1]
+
+
+def test_a_rank_that_leaves_while_it_waits_for_the_verdict_takes_nobody_along() -> None:
+    went_on = threading.Event()
+
+    def decide(posts: list[bytes]) -> bytes:
+        assert went_on.wait(30)
+        return join(posts)
+
+    def work(meetings: StoreRendezvous) -> bytes:
+        channel = meetings._open()
+        look = channel.look
+
+        def leave(*args: Any, **kwargs: Any) -> Any:
+            raise SystemExit(3)
+
+        def go_on(keys: MeetingKeys, *args: Any, **kwargs: Any) -> Any:
+            if store.check([keys.wake]):
+                went_on.set()
+            return look(keys, *args, **kwargs)
+
+        if meetings.rank > 0:
+            channel.look = leave if meetings.rank == 1 else go_on  # type: ignore[method-assign]
+        return meetings.meet("save", "write", b"%d" % meetings.rank, decide)
+
+    store = HashStore()
+    ends = on_ranks(3, store, work, deadline=8.0)
+    assert isinstance(ends[1], SystemExit)
+    assert (ends[0], ends[2]) == (b"0,1,2", b"0,1,2")
 
 
 def test_a_second_life_at_the_same_store_does_not_read_the_first() -> None:
