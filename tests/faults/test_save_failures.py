@@ -12,7 +12,7 @@ import resource
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +21,9 @@ import pytest
 import torch
 
 import shardproof as sp
+from shardproof.rendezvous import StoreRendezvous
+from shardproof.saving import Saver
+from shardproof.storage import LocalStorage
 from shardproof.storage.failures import storage_error
 from tests.faulty_storage import FaultyStorage
 from tests.harness import rank, rendezvous, run_ranks, world_size
@@ -352,6 +355,67 @@ def test_a_rank_that_exits_tells_the_others_and_exits(tmp_path: Path) -> None:
     assert (told.kind, told.details["phase"]) == ("RankFailure", "collect")
     assert told.details["causes"] == {"1": "SystemExit: out of quota"}
     assert files_below(tmp_path) == []
+
+
+INTERRUPTED = "interrupted beside the meetings"
+
+
+def one_is_interrupted(root: str, within: str, begin: bool) -> tuple[Said | str, Said]:
+    """Between two meetings of a save; and what the same step ends in when it is saved again by all."""
+    saver = Saver(rendezvous(deadline=DEADLINE))
+    storage = LocalStorage(f"{root}/c")
+
+    def save() -> Any:
+        state = plain_state(rank(), world_size(), 1)
+        if begin:
+            return saver.begin(storage, state, check_replicas="all").result()
+        return saver.save(storage, state, check_replicas="all")
+
+    said: Said | str
+    with ExitStack() as stack:
+        if rank() == 1:
+            error = KeyboardInterrupt(INTERRUPTED)
+            stack.enter_context(mock.patch(f"shardproof.saving.session.{within}", side_effect=error))
+        try:
+            said = attempt(save)
+        except KeyboardInterrupt as caught:
+            said = str(caught)
+    return said, attempt(save)
+
+
+@pytest.mark.parametrize("begin", [False, True])
+@pytest.mark.parametrize("within", ["prepare_shard", "hash_replicas"])
+def test_a_rank_that_is_interrupted_between_two_meetings_tells_the_others(
+    within: str, begin: bool, tmp_path: Path
+) -> None:
+    outcomes = run_ranks(RANKS, one_is_interrupted, str(tmp_path), within, begin)
+    (first, _), (interrupted, _), (third, _) = (outcome.value for outcome in outcomes)
+    assert interrupted == INTERRUPTED
+    told = agreed([first, third])
+    assert (told.kind, told.details["phase"]) == ("RankFailure", "write")
+    assert told.details["causes"] == {"1": f"KeyboardInterrupt: {INTERRUPTED}"}
+    assert max(first.seconds, third.seconds) < DEADLINE
+    assert [outcome.value[1].error for outcome in outcomes] == [("", "", {})] * RANKS
+
+
+def one_cannot_start_a_thread(root: str) -> tuple[Said, Said]:
+    """The background's connections are opened while the process may have no more threads."""
+    run = Run(root)
+    refused = RuntimeError("can't start new thread")
+    with ExitStack() as stack:
+        if rank() == 1:
+            stack.enter_context(mock.patch.object(StoreRendezvous, "arrive", side_effect=refused))
+        said = attempt(lambda: run.checkpointer.save(1, state_of(1)).result())
+    return said, attempt(lambda: run.checkpointer.save(1, state_of(1)).result())
+
+
+def test_a_rank_that_cannot_start_a_thread_tells_the_others_and_stays_in_step(tmp_path: Path) -> None:
+    outcomes = run_ranks(RANKS, one_cannot_start_a_thread, str(tmp_path))
+    told = agreed([outcome.value[0] for outcome in outcomes])
+    assert (told.kind, told.details["phase"]) == ("RankFailure", "write")
+    assert told.details["causes"] == {"1": "RuntimeError: can't start new thread"}
+    assert max(outcome.value[0].seconds for outcome in outcomes) < DEADLINE
+    assert [outcome.value[1].error for outcome in outcomes] == [("", "", {})] * RANKS
 
 
 def published_then_fails(root: str) -> Said:

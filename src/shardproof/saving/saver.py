@@ -164,7 +164,6 @@ class Saver:
 
             def work() -> Committed:
                 try:
-                    beside.arrive()
                     done = session.finish(beside)
                     if after is not None:
                         after(done, lambda _done, _total: session.progress.moved())
@@ -187,6 +186,8 @@ class Saver:
                 pending = PendingSave(step, future, session.progress, 2 * beside.deadline)
                 self._under_way = _UnderWay(session, future, pending)
                 unfinished.add(future, session.progress, 2 * beside.deadline, f"save {storage.location}")
+                if session.interrupt is not None:
+                    raise session.interrupt  # the other ranks are told in the background
                 session.stage()
             except BaseException as error:  # the caller may change what was not copied
                 session.give_up(error)
@@ -275,7 +276,9 @@ class Saver:
 
     def _take_failure(self) -> ShardproofError | None:
         under_way = self._own_save()
-        return under_way.pending.take_failure() if under_way is not None else None
+        if under_way is None or under_way.session.interrupt is not None:  # which was raised at once
+            return None
+        return under_way.pending.take_failure()
 
     def _own_save(self) -> _UnderWay | None:
         """The last save that this process began; what a parent began never ends in a child made by fork."""

@@ -102,7 +102,7 @@ class Session:
         self._replicas = b""
         self._snapshot: Snapshot | None = None
         self._fence: Fence | None = None
-        self._problem: Exception | None = None
+        self._problem: BaseException | None = None
 
     def begin(self, state: Any, *, guarded: bool, stage_all: bool = False) -> None:
         """Collects, agrees, plans if it must. Afterwards `finish` can run.
@@ -132,8 +132,16 @@ class Session:
             self._base = self._kept.known.digests
         try:
             self._prepare(part, guarded, stage_all)
-        except Exception as error:  # told to all ranks where they meet next
+        except BaseException as error:  # told to all ranks where they meet next
             self._problem = error
+
+    @property
+    def interrupt(self) -> BaseException | None:
+        """What ended the work of `begin` or `hash_replicas` that is no error of theirs: Ctrl-C, an exit.
+
+        It does not end the save: `finish` still has to run, to tell the other ranks.
+        """
+        return None if isinstance(self._problem, Exception) else self._problem
 
     def hash_replicas(self, rendezvous: Rendezvous) -> None:
         """Hashes what other ranks hold too, as far as it is asked for. An error is the answer of `finish`.
@@ -143,11 +151,11 @@ class Session:
         """
         if not self._request.check_replicas or self._problem is not None:
             return
-        rendezvous.arrive()
         try:
+            rendezvous.arrive()
             with self._phase("replicas") as phase:
                 self._hash_replicas(rendezvous, phase)
-        except Exception as error:
+        except BaseException as error:
             self._problem = error
 
     def stage(self) -> None:
@@ -287,6 +295,7 @@ class Session:
         """Writes this rank's shard file, if it has one."""
         if self._problem is not None:
             raise self._problem
+        rendezvous.arrive()
         assert self._kept.held is not None and self._snapshot is not None
         begun, shard = time.monotonic(), self._kept.held.shard
         keys = tuple(self._objects)
