@@ -45,6 +45,7 @@ class Channel:
         self.rank = rank
         self._name = name
         self._root = ""
+        self._joining: Future[int] | None = None
         self._beat = _Beat(pulse)
         self._requests = Link(store.clone, "shardproof-store", (self._beat, lambda: pulse.period))
         self._waits = Link(store.clone, "shardproof-wait")
@@ -55,12 +56,14 @@ class Channel:
         """The keys of a meeting.
 
         A rank that joins the same store again under the same name gets another root: a process group that is
-        destroyed and made again may find the keys of its former life in a store that lived on.
+        destroyed and made again may find the keys of its former life in a store that lived on. It joins once:
+        a store that did not answer in time still counts the rank when it wakes, and is not asked again.
         """
         if not self._root:
             joined = f"{self._name}/joined/{self.rank}"
-            life = self._requests.call(lambda store: store.add(joined, 1), self.patience)
-            self._root = f"{self._name}/{life}"
+            if self._joining is None or (self._joining.done() and self._joining.exception() is not None):
+                self._joining = self._requests.submit(lambda store: int(store.add(joined, 1)))
+            self._root = f"{self._name}/{patiently(self._joining, self.patience)}"
             self._beat.key = MeetingKeys(self._root, 0).beat(self.rank)
         return MeetingKeys(self._root, number)
 

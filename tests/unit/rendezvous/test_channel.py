@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from torch.distributed import HashStore
 
 from shardproof.rendezvous.channel import Channel
+from shardproof.rendezvous.link import LinkLost
 from shardproof.rendezvous.pulse import Pulse
 from shardproof.rendezvous.records import INLINE, pack, unpack
 
@@ -101,3 +103,51 @@ def test_answers_are_swept(store: Asked, channels: list[Channel]) -> None:
     leader.sweep(1)
     leader.look(keys, [], [])  # requests are served in order: what was swept is gone
     assert store.num_keys() <= before
+
+
+class Asleep(Asked):
+    """A store that answers nothing before it is woken."""
+
+    def __init__(self, store: Any) -> None:
+        super().__init__(store)
+        self.awake = threading.Event()
+
+    def add(self, key: str, amount: int) -> int:
+        assert self.awake.wait(30)
+        return int(self.store.add(key, amount))
+
+
+def test_a_rank_whose_join_was_answered_late_has_joined_once() -> None:
+    store = Asleep(HashStore())
+    late = Channel(store, "job", 1, Pulse(), 0.2)
+    other = Channel(store.store, "job", 0, Pulse(), 10.0)
+    try:
+        with pytest.raises(LinkLost, match="no answer"):
+            late.join(0)
+        store.awake.set()
+        late.patience = 10.0
+        assert late.join(1) == other.join(1)
+    finally:
+        late.close()
+        other.close()
+
+
+class Refusing(Asked):
+    """A store that refuses the first request to count."""
+
+    def add(self, key: str, amount: int) -> int:
+        if not self.checked:
+            self.checked.append(key)
+            raise RuntimeError("refused")
+        return int(self.store.add(key, amount))
+
+
+def test_a_join_that_was_refused_is_tried_again() -> None:
+    store = Refusing(HashStore())
+    channel = Channel(store, "job", 0, Pulse(), 10.0)
+    try:
+        with pytest.raises(LinkLost, match="refused"):
+            channel.join(0)
+        assert channel.join(1).root == "job/1"
+    finally:
+        channel.close()
