@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardproof.loading import Options, load_from, loader
+from shardproof.errors import RankFailure
+from shardproof.loading import Options, crossover, exchange, load_from, loader
 from shardproof.rendezvous import LocalRendezvous, connect
 from shardproof.saving import Saver
 from shardproof.storage import LocalStorage
 from shardproof.streams import on_stream
 from tests import simulated
 from tests.distributed.test_read_once import go_through, small_rounds
-from tests.harness import process_group, run_ranks
+from tests.harness import process_group, rank, run_ranks
 
 pytestmark = pytest.mark.skipif(bool(simulated.why_not()), reason=simulated.why_not())
 
@@ -56,3 +60,85 @@ def test_a_load_is_ordered_with_what_its_caller_enqueues(way: str, tmp_path: Pat
     Saver(LocalRendezvous(), chunk_bytes=512).save(LocalStorage(tmp_path), state)
     for outcome in run_ranks(2, load_late, str(tmp_path), way, timeout=120):
         assert outcome.value
+
+
+PROBE = exchange._PROBE_BYTES
+
+
+class Full(TorchDispatchMode):
+    """The device has no memory left for tensors of so many bytes."""
+
+    def __init__(self, sizes: range) -> None:
+        super().__init__()
+        self.sizes = sizes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if kwargs.get("device") is not None and result.device.type != "cpu" and result.nbytes in self.sizes:
+            raise torch.OutOfMemoryError("no room on the device")
+        return result
+
+
+class Over:
+    """Work that is done."""
+
+    def wait(self) -> None:
+        pass
+
+
+def over_the_device() -> None:
+    """From now on the group takes tensors of the simulated device alone, as NCCL takes those of a GPU."""
+    all_reduce, all_to_all = dist.all_reduce, dist.all_to_all_single
+
+    def reduce(tensor: torch.Tensor, op: Any, group: Any) -> None:
+        assert tensor.device.type == "simulated"
+        host = tensor.cpu()
+        all_reduce(host, op, group=group)
+        tensor.copy_(host)
+
+    def exchanged(into: torch.Tensor, sent: torch.Tensor, *sizes: Any, group: Any, async_op: bool) -> Over:
+        assert async_op and (into.device.type, sent.device.type) == ("simulated", "simulated")
+        host = torch.empty(into.shape, dtype=into.dtype)
+        all_to_all(host, sent.cpu(), *sizes, group=group)
+        into.copy_(host)
+        return Over()
+
+    dist.all_reduce, dist.all_to_all_single = reduce, exchanged  # type: ignore[assignment]
+    exchange._device_of = lambda group: torch.device("simulated", 0)
+
+
+def load_over_the_device(folder: str, read_once: Any, full: range) -> tuple[str, dict[str, str]]:
+    simulated.load()
+    go_through("group")
+    small_rounds(600)
+    crossover.WORTH_BYTES = 0
+    with process_group():
+        over_the_device()
+        state = {str(number): torch.empty(SHAPE) for number in range(COUNT)}
+        try:
+            with Full(full if rank() == 1 else range(0)):
+                load_from(LocalStorage(folder), state, connect(), Options(read_once=read_once))
+        except RankFailure as error:
+            dist.barrier()  # the group is still in step
+            return error.phase, {str(key): cause for key, cause in error.causes.items()}
+        assert all(torch.equal(found, value(int(number))) for number, found in state.items())
+        return "loaded", {}
+
+
+@pytest.mark.parametrize(
+    ("read_once", "full", "ends"),
+    [(True, range(0), "loaded"), (True, range(5, PROBE), "read"), ("auto", range(PROBE, PROBE + 1), "share")],
+    ids=["there is room", "no room for a round", "no room to measure"],
+)
+def test_a_group_on_a_device_that_is_full_on_one_rank_fails_on_every_rank(
+    read_once: Any, full: range, ends: str, tmp_path: Path
+) -> None:
+    simulated.library()
+    state = {str(number): value(number) for number in range(COUNT)}
+    Saver(LocalRendezvous(), chunk_bytes=512).save(LocalStorage(tmp_path), state)
+    for outcome in run_ranks(2, load_over_the_device, str(tmp_path), read_once, full, timeout=60):
+        phase, causes = outcome.value
+        assert phase == ends
+        assert list(causes) == ([] if ends == "loaded" else ["1"])
+        assert all("no room on the device" in cause for cause in causes.values())

@@ -3,7 +3,9 @@
 Note: Collectives of a load
     Every rank of the group calls the same methods in the same order: `measure` where the leader asked for
     it, then for each round of one plan, made by the leader for all, `any_failed` and `start`. A rank that
-    failed still comes to the next `any_failed`, and all ranks leave together after it. A rank that dies is
+    failed still comes to the next `any_failed`, and all ranks leave together after it. So between those calls
+    nothing may fail on one rank alone: the memory of a device that they need is taken beforehand, by the
+    constructor and by `reserve`, where a failure is told like any other. A rank that dies is
     noticed by the group: gloo's connections to it close at once, otherwise the group's own timeout ends the
     wait. No other thread may use the group meanwhile.
 """
@@ -51,12 +53,21 @@ class Exchange:
             )
         self._group = group
         self._device = _device_of(group)
+        self._said = torch.zeros(1, dtype=torch.int32, device=self._device)
+        self._outgoing = self._arriving = torch.empty(0, dtype=torch.uint8)
+        self.reserve(_PROBE_BYTES, _PROBE_BYTES)
+
+    def reserve(self, sent: int, received: int) -> None:
+        """Takes the device memory for exchanges of so many bytes at most, if any is needed."""
+        if self._device.type != "cpu":
+            self._outgoing = torch.empty(sent, dtype=torch.uint8, device=self._device)
+            self._arriving = torch.empty(received, dtype=torch.uint8, device=self._device)
 
     def any_failed(self, failed: bool) -> bool:
         """Whether any rank says that it failed."""
-        said = torch.tensor([int(failed)], dtype=torch.int32, device=self._device)
-        dist.all_reduce(said, dist.ReduceOp.MAX, group=self._group)
-        return bool(said.item())
+        self._said.fill_(int(failed))
+        dist.all_reduce(self._said, dist.ReduceOp.MAX, group=self._group)
+        return bool(self._said.item())
 
     def start(
         self,
@@ -65,7 +76,9 @@ class Exchange:
         received: torch.Tensor,
         received_sizes: Sequence[int],
     ) -> Underway:
-        """Starts to send each rank its part, and to receive a part from each.
+        """Starts to send each rank its part, and to receive a part from each. The one before has to be over.
+
+        Sends and receives no more than was reserved.
 
         Args:
             sent: uint8 host memory, the parts for rank 0, 1, ... one after another. Not to be written before
@@ -75,10 +88,13 @@ class Exchange:
             received_sizes: bytes from each rank.
         """
         source, target = sent[: sum(sent_sizes)], received[: sum(received_sizes)]
-        on_device = self._device.type != "cpu"
+        arriving = target
+        if self._device.type != "cpu":
+            source = self._outgoing[: len(source)].copy_(source)
+            arriving = self._arriving[: len(target)]
         work: Any = dist.all_to_all_single(
-            arriving := torch.empty_like(target, device=self._device) if on_device else target,
-            source.to(self._device),
+            arriving,
+            source,
             list(received_sizes),
             list(sent_sizes),
             group=self._group,

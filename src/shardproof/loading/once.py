@@ -50,6 +50,7 @@ def through_group(
     underway: Underway | None = None
     try:
         parts = make()
+        exchange.reserve(len(parts[0].buffer(0)), len(parts[1].buffer))
     except BaseException as caught:
         error = caught
     for number in range(rounds + 1):
