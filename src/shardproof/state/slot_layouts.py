@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -61,6 +62,10 @@ class SlotLayout:
     def sharded(self, item: torch.Tensor | LocalRange, key: str) -> ShardedTensor | None:
         """The pieces of a slot; None where the tensor says it all itself.
 
+        A plain tensor stands for the same values on every rank. Beside a sharded parameter nothing says that
+        ranks hold the same, not even the parameter's global shape (what a compressed gradient left out has
+        it, and is each rank's own): there a slot is a scalar, of the parameter's local shape, or a DTensor.
+
         Raises:
             StructureError: the slot has a shape from which nothing follows.
         """
@@ -80,7 +85,15 @@ class SlotLayout:
         if not local.dim():
             return layout.scalar(local)
         if self.is_own:
-            return None
+            if not _is_sharded(self.parameter):
+                return None
+            raise StructureError(
+                f"{key}: the slot is a plain tensor of shape {list(item.shape)}, its parameter a sharded "
+                f"DTensor held as {list(layout.local_shape)}, so nobody can say which part this is, or that "
+                "all ranks hold the same. Keep it as a DTensor on the parameter's mesh: with Shard(dim) if "
+                "each rank has its part, with Replicate() if all have the same",
+                key=key,
+            )
         raise StructureError(
             f"{key}: the slot has shape {list(item.shape)}, its parameter is held as "
             f"{list(layout.local_shape)} in a layout of its own, so nobody can say which part this is. "
@@ -103,3 +116,9 @@ class SlotLayout:
         if self._layout is None:
             self._layout = local_layout(self.parameter, self.declared, key)
         return self._layout
+
+
+def _is_sharded(parameter: Any) -> bool:
+    """Whether ranks of the mesh hold different parts of a DTensor."""
+    placed = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+    return any(ranks > 1 and not placement.is_replicate() for ranks, placement in placed)

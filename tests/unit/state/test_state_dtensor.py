@@ -310,6 +310,33 @@ def test_state_of_another_shape_is_replicated_on_the_mesh() -> None:
         assert row.placements == (Replicate(),) and torch.equal(row._local_tensor, torch.arange(4.0))
 
 
+@pytest.mark.parametrize("shape", [(4,), (8, 4)], ids=str)
+def test_a_plain_slot_of_another_shape_is_no_replica_where_the_parameter_is_sharded(shape: Any) -> None:
+    """Ranks may each hold their own: a sum of their rows, or what a compressed gradient left out."""
+
+    def tree(mesh: DeviceMesh, placement: Any, slot: torch.Tensor) -> Any:
+        module = torch.nn.Linear(4, 8, bias=False)
+        weight = distribute_tensor(numbered((8, 4)), mesh, [placement], src_data_rank=None)
+        module.weight = torch.nn.Parameter(weight)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        optimizer.state[module.weight] = {"slot": slot, "step": torch.tensor(1.0)}
+        return {"m": module, "o": optimizer}
+
+    slot = numbered(shape)
+    for rank in range(2):
+        with as_rank(rank, 2):
+            mesh = DeviceMesh("cpu", [0, 1])
+            with pytest.raises(StructureError, match=r"o\.weight\.slot: .*Replicate\(\)"):
+                collect(tree(mesh, Shard(0), slot))
+    for ranks, placement in ((2, Replicate()), (1, Shard(0))):
+        collected = every_rank((ranks,), lambda mesh, placement=placement: tree(mesh, placement, slot))
+        assert torch.equal(FakeCheckpoint(collected).full["o.weight.slot"], slot)
+    collected = every_rank(
+        (2,), lambda mesh: tree(mesh, Shard(0), distribute_tensor(slot, mesh, [Shard(0)], src_data_rank=None))
+    )
+    assert torch.equal(FakeCheckpoint(collected).full["o.weight.slot"], slot)
+
+
 def test_objects_keep_the_layout_of_their_tensors() -> None:
     full = numbered((4, 3))
 
