@@ -23,6 +23,7 @@ def _disagree(root: str) -> list[str]:
         lambda: checkpointer.save(2, state, overwrite=first).result(),
         lambda: checkpointer.save(3, state, metadata={"rank": rank()}).result(),
         lambda: checkpointer.save(3 + rank(), state).result(),
+        lambda: checkpointer.save(3, {"gen": torch.Generator().manual_seed(rank())}).result(),
     ]
     said = []
     for call in calls:
@@ -41,6 +42,8 @@ def test_every_rank_gets_the_same_refusal(tmp_path: Path) -> None:
     said = outcomes[0].value
     assert outcomes[1].value == said
     for text, expected in zip(
-        said, ["different steps", "strict=", "overwrite=", "metadata", "step-00000003"], strict=True
+        said,
+        ["different steps", "strict=", "overwrite=", "metadata", "step-00000003", "sp.PerRank"],
+        strict=True,
     ):
         assert expected in text

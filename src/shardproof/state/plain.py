@@ -21,13 +21,16 @@ themselves. Everything else is an object with one member whose name starts with 
 ``{"$device": text}``                          torch device
 ``{"$enum": [name, member]}``                  member of a registered enum
 ``{"$dataclass": [name, {field: value}]}``     registered dataclass
-``{"$tensor": key}``                           tensor, stored as one under this key
+``{"$tensor": key, "digest": xxh3_64}``        tensor, stored as one under this key; the digest only of a
+                                               plain one in host memory
 ``{"$tensor": key, "kind": kind,               array, bytes, bytearray, long text, or long list of only ints
 "digest": xxh3_64}``                           or only floats, stored as a tensor
 =============================================  =====================================================
 
 Plain dicts are written in sorted key order: ranks that filled theirs in another order hold the same value.
-The digest of what leaves the JSON stays in it, so that ranks whose values differ are still found out.
+The digest of what leaves the JSON stays in it, so that ranks whose values differ are still found out. A
+DTensor has none, since ranks hold parts of it; a tensor on a device has none, since the program would wait
+for it.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ import xxhash
 
 from shardproof.errors import PlainDataError
 from shardproof.state.registered import name_of
-from shardproof.state.tensors import array_dtype, as_bytes
+from shardproof.state.tensors import array_dtype, as_bytes, is_in_host_memory
 
 __all__ = ["DEPTH", "FACTORIES", "INLINE_BYTES", "Hoist", "encode"]
 
@@ -127,8 +130,7 @@ class _Encoder:
         """A reference to what is stored as a tensor."""
         assert self.hoist is not None
         raw = np.frombuffer(value, np.uint8) if isinstance(value, (bytes, bytearray)) else value
-        digest = xxhash.xxh3_64_hexdigest(np.ascontiguousarray(raw).reshape(-1).view(np.uint8).data)
-        return {"$tensor": self.hoist(at, kind, value), "kind": kind, "digest": digest}
+        return {"$tensor": self.hoist(at, kind, value), "kind": kind, "digest": _digest(raw)}
 
     def sequence(self, value: list[Any], at: str, depth: int) -> Any:
         numbers = _numbers(value) if self.hoists and len(value) > LONG_LIST else None
@@ -189,7 +191,10 @@ class _Encoder:
 
     def tensor(self, value: torch.Tensor, at: str) -> Any:
         if self.hoist is not None:
-            return {"$tensor": self.hoist(at, "tensor", value)}
+            reference = {"$tensor": self.hoist(at, "tensor", value)}
+            if is_in_host_memory(value):
+                reference["digest"] = _digest(as_bytes(value.detach()).numpy())
+            return reference
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_meta:
             raise self.refuse(at, f"a {type(value).__name__} on {value.device} cannot be kept inline")
         host = value.detach().cpu()
@@ -243,6 +248,10 @@ class _Encoder:
             f"{_what(value)} cannot be stored: it is not plain data and has no state_dict "
             "and load_state_dict",
         )
+
+
+def _digest(array: np.ndarray[Any, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def _no_tensors(path: str, kind: str, value: Any) -> str:

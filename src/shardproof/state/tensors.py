@@ -22,6 +22,7 @@ __all__ = [
     "check_destination",
     "dtype_name",
     "empty_like_layout",
+    "is_in_host_memory",
     "local_of",
     "locals_of",
     "same_memory",
@@ -81,6 +82,16 @@ def locals_of(tensors: Sequence[torch.Tensor], paths: Sequence[str]) -> list[tor
 def are_strided(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether all have their elements in strided memory."""
     return list(map(_LAYOUT, tensors)).count(_IN_MEMORY) == len(tensors)
+
+
+def is_in_host_memory(tensor: torch.Tensor) -> bool:
+    """Whether it is a plain tensor that can be stored, with its elements where the processor reads them.
+
+    >>> is_in_host_memory(torch.ones(2)), is_in_host_memory(torch.ones(2, device="meta"))
+    (True, False)
+    """
+    plain = type(tensor) in PLAIN_TYPES and tensor.dtype in _NAMES
+    return plain and tensor.device.type == "cpu" and are_strided([tensor])
 
 
 def _check(local: torch.Tensor, path: str) -> None:

@@ -405,6 +405,12 @@ OUTSIDE: dict[str, tuple[Callable[[], Any], Any]] = {
     "text": (lambda: "a" * (1 << 17), "b" * (1 << 17)),
     "ints": (lambda: list(range(2000)), list(range(1, 2001))),
     "floats": (lambda: [0.5] * 2000, [0.25] * 2000),
+    "tensor": (lambda: torch.zeros(2, 1), torch.tensor([[0.0], [-0.0]])),
+    "bool": (lambda: torch.tensor([True, False]), torch.tensor([False, True])),
+    "bfloat16": (lambda: torch.ones(4, dtype=torch.bfloat16)[::2], torch.zeros(2, dtype=torch.bfloat16)),
+    "scalar": (lambda: torch.tensor(1), torch.tensor(2)),
+    "parameter": (lambda: torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.zeros(3))),
+    "conjugate": (lambda: torch.tensor([1j]).conj(), torch.tensor([1j])),
 }
 
 
@@ -414,6 +420,24 @@ def test_ranks_that_differ_in_what_left_the_json_are_found_out(kind: str) -> Non
     objects = collect({"x": Holding(value())}).objects
     assert objects == collect({"x": Holding(value())}).objects
     assert objects != collect({"x": Holding(other)}).objects
+
+
+def test_torch_generators_that_differ_are_found_out_as_others_are() -> None:
+    def collected(seed: int) -> Any:
+        return collect({"gen": torch.Generator().manual_seed(seed)}).objects
+
+    assert collected(1) == collected(1)
+    assert collected(1) != collected(2)
+
+
+def test_references_to_tensors_load_without_a_digest() -> None:
+    checkpoint = saved({"x": Holding([torch.ones(2), torch.empty(0)])})
+    without = {"value": [{"$tensor": "x.value.0"}, {"$tensor": "x.value.1"}]}
+    assert checkpoint.objects["x"] != without
+    checkpoint.objects["x"] = without
+    target = Holding(None)
+    checkpoint.load({"x": target})
+    assert torch.equal(target.value[0], torch.ones(2)) and target.value[1].shape == (0,)
 
 
 def test_what_cannot_be_decoded_is_refused_before_anything_is_touched() -> None:
