@@ -107,7 +107,7 @@ class SlotLayout:
             return StoredSlot(dtype, ())
         layout = self._local(key)
         if shape == layout.shape:
-            return StoredSlot(dtype, layout.local_shape)
+            return StoredSlot(dtype, tuple(local_tensor(self.parameter).shape))  # (0,) outside of the mesh
         if shape == layout.scalar(torch.empty((), dtype=dtype)).shape:
             return StoredSlot(dtype, ())
         return StoredSlot(dtype, shape)

@@ -294,6 +294,30 @@ def test_optimizer_state_is_made_with_the_parameters_layout() -> None:
             assert type(state["step"]) is torch.Tensor and state["step"].item() == 1
 
 
+def test_a_rank_outside_of_the_mesh_takes_state_that_it_has_not_made() -> None:
+    source = torch.nn.Linear(3, 4, bias=False)
+    optimizer = torch.optim.AdamW(source.parameters())
+    source(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    checkpoint = FakeCheckpoint([collect({"m": source, "o": optimizer})])
+
+    def load_twice(mesh: DeviceMesh) -> None:
+        outside = DTensor.from_local(
+            torch.ones(0), mesh, [Shard(0)], run_check=False, shape=torch.Size((4, 3)), stride=(3, 1)
+        )
+        module = torch.nn.Linear(3, 4, bias=False)
+        module.weight = torch.nn.Parameter(outside)
+        target = torch.optim.AdamW(module.parameters())
+        for _ in range(2):
+            checkpoint.load({"m": module, "o": target})
+            state = target.state[module.weight]
+            assert state["exp_avg"].shape == (4, 3) and state["exp_avg"].placements == (Shard(0),)
+            assert state["exp_avg"]._local_tensor.shape == (0,) and state["step"].item() == 1
+
+    with as_rank(2, 3), ThreadPoolExecutor(1) as thread:
+        thread.submit(lambda: load_twice(DeviceMesh("cpu", [0, 1]))).result()
+
+
 def test_state_of_another_shape_is_replicated_on_the_mesh() -> None:
     full = numbered((4, 3))
     source = torch.nn.Linear(3, 4, bias=False)
