@@ -228,6 +228,16 @@ def test_what_cannot_be_proved_is_reported_like_any_fault(tmp_path: Path) -> Non
     assert isinstance(short, sp.StorageError)
 
 
+@pytest.mark.parametrize("target", [0, torch.zeros(2)])
+def test_no_memory_is_taken_for_a_tensor_that_is_not_stored(tmp_path: Path, target: Any) -> None:
+    forgery = Forgery(tmp_path)
+    forgery.manifest["tensors"].append(["x.ghost", "uint8", [2**37]])
+    forgery.manifest["objects"]["evil"] = {"$tensor": "x.ghost"}
+    forgery.seal()
+    with pytest.raises(sp.FormatError, match=rf"'x.ghost' have 0 bytes together, .* has {2**37}\."):
+        sp.load(tmp_path, {**target_like(state()), "evil": target})
+
+
 def test_many_references_to_one_tensor_read_it_once(tmp_path: Path) -> None:
     forgery = Forgery(tmp_path)
     forgery.manifest["objects"]["evil"] = [{"$tensor": "w"}] * 10_000

@@ -54,8 +54,9 @@ def decode_index(data: bytes, manifest: Manifest, file: str) -> ChunkTable:
     """The chunk table in `data`, checked against the manifest.
 
     Every row is in range: its tensor and file exist, its box lies inside the tensor, its bytes inside the
-    file and after the header, and there are as many as the box has. That boxes cover their tensors is for
-    the tiling proof to say.
+    file and after the header, and there are as many as the box has. The chunks of each tensor have as many
+    bytes together as the tensor, so that no memory is taken for a tensor that is not stored. That boxes
+    cover their tensors once is for the tiling proof to say.
 
     Args:
         data: all bytes of the index file.
@@ -162,11 +163,15 @@ def _box_fault(table: ChunkTable, manifest: Manifest) -> str | None:
         return "the boxes do not have the dimensions of their tensors"
     itemsize = {name: dtype.itemsize for name, dtype in DTYPES.items()}
     itemsize_of = np.array([itemsize[record.dtype] for record in tensors], np.int64)
-    for dims in np.unique(ndim).tolist():
+    nbytes_of = itemsize_of.copy()
+    for dims in np.unique(ndim_of).tolist():
         rows = np.flatnonzero(ndim == dims)
         at = pointers[rows][:, None] + np.arange(dims)
         offsets, sizes = table.box_offsets[at], table.box_sizes[at]
-        shapes = _shapes(tensors, ndim_of, dims)[table.tensor[rows]]
+        of_tensors = _shapes(tensors, ndim_of, dims)
+        alike = np.flatnonzero(ndim_of == dims)
+        nbytes_of[alike] *= of_tensors[alike].prod(axis=1)
+        shapes = of_tensors[table.tensor[rows]]
         outside = ((offsets < 0) | (sizes < 0) | (offsets > shapes) | (sizes > shapes - offsets)).any(axis=1)
         if outside.any():
             row = int(outside.argmax())
@@ -181,6 +186,24 @@ def _box_fault(table: ChunkTable, manifest: Manifest) -> str | None:
                 f"chunk {rows[row]} of {tensors[table.tensor[rows[row]]].key!r} has {nbytes[row]} bytes, "
                 f"but its entry says {table.byte_count[rows[row]]}"
             )
+    return _sum_fault(table, tensors, nbytes_of)
+
+
+def _sum_fault(
+    table: ChunkTable, tensors: tuple[TensorRecord, ...], nbytes_of: NDArray[np.int64]
+) -> str | None:
+    """Byte counts and sizes of tensors are in range each; sums of byte counts may not be."""
+    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(table.byte_count)])
+    if (ends[1:] < ends[:-1]).any():
+        return "its chunks have 2^63 bytes or more together"
+    found = np.diff(ends[np.searchsorted(table.tensor, np.arange(len(tensors) + 1))])
+    if (found != nbytes_of).any():
+        row = int((found != nbytes_of).argmax())
+        record = tensors[row]
+        return (
+            f"the chunks of {record.key!r} have {found[row]} bytes together, but {record.dtype} of shape "
+            f"{list(record.shape)} has {nbytes_of[row]}"
+        )
     return None
 
 

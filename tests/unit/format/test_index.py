@@ -113,6 +113,7 @@ BAD = {
     "the least offset": {"box_offsets": [-(2**63), 0, 2, 0, 0, 0]},
     "a negative size": {"box_sizes": [-2, -2, 2, 2, 0, 3]},
     "a huge size": {"box_sizes": [2**62, 2, 2, 2, 0, 3]},
+    "a chunk that is cut": {"box_sizes": [2, 2, 1, 2, 0, 3], "byte_count": [16, 8, 8, 0]},
     "a size that is too large": {"box_sizes": [2, 2, 2, 2, 1, 3]},
     "pointers that fall": {"box_start": [0, 4, 2, 4, 6]},
     "pointers of other dimensions": {"box_start": [0, 2, 3, 4, 6]},
@@ -136,6 +137,35 @@ def test_refused(changes):
         decode_index(data, manifest(data), "index")
 
 
+def test_a_tensor_without_chunks_is_refused():
+    ghost = TensorRecord("zz", "uint8", (2**37,))
+    data = encode_index(table())
+    with pytest.raises(FormatError, match=f"chunks of 'zz' have 0 bytes together, .* has {2**37}"):
+        decode_index(data, manifest(data, tensors=(*manifest().tensors, ghost)), "index")
+
+
+def test_sums_beyond_64_bits_do_not_wrap():
+    many = 2**62
+    chunks = ChunkTable(
+        tensor=np.arange(4),
+        file=np.arange(4),
+        byte_start=np.full(4, 4096),
+        byte_count=np.full(4, many),
+        digest=np.zeros((4, 2), np.uint64),
+        box_start=np.arange(5),
+        box_offsets=np.zeros(4, np.int64),
+        box_sizes=np.full(4, many),
+    )
+    data = encode_index(chunks)
+    expected = manifest(
+        data,
+        tensors=tuple(TensorRecord(f"{row}", "uint8", (many,)) for row in range(4)),
+        files=tuple(FileRecord(f"shards/{row}", 2**63 - 1, 32 * "0", 4096, row) for row in range(4)),
+    )
+    with pytest.raises(FormatError, match="2\\^63 bytes or more together"):
+        decode_index(data, expected, "index")
+
+
 @pytest.mark.parametrize(
     "header",
     [b"", b'"a":1', b'"tensor":{"dtype":"I64","shape":[0],"data_offsets":[0,0]}'],
@@ -153,9 +183,17 @@ def _checkpoints(draw):
     dtypes = [draw(st.sampled_from(sorted(DTYPES))) for _ in shapes]
     rows, offsets, sizes, counts, pointers = [], [], [], [], [0]
     for tensor, shape in enumerate(shapes):
-        for _ in range(draw(st.integers(0, 3))):
-            begin = [draw(st.integers(0, size)) for size in shape]
-            extent = [draw(st.integers(0, size - first)) for size, first in zip(shape, begin, strict=True)]
+        boxes = [([0] * len(shape), shape)]
+        for _ in range(draw(st.integers(0, 3)) if shape else 0):
+            begin, extent = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+            axis = draw(st.integers(0, len(shape) - 1))
+            cut = draw(st.integers(0, extent[axis]))
+            boxes.append((begin, [*extent[:axis], cut, *extent[axis + 1 :]]))
+            begin = [*begin[:axis], begin[axis] + cut, *begin[axis + 1 :]]
+            boxes.append((begin, [*extent[:axis], extent[axis] - cut, *extent[axis + 1 :]]))
+        if 0 in shape and draw(st.booleans()):
+            boxes = []
+        for begin, extent in boxes:
             rows.append(tensor)
             offsets += begin
             sizes += extent
