@@ -31,6 +31,7 @@ __all__ = [
     "dtensor_embedding",
     "is_dtensor",
     "local_tensor",
+    "shard_order",
 ]
 
 LOCAL = "_shardproof_local"
@@ -59,6 +60,14 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     tensor([1., 1.])
     """
     return tensor._local_tensor if is_dtensor(tensor) else tensor
+
+
+def shard_order(tensor: Any) -> Any:
+    """For each dimension of a DTensor, the mesh dimensions that shard it, in that order, as torch keeps it.
+
+    None where torch does not say: older ones know no order, and strided shards tell it themselves.
+    """
+    return getattr(tensor._spec, "shard_order", None)
 
 
 class Where(NamedTuple):
@@ -101,8 +110,8 @@ class Layouts:
             local_shapes: of the memory that the rank holds of each.
 
         Raises:
-            StructureError: a placement is a partial sum or unknown, or the local tensor is not what mesh and
-                placements say.
+            StructureError: a placement is a partial sum or unknown, mesh dimensions shard in another order
+                than their own, or the local tensor is not what mesh and placements say.
         """
         return [
             self._of_dtensor(key, tensor, local_shape)
@@ -123,10 +132,14 @@ class Layouts:
         mesh, placements = spec.mesh, spec.placements
         # The shape is the DTensor's own, which takes 0.2 µs longer to say it.
         alike = id(mesh), spec.tensor_meta.shape, local_shape
-        placed = self._placed.get(alike)
-        if placed is None or not (placed.placements is placements or placed.has(placements)):
+        placed, order = self._placed.get(alike), shard_order(tensor)
+        if (
+            placed is None
+            or placed.order != order
+            or not (placed.placements is placements or placed.has(placements))
+        ):
             kinds, where = [*map(type, placements)], _where(tensor, key)
-            placed = self._placed[alike] = _Placed(mesh, placements, kinds, where)
+            placed = self._placed[alike] = _Placed(mesh, placements, kinds, order, where)
         return placed.where
 
 
@@ -138,6 +151,8 @@ class _Placed(NamedTuple):
     placements: tuple[Any, ...]
     kinds: list[type]
     """Types of the placements, since a shard and a strided shard may compare equal."""
+    order: Any
+    """See `shard_order`."""
     where: Where
 
     def has(self, placements: tuple[Any, ...]) -> bool:
@@ -182,6 +197,13 @@ def dtensor_embedding(tensor: Any, path: str) -> Embedding:
 def _held_by(tensor: Any, path: str) -> _Held | None:
     """What mesh and placements put on this rank; None where it is not in the mesh."""
     mesh, placements = tensor.device_mesh, tuple(tensor.placements)
+    if any(list(entry.mesh_dims) != sorted(entry.mesh_dims) for entry in shard_order(tensor) or ()):
+        raise StructureError(
+            f"{path}: a dimension of the DTensor is sharded by mesh dimensions in another order than that of "
+            f"its mesh ({shard_order(tensor)}). Redistribute it to Replicate() and then to the placements "
+            f"{placements}, which gives them their own order, or describe it with shardproof.ShardedTensor",
+            key=path,
+        )
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         _sharding(placements, tensor.dim(), path)

@@ -2,11 +2,12 @@
 
 Note: what a description depends on
     How a tensor is described (dtype, global shape, boxes) follows from its type, and from dtype, shape and
-    layout of the memory that the rank holds; of a DTensor also from its shape, its placements, its mesh and
-    where in it the rank is, and from an embedding that it may have of its own. All this is compared, tensor
-    by tensor, in the order of the walk, whichever tensors they are: nothing is believed of a tensor because
-    it was there before. Where all agree, the descriptions hold, and only where the memory is, and in which
-    order its elements lie, is asked again. Where anything differs, every tensor is described anew.
+    layout of the memory that the rank holds; of a DTensor also from its shape, its placements and the order
+    in which they shard, its mesh and where in it the rank is, and from an embedding that it may have of its
+    own. All this is compared, tensor by tensor, in the order of the walk, whichever tensors they are: nothing
+    is believed of a tensor because it was there before. Where all agree, the descriptions hold, and only
+    where the memory is, and in which order its elements lie, is asked again. Where anything differs, every
+    tensor is described anew.
 
     Meshes, placements and embeddings are compared by identity, since placements of different meaning may be
     equal, and are kept, so that no identity is used twice. No memory of tensors is kept.
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 
 from shardproof.state.describing import blocks
-from shardproof.state.dtensor import LOCAL, is_dtensor, local_tensor
+from shardproof.state.dtensor import LOCAL, is_dtensor, local_tensor, shard_order
 from shardproof.state.entries import Piece, TensorEntry
 from shardproof.state.tensors import PLAIN_TYPES, are_strided
 
@@ -117,6 +118,8 @@ class _Known:
     """Each once."""
     coordinates: list[tuple[Any, Any]]
     """Shape of each mesh, and where in it the rank is."""
+    orders: list[Any]
+    """Of sharding, of the placed."""
     wholes: list[torch.Size]
     """Global shapes of the placed."""
     kinds: list[tuple[torch.dtype, torch.Size]]
@@ -139,7 +142,7 @@ class _Known:
             (others if not is_one else placed if is_dtensor(tensor) else plain).append(row)
         ones = [entries[row] for row in plain + placed]
         tensors = [held[row] for row in plain + placed]
-        parts, wholes, memory = _asked(tensors, len(plain))
+        parts, orders, wholes, memory = _asked(tensors, len(plain))
         meshes = list({id(mesh): mesh for mesh in parts[: 2 * len(placed) : 2]}.values())
         return _Known(
             plain,
@@ -149,6 +152,7 @@ class _Known:
             parts,
             meshes,
             list(map(_coordinate, meshes)),
+            orders,
             wholes,
             list(map(_KIND, memory)),
             [entry.key for entry in ones],
@@ -165,10 +169,12 @@ class _Known:
         tensors = [held[row] for row in self.plain + self.placed]
         if list(map(type, tensors)) != self.types:
             return None
-        parts, wholes, memory = _asked(tensors, len(self.plain))
+        parts, orders, wholes, memory = _asked(tensors, len(self.plain))
         if not all(map(is_, parts, self.parts)) or not set(map(type, memory)).issubset(PLAIN_TYPES):
             return None
-        if wholes != self.wholes or list(map(_coordinate, self.meshes)) != self.coordinates:
+        if wholes != self.wholes or orders != self.orders:
+            return None
+        if list(map(_coordinate, self.meshes)) != self.coordinates:
             return None
         if not are_strided(memory) or list(map(_KIND, memory)) != self.kinds:
             return None
@@ -180,12 +186,15 @@ class _Known:
         return [*map(TensorEntry, self.named, self.dtypes, self.shapes, zip(pieces, strict=True)), *others]
 
 
-def _asked(tensors: list[torch.Tensor], plain: int) -> tuple[list[Any], list[torch.Size], list[torch.Tensor]]:
-    """How all but the first `plain` are placed, their global shapes, and what the rank holds of all."""
+def _asked(
+    tensors: list[torch.Tensor], plain: int
+) -> tuple[list[Any], list[Any], list[torch.Size], list[torch.Tensor]]:
+    """How all but the first `plain` are placed and ordered, their shapes, and what the rank holds of all."""
     placed = tensors[plain:]
     given = [getattr(tensor, LOCAL, None) for tensor in placed]
+    parts = [*chain.from_iterable(map(_SPEC, placed)), *given]
     memory = tensors[:plain] + list(map(_LOCAL_TENSOR, placed))
-    return [*chain.from_iterable(map(_SPEC, placed)), *given], list(map(_SHAPE, placed)), memory
+    return parts, list(map(shard_order, placed)), list(map(_SHAPE, placed)), memory
 
 
 def _coordinate(mesh: Any) -> tuple[Any, Any]:

@@ -6,7 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -56,6 +56,28 @@ def uneven(tensor: DTensor, split: int) -> DTensor:
     return tensor
 
 
+class Order(NamedTuple):
+    """In which mesh dimensions shard a dimension, as torch has it."""
+
+    tensor_dim: int
+    mesh_dims: tuple[int, ...]
+
+
+def ordered(tensor: DTensor, *mesh_dims: int) -> DTensor:
+    """Says in which order mesh dimensions shard its rows."""
+    tensor._spec.shard_order = (Order(0, mesh_dims),)
+    return tensor
+
+
+def twice_sharded() -> DTensor:
+    """A DTensor of which two mesh dimensions, one of them of size 1, shard the rows."""
+    mesh, placements = DeviceMesh("cpu", [[0, 1]]), [Shard(0), Shard(0)]
+    tensor = DTensor.from_local(
+        torch.rand(5, 3), mesh, placements, run_check=False, shape=(10, 3), stride=(3, 1)
+    )
+    return ordered(tensor, 0, 1)
+
+
 class Marked(torch.Tensor):
     """A tensor with more to it."""
 
@@ -85,6 +107,7 @@ def state(mesh: DeviceMesh) -> Tree:
         "empty": torch.zeros(0, 3),
         "sharded": placed(mesh, 5, Shard(0)),
         "uneven": uneven(placed(mesh, 4, Shard(0)), 1),
+        "ordered": twice_sharded(),
         "array": torch.rand(30).numpy(),
         "epoch": 3,
     }
@@ -152,6 +175,8 @@ CHANGES: dict[str, Callable[[Tree, DeviceMesh, DeviceMesh], Any]] = {
     "another spec": lambda tree, mesh, other: respecced(tree, mesh, Replicate()),
     "another mesh in the spec": lambda tree, mesh, other: respecced(tree, other, Shard(0)),
     "another mesh in the same spec": lambda tree, mesh, other: move(tree["sharded"], other),
+    "another order of shards": lambda tree, mesh, other: ordered(tree["ordered"], 1, 0),
+    "the usual order of shards": lambda tree, mesh, other: ordered(tree["ordered"], 0, 1),
     "another place in the mesh": lambda tree, mesh, other: turned(mesh),
     "a marked tensor in a DTensor": lambda tree, mesh, other: setattr(
         tree["sharded"], "_local_tensor", torch.rand(5, 3).as_subclass(Marked)

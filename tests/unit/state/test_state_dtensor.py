@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -221,6 +221,28 @@ def test_layouts_of_one_walk_are_told_apart() -> None:
             (piece,) = entry.pieces
             box = [slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True)]
             assert torch.equal(piece.view, numbered(entry.shape)[tuple(box)])
+
+
+class Order(NamedTuple):
+    """As torch has it; those that have none take it as an attribute more."""
+
+    tensor_dim: int
+    mesh_dims: tuple[int, ...]
+
+
+def test_an_order_of_shards_that_is_not_that_of_the_mesh_is_refused() -> None:
+    with as_rank(1, 4):
+        mesh = DeviceMesh("cpu", torch.arange(4).reshape(2, 2))
+        usual, other = (
+            distribute_tensor(numbered((8, 2)), mesh, [Shard(0), Shard(0)], src_data_rank=None)
+            for _ in range(2)
+        )
+        other._spec.shard_order = (Order(0, (1, 0)),)
+        usual._spec.shard_order = (Order(0, (0, 1)),)
+        assert len(collect({"usual": usual}).tensors) == 1
+        for tree in ({"other": other}, {"usual": usual, "other": other}):
+            with pytest.raises(StructureError, match=r"other: .* another order .* Replicate\(\)"):
+                collect(tree)
 
 
 def test_large_dimensions_cost_nothing() -> None:
