@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import shardproof as sp
 from shardproof.layouts import vocabulary
 from shardproof.optim.distributed import DistributedOptimizer, DynamicLossScale, LossScale
 from shardproof.optim.distributed import raised as raised_module
+from shardproof.rendezvous import LocalRendezvous
 from shardproof.state import LocalRange, ParameterSlots, StoredSlot
 
 
@@ -525,6 +528,34 @@ def test_masters_stay_exact_where_nobody_writes() -> None:
         optimizer.step()
     now = slots_by_name(net, optimizer)["up.bias"].tensors["master"].buffer
     torch.testing.assert_close(now, before - 3e-5, rtol=1e-6, atol=0)
+
+
+def test_parameters_of_which_a_rank_has_nothing_are_not_taken_for_tied(tmp_path: Path) -> None:
+    """Of 2 rows, 2 of 4 tensor parallel ranks have none: their parts are empty views of one bucket."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    source = nn.ModuleList(nn.Linear(64, 2, bias=False) for _ in range(2))
+    sp.save(tmp_path / "step", {"model": source})
+
+    def load() -> list[tuple[int, ...]]:
+        mesh = DeviceMesh("cpu", torch.arange(4).reshape(4, 1), mesh_dim_names=("tp", "dp"))
+        target = nn.ModuleList(nn.Linear(64, 2, bias=False) for _ in range(2))
+        for part in target:
+            whole = part.weight.detach()
+            part.weight = nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(0)], src_data_rank=None))
+        DistributedOptimizer(target, torch.optim.AdamW, process_group=mesh.get_group("dp"))
+        sp.load(tmp_path / "step", {"model": target}, rendezvous=LocalRendezvous())
+        return [tuple(part.weight.to_local().shape) for part in target]
+
+    dist.init_process_group("fake", rank=2, world_size=4, store=FakeStore())
+    try:
+        # A thread of its own, since torch keeps layouts that it has seen for each thread.
+        with ThreadPoolExecutor(1) as thread:
+            assert thread.submit(load).result() == [(0, 64)] * 2
+    finally:
+        dist.destroy_process_group()
 
 
 def test_an_inf_leaves_the_step_out_and_shrinks_the_scale() -> None:
