@@ -118,7 +118,9 @@ class _Decoder:
 
     def value(self, data: Any, depth: int) -> torch.Tensor:
         name, shape, text = data
-        raw = torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)
+        held = bytearray(base64.b64decode(text, validate=True))
+        # torch makes no tensor of a buffer without bytes.
+        raw = torch.frombuffer(held, dtype=torch.uint8) if held else torch.empty(0, dtype=torch.uint8)
         return raw.clone().view(torch_dtype(name)).reshape(_shape(shape))
 
     def member(self, data: Any, depth: int) -> Any:

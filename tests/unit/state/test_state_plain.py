@@ -185,6 +185,18 @@ def test_tensors_stay_inline_where_nothing_takes_them() -> None:
     assert back["scalar"].shape == ()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex128, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("shape", [(0,), (3, 0, 2), (), (2, 3)], ids=str)
+def test_tensors_kept_inline_come_back_with_dtype_and_shape(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    value = torch.ones(shape).to(dtype)
+    back = there_and_back(value)
+    assert (back.dtype, back.shape) == (value.dtype, value.shape)
+    assert torch.equal(back.to(torch.complex128), value.to(torch.complex128))
+    back.zero_()  # its memory is its own
+
+
 def test_a_registered_dataclass_with_a_tensor_in_the_tree() -> None:
     @register_dataclass
     @dataclasses.dataclass
