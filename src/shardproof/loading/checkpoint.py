@@ -265,5 +265,5 @@ class StoredTensor:
         plan = plan_reads(keys, shapes, table, wanted)
         checkpoint.check_sizes(table.file[plan.chunk].tolist())
         result = torch.empty(sizes, dtype=self.dtype)
-        read_planned(checkpoint, plan, [Destination.of(self.key, result)])
+        read_planned(checkpoint, plan, [Destination.of(self.key, manifest.tensors[self._row].dtype, result)])
         return result

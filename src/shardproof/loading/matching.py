@@ -95,15 +95,15 @@ def match(checkpoint: Checkpoint, state: Any, options: Options, rank: int, world
             known = (*catalogue.tensors, *catalogue.objects, *binding.missing, *binding.kept)
             check_patterns(option, patterns, known)
     mismatched = [(item.key, item.expected, item.found) for item in binding.mismatched]
-    fitting: list[TensorEntry] = []
-    for entry in binding.tensors:
-        stored = catalogue.tensors[entry.key]
-        same = stored == (entry.dtype, entry.shape)
-        difference = None if same else _difference(entry, *stored, may_cast)
-        if difference is None:
-            fitting.append(entry)
-        else:
-            mismatched.append((entry.key, *difference))
+    fitting = binding.tensors
+    if binding.converts:
+        fitting = []
+        for entry in binding.tensors:
+            difference = _difference(entry, catalogue.tensors[entry.key][0], may_cast)
+            if difference is None:
+                fitting.append(entry)
+            else:
+                mismatched.append((entry.key, *difference))
     rows = checkpoint.rows([stored_of.get(entry.key, entry.key) for entry in fitting])
     # Empty shards that are views of one buffer pass for tied. Nothing is read for them.
     tied = [entry for entry in fitting if entry.alias_of and entry.pieces]
@@ -136,12 +136,8 @@ def match(checkpoint: Checkpoint, state: Any, options: Options, rank: int, world
     return Matched(asked, binding, *_planned(checkpoint, fitting, rows))
 
 
-def _difference(
-    entry: TensorEntry, dtype: str, shape: tuple[int, ...], may_cast: Callable[[str], bool]
-) -> tuple[str, str] | None:
-    """What the target expects and what the checkpoint has, where they do not fit."""
-    if entry.shape != shape:
-        return f"shape {list(entry.shape)}", f"shape {list(shape)}"
+def _difference(entry: TensorEntry, dtype: str, may_cast: Callable[[str], bool]) -> tuple[str, str] | None:
+    """The dtypes that the target expects and the checkpoint has, where they do not fit."""
     if entry.dtype == dtype:
         return None
     if dtype.startswith("complex") and not entry.dtype.startswith("complex"):
@@ -168,7 +164,7 @@ def _planned(
     checkpoint: Checkpoint, entries: Sequence[TensorEntry], rows: Sequence[int]
 ) -> tuple[list[Destination], ReadPlan]:
     destinations = [
-        Destination(entry.key, piece.view, piece.address, piece.is_plain)
+        Destination(entry.key, entry.dtype, piece.view, piece.address, piece.is_plain)
         for entry in entries
         for piece in entry.pieces
     ]

@@ -25,6 +25,8 @@ class Destination(msgspec.Struct, frozen=True, gc=False):
     """A wanted box in memory. Values are converted where its dtype differs from the stored one."""
 
     key: str
+    dtype: str
+    """torch's name of the view's."""
     view: torch.Tensor
     address: int
     """Of the view's first element, on its device."""
@@ -32,9 +34,9 @@ class Destination(msgspec.Struct, frozen=True, gc=False):
     """See `shardproof.state.is_plain_memory`."""
 
     @staticmethod
-    def of(key: str, view: torch.Tensor) -> Destination:
+    def of(key: str, dtype: str, view: torch.Tensor) -> Destination:
         """The destination that a view is."""
-        return Destination(key, view, view.data_ptr(), is_plain_memory(view))
+        return Destination(key, dtype, view, view.data_ptr(), is_plain_memory(view))
 
 
 class Runs(NamedTuple):
@@ -65,7 +67,7 @@ class Placing:
         self._table = table
         self._plan = plan
         self._destinations = destinations
-        devices = {there.view.device for there in destinations if not there.view.is_cpu}
+        devices = {there.view.device for there in destinations if not (there.is_plain or there.view.is_cpu)}
         self.streams = CurrentStreams(devices)
         """Of the thread that made this, for those that help it."""
         names = [record.dtype for record in manifest.tensors]
@@ -77,7 +79,7 @@ class Placing:
         tensor_of = np.zeros(len(destinations), np.int64)
         tensor_of[plan.want] = tensor
         base = [
-            there.view.data_ptr() if there.is_plain and there.view.dtype == self._dtypes[row] else 0
+            there.address if there.is_plain and there.dtype == names[row] else 0
             for there, row in zip(destinations, tensor_of.tolist(), strict=True)
         ]
         into = np.array(base, np.uint64)[plan.want]

@@ -32,7 +32,8 @@ def check_shared_memory(checkpoint: Checkpoint, plan: ReadPlan, destinations: Se
     place = {row: at for at, row in enumerate(shared)}
     part = plan.only(np.isin(plan.want, shared))
     again = [
-        Destination.of(destinations[row].key, torch.empty_like(destinations[row].view)) for row in shared
+        Destination.of(there.key, there.dtype, torch.empty_like(there.view))
+        for there in (destinations[row] for row in shared)
     ]
     wanted = np.array([place[row] for row in part.want.tolist()], np.int64)
     read_planned(checkpoint, part.for_wants(wanted), again)

@@ -92,6 +92,8 @@ class Binder(Visitor):
                     if not piece.is_plain:
                         check_destination(piece.view, entry.key)
                 taken.append(entry)
+                if found[0] != entry.dtype:
+                    self.binding.converts = True
         return len(taken) - before == len(entries)
 
     def object(self, key: str, expected: str = "a plain value") -> Any:

@@ -189,6 +189,8 @@ class Binding:
 
     tensors: list[TensorEntry] = field(default_factory=list)
     """Destinations. Their dtype is the destination's and may differ from the stored one."""
+    converts: bool = False
+    """Whether a destination has another dtype than is stored."""
     finish: list[Callable[[], None]] = field(default_factory=list)
     """To be called in order once all tensors are read and verified on all ranks."""
     used: set[str] = field(default_factory=set)
