@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ import torch
 import shardproof as sp
 from shardproof.errors import StorageError
 from shardproof.saving import CheckReplicas
-from shardproof.state import visiting
 from shardproof.storage import LocalStorage
 from shardproof.storage.failures import storage_error
+from tests.describing import watch_described
 
 
 def state(value: float, *more: str) -> dict[str, Any]:
@@ -300,14 +299,7 @@ def test_how_replicas_are_checked_is_told_to_every_save(
 
 
 def test_what_tensors_are_like_is_worked_out_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    described: list[str] = []
-    describe = visiting.describe_tensors
-
-    def noted(keys: Sequence[str], *given: Any) -> Any:
-        described.extend(keys)
-        return describe(keys, *given)
-
-    monkeypatch.setattr(visiting, "describe_tensors", noted)
+    described = watch_described(monkeypatch)
     checkpointer = sp.Checkpointer(tmp_path)
     for step in range(3):
         checkpointer.save(step, {"w": torch.full((3,), float(step)), "epoch": step}).result()

@@ -31,6 +31,7 @@ from shardproof.format import (
     read_manifest,
     referred_in,
     unneeded,
+    why_kept,
 )
 from shardproof.storage import Storage
 
@@ -201,9 +202,9 @@ def retain(
 
 def _delete(run: Storage, names: Sequence[str], on_progress: Callable[[int, int], None] | None) -> None:
     """Deletes steps, and says if that frees nothing: disks fill in silence otherwise."""
-    doubt = References(unknown=list(delete_steps(run, names, on_progress).unknown)).doubt
-    if doubt:
-        _log.warning("%s: the shard files of %s stay: %s", run.location, ", ".join(names), doubt)
+    unknown = delete_steps(run, names, on_progress).unknown
+    if unknown:
+        _log.warning("%s: the shard files of %s stay: %s", run.location, ", ".join(names), why_kept(unknown))
 
 
 def _borrowed(folder: Storage) -> tuple[FileRecord, ...]:

@@ -39,7 +39,14 @@ from shardproof.format.names import (
     shard_name,
 )
 from shardproof.format.reading import files_of, lost_files, read_index, read_manifest, seal_of
-from shardproof.format.references import References, named_files, referred_beside, referred_in, unneeded
+from shardproof.format.references import (
+    References,
+    named_files,
+    referred_beside,
+    referred_in,
+    unneeded,
+    why_kept,
+)
 from shardproof.format.shards import (
     BLOCKS,
     DIGESTS,
@@ -101,4 +108,5 @@ __all__ = [
     "shard_name",
     "shard_tail",
     "unneeded",
+    "why_kept",
 ]

@@ -9,7 +9,7 @@ none: what is found again lies there under numbers, and most may not even look.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shardproof.errors import FormatError, NotCommittedError, StorageError
@@ -18,7 +18,7 @@ from shardproof.format.names import MANIFEST_NAME
 from shardproof.format.reading import read_manifest
 from shardproof.storage.interface import Storage
 
-__all__ = ["References", "named_files", "referred", "referred_beside", "referred_in", "unneeded"]
+__all__ = ["References", "named_files", "referred", "referred_beside", "referred_in", "unneeded", "why_kept"]
 
 
 _LOST_AND_FOUND = "lost+found"
@@ -45,17 +45,6 @@ class References:
                 users = self.by_folder.setdefault(record.folder, {}).setdefault(record.name, [])
                 users.append(user)
 
-    @property
-    def doubt(self) -> str:
-        """Why files stay that nobody may need, and what to do, in words; empty where nothing is unknown."""
-        if not self.unknown:
-            return ""
-        return (
-            f"the manifest in {', '.join(self.unknown)} cannot be read (no permission, or damaged) and may "
-            "refer to them. Make it readable for this process, or move the folder elsewhere; then "
-            "`shardproof prune` removes what is left"
-        )
-
     def files(self, folder: str) -> Collection[str]:
         """Names of the files in a folder that other steps refer to."""
         return self.by_folder.get(folder, {}).keys()
@@ -63,6 +52,19 @@ class References:
     def users(self, folder: str) -> list[str]:
         """Folders of the steps that refer to files of this one, sorted."""
         return sorted({user for users in self.by_folder.get(folder, {}).values() for user in users})
+
+
+def why_kept(unknown: Sequence[str]) -> str:
+    """Why files stay that nobody may need, and what to do.
+
+    Args:
+        unknown: the folders whose manifests cannot be read.
+    """
+    return (
+        f"the manifest in {', '.join(unknown)} cannot be read (no permission, or damaged) and may refer to "
+        "them. Make it readable for this process, or move the folder elsewhere; then `shardproof prune` "
+        "removes what is left"
+    )
 
 
 def referred(places: Iterable[tuple[str, Storage]]) -> References:

@@ -27,6 +27,7 @@ from shardproof.format import (
     referred_beside,
     shard_name,
     unneeded,
+    why_kept,
 )
 from shardproof.planning import ChunkTable, WritePlan
 from shardproof.saving.incremental import Base, Placed, Written, base_after, place
@@ -266,7 +267,7 @@ def _remove_replaced(storage: Storage, old: Manifest, new: Manifest) -> None:
             _log.warning(
                 "%s: shard files of the checkpoint that was replaced stay: %s",
                 storage.location,
-                references.doubt,
+                why_kept(references.unknown),
             )
     except (FormatError, StorageError) as error:
         _log.warning(

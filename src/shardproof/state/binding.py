@@ -49,7 +49,7 @@ class Binder(Visitor):
 
     def pieces(self, key: str, dtype: str, shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> bool:
         """Let pieces be filled in place. Whether they will be."""
-        return self.selected(key) and self._take([TensorEntry(key, dtype, shape, pieces)])
+        return self.selected(key) and self._add([TensorEntry(key, dtype, shape, pieces)])
 
     def laid_out(self, key: str, sharded: ShardedTensor, anchor: torch.Tensor | None = None) -> bool:
         """Let what a declared layout makes of a tensor be filled in place. Whether it will be.
@@ -63,7 +63,7 @@ class Binder(Visitor):
         if anchor is not None and not pieces:
             self.anchors[key] = anchor
         filled = tuple(_unshared(piece) for piece in pieces)
-        taken = self._take([TensorEntry(key, dtype, shape, filled)])
+        taken = self._add([TensorEntry(key, dtype, shape, filled)])
         if taken:
             for piece, own in zip(pieces, filled, strict=True):
                 if own is not piece:
@@ -71,13 +71,14 @@ class Binder(Visitor):
         return taken
 
     def _fill(self, key: str, tensor: torch.Tensor) -> bool:
+        """Let a tensor be filled that is described at the end of the walk. Whether it will be."""
         self._keys.append(key)
         self._tensors.append(tensor)
         found = self.catalogue.tensors.get(key)
         return found is not None and found[1] == tensor.shape
 
-    def _take(self, entries: Sequence[TensorEntry]) -> bool:
-        """Take entries as destinations. Whether all are."""
+    def _add(self, entries: Sequence[TensorEntry]) -> bool:
+        """Add entries as destinations, where they fit. Whether all do."""
         stored, taken = self.catalogue.tensors.get, self.binding.tensors
         before = len(taken)
         self.binding.used.update([entry.key for entry in entries])
@@ -188,7 +189,7 @@ class Binder(Visitor):
     def result(self) -> Binding:
         """The whole binding."""
         self.finish_walk()
-        self._take(self.entries_of(self._keys, self._tensors))
+        self._add(self.entries_of(self._keys, self._tensors))
         self.binding.tensors = tie(sorted(self.binding.tensors, key=lambda entry: entry.key), self.anchors)
         return self.binding
 

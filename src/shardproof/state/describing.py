@@ -12,8 +12,7 @@ from operator import attrgetter
 
 import torch
 
-from shardproof.geometry import Embedding
-from shardproof.state.dtensor import Layouts
+from shardproof.state.dtensor import Layouts, Where
 from shardproof.state.entries import Piece, TensorEntry
 from shardproof.state.tensors import dtype_name, locals_of
 
@@ -73,21 +72,22 @@ def _described(
     kinds = list(map(_KIND, memory))
     names = [dtype_name(dtype, key) for key, (dtype, _) in zip(keys, kinds, strict=True)]
     where = layouts.of(keys, tensors, [shape for _, shape in kinds])
-    shapes, offsets, sizes, embeddings = zip(*where, strict=True)
     views = list(map(torch.Tensor.detach, memory))
-    if None not in offsets:
-        return list(
-            map(TensorEntry, keys, names, shapes, zip(Piece.of_all(views, offsets, sizes), strict=True))
-        )
-    pieces = [
-        (Piece.of(view, begin, size),) if begin is not None else _pieces(view, embedding) if embedding else ()
-        for view, begin, size, embedding in zip(views, offsets, sizes, embeddings, strict=True)
-    ]
+    shapes, offsets, sizes, _ = zip(*where, strict=True)
+    pieces = (
+        map(_pieces, views, where)
+        if None in offsets
+        else zip(Piece.of_all(views, offsets, sizes), strict=True)
+    )
     return list(map(TensorEntry, keys, names, shapes, pieces))
 
 
-def _pieces(local: torch.Tensor, embedding: Embedding) -> tuple[Piece, ...]:
-    boxes = embedding.local
+def _pieces(local: torch.Tensor, where: Where) -> tuple[Piece, ...]:
+    if where.offsets is not None:
+        return (Piece.of(local, where.offsets, where.sizes),)
+    if where.embedding is None:
+        return ()
+    boxes = where.embedding.local
     return tuple(
         Piece.of(
             local[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))],
@@ -95,7 +95,7 @@ def _pieces(local: torch.Tensor, embedding: Embedding) -> tuple[Piece, ...]:
             tuple(sizes),
         )
         for starts, sizes, placed in zip(
-            boxes.offsets.tolist(), boxes.sizes.tolist(), embedding.offsets.tolist(), strict=True
+            boxes.offsets.tolist(), boxes.sizes.tolist(), where.embedding.offsets.tolist(), strict=True
         )
         if 0 not in sizes
     )

@@ -12,7 +12,7 @@ Note: what a description depends on
     Meshes, placements and embeddings are compared by identity, since placements of different meaning may be
     equal, and are kept, so that no identity is used twice. No memory of tensors is kept.
 
-To compare and to ask goes through columns at the speed of C: 2.0 µs a tensor, where to describe takes 2.7.
+To compare and to ask goes through columns at the speed of C: 2.3 µs a tensor, where to describe takes 2.8.
 And who finds the descriptions unchanged (`LastWalk.token`) need not work out the structure from them again.
 """
 

@@ -58,6 +58,8 @@ def bind(
 ) -> Binding:
     """How a state tree takes what a checkpoint holds. Touches nothing: see `Binding`.
 
+    The memory of tensors is looked at when the whole tree is walked, as in `collect`.
+
     Args:
         tree: as for `collect`; the target.
         catalogue: what the checkpoint holds.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -22,9 +22,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from shardproof.errors import StructureError
 from shardproof.geometry import Boxes, Embedding
 from shardproof.planning import Structure
-from shardproof.state import Collected, LastWalk, ShardedTensor, collect, visiting
+from shardproof.state import Collected, LastWalk, ShardedTensor, collect
 from shardproof.state.dtensor import LOCAL
 from shardproof.state.tensors import same_memory
+from tests.describing import watch_described
 
 Tree = dict[str, Any]
 
@@ -282,14 +283,7 @@ def check(changes: list[str]) -> None:
     ["nothing", "values", "other tensors of the same kind", "a parameter's memory", "another option"],
 )
 def test_what_is_the_same_is_not_described_anew(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    described: list[str] = []
-    describe = visiting.describe_tensors
-
-    def noted(keys: Sequence[str], *given: Any) -> Any:
-        described.extend(keys)
-        return describe(keys, *given)
-
-    monkeypatch.setattr(visiting, "describe_tensors", noted)
+    described = watch_described(monkeypatch)
     with second_of_two() as (mesh, other):
         tree, last = state(mesh), LastWalk()
         tree["tied"] = tree["tied"].clone()
