@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class Binder(Visitor):
     strict: bool
     binding: Binding = field(default_factory=Binding)
     _keys: list[str] = field(default_factory=list)
-    """Of the tensors that are described at the end of the walk, all together."""
+    """Of the tensors to fill, which are described at the end of the walk, all together."""
     _tensors: list[torch.Tensor] = field(default_factory=list)
     _sorted: list[str] = field(default_factory=list)
 
@@ -43,9 +44,20 @@ class Binder(Visitor):
         """Bind a value of any kind."""
         self.handler_of(value, place).bind(place, value, self)
 
-    def tensor(self, key: str, tensor: torch.Tensor) -> bool:
-        """Let a tensor or DTensor be filled in place. Whether it will be."""
-        return self.selected(key) and self._fill(key, tensor)
+    def tensor(self, key: str, tensor: torch.Tensor) -> None:
+        """Let a tensor or DTensor be filled in place."""
+        self.tensors([key], [tensor])
+
+    def tensors(self, keys: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+        """Let tensors and DTensors be filled in place, each from its key."""
+        chosen = list(map(self.selected, keys))
+        self._keys += compress(keys, chosen)
+        self._tensors += compress(tensors, chosen)
+
+    def fits(self, key: str, tensor: torch.Tensor) -> bool:
+        """Whether what is stored under a key, and selected, has the shape of a tensor."""
+        found = self.catalogue.tensors.get(key) if self.selected(key) else None
+        return found is not None and found[1] == tensor.shape
 
     def pieces(self, key: str, dtype: str, shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> bool:
         """Let pieces be filled in place. Whether they will be."""
@@ -70,32 +82,32 @@ class Binder(Visitor):
                     self.later_on(partial(_share, key, own.view, piece.view))
         return taken
 
-    def _fill(self, key: str, tensor: torch.Tensor) -> bool:
-        """Let a tensor be filled that is described at the end of the walk. Whether it will be."""
-        self._keys.append(key)
-        self._tensors.append(tensor)
-        found = self.catalogue.tensors.get(key)
-        return found is not None and found[1] == tensor.shape
-
     def _add(self, entries: Sequence[TensorEntry]) -> bool:
         """Add entries as destinations, where they fit. Whether all do."""
-        stored, taken = self.catalogue.tensors.get, self.binding.tensors
-        before = len(taken)
-        self.binding.used.update([entry.key for entry in entries])
+        keys = [entry.key for entry in entries]
+        self.binding.used.update(keys)
+        stored = list(map(self.catalogue.tensors.get, keys))
+        if stored != [(entry.dtype, entry.shape) for entry in entries]:
+            entries = [
+                entry for entry, found in zip(entries, stored, strict=True) if self._takes(entry, found)
+            ]
         for entry in entries:
-            found = stored(entry.key)
-            if found is None:
-                self._lacking(entry.key, describe(entry.dtype, entry.shape))
-            elif found[1] != entry.shape:
-                self.mismatch(entry.key, describe(entry.dtype, entry.shape), describe(*found))
-            else:
-                for piece in entry.pieces:
-                    if not piece.is_plain:
-                        check_destination(piece.view, entry.key)
-                taken.append(entry)
-                if found[0] != entry.dtype:
-                    self.binding.converts = True
-        return len(taken) - before == len(entries)
+            for piece in entry.pieces:
+                if not piece.is_plain:
+                    check_destination(piece.view, entry.key)
+        self.binding.tensors += entries
+        return len(entries) == len(keys)
+
+    def _takes(self, entry: TensorEntry, found: tuple[str, tuple[int, ...]] | None) -> bool:
+        """Whether a destination takes what is stored under its key; what does not fit is noted."""
+        if found is None:
+            self._lacking(entry.key, describe(entry.dtype, entry.shape))
+        elif found[1] != entry.shape:
+            self.mismatch(entry.key, describe(entry.dtype, entry.shape), describe(*found))
+        else:
+            self.binding.converts |= found[0] != entry.dtype
+            return True
+        return False
 
     def object(self, key: str, expected: str = "a plain value") -> Any:
         """The plain data stored under a key, still encoded; MISSING, and noted so, where there is none.
@@ -156,7 +168,8 @@ class Binder(Visitor):
 
     def fill(self, key: str, tensor: torch.Tensor) -> None:
         """Let a new tensor be filled, whether or not its own key is selected."""
-        self._fill(key, tensor)
+        self._keys.append(key)
+        self._tensors.append(tensor)
 
     def mismatch(self, key: str, expected: str, found: str) -> None:
         """Note that target and checkpoint disagree."""

@@ -74,7 +74,8 @@ class _Array:
         tensor, shared = self._tensor(place, value)
         if not value.flags.writeable:
             raise StructureError(f"{place.key}: the array is read-only. Load into a copy", key=place.key)
-        if to.tensor(place.key, tensor) and not shared:
+        to.tensor(place.key, tensor)
+        if not shared and to.fits(place.key, tensor):
             to.later_on(lambda: np.copyto(value, tensor.numpy()))
 
     @staticmethod
@@ -105,11 +106,12 @@ class _Mapping:
     def bind(self, place: Place, value: dict[Any, Any], to: Binder) -> None:
         """Each item, with the same short way."""
         prefix = f"{place.key}." if place.key else ""
-        for name, item in value.items():
-            if isinstance(item, torch.Tensor):
-                to.tensor(f"{prefix}{name}", item)
-            else:
-                to.visit(place.at(name, partial(value.__setitem__, name)), item)
+        tensors = {name: item for name, item in value.items() if isinstance(item, torch.Tensor)}
+        to.tensors([f"{prefix}{name}" for name in tensors], list(tensors.values()))
+        if len(tensors) < len(value):
+            for name, item in value.items():
+                if not isinstance(item, torch.Tensor):
+                    to.visit(place.at(name, partial(value.__setitem__, name)), item)
 
 
 class _List:
