@@ -25,6 +25,8 @@ __all__ = ["Checkpoint", "StoredTensor", "open_checkpoint"]
 
 Index = SupportsIndex | slice | EllipsisType
 
+_KEY, _KIND = operator.attrgetter("key"), operator.attrgetter("dtype", "shape")
+
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Opens a committed checkpoint for reading, in one process.
@@ -56,7 +58,8 @@ class Checkpoint:
         self.files: list[tuple[Storage, str]] = files_of(storage, self.manifest)
         """Storage and name of each shard file, in the order of the manifest's table."""
         self.blocks = BlockDigests(self.files, self.manifest, self.table)
-        self._row = {record.key: row for row, record in enumerate(self.manifest.tensors)}
+        keys = map(_KEY, self.manifest.tensors)
+        self._row = dict(zip(keys, range(len(self.manifest.tensors)), strict=True))
         self._sized: set[int] = set()
 
     def __enter__(self) -> Checkpoint:
@@ -116,7 +119,9 @@ class Checkpoint:
         """Rows of tensors in the manifest's table, as `row`."""
         row_of, stored_as = self._row, self.manifest.aliases
         try:
-            return [row_of[stored_as.get(key, key)] for key in keys]
+            if stored_as:
+                keys = [stored_as.get(key, key) for key in keys]
+            return list(map(row_of.__getitem__, keys))
         except KeyError as error:
             raise KeyError(f"{self.storage.location} has no {error}; its keys are given by keys()") from None
 
@@ -130,7 +135,7 @@ class Checkpoint:
 
     def catalogue(self) -> Catalogue:
         """What this checkpoint holds, for binding a state to it."""
-        tensors = {record.key: (record.dtype, record.shape) for record in self.manifest.tensors}
+        tensors = dict(zip(self._row, map(_KIND, self.manifest.tensors), strict=True))
         tensors |= {alias: tensors[key] for alias, key in self.manifest.aliases.items()}
         return Catalogue(tensors, self.manifest.aliases, self.manifest.objects, self.manifest.world_size)
 
@@ -259,10 +264,8 @@ class StoredTensor:
             return torch.empty(sizes, dtype=self.dtype)
         checkpoint = self._checkpoint
         manifest, table = checkpoint.manifest, checkpoint.table
-        keys = [record.key for record in manifest.tensors]
-        shapes = [record.shape for record in manifest.tensors]
         wanted = Wanted(np.array([self._row]), np.array(offsets, np.int64), np.array(sizes, np.int64))
-        plan = plan_reads(keys, shapes, table, wanted)
+        plan = plan_reads(manifest.tensors, table, wanted)
         checkpoint.check_sizes(table.file[plan.chunk].tolist())
         result = torch.empty(sizes, dtype=self.dtype)
         read_planned(checkpoint, plan, [Destination.of(self.key, manifest.tensors[self._row].dtype, result)])

@@ -117,7 +117,7 @@ def match(checkpoint: Checkpoint, state: Any, options: Options, rank: int, world
         fitting = [entry for entry in fitting if entry.alias_of not in row_of]
         rows = [row_of[entry.key] for entry in fitting]
     used, parts = binding.used, binding.parts
-    unasked = [key for key in (*catalogue.tensors, *catalogue.objects) if key not in used]
+    unasked = (catalogue.tensors.keys() - used) | (catalogue.objects.keys() - used)
     unexpected = sorted(filter(selected, unasked))
     spare = {key for key in unexpected if not parts.issuperset(parts_of(key))}
     asked = Asked(
@@ -169,10 +169,8 @@ def _planned(
         for piece in entry.pieces
     ]
     pieces = [piece for entry in entries for piece in entry.pieces]
-    tensors = checkpoint.manifest.tensors
     plan = plan_reads(
-        [record.key for record in tensors],
-        [record.shape for record in tensors],
+        checkpoint.manifest.tensors,
         checkpoint.table,
         Wanted(
             np.repeat(np.array(rows, np.int64), [len(entry.pieces) for entry in entries]),

@@ -70,31 +70,31 @@ class Placing:
         devices = {there.view.device for there in destinations if not (there.is_plain or there.view.is_cpu)}
         self.streams = CurrentStreams(devices)
         """Of the thread that made this, for those that help it."""
-        names = [record.dtype for record in manifest.tensors]
-        known: dict[str, torch.dtype] = {name: getattr(torch, name) for name in set(names)}
-        sizes = {name: dtype.itemsize for name, dtype in known.items()}
-        self._dtypes = [known[name] for name in names]
-        itemsizes = np.array([sizes[name] for name in names], np.int64)
         tensor = table.tensor[plan.chunk]
         tensor_of = np.zeros(len(destinations), np.int64)
         tensor_of[plan.want] = tensor
+        names = [manifest.tensors[row].dtype for row in tensor_of.tolist()]
+        known: dict[str, torch.dtype] = {name: getattr(torch, name) for name in set(names)}
+        self._dtypes = [known[name] for name in names]
+        """Of what is stored, by destination."""
+        sizes = {name: dtype.itemsize for name, dtype in known.items()}
+        itemsizes = np.array([sizes[name] for name in names], np.int64)[plan.want]
         base = [
-            there.address if there.is_plain and there.dtype == names[row] else 0
-            for there, row in zip(destinations, tensor_of.tolist(), strict=True)
+            there.address if there.is_plain and there.dtype == name else 0
+            for there, name in zip(destinations, names, strict=True)
         ]
         into = np.array(base, np.uint64)[plan.want]
         is_run = plan.chunk_stop - plan.chunk_start == plan.sizes.prod(axis=1)
         straight = is_run & (plan.run_start >= 0) & (into != 0)
-        inside = (plan.run_start * itemsizes[tensor]).astype(np.uint64)
+        inside = (plan.run_start * itemsizes).astype(np.uint64)
         self._address = np.where(straight, into + inside, np.uint64(0))
         """By part: where a run of the chunk goes as it is stored; 0 where it is no run, or is converted."""
-        self._begin = plan.chunk_start * itemsizes[tensor]
+        self._begin = plan.chunk_start * itemsizes
         """By part: its first byte in the chunk."""
-        self._end = plan.chunk_stop * itemsizes[tensor]
+        self._end = plan.chunk_stop * itemsizes
         """By part: the byte after its last there."""
-        self._tensor: list[int] = tensor.tolist()
         self._want: list[int] = plan.want.tolist()
-        self.part_bytes: NDArray[np.int64] = plan.sizes.prod(axis=1) * itemsizes[tensor]
+        self.part_bytes: NDArray[np.int64] = plan.sizes.prod(axis=1) * itemsizes
         """By part: bytes, as stored."""
 
     def wanted(self, rows: NDArray[np.int64]) -> Extents:
@@ -149,7 +149,7 @@ class Placing:
 
     def is_aligned(self, parts: range, stored: torch.Tensor) -> bool:
         """Whether memory for a chunk begins at a multiple of its item size, as `views` asks for."""
-        return stored.data_ptr() % self._dtypes[self._tensor[parts.start]].itemsize == 0
+        return stored.data_ptr() % self._dtypes[self._want[parts.start]].itemsize == 0
 
     def views(
         self, row: int, parts: range, stored: torch.Tensor, first: int = 0
@@ -164,7 +164,7 @@ class Placing:
         """
         table, plan, these = self._table, self._plan, slice(parts.start, parts.stop)
         sizes = table.box_sizes[table.box_start[row] : table.box_start[row + 1]].tolist()
-        memory, ndim = stored.view(self._dtypes[self._tensor[parts.start]]), len(sizes)
+        memory, ndim = stored.view(self._dtypes[self._want[parts.start]]), len(sizes)
         strides, offset = row_major_strides(sizes), memory.storage_offset() - first // memory.itemsize
         return [
             (
@@ -190,7 +190,7 @@ class Placing:
         view, plan = self._destinations[self._want[part]].view, self._plan
         sizes, offsets = plan.sizes[part, : view.ndim].tolist(), plan.in_want[part, : view.ndim].tolist()
         with torch.no_grad():
-            source = shaped(stored, self._dtypes[self._tensor[part]], sizes)
+            source = shaped(stored, self._dtypes[self._want[part]], sizes)
             part_of(view, offsets, sizes).copy_(source)
 
 

@@ -90,12 +90,7 @@ def verify(storage: Storage, on_progress: Callable[[int, int], None] | None = No
     except (FormatError, StorageError) as error:
         return VerifyReport(storage.location, None, 0, 0, 0, time.monotonic() - begun, [error])
     try:
-        prove_chunks(
-            [record.key for record in manifest.tensors],
-            [record.shape for record in manifest.tensors],
-            table,
-            np.arange(len(manifest.tensors)),
-        )
+        prove_chunks(manifest.tensors, table, np.arange(len(manifest.tensors)))
     except (FormatError, TilingError) as error:
         faults.append(error)
     checker = _Checker(storage, manifest, table, faults, on_progress)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,11 +14,23 @@ from shardproof.errors import FormatError, TilingError
 from shardproof.geometry import Boxes, intersect, overlapping_pairs, tiling_faults
 from shardproof.planning.chunks import ChunkTable
 
-__all__ = ["ReadPlan", "Wanted", "plan_reads", "prove_chunks"]
+__all__ = ["ReadPlan", "Stored", "Wanted", "plan_reads", "prove_chunks"]
 
 
 _PAIRS_EACH = 16
 """Pairs of a wanted box and a chunk that are compared for each box and chunk, at most, without a search."""
+
+
+class Stored(Protocol):
+    """A tensor of a checkpoint."""
+
+    @property
+    def key(self) -> str:
+        """Its name."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its global shape."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,28 +82,26 @@ class ReadPlan:
         )
 
 
-def prove_chunks(
-    keys: Sequence[str], shapes: Sequence[tuple[int, ...]], table: ChunkTable, tensors: NDArray[np.int64]
-) -> None:
+def prove_chunks(tensors: Sequence[Stored], table: ChunkTable, chosen: NDArray[np.int64]) -> None:
     """Proves that the stored chunks of some tensors tile them.
 
     Args:
-        keys: of all tensors of the checkpoint.
-        shapes: of all tensors of the checkpoint.
+        tensors: all of the checkpoint.
         table: all chunks.
-        tensors: rows of the tensors to prove.
+        chosen: rows of the tensors to prove.
 
     Raises:
         TilingError: naming the first tensor at fault.
         FormatError: more boxes than a proof would hold in memory.
     """
-    tensors = _distinct(tensors)
-    ndims = _ndims(shapes)[tensors]
+    chosen = _distinct(chosen)
+    ndims = _ndims(tensors, chosen)
     for dimensions in _distinct(ndims).tolist():
-        group = tensors[ndims == dimensions]
+        group = chosen[ndims == dimensions]
         rows = _rows_of(table, group)
         local = np.searchsorted(group, table.tensor[rows])
-        extents = np.fromiter(chain.from_iterable([shapes[row] for row in group.tolist()]), np.int64)
+        shapes = [tensors[row].shape for row in group.tolist()]
+        extents = np.fromiter(chain.from_iterable(shapes), np.int64)
         extents = extents.reshape(len(group), dimensions)
         try:
             faults = tiling_faults(extents, local, _boxes(table.box_start, table, rows, dimensions))
@@ -98,11 +109,10 @@ def prove_chunks(
             raise FormatError(f"the chunk index is no tiling that could have been saved: {error}") from error
         if faults:
             fault = faults[0]
-            key = keys[int(group[fault.tensor])]
+            key, shape = tensors[int(group[fault.tensor])].key, shapes[fault.tensor]
             raise TilingError(
-                f"checkpoint: tensor {key!r} of shape {list(shapes[int(group[fault.tensor])])}: "
-                f"{fault.kind} at "
-                f"offsets {list(fault.offsets)}, sizes {list(fault.sizes)}: the stored chunks do not cover "
+                f"checkpoint: tensor {key!r} of shape {list(shape)}: {fault.kind} at offsets "
+                f"{list(fault.offsets)}, sizes {list(fault.sizes)}: the stored chunks do not cover "
                 "it exactly once. Restore another step, and report this: a checkpoint is proved before it is "
                 "written",
                 key=key,
@@ -112,16 +122,19 @@ def prove_chunks(
             )
 
 
-def plan_reads(
-    keys: Sequence[str], shapes: Sequence[tuple[int, ...]], table: ChunkTable, wanted: Wanted
-) -> ReadPlan:
+def plan_reads(tensors: Sequence[Stored], table: ChunkTable, wanted: Wanted) -> ReadPlan:
     """Plans the reading of wanted boxes, and proves first that every element of them is stored once.
+
+    Args:
+        tensors: all of the checkpoint. Only those that are wanted are looked at.
+        table: all chunks.
+        wanted: the boxes.
 
     Raises:
         TilingError: the stored chunks of a wanted tensor do not tile it, or a wanted box is not covered.
     """
-    prove_chunks(keys, shapes, table, wanted.tensor)
-    ndims = _ndims(shapes)[wanted.tensor]
+    prove_chunks(tensors, table, wanted.tensor)
+    ndims = _ndims(tensors, wanted.tensor)
     want_start = np.append(0, np.cumsum(ndims))
     width = int(ndims.max(initial=0))
     parts = [_no_parts(width)]
@@ -135,7 +148,7 @@ def plan_reads(
         of_want, of_chunk = _pairs(want_boxes, wanted.tensor[wants], chunk_boxes, table.tensor[rows])
         want, chunk = want_boxes.take(of_want), chunk_boxes.take(of_chunk)
         shared = intersect(want, chunk)
-        _prove_covered(keys, wanted, wants, want_boxes, of_want, shared)
+        _prove_covered(tensors, wanted, wants, want_boxes, of_want, shared)
         parts.append(
             ReadPlan(
                 rows[of_chunk],
@@ -195,9 +208,9 @@ def _sorted_by_chunk(parts: Sequence[ReadPlan]) -> ReadPlan:
     )
 
 
-def _ndims(shapes: Sequence[tuple[int, ...]]) -> NDArray[np.int64]:
-    """(tensors,) dimensions of each tensor."""
-    return np.fromiter(map(len, shapes), np.int64, len(shapes))
+def _ndims(tensors: Sequence[Stored], rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """(rows,) dimensions of some tensors."""
+    return np.fromiter([len(tensors[row].shape) for row in rows.tolist()], np.int64, len(rows))
 
 
 def _distinct(values: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -228,7 +241,7 @@ def _with_tensor(boxes: Boxes, tensor: NDArray[np.int64]) -> Boxes:
 
 
 def _prove_covered(
-    keys: Sequence[str],
+    tensors: Sequence[Stored],
     wanted: Wanted,
     wants: NDArray[np.int64],
     boxes: Boxes,
@@ -241,7 +254,7 @@ def _prove_covered(
     short = np.flatnonzero(found != boxes.volumes())
     if len(short):
         row = int(short[0])
-        key = keys[int(wanted.tensor[wants[row]])]
+        key = tensors[int(wanted.tensor[wants[row]])].key
         offsets, sizes = boxes.offsets[row].tolist(), boxes.sizes[row].tolist()
         raise TilingError(
             f"tensor {key!r}: the wanted box at offsets {offsets}, sizes {sizes} has "

@@ -261,9 +261,8 @@ def _table(storage: Storage, shards: list[VerifiedShard], tensors: tuple[TensorR
         np.array([value for _, offsets, _ in boxes for value in offsets], np.int64),
         np.array([value for _, _, sizes in boxes for value in sizes], np.int64),
     )
-    keys, shapes = [record.key for record in tensors], [record.shape for record in tensors]
     try:
-        prove_chunks(keys, shapes, table, np.arange(len(keys)))
+        prove_chunks(tensors, table, np.arange(len(tensors)))
     except TilingError as error:
         base = shards[0].declared.base
         if base and error.details.get("kind") == "gap":

@@ -81,8 +81,7 @@ def make_standalone(
             f"{target.location} holds a committed checkpoint; name a new place for the copy",
             path=target.location,
         )
-    keys, shapes = [record.key for record in manifest.tensors], [record.shape for record in manifest.tensors]
-    prove_chunks(keys, shapes, table, np.arange(len(keys)))
+    prove_chunks(manifest.tensors, table, np.arange(len(manifest.tensors)))
     copy = _Copy(source, target, manifest, table, on_progress)
     try:
         return copy.run()

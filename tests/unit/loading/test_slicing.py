@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
+from msgspec.structs import replace
 
 import shardproof as sp
 from shardproof.errors import CorruptChunkError, NotCommittedError, StorageError
@@ -266,3 +267,28 @@ def test_a_plain_value_may_refer_to_a_tensor(tmp_path: Path) -> None:
     sp.save(tmp_path / "a", {"blob": blob, "pair": [1, {"inner": blob + blob}]})
     with sp.open(tmp_path / "a") as opened:
         assert opened["blob"] == blob and opened["pair"] == [1, {"inner": blob + blob}]
+
+
+class _Only(tuple[Any, ...]):
+    """The records of a manifest, of which only one row may be looked at."""
+
+    row: int
+
+    def __getitem__(self, row: Any) -> Any:
+        assert row == self.row, f"row {row} is looked at"
+        return super().__getitem__(row)
+
+    def __iter__(self) -> Any:
+        raise AssertionError("all rows are looked at")
+
+
+def test_to_read_a_tensor_looks_at_no_other(tmp_path: Path) -> None:
+    """Else to read them one after the other takes time by the square of their number."""
+    tree = {f"t{number}": torch.full((3,), float(number)) for number in range(9)}
+    sp.save(tmp_path / "ckpt", tree)
+    with sp.open(tmp_path / "ckpt") as ckpt:
+        only = _Only(ckpt.manifest.tensors)
+        only.row = ckpt.row("t5")
+        ckpt.manifest = replace(ckpt.manifest, tensors=only)
+        assert torch.equal(ckpt["t5"].read(), tree["t5"])
+        assert ckpt["t5"][1:].tolist() == [5.0, 5.0]

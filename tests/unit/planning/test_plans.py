@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from shardproof.dtypes import DTYPES
 from shardproof.errors import StructureError, TilingError
+from shardproof.format import TensorRecord
 from shardproof.planning import (
     ChunkTable,
     Structure,
@@ -190,8 +191,10 @@ def test_a_wanted_box_is_read_from_where_its_elements_are(
         edges = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in run.shapes[row]]
         wants.append((row, (tuple(a for a, _ in edges), tuple(b - a for a, b in edges))))
     reads = plan_reads(
-        plan.merged.keys,
-        run.shapes,
+        [
+            TensorRecord(key, "int64", tuple(shape))
+            for key, shape in zip(plan.merged.keys, run.shapes, strict=True)
+        ],
         table,
         Wanted(
             np.array([row for row, _ in wants], np.int64),
