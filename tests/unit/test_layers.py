@@ -20,6 +20,7 @@ SOURCE = ROOT / "src" / "shardproof"
 ENGINE = (
     "version",
     "garbage",
+    "memory",
     "node",
     "streams",
     "errors",

@@ -96,21 +96,22 @@ class Chunks:
             alone: by position, chunks that are read on their own.
             most: bytes of one read, unless a single chunk has more.
         """
-        file, start, count = self.file, self.start, self.count
+        if not self.file:
+            return []
+        file, start, count = map(np.array, (self.file, self.start, self.count))
+        is_alone = np.array(alone)
+        gap = start[1:] - (start + count)[:-1]
+        joined = (file[1:] == file[:-1]) & (gap <= GAP) & ~(is_alone[1:] | is_alone[:-1])
+        gaps = np.append(0, np.cumsum(np.where(joined, gap, 0))).tolist()
+        ends = (start + count).tolist()
         batches: list[range] = []
-        begin = wanted = 0
-        for at in range(1, len(file) + 1):
-            if at < len(file) and not alone[at] and not alone[at - 1] and file[at] == file[at - 1]:
-                gap = start[at] - start[at - 1] - count[at - 1]
-                together = wanted + count[at - 1]
-                extent = start[at] + count[at] - start[begin]
-                gaps = extent - together - count[at]
-                if gap <= GAP and extent <= most and gaps * _GAP_SHARE <= extent - gaps:
-                    wanted = together
-                    continue
-            batches.append(range(begin, at))
-            begin, wanted = at, 0
-        return batches if file else []
+        begin, low, before = 0, self.start[0], 0
+        for at, is_joined in enumerate(joined.tolist(), 1):
+            extent, between = ends[at] - low, gaps[at] - before
+            if not is_joined or extent > most or between * _GAP_SHARE > extent - between:
+                batches.append(range(begin, at))
+                begin, low, before = at, self.start[at], gaps[at]
+        return [*batches, range(begin, len(ends))]
 
     def read(self, batch: range, memory: memoryview) -> int:
         """Reads neighbouring chunks whole into memory, and verifies them.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +22,7 @@ from shardproof.garbage import no_garbage_collection
 from shardproof.loading.chunks import Chunks
 from shardproof.loading.placing import Destination, Placing
 from shardproof.loading.threads import in_threads
+from shardproof.memory import copy_runs
 from shardproof.planning import LARGE_BYTES, ReadPlan
 
 if TYPE_CHECKING:
@@ -135,13 +137,16 @@ class _Job:
         read = self._chunks.read(batch, memory[:span])
         base = self._chunks.start[batch.start]
         starts, counts = self._chunks.start, self._chunks.count
-        (into, begin, nbytes), within = self._straight, address - base
-        for at in batch:
-            if into[at]:
-                ctypes.memmove(into[at], within + starts[at] + begin[at], nbytes[at])
-            else:
-                stored = scratch[starts[at] - base :][: counts[at]]
-                self._placing.put(self._chunks.rows[at], self._parts[at], stored)
+        these = slice(batch.start, batch.stop)
+        into, begin, nbytes = (column[these] for column in self._straight)
+        within = address - base
+        out_of = [within + start + first for start, first in zip(starts[these], begin, strict=True)]
+        copy_runs(*([*compress(column, into)] for column in (into, out_of, nbytes)))
+        if 0 in into:
+            for at, straight in zip(batch, into, strict=True):
+                if not straight:
+                    stored = scratch[starts[at] - base :][: counts[at]]
+                    self._placing.put(self._chunks.rows[at], self._parts[at], stored)
         return read
 
     def _read_part_through_scratch(self, at: int) -> int:

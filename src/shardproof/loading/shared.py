@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -14,6 +15,8 @@ from shardproof.planning import ReadPlan
 from shardproof.state.tensors import as_bytes
 
 __all__ = ["check_shared_memory"]
+
+_NBYTES = attrgetter("view.nbytes")
 
 
 def check_shared_memory(checkpoint: Checkpoint, plan: ReadPlan, destinations: Sequence[Destination]) -> None:
@@ -55,18 +58,23 @@ def _sharing(destinations: Sequence[Destination]) -> list[int]:
         return []
     start = np.array([destination.address for destination in destinations], np.int64)
     order = np.argsort(start, kind="stable")
-    start, stop = start[order], (start + [_extent(destination) for destination in destinations])[order]
+    start, stop = start[order], (start + _extents(destinations))[order]
     furthest = np.maximum.accumulate(stop)
     touches = np.flatnonzero(start[1:] < furthest[:-1]) + 1
     holders = np.searchsorted(furthest, furthest[touches - 1])  # whose end reaches that far
     return sorted({*order[touches].tolist(), *order[holders].tolist()})
 
 
-def _extent(destination: Destination) -> int:
-    """Bytes from the first element to the end of the last."""
-    view = destination.view
-    if destination.is_plain:
-        return view.nbytes
+def _extents(destinations: Sequence[Destination]) -> list[int]:
+    """Of each the bytes from the first element to the end of the last."""
+    extents = list(map(_NBYTES, destinations))
+    for row, destination in enumerate(destinations):
+        if not destination.is_plain:
+            extents[row] = _extent(destination.view)
+    return extents
+
+
+def _extent(view: torch.Tensor) -> int:
     reach = sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True)) + 1
     return reach * view.element_size()
 
