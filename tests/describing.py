@@ -15,9 +15,9 @@ def watch_described(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     described: list[str] = []
     describe = visiting.describe_tensors
 
-    def noted(keys: Sequence[str], *given: Any) -> Any:
+    def noted(keys: Sequence[str], *given: Any, **options: Any) -> Any:
         described.extend(keys)
-        return describe(keys, *given)
+        return describe(keys, *given, **options)
 
     monkeypatch.setattr(visiting, "describe_tensors", noted)
     return described

@@ -151,6 +151,7 @@ class Placing:
         """Whether memory for a chunk begins at a multiple of its item size, as `views` asks for."""
         return stored.data_ptr() % self._dtypes[self._want[parts.start]].itemsize == 0
 
+    @torch.no_grad()
     def views(
         self, row: int, parts: range, stored: torch.Tensor, first: int = 0
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:

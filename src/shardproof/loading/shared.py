@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from shardproof.dtypes import DTYPES
 from shardproof.errors import StructureError
 from shardproof.loading.checkpoint import Checkpoint
 from shardproof.loading.place import Destination, read_planned
@@ -15,8 +16,6 @@ from shardproof.planning import ReadPlan
 from shardproof.state.tensors import as_bytes
 
 __all__ = ["check_shared_memory"]
-
-_NBYTES = attrgetter("view.nbytes")
 
 
 def check_shared_memory(checkpoint: Checkpoint, plan: ReadPlan, destinations: Sequence[Destination]) -> None:
@@ -29,7 +28,7 @@ def check_shared_memory(checkpoint: Checkpoint, plan: ReadPlan, destinations: Se
     Raises:
         StructureError: two keys want different values in the same memory.
     """
-    shared = _sharing(destinations)
+    shared = _sharing(plan, destinations)
     if not shared:
         return
     place = {row: at for at, row in enumerate(shared)}
@@ -49,25 +48,28 @@ def check_shared_memory(checkpoint: Checkpoint, plan: ReadPlan, destinations: Se
             )
 
 
-def _sharing(destinations: Sequence[Destination]) -> list[int]:
+def _sharing(plan: ReadPlan, destinations: Sequence[Destination]) -> list[int]:
     """Rows of the destinations whose extents in memory touch another's.
 
+    How much memory one takes is worked out from the plan: tensors that were filled are cold by now.
     Addresses of two devices may coincide by chance; that costs a second read and nothing else.
     """
     if not destinations:
         return []
     start = np.array([destination.address for destination in destinations], np.int64)
     order = np.argsort(start, kind="stable")
-    start, stop = start[order], (start + _extents(destinations))[order]
+    start, stop = start[order], (start + _extents(plan, destinations))[order]
     furthest = np.maximum.accumulate(stop)
     touches = np.flatnonzero(start[1:] < furthest[:-1]) + 1
     holders = np.searchsorted(furthest, furthest[touches - 1])  # whose end reaches that far
     return sorted({*order[touches].tolist(), *order[holders].tolist()})
 
 
-def _extents(destinations: Sequence[Destination]) -> list[int]:
-    """Of each the bytes from the first element to the end of the last."""
-    extents = list(map(_NBYTES, destinations))
+def _extents(plan: ReadPlan, destinations: Sequence[Destination]) -> NDArray[np.int64]:
+    """(destinations,) bytes from the first element to the end of the last."""
+    extents = np.zeros(len(destinations), np.int64)
+    np.add.at(extents, plan.want, plan.sizes.prod(axis=1))
+    extents *= [DTYPES[destination.dtype].itemsize for destination in destinations]
     for row, destination in enumerate(destinations):
         if not destination.is_plain:
             extents[row] = _extent(destination.view)

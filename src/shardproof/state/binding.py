@@ -202,7 +202,7 @@ class Binder(Visitor):
     def result(self) -> Binding:
         """The whole binding."""
         self.finish_walk()
-        self._add(self.entries_of(self._keys, self._tensors))
+        self._add(self.entries_of(self._keys, self._tensors, detach=False))
         self.binding.tensors = tie(sorted(self.binding.tensors, key=lambda entry: entry.key), self.anchors)
         return self.binding
 

@@ -34,7 +34,7 @@ def blocks(count: int) -> Iterator[slice]:
 
 
 def describe_tensors(
-    keys: Sequence[str], tensors: Sequence[torch.Tensor], layouts: Layouts
+    keys: Sequence[str], tensors: Sequence[torch.Tensor], layouts: Layouts, *, detach: bool = True
 ) -> tuple[list[TensorEntry], dict[str, torch.Tensor]]:
     """The entries of plain tensors and DTensors.
 
@@ -42,6 +42,9 @@ def describe_tensors(
         keys: of the tensors, for messages too.
         tensors: to keep or to fill.
         layouts: of the DTensors of the same walk.
+        detach: whether the views of the pieces stay what they are when a tensor is given other memory, and
+            keep no graph. Otherwise most are the tensors themselves: a view more for each costs a sixth of
+            a load of small ones.
 
     Returns:
         Their entries in the same order; and by key, of those without pieces, what the rank holds: empty
@@ -58,7 +61,8 @@ def describe_tensors(
     empty: dict[str, torch.Tensor] = {}
     for block in blocks(len(keys)):
         memory = locals_of(tensors[block], keys[block])
-        described = _described(keys[block], tensors[block], memory, layouts)
+        views = list(map(torch.Tensor.detach, memory)) if detach else memory
+        described = _described(keys[block], tensors[block], views, layouts)
         empty |= {
             entry.key: local for entry, local in zip(described, memory, strict=True) if not entry.pieces
         }
@@ -67,12 +71,11 @@ def describe_tensors(
 
 
 def _described(
-    keys: Sequence[str], tensors: Sequence[torch.Tensor], memory: Sequence[torch.Tensor], layouts: Layouts
+    keys: Sequence[str], tensors: Sequence[torch.Tensor], views: Sequence[torch.Tensor], layouts: Layouts
 ) -> list[TensorEntry]:
-    kinds = list(map(_KIND, memory))
+    kinds = list(map(_KIND, views))
     names = [dtype_name(dtype, key) for key, (dtype, _) in zip(keys, kinds, strict=True)]
     where = layouts.of(keys, tensors, [shape for _, shape in kinds])
-    views = list(map(torch.Tensor.detach, memory))
     shapes, offsets, sizes, _ = zip(*where, strict=True)
     pieces = (
         map(_pieces, views, where)
@@ -87,7 +90,7 @@ def _pieces(local: torch.Tensor, where: Where) -> tuple[Piece, ...]:
         return (Piece.of(local, where.offsets, where.sizes),)
     if where.embedding is None:
         return ()
-    boxes = where.embedding.local
+    boxes, local = where.embedding.local, local.detach()
     return tuple(
         Piece.of(
             local[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))],

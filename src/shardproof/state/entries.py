@@ -71,7 +71,8 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     """
 
     view: torch.Tensor
-    """Detached. It may be non-contiguous, conjugate or negative."""
+    """It may be non-contiguous, conjugate or negative. To be saved, detached; to be filled, it may be a
+    parameter, and is only written without grad."""
     offsets: tuple[int, ...]
     """Global offsets of the view's first element."""
     sizes: tuple[int, ...]

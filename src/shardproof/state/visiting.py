@@ -87,13 +87,15 @@ class Visitor:
     anchors: dict[str, torch.Tensor] = field(default_factory=dict)
     """For keys of which the rank has no piece, the empty local tensor."""
 
-    def entries_of(self, keys: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[TensorEntry]:
-        """What this rank holds of plain tensors and DTensors.
+    def entries_of(
+        self, keys: Sequence[str], tensors: Sequence[torch.Tensor], *, detach: bool = True
+    ) -> list[TensorEntry]:
+        """What this rank holds of plain tensors and DTensors; see `describe_tensors`.
 
         Raises:
             StructureError: one cannot be kept; see `shardproof.state.describing`.
         """
-        entries, empty = describe_tensors(keys, tensors, self.layouts)
+        entries, empty = describe_tensors(keys, tensors, self.layouts, detach=detach)
         self.anchors |= empty
         return entries
 

@@ -99,6 +99,23 @@ def test_a_cast_converts_and_is_asked_for(folder: Path, dtype: torch.dtype, kind
         sp.load(folder, _state(target), cast="b")
 
 
+@pytest.mark.parametrize("kind", ["whole", "converted", "transposed", "a view", "worked out"])
+def test_tensors_with_gradients_are_filled_and_stay_what_they_are(tmp_path: Path, kind: str) -> None:
+    stored = torch.randn(300, 300)
+    sp.save(tmp_path / "ckpt", {"w": stored})
+    leaf = torch.nn.Parameter(torch.zeros(300, 300, dtype=torch.float64 if kind == "converted" else None))
+    if kind == "transposed":
+        leaf = torch.nn.Parameter(torch.zeros(300, 300).t())
+    graph = {"a view": lambda: leaf[:, :], "worked out": lambda: leaf * 1}
+    held = graph[kind]() if kind in graph else leaf
+    before = held._version
+    sp.load(tmp_path / "ckpt", {"w": held}, cast=True)
+    assert torch.equal(held.detach().to(stored.dtype), stored)
+    assert held.requires_grad and held.is_leaf == (kind not in graph) and held._version > before
+    held.sum().backward()
+    assert leaf.grad is not None and leaf.grad.sum() == stored.numel()
+
+
 def test_a_shape_never_changes_with_a_cast(folder: Path) -> None:
     for shape in ((10, 6), (6, 10, 1), (60,), (7, 10), (0, 10)):
         with pytest.raises(KeyMismatchError, match="w: expected"):

@@ -66,6 +66,7 @@ def stored(tree: Any) -> tuple[Catalogue, dict[str, torch.Tensor]]:
     return Catalogue(tensors, {}, objects, 1), values
 
 
+@torch.no_grad()
 def load(tree: Any, checkpoint: tuple[Catalogue, dict[str, torch.Tensor]]) -> None:
     catalogue, values = checkpoint
     binding = bind(tree, catalogue)

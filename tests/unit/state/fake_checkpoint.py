@@ -44,6 +44,7 @@ class FakeCheckpoint:
     def bind(self, tree: Any, **options: Any) -> Binding:
         return bind(tree, self.catalogue, **options)
 
+    @torch.no_grad()
     def load(self, tree: Any, *, exact: bool = True, **options: Any) -> Binding:
         """Fill a tree; with `exact`, nothing may be missing or left over."""
         binding = self.bind(tree, **options)
