@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 __all__ = ["copy_runs"]
 
-_copy = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+_SHORT = 16 << 10
+_copy_short = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
     ("memmove", ctypes.PyDLL(None))
 )
 
 
-def copy_runs(into: Iterable[int], out_of: Iterable[int], counts: Iterable[int]) -> None:
-    """Copies many short runs of bytes.
+def copy_runs(into: Sequence[int], out_of: Sequence[int], counts: Sequence[int]) -> None:
+    """Copies many short runs of bytes, in their order.
 
-    No other thread of Python runs meanwhile: to let them takes longer than to copy a few KiB. Of copies that
-    overlap, the later one wins.
+    Where none has more than 16 KiB, no other thread of Python runs meanwhile: to let them takes longer than
+    to copy so much.
 
     Args:
         into: addresses, one a run.
@@ -30,4 +31,6 @@ def copy_runs(into: Iterable[int], out_of: Iterable[int], counts: Iterable[int])
     >>> two
     bytearray(b'ba')
     """
-    deque(map(_copy, into, out_of, counts), maxlen=0)
+    assert len(into) == len(out_of) == len(counts)
+    copy = _copy_short if max(counts, default=0) <= _SHORT else ctypes.memmove
+    deque(map(copy, into, out_of, counts), maxlen=0)

@@ -65,7 +65,7 @@ def part(key: str, dim: int | None, number: int, of: int, dtype: torch.dtype, *,
     """This rank's target of one tensor: a share along a dimension, or all of it."""
     value = stored()[key]
     if dim is None or value.dim() < 2:
-        return torch.zeros_like(value)
+        return torch.nn.Parameter(torch.zeros_like(value), requires_grad=value.is_floating_point())
     share = list(torch.arange(value.shape[dim]).chunk(of))
     index = share[number].tolist() if number < len(share) else []
     shape = [len(index) if k == dim else size for k, size in enumerate(value.shape)]

@@ -105,12 +105,12 @@ class Chunks:
         gaps = np.append(0, np.cumsum(np.where(joined, gap, 0))).tolist()
         ends = (start + count).tolist()
         batches: list[range] = []
-        begin, low, before = 0, self.start[0], 0
+        begin = 0
         for at, is_joined in enumerate(joined.tolist(), 1):
-            extent, between = ends[at] - low, gaps[at] - before
-            if not is_joined or extent > most or between * _GAP_SHARE > extent - between:
+            extent, unwanted = ends[at] - self.start[begin], gaps[at] - gaps[begin]
+            if not is_joined or extent > most or unwanted * _GAP_SHARE > extent - unwanted:
                 batches.append(range(begin, at))
-                begin, low, before = at, self.start[at], gaps[at]
+                begin = at
         return [*batches, range(begin, len(ends))]
 
     def read(self, batch: range, memory: memoryview) -> int:

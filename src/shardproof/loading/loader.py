@@ -204,7 +204,7 @@ class _Loader:
         assert matched.plan is not None
         try:
             self._read_all(matched.plan, phase)
-            check_shared_memory(checkpoint, matched.plan, matched.destinations)
+            check_shared_memory(checkpoint, matched.plan, matched.destinations, self._placing.overlapping)
         except PeerFailed:
             return msgspec.msgpack.encode(None)
         except UNREADABLE as error:

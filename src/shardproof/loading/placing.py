@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shardproof.dtypes import DTYPES
 from shardproof.format import Manifest
 from shardproof.geometry import row_major_strides
 from shardproof.loading.blocks import Extents
@@ -83,6 +84,11 @@ class Placing:
             there.address if there.is_plain and there.dtype == name else 0
             for there, name in zip(destinations, names, strict=True)
         ]
+        self.overlapping = _overlapping(plan, destinations)
+        """Rows of the destinations that share memory. No bytes are read straight into these: others may be
+        placed there before they are hashed."""
+        for row in self.overlapping:
+            base[row] = 0
         into = np.array(base, np.uint64)[plan.want]
         is_run = plan.chunk_stop - plan.chunk_start == plan.sizes.prod(axis=1)
         straight = is_run & (plan.run_start >= 0) & (into != 0)
@@ -151,7 +157,6 @@ class Placing:
         """Whether memory for a chunk begins at a multiple of its item size, as `views` asks for."""
         return stored.data_ptr() % self._dtypes[self._want[parts.start]].itemsize == 0
 
-    @torch.no_grad()
     def views(
         self, row: int, parts: range, stored: torch.Tensor, first: int = 0
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -169,7 +174,7 @@ class Placing:
         strides, offset = row_major_strides(sizes), memory.storage_offset() - first // memory.itemsize
         return [
             (
-                part_of(self._destinations[want].view, into, extent),
+                part_of(self._destinations[want].view.detach(), into, extent),
                 memory.as_strided(extent, strides, offset + start),
             )
             for want, into, start, extent in zip(
@@ -188,7 +193,7 @@ class Placing:
             part: of the plan.
             stored: (count,) uint8 host memory, the part's elements in row-major order.
         """
-        view, plan = self._destinations[self._want[part]].view, self._plan
+        view, plan = self._destinations[self._want[part]].view.detach(), self._plan
         sizes, offsets = plan.sizes[part, : view.ndim].tolist(), plan.in_want[part, : view.ndim].tolist()
         with torch.no_grad():
             source = shaped(stored, self._dtypes[self._want[part]], sizes)
@@ -208,3 +213,36 @@ def part_of(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) 
         if size != tensor.shape[dim]:
             tensor = tensor.narrow(dim, offset, size)
     return tensor
+
+
+def _overlapping(plan: ReadPlan, destinations: Sequence[Destination]) -> list[int]:
+    """Rows of the destinations whose extents in memory touch another's.
+
+    How much memory one takes is worked out from the plan, which asks no tensor. Addresses of two devices may
+    coincide by chance; that costs a second read and nothing else.
+    """
+    if not destinations:
+        return []
+    start = np.array([destination.address for destination in destinations], np.int64)
+    order = np.argsort(start, kind="stable")
+    start, stop = start[order], (start + _extents(plan, destinations))[order]
+    furthest = np.maximum.accumulate(stop)
+    touches = np.flatnonzero(start[1:] < furthest[:-1]) + 1
+    holders = np.searchsorted(furthest, furthest[touches - 1])  # whose end reaches that far
+    return sorted({*order[touches].tolist(), *order[holders].tolist()})
+
+
+def _extents(plan: ReadPlan, destinations: Sequence[Destination]) -> NDArray[np.int64]:
+    """(destinations,) bytes from the first element to the end of the last."""
+    extents = np.zeros(len(destinations), np.int64)
+    np.add.at(extents, plan.want, plan.sizes.prod(axis=1))
+    extents *= [DTYPES[destination.dtype].itemsize for destination in destinations]
+    for row, destination in enumerate(destinations):
+        if not destination.is_plain:
+            extents[row] = _extent(destination.view)
+    return extents
+
+
+def _extent(view: torch.Tensor) -> int:
+    reach = sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True)) + 1
+    return reach * view.element_size()

@@ -2,7 +2,7 @@
 
 from shardproof.planning.chunks import ChunkTable
 from shardproof.planning.plans import RankPlan, WritePlan
-from shardproof.planning.reading import ReadPlan, Stored, Wanted, plan_reads, prove_chunks
+from shardproof.planning.reading import ReadPlan, Wanted, plan_reads, prove_chunks
 from shardproof.planning.replicas import SAMPLE_BYTES, Replicas, SharedPieces, Slices
 from shardproof.planning.structure import Structure, TensorTable
 from shardproof.planning.writing import CHUNK_BYTES, LARGE_BYTES, places_in_files, plan_writes
@@ -17,7 +17,6 @@ __all__ = [
     "Replicas",
     "SharedPieces",
     "Slices",
-    "Stored",
     "Structure",
     "TensorTable",
     "Wanted",

@@ -15,6 +15,7 @@ from shardproof.errors import PlainDataError, StructureError
 from shardproof.state.aliases import tie
 from shardproof.state.collecting import hoisted_key
 from shardproof.state.decoding import decode, references
+from shardproof.state.describing import blocks
 from shardproof.state.entries import Binding, Catalogue, Mismatch, Piece, TensorEntry, describe
 from shardproof.state.explicit import ShardedTensor, described
 from shardproof.state.plain import encode
@@ -44,20 +45,19 @@ class Binder(Visitor):
         """Bind a value of any kind."""
         self.handler_of(value, place).bind(place, value, self)
 
-    def tensor(self, key: str, tensor: torch.Tensor) -> None:
-        """Let a tensor or DTensor be filled in place."""
-        self.tensors([key], [tensor])
+    def tensor(self, key: str, tensor: torch.Tensor) -> bool:
+        """Let a tensor or DTensor be filled in place. Whether it will be."""
+        if not self.selected(key):
+            return False
+        self.fill(key, tensor)
+        found = self.catalogue.tensors.get(key)
+        return found is not None and found[1] == tensor.shape
 
     def tensors(self, keys: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-        """Let tensors and DTensors be filled in place, each from its key."""
+        """Let many be filled in place, each from its key."""
         chosen = list(map(self.selected, keys))
         self._keys += compress(keys, chosen)
         self._tensors += compress(tensors, chosen)
-
-    def fits(self, key: str, tensor: torch.Tensor) -> bool:
-        """Whether what is stored under a key, and selected, has the shape of a tensor."""
-        found = self.catalogue.tensors.get(key) if self.selected(key) else None
-        return found is not None and found[1] == tensor.shape
 
     def pieces(self, key: str, dtype: str, shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> bool:
         """Let pieces be filled in place. Whether they will be."""
@@ -167,7 +167,7 @@ class Binder(Visitor):
         return tensor
 
     def fill(self, key: str, tensor: torch.Tensor) -> None:
-        """Let a new tensor be filled, whether or not its own key is selected."""
+        """Let a tensor be filled, whether or not its own key is selected."""
         self._keys.append(key)
         self._tensors.append(tensor)
 
@@ -202,7 +202,11 @@ class Binder(Visitor):
     def result(self) -> Binding:
         """The whole binding."""
         self.finish_walk()
-        self._add(self.entries_of(self._keys, self._tensors, detach=False))
+        for block in blocks(len(self._keys)):
+            entries = self.entries_of(self._keys[block], self._tensors[block], detach=False)
+            pieces = [piece for entry in entries for piece in entry.pieces]
+            self.binding.storages += [piece.view.untyped_storage() for piece in pieces]
+            self._add(entries)
         self.binding.tensors = tie(sorted(self.binding.tensors, key=lambda entry: entry.key), self.anchors)
         return self.binding
 

@@ -42,9 +42,9 @@ def describe_tensors(
         keys: of the tensors, for messages too.
         tensors: to keep or to fill.
         layouts: of the DTensors of the same walk.
-        detach: whether the views of the pieces stay what they are when a tensor is given other memory, and
-            keep no graph. Otherwise most are the tensors themselves: a view more for each costs a sixth of
-            a load of small ones.
+        detach: whether the views of the pieces are detached, and so keep the memory that the tensors have
+            now. Otherwise most are the tensors themselves, since a view more for each costs a sixth of a
+            load of small ones, and who goes by their addresses keeps their storages.
 
     Returns:
         Their entries in the same order; and by key, of those without pieces, what the rank holds: empty

@@ -85,18 +85,21 @@ class Where(NamedTuple):
     """Where the boxes lie if they are several; None if there are none."""
 
 
+_SPEC = attrgetter("_spec.mesh", "_spec.placements", "_spec.tensor_meta.shape")
+
+
 class Layouts:
     """Where the tensors and DTensors of one walk over a state lie, each layout worked out once.
 
-    Most DTensors that are asked for together are placed alike. Then only their shapes are looked up, since a
-    placement takes longer to hash than to compare.
+    DTensors that are asked for together are often all placed alike, and else in a few ways. To compare their
+    placements with these takes less time than to hash them.
     """
 
     def __init__(self) -> None:
         self._whole: dict[torch.Size, Where] = {}
         """Of plain tensors, by shape."""
-        self._placed: dict[Any, tuple[Any, _ByShapes]] = {}
-        """By mesh, placements and order: the mesh, so that its id stays its own, and what was worked out."""
+        self._placed: dict[int, list[_Placed]] = {}
+        """By the identity of a mesh, the ways in which DTensors are placed on it."""
 
     def of(
         self, keys: Sequence[str], tensors: Sequence[torch.Tensor], local_shapes: Sequence[torch.Size]
@@ -118,13 +121,17 @@ class Layouts:
         if all(placed):
             return self._of_dtensors(keys, tensors, local_shapes)
         rows = list(compress(range(len(placed)), placed))
-        where = [self._whole.get(shape) or self._of_plain(shape) for shape in local_shapes]
-        found = self._of_dtensors(
-            [keys[row] for row in rows], [tensors[row] for row in rows], [local_shapes[row] for row in rows]
+        found = iter(
+            self._of_dtensors(
+                [keys[row] for row in rows],
+                [tensors[row] for row in rows],
+                [local_shapes[row] for row in rows],
+            )
         )
-        for row, one in zip(rows, found, strict=True):
-            where[row] = one
-        return where
+        return [
+            next(found) if is_placed else self._whole.get(shape) or self._of_plain(shape)
+            for is_placed, shape in zip(placed, local_shapes, strict=True)
+        ]
 
     def _of_plain(self, shape: torch.Size) -> Where:
         sizes = tuple(shape)
@@ -152,21 +159,41 @@ class Layouts:
 
     def _known(self, mesh: Any, placements: Sequence[Any], order: Any) -> _ByShapes:
         """Where DTensors lie that are placed so, by their global and local shapes."""
-        kinds = tuple(map(type, placements))
-        return self._placed.setdefault((id(mesh), tuple(placements), kinds, order), (mesh, {}))[1]
+        ways = self._placed.get(id(mesh))
+        if ways is None:
+            ways = self._placed[id(mesh)] = []
+        kinds = [*map(type, placements)]
+        for way in ways:
+            if way.kinds == kinds and way.placements == placements and way.order == order:
+                return way.where
+        ways.append(_Placed(mesh, placements, kinds, order, {}))
+        return ways[-1].where
 
 
 _ByShapes: TypeAlias = dict[tuple[torch.Size, torch.Size], Where]
-_SPEC = attrgetter("_spec.mesh", "_spec.placements", "_spec.tensor_meta.shape")
+
+
+class _Placed(NamedTuple):
+    """One way in which DTensors are placed."""
+
+    mesh: Any
+    """Kept, so that its id stays its own."""
+    placements: Sequence[Any]
+    kinds: list[type]
+    """Types of the placements. They are compared first: a shard and a strided shard may be equal, and to find
+    that placements of two types are not takes 2 µs."""
+    order: Any
+    """See `shard_order`."""
+    where: _ByShapes
 
 
 def _are_alike(meshes: Sequence[Any], placements: Sequence[Sequence[Any]], orders: Sequence[Any]) -> bool:
-    """Whether all are placed as the first is. A shard and a strided shard may compare equal, and are not."""
+    """Whether all are placed as the first is."""
     return (
         all(map(is_, meshes, repeat(meshes[0])))
+        and all(len(set(map(type, kinds))) == 1 for kinds in zip(*placements, strict=True))
         and placements.count(placements[0]) == len(placements)
         and orders.count(orders[0]) == len(orders)
-        and all(len(set(map(type, kinds))) == 1 for kinds in zip(*placements, strict=True))
     )
 
 

@@ -71,8 +71,8 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     """
 
     view: torch.Tensor
-    """It may be non-contiguous, conjugate or negative. To be saved, detached; to be filled, it may be a
-    parameter, and is only written without grad."""
+    """It may be non-contiguous, conjugate or negative. What is to be saved is detached. What is to be filled
+    may be a parameter, or a tensor made in inference mode: its `detach()` is what can be written to."""
     offsets: tuple[int, ...]
     """Global offsets of the view's first element."""
     sizes: tuple[int, ...]
@@ -190,6 +190,8 @@ class Binding:
 
     tensors: list[TensorEntry] = field(default_factory=list)
     """Destinations. Their dtype is the destination's and may differ from the stored one."""
+    storages: list[torch.UntypedStorage] = field(default_factory=list)
+    """Of the destinations, so that their addresses stay good if a tensor is given other memory meanwhile."""
     converts: bool = False
     """Whether a destination has another dtype than is stored."""
     finish: list[Callable[[], None]] = field(default_factory=list)

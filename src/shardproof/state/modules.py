@@ -65,8 +65,7 @@ class _Module:
                 to.tensor(key, item)  # refused there
             else:
                 fresh = empty_like_layout(item, item.dtype)
-                to.tensor(key, fresh)
-                if to.fits(key, fresh):
+                if to.tensor(key, fresh):
                     made_up[name] = partial(_same, fresh)
         if made_up:
             to.later_on(lambda: _load(module.module, state, made_up))

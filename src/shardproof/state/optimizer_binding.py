@@ -155,8 +155,7 @@ class OptimizerBinding:
         if laid_out is not None:
             return self.to.laid_out(key, laid_out)
         assert isinstance(destination, torch.Tensor)
-        self.to.tensor(key, destination)
-        return self.to.fits(key, destination)
+        return self.to.tensor(key, destination)
 
     def _is_of_use(self, parameter: torch.Tensor, master: StoredSlot) -> bool:
         """Whether a stored master says more than the stored weight, to those who asked for it."""

@@ -74,8 +74,7 @@ class _Array:
         tensor, shared = self._tensor(place, value)
         if not value.flags.writeable:
             raise StructureError(f"{place.key}: the array is read-only. Load into a copy", key=place.key)
-        to.tensor(place.key, tensor)
-        if not shared and to.fits(place.key, tensor):
+        if to.tensor(place.key, tensor) and not shared:
             to.later_on(lambda: np.copyto(value, tensor.numpy()))
 
     @staticmethod

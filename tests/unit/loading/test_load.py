@@ -7,12 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import shardproof as sp
 from shardproof.errors import KeyMismatchError, ShardproofError, StructureError
-from shardproof.loading import place
+from shardproof.loading import load_from, place
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.saving import Saver
 from shardproof.storage import LocalStorage
@@ -97,6 +98,33 @@ def test_a_cast_converts_and_is_asked_for(folder: Path, dtype: torch.dtype, kind
         assert state["w"].dtype == dtype and torch.equal(state["w"], STORED.to(dtype))
     with pytest.raises(KeyMismatchError):
         sp.load(folder, _state(target), cast="b")
+
+
+@pytest.mark.parametrize("kind", ["whole", "converted", "transposed"])
+def test_tensors_of_inference_mode_are_filled_outside_of_it(tmp_path: Path, kind: str) -> None:
+    stored = torch.randn(300, 300)
+    sp.save(tmp_path / "ckpt", {"w": stored})
+    with torch.inference_mode():
+        target = torch.zeros(300, 300, dtype=torch.float64 if kind == "converted" else None)
+        target = target.t() if kind == "transposed" else target
+    sp.load(tmp_path / "ckpt", {"w": target}, cast=True)
+    assert target.is_inference() and torch.equal(target.to(stored.dtype), stored)
+
+
+def test_a_tensor_that_is_given_other_memory_meanwhile_harms_nobody(tmp_path: Path) -> None:
+    """The memory that it had when the state was looked at is written to. It must be there still."""
+    stored = torch.randn(3000, 300)
+    sp.save(tmp_path / "ckpt", {"w": stored})
+    held = torch.nn.Parameter(torch.zeros(3000, 300))
+    other = torch.zeros(3000, 300)
+
+    def give(event: sp.events.Event) -> None:
+        if (event.kind, event.phase) == ("begin", "read"):
+            held.data = other
+
+    with sp.events.subscribe(give):
+        sp.load(tmp_path / "ckpt", {"w": held})
+    assert held.data_ptr() == other.data_ptr() and not other.any()
 
 
 @pytest.mark.parametrize("kind", ["whole", "converted", "transposed", "a view", "worked out"])
@@ -295,6 +323,26 @@ def test_memory_that_two_keys_share_takes_equal_values_only(tmp_path: Path) -> N
         sp.load(tmp_path / "differ", target)
     assert "partly overwritten" in str(caught.value)
     sp.load(tmp_path / "differ", target, exclude="b")
+
+
+@pytest.mark.parametrize("rows", [slice(0, 100), slice(100, 200), slice(900, 1000)])
+def test_memory_that_two_keys_share_is_found_wherever_it_is(tmp_path: Path, rows: slice) -> None:
+    """In any chunk of the larger one. Its bytes are never read straight into place, where the smaller one's
+    could be put before they are hashed."""
+    base = torch.randn(1000, 1000)
+    state = {"a": base, "b": base[rows] + 100}
+    Saver(LocalRendezvous(), chunk_bytes=1 << 20).save(LocalStorage(tmp_path), state)
+    memory = torch.zeros(1000, 1000)
+    into: list[int] = []
+
+    class Watched(LocalStorage):
+        def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+            into.append(np.frombuffer(buffer, np.uint8).ctypes.data)
+            super().read_into(name, start, buffer)
+
+    with pytest.raises(sp.StructureError, match="shares memory"):
+        load_from(Watched(tmp_path), {"a": memory, "b": memory[rows]}, LocalRendezvous())
+    assert into and not any(0 <= at - memory.data_ptr() < memory.nbytes for at in into)
 
 
 def test_interleaved_views_of_one_memory_are_no_conflict(tmp_path: Path) -> None:

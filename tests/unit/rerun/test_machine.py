@@ -66,7 +66,6 @@ def stored(tree: Any) -> tuple[Catalogue, dict[str, torch.Tensor]]:
     return Catalogue(tensors, {}, objects, 1), values
 
 
-@torch.no_grad()
 def load(tree: Any, checkpoint: tuple[Catalogue, dict[str, torch.Tensor]]) -> None:
     catalogue, values = checkpoint
     binding = bind(tree, catalogue)
@@ -75,7 +74,7 @@ def load(tree: Any, checkpoint: tuple[Catalogue, dict[str, torch.Tensor]]) -> No
     assert not binding.missing and not binding.mismatched
     for entry in binding.tensors:
         for piece in entry.pieces:
-            piece.view.copy_(values[entry.key])
+            piece.view.detach().copy_(values[entry.key])
     for act in binding.finish:
         act()
 

@@ -44,7 +44,6 @@ class FakeCheckpoint:
     def bind(self, tree: Any, **options: Any) -> Binding:
         return bind(tree, self.catalogue, **options)
 
-    @torch.no_grad()
     def load(self, tree: Any, *, exact: bool = True, **options: Any) -> Binding:
         """Fill a tree; with `exact`, nothing may be missing or left over."""
         binding = self.bind(tree, **options)
@@ -53,7 +52,7 @@ class FakeCheckpoint:
             assert binding.used == {*self.catalogue.tensors, *self.catalogue.objects}
         for entry in binding.tensors:
             for piece in entry.pieces:
-                piece.view.copy_(self.full[self.aliases.get(entry.key, entry.key)][_box(piece)])
+                piece.view.detach().copy_(self.full[self.aliases.get(entry.key, entry.key)][_box(piece)])
         for act in binding.finish:
             act()
         return binding

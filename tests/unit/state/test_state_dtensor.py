@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardproof.errors import StructureError
 from shardproof.state import collect
+from shardproof.state.dtensor import Layouts, _are_alike
 from shardproof.state.placements import local_segments, order_of_sharding
 from shardproof.state.slot_layouts import SlotLayouts
 from shardproof.state.slots import StoredSlot
@@ -194,7 +195,18 @@ def test_a_layout_that_could_be_two_is_refused() -> None:
         )
 
 
-def test_layouts_of_one_walk_are_told_apart() -> None:
+@pytest.mark.parametrize(
+    "among",
+    [
+        ("flat", "turned", "shorter", "rows first", "columns first"),
+        ("flat", "turned"),
+        ("flat", "shorter"),
+        ("rows first", "columns first"),
+        ("rows first", "rows only"),
+    ],
+    ids=", ".join,
+)
+def test_layouts_of_one_walk_are_told_apart(among: tuple[str, ...]) -> None:
     """By mesh, placements and both shapes: a DTensor that is like another in all but one of them."""
 
     def tree(mesh: DeviceMesh) -> dict[str, Any]:
@@ -208,19 +220,39 @@ def test_layouts_of_one_walk_are_told_apart() -> None:
             "shorter": (7, flat, [Shard(0)]),
             "rows first": (8, square, [Shard(0), Shard(1)]),
             "columns first": (8, square, [Shard(1), Shard(0)]),
+            "rows only": (8, square, [Shard(0), Replicate()]),
         }
         return {
             name: distribute_tensor(numbered((rows, 8)), where, placements, src_data_rank=None)
             for name, (rows, where, placements) in layouts.items()
+            if name in among
         }
 
     for collected in every_rank((4,), tree):
         shapes = {entry.key: entry.shape for entry in collected.tensors}
-        assert shapes == dict.fromkeys(shapes, (8, 8)) | {"shorter": (7, 8)}
+        assert shapes == {name: (7 if name == "shorter" else 8, 8) for name in among}
         for entry in collected.tensors:
             (piece,) = entry.pieces
             box = [slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True)]
             assert torch.equal(piece.view, numbered(entry.shape)[tuple(box)])
+
+
+class _Rows(int):
+    """Stands for a placement."""
+
+
+class _Strided(int):
+    """Stands for one of another type that is equal to it."""
+
+
+@pytest.mark.parametrize("placed", [_Strided(0), _Rows(1)])
+def test_placements_of_another_type_are_not_alike(placed: Any) -> None:
+    """A shard and a strided shard were equal in some versions of torch."""
+    mesh = object()
+    for other, alike in ((_Rows(0), True), (placed, False)):
+        assert _are_alike([mesh, mesh], [(_Rows(0),), (other,)], [None, None]) is alike
+        known = Layouts()
+        assert (known._known(mesh, (_Rows(0),), None) is known._known(mesh, (other,), None)) is alike
 
 
 class Order(NamedTuple):
