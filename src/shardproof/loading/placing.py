@@ -71,7 +71,7 @@ class Placing:
         devices = {there.view.device for there in destinations if not (there.is_plain or there.view.is_cpu)}
         self.streams = CurrentStreams(devices)
         """Of the thread that made this, for those that help it."""
-        tensor = table.tensor[plan.chunk]
+        tensor, volumes = table.tensor[plan.chunk], plan.sizes.prod(axis=1)
         tensor_of = np.zeros(len(destinations), np.int64)
         tensor_of[plan.want] = tensor
         names = [manifest.tensors[row].dtype for row in tensor_of.tolist()]
@@ -84,13 +84,15 @@ class Placing:
             there.address if there.is_plain and there.dtype == name else 0
             for there, name in zip(destinations, names, strict=True)
         ]
-        self.overlapping = _overlapping(plan, destinations)
+        elements = np.zeros(len(destinations), np.int64)
+        np.add.at(elements, plan.want, volumes)
+        self.overlapping = _overlapping(elements, destinations)
         """Rows of the destinations that share memory. No bytes are read straight into these: others may be
         placed there before they are hashed."""
         for row in self.overlapping:
             base[row] = 0
         into = np.array(base, np.uint64)[plan.want]
-        is_run = plan.chunk_stop - plan.chunk_start == plan.sizes.prod(axis=1)
+        is_run = plan.chunk_stop - plan.chunk_start == volumes
         straight = is_run & (plan.run_start >= 0) & (into != 0)
         inside = (plan.run_start * itemsizes).astype(np.uint64)
         self._address = np.where(straight, into + inside, np.uint64(0))
@@ -100,7 +102,7 @@ class Placing:
         self._end = plan.chunk_stop * itemsizes
         """By part: the byte after its last there."""
         self._want: list[int] = plan.want.tolist()
-        self.part_bytes: NDArray[np.int64] = plan.sizes.prod(axis=1) * itemsizes
+        self.part_bytes: NDArray[np.int64] = volumes * itemsizes
         """By part: bytes, as stored."""
 
     def wanted(self, rows: NDArray[np.int64]) -> Extents:
@@ -215,28 +217,30 @@ def part_of(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) 
     return tensor
 
 
-def _overlapping(plan: ReadPlan, destinations: Sequence[Destination]) -> list[int]:
+def _overlapping(elements: NDArray[np.int64], destinations: Sequence[Destination]) -> list[int]:
     """Rows of the destinations whose extents in memory touch another's.
 
-    How much memory one takes is worked out from the plan, which asks no tensor. Addresses of two devices may
-    coincide by chance; that costs a second read and nothing else.
+    Addresses of two devices may coincide by chance; that costs a second read and nothing else.
+
+    Args:
+        elements: of each destination. From the plan: to ask the tensors takes longer.
+        destinations: as many.
     """
     if not destinations:
         return []
     start = np.array([destination.address for destination in destinations], np.int64)
     order = np.argsort(start, kind="stable")
-    start, stop = start[order], (start + _extents(plan, destinations))[order]
+    start, stop = start[order], (start + _extents(elements, destinations))[order]
     furthest = np.maximum.accumulate(stop)
     touches = np.flatnonzero(start[1:] < furthest[:-1]) + 1
     holders = np.searchsorted(furthest, furthest[touches - 1])  # whose end reaches that far
     return sorted({*order[touches].tolist(), *order[holders].tolist()})
 
 
-def _extents(plan: ReadPlan, destinations: Sequence[Destination]) -> NDArray[np.int64]:
+def _extents(elements: NDArray[np.int64], destinations: Sequence[Destination]) -> NDArray[np.int64]:
     """(destinations,) bytes from the first element to the end of the last."""
-    extents = np.zeros(len(destinations), np.int64)
-    np.add.at(extents, plan.want, plan.sizes.prod(axis=1))
-    extents *= [DTYPES[destination.dtype].itemsize for destination in destinations]
+    itemsizes = [DTYPES[destination.dtype].itemsize for destination in destinations]
+    extents = elements * np.array(itemsizes, np.int64)
     for row, destination in enumerate(destinations):
         if not destination.is_plain:
             extents[row] = _extent(destination.view)

@@ -181,7 +181,7 @@ class _Placed(NamedTuple):
     placements: Sequence[Any]
     kinds: list[type]
     """Types of the placements. They are compared first: a shard and a strided shard may be equal, and to find
-    that placements of two types are not takes 2 µs."""
+    that placements of two types are not takes 3.5 µs."""
     order: Any
     """See `shard_order`."""
     where: _ByShapes
