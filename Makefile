@@ -46,6 +46,7 @@ bench: $(STAMP)  ## measure beside torch's own checkpoints, optimizers and shard
 	done
 	@echo "== optim"; $(BIN)/python benchmarks/optim.py
 	@echo "== rerun"; $(BIN)/python benchmarks/rerun.py
+	@echo "== startup"; $(BIN)/python benchmarks/startup.py
 
 # Peers ask for versions that exclude each other, so they live apart; unbound.txt says which go without their
 # bounds.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pty
-import resource
 import select
 import subprocess
 import sys
@@ -17,8 +16,9 @@ import pytest
 import shardproof as package
 from tests.unit.cli.samples import SECONDS, Sample, rows_cut, shardproof, write
 
-HELP_SECONDS = 0.1
 ONE = Sample({"w": np.arange(12, dtype=np.float32).reshape(4, 3)}, step=1)
+SLOW = "asyncio,concurrent.futures,dataclasses,email,importlib.metadata,logging,multiprocessing,subprocess"
+"""Parts of Python that take long to import."""
 
 IMPORTED = """
 import sys
@@ -46,7 +46,13 @@ def imported(watched: str, *arguments: object) -> list[str]:
     "arguments", [["--help"], ["--version"], ["ls", "--help"], ["verify", "--help"], ["demo", "--help"]]
 )
 def test_help_needs_nothing_heavy(arguments: list[str]) -> None:
-    assert imported("torch,numpy,rich,msgspec,xxhash,safetensors", *arguments) == []
+    assert imported(f"torch,numpy,rich,msgspec,xxhash,safetensors,{SLOW}", *arguments) == []
+
+
+def test_help_is_shown() -> None:
+    done = shardproof("--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("Usage: shardproof")
 
 
 def test_looking_needs_no_torch(tmp_path: Path) -> None:
@@ -61,19 +67,6 @@ def test_looking_needs_no_torch(tmp_path: Path) -> None:
     ):
         assert imported("torch", *arguments) == []
         assert imported("torch,rich", *arguments, "--json") == [] or arguments[0] == "diff"
-
-
-def test_help_answers_in_a_tenth_of_a_second() -> None:
-    """Time of the processor, the best of several: other work on the machine says nothing about us."""
-    best = float("inf")
-    for _ in range(5):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = shardproof("--help")
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert done.returncode == 0
-        assert done.stdout.startswith("Usage: shardproof")
-        best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert best < HELP_SECONDS, f"{best:.3f} s"
 
 
 def test_the_exit_code_is_that_of_the_process(tmp_path: Path) -> None:
