@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,11 +19,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardproof import events
 from shardproof.saving.snapshot import Snapshot
-from shardproof.state import Piece, Stepped
+from shardproof.saving.watch import written_by
+from shardproof.state import Stepped
 from shardproof.state.dtensor import local_tensor
 from shardproof.state.entries import memory_of
 
-__all__ = ["Fence", "fenced_pieces", "open_all"]
+__all__ = ["Fence", "open_all"]
 
 
 class Fence:
@@ -42,7 +43,7 @@ class Fence:
         self._phase = phase
         self._opened = False
         self._process = os.getpid()
-        self._memory = _written_by(stepped)
+        self._memory = written_by(stepped)
         self._concerned: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
         for item in stepped:
             self._concerned[item.optimizer] = True
@@ -76,36 +77,6 @@ def open_all() -> None:
     """Opens all fences of this process: what is about to be written to may be part of any save."""
     for fence in _standing.fences():
         fence.open()
-
-
-def fenced_pieces(pieces: Sequence[Piece], stepped: Sequence[Stepped]) -> list[tuple[torch.Tensor, ...]]:
-    """For each piece that changes only in an optimizer's step, the tensors whose versions tell of others.
-
-    Nothing for all other pieces. Steps that torch may replay without calling hooks (``capturable``), and
-    tensors that keep no version, are not counted on. An operation on a DTensor raises the version of the
-    DTensor and not that of its local tensor, so both are looked at.
-    """
-    hooked = [
-        item for item in stepped if not any(group.get("capturable") for group in item.optimizer.param_groups)
-    ]
-    memory, placed = _written_by(hooked), dict[int, list[torch.Tensor]]()
-    if not memory:
-        return [()] * len(pieces)
-    for item in hooked:
-        for start, tensor, held in zip(item.starts, item.tensors, item.held, strict=True):
-            if tensor is not held:
-                placed.setdefault(start, []).append(tensor)
-    views = [piece.view for piece in pieces]
-    fenced: list[tuple[torch.Tensor, ...]] = []
-    for view, start in zip(views, memory_of(views), strict=True):
-        watched = (view, *placed.get(start, ()))
-        keeps_version = start in memory and not any(map(torch.Tensor.is_inference, watched))
-        fenced.append(watched if keeps_version else ())
-    return fenced
-
-
-def _written_by(stepped: Iterable[Stepped]) -> frozenset[int]:
-    return frozenset[int]().union(*(item.memory for item in stepped))
 
 
 def _may_write(optimizer: torch.optim.Optimizer, memory: Set[int]) -> bool:

@@ -39,7 +39,7 @@ from shardproof.saving.background import Progress
 from shardproof.saving.buffers import BufferPool
 from shardproof.saving.commit import Written
 from shardproof.saving.committed import Committed
-from shardproof.saving.fence import Fence, fenced_pieces
+from shardproof.saving.fence import Fence
 from shardproof.saving.incremental import BaseDigests, pack_rows
 from shardproof.saving.kept import HeldPlan, Kept, KnownDigests, KnownStructure, Limits, Request
 from shardproof.saving.leader import Leader
@@ -49,6 +49,7 @@ from shardproof.saving.replicas import CheckReplicas, chosen_slices, hash_replic
 from shardproof.saving.shard import write_changes, write_shard
 from shardproof.saving.snapshot import Snapshot
 from shardproof.saving.uncommitted import remove_uncommitted
+from shardproof.saving.watch import Watch
 from shardproof.state import Collected, ObjectEntry, collect, encode_plain
 from shardproof.storage import Sink, Storage
 
@@ -260,18 +261,18 @@ class Session:
         pieces = [(piece, entry.key) for entry in self._collected.tensors for piece in entry.pieces]
         views = [piece for piece, _ in pieces]
         stepped = () if stage_all else self._collected.stepped
-        fenced = fenced_pieces(views, stepped) if guarded else None
+        watch = Watch(views, stepped) if guarded else None
         self._snapshot = Snapshot(
             views,
             [key for _, key in pieces],
             self._kept.held.shard.plan,
             self._kept.staging,
             self._kept.toucher,
-            fenced,
+            watch,
             self._rendezvous.deadline,
             self.progress,
         )
-        if fenced is not None and any(fenced):
+        if watch:
             self._fence = Fence(self._snapshot, stepped, partial(self._phase, "fence"))
 
     def _hash_replicas(self, rendezvous: Rendezvous, phase: events.Phase) -> None:

@@ -30,13 +30,13 @@ import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import torch
 
 from shardproof.errors import StorageError, StructureError
 from shardproof.planning import RankPlan
 from shardproof.saving.background import Progress, Workers
 from shardproof.saving.source import Source
 from shardproof.saving.staging import Staged, StagingPool
+from shardproof.saving.watch import Watch
 from shardproof.state import Piece
 from shardproof.storage.buffers import address
 
@@ -57,8 +57,8 @@ class Snapshot:
         plan: the chunks.
         pool: for copies.
         toucher: the thread on which the pool grows.
-        fenced: for each piece that changes only where `secure` is called before, the tensors whose versions
-            tell of other changes, and nothing for others; None: nothing changes until the save is over.
+        watch: which pieces change only where `secure` is called before; None: nothing changes until the save
+            is over.
         patience: seconds without progress of the writer after which the save is given up.
         progress: of the save.
     """
@@ -70,7 +70,7 @@ class Snapshot:
         plan: RankPlan,
         pool: StagingPool,
         toucher: Workers,
-        fenced: Sequence[tuple[torch.Tensor, ...]] | None,
+        watch: Watch | None,
         patience: float,
         progress: Progress,
     ) -> None:
@@ -87,14 +87,13 @@ class Snapshot:
         self._source = Source(pieces, plan.piece, plan.piece_start, plan.byte_count, *boxes)
         self._count = self._source.byte_counts
         self._before = np.append(0, np.cumsum(plan.byte_count))
-        self._fenced = fenced
-        self._versions = [] if fenced is None else list(map(_versions, fenced))
+        self._watch = watch
         self._staged: dict[int, Staged] = {}
         self._gathered = -1
         """The chunk that the writer gathered last."""
         self._scratch = 0
         self._front = 0
-        self._over = fenced is None
+        self._over = watch is None
         self._failure: BaseException | None = None
 
     @property
@@ -192,17 +191,13 @@ class Snapshot:
             self._staged.clear()
             self._changed.notify_all()
         self._source.finish()
-        self._fenced = None
-
-    def _is_fenced(self, row: int) -> bool:
-        fenced = self._fenced
-        return fenced is not None and bool(fenced[self._source.piece[row]])
+        self._watch = None
 
     def _from_the_last(self, fenced: bool) -> Iterator[list[int]]:
         """The chunks to stage, from the last to the first, small ones some together."""
-        rows, together = list[int](), 0
+        watch, rows, together = self._watch, list[int](), 0
         for row in range(len(self._count) - 1, -1, -1):
-            if fenced or not self._is_fenced(row):
+            if fenced or watch is None or not watch.is_fenced(self._source.piece[row]):
                 if rows and together + self._count[row] > _TOGETHER:
                     yield rows
                     rows, together = [], 0
@@ -285,18 +280,11 @@ class Snapshot:
         return self._scratch
 
     def _check_version(self, row: int) -> None:
-        if self._fenced is None:
-            return
         at = self._source.piece[row]
-        if _versions(self._fenced[at]) != self._versions[at]:
+        if self._watch is not None and self._watch.is_changed(at):
             raise StructureError(
                 f"{self._names[at]} was changed while it was being saved, and not by the step of an "
                 "optimizer in the state. Nothing was committed. Call checkpointer.fence() before code that "
                 "writes to parameters or optimizer state itself, or use snapshot='stage'",
                 key=self._names[at],
             )
-
-
-def _versions(tensors: Sequence[torch.Tensor]) -> int:
-    """A number that grows when any of these tensors is written to."""
-    return sum([tensor._version for tensor in tensors])
