@@ -21,6 +21,10 @@ _LONG_WAIT = timedelta(
     hours=1
 )  # the client writes warnings when a wait times out: ours end because a key is set
 _BATCH = 256
+_FEW = 3
+"""Keys that are asked for one by one: each is a trip to the server, and all of more are three."""
+_NOTHING = "(nothing)"
+"""Neither a record nor a sign of life."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,9 @@ class View:
 
 class Channel:
     """Two connections to the store: for requests answered at once, and for the one long wait of a meeting.
+
+    What a meeting waits for is read over the connection of the wait: to wake another thread for it costs as
+    much as a trip to the server.
 
     Every call is bounded by `patience` seconds and raises `LinkLost`. Between requests the first connection
     posts this rank's signs of life.
@@ -79,13 +86,28 @@ class Channel:
 
         self._requests.call(request, self.patience)
 
-    def until_ready(self, keys: MeetingKeys) -> Future[None]:
-        """Done when all ranks have posted, or when `release` is called."""
-        return self._waits.submit(lambda store: _wait(store, keys.ready))
+    def until_ready(self, keys: MeetingKeys, ranks: Iterable[int]) -> Future[View]:
+        """What these ranks posted, once all others have; or perhaps less, when `release` is called."""
+        posts = {rank: keys.post(rank) for rank in ranks}
 
-    def until_verdict(self, keys: MeetingKeys) -> Future[None]:
-        """Done when there is a verdict, or when some rank calls `release`."""
-        return self._waits.submit(lambda store: _wait(store, keys.wake))
+        def request(store: Any) -> View:
+            _wait(store, keys.ready)
+            if len(posts) <= _FEW:
+                there = _present(store, posts)
+            else:  # what all have posted is not asked for before it is read
+                there = _values(store, posts) if store.add(keys.count, 0) >= len(posts) else {}
+            return View(there, {}, _peek(store, keys.verdict))
+
+        return self._waits.submit(request)
+
+    def until_verdict(self, keys: MeetingKeys) -> Future[bytes | None]:
+        """The verdict, once there is one; or None, when some rank calls `release` before."""
+
+        def request(store: Any) -> bytes | None:
+            _wait(store, keys.wake)
+            return _peek(store, keys.verdict)
+
+        return self._waits.submit(request)
 
     def until_read(self, keys: MeetingKeys) -> Future[None]:
         """Done when all ranks have read the verdict that asked for it."""
@@ -100,7 +122,7 @@ class Channel:
 
         self._requests.submit(request)
 
-    def release(self, waiting: Future[None], key: str) -> None:
+    def release(self, waiting: Future[Any], key: str) -> None:
         """End a wait that nobody needs any more, and with it that of all ranks that wait for this key."""
         if not waiting.done():
             self._requests.submit(lambda store: store.set(key, b"1"))
@@ -120,17 +142,10 @@ class Channel:
             return View(
                 _present(store, {rank: keys.post(rank) for rank in posts}) if news else {},
                 _present(store, {rank: keys.beat(rank) for rank in signs}),
-                _verdict(store, keys),
+                _peek(store, keys.verdict),
             )
 
         return self._requests.call(request, self.patience)
-
-    def read_posts(self, keys: MeetingKeys, ranks: Iterable[int]) -> View:
-        """What these ranks posted, once all have (`until_ready`): nothing is asked for before it is read."""
-        posts = {rank: keys.post(rank) for rank in ranks}
-        return self._requests.call(
-            lambda store: View(_values(store, posts), {}, _verdict(store, keys)), self.patience
-        )
 
     def read(self, key: str) -> bytes:
         """A value that is known to be there."""
@@ -248,6 +263,9 @@ def _wait(store: Any, key: str) -> None:
 
 def _present(store: Any, keys: Mapping[int, str]) -> dict[int, bytes]:
     """The values of those keys that exist, found by halving: few requests if few are missing."""
+    if len(keys) <= _FEW:
+        peeked = {rank: _peek(store, key) for rank, key in keys.items()}
+        return {rank: value for rank, value in peeked.items() if value is not None}
     found: list[int] = []
     groups = [list(keys)] if keys else []
     while groups:
@@ -269,5 +287,11 @@ def _values(store: Any, keys: Mapping[int, str]) -> dict[int, bytes]:
     return values
 
 
-def _verdict(store: Any, keys: MeetingKeys) -> bytes | None:
-    return store.get(keys.verdict) if store.check([keys.verdict]) else None
+def _peek(store: Any, key: str) -> bytes | None:
+    """The value of a key if it exists. One trip to the server, where to check for it and to get it are three.
+
+    To compare with a value that no key has changes nothing, and every store answers what is there instead, or
+    for a key that does not exist the very value that was asked for.
+    """
+    found = bytes(store.compare_set(key, _NOTHING, _NOTHING))
+    return None if found == _NOTHING.encode() else found

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass
+from typing import Any
 
 from shardproof import events
 from shardproof.errors import RankFailure, RankSilent, ShardproofError
@@ -83,7 +84,7 @@ def _follow(channel: Channel, meeting: Meeting, keys: MeetingKeys, post: bytes |
         verdict = None
         while verdict is None:
             if _is_over(waiting, channel.pulse.period):
-                verdict = channel.look(keys, posts_of=[], signs_of=[]).verdict
+                verdict = waiting.result()
                 if verdict is not None:
                     break
                 time.sleep(channel.pulse.period)  # woken by a rank that left before there was a verdict
@@ -141,16 +142,19 @@ def _collect(
     if meeting.world_size == 1:
         return posts
     watch = Watch(range(1, meeting.world_size), time.monotonic(), 2 * channel.pulse.period)
-    waiting = channel.until_ready(keys)
+    waiting, is_read = channel.until_ready(keys, watch.ranks), False
     failed_at = time.monotonic() if kind == ERROR else None
     try:
         while watch.ranks:
-            asked = [] if _is_over(waiting, channel.pulse.period) else watch.ranks
+            is_ready = _is_over(waiting, channel.pulse.period)
+            if is_read:
+                time.sleep(channel.pulse.period)  # all were counted, and a post was not there
             channel.pulse.tick()
+            asked = [] if is_ready and not is_read else watch.ranks
             if asked:
                 view = channel.look(keys, posts_of=asked, signs_of=asked, known=len(posts) - 1)
             else:
-                view = channel.read_posts(keys, watch.ranks)
+                view, is_read = waiting.result(), True
             if view.verdict is not None:
                 return view.verdict
             for rank, value in view.posts.items():
@@ -271,7 +275,7 @@ def _answer(channel: Channel, meeting: Meeting, keys: MeetingKeys, verdict: byte
     return body
 
 
-def _is_over(waiting: Future[None], seconds: float) -> bool:
+def _is_over(waiting: Future[Any], seconds: float) -> bool:
     """Whether the wait ends within so many seconds."""
     try:
         waiting.result(seconds)

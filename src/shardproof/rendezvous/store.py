@@ -5,8 +5,9 @@ Note: Why ranks cannot wait for ever
 Rank 0 leads. Five facts bound every wait:
 
 1. No caller is ever inside the store's client. Requests run on the threads of two `Link`s, one for requests
-   that the server answers at once and one for the single long wait of a meeting. The caller waits for both in
-   steps of a fraction of the deadline, so a server that is dead or stopped is noticed like a rank.
+   that the server answers at once and one for the single long wait of a meeting, and for what it waits for.
+   The caller waits for both in steps of a fraction of the deadline, so a server that is dead or stopped is
+   noticed like a rank.
 2. The leader watches the ranks that have not posted; the other ranks watch the leader. Watching means to
    read, at each step, the sign of life that a rank's `Pulse` posts, and to add up the time without news.
    Signs of life are evidence of work: a rank that hangs is as silent as one that is gone, and one that moves

@@ -22,14 +22,19 @@ class Asked:
 
     def __init__(self, store: Any) -> None:
         self.store = store
-        self.checked: list[str] = []
+        self.asked: list[str] = []
 
     def clone(self) -> Asked:
         return self
 
     def check(self, keys: list[str]) -> bool:
-        self.checked += keys
+        self.asked += keys
         return bool(self.store.check(keys))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        if expected == desired:
+            self.asked.append(key)
+        return bytes(self.store.compare_set(key, expected, desired))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.store, name)
@@ -55,31 +60,58 @@ def test_posts_are_looked_for_only_when_more_were_counted(store: Asked, channels
     others[0].post(keys, pack("save", "write", "bytes", b"one"), b"one", others=WORLD - 1)
     waited_for = range(1, WORLD)
     assert set(leader.look(keys, waited_for, [], known=0).posts) == {1}
-    store.checked.clear()
+    store.asked.clear()
     assert leader.look(keys, waited_for, [], known=1).posts == {}
-    assert store.checked == [keys.verdict]
+    assert store.asked == [keys.verdict]
     others[1].join(0)
     others[1].post(keys, pack("save", "write", "error", b"two"), b"two", others=WORLD - 1)
     assert set(leader.look(keys, range(2, WORLD), [], known=1).posts) == {2}
 
 
-def test_posts_are_read_without_asking_for_them_once_all_are_there(
-    store: Asked, channels: list[Channel]
-) -> None:
-    leader, *others = channels
-    keys = leader.join(0)
-    for rank, other in enumerate(others, start=1):
-        other.join(0)
-        body = str(rank).encode()
-        other.post(keys, pack("save", "write", "bytes", body), body, others=2)
-    leader.until_ready(keys).result(10)
-    store.checked.clear()
-    view = leader.read_posts(keys, [1, 2])
-    assert {rank: unpack(value).body for rank, value in view.posts.items()} == {1: b"1", 2: b"2"}
-    assert (view.verdict, store.checked) == (None, [keys.verdict])
+@pytest.mark.parametrize("count", [2, 5])
+def test_posts_are_read_once_all_are_there(count: int, store: Asked, channels: list[Channel]) -> None:
+    """Of a few, each is asked for; of more, none is before it is read."""
+    leader, other, _ = channels
+    keys, ranks = leader.join(0), range(1, count + 1)
+    other.join(0)
+    waiting = leader.until_ready(keys, ranks)
+    for rank in ranks:
+        assert not waiting.done()
+        store.set(keys.post(rank), pack("save", "write", "bytes", str(rank).encode()))
+        if store.add(keys.count, 1) == count:
+            store.set(keys.ready, b"1")
+    view = waiting.result(10)
+    assert {rank: unpack(value).body for rank, value in view.posts.items()} == {
+        rank: str(rank).encode() for rank in ranks
+    }
+    few = [keys.post(rank) for rank in ranks] if count == 2 else []
+    assert (view.verdict, store.asked) == (None, [*few, keys.verdict])
     given_up = pack("save", "write", "given up", b"{}")
-    assert others[0].propose(keys, given_up) == given_up
-    assert leader.read_posts(keys, [1, 2]).verdict == given_up
+    assert other.propose(keys, given_up) == given_up
+    assert leader.until_ready(keys, ranks).result(10).verdict == given_up
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_a_wait_that_is_not_needed_waits_for_no_post(count: int, channels: list[Channel]) -> None:
+    leader, other, _ = channels
+    keys = leader.join(0)
+    other.join(0)
+    other.post(keys, pack("save", "write", "bytes", b"one"), b"one", others=count)
+    waiting = leader.until_ready(keys, range(1, count + 1))
+    leader.release(waiting, keys.ready)
+    assert waiting.result(10).verdict is None
+    verdict = leader.until_verdict(keys)  # over the same connection, which is free again
+    other.release(verdict, keys.wake)
+    assert verdict.result(10) is None
+
+
+def test_who_waits_for_the_verdict_is_given_it(channels: list[Channel]) -> None:
+    leader, other, _ = channels
+    keys = other.join(0)
+    waiting = other.until_verdict(keys)
+    verdict = pack("save", "write", "all", b"yes")
+    assert leader.propose(leader.join(0), verdict) == verdict
+    assert waiting.result(10) == verdict
 
 
 def test_every_rank_finds_its_answer(channels: list[Channel]) -> None:
@@ -136,8 +168,8 @@ class Refusing(Asked):
     """A store that refuses the first request to count."""
 
     def add(self, key: str, amount: int) -> int:
-        if not self.checked:
-            self.checked.append(key)
+        if not self.asked:
+            self.asked.append(key)
             raise RuntimeError("refused")
         return int(self.store.add(key, amount))
 

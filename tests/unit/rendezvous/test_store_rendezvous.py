@@ -17,7 +17,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 from shardproof.errors import RankFailure, RankSilent, StructureError
 from shardproof.rendezvous import LocalRendezvous, StoreRendezvous, connect
-from shardproof.rendezvous.channel import Channel
+from shardproof.rendezvous.channel import Channel, View, _peek
 from shardproof.rendezvous.keys import MeetingKeys
 
 
@@ -65,7 +65,7 @@ class _Failing(Future[None]):
 
 def test_posts_that_are_not_there_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wait that failed is done too: what it failed of is told, before anybody waits for a post."""
-    monkeypatch.setattr(Channel, "until_ready", lambda self, keys: _Failing())
+    monkeypatch.setattr(Channel, "until_ready", lambda self, keys, ranks: _Failing())
     begun = time.monotonic()
     meetings = StoreRendezvous(HashStore(), 0, 2, deadline=20.0)
     try:
@@ -76,15 +76,53 @@ def test_posts_that_are_not_there_are_not_read(monkeypatch: pytest.MonkeyPatch) 
     assert time.monotonic() - begun < 15
 
 
-@pytest.mark.parametrize("kind", ["hash", "prefix", "file", "tcp", "tcp without libuv"])
-def test_any_store_will_do(kind: str, tmp_path: Any) -> None:
-    if kind.startswith("tcp"):
-        store: Any = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, use_libuv=kind == "tcp")
-    else:
-        store = FileStore(str(tmp_path / "store"), 3) if kind == "file" else HashStore()
-    if kind == "prefix":
-        store = PrefixStore("job 7", store)
+def test_posts_that_a_wait_did_not_find_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[Any] = []
+    look = Channel.look
 
+    def ended(self: Channel, keys: MeetingKeys, ranks: Any) -> Future[View]:
+        future: Future[View] = Future()
+        future.set_result(View({}, {}, None))
+        return future
+
+    def counted(self: Channel, keys: MeetingKeys, posts_of: Any, **options: Any) -> View:
+        looks.extend(posts_of)
+        return look(self, keys, posts_of, **options)
+
+    monkeypatch.setattr(Channel, "until_ready", ended)
+    monkeypatch.setattr(Channel, "look", counted)
+    arrived = threading.Event()
+
+    def work(meetings: StoreRendezvous) -> bytes:
+        if meetings.rank == 1:
+            assert arrived.wait(30)
+        else:
+            threading.Timer(0.3, arrived.set).start()
+        return meetings.meet("save", "agree", b"%d" % meetings.rank, join)
+
+    assert on_ranks(2, HashStore(), work, deadline=0.8) == [b"0,1"] * 2
+    assert 1 <= len(looks) < 20  # a tenth of a second apart
+
+
+@pytest.fixture(params=["hash", "prefix", "file", "tcp", "tcp without libuv"])
+def any_store(request: pytest.FixtureRequest, tmp_path: Any) -> Any:
+    kind = request.param
+    if kind.startswith("tcp"):
+        return TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, use_libuv=kind == "tcp")
+    store = FileStore(str(tmp_path / "store"), 3) if kind == "file" else HashStore()
+    return PrefixStore("job 7", store) if kind == "prefix" else store
+
+
+def test_to_look_at_a_key_makes_none(any_store: Any) -> None:
+    assert _peek(any_store, "key") is None
+    assert not any_store.check(["key"])
+    for value in (b"", b"\x00\xff a record"):
+        any_store.set("key", value)
+        assert _peek(any_store, "key") == value
+        assert any_store.get("key") == value
+
+
+def test_any_store_will_do(any_store: Any) -> None:
     seconds = []
 
     def work(meetings: StoreRendezvous) -> list[bytes]:
@@ -96,7 +134,7 @@ def test_any_store_will_do(kind: str, tmp_path: Any) -> None:
         seconds.append(time.monotonic() - began)
         return answers
 
-    answers = on_ranks(3, store, work, deadline=60.0)
+    answers = on_ranks(3, any_store, work, deadline=60.0)
     assert answers == [[b"0,1,2", b"%d%d" % (rank, rank), b""] for rank in range(3)]
     assert max(seconds) < 60.0 / 8  # nobody was woken by a step of waiting alone
 
