@@ -22,7 +22,7 @@ _LONG_WAIT = timedelta(
 )  # the client writes warnings when a wait times out: ours end because a key is set
 _BATCH = 256
 _FEW = 3
-"""Keys that are asked for one by one: each is a trip to the server, and all of more are three."""
+"""As many keys are looked at one by one, a trip to the server each: all together take three at least."""
 _NOTHING = "(nothing)"
 """Neither a record nor a sign of life."""
 
@@ -86,17 +86,21 @@ class Channel:
 
         self._requests.call(request, self.patience)
 
-    def until_ready(self, keys: MeetingKeys, ranks: Iterable[int]) -> Future[View]:
-        """What these ranks posted, once all others have; or perhaps less, when `release` is called."""
+    def until_ready(self, keys: MeetingKeys, ranks: Iterable[int]) -> Future[dict[int, bytes]]:
+        """What all other ranks posted, once they have; or perhaps less, when `release` is called.
+
+        Args:
+            keys: of the meeting.
+            ranks: all but this one.
+        """
         posts = {rank: keys.post(rank) for rank in ranks}
 
-        def request(store: Any) -> View:
+        def request(store: Any) -> dict[int, bytes]:
             _wait(store, keys.ready)
             if len(posts) <= _FEW:
-                there = _present(store, posts)
-            else:  # what all have posted is not asked for before it is read
-                there = _values(store, posts) if store.add(keys.count, 0) >= len(posts) else {}
-            return View(there, {}, _peek(store, keys.verdict))
+                return _present(store, posts)
+            # What all have posted is not asked for before it is read.
+            return _values(store, posts) if store.add(keys.count, 0) >= len(posts) else {}
 
         return self._waits.submit(request)
 
@@ -290,8 +294,9 @@ def _values(store: Any, keys: Mapping[int, str]) -> dict[int, bytes]:
 def _peek(store: Any, key: str) -> bytes | None:
     """The value of a key if it exists. One trip to the server, where to check for it and to get it are three.
 
-    To compare with a value that no key has changes nothing, and every store answers what is there instead, or
-    for a key that does not exist the very value that was asked for.
+    To compare with a value that no key has changes none, and every store answers what is there instead, or
+    for a key that does not exist the very value that was asked for. It may end a wait for the key though (of
+    the server of `TCPStore` on libuv), so nobody may wait for a key that is looked at like this.
     """
     found = bytes(store.compare_set(key, _NOTHING, _NOTHING))
     return None if found == _NOTHING.encode() else found

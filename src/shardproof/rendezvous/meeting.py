@@ -150,14 +150,13 @@ def _collect(
             if is_read:
                 time.sleep(channel.pulse.period)  # all were counted, and a post was not there
             channel.pulse.tick()
-            asked = [] if is_ready and not is_read else watch.ranks
-            if asked:
-                view = channel.look(keys, posts_of=asked, signs_of=asked, known=len(posts) - 1)
-            else:
-                view, is_read = waiting.result(), True
+            takes = is_ready and not is_read
+            asked = [] if takes else watch.ranks
+            view = channel.look(keys, posts_of=asked, signs_of=asked, known=len(posts) - 1)
             if view.verdict is not None:
                 return view.verdict
-            for rank, value in view.posts.items():
+            is_read = is_read or takes
+            for rank, value in (waiting.result() if takes else view.posts).items():
                 posts[rank] = unpack(value)
                 watch.arrived(rank)
                 channel.heard(rank)

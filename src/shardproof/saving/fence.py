@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardproof import events
 from shardproof.saving.snapshot import Snapshot
-from shardproof.saving.watch import written_by
+from shardproof.saving.write_watch import written_by
 from shardproof.state import Stepped
 from shardproof.state.dtensor import local_tensor
 from shardproof.state.entries import memory_of

@@ -49,7 +49,7 @@ from shardproof.saving.replicas import CheckReplicas, chosen_slices, hash_replic
 from shardproof.saving.shard import write_changes, write_shard
 from shardproof.saving.snapshot import Snapshot
 from shardproof.saving.uncommitted import remove_uncommitted
-from shardproof.saving.watch import Watch
+from shardproof.saving.write_watch import WriteWatch
 from shardproof.state import Collected, ObjectEntry, collect, encode_plain
 from shardproof.storage import Sink, Storage
 
@@ -261,7 +261,7 @@ class Session:
         pieces = [(piece, entry.key) for entry in self._collected.tensors for piece in entry.pieces]
         views = [piece for piece, _ in pieces]
         stepped = () if stage_all else self._collected.stepped
-        watch = Watch(views, stepped) if guarded else None
+        watch = WriteWatch(views, stepped) if guarded else None
         self._snapshot = Snapshot(
             views,
             [key for _, key in pieces],

@@ -36,7 +36,7 @@ from shardproof.planning import RankPlan
 from shardproof.saving.background import Progress, Workers
 from shardproof.saving.source import Source
 from shardproof.saving.staging import Staged, StagingPool
-from shardproof.saving.watch import Watch
+from shardproof.saving.write_watch import WriteWatch
 from shardproof.state import Piece
 from shardproof.storage.buffers import address
 
@@ -70,7 +70,7 @@ class Snapshot:
         plan: RankPlan,
         pool: StagingPool,
         toucher: Workers,
-        watch: Watch | None,
+        watch: WriteWatch | None,
         patience: float,
         progress: Progress,
     ) -> None:

@@ -15,7 +15,7 @@ from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError, NotCommittedError
 from shardproof.format import FileRecord, TensorRecord, decode_manifest, encode_manifest, read_manifest
 from shardproof.storage import LocalStorage
-from tests.calls import count_calls
+from tests.instructions import count_instructions
 from tests.unit.format.samples import manifest, sealed
 
 
@@ -279,16 +279,16 @@ def test_any_values_come_back(metadata, objects, tensors, step, moment):
 
 
 def test_tensors_are_read_together():
-    """Nothing is called for each of them: 100,000 take a tenth of a second."""
+    """Python does little for each of them: 100,000 take a tenth of a second."""
 
-    def calls(count: int) -> int:
+    def cost(count: int) -> int:
         tensors = tuple(
             TensorRecord(f"layers.{i:04d}.weight", "bfloat16", (4096, 4096)) for i in range(count)
         )
         data = encode_manifest(manifest(tensors=tensors, aliases={}))
-        return count_calls(lambda: decode_manifest(data, "f"))
+        return count_instructions(lambda: decode_manifest(data, "f"))
 
-    assert calls(2000) == calls(2)
+    assert cost(2000) - cost(2) < 30 * 1998
 
 
 def test_read_manifest(tmp_path):

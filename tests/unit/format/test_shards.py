@@ -29,7 +29,7 @@ from shardproof.format import (
     shard_header,
 )
 from shardproof.storage import LocalStorage
-from tests.calls import count_calls
+from tests.instructions import count_instructions
 from tests.unit.format.samples import shard
 
 NUMPY_HAS = [name for name in DTYPES if not name.startswith(("bfloat", "float8"))]
@@ -330,12 +330,14 @@ def test_any_header_comes_back_here_and_in_safetensors(entries, metadata):
 
 
 def test_entries_are_encoded_together():
-    """Nothing is called for each of them: 20,000 take milliseconds."""
+    """Python does nothing for each of them: 20,000 take milliseconds."""
 
-    def calls(count: int) -> int:
+    def cost(count: int) -> int:
         names = [chunk_name(f"model.layers.{i}.weight", (0, 0), (32, 32)) for i in range(count)]
         column = np.arange(count, dtype=np.int64) * 4096
         sizes = np.full(count, 4096)
-        return count_calls(lambda: encode_entries(names, ["F32"] * count, [(32, 32)] * count, column, sizes))
+        return count_instructions(
+            lambda: encode_entries(names, ["F32"] * count, [(32, 32)] * count, column, sizes)
+        )
 
-    assert calls(2000) == calls(2)
+    assert cost(2000) == cost(2)

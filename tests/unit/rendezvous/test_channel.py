@@ -80,15 +80,10 @@ def test_posts_are_read_once_all_are_there(count: int, store: Asked, channels: l
         store.set(keys.post(rank), pack("save", "write", "bytes", str(rank).encode()))
         if store.add(keys.count, 1) == count:
             store.set(keys.ready, b"1")
-    view = waiting.result(10)
-    assert {rank: unpack(value).body for rank, value in view.posts.items()} == {
+    assert {rank: unpack(value).body for rank, value in waiting.result(10).items()} == {
         rank: str(rank).encode() for rank in ranks
     }
-    few = [keys.post(rank) for rank in ranks] if count == 2 else []
-    assert (view.verdict, store.asked) == (None, [*few, keys.verdict])
-    given_up = pack("save", "write", "given up", b"{}")
-    assert other.propose(keys, given_up) == given_up
-    assert leader.until_ready(keys, ranks).result(10).verdict == given_up
+    assert store.asked == ([keys.post(rank) for rank in ranks] if count == 2 else [])
 
 
 @pytest.mark.parametrize("count", [2, 5])
@@ -99,7 +94,7 @@ def test_a_wait_that_is_not_needed_waits_for_no_post(count: int, channels: list[
     other.post(keys, pack("save", "write", "bytes", b"one"), b"one", others=count)
     waiting = leader.until_ready(keys, range(1, count + 1))
     leader.release(waiting, keys.ready)
-    assert waiting.result(10).verdict is None
+    assert set(waiting.result(10)) <= {1}
     verdict = leader.until_verdict(keys)  # over the same connection, which is free again
     other.release(verdict, keys.wake)
     assert verdict.result(10) is None

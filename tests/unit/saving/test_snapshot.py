@@ -28,7 +28,7 @@ from shardproof.rendezvous import LocalRendezvous
 from shardproof.saving import background
 from shardproof.saving.background import unfinished
 from shardproof.saving.buffers import BufferPool
-from shardproof.saving.watch import Watch
+from shardproof.saving.write_watch import WriteWatch
 from shardproof.state import collect
 from shardproof.storage.sink import LocalSink
 from tests.accelerator import first_device
@@ -549,7 +549,7 @@ def test_steps_that_are_replayed_and_tensors_without_a_version_are_not_fenced() 
     def fenced(model: nn.Module, optimizer: torch.optim.Optimizer) -> set[bool]:
         collected = collect({"model": model, "optimizer": optimizer})
         pieces = [piece for entry in collected.tensors for piece in entry.pieces]
-        watch = Watch(pieces, collected.stepped)
+        watch = WriteWatch(pieces, collected.stepped)
         return {watch.is_fenced(row) for row in range(len(pieces))}
 
     assert fenced(net, plain) == {True}

@@ -14,14 +14,14 @@ import torch
 from shardproof.state import Piece, Stepped
 from shardproof.state.entries import memory_of
 
-__all__ = ["Watch", "written_by"]
+__all__ = ["WriteWatch", "written_by"]
 
 _VERSION = attrgetter("_version")
 _UNCOUNTED = math.inf
-"""For a version, and for every sum that it is part of."""
+"""Stands for the version of a tensor that keeps none, and so for every sum with it."""
 
 
-class Watch:
+class WriteWatch:
     """Which pieces change only in an optimizer's step, and whether one was changed since this was made.
 
     A piece is *fenced* when it shares memory with what an optimizer steps. Steps that torch may replay
@@ -35,7 +35,7 @@ class Watch:
     >>> weight = torch.ones(2)
     >>> piece = Piece.of(weight.detach(), (0,), (2,))
     >>> optimizer = torch.optim.SGD([weight])
-    >>> watch = Watch([piece], [Stepped(optimizer, (weight,), (weight,))])
+    >>> watch = WriteWatch([piece], [Stepped(optimizer, (weight,), (weight,))])
     >>> watch.is_fenced(0), watch.is_changed(0)
     (True, False)
     >>> _ = weight.zero_()
@@ -84,9 +84,9 @@ class Watch:
         known = self._versions.get(row)
         if known is None:
             return False
-        version: int = self._views[row]._version
+        version: float = self._views[row]._version
         if placed := self._placed_at.get(self._starts[row]):
-            version += sum(map(_VERSION, placed))
+            version += sum(_versions(placed))
         return version != known
 
     @cached_property
@@ -104,8 +104,10 @@ def written_by(stepped: Iterable[Stepped]) -> frozenset[int]:
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[float]:
-    """How often torch says that each tensor was written to: not of tensors that inference mode made."""
-    with torch._C.DisableTorchFunctionSubclass():  # a DTensor says the same without it, in half the time
+    """How often each tensor was written to, as torch counts; `_UNCOUNTED` for what inference mode made."""
+    # Torch itself is asked, not what a subclass makes of the question. A DTensor makes nothing of it, and
+    # answers in half the time.
+    with torch._C.DisableTorchFunctionSubclass():
         if not any(map(torch.Tensor.is_inference, tensors)):
             return list(map(_VERSION, tensors))
         return [_UNCOUNTED if tensor.is_inference() else tensor._version for tensor in tensors]
