@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, settings
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 # A TCPStore client looks up the name of its peer when it connects. Where no name server answers, each
 # connection would take 5 or 10 seconds, more than the deadlines that are tested: ask once, for a second.
@@ -22,3 +25,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """What is marked `gpu` needs an accelerator. A simulated one: `tests/unit/test_simulated_device.py`."""
     if item.get_closest_marker("gpu") is not None and not torch.accelerator.is_available():
         pytest.skip("no accelerator on this machine")
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def mesh(process_group: None) -> DeviceMesh:
+    """A mesh of this process alone."""
+    return init_device_mesh("cpu", (1,))

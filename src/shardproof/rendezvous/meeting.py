@@ -146,17 +146,18 @@ def _collect(
     failed_at = time.monotonic() if kind == ERROR else None
     try:
         while watch.ranks:
-            is_ready = _is_over(waiting, channel.pulse.period)
+            takes = not is_read and _is_over(waiting, channel.pulse.period)
             if is_read:
                 time.sleep(channel.pulse.period)  # all were counted, and a post was not there
             channel.pulse.tick()
-            takes = is_ready and not is_read
             asked = [] if takes else watch.ranks
             view = channel.look(keys, posts_of=asked, signs_of=asked, known=len(posts) - 1)
             if view.verdict is not None:
                 return view.verdict
-            is_read = is_read or takes
-            for rank, value in (waiting.result() if takes else view.posts).items():
+            found = view.posts
+            if takes:
+                found, is_read = waiting.result(), True
+            for rank, value in found.items():
                 posts[rank] = unpack(value)
                 watch.arrived(rank)
                 channel.heard(rank)

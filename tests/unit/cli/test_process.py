@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import shardproof as package
+from shardproof.cli.group import COMMANDS
 from tests.unit.cli.samples import SECONDS, Sample, rows_cut, shardproof, write
 
 ONE = Sample({"w": np.arange(12, dtype=np.float32).reshape(4, 3)}, step=1)
@@ -22,24 +23,31 @@ SLOW = "asyncio,concurrent.futures,dataclasses,email,importlib.metadata,logging,
 
 IMPORTED = """
 import sys
-from shardproof.cli.group import run
-code = run(sys.argv[2:])
-print(*sorted(set(sys.argv[1].split(",")) & set(sys.modules)), file=sys.stderr)
+code = 0
+if sys.argv[1:]:
+    from shardproof.cli.group import run
+    code = run(sys.argv[1:])
+print(*sys.modules, file=sys.stderr)
 sys.exit(code)
 """
 
 
-def imported(watched: str, *arguments: object) -> list[str]:
-    """Which of the watched modules a command imports."""
+def modules_after(*arguments: object) -> set[str]:
+    """What is imported when a command has run; without one, what Python itself imports."""
     done = subprocess.run(
-        [sys.executable, "-c", IMPORTED, watched, *map(str, arguments)],
+        [sys.executable, "-c", IMPORTED, *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return done.stderr.split()
+    return set(done.stderr.split())
+
+
+def imported(watched: str, *arguments: object) -> list[str]:
+    """Which of the watched modules a command imports."""
+    return sorted(modules_after(*arguments) & set(watched.split(",")))
 
 
 @pytest.mark.parametrize(
@@ -51,22 +59,10 @@ def test_help_needs_nothing_heavy(arguments: list[str]) -> None:
 
 def test_help_needs_only_the_files_of_the_commands() -> None:
     """Of our own; and of what is not Python's, click alone. So it answers in a tenth of a second."""
-    script = (
-        "import sys\n"
-        "before = set(sys.modules)\n"
-        "from shardproof.cli.group import COMMANDS, run\n"
-        "assert run(['--help']) == 0\n"
-        "new = set(sys.modules) - before\n"
-        "ours = {name for name in new if name.split('.')[0] == 'shardproof'}\n"
-        "print(*sorted(ours - {f'shardproof.cli.{name}' for name in COMMANDS}), file=sys.stderr)\n"
-        "others = {name.split('.')[0] for name in new - ours} - sys.stdlib_module_names\n"
-        "print(*sorted(others), file=sys.stderr)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=SECONDS, check=True
-    )
-    ours, others = done.stderr.splitlines()
-    assert ours.split() == [
+    new = modules_after("--help") - modules_after()
+    ours = {name for name in new if name.split(".")[0] == "shardproof"}
+    others = {name.split(".")[0] for name in new - ours}
+    assert sorted(ours - {f"shardproof.cli.{name}" for name in COMMANDS}) == [
         "shardproof",
         "shardproof.cli",
         "shardproof.cli.failures",
@@ -77,7 +73,7 @@ def test_help_needs_only_the_files_of_the_commands() -> None:
         "shardproof.version",
         "shardproof.words",
     ]
-    assert others.split() == ["click"]
+    assert others - sys.stdlib_module_names == {"click"}
 
 
 def test_help_is_shown() -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import doctest
 import importlib
 import pkgutil
-from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -27,13 +25,6 @@ def test_examples_run(name: str) -> None:
     assert doctest.testmod(importlib.import_module(f"shardproof.fsdp.{name}")).failed == 0
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def unit(module: nn.Module) -> Unit:
     fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
     made = unit_of(module)
@@ -41,7 +32,7 @@ def unit(module: nn.Module) -> Unit:
     return made
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("process_group")
 def test_memory_for_gradients_is_used_again_and_few_reductions_fly() -> None:
     pool, lane = GradientPool(), Lane(torch.device("cpu"))
     (buffer,) = unit(nn.Linear(4, 4)).buffers
@@ -62,7 +53,7 @@ def test_memory_for_gradients_is_used_again_and_few_reductions_fly() -> None:
     assert reduction.arrived == {weight.member}
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("process_group")
 def test_half_precision_sums_are_divided_before_and_after() -> None:
     pool, lane = GradientPool(), Lane(torch.device("cpu"))
     (buffer,) = unit(nn.Linear(4, 4).half()).buffers
@@ -74,7 +65,7 @@ def test_half_precision_sums_are_divided_before_and_after() -> None:
     assert torch.allclose(buffer.parameters[0].part(reduction.result).float(), torch.tensor(10000.0))
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("process_group")
 def test_a_failed_backward_leaves_nothing_behind() -> None:
     model = Fragile()
     for part in (model.first, model.second, model):

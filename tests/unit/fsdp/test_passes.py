@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardproof.fsdp import fully_shard, no_sync
 from shardproof.fsdp.unit import units_in
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 X = torch.arange(12.0).view(3, 4) / 7
 
@@ -100,13 +101,6 @@ def gradient_of_the_input(model: Model) -> None:
     x = X.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(model(x).square().sum(), x)
     model(x + gradient).sum().backward()
-
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def sharded(model: Model, strategy: str) -> Model:

@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.testing._internal.two_tensor import TwoTensor
@@ -28,7 +27,6 @@ from shardproof.rendezvous import LocalRendezvous
 from shardproof.saving import background
 from shardproof.saving.background import unfinished
 from shardproof.saving.buffers import BufferPool
-from shardproof.saving.write_watch import WriteWatch
 from shardproof.state import collect
 from shardproof.storage.sink import LocalSink
 from tests.accelerator import first_device
@@ -300,15 +298,6 @@ def test_a_write_without_a_fence_fails_the_save_and_names_the_tensor(gate: Gate,
     assert_saved(folder_of(tmp_path, 2), want)
 
 
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield init_device_mesh("cpu", (1,))
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.mark.parametrize(
     "write",
     [
@@ -536,25 +525,6 @@ def test_a_failure_in_the_background_is_raised_once(
     checkpointer.wait()
     checkpointer.save(3, state).result(LIMIT)
     assert checkpointer.steps() == [3]
-
-
-def test_steps_that_are_replayed_and_tensors_without_a_version_are_not_fenced() -> None:
-    net = nn.Linear(4, 4)
-    with torch.inference_mode():
-        frozen = nn.Linear(4, 4)
-    plain = torch.optim.SGD(net.parameters(), lr=1.0)
-    replayed = torch.optim.Adam(net.parameters(), capturable=True)
-    frozen_step = torch.optim.SGD(frozen.parameters(), lr=1.0)
-
-    def fenced(model: nn.Module, optimizer: torch.optim.Optimizer) -> set[bool]:
-        collected = collect({"model": model, "optimizer": optimizer})
-        pieces = [piece for entry in collected.tensors for piece in entry.pieces]
-        watch = WriteWatch(pieces, collected.stepped)
-        return {watch.is_fenced(row) for row in range(len(pieces))}
-
-    assert fenced(net, plain) == {True}
-    assert fenced(net, replayed) == {False}
-    assert fenced(frozen, frozen_step) == {False}
 
 
 def test_a_child_made_by_fork_trains_without_the_parents_fence(gate: Gate, tmp_path: Path) -> None:

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shardproof.saving.write_watch import WriteWatch
 from shardproof.state import collect
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield init_device_mesh("cpu", (1,))
-    finally:
-        dist.destroy_process_group()
 
 
 def watch_of(state: Any) -> tuple[WriteWatch, list[str]]:
@@ -49,6 +38,18 @@ def changed(state: Any, write: Callable[[], object]) -> list[str]:
 
 def dtensor(local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+
+
+def test_steps_that_are_replayed_and_tensors_without_a_version_are_not_fenced() -> None:
+    net = nn.Linear(4, 4)
+    with torch.inference_mode():
+        frozen = nn.Linear(4, 4)
+    plain = torch.optim.SGD(net.parameters(), lr=1.0)
+    replayed = torch.optim.Adam(net.parameters(), capturable=True)
+    frozen_step = torch.optim.SGD(frozen.parameters(), lr=1.0)
+    assert fenced({"model": net, "optimizer": plain}) == ["model.bias", "model.weight"]
+    assert fenced({"model": net, "optimizer": replayed}) == []
+    assert fenced({"model": frozen, "optimizer": frozen_step}) == []
 
 
 def test_only_what_a_hooked_step_writes_is_fenced() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -388,13 +388,6 @@ def test_wrappers_leave_no_trace_in_keys() -> None:
     found = collect({"m": compiled, "o": optimizer})
     assert [entry.key for entry in found.tensors] == keys
     assert found.objects[1].key == "o.0.weight.@options"
-
-
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 def _nested(model: nn.Sequential) -> nn.Module:
