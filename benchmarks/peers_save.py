@@ -7,21 +7,31 @@ a job: without one, the way after a peer that forks would pay for the pages that
 Nothing trains meanwhile (see peers_steps.py), so the fence of shardproof never has to copy. With
 `--change-at-once`, *held* lasts until tensors may be changed, as if the next optimizer step came at once:
 ways that stage in the background are waited for, and the fence copies all that is not yet written.
+
+All ways share their processes, and so what a fork leaves behind and what it has to copy. With `--apart` each
+has processes and a state of its own, as in a job (see peers/apart.py): there must be memory for as many.
 """
 
 from __future__ import annotations
 
+import tempfile
+from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch.distributed as dist
-from common import GIB, RawFile, folder, is_rank, local_bytes, remove, start
+from common import GIB, RawFile, device_type, folder, is_rank, local_bytes, remove, start
+from peers.apart import Turns, measure_apart
 from peers.figures import Clock, Figures, Row, flush, launch_each, made, options, releases, rounds, show
+from peers.roster import Missing, every_way
 from peers.subject import gpt, small
 from peers.training import Trainer
 from peers.way import Way
 
 OURS = ("shardproof",)
+RAW = "raw"
+"""Name of the job of the raw writes."""
 
 
 def save(way: Way, trainer: Trainer | None, at_once: bool, number: int) -> Figures:
@@ -54,35 +64,27 @@ def write(raw: RawFile, direct: bool, number: int) -> Figures:
     return {"held": taken, "done": taken, "durable": taken}
 
 
-def main() -> None:
-    given = options(__doc__)
-    given.add_argument("--change-at-once", action="store_true", help="wait until tensors may be changed")
-    given = given.parse_args()
-    if not is_rank():
-        launch_each(given)
-    mesh = start(given)
-    subject = gpt(given.gib, mesh) if given.state == "gpt" else small(given.tensors, mesh)
-    nbytes = subject.total_bytes
-    ways, missing = made(given.only, wanted=lambda way: subject.module is not None or not way.needs_optimizer)
-    for way in ways:
-        way.prepare(subject)
-    trainer = Trainer(subject, mesh) if subject.module is not None else None
-    raw = RawFile(folder() / f"raw-{dist.get_rank()}", local_bytes(subject.tree))
-    measures: list[tuple[Row, Callable[[int], Figures]]] = [
+def limits(raw: RawFile) -> list[tuple[Row, Callable[[int], Figures]]]:
+    """The raw writes, and how each is measured."""
+    return [
         (Row("raw write, O_DIRECT, flushed"), partial(write, raw, True)),
         (Row("raw write, buffered, flushed"), partial(write, raw, False)),
-        *((Row(way.name, way), partial(save, way, trainer, given.change_at_once)) for way in ways),
     ]
-    rows = rounds(measures, given.repeats, missing)
+
+
+def print_table(given: Namespace, rows: list[Row], missing: list[Missing], nbytes: int, ranks: int) -> None:
+    """All figures, with their ratios to ours and to the faster raw write."""
     limit = min(row.median("durable") for row in rows if row.way is None)
     ours = {
         figure: min(row.median(figure) for row in rows if row.name.startswith(OURS))
         for figure in ("held", "durable")
     }
     what = f"{nbytes / GIB:.2f} GiB" if given.state == "gpt" else f"{given.tensors} tensors of 4 KiB a rank"
+    how = (", each way in processes of its own" if given.apart else "") + (
+        ", a change at once" if given.change_at_once else ""
+    )
     show(
-        f"Save, {what}, {dist.get_world_size()} ranks, {given.repeats} rounds, "
-        f"on {mesh.device_type}{', a change at once' if given.change_at_once else ''}",
+        f"Save, {what}, {ranks} ranks, {given.repeats} rounds, on {device_type(given)}{how}",
         rows,
         {
             "held s": lambda row: row.spread("held"),
@@ -96,10 +98,65 @@ def main() -> None:
         missing,
         as_json=given.json,
         notes=[releases(rows)],
+        where=given.folder or Path(tempfile.gettempdir()),
     )
+
+
+def measure(given: Namespace) -> None:
+    """A rank's part."""
+    mesh = start(given)
+    turns = Turns.of_this_job()
+    subject = gpt(given.gib, mesh) if given.state == "gpt" else small(given.tensors, mesh)
+    nbytes = subject.total_bytes
+    measures: list[tuple[Row, Callable[[int], Figures]]] = []
+    if turns is None or turns.name == RAW:
+        measures += limits(RawFile(folder() / f"raw-{dist.get_rank()}", local_bytes(subject.tree)))
+    ways, missing = list[Way](), list[Missing]()
+    if turns is None:
+        ways, missing = made(given.only, wanted=partial(is_fit, given))
+    elif turns.name != RAW:
+        ways, missing = made(turns.name, wanted=lambda way: way.__name__ == turns.name)
+    trainer = Trainer(subject, mesh) if ways and subject.module is not None else None
+    for way in ways:
+        way.prepare(subject)
+        measures.append((Row(way.name, way), partial(save, way, trainer, given.change_at_once)))
+    if turns is None:
+        rows = rounds(measures, given.repeats, missing)
+        print_table(given, rows, missing, nbytes, dist.get_world_size())
+    else:
+        turns.answer(rounds(measures, given.repeats, missing, turns.round), missing, nbytes=nbytes)
     for way in ways:
         way.close()
     dist.destroy_process_group()
+
+
+def is_fit(given: Namespace, way: type[Way]) -> bool:
+    """Whether a way can save the state that was asked for."""
+    return given.state == "gpt" or not way.needs_optimizer
+
+
+def measure_each_apart(given: Namespace) -> None:
+    """The command's part, where each way gets processes of its own."""
+    classes, failed = every_way(given.only)
+    ways = {way.__name__: way for way in classes if is_fit(given, way)}
+    by_row = {way.name: way for way in ways.values()}
+    for ranks in given.world_sizes:
+        answers = measure_apart(given, [RAW, *ways], ranks)
+        rows = [Row(name, by_row.get(name), figures) for name, figures in answers.figures.items()]
+        print_table(given, rows, [*failed, *answers.missing], answers.facts["nbytes"], ranks)
+
+
+def main() -> None:
+    given = options(__doc__)
+    given.add_argument("--change-at-once", action="store_true", help="wait until tensors may be changed")
+    given.add_argument("--apart", action="store_true", help="each way in processes of its own")
+    given = given.parse_args()
+    if is_rank():
+        measure(given)
+    elif given.apart:
+        measure_each_apart(given)
+    else:
+        launch_each(given)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,7 +28,7 @@ class Row:
     """The figures of one way: a value a round each, the slowest rank's."""
 
     name: str
-    way: Way | None = None
+    way: Way | type[Way] | None = None
     figures: dict[str, list[float]] = field(default_factory=dict)
 
     def median(self, figure: str) -> float:
@@ -134,22 +134,33 @@ def _fsync(path: Path) -> None:
 
 
 def rounds(
-    rows: Sequence[tuple[Row, Callable[[int], Figures]]], repeats: int, missing: list[Missing]
+    rows: Sequence[tuple[Row, Callable[[int], Figures]]],
+    repeats: int,
+    missing: list[Missing],
+    turn: Callable[[int], AbstractContextManager[None]] = lambda number: nullcontext(),
 ) -> list[Row]:
-    """Each way in turn, `repeats` times after one unmeasured round; one that fails is listed and left out."""
+    """Each way in turn, `repeats` times after one unmeasured round; one that fails is listed and left out.
+
+    Args:
+        rows: the ways, and functions of the round's number.
+        repeats: measured rounds.
+        missing: gets what fails.
+        turn: within it a round is measured.
+    """
     failed: set[str] = set()
     for number in range(repeats + 1):
-        for row, measure in rows:
-            if row.name in failed:
-                continue
-            before = len(missing)
-            with failing(row.name, missing):
-                figures = measure(number)
-            if len(missing) > before:
-                failed.add(row.name)
-            elif number:
-                for figure, value in slowest(figures).items():
-                    row.figures.setdefault(figure, []).append(value)
+        with turn(number):
+            for row, measure in rows:
+                if row.name in failed:
+                    continue
+                before = len(missing)
+                with failing(row.name, missing):
+                    figures = measure(number)
+                if len(missing) > before:
+                    failed.add(row.name)
+                elif number:
+                    for figure, value in slowest(figures).items():
+                        row.figures.setdefault(figure, []).append(value)
     return [row for row, _ in rows if row.figures]
 
 

@@ -1,0 +1,125 @@
+"""Each way in processes of its own, and all of them in turn.
+
+Ways that share their processes share what these hold: a peer that forks for each save leaves all pages of its
+parent to be copied when they are next written to, those of other ways' objects too, and takes the longer to
+fork the more the others hold. Apart, each way is a job with a state of its own, and one job works at a time:
+the command that started them gives the turns over a store.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from common import launched
+
+from peers.figures import Row
+from peers.roster import Missing
+
+_NAME, _PORT = "SHARDPROOF_BENCH_JOB", "SHARDPROOF_BENCH_PORT"
+_HOST = "127.0.0.1"
+_LOOK = timedelta(seconds=20)
+_PATIENCE = timedelta(minutes=30)
+
+
+class Turns:
+    """A rank's side: it works when its job's turn has come.
+
+    Args:
+        name: of the job.
+        port: of the store.
+    """
+
+    def __init__(self, name: str, port: int) -> None:
+        self.name = name
+        self._store = dist.TCPStore(_HOST, port, timeout=_PATIENCE) if dist.get_rank() == 0 else None
+
+    @classmethod
+    def of_this_job(cls) -> Turns | None:
+        """Of the job that this rank belongs to; None: all ways are measured by the same ranks."""
+        return cls(os.environ[_NAME], int(os.environ[_PORT])) if _NAME in os.environ else None
+
+    @contextmanager
+    def round(self, number: int) -> Iterator[None]:
+        """The turn of this job in one round. Called by all its ranks."""
+        if self._store is not None:
+            self._store.wait([f"{self.name} begins {number}"])
+        dist.barrier()
+        yield
+        dist.barrier()
+        self._say(f"{self.name} ends {number}", "")
+
+    def answer(self, rows: Sequence[Row], missing: Sequence[Missing], **facts: Any) -> None:
+        """What this job measured, for the command that started it."""
+        said = {
+            "figures": {row.name: row.figures for row in rows},
+            "missing": {item.name: item.reason for item in missing},
+            "facts": facts,
+        }
+        self._say(f"{self.name} answers", json.dumps(said))
+
+    def _say(self, key: str, value: str) -> None:
+        if self._store is not None:
+            self._store.set(key, value)
+
+
+@dataclass
+class Answers:
+    """What all jobs measured together."""
+
+    figures: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    """By the names of rows."""
+    missing: list[Missing] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def measure_apart(options: Any, names: Sequence[str], ranks: int) -> Answers:
+    """Starts a job of this script for each name, and lets them work in turn.
+
+    Args:
+        options: of the script.
+        names: of the jobs.
+        ranks: of each.
+    """
+    store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+    answers = Answers()
+    with ThreadPoolExecutor(len(names)) as pool:
+        jobs = {
+            name: pool.submit(
+                launched, options, ranks, timeout=7200, environment={_NAME: name, _PORT: str(store.port)}
+            )
+            for name in names
+        }
+        for number in range(options.repeats + 1):
+            for name, job in jobs.items():
+                store.set(f"{name} begins {number}", "")
+                _said(store, f"{name} ends {number}", job)
+        for name, job in jobs.items():
+            if (said := _said(store, f"{name} answers", job)) is None:
+                answers.missing.append(Missing(name, f"its processes ended with code {job.result()}"))
+                continue
+            answer = json.loads(said)
+            answers.figures |= answer["figures"]
+            answers.missing += [Missing(*item) for item in answer["missing"].items()]
+            answers.facts |= answer["facts"]
+    return answers
+
+
+def _said(store: dist.TCPStore, key: str, job: Future[int]) -> bytes | None:
+    """What a job says under a key; None if it ended without."""
+    while True:
+        ended = job.done()
+        try:
+            store.wait([key], _LOOK)
+        except dist.DistStoreError:
+            if ended:
+                return None
+            continue
+        return bytes(store.get(key))
