@@ -273,7 +273,7 @@ class _Connected:
 
     def __init__(self, store: Any) -> None:
         self.underlying_store = store
-        self._clones = [store.clone() for _ in range(4)]  # two in the foreground, two beside it
+        self._clones = [store.clone() for _ in range(6)]  # two in the foreground, two beside it, twice
 
     def clone(self) -> Any:
         return self._clones.pop()

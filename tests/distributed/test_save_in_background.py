@@ -191,7 +191,17 @@ root, how = sys.argv[1:]
 if int(os.environ.get("WORLD_SIZE", "1")) > 1:
     dist.init_process_group("gloo")
 checkpointer = sp.Checkpointer(root)
-state = {"weight": torch.arange(100_000.0)}
+weight = torch.nn.Parameter(torch.arange(100_000.0))
+optimizer = torch.optim.SGD([weight], lr=1.0)
+state = {"weight": weight}
+how, _, early = how.partition(" ")
+if early:  # what only an optimizer changes: ranks agree in the background
+    state["optimizer"] = sp.OptimizerState(optimizer, names={"weight": weight})
+
+def add_one():
+    weight.grad = -torch.ones(100_000)
+    optimizer.step()
+
 checkpointer.save(1, state).result(60)
 
 # Writes go on only when this program has ended.
@@ -205,9 +215,10 @@ def when_the_program_ends():
     ended.set()
 threading.Thread(target=when_the_program_ends, daemon=True).start()
 
-state["weight"] += 1
+add_one()
 checkpointer.save(2, state)
-state["weight"] += 1
+if not early:
+    add_one()
 if how == "destroy":
     dist.destroy_process_group()
 if how == "exit":
@@ -239,7 +250,9 @@ def run_script(root: Path, how: str, ranks: int) -> list[int]:
                 job.wait()
 
 
-@pytest.mark.parametrize(("how", "code", "ranks"), [("end", 0, 1), ("exit", 3, 2), ("raise", 1, 1)])
+@pytest.mark.parametrize(
+    ("how", "code", "ranks"), [("end", 0, 1), ("exit", 3, 2), ("exit early", 3, 2), ("raise", 1, 1)]
+)
 def test_a_program_that_ends_has_its_save_finished(how: str, code: int, ranks: int, tmp_path: Path) -> None:
     assert run_script(tmp_path, how, ranks) == [code] * ranks
     assert sp.Checkpointer(tmp_path).steps() == [1, 2]
@@ -247,8 +260,9 @@ def test_a_program_that_ends_has_its_save_finished(how: str, code: int, ranks: i
         assert torch.equal(checkpoint["weight"][...], torch.arange(100_000.0) + 1)
 
 
-def test_a_process_group_that_is_destroyed_takes_no_save_with_it(tmp_path: Path) -> None:
-    assert run_script(tmp_path, "destroy", 2) == [0, 0]
+@pytest.mark.parametrize("how", ["destroy", "destroy early"])
+def test_a_process_group_that_is_destroyed_takes_no_save_with_it(how: str, tmp_path: Path) -> None:
+    assert run_script(tmp_path, how, 2) == [0, 0]
     assert sp.Checkpointer(tmp_path).steps() == [1, 2]
 
 

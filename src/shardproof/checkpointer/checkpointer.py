@@ -126,6 +126,11 @@ class Checkpointer:
         Whatever changes after that is not in the checkpoint. Code that writes to parameters or optimizer
         state by other ways than an optimizer's `step` or a load calls `fence` first.
 
+        Where the state has the structure of the save before it, which succeeded, and changes in optimizers'
+        steps alone (but for 1 MiB), this does not wait for other ranks: they agree in the background, before
+        the next step. What fails on another rank, or because the step is committed already, is then a
+        failure in the background. `when_busy="skip"`, "stage", `incremental` and `check_replicas` do wait.
+
         Args:
             step: not negative; names the folder.
             state: see `shardproof.save`.

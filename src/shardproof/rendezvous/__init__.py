@@ -6,6 +6,15 @@ from shardproof.rendezvous.connecting import connect
 from shardproof.rendezvous.local import LocalRendezvous
 from shardproof.rendezvous.meetings import Meetings
 from shardproof.rendezvous.protocol import Decide, Rendezvous
+from shardproof.rendezvous.reservation import Reservation
 from shardproof.rendezvous.store import StoreRendezvous
 
-__all__ = ["Decide", "LocalRendezvous", "Meetings", "Rendezvous", "StoreRendezvous", "connect"]
+__all__ = [
+    "Decide",
+    "LocalRendezvous",
+    "Meetings",
+    "Rendezvous",
+    "Reservation",
+    "StoreRendezvous",
+    "connect",
+]

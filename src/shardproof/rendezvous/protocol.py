@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
+from shardproof.rendezvous.reservation import Reservation
+
 __all__ = ["Decide", "Rendezvous"]
 
 Decide: TypeAlias = Callable[[list[bytes]], "bytes | Sequence[bytes]"]
@@ -43,6 +45,14 @@ class Rendezvous(Protocol):
         """
         ...
 
+    def reserve(self) -> Reservation:
+        """The place in the order of meetings that a call of `meet` would have now, for another thread.
+
+        Does not wait. Whoever enters it waits for its turn, and meets within it; meetings that are called
+        after it was taken come after it was left or given up.
+        """
+        ...
+
     def progress(self, done: int, total: int) -> None:
         """Say that this rank moves: bytes done, of so many, in the current phase. Cheap, from any thread."""
         ...
@@ -68,5 +78,5 @@ class Rendezvous(Protocol):
         ...
 
     def close(self) -> None:
-        """End what runs in the background. The rendezvous cannot be used afterwards."""
+        """End what runs in the background. The rendezvous cannot be used afterwards, by no save under way."""
         ...

@@ -25,7 +25,7 @@ class Pulse:
         self._ticks = 0
         self._phase = ""
         self._clock: int | None = None
-        self._posted: tuple[Any, ...] = self._evidence()
+        self._posted: tuple[Any, ...] = self.evidence()
         self._count = 0
 
     def progress(self, done: int, total: int) -> None:
@@ -45,7 +45,7 @@ class Pulse:
         """A meeting is over, and so is what was done before it."""
         self._phase = ""
         self._progress = (0, 0)
-        self._posted = self._evidence()
+        self._posted = self.evidence()
 
     def decide(self, active: bool) -> None:
         """The calling thread starts or ends a decision: its processor time counts as a sign of life."""
@@ -56,7 +56,7 @@ class Pulse:
 
     def news(self) -> bytes | None:
         """The value to post, or None when there is nothing new since the last one."""
-        evidence = self._evidence()
+        evidence = self.evidence()
         if evidence == self._posted:
             return None
         self._posted = evidence
@@ -64,7 +64,8 @@ class Pulse:
         done, total = self._progress
         return json.dumps({"beat": self._count, "phase": self._phase, "done": done, "total": total}).encode()
 
-    def _evidence(self) -> tuple[Any, ...]:
+    def evidence(self) -> tuple[Any, ...]:
+        """Another value whenever there is something new to show."""
         clock = self._clock
         try:
             busy = int(time.clock_gettime(clock) * 100) if clock is not None else 0

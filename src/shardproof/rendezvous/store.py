@@ -18,6 +18,8 @@ Rank 0 leads. Five facts bound every wait:
 4. Meetings are numbered by each rank for itself, one number a call, whatever the call ends in. So a rank that
    comes too late finds the verdict under the number that the others used, and is in step again. A rank that
    left out a whole operation sees by the verdict's operation that it was not meant, and takes the next.
+   Threads of one rank meet one at a time, in the order in which they took their places (`Turns`). Who waits
+   for another thread does so as long as the rank's signs of life go on.
 5. A leader whose process may serve the store stays until the others have read its verdict, but not for ever.
 
 What this cannot give: should the leader be given up while it decides, what it did by then is done. A decision
@@ -31,14 +33,16 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from shardproof.rendezvous import verdicts
 from shardproof.rendezvous.channel import Channel
 from shardproof.rendezvous.link import LinkLost
 from shardproof.rendezvous.meeting import Meeting, PassedOver, attend
 from shardproof.rendezvous.protocol import Decide
 from shardproof.rendezvous.pulse import Pulse
+from shardproof.rendezvous.reservation import Reservation, Turns
 
 __all__ = ["StoreRendezvous"]
 
@@ -91,7 +95,9 @@ class StoreRendezvous:
         self._stays = rank == 0 and _ends_with_this_process(store)
         self._channel: Channel | None = None
         self._number = 0
-        self._turn = threading.Lock()
+        self._turns = Turns(
+            self._pulse.evidence, lambda: self._deadline, lambda seconds: verdicts.stuck(rank, seconds)
+        )
         self._holder: int | None = None
         self._closed = False
         self._process = os.getpid()
@@ -119,6 +125,11 @@ class StoreRendezvous:
                     return attend(self._open(), meeting, post, decide)
                 except PassedOver:
                     continue
+
+    def reserve(self) -> Reservation:
+        """Take a place in the order of this process's meetings. See `Rendezvous.reserve`."""
+        self._check()
+        return self._turns.reserve()
 
     def progress(self, done: int, total: int) -> None:
         """Say that this rank moves: bytes done, of so many. Costs one assignment."""
@@ -171,8 +182,8 @@ class StoreRendezvous:
         self._channel.patience = self._deadline
         return self._channel
 
-    @contextmanager
-    def _my_turn(self) -> Iterator[None]:
+    def _check(self) -> None:
+        """Whether this thread may take a turn."""
         if self._closed:
             raise RuntimeError("this rendezvous is closed")
         if self._process != os.getpid():
@@ -181,7 +192,11 @@ class StoreRendezvous:
             )
         if self._holder == threading.get_ident():
             raise RuntimeError("a meeting was called from inside the decision of another one")
-        with self._turn:
+
+    @contextmanager
+    def _my_turn(self) -> Iterator[None]:
+        self._check()
+        with nullcontext() if self._turns.is_mine() else self._turns.reserve():
             self._holder = threading.get_ident()
             try:
                 yield

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from shardproof.errors import RankFailure, RankSilent, StructureError
 
-__all__ = ["cause_text", "disagreement", "failure", "fold", "silence", "store_lost"]
+__all__ = ["cause_text", "disagreement", "failure", "fold", "silence", "store_lost", "stuck"]
 
 _LISTED = 16
 _LONGEST_CAUSE = 4000
@@ -137,3 +137,15 @@ def _listed(texts: Mapping[int, str]) -> list[str]:
     if len(texts) > _LISTED:
         lines.append(f"  and {len(texts) - _LISTED} more")
     return lines
+
+
+def stuck(rank: int, seconds: float) -> RankSilent:
+    """Another thread of this rank is in a meeting, and does not come out of it."""
+    return RankSilent(
+        f"rank {rank} cannot meet: a meeting of another of its threads has made no progress for "
+        f"{seconds:.0f} s. What it decides on hangs: look at the storage of the save under way",
+        phase="turn",
+        ranks=[rank],
+        last_heard={str(rank): seconds},
+        progress={},
+    )

@@ -24,12 +24,14 @@ Note: Temporaries belong to side
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from shardproof.storage import ALIGNMENT, address, aligned_buffer
 from shardproof.streams import has_streams, on_stream
 
-__all__ = ["DeviceCopies", "pinned_buffer"]
+__all__ = ["DeviceCopies", "copies_of", "pinned_buffer"]
 
 
 class DeviceCopies:
@@ -86,6 +88,12 @@ class DeviceCopies:
         """Wait until nothing is being copied any more, also not for a `copy` that an error ended."""
         if self._side is not None:
             self._side.synchronize()
+
+
+def copies_of(tensors: Iterable[torch.Tensor]) -> dict[torch.device, DeviceCopies]:
+    """Copies of the values that tensors have now, by the device that they are on; none for host memory."""
+    devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
+    return {device: DeviceCopies(device) for device in devices}
 
 
 def pinned_buffer(nbytes: int) -> memoryview:

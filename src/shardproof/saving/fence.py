@@ -18,7 +18,6 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardproof import events
-from shardproof.saving.snapshot import Snapshot
 from shardproof.saving.write_watch import written_by
 from shardproof.state import Stepped
 from shardproof.state.dtensor import local_tensor
@@ -28,18 +27,18 @@ __all__ = ["Fence", "open_all"]
 
 
 class Fence:
-    """Stands before a snapshot until it is closed.
+    """Stands before the memory that a save reads, until it is closed.
 
     Args:
-        snapshot: what is read meanwhile.
         stepped: the optimizers of the state, and what they write.
+        secure: returns when that memory may be written to, with the bytes that were copied for it.
         phase: for whoever listens: what training waits for.
     """
 
     def __init__(
-        self, snapshot: Snapshot, stepped: Sequence[Stepped], phase: Callable[[], events.Phase]
+        self, stepped: Sequence[Stepped], secure: Callable[[], int], phase: Callable[[], events.Phase]
     ) -> None:
-        self._snapshot = snapshot
+        self._secure = secure
         self._phase = phase
         self._opened = False
         self._process = os.getpid()
@@ -61,10 +60,8 @@ class Fence:
         """Returns when everything may be written to."""
         if self._opened or self._process != os.getpid():  # a child made by fork writes to memory of its own
             return
-        before = self._snapshot.staged_bytes
         with self._phase() as phase:
-            self._snapshot.secure(fenced=True)
-            copied = self._snapshot.staged_bytes - before
+            copied = self._secure()
             phase.progress(copied, copied)
         self._opened = True
 

@@ -55,6 +55,8 @@ class HeldPlan:
 
     id: str
     shard: PreparedShard
+    digest: bytes
+    """Of the structure that it was made from."""
     slices: Slices | None = None
     """Of the pieces that other ranks hold too, once they are asked for."""
 
@@ -94,6 +96,8 @@ class Kept:
     """How this rank's tensors were described."""
     structure: KnownStructure | None = None
     """Of this rank's last state."""
+    is_well: bool = False
+    """Whether this rank saw the last save succeed."""
     pool: BufferPool | None = None
     """Buffers, given back by a save that got through: a failed one may have lost some of them."""
     base: KnownBase | None = None

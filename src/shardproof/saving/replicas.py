@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from shardproof.errors import StructureError
 from shardproof.planning import Slices, WritePlan
 from shardproof.saving.committed import Divergence
+from shardproof.saving.device import copies_of
 from shardproof.saving.source import Source
 from shardproof.saving.staging import StagingPool
 from shardproof.state import Piece
@@ -70,7 +71,8 @@ def hash_replicas(
         xxh3_128 of each, 16 bytes.
     """
     boxes, byte_count = slices.boxes.take(rows), slices.byte_count[rows]
-    source = Source(pieces, slices.box[rows], slices.start[rows], byte_count, boxes.offsets, boxes.sizes)
+    columns = slices.box[rows], slices.start[rows], byte_count, boxes.offsets, boxes.sizes
+    source = Source(pieces, *columns, copies_of(piece.view for piece in pieces))
     digests, done = [], 0
     try:
         for row, count in enumerate(source.byte_counts):

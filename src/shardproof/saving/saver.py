@@ -102,7 +102,9 @@ class Saver:
             try:
                 session.begin(state, guarded=False)
                 session.hash_replicas(self._rendezvous)
-                return session.finish(self._rendezvous)
+                done = session.finish(self._rendezvous)
+                session.succeed()
+                return done
             finally:
                 session.end()
 
@@ -153,44 +155,47 @@ class Saver:
                 skipped.blocked = time.monotonic() - begun
                 return skipped
             session = self._session(storage, Request(step, metadata or {}, overwrite, base, check_replicas))
-            try:
-                session.begin(state, guarded=True, stage_all=stage_all)
-                beside = self._rendezvous_beside(session)
-                session.hash_replicas(beside)
-            except BaseException:
-                session.end()
-                raise
-            served = [self._rendezvous.hold()]  # until this save needs the store no more
+            rank, patience = self._rendezvous.rank, 2 * self._rendezvous.deadline
+            served = list[object]()
 
             def work() -> Committed:
                 try:
-                    done = session.finish(beside)
+                    session.agree()
+                    done = session.finish(self._rendezvous_beside(session))
                     if after is not None:
                         after(done, lambda _done, _total: session.progress.moved())
+                    session.succeed()
                     return done
                 except BaseException as error:
                     _log.error("%s: the save failed: %s", storage.location, error)
                     if isinstance(error, ShardproofError):
                         raise
                     raise RankFailure(
-                        f"{storage.location}: rank {beside.rank} failed: {type(error).__name__}: {error}",
+                        f"{storage.location}: rank {rank} failed: {type(error).__name__}: {error}",
                         phase="background",
-                        causes={str(beside.rank): f"{type(error).__name__}: {error}"},
+                        causes={str(rank): f"{type(error).__name__}: {error}"},
                     ) from error
                 finally:
                     session.end()
                     served.clear()
 
+            future: Future[Committed] | None = None
             try:
+                session.begin(state, guarded=True, stage_all=stage_all)
+                if not session.is_ahead:
+                    session.hash_replicas(self._rendezvous_beside(session))
+                served.append(self._rendezvous.hold())  # until this save needs the store no more
                 future = self._thread.submit(work)
-                pending = PendingSave(step, future, session.progress, 2 * beside.deadline)
+                pending = PendingSave(step, future, session.progress, patience)
                 self._under_way = _UnderWay(session, future, pending)
-                unfinished.add(future, session.progress, 2 * beside.deadline, f"save {storage.location}")
+                unfinished.add(future, session.progress, patience, f"save {storage.location}")
                 if session.interrupt is not None:
                     raise session.interrupt  # the other ranks are told in the background
                 session.stage()
             except BaseException as error:  # the caller may change what was not copied
                 session.give_up(error)
+                if future is None:
+                    session.end()
                 raise
             pending.blocked = time.monotonic() - begun
             return pending

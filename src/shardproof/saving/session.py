@@ -1,9 +1,17 @@
 """One save, from the live state to the committed manifest.
 
     collect (local) -> agree (meet) -> [plan (meet)] -> stage (local) | write (local) -> commit (meet)
+    collect (local) | agree (meet) -> [plan (meet)] -> write (local) -> commit (meet)
 
-What is left of the bar is done by the caller's thread, what is right of it goes on while training does. Each
-side meets at a rendezvous of its own, so that their meetings cannot get in each other's way.
+What is left of the bar is done by the caller's thread, what is right of it goes on while training does. The
+second line is that of a rank whose structure is that of the plan it holds, and whose state changes in steps
+of optimizers alone, up to little that is copied at once: whatever the ranks agree on, it has it. Each rank
+finds out for itself which line is its own. To the others it makes no difference. After a save that failed
+on a rank, or whose end it did not see, the first line is its own: who is told of a failure where all meet
+does not hear of it again from a rank that was told in the background.
+
+What the ranks write and commit they meet for at a rendezvous of its own, so that it cannot get in the way of
+the caller's meetings. To agree, a rank of the second line takes its place in the order of these.
 
 The sequence of meetings is fixed: every rank takes part in each, with its result or with its error, whatever
 happened to it before. So one rank's failure is everyone's answer and nobody waits for a rank that gave up.
@@ -17,6 +25,8 @@ import socket
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, get_args
 
@@ -29,14 +39,16 @@ from shardproof import events
 from shardproof.errors import (
     RankSilent,
     ShardproofError,
+    StorageError,
     StructureError,
 )
 from shardproof.format import shard_name
 from shardproof.garbage import no_garbage_collection
 from shardproof.planning import RankPlan, Structure
-from shardproof.rendezvous import Meetings, Rendezvous
-from shardproof.saving.background import Progress
+from shardproof.rendezvous import Meetings, Rendezvous, Reservation
+from shardproof.saving.background import Progress, wait_while_moving
 from shardproof.saving.buffers import BufferPool
+from shardproof.saving.capture import Capture
 from shardproof.saving.commit import Written
 from shardproof.saving.committed import Committed
 from shardproof.saving.fence import Fence
@@ -49,8 +61,7 @@ from shardproof.saving.replicas import CheckReplicas, chosen_slices, hash_replic
 from shardproof.saving.shard import write_changes, write_shard
 from shardproof.saving.snapshot import Snapshot
 from shardproof.saving.uncommitted import remove_uncommitted
-from shardproof.saving.write_watch import WriteWatch
-from shardproof.state import Collected, ObjectEntry, collect, encode_plain
+from shardproof.state import Collected, collect, encode_plain
 from shardproof.storage import Sink, Storage
 
 __all__ = ["Session"]
@@ -59,10 +70,11 @@ _LATEST_STEP = 10**18
 _SHOWN = 8
 """Divergences that a warning spells out."""
 _log = logging.getLogger("shardproof")
+_NOTHING = Capture((), (), {}, {}, None, is_complete=False)
 
 
 class Session:
-    """One save on one rank: `begin`, then `finish`, perhaps on another thread, and `end` whatever happened.
+    """One save on one rank: `begin`; then `agree` and `finish`, perhaps on another thread; and at last `end`.
 
     Args:
         rendezvous: where the ranks meet before training goes on.
@@ -84,7 +96,7 @@ class Session:
     ) -> None:
         self.progress = Progress()
         self.background = ""
-        """Name of the rendezvous for `finish`, the same on all ranks."""
+        """Name of the rendezvous for `finish`, the same on all ranks, once they have agreed."""
         self._begun = time.monotonic()
         self._rendezvous = rendezvous
         self._storage = storage
@@ -92,10 +104,14 @@ class Session:
         self._kept = kept
         self._failed = failed
         self._operation = f"save {storage.location}"
-        self._collected: Collected
+        self._capture = _NOTHING
         self._structure: Structure
+        self._digest: bytes
         self._attempt: Attempt
-        self._objects: dict[str, bytes] = {}
+        self._described: bytes | BaseException
+        self._reservation: Reservation | None = None
+        self._agreed: Future[None] = Future()
+        """Done when the ranks have agreed, or will not."""
         self._leader = Leader(storage, request, kept, limits)
         self._base: BaseDigests | None = None
         self._digests: NDArray[np.uint64] | None = None
@@ -104,23 +120,64 @@ class Session:
         self._snapshot: Snapshot | None = None
         self._fence: Fence | None = None
         self._problem: BaseException | None = None
+        self._given_up: BaseException | None = None
 
     def begin(self, state: Any, *, guarded: bool, stage_all: bool = False) -> None:
-        """Collects, agrees, plans if it must. Afterwards `finish` can run.
+        """Collects, and agrees and plans unless that can be left to `agree`.
 
         Args:
             state: the state tree.
             guarded: whether memory will change before the save is over; `stage` and the fence see to it.
             stage_all: whether nothing is left to the fence.
         """
-        meeting = Meetings(self._rendezvous, self._operation)
+        was_well, self._kept.is_well = self._kept.is_well, False
         with self._phase("collect") as phase:
-            described = _attempted(lambda: self._describe(state), phase)
+            self._described = _outcome(
+                lambda: self._describe(state, guarded=guarded, stage_all=stage_all, was_well=was_well), phase
+            )
+        if self._capture.is_complete and isinstance(self._described, bytes):
+            self._reservation = self._rendezvous.reserve()
+        else:
+            self._agree()
+
+    def agree(self) -> None:
+        """What `begin` left to this: agrees, and plans if it must."""
+        if self._reservation is not None:
+            with self._reservation:
+                self._agree()
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether `begin` left it to `agree` to meet the others."""
+        return self._reservation is not None
+
+    def _agree(self) -> None:
+        self.progress.is_bounded = True
+        try:
+            part = self._meet()
+            try:
+                self._take(part)
+            except BaseException as error:  # told to all ranks where they meet next
+                self._problem = error
+        finally:
+            self.progress.is_bounded = False
+            self._let_steps_go()
+
+    def _let_steps_go(self) -> None:
+        """Whoever waits for the ranks to agree need not wait any more."""
+        if not self._agreed.done():
+            self._agreed.set_result(None)
+
+    def _meet(self) -> bytes | None:
+        """The new part of the plan; None: the one that is held still holds."""
+        meeting = Meetings(self._rendezvous, self._operation)
         with self._phase("agree"):
-            answer = meeting.meet("collect", described, self._leader.agree)
+            answer = meeting.meet(
+                "collect", partial(_told, self._described), self._unbounded(self._leader.agree)
+            )
         agreed = msgspec.msgpack.decode(answer, type=Agreed)
-        self._attempt, self.background, part = agreed.attempt, agreed.background, None
-        self._turn = agreed.turn
+        self._attempt, self._turn, part = agreed.attempt, agreed.turn, None
+        self.background = agreed.background
         if not agreed.reuse:
             self._kept.held = self._kept.known = None
             with self._phase("plan"):
@@ -131,10 +188,7 @@ class Session:
         elif agreed.attempt.base:
             assert self._kept.known is not None
             self._base = self._kept.known.digests
-        try:
-            self._prepare(part, guarded, stage_all)
-        except BaseException as error:  # told to all ranks where they meet next
-            self._problem = error
+        return part
 
     @property
     def interrupt(self) -> BaseException | None:
@@ -142,7 +196,8 @@ class Session:
 
         It does not end the save: `finish` still has to run, to tell the other ranks.
         """
-        return None if isinstance(self._problem, Exception) else self._problem
+        problem = self._problem
+        return None if isinstance(problem, Exception) else problem
 
     def hash_replicas(self, rendezvous: Rendezvous) -> None:
         """Hashes what other ranks hold too, as far as it is asked for. An error is the answer of `finish`.
@@ -161,13 +216,14 @@ class Session:
 
     def stage(self) -> None:
         """Returns when all that may change at any time is copied. An error is the answer of `finish`."""
-        if self._snapshot is not None:
+        if self._snapshot is not None and not self.is_ahead:
             with self._phase("stage") as phase:
                 self._snapshot.secure(fenced=False)
                 phase.progress(self._snapshot.staged_bytes, self._snapshot.staged_bytes)
 
     def give_up(self, error: BaseException) -> None:
         """What is not written yet never will be: `finish` fails with this error."""
+        self._given_up = error
         if self._snapshot is not None:
             self._snapshot.give_up(error)
 
@@ -185,11 +241,13 @@ class Session:
         meeting = Meetings(rendezvous, self._operation)
         try:
             with self._phase("write") as phase:
-                written = _attempted(lambda: self._write(rendezvous, phase), phase)
+                written = _outcome(lambda: self._write(rendezvous, phase), phase)
             with self._phase("commit") as phase:
                 self.progress.is_bounded = True
                 try:
-                    answer = meeting.meet("write", written, self._commit)
+                    answer = meeting.meet(
+                        "write", partial(_told, written), self._unbounded(self._leader.commit)
+                    )
                 finally:
                     self.progress.is_bounded = False
                 done = msgspec.msgpack.decode(answer, type=Committed)
@@ -206,13 +264,20 @@ class Session:
             self._kept.known = KnownDigests(self._attempt.id, BaseDigests.of(self._digests))
         return msgspec.structs.replace(done, seconds=time.monotonic() - self._begun)
 
+    def succeed(self) -> None:
+        """This rank has seen the save, and all that belongs to it, come to a good end."""
+        self._kept.is_well = True
+
     def end(self) -> None:
         """Lets go of the state. Called whatever happened, once at least."""
+        if self._reservation is not None:
+            self._reservation.give_up()
+        self._let_steps_go()
         if self._fence is not None:
             self._fence.close()
         if self._snapshot is not None:
             self._snapshot.end()
-        self._collected = Collected((), ())
+        self._capture = _NOTHING
 
     def _phase(self, name: str) -> events.Phase:
         step = self._request.step
@@ -224,21 +289,27 @@ class Session:
             step=step if isinstance(step, int) else None,
         )
 
-    def _describe(self, state: Any) -> bytes:
-        """Collects the state; what all ranks have to agree on."""
+    def _describe(self, state: Any, *, guarded: bool, stage_all: bool, was_well: bool) -> bytes:
+        """Collects the state and takes note of it; what all ranks have to agree on."""
         step = _checked_step(self._request.step)
+        metadata = msgspec.json.encode(encode_plain(self._request.metadata, "metadata"))
+        check = _checked_mode(self._request.check_replicas)
         with no_garbage_collection():
             rank, world_size = self._rendezvous.rank, self._rendezvous.world_size
-            self._collected = collect(state, rank=rank, world_size=world_size, last=self._kept.walk)
-            self._structure, digest = self._structure_of(self._collected)
-        metadata = msgspec.json.encode(encode_plain(self._request.metadata, "metadata"))
+            collected = collect(state, rank=rank, world_size=world_size, last=self._kept.walk)
+            self._structure, self._digest = self._structure_of(collected)
+            stepped = () if stage_all else collected.stepped
+            self._capture = Capture.of(
+                collected, stepped, guarded=guarded, complete=was_well and self._fits_held_plan()
+            )
+            if self._capture.watch:
+                self._fence = Fence(stepped, self._secure, partial(self._phase, "fence"))
         held = self._kept.held.id if self._kept.held else ""
         failed = msgspec.json.encode(self._failed.to_wire()) if self._failed is not None else b""
         known = self._kept.known.attempt if self._kept.known else ""
         asked = self._request.overwrite, self._request.base is not None
-        check = _checked_mode(self._request.check_replicas)
         return msgspec.msgpack.encode(
-            Described(digest, held, step, metadata, *asked, known, _node(), check, failed)
+            Described(self._digest, held, step, metadata, *asked, known, _node(), check, failed)
         )
 
     def _structure_of(self, collected: Collected) -> tuple[Structure, bytes]:
@@ -250,30 +321,45 @@ class Session:
             known = self._kept.structure = KnownStructure(collected.token, structure, structure.digest())
         return known.structure, known.digest
 
-    @no_garbage_collection()
-    def _prepare(self, part: bytes | None, guarded: bool, stage_all: bool) -> None:
+    def _fits_held_plan(self) -> bool:
+        """Whether this rank has nothing to say that keeps the ranks from going on with the plan it holds."""
+        held, request = self._kept.held, self._request
+        is_plain = request.base is None and not request.check_replicas
+        return is_plain and held is not None and held.digest == self._digest
+
+    def _take(self, part: bytes | None) -> None:
         """Takes a new `part` of the plan or the one held from before, and makes the snapshot."""
-        if part is not None:
-            prepared = prepare_shard(self._structure, RankPlan.decode(part))
-            self._kept.held = HeldPlan(self._attempt.id, prepared)
-        assert self._kept.held is not None
-        self._objects = _encoded(self._collected.objects)
-        pieces = [(piece, entry.key) for entry in self._collected.tensors for piece in entry.pieces]
-        views = [piece for piece, _ in pieces]
-        stepped = () if stage_all else self._collected.stepped
-        watch = WriteWatch(views, stepped) if guarded else None
-        self._snapshot = Snapshot(
-            views,
-            [key for _, key in pieces],
-            self._kept.held.shard.plan,
-            self._kept.staging,
-            self._kept.toucher,
-            watch,
-            self._rendezvous.deadline,
-            self.progress,
-        )
-        if watch:
-            self._fence = Fence(self._snapshot, stepped, partial(self._phase, "fence"))
+        with nullcontext() if self.is_ahead else no_garbage_collection():  # training's garbage is not ours
+            if part is not None:
+                prepared = prepare_shard(self._structure, RankPlan.decode(part))
+                self._kept.held = HeldPlan(self._attempt.id, prepared, self._digest)
+            assert self._kept.held is not None
+            self._snapshot = Snapshot(
+                self._capture,
+                self._kept.held.shard.plan,
+                self._kept.staging,
+                self._kept.toucher,
+                self._rendezvous.deadline,
+                self.progress,
+            )
+        if self._given_up is not None:
+            self._snapshot.give_up(self._given_up)
+
+    def _secure(self) -> int:
+        """Returns when no memory is read any more that training may write to; the bytes copied for that."""
+        patience = 2 * self._rendezvous.deadline
+        if not wait_while_moving(self._agreed, self.progress, patience):
+            self.give_up(
+                StorageError(
+                    f"the ranks have not agreed for {patience:.0f} s while training waited for it: the save "
+                    "is given up, and training goes on. Look at the storage"
+                )
+            )
+        if self._snapshot is None:
+            return 0
+        before = self._snapshot.staged_bytes
+        self._snapshot.secure(fenced=True)
+        return self._snapshot.staged_bytes - before
 
     def _hash_replicas(self, rendezvous: Rendezvous, phase: events.Phase) -> None:
         held = self._kept.held
@@ -289,8 +375,7 @@ class Session:
             rendezvous.progress(done, total)
             phase.progress(done, total)
 
-        pieces = [piece for entry in self._collected.tensors for piece in entry.pieces]
-        self._replicas = hash_replicas(pieces, held.slices, rows, self._kept.staging, moved)
+        self._replicas = hash_replicas(self._capture.pieces, held.slices, rows, self._kept.staging, moved)
 
     def _write(self, rendezvous: Rendezvous, phase: events.Phase) -> bytes:
         """Writes this rank's shard file, if it has one."""
@@ -299,13 +384,13 @@ class Session:
         rendezvous.arrive()
         assert self._kept.held is not None and self._snapshot is not None
         begun, shard = time.monotonic(), self._kept.held.shard
-        keys = tuple(self._objects)
-        digests = b"".join([xxhash.xxh3_128_digest(value) for value in self._objects.values()])
+        keys = tuple(self._capture.objects)
+        digests = b"".join([xxhash.xxh3_128_digest(value) for value in self._capture.objects.values()])
         if self._request.base is not None:
             self._digests = np.zeros((0, 2), np.uint64)
         if not shard.is_written:
             return msgspec.msgpack.encode(Written(0, 0, "", b"", {}, keys, digests, replicas=self._replicas))
-        owned = {key: self._objects[key] for key in shard.plan.objects}
+        owned = {key: self._capture.objects[key] for key in shard.plan.objects}
         total = shard.data_bytes
 
         def create() -> Sink:
@@ -336,10 +421,17 @@ class Session:
         seconds = time.monotonic() - begun
         return msgspec.msgpack.encode(Written(*of_file, owned, keys, digests, rows, self._replicas, seconds))
 
-    def _commit(self, posts: Sequence[bytes]) -> bytes:
-        """Leader: the storage may hang in this, so whoever waits is to look whether it moves."""
-        self.progress.is_bounded = False
-        return self._leader.commit(posts)
+    def _unbounded(self, decide: Callable[[Sequence[bytes]], bytes]) -> Callable[[Sequence[bytes]], bytes]:
+        """Leader: the storage may hang in this decision, so whoever waits is to look whether it moves."""
+
+        def decided(posts: Sequence[bytes]) -> bytes:
+            self.progress.is_bounded = False
+            try:
+                return decide(posts)
+            finally:
+                self.progress.is_bounded = True
+
+        return decided
 
     def _warn(self, done: Committed) -> None:
         """Says where replicas differ, on rank 0 and on the ranks at fault."""
@@ -354,15 +446,6 @@ class Session:
                 said,
                 "; ..." if len(concerns) > _SHOWN else "",
             )
-
-
-def _encoded(objects: Sequence[ObjectEntry]) -> dict[str, bytes]:
-    """Objects as JSON, by key. Several keys may have one value, which is encoded once."""
-    known: dict[int, bytes] = {}
-    for entry in objects:
-        if id(entry.value) not in known:
-            known[id(entry.value)] = msgspec.json.encode(entry.value)
-    return {entry.key: known[id(entry.value)] for entry in objects}
 
 
 def _node() -> int:
@@ -387,15 +470,16 @@ def _checked_mode(check: Any) -> str:
     return check or ""
 
 
-def _attempted(work: Callable[[], bytes], phase: events.Phase) -> Callable[[], bytes]:
-    """What `work` gives or raises, to be given or raised at the meeting."""
+def _outcome(work: Callable[[], bytes], phase: events.Phase) -> bytes | BaseException:
+    """What `work` gives or raises, to be told at the meeting."""
     try:
-        result = work()
+        return work()
     except BaseException as error:
         phase.fail(error)
-        return partial(_raise, error)
-    return lambda: result
+        return error
 
 
-def _raise(error: BaseException) -> bytes:
-    raise error
+def _told(outcome: bytes | BaseException) -> bytes:
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome

@@ -6,11 +6,13 @@ read from a copy, *copied* when the writer has all of it. Only a live chunk can 
 
 1. Turning a chunk from live to staged, and reading a span, both hold one lock. So a span is read wholly
    before its chunk is copied, or from the copy.
-2. Chunks of tensors that may change at any time are staged before `save` returns.
+2. Chunks of tensors that may change at any time are staged before `save` returns, or the tensors are copied
+   before it is known which chunks there are (see `Capture`).
 3. Other tensors are those that only an optimizer's step writes. Before any optimizer that shares memory with
    them steps, before a load fills anything, and when the program says so (`fence`), all chunks that are
    still live are staged, and only then does the step, the load or the program go on. The tensors still hold
-   the values of the save at that moment, for nothing wrote to them since.
+   the values of the save at that moment, for nothing wrote to them since. Where the ranks have not agreed
+   yet on what is written, that is waited for first.
 4. Whoever writes to such a tensor in another way raises the version that torch keeps of it, or of the DTensor
    that it is the local tensor of. Both are compared after each span that was read live: a span that was read
    from memory of another version fails the save. What writes past these counts (through ``.data``, a replayed
@@ -34,10 +36,9 @@ import numpy as np
 from shardproof.errors import StorageError, StructureError
 from shardproof.planning import RankPlan
 from shardproof.saving.background import Progress, Workers
+from shardproof.saving.capture import Capture
 from shardproof.saving.source import Source
 from shardproof.saving.staging import Staged, StagingPool
-from shardproof.saving.write_watch import WriteWatch
-from shardproof.state import Piece
 from shardproof.storage.buffers import address
 
 __all__ = ["Snapshot"]
@@ -52,48 +53,44 @@ class Snapshot:
     """What one rank writes in one save: the chunks of its plan, in the order of its file.
 
     Args:
-        pieces: this rank's, in the order that the plan speaks of.
-        names: of the pieces' tensors, for messages.
+        capture: this rank's pieces, in the order that the plan speaks of.
         plan: the chunks.
         pool: for copies.
         toucher: the thread on which the pool grows.
-        watch: which pieces change only where `secure` is called before; None: nothing changes until the save
-            is over.
         patience: seconds without progress of the writer after which the save is given up.
         progress: of the save.
     """
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
-        names: Sequence[str],
+        capture: Capture,
         plan: RankPlan,
         pool: StagingPool,
         toucher: Workers,
-        watch: WriteWatch | None,
         patience: float,
         progress: Progress,
     ) -> None:
         self.waited = 0.0
         """Seconds that training waited for copies."""
         self.staged_bytes = 0
-        self._names = names
+        self._names = capture.names
         self._pool = pool
         self._toucher = toucher
         self._patience = patience
         self._progress = progress
         self._changed = pool.changed
         boxes = plan.box_offsets, plan.box_sizes
-        self._source = Source(pieces, plan.piece, plan.piece_start, plan.byte_count, *boxes)
+        columns = plan.piece, plan.piece_start, plan.byte_count, *boxes
+        self._source = Source(capture.pieces, *columns, capture.copies)
         self._count = self._source.byte_counts
         self._before = np.append(0, np.cumsum(plan.byte_count))
-        self._watch = watch
+        self._watch = capture.watch
         self._staged: dict[int, Staged] = {}
         self._gathered = -1
         """The chunk that the writer gathered last."""
         self._scratch = 0
         self._front = 0
-        self._over = watch is None
+        self._over = self._watch is None
         self._failure: BaseException | None = None
 
     @property

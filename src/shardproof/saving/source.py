@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -21,8 +21,6 @@ _Ints = NDArray[np.int64]
 class Source:
     """n runs of elements, each a box within one piece.
 
-    Of a device, the values are read that the piece had when this was made (see `DeviceCopies`).
-
     Args:
         pieces: of the rank.
         piece: (n,) row of the piece of each run.
@@ -30,6 +28,7 @@ class Source:
         byte_count: (n,) bytes of the run.
         offsets: flat global offsets of the run's box, as many as its piece has dimensions.
         sizes: of the box.
+        copies: of the pieces that are not in host memory, by device.
     """
 
     def __init__(
@@ -40,6 +39,7 @@ class Source:
         byte_count: _Ints,
         offsets: _Ints,
         sizes: _Ints,
+        copies: Mapping[torch.device, DeviceCopies],
     ) -> None:
         self.piece: list[int] = piece.tolist()
         self.byte_counts: list[int] = byte_count.tolist()
@@ -53,8 +53,7 @@ class Source:
         self.addresses: list[int] = base.tolist()
         """Where the bytes of each run are in host memory; 0 if they have to be read from there."""
         self._columns = piece, offsets, sizes
-        devices = {held.view.device for held in pieces if not held.view.is_cpu}
-        self._devices = {device: DeviceCopies(device) for device in devices}
+        self._devices = copies
 
     def read(self, row: int, to: int) -> None:
         """Copies a whole run.

@@ -331,3 +331,37 @@ def test_connect_says_what_is_missing_or_cannot_be_reached(monkeypatch: pytest.M
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(RankSilent, match=r"127\.0\.0\.1:1"):
         connect(deadline=0.5)
+
+
+def test_a_reservation_keeps_its_place_in_the_order() -> None:
+    """A meeting that is called later, and would be first if it could, comes after the reserved ones."""
+
+    def work(meetings: StoreRendezvous) -> tuple[bytes, bytes]:
+        reservation, answers = meetings.reserve(), list[bytes]()
+        post = str(meetings.rank).encode()
+
+        def first() -> None:
+            with reservation:
+                answers.append(meetings.meet("save", "agree", b"a" + post, join))
+                answers.append(meetings.meet("save", "plan", b"b" + post, join))
+
+        later = threading.Timer(0.05, first)
+        later.start()
+        answers.append(meetings.meet("vote", "vote", b"c" + post, join))
+        later.join(10)
+        return b" ".join(answers[:2]), answers[2]
+
+    assert on_ranks(3, HashStore(), work) == [(b"a0,a1,a2 b0,b1,b2", b"c0,c1,c2")] * 3
+
+
+def test_a_reservation_that_is_given_up_lets_the_others_meet() -> None:
+    alone = StoreRendezvous(HashStore(), 0, 1)
+    reservation = alone.reserve()
+    reservation.give_up()
+    reservation.give_up()
+    assert alone.meet("save", "plan", b"x", join) == b"x"
+    with alone.reserve():
+        assert alone.meet("save", "plan", b"y", join) == b"y"
+    alone.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        alone.reserve()

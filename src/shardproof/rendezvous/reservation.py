@@ -1,0 +1,105 @@
+"""The order of meetings in one process: places in it are taken by one thread and may be used by another."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+__all__ = ["Reservation", "Turns"]
+
+_LOOK = 1.0
+"""Seconds between two looks at whether whoever has the turn moves."""
+
+
+class Reservation:
+    """A place in the order of meetings. Whoever enters it waits for its turn, and holds it until leaving.
+
+    It counts as long as anybody refers to it, so that none is lost whatever becomes of a thread.
+
+    >>> from shardproof.rendezvous import LocalRendezvous
+    >>> alone = LocalRendezvous()
+    >>> reservation = alone.reserve()
+    >>> with reservation:
+    ...     alone.meet("save", "plan", b"two", lambda posts: posts[0] * 2)
+    b'twotwo'
+    """
+
+    def __init__(self, turns: Turns) -> None:
+        self.thread: int | None = None
+        """That has entered it."""
+        self._turns = turns
+
+    def __enter__(self) -> None:
+        self._turns.wait_for(self)
+        self.thread = threading.get_ident()
+
+    def __exit__(self, *error: object) -> None:
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Lets the next one meet. Nothing to do where it was left already."""
+        self.thread = None
+        self._turns.leave(self)
+
+
+class Turns:
+    """Places in the order in which they were taken.
+
+    Args:
+        evidence: changes as long as whoever has the turn moves.
+        patience: seconds without a change after which nobody waits any more.
+        stuck: makes the error that is raised then, of these seconds.
+    """
+
+    def __init__(
+        self,
+        evidence: Callable[[], object],
+        patience: Callable[[], float],
+        stuck: Callable[[float], Exception],
+    ) -> None:
+        self._evidence = evidence
+        self._patience = patience
+        self._stuck = stuck
+        self._changed = threading.Condition()
+        self._order: list[weakref.ref[Reservation]] = []
+
+    def reserve(self) -> Reservation:
+        """The next place. Does not wait."""
+        reservation = Reservation(self)
+        with self._changed:
+            self._order.append(weakref.ref(reservation))
+        return reservation
+
+    def is_mine(self) -> bool:
+        """Whether this thread has the turn."""
+        first = self._first()
+        return first is not None and first.thread == threading.get_ident()
+
+    def wait_for(self, reservation: Reservation) -> None:
+        """Returns when it is the turn of a place that was not left.
+
+        Raises:
+            Exception: what `stuck` makes.
+        """
+        seen, since = self._evidence(), time.monotonic()
+        while not self._is_first(reservation, min(_LOOK, self._patience())):
+            if (now := self._evidence()) != seen:
+                seen, since = now, time.monotonic()
+            elif (silent := time.monotonic() - since) >= self._patience():
+                raise self._stuck(silent)
+
+    def leave(self, reservation: Reservation) -> None:
+        """Takes a place out of the order."""
+        with self._changed:
+            self._order = [place for place in self._order if place() not in (None, reservation)]
+            self._changed.notify_all()
+
+    def _is_first(self, reservation: Reservation, seconds: float) -> bool:
+        """Whether its turn comes within so many seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._first() is reservation, seconds)
+
+    def _first(self) -> Reservation | None:
+        return next((there for place in self._order if (there := place()) is not None), None)

@@ -1,0 +1,322 @@
+"""Saves that let training go on before the ranks have agreed: what they hold, and what keeps them from it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardproof as sp
+from shardproof.errors import ShardproofError
+from tests.harness import Job, rank, reach, rendezvous, run_ranks
+
+LIMIT = 60.0
+
+
+class Net(nn.Module):
+    """Layers whose statistics change in forward, and tensors that may be there or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64))
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(given)
+        return out
+
+
+class Training:
+    """The same on all ranks; what is kept by rank is in the state besides."""
+
+    def __init__(self, root: str, deadline: float = 20.0, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.net = Net()
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.1)
+        self.calls = torch.zeros((), dtype=torch.int64)
+        self.more: dict[str, torch.Tensor] = {}
+        self.rendezvous = rendezvous(deadline=deadline)
+        self.checkpointer = sp.Checkpointer(root, rendezvous=self.rendezvous, **options)
+        self.step()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        mine = sp.PerRank({"calls": self.calls, "count": int(self.calls)})
+        return {"net": self.net, "optimizer": self.optimizer, "mine": mine, **self.more}
+
+    def step(self) -> None:
+        """Changes every tensor: statistics in forward, parameters and slots in the step, the rest by hand."""
+        self.optimizer.zero_grad()
+        self.net(torch.randn(8, 64)).sum().backward()
+        self.optimizer.step()
+        self.calls += 1
+        for tensor in self.more.values():
+            tensor += 1
+
+    def copies(self) -> list[torch.Tensor]:
+        """Every value as it is now."""
+        slots = [slot for slots in self.optimizer.state.values() for slot in slots.values()]
+        held = [*self.net.state_dict().values(), *slots, self.calls, *self.more.values()]
+        return [tensor.detach().clone() for tensor in held]
+
+    def wrong(self, step: int, want: list[torch.Tensor]) -> list[int]:
+        """Restores a step, and says which tensors are not as they were."""
+        assert self.checkpointer.restore(self.state, step=step) == step
+        return [at for at, pair in enumerate(zip(self.copies(), want, strict=True)) if not torch.equal(*pair)]
+
+
+def _return_before_the_others_come(root: str) -> list[int]:
+    training = Training(root)
+    training.checkpointer.save(1, training.state).result(LIMIT)
+    if rank() == 1:
+        reach("the other has returned")
+    want = training.copies()
+    pending = training.checkpointer.save(2, training.state)
+    reach("returned")
+    training.step()
+    pending.result(LIMIT)
+    return training.wrong(2, want)
+
+
+def _let_go_when_rank_0_has_returned(job: Job) -> None:
+    job.until_held(1, "the other has returned")
+    job.until_held(0, "returned")
+    job.go(1)
+    job.until_held(1, "returned")
+    job.go(0)
+    job.go(1)
+
+
+def test_a_save_returns_before_the_other_ranks_have_come(tmp_path: Path) -> None:
+    """Rank 1 saves when rank 0 has returned from its save, and not before."""
+    hold = {0: "returned", 1: ["the other has returned", "returned"]}
+    outcomes = run_ranks(
+        2, _return_before_the_others_come, str(tmp_path), hold=hold, script=_let_go_when_rank_0_has_returned
+    )
+    assert [outcome.value for outcome in outcomes] == [[], []]
+
+
+def _step_before_the_others_come(root: str) -> list[int]:
+    """Rank 0 steps while it is not even known that rank 1 saves: the fence has to wait for that."""
+    training = Training(root)
+    training.checkpointer.save(1, training.state).result(LIMIT)
+    want = training.copies()
+    if rank() == 0:
+        pending = training.checkpointer.save(2, training.state)
+        stepping = threading.Thread(target=training.step)
+        stepping.start()
+        reach("in its step")
+    else:
+        reach("comes late")
+        stepping = threading.Thread(target=training.step)
+        pending = training.checkpointer.save(2, training.state)
+        stepping.start()
+    pending.result(LIMIT)
+    stepping.join(LIMIT)
+    return training.wrong(2, want)
+
+
+def test_a_step_waits_until_the_ranks_have_agreed(tmp_path: Path) -> None:
+    def script(job: Job) -> None:
+        job.until_held(0, "in its step")
+        job.go(0)
+        job.until_held(1, "comes late")
+        job.go(1)
+
+    hold = {0: "in its step", 1: "comes late"}
+    outcomes = run_ranks(2, _step_before_the_others_come, str(tmp_path), hold=hold, script=script)
+    assert [outcome.value for outcome in outcomes] == [[], []]
+
+
+def _grow_on_one_rank(root: str, odd: int) -> list[list[int]]:
+    """A tensor more from the second save on, which either writes; one more on one rank from the fourth."""
+    training = Training(root)
+    wrong = []
+    for number in range(1, 6):
+        if number == 2:
+            training.more["shared"] = torch.full((3000,), 7.0)
+        if number == 4 and rank() == odd:
+            training.more["mine too"] = torch.full((5000,), 9.0)
+        want = training.copies()
+        pending = training.checkpointer.save(number, training.state)
+        training.step()
+        training.step()
+        pending.result(LIMIT)
+        wrong.append(training.wrong(number, want))
+    return wrong
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_values_are_those_of_the_save_also_where_another_rank_makes_a_new_plan_necessary(
+    odd: int, tmp_path: Path
+) -> None:
+    """The rank without news goes on with its plan, and learns in the background that there is another one."""
+    outcomes = run_ranks(2, _grow_on_one_rank, str(tmp_path), odd)
+    assert [outcome.value for outcome in outcomes] == [[[]] * 5] * 2
+
+
+def _fail_on_one_rank(root: str, odd: int) -> tuple[str, str, list[int]]:
+    training = Training(root)
+    training.checkpointer.save(1, training.state).result(LIMIT)
+    if rank() == odd:
+        training.more["strange"] = object()  # type: ignore[assignment]
+    said = ("", "")
+    try:
+        training.checkpointer.save(2, training.state).result(LIMIT)
+    except ShardproofError as error:
+        said = (type(error).__name__, str(error))
+    training.more.clear()
+    training.step()
+    training.checkpointer.save(3, training.state).result(LIMIT)
+    return (*said, training.checkpointer.steps())
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_the_failure_of_a_rank_that_others_did_not_wait_for_is_the_answer_of_all(
+    odd: int, tmp_path: Path
+) -> None:
+    outcomes = run_ranks(2, _fail_on_one_rank, str(tmp_path), odd)
+    assert [outcome.value for outcome in outcomes] == [outcomes[0].value] * 2
+    kind, text, steps = outcomes[0].value
+    assert (kind, steps) == ("RankFailure", [1, 3])
+    assert f"rank {odd}" in text
+    assert "strange" in text
+
+
+def _nobody_asks(root: str, odd: int) -> tuple[list[str], list[int]]:
+    """One failed save, whose result nobody asks for, and what comes of those after it."""
+    training = Training(root)
+    training.checkpointer.save(1, training.state).result(LIMIT)
+    if rank() == odd:
+        training.more["strange"] = object()  # type: ignore[assignment]
+        with pytest.raises(ShardproofError):
+            training.checkpointer.save(2, training.state)
+        training.more.clear()
+    else:
+        pending = training.checkpointer.save(2, training.state)
+        assert pending._future is not None
+        assert isinstance(pending._future.exception(LIMIT), ShardproofError)
+    ends = []
+    for number in range(3, 7):
+        training.step()
+        try:
+            training.checkpointer.save(number, training.state)
+            ends.append("begun")
+        except ShardproofError as error:
+            ends.append(type(error).__name__)
+    training.checkpointer.wait()
+    return ends, training.checkpointer.steps()
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_failure_that_some_ranks_were_told_of_does_not_go_round(odd: int, tmp_path: Path) -> None:
+    """The rank that failed knows at once; the other tells all at the next save. Then it is over."""
+    outcomes = run_ranks(2, _nobody_asks, str(tmp_path), odd)
+    assert [outcome.value for outcome in outcomes] == [
+        (["RankFailure", "begun", "begun", "begun"], [1, 4, 5, 6])
+    ] * 2
+
+
+def _never_come(root: str) -> tuple[str, bool]:
+    """Rank 1 does not save. Rank 0 trains on, and is told at its next save."""
+    training = Training(root, deadline=1.0)
+    training.checkpointer.save(1, training.state).result(LIMIT)
+    if rank() == 1:
+        reach("does not save")
+        return "", True
+    pending = training.checkpointer.save(2, training.state)
+    training.step()
+    with pytest.raises(ShardproofError):
+        pending._future.result(LIMIT)  # type: ignore[union-attr]
+    reach("was told")
+    with pytest.raises(ShardproofError) as told:
+        training.checkpointer.wait()
+    return type(told.value).__name__, bool(training.calls == 2)
+
+
+def test_training_goes_on_when_a_rank_never_comes(tmp_path: Path) -> None:
+    def script(job: Job) -> None:
+        job.until_held(1, "does not save")
+        job.until_held(0, "was told")
+        job.go(0)
+        job.go(1)
+
+    hold = {0: "was told", 1: "does not save"}
+    outcomes = run_ranks(2, _never_come, str(tmp_path), hold=hold, script=script)
+    assert outcomes[0].value == ("RankSilent", True)
+
+
+def _meet_meanwhile(root: str) -> tuple[list[bytes], list[bool]]:
+    """Meetings of the caller's own, and of other saves, right after saves that have not agreed yet."""
+    training = Training(root)
+    training.checkpointer.save(1, training.state).result(LIMIT)
+    answers, skipped = [], []
+    other = sp.Checkpointer(f"{root}/other", rendezvous=training.rendezvous)
+    other.save(1, training.state).result(LIMIT)
+    for number in range(2, 6):
+        pending = training.checkpointer.save(number, training.state)
+        answers.append(training.rendezvous.meet("vote", str(number), f"{number}{rank()}".encode(), _joined))
+        skipped.append(training.checkpointer.save(number + 10, training.state, when_busy="skip").skipped)
+        beside = other.save(number, training.state)
+        pending.result(LIMIT)
+        beside.result(LIMIT)
+        training.checkpointer.wait(LIMIT)
+    assert other.steps() == [1, 2, 3, 4, 5]
+    return answers, skipped
+
+
+def _joined(posts: list[bytes]) -> bytes:
+    return b" ".join(posts)
+
+
+def test_meetings_of_the_caller_keep_their_order_among_those_of_saves(tmp_path: Path) -> None:
+    outcomes = run_ranks(2, _meet_meanwhile, str(tmp_path))
+    (answers, skipped), (_, also) = (outcome.value for outcome in outcomes)
+    assert answers == outcomes[1].value[0] == [b"20 21", b"30 31", b"40 41", b"50 51"]
+    assert skipped == also
+
+
+def _waits_for_all(root: str, why: str) -> bool:
+    """Whether rank 0 returned from its second save before rank 1 came to it."""
+    options: dict[str, Any] = {
+        "stage": {"snapshot": "stage"},
+        "incremental": {"incremental": True},
+        "replicas": {"check_replicas": "all"},
+    }.get(why, {})
+    training = Training(root, deadline=1.0, **options)
+    if why == "loose":
+        training.more["loose"] = torch.ones((1 << 20) + 1, dtype=torch.uint8)
+    if why != "first":
+        training.checkpointer.save(1, training.state).result(LIMIT)
+    if why == "structure":
+        training.more["new"] = torch.ones(3)
+    if rank() == 1:
+        reach("does not save")
+        return False
+    try:
+        training.checkpointer.save(2, training.state)
+    except ShardproofError:
+        return False
+    finally:
+        reach("over")
+    return True
+
+
+@pytest.mark.parametrize(
+    "why", ["nothing", "first", "structure", "stage", "loose", "incremental", "replicas"]
+)
+def test_which_saves_wait_for_all_ranks(why: str, tmp_path: Path) -> None:
+    """Rank 1 never comes: a save that waits for it fails, and the others return."""
+
+    def script(job: Job) -> None:
+        job.until_held(1, "does not save")
+        job.until_held(0, "over")
+        job.go(0)
+        job.go(1)
+
+    hold = {0: "over", 1: "does not save"}
+    outcomes = run_ranks(2, _waits_for_all, str(tmp_path), why, hold=hold, script=script)
+    assert outcomes[0].value is (why == "nothing")

@@ -1,0 +1,152 @@
+"""Saves of one process that agree in the background: what training waits for, and what is copied at once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+import shardproof as sp
+from shardproof.errors import AlreadyCommittedError, StorageError
+from shardproof.rendezvous import LocalRendezvous, StoreRendezvous
+from shardproof.saving.background import Workers
+from shardproof.saving.capture import Capture
+from shardproof.saving.fence import Fence
+from shardproof.state import Stepped, collect
+from shardproof.storage import LocalStorage
+
+LIMIT = 60.0
+
+
+def trained() -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def hang(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Whoever asks whether there is a manifest waits until the event is set."""
+    size, answers = LocalStorage.size, threading.Event()
+
+    def hanging(storage: LocalStorage, name: str) -> int | None:
+        assert answers.wait(LIMIT)
+        return size(storage, name)
+
+    monkeypatch.setattr(LocalStorage, "size", hanging)
+    return answers
+
+
+def test_training_goes_on_where_the_storage_hangs_while_the_ranks_agree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = trained()
+    state = {"model": model, "optimizer": optimizer}
+    checkpointer = sp.Checkpointer(tmp_path, rendezvous=LocalRendezvous(deadline=0.1))
+    checkpointer.save(1, state).result(LIMIT)
+    answers = hang(monkeypatch)
+    pending = checkpointer.save(2, state)
+    optimizer.step()
+    answers.set()
+    with pytest.raises(StorageError, match="have not agreed for 0 s while training waited"):
+        pending._future.result(LIMIT)  # type: ignore[union-attr]
+    with pytest.raises(StorageError, match="have not agreed"):
+        checkpointer.wait(LIMIT)
+    assert checkpointer.steps() == [1]
+
+
+def test_a_step_that_is_committed_already_is_refused_in_the_background(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    state = {"model": model, "optimizer": optimizer}
+    checkpointer = sp.Checkpointer(tmp_path)
+    checkpointer.save(1, state).result(LIMIT)
+    with pytest.raises(AlreadyCommittedError):
+        checkpointer.save(1, state).result(LIMIT)
+    assert checkpointer.save(1, state, overwrite=True).result(LIMIT).step == 1
+
+
+def capture(state: dict[str, Any], stepped: tuple[Stepped, ...] | None = None, **options: Any) -> Capture:
+    collected = collect(state)
+    return Capture.of(
+        collected,
+        collected.stepped if stepped is None else stepped,
+        **{"guarded": True, "complete": True} | options,
+    )
+
+
+def test_little_that_no_step_writes_is_copied_and_what_steps_write_is_not() -> None:
+    model, optimizer = trained()
+    running, strided = torch.arange(6.0), torch.arange(6.0).view(2, 3).t()
+    state = {"model": model, "optimizer": optimizer, "running": running, "strided": strided}
+    taken = capture(state)
+    assert taken.is_complete
+    running.zero_()
+    strided.zero_()
+    views = dict(zip(taken.names, (piece.view for piece in taken.pieces), strict=True))
+    assert views["running"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert views["strided"].tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert views["model.weight"].data_ptr() == model.weight.data_ptr()
+
+
+@pytest.mark.parametrize("nbytes", [1 << 20, (1 << 20) + 1])
+def test_much_that_no_step_writes_is_left_to_the_plan(nbytes: int) -> None:
+    model, optimizer = trained()
+    loose = torch.zeros(nbytes, dtype=torch.uint8)
+    taken = capture({"model": model, "optimizer": optimizer, "loose": loose})
+    assert taken.is_complete is (nbytes == 1 << 20)
+    view = taken.pieces[taken.names.index("loose")].view
+    assert (view.data_ptr() == loose.data_ptr()) is (nbytes > 1 << 20)
+
+
+def test_what_is_not_asked_for_or_not_fenced_is_not_complete() -> None:
+    model, optimizer = trained()
+    state = {"model": model, "optimizer": optimizer}
+    assert capture(state).is_complete
+    assert not capture(state, complete=False).is_complete
+    assert not capture(state, guarded=False).is_complete
+    assert not capture(state, stepped=()).is_complete
+
+
+def interrupt(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    "where", [(StoreRendezvous, "hold"), (Workers, "submit"), (Fence, "__init__")], ids=lambda one: one[1]
+)
+def test_an_interrupt_ends_the_save_and_holds_up_nothing(
+    where: tuple[type, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the ranks have agreed: the next step need not wait for them, and the next save meets."""
+    model, optimizer = trained()
+    state = {"model": model, "optimizer": optimizer}
+    alone = StoreRendezvous(HashStore(), 0, 1, deadline=LIMIT)
+    checkpointer = sp.Checkpointer(tmp_path, rendezvous=alone)
+    checkpointer.save(1, state).result(LIMIT)
+    with monkeypatch.context() as broken:
+        broken.setattr(*where, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            checkpointer.save(2, state)
+    begun = time.monotonic()
+    optimizer.step()
+    checkpointer.save(3, state).result(LIMIT)
+    assert time.monotonic() - begun < LIMIT
+    assert checkpointer.steps() == [1, 3]
+    alone.close()
+
+
+def test_a_step_that_is_committed_is_told_at_the_next_save_if_nobody_asked(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    state = {"model": model, "optimizer": optimizer}
+    checkpointer = sp.Checkpointer(tmp_path)
+    checkpointer.save(1, state).result(LIMIT)
+    checkpointer.save(1, state)
+    with pytest.raises(AlreadyCommittedError, match="step-00000001"):
+        checkpointer.save(2, state)
+    assert checkpointer.save(2, state).result(LIMIT).step == 2
