@@ -61,6 +61,8 @@ bench-peers: $(PEERS_STAMP)  ## measure beside every released peer, in an enviro
 	@set -e; for script in list save load steps memory; do \
 		echo "== peers_$$script"; $(PEERS)/bin/python benchmarks/peers_$$script.py $(ARGS); \
 	done
+	@echo "== peers_save, apart"; $(PEERS)/bin/python benchmarks/peers_save.py --apart \
+		--only ShardproofFence,ShardproofStage,MegatronAsync,TorchDcpThread
 	@echo "== peers_save, small"; $(PEERS)/bin/python benchmarks/peers_save.py --state small --repeats 3
 	@echo "== peers_load, small"; $(PEERS)/bin/python benchmarks/peers_load.py --state small --repeats 3
 

@@ -74,3 +74,26 @@ def test_a_trained_model_and_its_generators_round_trip(tmp_path: Path) -> None:
         for name, value in slots.items():
             assert others[name].device == value.device
             assert torch.equal(others[name], value)
+
+
+def test_a_save_that_agrees_later_takes_what_its_caller_had_enqueued(tmp_path: Path) -> None:
+    """On a stream of the caller's own, which the threads of the save know nothing of."""
+    device = first_device()
+    with on_stream(torch.Stream(device), device):
+        weight = torch.nn.Parameter(torch.zeros(600, 300, device=device))
+        loose = torch.zeros(300, device=device)
+        optimizer = sp.OptimizerState(torch.optim.SGD([weight], lr=0.1), names={"weight": weight})
+        state = {"weight": weight, "loose": loose, "optimizer": optimizer}
+        checkpointer = sp.Checkpointer(tmp_path)
+        checkpointer.save(0, state).result(60)
+        for number in range(1, 6):
+            late_one(device, 20, 1024)
+            with torch.no_grad():
+                weight.fill_(number)
+                loose.fill_(number)
+            pending = checkpointer.save(number, state)
+            loose.fill_(-1)
+            pending.result(60)
+            with sp.open(tmp_path / f"step-{number:08d}") as checkpoint:
+                assert bool((checkpoint["weight"][...] == number).all())
+                assert bool((checkpoint["loose"][...] == number).all())
