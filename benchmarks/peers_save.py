@@ -143,7 +143,10 @@ def measure_each_apart(given: Namespace) -> None:
     for ranks in given.world_sizes:
         answers = measure_apart(given, [RAW, *ways], ranks)
         rows = [Row(name, by_row.get(name), figures) for name, figures in answers.figures.items()]
-        print_table(given, rows, [*failed, *answers.missing], answers.facts["nbytes"], ranks)
+        missing = [*failed, *answers.missing]
+        if not any(row.way is None for row in rows) or not any(row.name.startswith(OURS) for row in rows):
+            raise SystemExit(f"nothing to compare with: {missing}")
+        print_table(given, rows, missing, answers.facts["nbytes"], ranks)
 
 
 def main() -> None:

@@ -39,7 +39,7 @@ class Turns:
 
     def __init__(self, name: str, port: int) -> None:
         self.name = name
-        self._store = dist.TCPStore(_HOST, port, timeout=_PATIENCE) if dist.get_rank() == 0 else None
+        self._store = dist.TCPStore(_HOST, port, timeout=_PATIENCE)
 
     @classmethod
     def of_this_job(cls) -> Turns | None:
@@ -49,8 +49,7 @@ class Turns:
     @contextmanager
     def round(self, number: int) -> Iterator[None]:
         """The turn of this job in one round. Called by all its ranks."""
-        if self._store is not None:
-            self._store.wait([f"{self.name} begins {number}"])
+        self._store.wait([f"{self.name} begins {number}"])
         dist.barrier()
         yield
         dist.barrier()
@@ -66,7 +65,7 @@ class Turns:
         self._say(f"{self.name} answers", json.dumps(said))
 
     def _say(self, key: str, value: str) -> None:
-        if self._store is not None:
+        if dist.get_rank() == 0:
             self._store.set(key, value)
 
 
@@ -103,7 +102,8 @@ def measure_apart(options: Any, names: Sequence[str], ranks: int) -> Answers:
                 _said(store, f"{name} ends {number}", job)
         for name, job in jobs.items():
             if (said := _said(store, f"{name} answers", job)) is None:
-                answers.missing.append(Missing(name, f"its processes ended with code {job.result()}"))
+                ended = job.exception() or f"code {job.result()}"
+                answers.missing.append(Missing(name, f"its processes ended without an answer: {ended}"))
                 continue
             answer = json.loads(said)
             answers.figures |= answer["figures"]
@@ -114,12 +114,10 @@ def measure_apart(options: Any, names: Sequence[str], ranks: int) -> Answers:
 
 def _said(store: dist.TCPStore, key: str, job: Future[int]) -> bytes | None:
     """What a job says under a key; None if it ended without."""
-    while True:
-        ended = job.done()
+    while not job.done():
         try:
             store.wait([key], _LOOK)
+            break
         except dist.DistStoreError:
-            if ended:
-                return None
             continue
-        return bytes(store.get(key))
+    return bytes(store.get(key)) if store.check([key]) else None

@@ -169,7 +169,8 @@ class Checkpointer:
     def fence(self) -> None:
         """Returns when parameters and optimizer state may be written to by any code.
 
-        What the save under way has not written yet is copied first. Optimizers and loads do this by
+        What the save under way has not written yet is copied first; where the ranks have not agreed on the
+        save yet, that is waited for, within the deadlines of their meetings. Optimizers and loads do this by
         themselves. Nothing under way: nothing to do. A write to parameters or optimizer state without it
         fails the save, unless torch does not count it (through ``.data``, by a replayed CUDA graph, by
         ``torch._foreach_*`` on DTensors).

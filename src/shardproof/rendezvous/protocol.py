@@ -78,5 +78,5 @@ class Rendezvous(Protocol):
         ...
 
     def close(self) -> None:
-        """End what runs in the background. The rendezvous cannot be used afterwards, by no save under way."""
+        """End what runs in the background. Afterwards it cannot be used, not even by a save under way."""
         ...

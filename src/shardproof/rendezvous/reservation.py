@@ -16,7 +16,7 @@ _LOOK = 1.0
 class Reservation:
     """A place in the order of meetings. Whoever enters it waits for its turn, and holds it until leaving.
 
-    It counts as long as anybody refers to it, so that none is lost whatever becomes of a thread.
+    It counts until it is left, or given up, or nobody refers to it any more.
 
     >>> from shardproof.rendezvous import LocalRendezvous
     >>> alone = LocalRendezvous()
@@ -32,8 +32,12 @@ class Reservation:
         self._turns = turns
 
     def __enter__(self) -> None:
-        self._turns.wait_for(self)
-        self.thread = threading.get_ident()
+        try:
+            self._turns.wait_for(self)
+            self.thread = threading.get_ident()
+        except BaseException:
+            self.give_up()  # an error keeps its frames, and these would keep the place
+            raise
 
     def __exit__(self, *error: object) -> None:
         self.give_up()
@@ -78,13 +82,16 @@ class Turns:
         return first is not None and first.thread == threading.get_ident()
 
     def wait_for(self, reservation: Reservation) -> None:
-        """Returns when it is the turn of a place that was not left.
+        """Returns when it is the turn of a place.
 
         Raises:
+            RuntimeError: the place was left before.
             Exception: what `stuck` makes.
         """
         seen, since = self._evidence(), time.monotonic()
         while not self._is_first(reservation, min(_LOOK, self._patience())):
+            if all(place() is not reservation for place in self._order):
+                raise RuntimeError("a place in the order of meetings was used after it was left")
             if (now := self._evidence()) != seen:
                 seen, since = now, time.monotonic()
             elif (silent := time.monotonic() - since) >= self._patience():

@@ -96,7 +96,7 @@ class StoreRendezvous:
         self._channel: Channel | None = None
         self._number = 0
         self._turns = Turns(
-            self._pulse.evidence, lambda: self._deadline, lambda seconds: verdicts.stuck(rank, seconds)
+            self._pulse.evidence, lambda: 2 * self._deadline, lambda seconds: verdicts.stuck(rank, seconds)
         )
         self._holder: int | None = None
         self._closed = False

@@ -143,7 +143,7 @@ def stuck(rank: int, seconds: float) -> RankSilent:
     """Another thread of this rank is in a meeting, and does not come out of it."""
     return RankSilent(
         f"rank {rank} cannot meet: a meeting of another of its threads has made no progress for "
-        f"{seconds:.0f} s. What it decides on hangs: look at the storage of the save under way",
+        f"{seconds:.0f} s. Look at the storage of the save under way, in which its decision may hang",
         phase="turn",
         ranks=[rank],
         last_heard={str(rank): seconds},

@@ -143,8 +143,12 @@ class Session:
     def agree(self) -> None:
         """What `begin` left to this: agrees, and plans if it must."""
         if self._reservation is not None:
-            with self._reservation:
-                self._agree()
+            self.progress.is_bounded = True  # who waits for a turn waits as long as this rank's meetings move
+            try:
+                with self._reservation:
+                    self._agree()
+            finally:
+                self.progress.is_bounded = False
 
     @property
     def is_ahead(self) -> bool:

@@ -365,3 +365,19 @@ def test_a_reservation_that_is_given_up_lets_the_others_meet() -> None:
     alone.close()
     with pytest.raises(RuntimeError, match="closed"):
         alone.reserve()
+
+
+def test_who_gave_up_waiting_for_a_turn_keeps_no_place_in_the_order() -> None:
+    """Not even while somebody still looks at the error."""
+    alone, errors = StoreRendezvous(HashStore(), 0, 1, deadline=0.5), list[BaseException]()
+    held = alone.reserve()
+    try:
+        alone.meet("vote", "vote", b"early", join)
+    except RankSilent as error:
+        errors.append(error)
+    held.give_up()
+    assert "cannot meet" in str(errors)
+    assert alone.meet("vote", "vote", b"late", join) == b"late"
+    with pytest.raises(RuntimeError, match="after it was left"), held:
+        pass
+    alone.close()

@@ -113,6 +113,27 @@ def test_what_is_not_asked_for_or_not_fenced_is_not_complete() -> None:
     assert not capture(state, stepped=()).is_complete
 
 
+def test_a_turn_is_waited_for_as_long_as_whoever_has_it_moves(tmp_path: Path) -> None:
+    """Longer than a step waits for ranks that do not agree."""
+    model, optimizer = trained()
+    state = {"model": model, "optimizer": optimizer}
+    alone = StoreRendezvous(HashStore(), 0, 1, deadline=0.6)
+    checkpointer = sp.Checkpointer(tmp_path, rendezvous=alone)
+    checkpointer.save(1, state).result(LIMIT)
+    held, pause = alone.reserve(), threading.Event()
+    pending = checkpointer.save(2, state)
+    stepping = threading.Thread(target=optimizer.step)
+    stepping.start()
+    for _ in range(80):  # longer than the step would wait otherwise
+        alone.waits()
+        pause.wait(0.02)
+    assert stepping.is_alive()
+    held.give_up()
+    assert pending.result(LIMIT).step == 2
+    stepping.join(LIMIT)
+    alone.close()
+
+
 def interrupt(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
 
