@@ -220,6 +220,17 @@ def test_a_failure_that_some_ranks_were_told_of_does_not_go_round(odd: int, tmp_
     ] * 2
 
 
+ONE_SAVES = {0: "over", 1: "does not save"}
+
+
+def _until_one_is_done(job: Job) -> None:
+    """Rank 1 is there, and does not save, until rank 0 is done."""
+    job.until_held(1, "does not save")
+    job.until_held(0, "over")
+    job.go(0)
+    job.go(1)
+
+
 def _never_come(root: str) -> tuple[str, bool]:
     """Rank 1 does not save. Rank 0 trains on, and is told at its next save."""
     training = Training(root, deadline=1.0)
@@ -231,21 +242,14 @@ def _never_come(root: str) -> tuple[str, bool]:
     training.step()
     with pytest.raises(ShardproofError):
         pending._future.result(LIMIT)  # type: ignore[union-attr]
-    reach("was told")
+    reach("over")
     with pytest.raises(ShardproofError) as told:
         training.checkpointer.wait()
     return type(told.value).__name__, bool(training.calls == 2)
 
 
 def test_training_goes_on_when_a_rank_never_comes(tmp_path: Path) -> None:
-    def script(job: Job) -> None:
-        job.until_held(1, "does not save")
-        job.until_held(0, "was told")
-        job.go(0)
-        job.go(1)
-
-    hold = {0: "was told", 1: "does not save"}
-    outcomes = run_ranks(2, _never_come, str(tmp_path), hold=hold, script=script)
+    outcomes = run_ranks(2, _never_come, str(tmp_path), hold=ONE_SAVES, script=_until_one_is_done)
     assert outcomes[0].value == ("RankSilent", True)
 
 
@@ -311,12 +315,5 @@ def _waits_for_all(root: str, why: str) -> bool:
 def test_which_saves_wait_for_all_ranks(why: str, tmp_path: Path) -> None:
     """Rank 1 never comes: a save that waits for it fails, and the others return."""
 
-    def script(job: Job) -> None:
-        job.until_held(1, "does not save")
-        job.until_held(0, "over")
-        job.go(0)
-        job.go(1)
-
-    hold = {0: "over", 1: "does not save"}
-    outcomes = run_ranks(2, _waits_for_all, str(tmp_path), why, hold=hold, script=script)
+    outcomes = run_ranks(2, _waits_for_all, str(tmp_path), why, hold=ONE_SAVES, script=_until_one_is_done)
     assert outcomes[0].value is (why == "nothing")

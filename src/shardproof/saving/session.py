@@ -143,12 +143,7 @@ class Session:
     def agree(self) -> None:
         """What `begin` left to this: agrees, and plans if it must."""
         if self._reservation is not None:
-            self.progress.is_bounded = True  # who waits for a turn waits as long as this rank's meetings move
-            try:
-                with self._reservation:
-                    self._agree()
-            finally:
-                self.progress.is_bounded = False
+            self._agree()
 
     @property
     def is_ahead(self) -> bool:
@@ -156,9 +151,10 @@ class Session:
         return self._reservation is not None
 
     def _agree(self) -> None:
-        self.progress.is_bounded = True
+        self.progress.is_bounded = True  # so are meetings, and the wait for a turn
         try:
-            part = self._meet()
+            with self._reservation or nullcontext():
+                part = self._meet()
             try:
                 self._take(part)
             except BaseException as error:  # told to all ranks where they meet next

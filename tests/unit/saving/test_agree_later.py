@@ -23,12 +23,13 @@ from shardproof.storage import LocalStorage
 LIMIT = 60.0
 
 
-def trained() -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
+def trained() -> dict[str, Any]:
+    """A model and its optimizer, after a step."""
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 8)).sum().backward()
     optimizer.step()
-    return model, optimizer
+    return {"model": model, "optimizer": optimizer}
 
 
 def hang(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
@@ -46,13 +47,12 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 def test_training_goes_on_where_the_storage_hangs_while_the_ranks_agree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, optimizer = trained()
-    state = {"model": model, "optimizer": optimizer}
+    state = trained()
     checkpointer = sp.Checkpointer(tmp_path, rendezvous=LocalRendezvous(deadline=0.1))
     checkpointer.save(1, state).result(LIMIT)
     answers = hang(monkeypatch)
     pending = checkpointer.save(2, state)
-    optimizer.step()
+    state["optimizer"].step()
     answers.set()
     with pytest.raises(StorageError, match="have not agreed for 0 s while training waited"):
         pending._future.result(LIMIT)  # type: ignore[union-attr]
@@ -62,8 +62,7 @@ def test_training_goes_on_where_the_storage_hangs_while_the_ranks_agree(
 
 
 def test_a_step_that_is_committed_already_is_refused_in_the_background(tmp_path: Path) -> None:
-    model, optimizer = trained()
-    state = {"model": model, "optimizer": optimizer}
+    state = trained()
     checkpointer = sp.Checkpointer(tmp_path)
     checkpointer.save(1, state).result(LIMIT)
     with pytest.raises(AlreadyCommittedError):
@@ -81,9 +80,8 @@ def capture(state: dict[str, Any], stepped: tuple[Stepped, ...] | None = None, *
 
 
 def test_little_that_no_step_writes_is_copied_and_what_steps_write_is_not() -> None:
-    model, optimizer = trained()
     running, strided = torch.arange(6.0), torch.arange(6.0).view(2, 3).t()
-    state = {"model": model, "optimizer": optimizer, "running": running, "strided": strided}
+    state = trained() | {"running": running, "strided": strided}
     taken = capture(state)
     assert taken.is_complete
     running.zero_()
@@ -91,22 +89,31 @@ def test_little_that_no_step_writes_is_copied_and_what_steps_write_is_not() -> N
     views = dict(zip(taken.names, (piece.view for piece in taken.pieces), strict=True))
     assert views["running"].tolist() == [0, 1, 2, 3, 4, 5]
     assert views["strided"].tolist() == [[0, 3], [1, 4], [2, 5]]
-    assert views["model.weight"].data_ptr() == model.weight.data_ptr()
+    assert views["model.weight"].data_ptr() == state["model"].weight.data_ptr()
 
 
 @pytest.mark.parametrize("nbytes", [1 << 20, (1 << 20) + 1])
 def test_much_that_no_step_writes_is_left_to_the_plan(nbytes: int) -> None:
-    model, optimizer = trained()
     loose = torch.zeros(nbytes, dtype=torch.uint8)
-    taken = capture({"model": model, "optimizer": optimizer, "loose": loose})
+    taken = capture(trained() | {"loose": loose})
     assert taken.is_complete is (nbytes == 1 << 20)
     view = taken.pieces[taken.names.index("loose")].view
     assert (view.data_ptr() == loose.data_ptr()) is (nbytes > 1 << 20)
 
 
+def test_what_a_device_has_no_room_to_copy_is_left_to_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(tensor: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    state = trained() | {"loose": torch.ones(3)}
+    monkeypatch.setattr(torch.Tensor, "clone", full)
+    taken = capture(state)
+    assert not taken.is_complete
+    assert taken.pieces[taken.names.index("loose")].view.data_ptr() == state["loose"].data_ptr()
+
+
 def test_what_is_not_asked_for_or_not_fenced_is_not_complete() -> None:
-    model, optimizer = trained()
-    state = {"model": model, "optimizer": optimizer}
+    state = trained()
     assert capture(state).is_complete
     assert not capture(state, complete=False).is_complete
     assert not capture(state, guarded=False).is_complete
@@ -115,14 +122,13 @@ def test_what_is_not_asked_for_or_not_fenced_is_not_complete() -> None:
 
 def test_a_turn_is_waited_for_as_long_as_whoever_has_it_moves(tmp_path: Path) -> None:
     """Longer than a step waits for ranks that do not agree."""
-    model, optimizer = trained()
-    state = {"model": model, "optimizer": optimizer}
+    state = trained()
     alone = StoreRendezvous(HashStore(), 0, 1, deadline=0.6)
     checkpointer = sp.Checkpointer(tmp_path, rendezvous=alone)
     checkpointer.save(1, state).result(LIMIT)
     held, pause = alone.reserve(), threading.Event()
     pending = checkpointer.save(2, state)
-    stepping = threading.Thread(target=optimizer.step)
+    stepping = threading.Thread(target=state["optimizer"].step)
     stepping.start()
     for _ in range(80):  # longer than the step would wait otherwise
         alone.waits()
@@ -145,8 +151,7 @@ def test_an_interrupt_ends_the_save_and_holds_up_nothing(
     where: tuple[type, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the ranks have agreed: the next step need not wait for them, and the next save meets."""
-    model, optimizer = trained()
-    state = {"model": model, "optimizer": optimizer}
+    state = trained()
     alone = StoreRendezvous(HashStore(), 0, 1, deadline=LIMIT)
     checkpointer = sp.Checkpointer(tmp_path, rendezvous=alone)
     checkpointer.save(1, state).result(LIMIT)
@@ -155,7 +160,7 @@ def test_an_interrupt_ends_the_save_and_holds_up_nothing(
         with pytest.raises(KeyboardInterrupt):
             checkpointer.save(2, state)
     begun = time.monotonic()
-    optimizer.step()
+    state["optimizer"].step()
     checkpointer.save(3, state).result(LIMIT)
     assert time.monotonic() - begun < LIMIT
     assert checkpointer.steps() == [1, 3]
@@ -163,8 +168,7 @@ def test_an_interrupt_ends_the_save_and_holds_up_nothing(
 
 
 def test_a_step_that_is_committed_is_told_at_the_next_save_if_nobody_asked(tmp_path: Path) -> None:
-    model, optimizer = trained()
-    state = {"model": model, "optimizer": optimizer}
+    state = trained()
     checkpointer = sp.Checkpointer(tmp_path)
     checkpointer.save(1, state).result(LIMIT)
     checkpointer.save(1, state)
