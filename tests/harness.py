@@ -255,7 +255,7 @@ def open_files() -> list[str]:
     return sorted(name for name in names if not name.startswith("socket:"))
 
 
-def rendezvous(*, deadline: float = 3.0, name: str = "shardproof") -> Any:
+def rendezvous(*, deadline: float, name: str = "shardproof") -> Any:
     """A new `StoreRendezvous` of all ranks over the parent's store."""
     from torch.distributed import TCPStore
 

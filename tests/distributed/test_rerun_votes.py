@@ -15,6 +15,7 @@ from shardproof.rerun import votes
 from tests.harness import Job, process_group, rank, reach, rendezvous, run_ranks
 
 DEADLINE = 3.0
+"""Of those whose rank leaves; the others keep one that a busy machine keeps."""
 
 
 class Counted:
@@ -41,7 +42,7 @@ def step(machine: rerun.RerunMachine, value: float = 1.0) -> rerun.Decision:
 
 
 def count_meetings(mode: Any, grouped: bool) -> list[int]:
-    counted = Counted(rendezvous(deadline=DEADLINE))
+    counted = Counted(rendezvous(deadline=30.0))
     with process_group():
         import torch.distributed as dist
 
@@ -131,9 +132,11 @@ def leave(how: str, grouped: bool) -> Any:
         import torch.distributed as dist
 
         group = dist.new_group() if grouped else None
-        machine = rerun.RerunMachine(rendezvous=rendezvous(deadline=DEADLINE), group=group)
+        meeting_place = rendezvous(deadline=30.0)
+        machine = rerun.RerunMachine(rendezvous=meeting_place, group=group)
         with machine:
             step(machine)
+            meeting_place.deadline = DEADLINE
             if rank() == 1:
                 if how == "killed":
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -157,7 +160,7 @@ def out_of_step(grouped: bool) -> None:
         import torch.distributed as dist
 
         group = dist.new_group() if grouped else None
-        machine = rerun.RerunMachine(rendezvous=rendezvous(deadline=DEADLINE), group=group)
+        machine = rerun.RerunMachine(rendezvous=rendezvous(deadline=30.0), group=group)
         if rank() == 1:
             machine.state_tree()["job"].load_state_dict(
                 {**machine.state_tree()["job"].state_dict(), "step": 5}
@@ -174,7 +177,7 @@ def test_ranks_in_different_steps_are_told(grouped: bool) -> None:
 
 
 def reject_on_one(folder: str) -> tuple[int, bool]:
-    machine = rerun.RerunMachine(rendezvous=rendezvous(deadline=DEADLINE), log=f"{folder}/log.jsonl")
+    machine = rerun.RerunMachine(rendezvous=rendezvous(deadline=30.0), log=f"{folder}/log.jsonl")
     step(machine)
     if rank() == 1:
         machine.reject("replicas of model.weight differ", ranks=[2])
@@ -221,7 +224,7 @@ def test_a_rank_that_raises_does_not_wait_for_one_that_waits_for_it(
 
 
 def suspect_on(values: dict[int, list[float]], log: str) -> tuple[int, str, list[int]]:
-    machine = rerun.RerunMachine(rendezvous=rendezvous(deadline=DEADLINE), log=log)
+    machine = rerun.RerunMachine(rendezvous=rendezvous(deadline=30.0), log=log)
     mine = iter(values.get(rank(), []))
     while machine.should_run(None):
         machine.validate(next(mine, 1.0), rerun.not_finite, message="loss")

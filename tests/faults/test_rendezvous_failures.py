@@ -23,7 +23,7 @@ def meet_and_go_on(
     post: bytes | BaseException, phase: str, decide: object = join
 ) -> tuple[str, dict, str, bytes]:  # type: ignore[type-arg]
     """The error of one meeting (type, details, text of the cause), and the answer of the meeting after it."""
-    meetings = harness.rendezvous(deadline=4.0)
+    meetings = harness.rendezvous(deadline=20.0)
     with pytest.raises(ShardproofError) as caught:
         meetings.meet("save a", phase, post, decide)  # type: ignore[arg-type]
     error = caught.value

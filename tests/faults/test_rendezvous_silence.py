@@ -32,8 +32,9 @@ def attempt(meetings: Any, operation: str = "save a", phase: str = "write", deci
 
 def two_meetings() -> list[Any]:
     """All ranks meet; past the point `work` they meet for `save a`, past `again` for `save b`."""
-    meetings = harness.rendezvous(deadline=DEADLINE)
+    meetings = harness.rendezvous(deadline=20.0)
     assert meetings.meet("save a", "agree", b"", join) is not None
+    meetings.deadline = DEADLINE
     reach("work")
     first = attempt(meetings)
     reach("again")
@@ -136,8 +137,9 @@ def test_a_rank_that_left_out_an_operation_joins_the_next(skips: int) -> None:
 
 
 def one_is_slow(slow: int) -> Any:
-    meetings = harness.rendezvous(deadline=1.0)
+    meetings = harness.rendezvous(deadline=20.0)
     meetings.meet("save a", "agree", b"", join)
+    meetings.deadline = 1.0
     if harness.rank() == slow:
         for done in range(45):
             meetings.progress(done << 20, 45 << 20)
@@ -153,8 +155,9 @@ def test_a_slow_rank_that_moves_is_waited_for(slow: int) -> None:
 
 
 def progress_then_stand_still() -> Any:
-    meetings = harness.rendezvous(deadline=DEADLINE)
+    meetings = harness.rendezvous(deadline=20.0)
     meetings.meet("save a", "agree", b"", join)
+    meetings.deadline = DEADLINE
     if harness.rank() == 1:
         for done in range(1, 16):
             meetings.progress(done << 20, 64 << 20)

@@ -41,7 +41,7 @@ from tests.scenarios.states import (
 )
 
 RANKS = 3
-DEADLINE = 4.0
+DEADLINE = 20.0
 
 
 class Loader:

@@ -24,6 +24,7 @@ import torch
 
 import shardproof as sp
 from shardproof import rerun
+from shardproof.rendezvous import connect
 from tests.harness import Job, Outcome, rank, reach, rendezvous, run_ranks
 
 STEPS = 7
@@ -63,6 +64,8 @@ class Loader:
 
 
 def die(start: Start, where: str) -> None:
+    if start.dies[1] == where:
+        connect(deadline=3.0)  # from now on: who is killed says nothing more
     if start.dies == (rank(), where):
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -74,7 +77,7 @@ def job(start: Start) -> tuple[int, list[float]]:
     data = rerun.ReplayableIterator(loader)
     node = start.nodes[rank()]
     machine = rerun.RerunMachine(
-        deadline=3.0,
+        deadline=20.0,
         identity=rerun.DeviceIdentity(node, f"uuid-{node}-{rank()}", 0),
         log=f"{start.folder}/log.jsonl",
         inject=rerun.FaultInjector(**start.inject) if start.inject else None,
@@ -84,7 +87,7 @@ def job(start: Start) -> tuple[int, list[float]]:
         "rng": sp.RandomState(),
         "rerun": machine,
     }
-    checkpointer = sp.Checkpointer(f"{start.folder}/run", deadline=3.0)
+    checkpointer = sp.Checkpointer(f"{start.folder}/run", deadline=20.0)
     checkpointer.restore(state, suspect=True)
     with machine:
         while machine.step < STEPS:

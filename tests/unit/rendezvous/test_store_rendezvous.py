@@ -26,7 +26,7 @@ def join(posts: list[bytes]) -> bytes:
 
 
 def on_ranks(
-    count: int, store: Any, work: Callable[[StoreRendezvous], Any], deadline: float = 5.0
+    count: int, store: Any, work: Callable[[StoreRendezvous], Any], deadline: float = 30.0
 ) -> list[Any]:
     """What `work` returned or raised on each rank."""
     ends: list[Any] = [None] * count
@@ -208,7 +208,7 @@ def test_silence_over_threads() -> None:
     def work(meetings: StoreRendezvous) -> bytes | None:
         return None if meetings.rank == 1 else meetings.meet("save", "agree", b"", join)
 
-    ends = on_ranks(3, HashStore(), work, deadline=0.4)
+    ends = on_ranks(3, HashStore(), work, deadline=1.0)
     assert isinstance(ends[0], RankSilent) and isinstance(ends[2], RankSilent)
     assert ends[0].to_wire() == ends[2].to_wire()
     assert ends[0].ranks == [1]

@@ -48,8 +48,10 @@ def test_training_goes_on_where_the_storage_hangs_while_the_ranks_agree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = trained()
-    checkpointer = sp.Checkpointer(tmp_path, rendezvous=LocalRendezvous(deadline=0.1))
+    alone = LocalRendezvous(deadline=LIMIT)
+    checkpointer = sp.Checkpointer(tmp_path, rendezvous=alone)
     checkpointer.save(1, state).result(LIMIT)
+    alone.deadline = 0.1
     answers = hang(monkeypatch)
     pending = checkpointer.save(2, state)
     state["optimizer"].step()
@@ -123,14 +125,15 @@ def test_what_is_not_asked_for_or_not_fenced_is_not_complete() -> None:
 def test_a_turn_is_waited_for_as_long_as_whoever_has_it_moves(tmp_path: Path) -> None:
     """Longer than a step waits for ranks that do not agree."""
     state = trained()
-    alone = StoreRendezvous(HashStore(), 0, 1, deadline=0.6)
+    alone = StoreRendezvous(HashStore(), 0, 1, deadline=LIMIT)
     checkpointer = sp.Checkpointer(tmp_path, rendezvous=alone)
     checkpointer.save(1, state).result(LIMIT)
+    alone.deadline = 1.0
     held, pause = alone.reserve(), threading.Event()
     pending = checkpointer.save(2, state)
     stepping = threading.Thread(target=state["optimizer"].step)
     stepping.start()
-    for _ in range(80):  # longer than the step would wait otherwise
+    for _ in range(130):  # longer than the step would wait otherwise
         alone.waits()
         pause.wait(0.02)
     assert stepping.is_alive()
