@@ -164,9 +164,13 @@ def rounds(
     return measured
 
 
-def gpt_state(gib: float, mesh: DeviceMesh, *, placement: int = 0, filled: bool = True) -> dict[str, Any]:
-    """Blocks of GPT-2 medium, parameters and all that Adam keeps, in float32, about `gib` GiB, sharded."""
-    width = 1024
+def gpt_state(
+    gib: float, mesh: DeviceMesh, *, width: int = 1024, placement: int = 0, filled: bool = True
+) -> dict[str, Any]:
+    """Blocks of GPT-2, parameters and all that Adam keeps, in float32, about `gib` GiB, sharded.
+
+    Their width is that of GPT-2 medium; larger models have larger tensors, and so fewer in a GiB.
+    """
     shapes: dict[str, tuple[int, ...]] = {
         "ln_1.weight": (width,),
         "ln_1.bias": (width,),

@@ -31,16 +31,20 @@ import shardproof as sp
 
 
 def main() -> None:
-    options = parser(__doc__).parse_args()
+    options = parser(__doc__)
+    options.add_argument(
+        "--width", type=int, default=1024, help="of the model (default 1024, GPT-2 medium's)"
+    )
+    given = options.parse_args()
     if not is_rank():
-        launch(options, options.ranks)
+        launch(given, given.ranks)
     dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (options.ranks,))
-    state = gpt_state(options.gib, mesh)
+    mesh = init_device_mesh("cpu", (given.ranks,))
+    state = gpt_state(given.gib, mesh, width=given.width)
     nbytes = total_bytes(state)
     sp.save(folder() / "ours", state)
     dcp.save(state, checkpoint_id=folder() / "dcp")
-    target = gpt_state(options.gib, mesh, filled=False)
+    target = gpt_state(given.gib, mesh, width=given.width, filled=False)
     raw = RawFile(folder() / f"raw-{dist.get_rank()}", local_bytes(state))
     raw.write(direct=False)
     measured = rounds(
@@ -51,7 +55,7 @@ def main() -> None:
             "shardproof": lambda number: sp.load(folder() / "ours", target),
             "torch DCP": lambda number: dcp.load(target, checkpoint_id=folder() / "dcp"),
         },
-        options.repeats,
+        given.repeats,
     )
     for tensor in tensors_of(target):
         tensor.fill_(-1)
@@ -59,11 +63,11 @@ def main() -> None:
     assert all(torch.equal(a, b) for a, b in zip(tensors_of(state), tensors_of(target), strict=True))
     ours = measured["shardproof"].median
     report(
-        f"load, same layout, warm, {options.ranks} ranks",
+        f"load, same layout, warm, {given.ranks} ranks, width {given.width}",
         measured,
         ours="shardproof",
         nbytes=nbytes,
-        as_json=options.json,
+        as_json=given.json,
         notes={
             "of a raw read": round(measured["raw read"].median / ours, 3),
             "of a raw read off the page": round(measured["raw read, off the page"].median / ours, 3),

@@ -185,7 +185,7 @@ def test_ranks_of_a_node_meet_once_to_share_out_and_all_that_moves_is_reported(t
     save(tmp_path)
     for outcome in run_ranks(3, seen_from_outside, str(tmp_path), "memory"):
         phases, moved, report = outcome.value
-        assert phases == ["match", "share", "read", "apply"]
+        assert phases == ["match", "share", "read"]
         assert report.received and moved == report.bytes + report.received
 
 

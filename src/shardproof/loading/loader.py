@@ -3,6 +3,8 @@
     open, bind, plan (local) -> agree (meet) -> read, verify (local) -> agree (meet) -> finish (local) ->
     agree (meet)
 
+The last two only if some rank has more to fill than tensors.
+
 Until the first meeting nothing of the target is touched: all that can be known is known by then, on all
 ranks. Ranks that asked to read once offer memory there to those of their node (`offering`), and meet again
 before they read, to share out what several of them want.
@@ -112,9 +114,10 @@ def load_from(
             loader.share(meetings, agreed.handles)
         try:
             with loader.phase("read") as phase:
-                meetings.meet("read", lambda: loader.read(phase), _all_read)
-            with loader.phase("apply"):
-                meetings.meet("apply", loader.finish, lambda posts: b"")
+                more = meetings.meet("read", lambda: loader.read(phase), _all_read)
+            if more:
+                with loader.phase("apply"):
+                    meetings.meet("apply", loader.finish, lambda posts: b"")
         except BaseException as error:
             raise _overwritten(error, storage.location, loader.untouched(agreed.missing)) from error.__cause__
     finally:
@@ -199,18 +202,21 @@ class _Loader:
             self._sharing = sharing if sharing.happens else None
 
     def read(self, phase: events.Phase) -> bytes:
-        """Fills the destinations; an error of the checkpoint is data here too."""
+        """Fills the destinations; an error of the checkpoint is data here too. A `_HasRead`, as bytes."""
         checkpoint, matched = self._checkpoint, self._matched
         assert matched.plan is not None
+        said = _HasRead(bool(matched.binding.finish))
         try:
             self._read_all(matched.plan, phase)
             check_shared_memory(checkpoint, matched.plan, matched.destinations, self._placing.overlapping)
+            phase.note(read=self._read, received=self._received, needed=self._needed)
         except PeerFailed:
-            return msgspec.msgpack.encode(None)
+            said = _HasRead(False, left=True)
         except UNREADABLE as error:
-            return msgspec.msgpack.encode(error.to_wire())
-        phase.note(read=self._read, received=self._received, needed=self._needed)
-        return b""
+            said = _HasRead(False, error=error.to_wire())
+        finally:
+            matched.binding.say_changed()
+        return msgspec.msgpack.encode(said)
 
     def _read_all(self, plan: ReadPlan, phase: events.Phase) -> None:
         """First what is handed on, since others wait for it, then what is this rank's alone."""
@@ -285,18 +291,32 @@ class _Moved:
         self._phase.progress(done, self.total)
 
 
+class _HasRead(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank says of its reading."""
+
+    more: bool
+    """Whether it has more to fill than tensors."""
+    left: bool = False
+    """Whether it left the exchange because another rank failed."""
+    error: dict[str, Any] | None = None
+
+
 def _all_read(posts: Sequence[bytes]) -> bytes:
-    """Leader: the error of the first rank that has one of its own."""
-    said = [msgspec.msgpack.decode(post) if post else b"" for post in posts]
-    for rank, error in enumerate(said):
-        if isinstance(error, dict):
-            raise from_rank(rank, len(posts), error)
-    left = [rank for rank, error in enumerate(said) if error is None]
+    """Leader: whether a rank has more to fill; empty if none has.
+
+    Raises:
+        ShardproofError: that of the first rank that has one of its own.
+    """
+    said = [msgspec.msgpack.decode(post, type=_HasRead) for post in posts]
+    for rank, one in enumerate(said):
+        if one.error is not None:
+            raise from_rank(rank, len(said), one.error)
+    left = [rank for rank, one in enumerate(said) if one.left]
     if left:
         raise ShardproofError(
             f"ranks {left} left the exchange for a failure that no rank owned up to", ranks=left
         )
-    return b""
+    return b"more" if any(one.more for one in said) else b""
 
 
 def _overwritten(error: BaseException, location: str, untouched: list[str]) -> BaseException:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from shardproof.errors import StructureError
 from shardproof.garbage import no_garbage_collection
 from shardproof.state.binding import Binder
 from shardproof.state.collecting import Collector
-from shardproof.state.entries import Binding, Catalogue, Collected, TensorEntry
+from shardproof.state.entries import Binding, Catalogue, Collected
 from shardproof.state.last_walk import LastWalk
 from shardproof.state.visiting import Place
 from shardproof.state.walk import handler_of
@@ -81,18 +80,7 @@ def bind(
     to = Binder(handler_of, rank, world_size, catalogue=catalogue, selected=selected, strict=strict)
     with no_garbage_collection():
         _walk(to.visit, tree)
-        binding = to.result()
-    binding.finish.insert(0, partial(_say_changed, binding.tensors))
-    return binding
-
-
-def _say_changed(entries: Sequence[TensorEntry]) -> None:
-    """Bytes are read into memory behind torch's back; whoever watches a tensor's version must see it.
-
-    Tensors made in inference mode keep no version, and are passed over. One call for all takes a quarter of
-    the time of one for each.
-    """
-    torch.autograd.graph.increment_version([piece.view for entry in entries for piece in entry.pieces])
+        return to.result()
 
 
 def _walk(visit: Callable[[Place, Any], None], tree: Any) -> None:

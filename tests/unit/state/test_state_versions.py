@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 import shardproof as sp
@@ -18,3 +19,17 @@ def test_a_filled_parameter_has_a_new_version(tmp_path: Path) -> None:
     assert torch.equal(other.weight, model.weight)
     assert other.weight._version > before[0]
     assert other.bias._version == before[1]
+
+
+def test_a_parameter_that_a_failed_load_has_overwritten_has_a_new_version(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    sp.save(tmp_path / "step", {"model": model})
+    (shard,) = (tmp_path / "step" / "shards").iterdir()
+    content = shard.read_bytes()
+    first = content.index(model.weight.detach().numpy().tobytes())
+    shard.write_bytes(content[:first] + bytes(8) + content[first + 8 :])
+    other = torch.nn.Linear(3, 2)
+    before = other.weight._version
+    with pytest.raises(sp.CorruptChunkError):
+        sp.load(tmp_path / "step", {"model": other})
+    assert other.weight._version > before
