@@ -256,7 +256,10 @@ def open_files() -> list[str]:
 
 
 def rendezvous(*, deadline: float, name: str = "shardproof") -> Any:
-    """A new `StoreRendezvous` of all ranks over the parent's store."""
+    """A new `StoreRendezvous` of all ranks over the parent's store. Waits until all ranks make theirs.
+
+    So that it counts for no silence when a rank starts later than the others.
+    """
     from torch.distributed import TCPStore
 
     from shardproof.rendezvous import StoreRendezvous
@@ -265,7 +268,16 @@ def rendezvous(*, deadline: float, name: str = "shardproof") -> Any:
     store = TCPStore(
         "127.0.0.1", port, None, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30)
     )
+    _made.append(name)
+    place = f"harness/{name}/{_made.count(name)}"
+    if store.add(place, 1) == world_size():
+        store.set(f"{place}/all", "")
+    store.wait([f"{place}/all"], timedelta(seconds=30))
     return StoreRendezvous(_Connected(store), rank(), world_size(), deadline=deadline, name=name)
+
+
+_made: list[str] = []
+"""Names of what `rendezvous` has made in this process."""
 
 
 class _Connected:

@@ -396,8 +396,10 @@ def hashes_slowly(root: str) -> int:
     """Rank 1 takes longer for its replicas than a rank may be silent, but not for any one of them."""
     import shardproof.saving.replicas as replicas
 
-    saver = Saver(rendezvous(deadline=1.5))
+    meetings = rendezvous(deadline=20.0)
+    saver = Saver(meetings)
     saver.save(LocalStorage(f"{root}/0"), {"w": torch.ones(3)})
+    meetings.deadline = 3.0
     digest, never = replicas.xxhash.xxh3_128_digest, threading.Event()
 
     class Slow:
@@ -408,7 +410,7 @@ def hashes_slowly(root: str) -> int:
 
     if rank() == 1:
         replicas.xxhash = Slow  # type: ignore[assignment]
-    state = {f"w{number}": torch.ones(4) for number in range(8)}
+    state = {f"w{number}": torch.ones(4) for number in range(10)}
     pending = saver.begin(LocalStorage(f"{root}/1"), state, check_replicas="all")
     return len(pending.result(LIMIT).diverged)
 

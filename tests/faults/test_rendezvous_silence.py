@@ -12,8 +12,9 @@ from shardproof.errors import RankFailure, RankSilent, ShardproofError
 from tests import harness
 from tests.harness import Job, Outcome, reach, run_ranks
 
-DEADLINE = 2.0
-SLACK = 2.0
+DEADLINE = 3.0
+SLACK = 20.0
+"""Two cores may be busy with other tests."""
 
 
 def join(posts: list[bytes]) -> bytes:
@@ -76,6 +77,7 @@ def test_a_stopped_rank_is_named_and_comes_back_in_step(silent: int) -> None:
         job.resume(silent)
         for rank in range(3):
             job.until_held(rank, "again")
+        for rank in range(3):
             job.go(rank)
 
     outcomes = run_ranks(
@@ -139,10 +141,10 @@ def test_a_rank_that_left_out_an_operation_joins_the_next(skips: int) -> None:
 def one_is_slow(slow: int) -> Any:
     meetings = harness.rendezvous(deadline=20.0)
     meetings.meet("save a", "agree", b"", join)
-    meetings.deadline = 1.0
+    meetings.deadline = 2.5
     if harness.rank() == slow:
-        for done in range(45):
-            meetings.progress(done << 20, 45 << 20)
+        for done in range(60):
+            meetings.progress(done << 20, 60 << 20)
             time.sleep(0.1)
     return attempt(meetings)
 
@@ -162,7 +164,7 @@ def progress_then_stand_still() -> Any:
         for done in range(1, 16):
             meetings.progress(done << 20, 64 << 20)
             time.sleep(0.1)
-        time.sleep(DEADLINE + SLACK)  # alive, and stuck
+        time.sleep(2 * DEADLINE)  # alive, and stuck
     return [attempt(meetings)]
 
 
@@ -174,7 +176,7 @@ def test_a_rank_that_stands_still_is_named_with_its_progress() -> None:
 
 
 def think(posts: list[bytes]) -> bytes:
-    ends = time.monotonic() + 3 * DEADLINE
+    ends = time.monotonic() + 2.5 * DEADLINE
     while time.monotonic() < ends:
         sum(range(1000))
     return join(posts)
@@ -234,8 +236,9 @@ def test_the_store_dies() -> None:
 def store_at_rank_0() -> list[Any]:
     from shardproof.rendezvous import connect
 
-    meetings = connect(deadline=DEADLINE)
+    meetings = connect(deadline=20.0)
     meetings.meet("save a", "agree", b"", join)
+    meetings.deadline = DEADLINE
     reach("work")
     first = attempt(meetings)
     reach("again")
@@ -261,6 +264,7 @@ def test_rank_0_serves_the_store_and_is_stopped() -> None:
         job.go(0)
         for rank in range(3):
             job.until_held(rank, "again")
+        for rank in range(3):
             job.go(rank)
 
     hold = {0: ["work", "again"], 1: "again", 2: "again"}

@@ -28,8 +28,8 @@ from tests.scenarios.states import (
 )
 
 RANKS = 3
-DEADLINE = 1.5
-SLACK = 4.0
+DEADLINE = 3.0
+SLACK = 20.0
 """Two cores may be busy with other tests."""
 
 
@@ -207,7 +207,7 @@ class _EveryTime:
 
 def one_writes_slowly(root: str, slow: int) -> Said:
     """Buffers of 4 KiB, so that every 4 KiB is a write of its own and a step of progress."""
-    checkpointer = checkpointer_at(root, deadline=2.5)
+    checkpointer = checkpointer_at(root, deadline=5.0)
     state = {"large": rows(whole((6 * 1024, 2), 1), 0, 6 * 1024 if rank() == slow else 0)}
     if rank() == slow:
         checkpointer._saver._keep().pool = BufferPool(4096, 3)
@@ -217,12 +217,12 @@ def one_writes_slowly(root: str, slow: int) -> Said:
 
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_rank_that_writes_slowly_is_waited_for(slow: int, tmp_path: Path) -> None:
-    held_back = 6  # writes: three deadlines together, each more than half of one
+    held_back = 10  # writes: more than a deadline together
 
     def script(job: Job) -> None:
         for _ in range(held_back):
             job.until_held(slow, "a write")
-            job.pump(1.5)  # this long a write takes
+            job.pump(0.7)  # this long a write takes
             job.go(slow)
         job.hold.clear()
         while job.held or job.processes[slow].is_alive():
@@ -233,7 +233,7 @@ def test_a_rank_that_writes_slowly_is_waited_for(slow: int, tmp_path: Path) -> N
     outcomes = run_ranks(2, one_writes_slowly, str(tmp_path), slow, hold={slow: "a write"}, script=script)
     saids = [outcome.value for outcome in outcomes]
     assert [said.kind for said in saids] == ["", ""], saids
-    assert min(said.seconds for said in saids) > 7.5
+    assert min(said.seconds for said in saids) > 6.0
     only_its_own(tmp_path / "step-00000001")
 
 

@@ -98,7 +98,7 @@ def test_ranks_asked_for_different_things_all_learn_of_it(tmp_path: Path) -> Non
 def _settle(root: str, point: str) -> tuple[Said, list[int]]:
     """Settles while the leader's publishing reaches a point."""
     checkpointer = at(root)
-    checkpointer._rendezvous.deadline = 1.5
+    checkpointer._rendezvous.deadline = 4.0
     kept = checkpointer._storage
     if rank() == 0:
         operation, _, when = point.partition(" ")
