@@ -268,16 +268,12 @@ def rendezvous(*, deadline: float, name: str = "shardproof") -> Any:
     store = TCPStore(
         "127.0.0.1", port, None, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30)
     )
-    _made.append(name)
-    place = f"harness/{name}/{_made.count(name)}"
-    if store.add(place, 1) == world_size():
-        store.set(f"{place}/all", "")
-    store.wait([f"{place}/all"], timedelta(seconds=30))
+    came = store.add(f"harness/{name}", 1)
+    together = f"harness/{name}/{(came - 1) // world_size()}"  # nobody makes another before all made one
+    if came % world_size() == 0:
+        store.set(together, "")
+    store.wait([together], timedelta(seconds=30))
     return StoreRendezvous(_Connected(store), rank(), world_size(), deadline=deadline, name=name)
-
-
-_made: list[str] = []
-"""Names of what `rendezvous` has made in this process."""
 
 
 class _Connected:

@@ -205,7 +205,7 @@ def test_bombs_are_refused_fast(text):
     began = time.monotonic()
     with pytest.raises(FormatError):
         decode_manifest(sealed(text + b"}"), "f")
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 5
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # KiB
 
 

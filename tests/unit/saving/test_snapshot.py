@@ -489,10 +489,11 @@ def test_a_save_waits_for_the_one_before_or_is_skipped(gate: Gate, tmp_path: Pat
         skipped.result()
     with pytest.raises(TimeoutError):
         checkpointer.wait(0.01)
-    opener = threading.Timer(0.2, gate.open)
+    opener = threading.Timer(0.5, gate.open)
     opener.start()
-    checkpointer.save(3, state)
+    second = checkpointer.save(3, state)
     assert first.done()
+    assert second.blocked >= 0.1
     assert checkpointer.save(4, state, when_busy="wait").result(LIMIT).step == 4
     assert checkpointer.steps() == [1, 3, 4]
     opener.join()

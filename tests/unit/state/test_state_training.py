@@ -601,7 +601,7 @@ def test_collecting_twenty_thousand_small_tensors_is_quick(container: str) -> No
         begun = time.process_time()
         collect({"x": tree})
         seconds.append(time.process_time() - begun)
-    assert min(seconds) < 1.0, f"{min(seconds):.3f} s; on an idle machine this takes about 0.1 s"
+    assert min(seconds) < 0.4, f"{min(seconds):.3f} s; on an idle machine this takes about 0.1 s"
 
 
 def test_a_whole_tree_binds_to_what_it_saved() -> None:
