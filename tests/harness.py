@@ -62,17 +62,20 @@ class Outcome:
     seconds: float = 0.0
     """From start of all ranks to the end of the target."""
     reached: list[str] = field(default_factory=list)
+    job: list[Outcome] = field(default_factory=list, repr=False, compare=False)
+    """Of all ranks: what a rank died of may be another's fault."""
 
     @property
     def value(self) -> Any:
-        """The result; raises what the rank raised, or says how it ended."""
-        if self.error is not None:
-            raise AssertionError(f"rank {self.rank} raised:\n{self.trace}") from self.error
-        if self.exit_code != 0:
-            raise AssertionError(
-                f"rank {self.rank} ended with exit code {self.exit_code} after {self.reached}"
-            )
-        return self.result
+        """The result; raises what the rank raised, or says how it ended, and what became of the others."""
+        if self.error is None and self.exit_code == 0:
+            return self.result
+        others = "".join(f"\n{other._end()}" for other in self.job if other is not self)
+        raise AssertionError(f"{self._end()}\n{self.trace}{others}") from self.error
+
+    def _end(self) -> str:
+        raised = f" raised {self.error!r}," if self.error is not None else ""
+        return f"rank {self.rank}{raised} ended with exit code {self.exit_code} after {self.reached}"
 
 
 @dataclass
@@ -223,7 +226,7 @@ def run_ranks(
                 process.kill()
         for outcome, process, pipe in zip(job.outcomes, job.processes, job.pipes, strict=False):
             process.join(10)
-            outcome.exit_code = process.exitcode
+            outcome.exit_code, outcome.job = process.exitcode, job.outcomes
             pipe.close()
     return job.outcomes
 
@@ -312,6 +315,8 @@ def _rank_main(
     faulthandler.dump_traceback_later(timeout * 0.95)
     import torch
 
+    torch._C._set_print_stack_traces_on_fatal_signal(True)  # threads without Python too
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which it takes for fatal
     torch.set_num_threads(1)
     _to_parent[:] = [pipe]
     result: Any = None

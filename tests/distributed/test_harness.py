@@ -1,0 +1,41 @@
+"""What the harness says of ranks that fail: of all of them, and of threads that Python knows nothing of."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.harness import rank, run_ranks
+
+
+def die(folder: str) -> None:
+    """Rank 0 of a thread that Python did not start, rank 1 of an exception."""
+    if rank() == 1:
+        raise ValueError("mine")
+    os.dup2(os.open(f"{folder}/stderr", os.O_WRONLY | os.O_CREAT), 2)
+    libc = ctypes.CDLL(None)
+    nowhere = ctypes.c_void_p(8)
+    libc.pthread_create(ctypes.byref(ctypes.c_ulong()), None, libc.strlen, nowhere)
+    threading.Event().wait(50)
+
+
+def test_a_rank_that_died_is_told_with_its_native_stack_and_with_what_became_of_the_others(
+    tmp_path: Path,
+) -> None:
+    outcomes = run_ranks(2, die, str(tmp_path))
+    assert outcomes[0].exit_code == -signal.SIGSEGV
+    with pytest.raises(AssertionError) as told:
+        _ = outcomes[0].value
+    assert f"rank 0 ended with exit code {-signal.SIGSEGV} after []" in str(told.value)
+    assert "rank 1 raised ValueError('mine'), ended with exit code 0 after []" in str(told.value)
+    with pytest.raises(
+        AssertionError, match=r"(?s)rank 1 raised .*in die\n.*rank 0 ended with exit code -11"
+    ):
+        _ = outcomes[1].value
+    stacks = (tmp_path / "stderr").read_text()
+    assert "libc.so" in stacks and "Fatal Python error: Segmentation fault" in stacks
