@@ -77,7 +77,11 @@ def receive(
         tensors[MASTER] = twin.values()  # elements that are stored nowhere (padding) stay what they are
 
     def attach(values: Mapping[str, Any], filled: frozenset[str]) -> None:
-        state = {slot: _widened(tensors[slot], known.get(slot)) for slot in filled if slot != MASTER}
+        state = {
+            slot: _widened(tensors[slot], known.get(slot))
+            for slot in stored  # the same order on every rank, whose sets have orders of their own
+            if slot in filled and slot != MASTER
+        }
         state.update(values)
         if state:
             states[twin.parameter] = state
