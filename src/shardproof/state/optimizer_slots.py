@@ -104,12 +104,12 @@ def _attach(
     values: Mapping[str, Any],
     filled: frozenset[str],
 ) -> None:
-    # In the order of the checkpoint, whatever this rank had: ranks that gather slot by slot need one order.
-    taken = {slot: item for slot, item in tensors.items() if slot in filled}
-    state = {slot: _cast(item, made.get(slot, item.dtype)) for slot, item in taken.items()} | dict(values)
-    for slot, item in (optimizer.state.get(parameter) or {}).items():
-        if slot in filled:
-            state.setdefault(slot, item)
+    current = optimizer.state.get(parameter) or {}
+    state = {slot: item for slot, item in current.items() if slot in filled or slot in values}
+    state.update(
+        {slot: _cast(item, made.get(slot, item.dtype)) for slot, item in tensors.items() if slot in filled}
+    )
+    state.update(values)
     if state:
         optimizer.state[parameter] = state
     else:

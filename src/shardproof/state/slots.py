@@ -101,7 +101,7 @@ class Receipt:
     attach: Callable[[Mapping[str, Any], frozenset[str]], None]
     """Called once all bytes are there, with the plain values and the tensor slots that were filled. The state
     becomes what was stored: other slots are dropped. A master that was not filled is made from the
-    parameter. The slots' order is that of `stored`, on every rank, and not that of a set."""
+    parameter."""
 
 
 Receiver: TypeAlias = Callable[[torch.Tensor, dict[str, Any], Mapping[str, StoredSlot]], Receipt]
