@@ -10,69 +10,71 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
 import shardproof as sp
 from shardproof.optim import DistributedOptimizer, HybridDeviceOptimizer
 from shardproof.state import slots_of
 
 SEEDS = range(1, 5)
-STATES = (
-    "a fresh optimizer",
-    "an optimizer that has stepped",
-    "fresh, on the device",
-    "fresh, half on the CPU",
-    "stepped, on the CPU",
-    "distributed",
-)
 
 
-def trees() -> dict[str, dict[str, object]]:
-    """A model and its optimizer, by what is left of how they came to be."""
-    made: dict[str, dict[str, object]] = {}
-    for state in STATES:
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
-        optimizer: torch.optim.Optimizer
-        if state == "distributed":
-            optimizer = DistributedOptimizer(model, torch.optim.AdamW, amsgrad=True)
-        elif "optimizer" in state:
-            optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
-        else:
-            fraction = {"fresh, on the device": 0.0, "fresh, half on the CPU": 0.5}.get(state, 1.0)
-            optimizer = HybridDeviceOptimizer(
-                model.parameters(), torch.optim.AdamW, cpu_fraction=fraction, amsgrad=True
-            )
-        if "stepped" in state:
-            model(torch.ones(1, 3)).sum().backward()
-            optimizer.step()
-        made[state] = {"model": model, "optimizer": optimizer}
-    return made
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), amsgrad=True)
 
 
-def orders(folder: str) -> dict[str, list[list[str]]]:
-    """The slots of each parameter, after a load."""
-    found = {}
-    for state, tree in trees().items():
-        optimizer = tree["optimizer"]
+def hybrid(model: nn.Module, fraction: float) -> torch.optim.Optimizer:
+    return HybridDeviceOptimizer(model.parameters(), torch.optim.AdamW, cpu_fraction=fraction, amsgrad=True)
+
+
+def distributed(model: nn.Module) -> torch.optim.Optimizer:
+    return DistributedOptimizer(model, torch.optim.AdamW, amsgrad=True)
+
+
+TARGETS: list[tuple[Callable[[nn.Module], torch.optim.Optimizer], bool]] = [
+    (adamw, False),
+    (adamw, True),
+    (partial(hybrid, fraction=0.0), False),
+    (partial(hybrid, fraction=0.5), False),
+    (partial(hybrid, fraction=1.0), True),
+    (distributed, False),
+]
+"""What makes an optimizer, and whether it has stepped before it is loaded."""
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+
+
+def targets() -> Iterator[tuple[bool, nn.Module, torch.optim.Optimizer]]:
+    for make, has_stepped in TARGETS:
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        yield has_stepped, model, make(model)
+
+
+def orders(folder: str) -> Iterator[tuple[str, list[list[str]]]]:
+    """The class of each target, and the slots of each of its parameters after a load."""
+    for has_stepped, model, optimizer in targets():
+        if has_stepped:
+            step(model, optimizer)
         kind = type(optimizer).__name__
-        sp.load(f"{folder}/{kind}", tree)
-        assert isinstance(optimizer, torch.optim.Optimizer)
-        if kind == "DistributedOptimizer":
-            found[state] = [list(slots.tensors) for slots in slots_of(optimizer)]
+        sp.load(f"{folder}/{kind}", {"model": model, "optimizer": optimizer})
+        if isinstance(optimizer, DistributedOptimizer):
+            yield kind, [list(slots.tensors) for slots in slots_of(optimizer)]
         else:
-            found[state] = [list(slots) for slots in optimizer.state.values()]
-    return found
+            yield kind, [list(slots) for slots in optimizer.state.values()]
 
 
 def test_slots_have_one_order_whatever_the_seed_of_hashes(tmp_path: Path) -> None:
-    for tree in trees().values():
-        model, optimizer = tree["model"], tree["optimizer"]
-        assert isinstance(model, torch.nn.Module) and isinstance(optimizer, torch.optim.Optimizer)
-        model(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
+    for _, model, optimizer in targets():
+        step(model, optimizer)
+        tree = {"model": model, "optimizer": optimizer}
         sp.save(tmp_path / type(optimizer).__name__, tree, overwrite=True)
     command = [sys.executable, "-m", "tests.unit.state.test_state_slot_order", str(tmp_path)]
     running = [
@@ -88,10 +90,11 @@ def test_slots_have_one_order_whatever_the_seed_of_hashes(tmp_path: Path) -> Non
             process.kill()
             process.wait(10)
     assert said == [said[0]] * len(SEEDS)
-    hybrid = [said[0][state] for state in STATES if ", " in state]
-    assert hybrid == [hybrid[0]] * 3  # and whatever was there before
-    assert all(set(slots) >= {"step", "exp_avg", "max_exp_avg_sq"} for slots in said[0]["distributed"])
+    of_hybrid = [slots for kind, slots in said[0] if kind == "HybridDeviceOptimizer"]
+    assert of_hybrid == [of_hybrid[0]] * 3  # and whatever was there before
+    (of_distributed,) = [slots for kind, slots in said[0] if kind == "DistributedOptimizer"]
+    assert all(set(slots) >= {"step", "exp_avg", "max_exp_avg_sq"} for slots in of_distributed)
 
 
 if __name__ == "__main__":
-    json.dump(orders(sys.argv[1]), sys.stdout)
+    json.dump(list(orders(sys.argv[1])), sys.stdout)
