@@ -169,11 +169,10 @@ class Checkpointer:
     def fence(self) -> None:
         """Returns when parameters and optimizer state may be written to by any code.
 
-        What the save under way has not written yet is copied first; where the ranks have not agreed on the
-        save yet, that is waited for, within the deadlines of their meetings. Optimizers and loads do this by
-        themselves. Nothing under way: nothing to do. A write to parameters or optimizer state without it
-        fails the save, unless torch does not count it (through ``.data``, by a replayed CUDA graph, by
-        ``torch._foreach_*`` on DTensors).
+        This copies what the save under way has not written yet. If the ranks have not agreed on the save,
+        it waits for that, within the deadlines of their meetings. Optimizers and loads do this by themselves.
+        Without a save under way it does nothing. A write to parameters or optimizer state without it fails
+        the save. docs/snapshots.md lists the ways to write, and the writes that do not show.
         """
         self._saver.fence()
 

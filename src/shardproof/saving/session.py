@@ -413,6 +413,7 @@ class Session:
         else:
             file = write_changes(create, shard, header, self._snapshot, self._base, *through)
         self._kept.pool = pool
+        self._snapshot.check_unchanged()
         if self._request.base is not None:
             self._digests = file.digests
         phase.note(staged=self._snapshot.staged_bytes, waited=self._snapshot.waited)

@@ -25,6 +25,7 @@ from shardproof.state.per_rank import PerRank
 from shardproof.state.plain import encode as encode_plain
 from shardproof.state.registered import register_dataclass, register_enum
 from shardproof.state.slots import MASTER, LocalRange, ParameterSlots, Receipt, SlotKeeper, StoredSlot
+from shardproof.state.storage_owner import declare_storage_owner
 from shardproof.state.tree import bind, collect
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "bind",
     "collect",
     "declare",
+    "declare_storage_owner",
     "decode_plain",
     "encode_plain",
     "is_plain_memory",

@@ -17,6 +17,7 @@ from shardproof.state.dtensor import local_tensor
 from shardproof.state.explicit import ShardedTensor
 from shardproof.state.layout import Layout, local_layout
 from shardproof.state.naming import PARALLEL, NamedModule, inside
+from shardproof.state.storage_owner import declare_fsdp2_owners
 from shardproof.state.tensors import empty_like_layout, local_of, storage_of
 from shardproof.state.visiting import OwnedParameters, Place, Visitor
 
@@ -41,6 +42,7 @@ class _Module:
                 out.laid_out(key, sharded, (place.path, name), local)
             else:
                 out.tensor(key, item, (place.path, name))
+        declare_fsdp2_owners(part for _, part in module.parts)
         out.modules.append(OwnedParameters(place.key, module, state))
 
     def bind(self, place: Place, value: torch.nn.Module, to: Binder) -> None:
