@@ -20,6 +20,7 @@ from shardproof.errors import StructureError
 from shardproof.optim import DistributedOptimizer
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.state import collect
+from tests.accelerator import first_device
 from tests.gate import LIMIT, Gate
 
 PAGE = Path(__file__).parents[3] / "docs" / "snapshots.md"
@@ -351,6 +352,27 @@ def test_writes_to_dtensors_that_torch_does_not_count(write: str, mesh: DeviceMe
             torch._foreach_add_([weight], 1)
         else:
             weight.to_local().data.add_(1)
+    gate.open()
+    with pytest.raises(StructureError, match=r"net\.weight was changed"):
+        pending.result(LIMIT)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strided", [False, True])
+def test_a_write_to_device_memory_that_torch_does_not_count(strided: bool, gate: Gate) -> None:
+    net = nn.Linear(64, 64, device=first_device())
+    if strided:
+        net.weight = nn.Parameter(net.weight.detach().t())
+    checkpointer = sp.Checkpointer("run")
+    state = {"net": net, "optimizer": torch.optim.SGD(net.parameters(), lr=1.0)}
+    want = bits(state)
+    gate.open()
+    checkpointer.save(1, state).result(LIMIT)
+    assert all(torch.equal(sp.open("run/step-00000001")[key][...], want[key].cpu()) for key in want)
+    gate.close()
+    pending = checkpointer.save(2, state)
+    assert gate.reached.wait(LIMIT)
+    net.weight.data.add_(1)
     gate.open()
     with pytest.raises(StructureError, match=r"net\.weight was changed"):
         pending.result(LIMIT)
