@@ -70,6 +70,7 @@ def _intact_manifest(storage: Storage) -> Manifest | None:
         if borrowed:
             raise _not_here(storage, ", ".join(borrowed)) from error
         return manifest
+    storage.flush(MANIFEST_NAME)  # an earlier commit may have failed after the manifest got its name
     lost = lost_files(storage, manifest)
     if lost:
         name, fault = next(iter(lost.items()))
