@@ -33,7 +33,7 @@ CODES = (errno.EIO, errno.ENOSPC, errno.EROFS, errno.EDQUOT)
 
 @pytest.fixture(autouse=True)
 def _fast(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Hundreds of failed saves log an error each; no machine crashes here, so nothing has to reach the disk."""
+    """Hundreds of failed saves log an error each; no machine crashes, so nothing has to reach the disk."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     with caplog.at_level(logging.CRITICAL, "shardproof"):
         yield
