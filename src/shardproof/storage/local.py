@@ -123,7 +123,16 @@ class LocalStorage:
         stop = size if stop is None else stop
         if not 0 <= start <= stop <= size:
             raise _short(path, start, stop - start, max(0, size - start))
-        buffer = bytearray(stop - start)
+        try:
+            buffer = bytearray(stop - start)
+        except MemoryError as error:
+            raise StorageError(
+                f"{path}: {stop - start} bytes are to be read, and there is not so much memory. The file is "
+                "too long, or this machine is too small.",
+                file=str(path),
+                missing=False,
+                damaged=False,
+            ) from error
         _fill(file, start, memoryview(buffer))
         return bytes(buffer)
 

@@ -248,6 +248,14 @@ def test_read_sees_a_replaced_file(tmp_path):
     assert storage.read("manifest.json") == b"two"
 
 
+def test_a_file_longer_than_memory_is_an_error_of_ours(tmp_path):
+    (tmp_path / "a").touch()
+    os.truncate(tmp_path / "a", 1 << 43)
+    with pytest.raises(StorageError, match=f"{1 << 43} bytes are to be read") as caught:
+        LocalStorage(tmp_path).read("a")
+    assert caught.value.details["damaged"] is False
+
+
 def test_descriptors_are_bounded_and_given_back(tmp_path):
     storage = LocalStorage(tmp_path, direct=False)
     before = open_files()
