@@ -64,6 +64,9 @@ class FaultyStorage:
     def publish(self, name: str, data: bytes, *, replace: bool = False) -> None:
         self._do("publish", name, lambda: self._inner.publish(name, data, replace=replace))
 
+    def flush(self, name: str) -> None:
+        self._do("flush", name, lambda: self._inner.flush(name))
+
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         return self._do("read", name, lambda: self._inner.read(name, start, stop))
 

@@ -23,7 +23,7 @@ from shardproof.checkpointer.choosing import (
 from shardproof.checkpointer.folders import StepFolder, parse_step, step_name
 from shardproof.checkpointer.retention import Retention, retain
 from shardproof.checkpointer.suspects import unsettled_suspects, write_settled
-from shardproof.errors import KeyMismatchError, StructureError
+from shardproof.errors import KeyMismatchError, StorageError, StructureError
 from shardproof.format import MANIFEST_NAME
 from shardproof.loading import UNREADABLE, LoadReport, Options, ReadOnce, load_from
 from shardproof.loading.selection import Cast, Patterns
@@ -189,11 +189,15 @@ class Checkpointer:
         self._saver.wait(timeout)
 
     def _base_of(self, step: Any) -> LocalStorage | None:
-        """The newest committed step before this one (see note "One line of steps"), damaged ones left out."""
+        """The newest committed step before this one (see note "One line of steps").
+
+        Damaged steps are left out, and those whose commit is not confirmed.
+        """
         steps = (parse_step(name) for name in self._storage.folders())
         for earlier in sorted((one for one in steps if one is not None and one < step), reverse=True):
             folder = self._storage.within(step_name(earlier))
-            if earlier not in self._damaged and folder.size(MANIFEST_NAME) is not None:
+            distrusted = earlier in self._damaged or folder in self._saver.unconfirmed
+            if not distrusted and folder.size(MANIFEST_NAME) is not None:
                 return folder
         return None
 
@@ -202,7 +206,14 @@ class Checkpointer:
         self._damaged.discard(committed.step)
         if self._keep is not None and self._rendezvous.rank == 0:
             with self._phase(committed.step, step_name(committed.step), "retain"):
-                retain(self._storage, self._keep, committed.step, self._damaged, progress)
+                retain(
+                    self._storage,
+                    self._keep,
+                    committed.step,
+                    self._damaged,
+                    progress,
+                    unconfirmed=lambda step: self._storage.within(step_name(step)) in self._saver.unconfirmed,
+                )
 
     def _phase(self, step: Any, folder: str, name: str) -> events.Phase:
         number = step if isinstance(step, int) and not isinstance(step, bool) else None
@@ -231,7 +242,8 @@ class Checkpointer:
 
         Raises:
             StructureError: ranks settle different suspects, or with different verdicts.
-            StorageError: the storage failed; the suspect is as it was.
+            StorageError: the storage failed; the suspect is as it was, unless the text says that the file is
+                in place: then it counts as settled, and a crash of the machine may undo that.
             RankFailure, RankSilent: some rank failed or fell silent. If that was the leader, the suspect may
                 be settled or not.
 
@@ -334,8 +346,36 @@ class Checkpointer:
                 if lacking:
                     raise _mixed(f"it lacks {', '.join(lacking)}", overwritten, chosen)
             self.last_restore = report
+            if self._rendezvous.rank == 0:
+                self._confirm(chosen, whole=include is None and exclude is None)
             return chosen.step
         return None
+
+    def _confirm(self, folder: StepFolder, *, whole: bool) -> None:
+        """Flushes the step that was restored: its save may have died, or failed, before it was durable.
+
+        Args:
+            folder: of the step.
+            whole: whether every byte was read and verified.
+        """
+        storage = self._storage.within(folder.name)
+        try:
+            storage.flush(MANIFEST_NAME)
+        except StorageError as error:
+            if error.details.get("missing"):
+                return  # another process removed the step after it was read
+            self._saver.unconfirmed.add(storage)
+            _log.warning(
+                "%s: %s was restored and every byte that was read is verified, but it is not known to be "
+                "durable: %s. No incremental save refers to it and retention does not count it until a "
+                "restore can flush it or it is saved again",
+                self.root,
+                folder,
+                error,
+            )
+        else:
+            if whole:
+                self._saver.unconfirmed.confirm(storage)
 
     def _choose(self, step: int | None, suspect: bool) -> StepFolder | None:
         """The leader's choice."""

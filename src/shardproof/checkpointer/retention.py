@@ -155,11 +155,13 @@ def retain(
     newest: int,
     damaged: Collection[int],
     on_progress: Callable[[int, int], None] | None = None,
+    unconfirmed: Callable[[int], bool] = lambda step: False,
 ) -> None:
     """Removes what a policy lets go. Failing costs space, not safety, so it is only logged.
 
     Note "One line of steps": only steps up to the one just saved are counted. Newer ones are there when the
     run was rolled back; they must not push out the steps of the run that goes on. Nor do damaged steps count.
+    A step whose commit is not confirmed pushes out no other step; it goes when the policy would let it go.
 
     Note "A suspect stays until it is settled": no policy is asked about suspects. One that is settled goes
     with the first newer step; before that, the verdict is still to be seen beside the run.
@@ -170,6 +172,7 @@ def retain(
         newest: the step that was just saved.
         damaged: steps that are known to be damaged.
         on_progress: see `delete_steps`.
+        unconfirmed: whether the commit of a step is not known to be durable.
     """
     try:
         folders = [folder for folder in map(parse_folder, run.folders()) if folder is not None]
@@ -190,7 +193,11 @@ def retain(
                 newest,
             )
         counted = sorted(step for step in steps if step <= newest)
-        let_go = sorted(set(counted) - set(keep.select(counted)) - {newest})
+        certain = [step for step in counted if step == newest or not unconfirmed(step)]
+        kept = {*keep.select(certain), newest}
+        for step in set(counted) - set(certain):
+            kept |= {step}.intersection(keep.select(sorted((*certain, step))))
+        let_go = sorted(set(counted) - kept)
         if let_go:
             _delete(run, [step_name(step) for step in let_go], on_progress)
         settled = [folder for folder in settled_suspects(run) if folder.step < newest]
@@ -271,10 +278,17 @@ def leftovers(
 
 
 def remove_leftover(storage: Storage, leftover: Leftover) -> bool:
-    """Delete the files of a leftover; False, and nothing is deleted, if they are needed meanwhile."""
-    needed = _needed(storage.within(leftover.folder), leftover.folder, referred_in(storage))
+    """Delete the files of a leftover; False, and nothing is deleted, if they are needed meanwhile.
+
+    The manifest is flushed first: until it is durable, a crash of the machine may bring back the one that it
+    replaced, which names the leftover's files.
+    """
+    folder = storage.within(leftover.folder)
+    needed = _needed(folder, leftover.folder, referred_in(storage))
     if needed is None or not needed.isdisjoint(leftover.files):
         return False
+    if MANIFEST_NAME in needed:
+        folder.flush(MANIFEST_NAME)
     for file in leftover.files:
         storage.delete(f"{leftover.folder}/{file}")
     return True

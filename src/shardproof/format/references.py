@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shardproof.errors import FormatError, NotCommittedError, StorageError
-from shardproof.format.manifest import USUAL_BEGINNING, FileRecord, Manifest, is_foreign
+from shardproof.format.manifest import MAX_MANIFEST, USUAL_BEGINNING, FileRecord, Manifest, is_foreign
 from shardproof.format.names import MANIFEST_NAME
 from shardproof.format.reading import read_manifest
 from shardproof.storage.interface import Storage
@@ -142,7 +142,8 @@ def unneeded(
 
 def _is_foreign(storage: Storage) -> bool:
     try:
-        return is_foreign(storage.read(MANIFEST_NAME))
+        size = storage.size(MANIFEST_NAME)
+        return size is not None and size <= MAX_MANIFEST and is_foreign(storage.read(MANIFEST_NAME))
     except StorageError:
         return False
 

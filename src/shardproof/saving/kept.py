@@ -13,6 +13,7 @@ from shardproof.saving.incremental import BaseDigests
 from shardproof.saving.prepare import PreparedShard
 from shardproof.saving.replicas import CheckReplicas
 from shardproof.saving.staging import StagingPool
+from shardproof.saving.unconfirmed import Unconfirmed
 from shardproof.state import LastWalk
 
 __all__ = ["HeldPlan", "Kept", "KnownDigests", "KnownStructure", "LeaderPlan", "Limits", "Request"]
@@ -88,6 +89,8 @@ class Kept:
     toucher: Workers
     """The thread on which staging memory is touched."""
     staging: StagingPool
+    unconfirmed: Unconfirmed
+    """Leader: commits that are not known to be durable."""
     planned: LeaderPlan | None = None
     """Leader: the last plan, and the structure digests that it is valid for."""
     held: HeldPlan | None = None

@@ -26,6 +26,7 @@ from shardproof.saving.pending import PendingSave
 from shardproof.saving.replicas import CheckReplicas
 from shardproof.saving.session import Session
 from shardproof.saving.staging import StagingPool
+from shardproof.saving.unconfirmed import Unconfirmed
 from shardproof.storage import Storage
 
 __all__ = ["Saver", "WhenBusy"]
@@ -69,6 +70,8 @@ class Saver:
         self._rendezvous = rendezvous
         self._limits = Limits(chunk_bytes, sample_bytes)
         self._budget = host_memory_budget
+        self.unconfirmed = Unconfirmed()
+        """Commits that are not known to be durable; only rank 0 has any."""
         self._kept: Kept | None = None
         self._process = os.getpid()
         self._thread: Workers
@@ -246,6 +249,7 @@ class Saver:
                 Workers("shardproof-write", 2),
                 Workers("shardproof-touch", 1),
                 StagingPool(budget, pinned_buffer),
+                self.unconfirmed,
             )
         return self._kept
 

@@ -256,8 +256,9 @@ class Session:
                     phase.note(diverged=done.diverged_count)
         except RankSilent:
             raise  # note "Whose files" in `remove_uncommitted`
-        except ShardproofError:
-            remove_uncommitted(self._storage, self._rendezvous.rank, self._attempt.id)
+        except ShardproofError as error:
+            if error.details.get("committed", False) is False:
+                remove_uncommitted(self._storage, self._rendezvous.rank, self._attempt.id)
             raise
         self._warn(done)
         if self._digests is not None:

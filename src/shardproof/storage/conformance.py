@@ -146,6 +146,7 @@ class StorageConformance:
             lambda: storage.read(name),
             lambda: storage.read_into(name, 0, memoryview(bytearray(1))),
             lambda: storage.size(name),
+            lambda: storage.flush(name),
             lambda: storage.delete(name),
             lambda: storage.within(name),
         ):
@@ -165,6 +166,14 @@ class StorageConformance:
     def test_publish_replace_needs_nothing_to_replace(self, storage: Storage) -> None:
         storage.publish("a", b"one", replace=True)
         assert storage.read("a") == b"one"
+
+    def test_flush(self, storage: Storage) -> None:
+        storage.publish("run/manifest.json", b"one")
+        storage.flush("run/manifest.json")
+        assert storage.read("run/manifest.json") == b"one"
+        with pytest.raises(StorageError) as missing:
+            storage.flush("run/none")
+        assert missing.value.details["missing"]
 
     def test_one_publisher_of_many_wins(self, storage: Storage) -> None:
         ready = threading.Barrier(8)

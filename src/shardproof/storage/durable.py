@@ -103,7 +103,7 @@ def rename_exclusively(source: Path, target: Path) -> None:
             raise
         _rename_no_replace(source, target)
         return
-    os.unlink(source)
+    unlink_quietly(source)  # the rename has taken effect; a second name is a leftover for prune
 
 
 def _rename_no_replace(source: Path, target: Path) -> None:

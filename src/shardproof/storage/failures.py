@@ -6,7 +6,7 @@ import errno
 
 from shardproof.errors import StorageError
 
-__all__ = ["storage_error"]
+__all__ = ["storage_error", "unconfirmed_error"]
 
 _ADVICE = {
     errno.ENOSPC: "The disk is full: free space (`shardproof prune` removes leftovers), then save again.",
@@ -42,3 +42,21 @@ and whether it is mounted on this node.
     name = errno.errorcode.get(code, str(code))
     text = f"cannot {doing} {path}: {cause.strerror or cause} ({name}). {_ADVICE.get(code, '')}".rstrip()
     return StorageError(text, file=path, errno=name, missing=code == errno.ENOENT)
+
+
+def unconfirmed_error(cause: OSError, path: str) -> StorageError:
+    """The error to raise where the file at `path` got its name, and `cause` came up while that was flushed.
+
+    >>> error = unconfirmed_error(OSError(errno.EIO, "Input/output error"), "/runs/a/manifest.json")
+    >>> print(error)
+    cannot flush the name of /runs/a/manifest.json: Input/output error (EIO). The device failed: see the \
+kernel log (`dmesg`), do not trust this disk. The file is in place and readers see it, but a crash of the \
+machine may undo that.
+    >>> error.details["in_place"]
+    True
+    """
+    error = storage_error(cause, "flush the name of", path)
+    text = (
+        f"{error.message} The file is in place and readers see it, but a crash of the machine may undo that."
+    )
+    return StorageError(text, **error.details, in_place=True)

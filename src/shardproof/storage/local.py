@@ -16,7 +16,7 @@ from shardproof.storage.durable import (
     unlink_quietly,
     write_all,
 )
-from shardproof.storage.failures import storage_error
+from shardproof.storage.failures import storage_error, unconfirmed_error
 from shardproof.storage.names import check_folder, check_name
 from shardproof.storage.probe import Probes, users_choice
 from shardproof.storage.sink import LocalSink
@@ -90,14 +90,27 @@ class LocalStorage:
                 os.replace(draft, path)
             else:
                 rename_exclusively(draft, path)
-            self._forget(name)
-            _flush_published(path, replaced=replace)
         except FileExistsError as error:
             unlink_quietly(draft)
             raise self._already_there(path) from error
         except OSError as error:
             unlink_quietly(draft)
             raise storage_error(error, "publish", str(path)) from error
+        self._forget(name)
+        try:
+            flush_folders(path.parent, None)
+        except OSError as error:
+            raise unconfirmed_error(error, str(path)) from error
+
+    def flush(self, name: str) -> None:
+        """Make the file and its name durable, whoever wrote it; see `Storage.flush`."""
+        path = self._path(name)
+        file = _Descriptor(path)
+        try:
+            os.fsync(file.number)
+            flush_folders(path.parent, None)
+        except OSError as error:
+            raise storage_error(error, "flush", str(path)) from error
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Bytes `start` to `stop` of the file as it is now; see `Storage.read`."""
@@ -110,7 +123,16 @@ class LocalStorage:
         stop = size if stop is None else stop
         if not 0 <= start <= stop <= size:
             raise _short(path, start, stop - start, max(0, size - start))
-        buffer = bytearray(stop - start)
+        try:
+            buffer = bytearray(stop - start)
+        except MemoryError as error:
+            raise StorageError(
+                f"{path}: {stop - start} bytes are to be read, and there is not so much memory. The file is "
+                "too long, or this machine is too small.",
+                file=str(path),
+                missing=False,
+                damaged=False,
+            ) from error
         _fill(file, start, memoryview(buffer))
         return bytes(buffer)
 
@@ -223,18 +245,6 @@ class LocalStorage:
     def _forget(self, name: str) -> None:
         with self._lock:
             self._kept.pop(name, None)
-
-
-def _flush_published(path: Path, *, replaced: bool) -> None:
-    """Make the new name durable, or take it back: who is told that publishing failed finds nothing there."""
-    try:
-        flush_folders(path.parent, None)
-    except OSError:
-        if (
-            not replaced
-        ):  # what was replaced is gone; the new file is whole, and may or may not outlive a crash
-            unlink_quietly(path)
-        raise
 
 
 class _Descriptor:
