@@ -81,7 +81,8 @@ class _Module:
         to: Binder,
         made_up: dict[str, Callable[[], Any]],
     ) -> None:
-        if not (lives or item.is_meta):
+        local_of(item, key)
+        if not lives:
             # Elements that are stored nowhere (padding) stay what they are.
             item = item.detach().clone()
         if to.laid_out(key, *_laid_out(item, layout, key)) and not lives:

@@ -28,7 +28,7 @@ from shardproof.state.optimizer_slots import receiver
 from shardproof.state.options import Options
 from shardproof.state.slot_layouts import SlotLayout, SlotLayouts
 from shardproof.state.slots import MASTER, LocalRange, Receipt, Receiver, SlotKeeper, StoredSlot
-from shardproof.state.tensors import empty_like_layout, torch_dtype
+from shardproof.state.tensors import empty_like_layout, local_of, torch_dtype
 from shardproof.state.visiting import Place, join
 
 __all__ = ["EXTRA", "SHARED", "OptimizerBinding"]
@@ -168,6 +168,7 @@ class OptimizerBinding:
     def _weight_from_master(self, key: str, layout: SlotLayout) -> None:
         """See "masters" above."""
         parameter = layout.parameter
+        local_of(parameter, key)
         exact = empty_like_layout(parameter, parameter.dtype)
         _copy(exact, parameter)  # elements that are stored nowhere (padding) stay what they are
         if self._fill(layout, f"{key}.{MASTER}", MASTER, exact, True):
