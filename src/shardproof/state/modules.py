@@ -18,7 +18,7 @@ from shardproof.state.explicit import ShardedTensor
 from shardproof.state.layout import Layout, local_layout
 from shardproof.state.naming import PARALLEL, NamedModule, inside
 from shardproof.state.tensors import empty_like_layout, local_of, storage_of
-from shardproof.state.visiting import OwnedParameters, Place, Visitor
+from shardproof.state.visiting import OwnedParameters, Place, Visitor, check_name
 
 __all__ = ["MODULE", "named"]
 
@@ -33,7 +33,9 @@ class _Module:
         module, state = _state_of(value, place, out)
         prefix = f"{place.key}." if place.key else ""
         for name, item in state.items():
-            key = prefix + module.clean(name)
+            if "@" in (clean := module.clean(name)):
+                check_name(clean, place.key, place.path)
+            key = prefix + clean
             if not isinstance(item, torch.Tensor) or _is_extra(name):
                 out.object(key, item, (place.path, name))
             elif (layout := module.layout(name)) is not None:
@@ -50,7 +52,9 @@ class _Module:
         lives = _lives_in(module.module)
         made_up: dict[str, Callable[[], Any]] = {}
         for name, item in state.items():
-            key = prefix + module.clean(name)
+            if "@" in (clean := module.clean(name)):
+                check_name(clean, place.key, place.path)
+            key = prefix + clean
             if _is_extra(name):
                 self._bind_extra(module.module, name, key, item, to)
             elif not isinstance(item, torch.Tensor):

@@ -29,7 +29,7 @@ from shardproof.state.options import Options
 from shardproof.state.slot_layouts import SlotLayout, SlotLayouts
 from shardproof.state.slots import MASTER, LocalRange, Receipt, Receiver, SlotKeeper, StoredSlot
 from shardproof.state.tensors import empty_like_layout, local_of, torch_dtype
-from shardproof.state.visiting import Place, join
+from shardproof.state.visiting import Place, check_name, join
 
 __all__ = ["EXTRA", "SHARED", "OptimizerBinding"]
 
@@ -70,6 +70,7 @@ class OptimizerBinding:
             for parameter in group["params"]:
                 name = self.names[parameter]
                 key = join(self.place.key, name)
+                self._check_slots(key, parameter)
                 data = self.to.object(f"{key}.@options")
                 if data is MISSING:
                     self._known_slots(key, parameter)
@@ -81,6 +82,13 @@ class OptimizerBinding:
         self._beside()
         for act in self.attach:
             self.to.later_on(act)
+
+    def _check_slots(self, key: str, parameter: torch.Tensor) -> None:
+        """Refuse slots of the target that would pass for keys of shardproof's own."""
+        if self.keeper is None:
+            for slot in self.optimizer.state.get(parameter, ()):
+                if isinstance(slot, str) and "@" in slot:
+                    check_name(slot, key, key)
 
     def _parameter(self, key: str, group: dict[str, Any], parameter: torch.Tensor, data: Any) -> None:
         """The slots of one parameter become those that are stored."""

@@ -10,7 +10,7 @@ from shardproof.state.binding import Binder
 from shardproof.state.collecting import Collector
 from shardproof.state.generators import RandomState
 from shardproof.state.statefuls import STATEFUL
-from shardproof.state.visiting import Place, join
+from shardproof.state.visiting import Place, is_per_rank, join
 
 __all__ = ["PER_RANK", "PerRank"]
 
@@ -67,7 +67,7 @@ class _PerRank:
 
     @staticmethod
     def _inner(place: Place, value: PerRank | RandomState, rank: int) -> Place:
-        if "@rank-" in place.key:
+        if is_per_rank(place.key):
             raise StructureError(
                 f"{place.path} is a per-rank value inside of a per-rank value", key=place.key
             )
