@@ -162,7 +162,7 @@ class Binder(Visitor):
         if like is not None and tuple(like.shape) == shape:
             tensor = empty_like_layout(like, dtype)
         else:
-            tensor = torch.empty(shape, dtype=dtype)
+            tensor = torch.empty(shape, dtype=dtype, device="cpu")
         self.fill(key, tensor)
         return tensor
 

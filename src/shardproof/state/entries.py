@@ -206,6 +206,10 @@ class Binding:
     kept: list[str] = field(default_factory=list)
     """Keys of what is left as it is: per-rank values, because fewer ranks saved than load, and parts, because
     the catalogue lacks them or they declined it."""
+    own: list[str] = field(default_factory=list)
+    """Keys of the per-rank values that the catalogue and the tree both have."""
+    gathered: list[str] = field(default_factory=list)
+    """Those of them of which this rank takes the values of ranks that do not load."""
     parts: set[str] = field(default_factory=set)
     """Prefixes of the parts that the catalogue and the tree both have."""
     declined: list[str] = field(default_factory=list)
