@@ -63,8 +63,9 @@ class OptimizerBinding:
         """How parameters take what is stored. An optimizer that cannot say so fails when one has to."""
         return receiver(self.optimizer)
 
+    @torch.inference_mode(False)
     def bind(self) -> None:
-        """All parameters, then what the optimizer keeps beside them."""
+        """All parameters, then what the optimizer keeps beside them. Training goes on with what is made."""
         for group in self.optimizer.param_groups:
             stored: dict[str, Any] = {}
             for parameter in group["params"]:

@@ -110,7 +110,7 @@ class SlotLayout:
         layout = self._local(key)
         if shape == layout.shape:
             return StoredSlot(dtype, tuple(local_tensor(self.parameter).shape))  # (0,) outside of the mesh
-        if shape == layout.scalar(torch.empty((), dtype=dtype)).shape:
+        if shape == layout.scalar(torch.empty((), dtype=dtype, device="cpu")).shape:
             return StoredSlot(dtype, ())
         return StoredSlot(dtype, shape)
 
