@@ -45,7 +45,7 @@ class FlatBuffer:
         self.packing, self.ranks, self.parameters = packing, ranks, parameters
         self.master, self.compute, self.reduce, self.keep = master, compute, reduce, keep
         self.in_place = keep and master == compute
-        self.shard = self.whole = torch.empty(0)
+        self.shard = self.whole = torch.empty(0, dtype=torch.float32, device="cpu")
         self.gradients: torch.Tensor | None = None
         self.arrived: set[int] = set()
         self.allocate(device)

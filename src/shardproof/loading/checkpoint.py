@@ -261,12 +261,12 @@ class StoredTensor:
 
     def _read(self, offsets: list[int], sizes: list[int]) -> torch.Tensor:
         if 0 in sizes:
-            return torch.empty(sizes, dtype=self.dtype)
+            return torch.empty(sizes, dtype=self.dtype, device="cpu")
         checkpoint = self._checkpoint
         manifest, table = checkpoint.manifest, checkpoint.table
         wanted = Wanted(np.array([self._row]), np.array(offsets, np.int64), np.array(sizes, np.int64))
         plan = plan_reads(manifest.tensors, table, wanted)
         checkpoint.check_sizes(table.file[plan.chunk].tolist())
-        result = torch.empty(sizes, dtype=self.dtype)
+        result = torch.empty(sizes, dtype=self.dtype, device="cpu")
         read_planned(checkpoint, plan, [Destination.of(self.key, manifest.tensors[self._row].dtype, result)])
         return result

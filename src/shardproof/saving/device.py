@@ -121,7 +121,9 @@ def pinned_buffer(nbytes: int) -> memoryview:
     if nbytes > 0 and _locks_pages():
         for spare in (0, ALIGNMENT):
             try:
-                memory = torch.empty(nbytes + spare, dtype=torch.uint8, pin_memory=True).numpy().data
+                memory = (
+                    torch.empty(nbytes + spare, dtype=torch.uint8, pin_memory=True, device="cpu").numpy().data
+                )
             except RuntimeError:  # the limit of locked memory, or of the backend
                 break
             skip = -address(memory) % ALIGNMENT

@@ -21,7 +21,7 @@ from shardproof.state.layout import Layout, declare, local_layout
 from shardproof.state.optimizer_slots import receiver, slots_of
 from shardproof.state.optimizers import OptimizerState
 from shardproof.state.parts import parts_of
-from shardproof.state.per_rank import PerRank
+from shardproof.state.per_rank import PerRank, owner_of
 from shardproof.state.plain import encode as encode_plain
 from shardproof.state.registered import register_dataclass, register_enum
 from shardproof.state.slots import MASTER, LocalRange, ParameterSlots, Receipt, SlotKeeper, StoredSlot
@@ -58,6 +58,7 @@ __all__ = [
     "encode_plain",
     "is_plain_memory",
     "local_layout",
+    "owner_of",
     "parts_of",
     "receiver",
     "register_dataclass",
