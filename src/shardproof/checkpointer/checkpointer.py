@@ -20,10 +20,11 @@ from shardproof.checkpointer.choosing import (
     named,
     written_folders,
 )
+from shardproof.checkpointer.damage import Damage
 from shardproof.checkpointer.folders import StepFolder, parse_step, step_name
 from shardproof.checkpointer.retention import Retention, retain
 from shardproof.checkpointer.suspects import unsettled_suspects, write_settled
-from shardproof.errors import KeyMismatchError, StructureError
+from shardproof.errors import CorruptChunkError, KeyMismatchError, StructureError
 from shardproof.format import MANIFEST_NAME
 from shardproof.loading import UNREADABLE, LoadReport, Options, ReadOnce, load_from
 from shardproof.loading.selection import Cast, Patterns
@@ -328,7 +329,10 @@ class Checkpointer:
                     left = set(error.details["untouched"])
                     untouched = left if overwritten is None else untouched & left
                     overwritten = chosen
-                self._pass_over(PassedOver(chosen.step, error.message, damaged=True, suspect=chosen.suspect))
+                damage = None
+                if isinstance(error, CorruptChunkError):  # others do not tell which steps need the same bytes
+                    damage = Damage.of(error, self._storage.location, chosen.name)
+                self._pass_over(PassedOver(chosen.step, error.message, True, chosen.suspect, damage))
                 continue
             if overwritten is not None:
                 lacking = self._together({*report.missing, *report.kept} - untouched)
