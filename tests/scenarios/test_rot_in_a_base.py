@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 import shardproof as sp
 from shardproof import events
 from shardproof.checkpointer.folders import step_name
+from shardproof.format import MANIFEST_NAME, Manifest, encode_manifest, read_manifest
 from shardproof.loading import verify
 from shardproof.storage import LocalStorage
-from tests.harness import rendezvous, run_ranks
+from tests.harness import rank, rendezvous, run_ranks
+from tests.scenarios.states import Phases
 
 FROZEN_BYTES = 4 * 50_000
 
@@ -117,3 +120,114 @@ def test_all_ranks_fall_back_past_a_broken_base_alike(rotten: Path) -> None:
     assert one == other and one[:2] == (0, 5.5)
     assert [step for step, _ in one[2]] == [6, 5, 4, 3, 2, 1]
     assert one[2][0][1].file.startswith(step_name(1)) and verify(LocalStorage(rotten / step_name(0))).ok
+
+
+# The chain of steps that share bytes is bounded.
+
+
+def saved(root: Path, steps: Any, *, restart: bool = False, **options: Any) -> list[int]:
+    """Saves steps of which "frozen" does not change, and gives the bytes that each did not write again."""
+    reused, checkpointer = [], sp.Checkpointer(root, incremental=True, **options)
+    for step in steps:
+        checkpointer = sp.Checkpointer(root, incremental=True, **options) if restart else checkpointer
+        reused.append(checkpointer.save(step, state(1, step)).result().reused)
+    return reused
+
+
+@pytest.mark.parametrize("keep", [None, sp.KeepLatest(1)], ids=["all kept", "one kept"])
+@pytest.mark.parametrize("restart", [False, True], ids=["one process", "restarts"])
+def test_one_save_of_full_every_is_written_in_full(
+    tmp_path: Path, keep: sp.KeepLatest | None, restart: bool
+) -> None:
+    reused = saved(tmp_path, range(1, 9), full_every=3, keep=keep, restart=restart)
+    assert reused == [0, FROZEN_BYTES, FROZEN_BYTES, 0, FROZEN_BYTES, FROZEN_BYTES, 0, FROZEN_BYTES]
+    assert {record.folder for record in manifest_of(tmp_path, 8).borrowed_files} == {step_name(7)}
+    assert verify(LocalStorage(tmp_path / step_name(8))).ok
+
+
+def manifest_of(root: Path, step: int) -> Manifest:
+    return read_manifest(LocalStorage(root / step_name(step)))
+
+
+def test_damage_reaches_no_step_after_the_next_that_is_written_in_full(tmp_path: Path) -> None:
+    saved(tmp_path, range(1, 8), full_every=3)
+    flip_bit(shard_of(tmp_path, 4), 1)
+    whole = [step for step in range(1, 8) if verify(LocalStorage(tmp_path / step_name(step))).ok]
+    assert whole == [1, 2, 3, 7]
+
+
+def test_the_default_bounds_the_chain(tmp_path: Path) -> None:
+    reused = saved(tmp_path, range(1, 42))
+    assert [step for step, count in enumerate(reused, 1) if count == 0] == [1, 21, 41]
+
+
+@pytest.mark.parametrize(("full_every", "full"), [(None, [1]), (1, list(range(1, 25)))])
+def test_no_bound_and_the_tightest(tmp_path: Path, full_every: int | None, full: list[int]) -> None:
+    reused = saved(tmp_path, range(1, 25), full_every=full_every)
+    assert [step for step, count in enumerate(reused, 1) if count == 0] == full
+
+
+@pytest.mark.parametrize("full_every", [0, -1, True, 2.5, "3"])
+def test_full_every_is_a_number_of_saves(tmp_path: Path, full_every: Any) -> None:
+    with pytest.raises(ValueError, match="full_every"):
+        sp.Checkpointer(tmp_path, full_every=full_every)
+
+
+def test_a_save_without_references_begins_a_chain(tmp_path: Path) -> None:
+    saved(tmp_path, (1, 2), full_every=3)
+    sp.Checkpointer(tmp_path, full_every=3).save(3, state(1, 3)).result()
+    assert saved(tmp_path, (4, 5, 6), full_every=3) == [FROZEN_BYTES, FROZEN_BYTES, 0]
+
+
+def test_a_chain_of_unknown_length_ends(tmp_path: Path) -> None:
+    """A version without the bound names no length in the attempt."""
+    saved(tmp_path, (1, 2), full_every=None)
+    folder, manifest = tmp_path / step_name(2), manifest_of(tmp_path, 2)
+    name = manifest.attempt.partition(".")[0]
+    for path in list(folder.rglob("*.safetensors")):
+        path.rename(path.with_name(path.name.replace(manifest.attempt, name)))
+    renamed = [
+        record if record.folder else replace(record, name=record.name.replace(manifest.attempt, name))
+        for record in manifest.files
+    ]
+    index = replace(manifest.index, name=manifest.index.name.replace(manifest.attempt, name))
+    text = encode_manifest(replace(manifest, attempt=name, files=tuple(renamed), index=index))
+    (folder / MANIFEST_NAME).write_bytes(text)
+    assert verify(LocalStorage(folder)).ok
+    assert saved(tmp_path, (3, 4), full_every=1_000) == [0, FROZEN_BYTES]
+
+
+def test_a_step_written_in_full_is_replaced_in_full(tmp_path: Path) -> None:
+    """References to old bytes do not take the place of an independent copy."""
+    saved(tmp_path, range(1, 6), full_every=3)
+    checkpointer = sp.Checkpointer(tmp_path, incremental=True)
+    assert checkpointer.save(4, state(1, 44), overwrite=True).result().reused == 0
+    assert checkpointer.save(3, state(1, 33), overwrite=True).result().reused == FROZEN_BYTES
+
+
+def trained(root: str, full_every: int | None) -> Any:
+    meetings = Phases(rendezvous(deadline=20.0))
+    own = full_every or 2 + rank()
+    checkpointer = sp.Checkpointer(root, rendezvous=meetings, incremental=True, full_every=own)
+    found = []
+    try:
+        for step in range(1, 5):
+            meetings.met.clear()
+            values = {"own": torch.full((3_000,), float(rank())), "all": torch.ones(900), "step": step}
+            reused = checkpointer.save(step, {f"r{rank()}": values}).result().reused
+            found.append((reused, list(meetings.met)))
+    except sp.ShardproofError as error:
+        return str(error)
+    return found
+
+
+def test_ranks_bound_the_chain_alike_and_meet_no_more_often(tmp_path: Path) -> None:
+    one, other = (outcome.value for outcome in run_ranks(2, trained, str(tmp_path), 3))
+    size = 2 * 4 * 3_900
+    assert [reused for reused, _ in one] == [reused for reused, _ in other] == [0, size, size, 0]
+    assert one[3][1] == other[3][1] == ["collect", "write"]
+
+
+def test_ranks_that_ask_for_different_bounds_are_told(tmp_path: Path) -> None:
+    one, other = (outcome.value for outcome in run_ranks(2, trained, str(tmp_path), None))
+    assert one == other and "full_every=2" in one and "full_every=3" in one

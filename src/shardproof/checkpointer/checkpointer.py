@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpointer"]
 
+FULL_EVERY = 20
+"""Saves. Writing in full then adds a twentieth of the state's bytes to a save on average."""
+
 _log = logging.getLogger("shardproof")
 
 
@@ -58,6 +61,10 @@ class Checkpointer:
         incremental: whether chunks that an earlier step of the run has, bit for bit, are referred to there
             and not written again. Retention keeps what a kept step refers to; to move such a step, copy it
             with ``shardproof convert --standalone``.
+        full_every: of so many `incremental` saves in a row, at least one writes every chunk and refers to no
+            other step. Damaged bytes so reach at most `full_every` steps, and each step needs fewer than
+            `full_every` others. A save that replaces a step without references writes every chunk, too. None:
+            no bound, so that one damaged byte may reach every later step of the run.
         check_replicas: whether a save compares what ranks hold of the same boxes: "all" of it, or a "sample"
             that moves on from save to save; None: neither. See `Committed.diverged`.
 
@@ -84,6 +91,7 @@ class Checkpointer:
         snapshot: Literal["fence", "stage"] = "fence",
         host_memory_budget: int | None = None,
         incremental: bool = False,
+        full_every: int | None = FULL_EVERY,
         check_replicas: CheckReplicas | None = None,
     ) -> None:
         if when_busy not in ("wait", "skip"):
@@ -92,6 +100,12 @@ class Checkpointer:
             raise ValueError(f"snapshot is 'fence' or 'stage', not {snapshot!r}")
         if check_replicas not in (None, "sample", "all"):
             raise ValueError(f"check_replicas is 'sample', 'all' or None, not {check_replicas!r}")
+        if full_every is not None and (
+            isinstance(full_every, bool) or not isinstance(full_every, int) or full_every < 1
+        ):
+            raise ValueError(
+                f"full_every is a whole number of saves, at least 1, or None, not {full_every!r}"
+            )
         if rendezvous is not None and deadline is not None:
             raise ValueError(
                 "give the deadline to the rendezvous, or leave the rendezvous to the Checkpointer"
@@ -109,6 +123,7 @@ class Checkpointer:
         self._when_busy = when_busy
         self._stage_all = snapshot == "stage"
         self._incremental = incremental
+        self._full_every = full_every
         self._check_replicas = check_replicas
         self._saver = Saver(self._rendezvous, host_memory_budget=host_memory_budget)
 
@@ -163,6 +178,7 @@ class Checkpointer:
                 when_busy=when_busy,
                 stage_all=self._stage_all,
                 base=partial(self._base_of, number) if self._incremental and not suspect else None,
+                full_every=self._full_every,
                 check_replicas=self._check_replicas,
                 after=None if suspect else self._after_commit,
             )
