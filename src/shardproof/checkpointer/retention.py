@@ -11,12 +11,16 @@ Note "Lent files stay": a step that was saved incrementally refers to files of e
 earlier step is deleted, its manifest goes (it is no checkpoint any more), and the files that a kept step
 refers to stay; the last step that refers to a file takes it along. Which files those are is asked of the
 manifests that will be left.
+
+Note "The last proved step stays": a policy may let go every step that is proved readable (note "Proved" in
+`shardproof.checkpointer.scrub`) and keep only steps whose references were not read since their commit. Then
+the newest proved step stays, too. It goes once a step that the policy keeps is proved.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -153,7 +157,8 @@ def retain(
     run: Storage,
     keep: Retention,
     newest: int,
-    damaged: Collection[int],
+    damaged: Callable[[int], bool],
+    is_proved: Callable[[int], bool],
     on_progress: Callable[[int, int], None] | None = None,
 ) -> None:
     """Removes what a policy lets go. Failing costs space, not safety, so it is only logged.
@@ -168,7 +173,8 @@ def retain(
         run: the run's folder.
         keep: the policy.
         newest: the step that was just saved.
-        damaged: steps that are known to be damaged.
+        damaged: whether a committed step is known to be damaged.
+        is_proved: whether a committed step that is not damaged is proved readable.
         on_progress: see `delete_steps`.
     """
     try:
@@ -177,8 +183,8 @@ def retain(
             folder.step
             for folder in folders
             if not folder.suspect
-            and folder.step not in damaged
             and run.size(f"{folder.name}/{MANIFEST_NAME}") is not None
+            and not damaged(folder.step)
         ]
         newer = sorted(step for step in steps if step > newest)
         if newer:
@@ -190,7 +196,11 @@ def retain(
                 newest,
             )
         counted = sorted(step for step in steps if step <= newest)
-        let_go = sorted(set(counted) - set(keep.select(counted)) - {newest})
+        kept = {newest, *keep.select(counted)}.intersection(counted)
+        let_go = sorted(set(counted) - kept)
+        if let_go and not any(map(is_proved, sorted(kept, reverse=True))):
+            last_proved = next(filter(is_proved, reversed(let_go)), None)
+            let_go = [step for step in let_go if step != last_proved]
         if let_go:
             _delete(run, [step_name(step) for step in let_go], on_progress)
         settled = [folder for folder in settled_suspects(run) if folder.step < newest]

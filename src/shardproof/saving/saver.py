@@ -234,6 +234,11 @@ class Saver:
         if (under_way := self._own_save()) is not None:
             self._wait_for(under_way)
 
+    def is_saving(self) -> bool:
+        """Whether a save has begun on this rank and is not over. Any thread may ask."""
+        under_way = self._own_save()
+        return self._turn.locked() or (under_way is not None and not under_way.future.done())
+
     def _session(self, storage: Storage, request: Request) -> Session:
         """The next session, once the one before is over."""
         kept = self._keep()
