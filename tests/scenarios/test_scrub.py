@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import os
@@ -132,6 +133,33 @@ def test_the_scrub_reads_the_device_and_not_the_cache(
     save(checkpointer, 2)
     assert str(shard_of(tmp_path, 1)) in {path for path, _ in opened}
     assert {path for path, _ in opened} == {path for path, is_direct in opened if is_direct}
+
+
+@pytest.mark.parametrize(("code", "is_damage"), [(errno.EIO, True), (errno.ESTALE, False)])
+def test_a_file_that_cannot_be_read(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    code: int,
+    is_damage: bool,
+) -> None:
+    """A device that fails has lost the bytes; a storage that is out of reach just now has not."""
+    checkpointer = run(tmp_path)
+    for step in (1, 2):
+        save(checkpointer, step)
+    shard, real = shard_of(tmp_path, 1), os.preadv
+
+    def fail(number: int, buffers: Any, start: int) -> int:
+        is_scrub = threading.current_thread().name == "shardproof-scrub"
+        if is_scrub and os.readlink(f"/proc/self/fd/{number}") == str(shard):
+            raise OSError(code, os.strerror(code))
+        return real(number, buffers, start)
+
+    monkeypatch.setattr(os, "preadv", fail)
+    save(checkpointer, 3)
+    assert [str(one) for one in checkpointer.damage] == is_damage * [f"{step_name(1)}/shards/{shard.name}"]
+    assert ("could not be read again" in caplog.text) == (not is_damage)
+    assert save(checkpointer, 4) == (0 if is_damage else FROZEN_BYTES)
 
 
 # What goes and what stays.

@@ -162,6 +162,9 @@ class Scrub:
         place = self._run.within(folder)
         try:
             manifest = read_manifest(place)
+            files = {f"{record.folder or folder}/{record.name}" for record in manifest.files}
+            if files.isdisjoint(one.file for one in damage):
+                return False
             table = read_index(place, manifest)
         except (FormatError, NotCommittedError):
             return False

@@ -27,7 +27,7 @@ def command(ckpt: str, as_json: bool) -> int:
     from shardproof.errors import NotCommittedError
     from shardproof.storage import UncachedStorage
 
-    storage = UncachedStorage(ckpt)  # pages of a file in memory do not prove what the disk has
+    storage = UncachedStorage(ckpt)
     with bytes_progress("verify", shown=not as_json) as on_progress:
         from shardproof.loading.verify import verify
 
