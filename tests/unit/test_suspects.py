@@ -290,6 +290,7 @@ def test_a_suspect_is_whole_and_nothing_builds_on_it(tmp_path: Path) -> None:
     checkpointer.settle_suspect(2, "transient fault")
     for step in (4, 5, 6):
         checkpointer.save(step, state(1)).result()
+        checkpointer.wait_for_scrub(timeout=60)
     assert (checkpointer.steps(), checkpointer.suspects()) == ([5, 6], [])
     assert restored(checkpointer) == (6, 1)
     assert verify(LocalStorage(tmp_path / "step-00000006")).ok

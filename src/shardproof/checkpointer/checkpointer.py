@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,10 +21,12 @@ from shardproof.checkpointer.choosing import (
     named,
     written_folders,
 )
+from shardproof.checkpointer.damage import Damage
 from shardproof.checkpointer.folders import StepFolder, parse_step, step_name
 from shardproof.checkpointer.retention import Retention, retain
+from shardproof.checkpointer.scrub import Scrub
 from shardproof.checkpointer.suspects import unsettled_suspects, write_settled
-from shardproof.errors import KeyMismatchError, StorageError, StructureError
+from shardproof.errors import CorruptChunkError, KeyMismatchError, StorageError, StructureError
 from shardproof.format import MANIFEST_NAME
 from shardproof.loading import UNREADABLE, LoadReport, Options, ReadOnce, load_from
 from shardproof.loading.selection import Cast, Patterns
@@ -35,6 +38,12 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["Checkpointer"]
+
+FULL_EVERY = 20
+"""Saves. Writing in full then adds a twentieth of the state's bytes to a save on average."""
+
+SCRUB = 64 << 20
+"""Bytes a second: little beside what a disk or a file server gives, and 225 GiB in an hour."""
 
 _log = logging.getLogger("shardproof")
 
@@ -57,6 +66,16 @@ class Checkpointer:
         incremental: whether chunks that an earlier step of the run has, bit for bit, are referred to there
             and not written again. Retention keeps what a kept step refers to; to move such a step, copy it
             with ``shardproof convert --standalone``.
+        full_every: of so many `incremental` saves in a row, at least one writes every chunk and refers to no
+            other step. Damaged bytes so reach at most `full_every` steps, and each step needs fewer than
+            `full_every` others. A save that replaces a step without references writes every chunk, too. None:
+            no bound, so that one damaged byte may reach every later step of the run.
+        scrub: bytes a second at which rank 0 reads again, from the device and in the background, what the
+            newest step of `incremental` saves refers to. Damage that it finds is logged with the file, the
+            bytes and the steps that need them (see `damage`), and no later save refers to these steps. Where
+            no step that `keep` selects is proved readable, the newest one that is stays, too: without
+            references, or with references that the scrub has read since its commit. It yields to saves, and
+            ends with the `Checkpointer` or the process. None: nothing is read again.
         check_replicas: whether a save compares what ranks hold of the same boxes: "all" of it, or a "sample"
             that moves on from save to save; None: neither. See `Committed.diverged`.
 
@@ -83,6 +102,8 @@ class Checkpointer:
         snapshot: Literal["fence", "stage"] = "fence",
         host_memory_budget: int | None = None,
         incremental: bool = False,
+        full_every: int | None = FULL_EVERY,
+        scrub: int | None = SCRUB,
         check_replicas: CheckReplicas | None = None,
     ) -> None:
         if when_busy not in ("wait", "skip"):
@@ -91,6 +112,14 @@ class Checkpointer:
             raise ValueError(f"snapshot is 'fence' or 'stage', not {snapshot!r}")
         if check_replicas not in (None, "sample", "all"):
             raise ValueError(f"check_replicas is 'sample', 'all' or None, not {check_replicas!r}")
+        if full_every is not None and (
+            isinstance(full_every, bool) or not isinstance(full_every, int) or full_every < 1
+        ):
+            raise ValueError(
+                f"full_every is a whole number of saves, at least 1, or None, not {full_every!r}"
+            )
+        if scrub is not None and (isinstance(scrub, bool) or not isinstance(scrub, int) or scrub < 1):
+            raise ValueError(f"scrub is a whole number of bytes a second, at least 1, or None, not {scrub!r}")
         if rendezvous is not None and deadline is not None:
             raise ValueError(
                 "give the deadline to the rendezvous, or leave the rendezvous to the Checkpointer"
@@ -108,8 +137,11 @@ class Checkpointer:
         self._when_busy = when_busy
         self._stage_all = snapshot == "stage"
         self._incremental = incremental
+        self._full_every = full_every
         self._check_replicas = check_replicas
         self._saver = Saver(self._rendezvous, host_memory_budget=host_memory_budget)
+        self._scrub = Scrub(self._storage, scrub if incremental else None, _is_saving(self._saver))
+        weakref.finalize(self, self._scrub.stop)
 
     def save(
         self,
@@ -152,6 +184,8 @@ class Checkpointer:
         number, folder = _named(step, suspect)
         if when_busy is None:
             when_busy = "wait" if suspect else self._when_busy
+        if self._rendezvous.rank == 0:
+            self._scrub.prepare()
         with self._phase(number, folder, "blocked"):
             return self._saver.begin(
                 self._storage.within(folder),
@@ -162,6 +196,7 @@ class Checkpointer:
                 when_busy=when_busy,
                 stage_all=self._stage_all,
                 base=partial(self._base_of, number) if self._incremental and not suspect else None,
+                full_every=self._full_every,
                 check_replicas=self._check_replicas,
                 after=None if suspect else self._after_commit,
             )
@@ -188,6 +223,32 @@ class Checkpointer:
         """
         self._saver.wait(timeout)
 
+    def wait_for_scrub(self, timeout: float | None = None) -> None:
+        """Waits until the scrub has read what it was to read: what the newest committed step refers to.
+
+        Local: only rank 0 scrubs; on the others, and without a scrub, this returns at once.
+
+        Args:
+            timeout: seconds to wait at most; None: as long as it takes.
+
+        Raises:
+            TimeoutError: the scrub goes on.
+
+        >>> import shardproof as sp, tempfile, torch
+        >>> checkpointer = sp.Checkpointer(tempfile.mkdtemp(), incremental=True)
+        >>> for step in (1, 2):
+        ...     _ = checkpointer.save(step, {"w": torch.ones(4)}).result()
+        >>> checkpointer.wait_for_scrub(timeout=60)
+        >>> checkpointer.damage
+        ()
+        """
+        self._scrub.wait(timeout)
+
+    @property
+    def damage(self) -> tuple[Damage, ...]:
+        """Bytes of the run that the scrub found damaged, oldest first. Empty on all ranks but 0."""
+        return self._scrub.damage
+
     def _base_of(self, step: Any) -> LocalStorage | None:
         """The newest committed step before this one (see note "One line of steps").
 
@@ -196,7 +257,7 @@ class Checkpointer:
         steps = (parse_step(name) for name in self._storage.folders())
         for earlier in sorted((one for one in steps if one is not None and one < step), reverse=True):
             folder = self._storage.within(step_name(earlier))
-            distrusted = earlier in self._damaged or folder in self._saver.unconfirmed
+            distrusted = self._is_damaged(earlier) or folder in self._saver.unconfirmed
             if not distrusted and folder.size(MANIFEST_NAME) is not None:
                 return folder
         return None
@@ -204,16 +265,24 @@ class Checkpointer:
     def _after_commit(self, committed: Committed, progress: Callable[[int, int], None]) -> None:
         assert committed.step is not None
         self._damaged.discard(committed.step)
-        if self._keep is not None and self._rendezvous.rank == 0:
+        if self._rendezvous.rank:
+            return
+        if self._keep is not None:
             with self._phase(committed.step, step_name(committed.step), "retain"):
                 retain(
                     self._storage,
                     self._keep,
                     committed.step,
-                    self._damaged,
+                    self._is_damaged,
+                    lambda step: self._scrub.is_proved(step_name(step)),
                     progress,
                     unconfirmed=lambda step: self._storage.within(step_name(step)) in self._saver.unconfirmed,
                 )
+        self._scrub.begin(step_name(committed.step))
+
+    def _is_damaged(self, step: int) -> bool:
+        """Whether a committed step was passed over as damaged, or the scrub found bytes of it damaged."""
+        return step in self._damaged or self._scrub.is_damaged(step_name(step))
 
     def _phase(self, step: Any, folder: str, name: str) -> events.Phase:
         number = step if isinstance(step, int) and not isinstance(step, bool) else None
@@ -339,7 +408,10 @@ class Checkpointer:
                     left = set(error.details["untouched"])
                     untouched = left if overwritten is None else untouched & left
                     overwritten = chosen
-                self._pass_over(PassedOver(chosen.step, error.message, damaged=True, suspect=chosen.suspect))
+                damage = None
+                if isinstance(error, CorruptChunkError):  # others do not tell which steps need the same bytes
+                    damage = Damage.of(error, self._storage.location, chosen.name)
+                self._pass_over(PassedOver(chosen.step, error.message, True, chosen.suspect, damage))
                 continue
             if overwritten is not None:
                 lacking = self._together({*report.missing, *report.kept} - untouched)
@@ -416,6 +488,17 @@ class Checkpointer:
             self._damaged.add(item.step)
         if self._rendezvous.rank == 0:
             _log.warning("%s: %s is passed over: %s", self.root, item.folder, item.reason)
+
+
+def _is_saving(saver: Saver) -> Callable[[], bool]:
+    """`Saver.is_saving`, without keeping the saver: a pass of the scrub must not keep its `Checkpointer`."""
+    known = weakref.ref(saver)
+
+    def ask() -> bool:
+        there = known()
+        return there is not None and there.is_saving()
+
+    return ask
 
 
 def _named(step: Any, suspect: bool) -> tuple[Any, str]:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardproof.checkpointer.damage import Damage
 from shardproof.checkpointer.folders import StepFolder, is_ours, parse_folder
 from shardproof.checkpointer.suspects import read_settled, unsettled_suspects
 from shardproof.errors import FormatError, NotCommittedError, ShardproofError, StorageError
@@ -30,6 +31,8 @@ class PassedOver:
     """It was committed and its bytes are lost or changed, so saving this step again may replace it."""
     suspect: bool = False
     """It is the suspect of that number."""
+    damage: Damage | None = None
+    """The damaged bytes that the load met. Older steps that have chunks there are passed over unread."""
 
     @property
     def folder(self) -> StepFolder:
@@ -95,7 +98,7 @@ def choose(
         folders = {folder: folders[folder] for folder in folders.keys() - _lenders(run)}
     for candidate in sorted(folders.keys() - {item.folder for item in known}, reverse=True):
         problem = (
-            _why_unreadable(run, candidate)
+            _why_unreadable(run, candidate, known)
             if folders[candidate]
             else PassedOver(candidate.step, _NEVER_COMMITTED, damaged=False, suspect=candidate.suspect)
         )
@@ -139,12 +142,19 @@ def is_damage(error: ShardproofError) -> bool:
     return bool(error.details.get("missing")) or error.details.get("errno") in (None, "EIO")
 
 
-def _why_unreadable(run: Storage, folder: StepFolder) -> PassedOver | None:
-    """What is wrong with a step as far as manifest, index and file sizes tell; None if nothing is."""
+def _why_unreadable(run: Storage, folder: StepFolder, known: Sequence[PassedOver]) -> PassedOver | None:
+    """What is wrong with a step as far as manifest, index, file sizes and known damage tell, or None.
+
+    Damage counts where the load of a newer step met it: the load of this one reads the same chunk.
+    """
     try:
         with Checkpoint(run.within(folder.name)) as checkpoint:
             checkpoint.check_sizes(range(len(checkpoint.manifest.files)))
             manifest = checkpoint.manifest
+            for item in known:
+                if item.damage is not None and item.damage.is_in(folder.name, manifest, checkpoint.table):
+                    reason = f"it has chunks in {item.damage}, which the load of {item.folder} found damaged"
+                    return PassedOver(folder.step, reason, damaged=True, suspect=folder.suspect)
     except UNREADABLE as error:
         if not is_damage(error):
             raise

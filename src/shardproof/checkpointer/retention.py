@@ -11,12 +11,16 @@ Note "Lent files stay": a step that was saved incrementally refers to files of e
 earlier step is deleted, its manifest goes (it is no checkpoint any more), and the files that a kept step
 refers to stay; the last step that refers to a file takes it along. Which files those are is asked of the
 manifests that will be left.
+
+Note "The last proved step stays": a policy may let go every step that is proved readable (note "Proved" in
+`shardproof.checkpointer.scrub`) and keep only steps whose references were not read since their commit. Then
+the newest proved step stays, too. It goes once a step that the policy keeps is proved.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -153,7 +157,8 @@ def retain(
     run: Storage,
     keep: Retention,
     newest: int,
-    damaged: Collection[int],
+    damaged: Callable[[int], bool],
+    is_proved: Callable[[int], bool],
     on_progress: Callable[[int, int], None] | None = None,
     unconfirmed: Callable[[int], bool] = lambda step: False,
 ) -> None:
@@ -170,7 +175,8 @@ def retain(
         run: the run's folder.
         keep: the policy.
         newest: the step that was just saved.
-        damaged: steps that are known to be damaged.
+        damaged: whether a committed step is known to be damaged.
+        is_proved: whether a committed step that is not damaged is proved readable.
         on_progress: see `delete_steps`.
         unconfirmed: whether the commit of a step is not known to be durable.
     """
@@ -180,8 +186,8 @@ def retain(
             folder.step
             for folder in folders
             if not folder.suspect
-            and folder.step not in damaged
             and run.size(f"{folder.name}/{MANIFEST_NAME}") is not None
+            and not damaged(folder.step)
         ]
         newer = sorted(step for step in steps if step > newest)
         if newer:
@@ -194,10 +200,13 @@ def retain(
             )
         counted = sorted(step for step in steps if step <= newest)
         certain = [step for step in counted if step == newest or not unconfirmed(step)]
-        kept = {*keep.select(certain), newest}
+        kept = {newest, *keep.select(certain)}.intersection(counted)
         for step in set(counted) - set(certain):
             kept |= {step}.intersection(keep.select(sorted((*certain, step))))
         let_go = sorted(set(counted) - kept)
+        if let_go and not any(is_proved(step) for step in kept.intersection(certain)):
+            last_proved = next((step for step in reversed(let_go) if is_proved(step)), None)
+            let_go = [step for step in let_go if step != last_proved]
         if let_go:
             _delete(run, [step_name(step) for step in let_go], on_progress)
         settled = [folder for folder in settled_suspects(run) if folder.step < newest]

@@ -32,6 +32,8 @@ from shardproof.format.manifest import (
 from shardproof.format.names import (
     MANIFEST_NAME,
     box_name,
+    chain_attempt,
+    chain_length,
     chunk_name,
     index_name,
     parse_chunk_name,
@@ -44,6 +46,7 @@ from shardproof.format.references import (
     named_files,
     referred_beside,
     referred_in,
+    refers_to_none,
     unneeded,
     why_kept,
 )
@@ -77,6 +80,8 @@ __all__ = [
     "block_counts",
     "box_name",
     "bytes_digest",
+    "chain_attempt",
+    "chain_length",
     "chunk_name",
     "decode_index",
     "decode_manifest",
@@ -103,6 +108,7 @@ __all__ = [
     "read_shard_header",
     "referred_beside",
     "referred_in",
+    "refers_to_none",
     "seal_of",
     "shard_header",
     "shard_name",

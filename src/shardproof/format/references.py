@@ -18,7 +18,16 @@ from shardproof.format.names import MANIFEST_NAME
 from shardproof.format.reading import read_manifest
 from shardproof.storage.interface import Storage
 
-__all__ = ["References", "named_files", "referred", "referred_beside", "referred_in", "unneeded", "why_kept"]
+__all__ = [
+    "References",
+    "named_files",
+    "referred",
+    "referred_beside",
+    "referred_in",
+    "refers_to_none",
+    "unneeded",
+    "why_kept",
+]
 
 
 _LOST_AND_FOUND = "lost+found"
@@ -146,6 +155,15 @@ def _is_foreign(storage: Storage) -> bool:
         return size is not None and size <= MAX_MANIFEST and is_foreign(storage.read(MANIFEST_NAME))
     except StorageError:
         return False
+
+
+def refers_to_none(storage: Storage) -> bool:
+    """Whether there is a checkpoint in `storage` that refers to no other, by the first bytes of its manifest.
+
+    Raises:
+        StorageError: it is there and cannot be had just now.
+    """
+    return storage.size(MANIFEST_NAME) is not None and not _may_refer(storage)
 
 
 def _may_refer(storage: Storage) -> bool:

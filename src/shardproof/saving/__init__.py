@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from shardproof.rendezvous import Rendezvous, connect
+from shardproof.saving.background import Workers
 from shardproof.saving.committed import Committed, Divergence
 from shardproof.saving.fence import open_all
 from shardproof.saving.pending import PendingSave
@@ -22,6 +23,7 @@ __all__ = [
     "PendingSave",
     "Saver",
     "WhenBusy",
+    "Workers",
     "make_standalone",
     "open_all",
     "repair",

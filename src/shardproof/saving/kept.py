@@ -29,6 +29,8 @@ class Request:
     base: FindBase | None = None
     """For the leader: finds the step whose chunks need not be written again. None: all are written."""
     check_replicas: CheckReplicas | None = None
+    full_every: int | None = None
+    """Of so many saves in a row with a `base`, at least one is written in full. None: no bound."""
 
 
 @dataclass(frozen=True, slots=True)

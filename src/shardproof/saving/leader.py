@@ -10,7 +10,7 @@ import msgspec
 import xxhash
 
 from shardproof.errors import AlreadyCommittedError, RankFailure, ShardproofError, StructureError
-from shardproof.format import MANIFEST_NAME
+from shardproof.format import MANIFEST_NAME, chain_attempt
 from shardproof.garbage import no_garbage_collection
 from shardproof.planning import Structure, plan_writes
 from shardproof.saving.bases import BaseChoice, KnownBase
@@ -91,10 +91,13 @@ class Leader:
         )
         self._nodes = [one.node for one in said]
         metadata = msgspec.json.decode(said[0].metadata)
-        choice = self._choice = BaseChoice(self._storage, self._request.base, self._kept.base)
-        tell = bool(choice.folder) and not (reuse and choice.take_kept([one.known for one in said]))
+        choice = BaseChoice(self._storage, self._request.base, self._kept.base if reuse else None)
+        is_known = choice.take_kept([one.known for one in said])
+        choice.bound_chain(self._request.full_every)
+        tell, self._choice = bool(choice.folder) and not is_known, choice
         name, now = secrets.token_hex(8), time.time()
-        self._attempt = Attempt(name, now, said[0].step, len(said), metadata, choice.folder)
+        attempt = chain_attempt(name, choice.length) if choice.folder else name
+        self._attempt = Attempt(attempt, now, said[0].step, len(said), metadata, choice.folder)
         self._kept.background = self._kept.background or name
         turn = self._turn() if self._request.check_replicas else 0
         return msgspec.msgpack.encode(Agreed(self._attempt, reuse, tell, self._kept.background, turn))

@@ -122,6 +122,7 @@ class Saver:
         when_busy: WhenBusy = "wait",
         stage_all: bool = False,
         base: FindBase | None = None,
+        full_every: int | None = None,
         check_replicas: CheckReplicas | None = None,
         after: Callable[[Committed, Callable[[int, int], None]], None] | None = None,
     ) -> PendingSave:
@@ -138,6 +139,8 @@ class Saver:
             stage_all: copy everything before this returns, also what only optimizers change.
             base: finds an earlier committed step, beside `storage`, whose chunks need not be written again;
                 called on the leader. None: all are written.
+            full_every: of so many saves in a row with a `base`, at least one is written in full. None: no
+                bound.
             check_replicas: whether ranks that hold the same boxes compare their bytes: ``"all"`` of them; or
                 a ``"sample"`` of `sample_bytes` a rank, another one at each save, until all had their turn.
                 What differs is in `Committed.diverged`, and logged. Tensors that each rank changes in its own
@@ -157,7 +160,8 @@ class Saver:
                 skipped = PendingSave(step, None)
                 skipped.blocked = time.monotonic() - begun
                 return skipped
-            session = self._session(storage, Request(step, metadata or {}, overwrite, base, check_replicas))
+            request = Request(step, metadata or {}, overwrite, base, check_replicas, full_every)
+            session = self._session(storage, request)
             rank, patience = self._rendezvous.rank, 2 * self._rendezvous.deadline
             served = list[object]()
 
@@ -232,6 +236,11 @@ class Saver:
         """Waits for the save under way, whatever comes of it; whoever asks next is told."""
         if (under_way := self._own_save()) is not None:
             self._wait_for(under_way)
+
+    def is_saving(self) -> bool:
+        """Whether a save has begun on this rank and is not over. Any thread may ask."""
+        under_way = self._own_save()
+        return self._turn.locked() or (under_way is not None and not under_way.future.done())
 
     def _session(self, storage: Storage, request: Request) -> Session:
         """The next session, once the one before is over."""

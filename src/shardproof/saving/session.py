@@ -310,7 +310,18 @@ class Session:
         known = self._kept.known.attempt if self._kept.known else ""
         asked = self._request.overwrite, self._request.base is not None
         return msgspec.msgpack.encode(
-            Described(self._digest, held, step, metadata, *asked, known, _node(), check, failed)
+            Described(
+                self._digest,
+                held,
+                step,
+                metadata,
+                *asked,
+                known,
+                _node(),
+                check,
+                failed,
+                self._request.full_every,
+            )
         )
 
     def _structure_of(self, collected: Collected) -> tuple[Structure, bytes]:

@@ -7,12 +7,14 @@ from shardproof.storage.interface import Sink, Storage
 from shardproof.storage.local import LocalStorage
 from shardproof.storage.names import check_name
 from shardproof.storage.priority import lower_io_priority
+from shardproof.storage.uncached import UncachedStorage
 
 __all__ = [
     "ALIGNMENT",
     "LocalStorage",
     "Sink",
     "Storage",
+    "UncachedStorage",
     "address",
     "aligned_buffer",
     "check_name",
