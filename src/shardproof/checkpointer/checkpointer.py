@@ -13,17 +13,26 @@ import msgspec
 
 from shardproof import events
 from shardproof.checkpointer.choosing import (
+    KEEP_MORE,
+    MOST_TRIES,
+    Chosen,
+    Failed,
     PassedOver,
     check_folder,
-    choose,
-    is_damage,
-    named,
+    choose_after,
     written_folders,
 )
 from shardproof.checkpointer.folders import StepFolder, parse_step, step_name
 from shardproof.checkpointer.retention import Retention, retain
 from shardproof.checkpointer.suspects import unsettled_suspects, write_settled
-from shardproof.errors import KeyMismatchError, StructureError
+from shardproof.checkpointer.views import RestoreReport, check_reports, report_view
+from shardproof.errors import (
+    KeyMismatchError,
+    NotCommittedError,
+    ShardproofError,
+    StorageError,
+    StructureError,
+)
 from shardproof.format import MANIFEST_NAME
 from shardproof.loading import UNREADABLE, LoadReport, Options, ReadOnce, load_from
 from shardproof.loading.selection import Cast, Patterns
@@ -35,6 +44,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["Checkpointer"]
+
+_REMOVED = "it was removed or replaced while it was read"
 
 _log = logging.getLogger("shardproof")
 
@@ -310,55 +321,88 @@ class Checkpointer:
         self.last_restore = None
         overwritten: StepFolder | None = None
         untouched: set[str] = set()  # by every step that began to overwrite, on this rank
-        while (chosen := self._choose(step, suspect)) is not None:
+        removed: list[StepFolder] = []  # or replaced, while they were read
+        failed: Failed | None = None
+        while True:
+            try:
+                chosen = self._choose(step, suspect, failed)
+                if failed is not None:
+                    self._go_on(failed, chosen, removed)
+            except ShardproofError as error:
+                if overwritten is None or error.details.get("overwritten"):
+                    raise
+                raise _half_restored(error, overwritten) from error
+            if chosen.folder is None:
+                return None
             try:
                 report = load_from(
-                    self._storage.within(chosen.name),
+                    self._storage.within(chosen.folder.name),
                     state,
                     self._rendezvous,
                     options,
-                    check=partial(check_folder, self._storage, chosen),
+                    check=partial(check_folder, self._storage, chosen.folder),
                 )
             except KeyMismatchError as error:
-                raise error if overwritten is None else _mixed(error.message, overwritten, chosen) from error
-            except UNREADABLE as error:
-                if step is not None or not is_damage(error):
+                if overwritten is None:
                     raise
+                raise _mixed(error.message, overwritten, chosen.folder) from error
+            except UNREADABLE as error:
                 if error.details.get("overwritten"):
                     left = set(error.details["untouched"])
                     untouched = left if overwritten is None else untouched & left
-                    overwritten = chosen
-                self._pass_over(PassedOver(chosen.step, error.message, damaged=True, suspect=chosen.suspect))
+                    overwritten = chosen.folder
+                failed = Failed(chosen, error)
                 continue
             if overwritten is not None:
                 lacking = self._together({*report.missing, *report.kept} - untouched)
                 if lacking:
-                    raise _mixed(f"it lacks {', '.join(lacking)}", overwritten, chosen)
+                    raise _mixed(f"it lacks {', '.join(lacking)}", overwritten, chosen.folder)
+            for folder in {folder for folder in removed if folder > chosen.folder}:
+                self._pass_over(PassedOver(folder.step, _REMOVED, damaged=False, suspect=folder.suspect))
+            self.passed_over = tuple(item for item in self.passed_over if item.folder > chosen.folder)
             self.last_restore = report
-            return chosen.step
-        return None
+            return chosen.folder.step
 
-    def _choose(self, step: int | None, suspect: bool) -> StepFolder | None:
-        """The leader's choice."""
-        meeting = Meetings(self._rendezvous, f"restore {self.root}")
+    def _choose(self, step: int | None, suspect: bool, failed: Failed | None) -> Chosen:
+        """What rank 0 chooses, once every rank has reported what it sees."""
+        meeting = Meetings(self._rendezvous, f"restore {self._storage.location}")
+        rank = self._rendezvous.rank
+
+        def report() -> bytes:
+            return msgspec.msgpack.encode(report_view(self._storage, rank, step, suspect=suspect))
 
         def decide(posts: Sequence[bytes]) -> bytes:
-            wanted = {msgspec.msgpack.decode(post, type=tuple[int | None, bool]) for post in posts}
-            if len(wanted) > 1:
-                steps = sorted({str(one) for one, _ in wanted})
-                raise StructureError(
-                    f"{self.root}: ranks were asked to restore different steps: {steps}"
-                    f"{'' if len(steps) > 1 else ', some of them with suspect=True'}; nothing was changed"
-                )
-            if step is not None:
-                return msgspec.msgpack.encode((named(self._storage, step, suspect=suspect), []))
-            return msgspec.msgpack.encode(choose(self._storage, self.passed_over, suspect=suspect))
+            check_reports(self._storage, [msgspec.msgpack.decode(post, type=RestoreReport) for post in posts])
+            return msgspec.msgpack.encode(
+                choose_after(self._storage, self.passed_over, step, failed, suspect=suspect)
+            )
 
-        answer = meeting.meet("choose", lambda: msgspec.msgpack.encode((step, suspect)), decide)
-        chosen, passed = msgspec.msgpack.decode(answer, type=tuple[StepFolder | None, list[PassedOver]])
-        for item in passed:
+        chosen = msgspec.msgpack.decode(meeting.meet("choose", report, decide), type=Chosen)
+        for item in chosen.passed:
             self._pass_over(item)
         return chosen
+
+    def _go_on(self, failed: Failed, chosen: Chosen, removed: list[StepFolder]) -> None:
+        """Raises if the restore ends with a step that could not be read; else notes a step that is gone."""
+        last, location = failed.chosen.folder, self._storage.location
+        if chosen.stands or last is None:
+            raise failed.error
+        if chosen.changed:
+            removed.append(last)
+            if len(removed) >= MOST_TRIES:
+                raise StorageError(
+                    f"{location}: {len(removed)} times in a row the step that was restored was removed or "
+                    f"replaced while it was read, {last} at last. {KEEP_MORE}",
+                    file=location,
+                    damaged=False,
+                ) from failed.error
+        if chosen.folder is None or chosen.seal is None:
+            left = "no step is committed there now" if chosen.folder is None else "it is not committed now"
+            raise NotCommittedError(
+                f"{location}: {last} was committed when this restore began, and {left}: it was removed while "
+                "it was read, or the folder is out of sight",
+                path=location,
+            ) from failed.error
 
     def _together(self, keys: set[str]) -> list[str]:
         """A few of the keys of all ranks, so that all go on alike: what is kept differs by rank."""
@@ -372,7 +416,10 @@ class Checkpointer:
         return msgspec.msgpack.decode(answer, type=list[str])
 
     def _pass_over(self, item: PassedOver) -> None:
-        self.passed_over = (*self.passed_over, item)
+        if item in self.passed_over:
+            return
+        items = [*(other for other in self.passed_over if other.folder != item.folder), item]
+        self.passed_over = tuple(sorted(items, key=lambda item: item.folder, reverse=True))
         if item.damaged and not item.suspect:
             self._damaged.add(item.step)
         if self._rendezvous.rank == 0:
@@ -398,9 +445,14 @@ def _settling(step: Any, verdict: Any) -> tuple[str, str]:
     return folder, verdict
 
 
+def _half_restored(error: ShardproofError, overwritten: StepFolder) -> ShardproofError:
+    text = f"The target is partly overwritten from {overwritten}: restore again, before using it."
+    return type(error)(f"{error.message}\n{text}", **{**error.details, "overwritten": True})
+
+
 def _mixed(problem: str, damaged: StepFolder, older: StepFolder) -> StructureError:
     return StructureError(
-        f"{damaged} turned out to be damaged after part of the target was overwritten, and {older} does "
+        f"{damaged} could not be read to its end, after part of the target was overwritten, and {older} does "
         f"not replace all of it: {problem}\nThe target holds values of both: make the state anew, and "
         f"restore step={older.step} into it with what it lacks left out or strict=False",
         overwritten=True,

@@ -31,6 +31,7 @@ from shardproof.format.manifest import (
 )
 from shardproof.format.names import (
     MANIFEST_NAME,
+    STEP_FOLDER,
     box_name,
     chunk_name,
     index_name,
@@ -68,6 +69,7 @@ __all__ = [
     "PAGE_BYTES",
     "REFERENCES_VERSION",
     "SEAL_LENGTH",
+    "STEP_FOLDER",
     "ChunkHasher",
     "FileRecord",
     "Manifest",
