@@ -205,8 +205,11 @@ class Checkpointer:
         steps = (parse_step(name) for name in self._storage.folders())
         for earlier in sorted((one for one in steps if one is not None and one < step), reverse=True):
             folder = self._storage.within(step_name(earlier))
-            if earlier not in self._damaged and folder.size(MANIFEST_NAME) is not None:
-                return folder
+            try:
+                if earlier not in self._damaged and folder.size(MANIFEST_NAME) is not None:
+                    return folder
+            except StorageError as error:
+                _log.warning("%s: step %s does not build on step %s: %s", self.root, step, earlier, error)
         return None
 
     def _after_commit(self, committed: Committed, progress: Callable[[int, int], None]) -> None:
@@ -359,7 +362,7 @@ class Checkpointer:
                     raise _mixed(f"it lacks {', '.join(lacking)}", overwritten, chosen.folder)
             for folder in {folder for folder in removed if folder > chosen.folder}:
                 self._pass_over(PassedOver(folder.step, _REMOVED, damaged=False, suspect=folder.suspect))
-            self.passed_over = tuple(item for item in self.passed_over if item.folder > chosen.folder)
+            self._keep_newer(chosen.folder)
             self.last_restore = report
             return chosen.folder.step
 
@@ -414,6 +417,10 @@ class Checkpointer:
 
         answer = meeting.meet("compare", lambda: msgspec.msgpack.encode(sorted(keys)[:8]), decide)
         return msgspec.msgpack.decode(answer, type=list[str])
+
+    def _keep_newer(self, restored: StepFolder) -> None:
+        """Of what was passed over, a step that was replaced meanwhile and restored after all is not newer."""
+        self.passed_over = tuple(item for item in self.passed_over if item.folder > restored)
 
     def _pass_over(self, item: PassedOver) -> None:
         if item in self.passed_over:
