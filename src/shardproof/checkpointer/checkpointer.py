@@ -38,7 +38,7 @@ from shardproof.loading import UNREADABLE, LoadReport, Options, ReadOnce, load_f
 from shardproof.loading.selection import Cast, Patterns
 from shardproof.rendezvous import Meetings, Rendezvous, connect
 from shardproof.saving import CheckReplicas, Committed, PendingSave, Saver, WhenBusy
-from shardproof.storage import LocalStorage
+from shardproof.storage import LocalStorage, StrOrBytesPath
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -54,7 +54,8 @@ class Checkpointer:
     """Saves and restores the steps of one run. Every rank makes one, and calls its methods together.
 
     Args:
-        root: folder of the run; each step becomes the folder ``step-00001000`` in it.
+        root: folder of the run; each step becomes the folder ``step-00001000`` in it. A relative path is
+            taken from the working directory of now.
         keep: which committed steps stay; None for all. Others are removed after a newer one is committed.
         rendezvous: where the ranks meet; found by itself when None (the process group's store, torchrun's,
         or none).
@@ -85,7 +86,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        root: str | os.PathLike[str],
+        root: StrOrBytesPath,
         *,
         keep: Retention | None = None,
         rendezvous: Rendezvous | None = None,
@@ -106,7 +107,7 @@ class Checkpointer:
             raise ValueError(
                 "give the deadline to the rendezvous, or leave the rendezvous to the Checkpointer"
             )
-        self.root = os.fspath(root)
+        self.root = os.fsdecode(root)
         self.last_restore: LoadReport | None = None
         """What the last `restore` loaded."""
         self.passed_over: tuple[PassedOver, ...] = ()
@@ -209,7 +210,9 @@ class Checkpointer:
                 if earlier not in self._damaged and folder.size(MANIFEST_NAME) is not None:
                     return folder
             except StorageError as error:
-                _log.warning("%s: step %s does not build on step %s: %s", self.root, step, earlier, error)
+                _log.warning(
+                    "%s: step %s does not build on step %s: %s", self._storage.location, step, earlier, error
+                )
         return None
 
     def _after_commit(self, committed: Committed, progress: Callable[[int, int], None]) -> None:
@@ -261,19 +264,21 @@ class Checkpointer:
         """
         self._saver.settle()
         _, folder = _named(step, suspect=True)
-        meeting = Meetings(self._rendezvous, f"settle {self.root}")
+        meeting = Meetings(self._rendezvous, f"settle {self._storage.location}")
 
         def decide(posts: Sequence[bytes]) -> bytes:
             said = [msgspec.msgpack.decode(post, type=tuple[str, str]) for post in posts]
             other = next((rank for rank, one in enumerate(said) if one != said[0]), None)
             if other is not None:
                 raise StructureError(
-                    f"{self.root}: rank 0 settles {': '.join(said[0])}, and rank {other} "
+                    f"{self._storage.location}: rank 0 settles {': '.join(said[0])}, and rank {other} "
                     f"{': '.join(said[other])}; nothing was settled",
                     ranks=[0, other],
                 )
             if not write_settled(self._storage.within(folder), verdict):
-                _log.warning("%s/%s: nothing to settle: no suspect is committed there", self.root, folder)
+                _log.warning(
+                    "%s/%s: nothing to settle: no suspect is committed there", self._storage.location, folder
+                )
             return b""
 
         meeting.meet("settle", lambda: msgspec.msgpack.encode(_settling(step, verdict)), decide)
@@ -409,7 +414,7 @@ class Checkpointer:
 
     def _together(self, keys: set[str]) -> list[str]:
         """A few of the keys of all ranks, so that all go on alike: what is kept differs by rank."""
-        meeting = Meetings(self._rendezvous, f"restore {self.root}")
+        meeting = Meetings(self._rendezvous, f"restore {self._storage.location}")
 
         def decide(posts: Sequence[bytes]) -> bytes:
             said = {key for post in posts for key in msgspec.msgpack.decode(post, type=list[str])}
@@ -430,7 +435,7 @@ class Checkpointer:
         if item.damaged and not item.suspect:
             self._damaged.add(item.step)
         if self._rendezvous.rank == 0:
-            _log.warning("%s: %s is passed over: %s", self.root, item.folder, item.reason)
+            _log.warning("%s: %s is passed over: %s", self._storage.location, item.folder, item.reason)
 
 
 def _named(step: Any, suspect: bool) -> tuple[Any, str]:
