@@ -57,6 +57,10 @@ class FaultyStorage:
     def folder(self) -> str:
         return self._inner.folder
 
+    @property
+    def linked(self) -> bool:
+        return self._inner.linked
+
     def create(self, name: str) -> Sink:
         sink = self._do("create", name, lambda: self._inner.create(name))
         return _FaultySink(sink, self._prefix + name, self._trigger)

@@ -14,11 +14,13 @@ import msgspec
 
 from shardproof import events
 from shardproof.checkpointer.choosing import (
+    KEEP_MORE,
+    MOST_TRIES,
+    Chosen,
+    Failed,
     PassedOver,
     check_folder,
-    choose,
-    is_damage,
-    named,
+    choose_after,
     written_folders,
 )
 from shardproof.checkpointer.damage import Damage
@@ -26,13 +28,20 @@ from shardproof.checkpointer.folders import StepFolder, parse_step, step_name
 from shardproof.checkpointer.retention import Retention, retain
 from shardproof.checkpointer.scrub import Scrub
 from shardproof.checkpointer.suspects import unsettled_suspects, write_settled
-from shardproof.errors import CorruptChunkError, KeyMismatchError, StorageError, StructureError
+from shardproof.checkpointer.views import RestoreReport, check_reports, report_view
+from shardproof.errors import (
+    KeyMismatchError,
+    NotCommittedError,
+    ShardproofError,
+    StorageError,
+    StructureError,
+)
 from shardproof.format import MANIFEST_NAME
 from shardproof.loading import UNREADABLE, LoadReport, Options, ReadOnce, load_from
 from shardproof.loading.selection import Cast, Patterns
 from shardproof.rendezvous import Meetings, Rendezvous, connect
 from shardproof.saving import CheckReplicas, Committed, PendingSave, Saver, WhenBusy
-from shardproof.storage import LocalStorage
+from shardproof.storage import LocalStorage, StrOrBytesPath
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -45,6 +54,8 @@ FULL_EVERY = 20
 SCRUB = 64 << 20
 """Bytes a second: little beside what a disk or a file server gives, and 225 GiB in an hour."""
 
+_REMOVED = "it was removed or replaced while it was read"
+
 _log = logging.getLogger("shardproof")
 
 
@@ -52,7 +63,8 @@ class Checkpointer:
     """Saves and restores the steps of one run. Every rank makes one, and calls its methods together.
 
     Args:
-        root: folder of the run; each step becomes the folder ``step-00001000`` in it.
+        root: folder of the run; each step becomes the folder ``step-00001000`` in it. A relative path is
+            taken from the working directory of now.
         keep: which committed steps stay; None for all. Others are removed after a newer one is committed.
         rendezvous: where the ranks meet; found by itself when None (the process group's store, torchrun's,
         or none).
@@ -93,7 +105,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        root: str | os.PathLike[str],
+        root: StrOrBytesPath,
         *,
         keep: Retention | None = None,
         rendezvous: Rendezvous | None = None,
@@ -124,7 +136,7 @@ class Checkpointer:
             raise ValueError(
                 "give the deadline to the rendezvous, or leave the rendezvous to the Checkpointer"
             )
-        self.root = os.fspath(root)
+        self.root = os.fsdecode(root)
         self.last_restore: LoadReport | None = None
         """What the last `restore` loaded."""
         self.passed_over: tuple[PassedOver, ...] = ()
@@ -257,9 +269,14 @@ class Checkpointer:
         steps = (parse_step(name) for name in self._storage.folders())
         for earlier in sorted((one for one in steps if one is not None and one < step), reverse=True):
             folder = self._storage.within(step_name(earlier))
-            distrusted = self._is_damaged(earlier) or folder in self._saver.unconfirmed
-            if not distrusted and folder.size(MANIFEST_NAME) is not None:
-                return folder
+            try:
+                distrusted = self._is_damaged(earlier) or folder in self._saver.unconfirmed
+                if not distrusted and folder.size(MANIFEST_NAME) is not None:
+                    return folder
+            except StorageError as error:
+                _log.warning(
+                    "%s: step %s does not build on step %s: %s", self._storage.location, step, earlier, error
+                )
         return None
 
     def _after_commit(self, committed: Committed, progress: Callable[[int, int], None]) -> None:
@@ -327,19 +344,21 @@ class Checkpointer:
         """
         self._saver.settle()
         _, folder = _named(step, suspect=True)
-        meeting = Meetings(self._rendezvous, f"settle {self.root}")
+        meeting = Meetings(self._rendezvous, f"settle {self._storage.location}")
 
         def decide(posts: Sequence[bytes]) -> bytes:
             said = [msgspec.msgpack.decode(post, type=tuple[str, str]) for post in posts]
             other = next((rank for rank, one in enumerate(said) if one != said[0]), None)
             if other is not None:
                 raise StructureError(
-                    f"{self.root}: rank 0 settles {': '.join(said[0])}, and rank {other} "
+                    f"{self._storage.location}: rank 0 settles {': '.join(said[0])}, and rank {other} "
                     f"{': '.join(said[other])}; nothing was settled",
                     ranks=[0, other],
                 )
             if not write_settled(self._storage.within(folder), verdict):
-                _log.warning("%s/%s: nothing to settle: no suspect is committed there", self.root, folder)
+                _log.warning(
+                    "%s/%s: nothing to settle: no suspect is committed there", self._storage.location, folder
+                )
             return b""
 
         meeting.meet("settle", lambda: msgspec.msgpack.encode(_settling(step, verdict)), decide)
@@ -390,38 +409,49 @@ class Checkpointer:
         self.last_restore = None
         overwritten: StepFolder | None = None
         untouched: set[str] = set()  # by every step that began to overwrite, on this rank
-        while (chosen := self._choose(step, suspect)) is not None:
+        removed: list[StepFolder] = []  # or replaced, while they were read
+        failed: Failed | None = None
+        while True:
+            try:
+                chosen = self._choose(step, suspect, failed)
+                if failed is not None:
+                    self._go_on(failed, chosen, removed)
+            except ShardproofError as error:
+                if overwritten is None or error.details.get("overwritten"):
+                    raise
+                raise _half_restored(error, overwritten) from error
+            if chosen.folder is None:
+                return None
             try:
                 report = load_from(
-                    self._storage.within(chosen.name),
+                    self._storage.within(chosen.folder.name),
                     state,
                     self._rendezvous,
                     options,
-                    check=partial(check_folder, self._storage, chosen),
+                    check=partial(check_folder, self._storage, chosen.folder),
                 )
             except KeyMismatchError as error:
-                raise error if overwritten is None else _mixed(error.message, overwritten, chosen) from error
-            except UNREADABLE as error:
-                if step is not None or not is_damage(error):
+                if overwritten is None:
                     raise
+                raise _mixed(error.message, overwritten, chosen.folder) from error
+            except UNREADABLE as error:
                 if error.details.get("overwritten"):
                     left = set(error.details["untouched"])
                     untouched = left if overwritten is None else untouched & left
-                    overwritten = chosen
-                damage = None
-                if isinstance(error, CorruptChunkError):  # others do not tell which steps need the same bytes
-                    damage = Damage.of(error, self._storage.location, chosen.name)
-                self._pass_over(PassedOver(chosen.step, error.message, True, chosen.suspect, damage))
+                    overwritten = chosen.folder
+                failed = Failed(chosen, error)
                 continue
             if overwritten is not None:
                 lacking = self._together({*report.missing, *report.kept} - untouched)
                 if lacking:
-                    raise _mixed(f"it lacks {', '.join(lacking)}", overwritten, chosen)
+                    raise _mixed(f"it lacks {', '.join(lacking)}", overwritten, chosen.folder)
+            for folder in {folder for folder in removed if folder > chosen.folder}:
+                self._pass_over(PassedOver(folder.step, _REMOVED, damaged=False, suspect=folder.suspect))
+            self._keep_newer(chosen.folder)
             self.last_restore = report
             if self._rendezvous.rank == 0:
-                self._confirm(chosen, whole=include is None and exclude is None)
-            return chosen.step
-        return None
+                self._confirm(chosen.folder, whole=include is None and exclude is None)
+            return chosen.folder.step
 
     def _confirm(self, folder: StepFolder, *, whole: bool) -> None:
         """Flushes the step that was restored: its save may have died, or failed, before it was durable.
@@ -441,7 +471,7 @@ class Checkpointer:
                 "%s: %s was restored and every byte that was read is verified, but it is not known to be "
                 "durable: %s. No incremental save refers to it and retention does not count it until a "
                 "restore can flush it or it is saved again",
-                self.root,
+                self._storage.location,
                 folder,
                 error,
             )
@@ -449,31 +479,50 @@ class Checkpointer:
             if whole:
                 self._saver.unconfirmed.confirm(storage)
 
-    def _choose(self, step: int | None, suspect: bool) -> StepFolder | None:
-        """The leader's choice."""
-        meeting = Meetings(self._rendezvous, f"restore {self.root}")
+    def _choose(self, step: int | None, suspect: bool, failed: Failed | None) -> Chosen:
+        """What rank 0 chooses, once every rank has reported what it sees."""
+        meeting = Meetings(self._rendezvous, f"restore {self._storage.location}")
+        rank = self._rendezvous.rank
+
+        def report() -> bytes:
+            return msgspec.msgpack.encode(report_view(self._storage, rank, step, suspect=suspect))
 
         def decide(posts: Sequence[bytes]) -> bytes:
-            wanted = {msgspec.msgpack.decode(post, type=tuple[int | None, bool]) for post in posts}
-            if len(wanted) > 1:
-                steps = sorted({str(one) for one, _ in wanted})
-                raise StructureError(
-                    f"{self.root}: ranks were asked to restore different steps: {steps}"
-                    f"{'' if len(steps) > 1 else ', some of them with suspect=True'}; nothing was changed"
-                )
-            if step is not None:
-                return msgspec.msgpack.encode((named(self._storage, step, suspect=suspect), []))
-            return msgspec.msgpack.encode(choose(self._storage, self.passed_over, suspect=suspect))
+            check_reports(self._storage, [msgspec.msgpack.decode(post, type=RestoreReport) for post in posts])
+            return msgspec.msgpack.encode(
+                choose_after(self._storage, self.passed_over, step, failed, suspect=suspect)
+            )
 
-        answer = meeting.meet("choose", lambda: msgspec.msgpack.encode((step, suspect)), decide)
-        chosen, passed = msgspec.msgpack.decode(answer, type=tuple[StepFolder | None, list[PassedOver]])
-        for item in passed:
+        chosen = msgspec.msgpack.decode(meeting.meet("choose", report, decide), type=Chosen)
+        for item in chosen.passed:
             self._pass_over(item)
         return chosen
 
+    def _go_on(self, failed: Failed, chosen: Chosen, removed: list[StepFolder]) -> None:
+        """Raises if the restore ends with a step that could not be read; else notes a step that is gone."""
+        last, location = failed.chosen.folder, self._storage.location
+        if chosen.stands or last is None:
+            raise failed.error
+        if chosen.changed:
+            removed.append(last)
+            if len(removed) >= MOST_TRIES:
+                raise StorageError(
+                    f"{location}: {len(removed)} times in a row the step that was restored was removed or "
+                    f"replaced while it was read, {last} at last. {KEEP_MORE}",
+                    file=location,
+                    damaged=False,
+                ) from failed.error
+        if chosen.folder is None or chosen.seal is None:
+            left = "no step is committed there now" if chosen.folder is None else "it is not committed now"
+            raise NotCommittedError(
+                f"{location}: {last} was committed when this restore began, and {left}: it was removed while "
+                "it was read, or the folder is out of sight",
+                path=location,
+            ) from failed.error
+
     def _together(self, keys: set[str]) -> list[str]:
         """A few of the keys of all ranks, so that all go on alike: what is kept differs by rank."""
-        meeting = Meetings(self._rendezvous, f"restore {self.root}")
+        meeting = Meetings(self._rendezvous, f"restore {self._storage.location}")
 
         def decide(posts: Sequence[bytes]) -> bytes:
             said = {key for post in posts for key in msgspec.msgpack.decode(post, type=list[str])}
@@ -482,12 +531,19 @@ class Checkpointer:
         answer = meeting.meet("compare", lambda: msgspec.msgpack.encode(sorted(keys)[:8]), decide)
         return msgspec.msgpack.decode(answer, type=list[str])
 
+    def _keep_newer(self, restored: StepFolder) -> None:
+        """Of what was passed over, a step that was replaced meanwhile and restored after all is not newer."""
+        self.passed_over = tuple(item for item in self.passed_over if item.folder > restored)
+
     def _pass_over(self, item: PassedOver) -> None:
-        self.passed_over = (*self.passed_over, item)
+        if item in self.passed_over:
+            return
+        items = [*(other for other in self.passed_over if other.folder != item.folder), item]
+        self.passed_over = tuple(sorted(items, key=lambda item: item.folder, reverse=True))
         if item.damaged and not item.suspect:
             self._damaged.add(item.step)
         if self._rendezvous.rank == 0:
-            _log.warning("%s: %s is passed over: %s", self.root, item.folder, item.reason)
+            _log.warning("%s: %s is passed over: %s", self._storage.location, item.folder, item.reason)
 
 
 def _is_saving(saver: Saver) -> Callable[[], bool]:
@@ -520,9 +576,14 @@ def _settling(step: Any, verdict: Any) -> tuple[str, str]:
     return folder, verdict
 
 
+def _half_restored(error: ShardproofError, overwritten: StepFolder) -> ShardproofError:
+    text = f"The target is partly overwritten from {overwritten}: restore again, before using it."
+    return type(error)(f"{error.message}\n{text}", **{**error.details, "overwritten": True})
+
+
 def _mixed(problem: str, damaged: StepFolder, older: StepFolder) -> StructureError:
     return StructureError(
-        f"{damaged} turned out to be damaged after part of the target was overwritten, and {older} does "
+        f"{damaged} could not be read to its end, after part of the target was overwritten, and {older} does "
         f"not replace all of it: {problem}\nThe target holds values of both: make the state anew, and "
         f"restore step={older.step} into it with what it lacks left out or strict=False",
         overwritten=True,

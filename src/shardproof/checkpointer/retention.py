@@ -15,6 +15,8 @@ manifests that will be left.
 Note "The last proved step stays": a policy may let go every step that is proved readable (note "Proved" in
 `shardproof.checkpointer.scrub`) and keep only steps whose references were not read since their commit. Then
 the newest proved step stays, too. It goes once a step that the policy keeps is proved.
+
+Nothing is removed in a linked folder (note "Linked steps" in `folders`).
 """
 
 from __future__ import annotations
@@ -103,11 +105,12 @@ def plan_removal(storage: Storage, names: Sequence[str]) -> Removal:
 
     Args:
         storage: the run's folder.
-        names: folders of the steps.
+        names: folders of the steps. Linked ones stay.
 
     Raises:
         StorageError: the storage failed.
     """
+    names = [name for name in names if not storage.within(name).linked]
     references = referred_in(storage, without=names)
     files: list[str] = []
     lent: dict[str, list[str]] = {}
@@ -271,10 +274,12 @@ def leftovers(
     """
     references = referred_in(storage) if references is None else references
     by_folder: dict[str, list[str]] = {}
-    for name in storage.list():
-        folder, _, rest = name.partition("/")
-        if parse_folder(folder) is not None and is_ours(rest, folder) and rest != MANIFEST_NAME:
-            by_folder.setdefault(folder, []).append(rest)
+    for folder in storage.folders():
+        if parse_folder(folder) is None or storage.within(folder).linked:
+            continue
+        for name in storage.within(folder).list():
+            if is_ours(name, folder) and name != MANIFEST_NAME:
+                by_folder.setdefault(folder, []).append(name)
     found: list[Leftover] = []
     for folder, files in sorted(by_folder.items(), key=lambda item: parse_folder(item[0]) or ()):
         needed = _needed(storage.within(folder), folder, references)

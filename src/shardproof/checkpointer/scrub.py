@@ -26,7 +26,7 @@ from shardproof.errors import FormatError, NotCommittedError, ShardproofError, S
 from shardproof.format import read_index, read_manifest, refers_to_none, seal_of
 from shardproof.loading import verify
 from shardproof.saving import Workers
-from shardproof.storage import Storage, UncachedStorage
+from shardproof.storage import LocalStorage, UncachedStorage
 
 __all__ = ["Scrub"]
 
@@ -45,7 +45,7 @@ class Scrub:
         is_saving: whether a save is under way on this rank.
     """
 
-    def __init__(self, run: Storage, rate: int | None, is_saving: Callable[[], bool]) -> None:
+    def __init__(self, run: LocalStorage, rate: int | None, is_saving: Callable[[], bool]) -> None:
         self.damage: tuple[Damage, ...] = ()
         """What was found, oldest first."""
         self._run = run
@@ -129,7 +129,7 @@ class Scrub:
         seal = seal_of(place)
         if seal is None or refers_to_none(place):
             return
-        uncached = UncachedStorage(place.location, before_read=self._yield)
+        uncached = UncachedStorage(place.path, before_read=self._yield)
         report = verify(uncached, borrowed_only=True)
         if seal_of(place) != seal:
             return  # the step was removed or replaced meanwhile, and its files with it

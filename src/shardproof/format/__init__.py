@@ -31,6 +31,7 @@ from shardproof.format.manifest import (
 )
 from shardproof.format.names import (
     MANIFEST_NAME,
+    STEP_FOLDER,
     box_name,
     chain_attempt,
     chain_length,
@@ -71,6 +72,7 @@ __all__ = [
     "PAGE_BYTES",
     "REFERENCES_VERSION",
     "SEAL_LENGTH",
+    "STEP_FOLDER",
     "ChunkHasher",
     "FileRecord",
     "Manifest",

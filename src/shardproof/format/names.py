@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 __all__ = [
     "MANIFEST_NAME",
+    "STEP_FOLDER",
     "box_name",
     "chain_attempt",
     "chain_length",
@@ -18,6 +19,9 @@ __all__ = [
 ]
 
 MANIFEST_NAME = "manifest.json"
+
+STEP_FOLDER = re.compile(r"(step|suspect)-([0-9]{8,18})")
+"""Names of the folders of a run that hold a step or a suspect."""
 
 _ATTEMPT = r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}"
 _SHARD = re.compile(rf"shards/([0-9]{{5,10}})-({_ATTEMPT})\.safetensors")

@@ -4,7 +4,8 @@ Note "Who refers is asked of the manifests": a reference stands in the manifest 
 nowhere else, so that there is nothing to keep in step with it. Before a file is removed, the manifests beside
 it are read. A manifest that cannot be read may refer to anything: then nothing that could be lent is removed.
 A folder of any name may have one, for steps can be renamed. Only what a file system calls ``lost+found`` has
-none: what is found again lies there under numbers, and most may not even look.
+none: what is found again lies there under numbers, and most may not even look. A link that leads nowhere
+counts only under the name of a step.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.format.manifest import MAX_MANIFEST, USUAL_BEGINNING, FileRecord, Manifest, is_foreign
-from shardproof.format.names import MANIFEST_NAME
+from shardproof.format.names import MANIFEST_NAME, STEP_FOLDER
 from shardproof.format.reading import read_manifest
 from shardproof.storage.interface import Storage
 
@@ -91,7 +92,9 @@ def referred(places: Iterable[tuple[str, Storage]]) -> References:
                 found.add(name, read_manifest(storage))
         except NotCommittedError:
             continue
-        except (FormatError, StorageError):
+        except (FormatError, StorageError) as error:
+            if error.details.get("lost_link") and STEP_FOLDER.fullmatch(name) is None:
+                continue
             if not _is_foreign(storage):
                 found.unknown.append(name)
     return found
@@ -130,6 +133,8 @@ def unneeded(
 ) -> list[FileRecord]:
     """Of files that a removed manifest referred to, those that no manifest needs any more.
 
+    Files in linked folders are not among them (see `Storage.linked`).
+
     Args:
         borrowed: file records of the removed manifest.
         references: of the manifests that are left.
@@ -141,7 +146,8 @@ def unneeded(
     found = []
     for record in borrowed:
         if record.folder not in needed:
-            own = named_files(folder(record.folder))
+            place = folder(record.folder)
+            own = None if place.linked else named_files(place)
             needed[record.folder] = None if own is None else own | set(references.files(record.folder))
         of_folder = needed[record.folder]
         if of_folder is not None and record.name not in of_folder:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from shardproof.loading.selection import Cast, Patterns
 from shardproof.loading.sharing import UNREADABLE
 from shardproof.loading.verify import VerifyReport, verify
 from shardproof.rendezvous import Rendezvous, connect
-from shardproof.storage import LocalStorage
+from shardproof.storage import LocalStorage, StrOrBytesPath
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -35,7 +34,7 @@ __all__ = [
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: StrOrBytesPath,
     state: Any,
     *,
     strict: bool = True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from shardproof.rendezvous import Rendezvous, connect
@@ -14,7 +13,7 @@ from shardproof.saving.repair import repair
 from shardproof.saving.replicas import CheckReplicas
 from shardproof.saving.saver import Saver, WhenBusy
 from shardproof.saving.standalone import make_standalone
-from shardproof.storage import LocalStorage
+from shardproof.storage import LocalStorage, StrOrBytesPath
 
 __all__ = [
     "CheckReplicas",
@@ -32,7 +31,7 @@ __all__ = [
 
 
 def save(
-    path: str | os.PathLike[str],
+    path: StrOrBytesPath,
     state: Any,
     *,
     step: int | None = None,

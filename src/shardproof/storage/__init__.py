@@ -6,6 +6,7 @@ from shardproof.storage.buffers import ALIGNMENT, address, aligned_buffer
 from shardproof.storage.interface import Sink, Storage
 from shardproof.storage.local import LocalStorage
 from shardproof.storage.names import check_name
+from shardproof.storage.paths import StrOrBytesPath
 from shardproof.storage.priority import lower_io_priority
 from shardproof.storage.uncached import UncachedStorage
 
@@ -14,6 +15,7 @@ __all__ = [
     "LocalStorage",
     "Sink",
     "Storage",
+    "StrOrBytesPath",
     "UncachedStorage",
     "address",
     "aligned_buffer",

@@ -226,6 +226,7 @@ class StorageConformance:
         assert storage.list() == ["steps/1/manifest.json", "steps/1/shards/0"]
         assert part.list() == ["manifest.json", "shards/0"]
         assert part.location.startswith(storage.location)
+        assert not part.linked
 
     def test_sibling(self, storage: Storage) -> None:
         part = storage.within("steps/1")

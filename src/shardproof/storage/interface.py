@@ -34,12 +34,20 @@ class Storage(Protocol):
 
     @property
     def location(self) -> str:
-        """The place, for messages."""
+        """The place, for messages, in valid Unicode."""
         ...
 
     @property
     def folder(self) -> str:
         """The name by which `sibling` of a storage beside this one gives this one."""
+        ...
+
+    @property
+    def linked(self) -> bool:
+        """Whether this storage's folder is a symbolic link: its files belong to another place.
+
+        They are read as any others. Nobody removes them for the sake of the folder that the link lies in.
+        """
         ...
 
     def create(self, name: str) -> Sink:
@@ -80,7 +88,7 @@ class Storage(Protocol):
         ...
 
     def folders(self) -> list[str]:
-        """Sorted names of the folders directly in this storage."""
+        """Sorted names of the folders directly in this storage, linked ones too (see `linked`)."""
         ...
 
     def siblings(self) -> list[str]:

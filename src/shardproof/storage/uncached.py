@@ -10,9 +10,10 @@ from pathlib import Path
 
 from shardproof.errors import StorageError
 from shardproof.storage.buffers import ALIGNMENT, aligned_buffer
-from shardproof.storage.failures import storage_error
+from shardproof.storage.failures import printable, storage_error
 from shardproof.storage.local import LocalStorage
 from shardproof.storage.names import check_folder
+from shardproof.storage.paths import StrOrBytesPath
 
 __all__ = ["UncachedStorage"]
 
@@ -41,9 +42,7 @@ class UncachedStorage(LocalStorage):
     b'yt'
     """
 
-    def __init__(
-        self, root: str | os.PathLike[str], *, before_read: Callable[[int], None] | None = None
-    ) -> None:
+    def __init__(self, root: StrOrBytesPath, *, before_read: Callable[[int], None] | None = None) -> None:
         super().__init__(root)
         self._before_read = before_read
 
@@ -74,8 +73,8 @@ class UncachedStorage(LocalStorage):
 
     def sibling(self, folder: str) -> UncachedStorage:
         """The storage in the folder of this name beside this one's root; see `Storage.sibling`."""
-        above = Path(self.location).parent
-        return UncachedStorage(above / check_folder(folder, str(above)), before_read=self._before_read)
+        above = self.path.parent
+        return UncachedStorage(above / check_folder(folder, printable(above)), before_read=self._before_read)
 
 
 class _File:
@@ -108,10 +107,10 @@ class _File:
             count = self._read_some(begin + filled, pages[filled:])
             if count == 0:
                 raise StorageError(
-                    f"{self._path} is too short: expected {len(to)} bytes from byte {start} on, found "
-                    f"{max(0, begin + filled - start)}. The file was cut, or is not the one that was "
-                    "written.",
-                    file=str(self._path),
+                    f"{printable(self._path)} is too short: expected {len(to)} bytes from byte {start} "
+                    f"on, found {max(0, begin + filled - start)}. The file was cut, or is not the one that "
+                    "was written.",
+                    file=printable(self._path),
                     missing=False,
                     byte_start=start,
                     byte_count=len(to),
@@ -131,7 +130,7 @@ class _File:
                 self._number = self._open()
                 os.close(refused)
                 return self._read_some(start, to)
-            raise storage_error(error, "read", str(self._path)) from error
+            raise storage_error(error, "read", printable(self._path)) from error
 
     def _open(self) -> int:
         # O_NONBLOCK: opening a pipe that somebody left there must not wait for its writer
@@ -152,8 +151,10 @@ class _File:
             if stat.S_ISREG(os.fstat(number).st_mode):
                 return number
         except OSError as error:
-            raise storage_error(error, "read", str(self._path)) from error
+            raise storage_error(error, "read", printable(self._path)) from error
         os.close(number)
         raise StorageError(
-            f"cannot read {self._path}: it is not a regular file", file=str(self._path), missing=False
+            f"cannot read {printable(self._path)}: it is not a regular file",
+            file=printable(self._path),
+            missing=False,
         )

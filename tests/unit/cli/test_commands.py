@@ -288,6 +288,7 @@ def test_ls(call: Any, ckpt: Path) -> None:
         "lends": [],
         "suspect": False,
         "verdict": None,
+        "linked": False,
     }
     assert (second["step"], second["committed"], second["time"]) == (8, False, None)
 
