@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import shardproof as sp
 
@@ -142,6 +143,18 @@ def test_slices_are_read_in_a_mode(mode: str, tmp_path: Path) -> None:
         part, none = checkpoint["w"][1:, 2], checkpoint["w"][3:]
     assert part.tolist() == [6, 10] and part.dtype == torch.float32
     assert none.shape == (0, 4) and none.device.type == "cpu"
+
+
+def test_a_mode_that_makes_tensors_without_bytes_is_refused(tmp_path: Path) -> None:
+    source, target = {"w": torch.ones(300)}, {"w": torch.zeros(300)}
+    sp.save(tmp_path / "step", source)
+    with FakeTensorMode():
+        with pytest.raises(sp.ShardproofError, match="FakeTensorMode"):
+            sp.save(tmp_path / "save", source)
+        with pytest.raises(sp.ShardproofError, match="FakeTensorMode"):
+            sp.load(tmp_path / "step", target)
+    assert target["w"].tolist() == [0] * 300
+    assert not (tmp_path / "save" / "manifest.json").exists()
 
 
 DRAWN = {"rand", "randn", "randint", "randperm"}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import add, and_, attrgetter, eq, le, mul, ne
+from functools import reduce
+from operator import add, attrgetter, eq, le, mod, mul, ne, not_, or_
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,8 @@ _IS_NESTED = attrgetter("is_nested")
 _STORAGE_BYTES = torch.UntypedStorage.nbytes
 _BYTES = attrgetter("nbytes")
 _ITEM_BYTES = attrgetter("itemsize")
+_LARGEST_ITEM = 16
+"""Bytes: those of complex128."""
 
 
 def dtype_name(dtype: torch.dtype, path: str) -> str:
@@ -137,23 +140,26 @@ def addresses_of(tensors: Sequence[torch.Tensor], paths: Sequence[str]) -> tuple
             check_memory(tensor, path)
         raise
     # The address of a tensor whose storage has no memory is its offset.
-    if not (all(are_inside) and all(are_contiguous)) or any(map(eq, addresses, starts)):
-        are_sound = map(and_, map(and_, are_inside, are_contiguous), map(ne, addresses, starts))
-        for tensor, path, is_sound in zip(tensors, paths, are_sound, strict=True):
+    are_sound = all(are_inside) and all(are_contiguous) and not any(map(eq, addresses, starts))
+    if not are_sound or reduce(or_, addresses, 0) % _LARGEST_ITEM:
+        tail = map(mod, addresses, map(_ITEM_BYTES, tensors))
+        found = zip(are_inside, are_contiguous, map(ne, addresses, starts), map(not_, tail), strict=True)
+        for tensor, path, is_sound in zip(tensors, paths, map(all, found), strict=True):
             if not is_sound:
                 check_memory(tensor, path)
     return addresses, are_contiguous
 
 
 def check_memory(tensor: torch.Tensor, path: str) -> None:
-    """Refuse a tensor of which not all elements are in memory of its own storage.
+    """Refuse a tensor of which not all elements are in memory of its own storage, where torch may read them.
 
     Args:
         tensor: what a rank holds, plain.
         path: for the message.
 
     Raises:
-        StructureError: it cannot be kept, its storage was freed or cut, or torch keeps no memory for it.
+        StructureError: it cannot be kept, its storage was freed or cut, torch keeps no memory for it, or its
+            first byte is at no multiple of its element size.
 
     >>> weight = torch.ones(4)
     >>> _ = weight.untyped_storage().resize_(8)
@@ -184,7 +190,13 @@ def _lacks(tensor: torch.Tensor) -> str | None:
     extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     needed = (int(tensor.storage_offset()) + extent) * tensor.element_size()
     if needed <= held and address:
-        return None
+        size = tensor.element_size()
+        if not address % size:
+            return None
+        return (
+            f"the tensor begins {address % size} bytes after a multiple of its element size of {size}, where "
+            "operators of torch may end the process. Save and load a clone()"
+        )
     return (
         f"the tensor takes {needed} bytes of a storage of {held}. Code that frees memory of parameters that "
         "are not in use (FSDP1, untyped_storage().resize_) must give it back first"
@@ -329,7 +341,7 @@ def array_dtype(array: NDArray[Any]) -> str | None:
 
 def tensor_of_array(array: NDArray[Any]) -> tuple[torch.Tensor, bool]:
     """A tensor of the array's elements, and whether it shares the array's memory."""
-    if array.flags.writeable and all(stride >= 0 for stride in array.strides):
+    if array.flags.writeable and array.flags.aligned and all(stride >= 0 for stride in array.strides):
         try:
             return torch.from_numpy(array), True
         except (ValueError, TypeError):  # strides that are no multiple of the element size

@@ -213,6 +213,39 @@ def test_more_memory_than_a_tensor_takes_and_tensors_without_elements_are_fine()
     assert keys == {key: 0 if "empty" in key else 1 for key in state}
 
 
+def shifted(dtype: torch.dtype, shift: int) -> torch.Tensor:
+    """Twelve elements that begin so many bytes after a multiple of 64."""
+    memory = torch.zeros(12 * dtype.itemsize + 128, dtype=torch.uint8)
+    start = -memory.data_ptr() % 64 + shift
+    return torch.frombuffer(memory.numpy(), dtype=dtype, offset=start, count=12).view(3, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.complex128])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_tensor_between_the_places_of_its_elements_is_refused(dtype: torch.dtype, turned: bool) -> None:
+    name = str(dtype).removeprefix("torch.")
+    catalogue = Catalogue({"w": (name, (4, 3) if turned else (3, 4))}, {}, {}, 1)
+    for shift in (1, dtype.itemsize // 2, dtype.itemsize, 3 * dtype.itemsize):
+        value = shifted(dtype, shift)
+        state = {"w": value.t() if turned else value}
+        if shift % dtype.itemsize:
+            refused("w", lambda state=state: collect(state))
+            refused("w", lambda state=state: bind(state, catalogue))
+        else:
+            assert collect(state).tensors[0].pieces and bind(state, catalogue).tensors
+
+
+def test_arrays_between_the_places_of_their_elements_are_saved_and_filled(tmp_path: Path) -> None:
+    def array() -> Any:
+        return np.frombuffer(bytearray(8 * 1000 + 1), np.float64, 1000, 1)
+
+    source, target = array(), array()
+    source[:] = np.arange(1000)
+    sp.save(tmp_path / "step", {"a": source, "b": source[::2]})
+    sp.load(tmp_path / "step", {"a": target, "b": np.zeros(500)})
+    assert not target.flags.aligned and np.array_equal(source, target)
+
+
 @pytest.mark.parametrize("kind", ["freed", "cut by a byte", "zeros that are stored nowhere"])
 def test_a_refused_load_touches_nothing_and_a_refused_save_writes_nothing(kind: str, tmp_path: Path) -> None:
     sp.save(tmp_path / "whole", {"a": torch.ones(3), "w": whole(), "z": 1})
