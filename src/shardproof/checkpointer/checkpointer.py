@@ -25,7 +25,7 @@ from shardproof.checkpointer.choosing import (
 from shardproof.checkpointer.folders import StepFolder, parse_step, step_name
 from shardproof.checkpointer.retention import Retention, retain
 from shardproof.checkpointer.suspects import unsettled_suspects, write_settled
-from shardproof.checkpointer.views import RestoreReport, check_reports, report_view
+from shardproof.checkpointer.views import RestoreReport, check_damage, check_reports, report_view
 from shardproof.errors import (
     KeyMismatchError,
     NotCommittedError,
@@ -33,7 +33,7 @@ from shardproof.errors import (
     StorageError,
     StructureError,
 )
-from shardproof.format import MANIFEST_NAME
+from shardproof.format import MANIFEST_NAME, Manifest
 from shardproof.loading import UNREADABLE, LoadReport, Options, ReadOnce, load_from
 from shardproof.loading.selection import Cast, Patterns
 from shardproof.rendezvous import Meetings, Rendezvous, connect
@@ -348,7 +348,7 @@ class Checkpointer:
                     state,
                     self._rendezvous,
                     options,
-                    check=partial(check_folder, self._storage, chosen.folder),
+                    check=partial(self._check, chosen, failed is None),
                 )
             except KeyMismatchError as error:
                 if overwritten is None:
@@ -389,6 +389,13 @@ class Checkpointer:
         for item in chosen.passed:
             self._pass_over(item)
         return chosen
+
+    def _check(self, chosen: Chosen, first: bool, manifest: Manifest) -> None:
+        """Raises if the manifest that this rank reads, or what it sees beside it, does not fit the choice."""
+        assert chosen.folder is not None
+        check_folder(self._storage, chosen.folder, manifest)
+        if first and 0 < self._rendezvous.rank == self._rendezvous.world_size - 1:
+            check_damage(self._storage, chosen)
 
     def _go_on(self, failed: Failed, chosen: Chosen, removed: list[StepFolder]) -> None:
         """Raises if the restore ends with a step that could not be read; else notes a step that is gone."""

@@ -26,6 +26,7 @@ __all__ = [
     "named",
     "newest_committed",
     "seal_now",
+    "why_unreadable",
     "written_folders",
 ]
 
@@ -214,7 +215,7 @@ def _choose_once(run: Storage, known: Sequence[PassedOver], suspect: bool) -> Ch
         if candidate in unreadable:
             continue
         try:
-            problem = _why_unreadable(run, candidate)
+            problem = why_unreadable(run, candidate)
         except StorageError:
             if seal_now(run, candidate) == seal:
                 raise
@@ -282,7 +283,7 @@ def is_damage(error: ShardproofError) -> bool:
     return bool(error.details.get("missing")) or error.details.get("errno") in (None, "EIO")
 
 
-def _why_unreadable(run: Storage, folder: StepFolder) -> PassedOver | None:
+def why_unreadable(run: Storage, folder: StepFolder) -> PassedOver | None:
     """What is wrong with a step as far as manifest, index and file sizes tell; None if nothing is."""
     try:
         with Checkpoint(run.within(folder.name)) as checkpoint:
