@@ -303,6 +303,9 @@ class Checkpointer:
         is whole but does not fit the state is an error, never passed over; so is one that cannot be had just
         now (no permission, a stale file handle). The newest is the one with the highest number.
 
+        A step that another process removes or replaces while it is read is no error: the newest step is taken
+        again, at most 16 times.
+
         Args:
             state: the tree to fill.
             step: exactly this one; None for the newest.
@@ -317,10 +320,13 @@ class Checkpointer:
                 taken.
 
         Returns:
-            The step, or None when nothing was ever committed here.
+            The step, or None when nothing was ever committed here. None only if no rank sees a step.
 
         Raises:
-            NotCommittedError: there are committed steps, but none can be read; or `step` is not committed.
+            NotCommittedError: there are committed steps, but none can be read; or `step` is not committed, or
+                was removed while it was read.
+            StorageError: a rank cannot look at the run, or sees a newer step than rank 0; or steps are
+                removed faster than they are read.
             ShardproofError: see `shardproof.load`.
         """
         self._saver.settle()
