@@ -107,6 +107,20 @@ def test_another_rank_does_not_see_what_rank_0_sees(nodes: Path, view: str, text
         assert found["w"] == 0 and found["damaged"] == set()
 
 
+@pytest.mark.parametrize("file", ["index-*", "shards/*"])
+def test_a_file_that_rank_0_alone_does_not_see(nodes: Path, file: str) -> None:
+    (hidden,) = (nodes / "0" / "run" / "step-00000002").glob(file)
+    hidden.unlink()
+    for outcome in run_ranks(2, restore, str(nodes), {}):
+        found = outcome.value
+        assert "rank 1: " in found["error"]["message"] and "can read step 2" in found["error"]["message"]
+        assert found["w"] == 0
+    (same,) = (nodes / "1" / "run" / "step-00000002").glob(file)
+    same.unlink()
+    for outcome in run_ranks(2, restore, str(nodes), {}):
+        assert outcome.value == {"step": 1, "w": 1.0}, "damage that both ranks see is passed over"
+
+
 def test_no_run_only_if_no_rank_sees_one(nodes: Path) -> None:
     _hide(nodes / "0", "no folder")
     _hide(nodes / "1", "empty folder")

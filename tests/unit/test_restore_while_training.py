@@ -7,7 +7,7 @@ of the choice.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ import shardproof as sp
 from shardproof import events
 from shardproof.checkpointer.choosing import MOST_TRIES, choose
 from shardproof.checkpointer.folders import StepFolder
-from shardproof.storage import LocalStorage
+from shardproof.report import scan_run
+from shardproof.storage import LocalStorage, Storage
 from tests.faulty_storage import FaultyStorage
 
 _MOMENTS = ("match", "read")
@@ -132,34 +133,36 @@ def test_a_run_that_is_lost_while_it_is_read_is_no_new_run(tmp_path: Path, momen
         sp.Checkpointer(run).restore(target())
 
 
-@pytest.mark.parametrize("incremental", [False, True])
-def test_a_save_at_any_operation_of_the_choice(tmp_path: Path, incremental: bool) -> None:
-    def run_at(number: int | None) -> tuple[FaultyStorage, Training]:
+def runs_with_a_save(tmp_path: Path, incremental: bool, look: Callable[[Storage], Any]) -> Iterator[Any]:
+    """What `look` finds in a run of two steps, if training saves a third before any one of its operations."""
+    first = Training(tmp_path / "first", incremental=incremental, keep=2)
+    first.save()
+    first.save()
+    counted = FaultyStorage(LocalStorage(tmp_path / "first"))
+    look(counted)
+    assert len(counted.operations) >= 5
+    for number in range(len(counted.operations)):
         root = tmp_path / str(number)
         shutil.copytree(tmp_path / "first", root)
         training = Training(root, incremental=incremental)
         training.step = 2
-
-        def save(_operation: str, _name: str) -> None:
-            training.save()
-
-        return FaultyStorage(LocalStorage(root), number, save), training
-
-    first = Training(tmp_path / "first", incremental=incremental)
-    first.save()
-    first.save()
-    counted, _ = run_at(None)
-    choose(counted, (), suspect=False)
-    operations = len(counted.operations)
-    assert operations >= 5
-    found = set()
-    for number in range(operations):
-        storage, training = run_at(number)
-        chosen = choose(storage, (), suspect=False)
-        assert chosen.folder in (StepFolder(2), StepFolder(3)) and chosen.passed == []
+        yield look(FaultyStorage(LocalStorage(root), number, lambda _operation, _name: training.save()))  # noqa: B023
         assert training.step == 3
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_a_save_at_any_operation_of_the_choice(tmp_path: Path, incremental: bool) -> None:
+    found = set()
+    for chosen in runs_with_a_save(tmp_path, incremental, lambda run: choose(run, (), suspect=False)):
+        assert chosen.folder in (StepFolder(2), StepFolder(3)) and chosen.passed == []
         found.add(chosen.folder)
     assert StepFolder(3) in found
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_a_save_at_any_operation_of_a_listing(tmp_path: Path, incremental: bool) -> None:
+    for infos in runs_with_a_save(tmp_path, incremental, lambda run: scan_run(run, sizes=True)):
+        assert {info.status for info in infos} <= {"committed", "leftover", "lends"}, infos
 
 
 def test_a_choice_that_never_ends_is_given_up(tmp_path: Path) -> None:

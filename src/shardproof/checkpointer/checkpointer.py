@@ -28,7 +28,7 @@ from shardproof.checkpointer.folders import StepFolder, parse_step, step_name
 from shardproof.checkpointer.retention import Retention, retain
 from shardproof.checkpointer.scrub import Scrub
 from shardproof.checkpointer.suspects import unsettled_suspects, write_settled
-from shardproof.checkpointer.views import RestoreReport, check_reports, report_view
+from shardproof.checkpointer.views import RestoreReport, check_damage, check_reports, report_view
 from shardproof.errors import (
     KeyMismatchError,
     NotCommittedError,
@@ -36,7 +36,7 @@ from shardproof.errors import (
     StorageError,
     StructureError,
 )
-from shardproof.format import MANIFEST_NAME
+from shardproof.format import MANIFEST_NAME, Manifest
 from shardproof.loading import UNREADABLE, LoadReport, Options, ReadOnce, load_from
 from shardproof.loading.selection import Cast, Patterns
 from shardproof.rendezvous import Meetings, Rendezvous, connect
@@ -383,6 +383,9 @@ class Checkpointer:
         is whole but does not fit the state is an error, never passed over; so is one that cannot be had just
         now (no permission, a stale file handle). The newest is the one with the highest number.
 
+        A step that another process removes or replaces while it is read is no error: the newest step is taken
+        again, at most 16 times.
+
         Args:
             state: the tree to fill.
             step: exactly this one; None for the newest.
@@ -397,10 +400,13 @@ class Checkpointer:
                 taken.
 
         Returns:
-            The step, or None when nothing was ever committed here.
+            The step, or None when nothing was ever committed here. None only if no rank sees a step.
 
         Raises:
-            NotCommittedError: there are committed steps, but none can be read; or `step` is not committed.
+            NotCommittedError: there are committed steps, but none can be read; or `step` is not committed, or
+                was removed while it was read.
+            StorageError: a rank cannot look at the run, or sees a newer step than rank 0; or steps are
+                removed faster than they are read.
             ShardproofError: see `shardproof.load`.
         """
         self._saver.settle()
@@ -428,7 +434,7 @@ class Checkpointer:
                     state,
                     self._rendezvous,
                     options,
-                    check=partial(check_folder, self._storage, chosen.folder),
+                    check=partial(self._check, chosen, failed is None),
                 )
             except KeyMismatchError as error:
                 if overwritten is None:
@@ -497,6 +503,13 @@ class Checkpointer:
         for item in chosen.passed:
             self._pass_over(item)
         return chosen
+
+    def _check(self, chosen: Chosen, first: bool, manifest: Manifest) -> None:
+        """Raises if the manifest that this rank reads, or what it sees beside it, does not fit the choice."""
+        assert chosen.folder is not None
+        check_folder(self._storage, chosen.folder, manifest)
+        if first and 0 < self._rendezvous.rank == self._rendezvous.world_size - 1:
+            check_damage(self._storage, chosen)
 
     def _go_on(self, failed: Failed, chosen: Chosen, removed: list[StepFolder]) -> None:
         """Raises if the restore ends with a step that could not be read; else notes a step that is gone."""

@@ -27,6 +27,7 @@ __all__ = [
     "named",
     "newest_committed",
     "seal_now",
+    "why_unreadable",
     "written_folders",
 ]
 
@@ -220,7 +221,7 @@ def _choose_once(run: Storage, known: Sequence[PassedOver], suspect: bool) -> Ch
         if candidate in unreadable:
             continue
         try:
-            problem = _why_unreadable(run, candidate, known)
+            problem = why_unreadable(run, candidate, known)
         except StorageError:
             if seal_now(run, candidate) == seal:
                 raise
@@ -288,7 +289,7 @@ def is_damage(error: ShardproofError) -> bool:
     return bool(error.details.get("missing")) or error.details.get("errno") in (None, "EIO")
 
 
-def _why_unreadable(run: Storage, folder: StepFolder, known: Sequence[PassedOver]) -> PassedOver | None:
+def why_unreadable(run: Storage, folder: StepFolder, known: Sequence[PassedOver] = ()) -> PassedOver | None:
     """What is wrong with a step as far as manifest, index, file sizes and known damage tell, or None.
 
     Damage counts where the load of a newer step met it: the load of this one reads the same chunk.

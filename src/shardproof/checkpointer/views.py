@@ -12,13 +12,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from shardproof.checkpointer.choosing import named, newest_committed
+from shardproof.checkpointer.choosing import Chosen, named, newest_committed, why_unreadable
 from shardproof.checkpointer.folders import StepFolder
 from shardproof.errors import StorageError, StructureError
 from shardproof.loading.matching import from_rank
 from shardproof.storage import Storage
 
-__all__ = ["RestoreReport", "check_reports", "report_view"]
+__all__ = ["RestoreReport", "check_damage", "check_reports", "report_view"]
 
 
 class RestoreReport(msgspec.Struct, frozen=True, array_like=True):
@@ -86,6 +86,29 @@ def check_reports(run: Storage, reports: Sequence[RestoreReport]) -> None:
             damaged=False,
             ranks=[0, *sorted(newer)],
         )
+
+
+def check_damage(run: Storage, chosen: Chosen) -> None:
+    """The last rank: what rank 0 took for damage when it looked at a step is damage here too.
+
+    One rank that loses sight of a file must not cost all ranks the work since an older step. The last rank is
+    on another node than rank 0 if there are several.
+
+    Args:
+        run: the run's folder.
+        chosen: what rank 0 chose before anything was read.
+
+    Raises:
+        StorageError: this rank can read a newer step.
+    """
+    for item in chosen.passed:
+        if item.damaged and why_unreadable(run, item.folder) is None:
+            raise StorageError(
+                f"{run.location}: this rank can read {item.folder}, and rank 0 cannot: {item.reason}\n"
+                "Nothing was changed. Is this place shared by all nodes, and mounted on the node of rank 0?",
+                file=run.location,
+                damaged=False,
+            )
 
 
 def _newest(run: Storage, step: int | None, suspect: bool) -> StepFolder | None:

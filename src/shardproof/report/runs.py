@@ -109,7 +109,10 @@ def scan_run(storage: Storage, *, sizes: bool = False) -> list[StepInfo]:
             continue
         ours = {name for name in names if is_ours(name, folder)}
         if MANIFEST_NAME in ours or (parsed is not None and ours):
-            info = _step_info(place, folder, step, ours - {SETTLED_NAME}, sizes, references)
+            files = ours - {SETTLED_NAME}
+            info = _step_info(place, folder, step, files, sizes, references)
+            if info.status == "damaged" and place.size(MANIFEST_NAME) is None:  # removed meanwhile
+                info = _step_info(place, folder, step, files, sizes, referred_in(storage))
             info = replace(info, linked=folder != "." and place.linked)
             found.append(_suspect(place, info) if suspect else info)
     return sorted(found, key=lambda info: (info.step is None, info.step or 0, info.name))
