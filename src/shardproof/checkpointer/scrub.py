@@ -95,7 +95,7 @@ class Scrub:
         """Ends the pass that goes on, before its next read, and begins no other. Does not wait for it."""
         if (
             self._process == os.getpid()
-        ):  # in a child made by fork, another thread may hold the lock of the event
+        ):  # after a fork, a thread of the parent may hold the lock of the event
             self._stop.set()
 
     def is_proved(self, folder: str) -> bool:
