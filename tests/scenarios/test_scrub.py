@@ -182,6 +182,17 @@ def test_a_step_that_the_scrub_has_proved_lets_the_older_go(tmp_path: Path) -> N
     assert found == [[1], [1, 2], [2, 3], [3, 4]]
 
 
+def test_a_step_that_was_restored_is_read_again(tmp_path: Path) -> None:
+    checkpointer = run(tmp_path, keep=sp.KeepLatest(1))
+    for step in (1, 2):
+        save(checkpointer, step)
+    restarted = run(tmp_path, keep=sp.KeepLatest(1))
+    assert restarted.restore(state(-1, -1)) == 2
+    restarted.wait_for_scrub(timeout=60)
+    save(restarted, 3)
+    assert restarted.steps() == [2, 3], "step 2 is proved, and takes the place of step 1"
+
+
 def test_two_kept_steps_of_which_one_is_proved_are_enough(tmp_path: Path) -> None:
     checkpointer = run(tmp_path, keep=sp.KeepLatest(2))
     for step in (1, 2, 3, 4):
@@ -307,6 +318,26 @@ def test_a_pass_ends_with_its_process(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert sp.Checkpointer(tmp_path).steps() == [1, 2]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_process_has_a_scrub_of_its_own(tmp_path: Path) -> None:
+    checkpointer = run(tmp_path, scrub=FOREVER)
+    for step in (1, 2):
+        save(checkpointer, step, scrubbed=False)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            checkpointer.wait_for_scrub(timeout=0)  # no pass goes on here
+            save(checkpointer, 3, scrubbed=False)
+            with pytest.raises(TimeoutError):
+                checkpointer.wait_for_scrub(timeout=0)
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert verify(LocalStorage(tmp_path / step_name(3))).ok
 
 
 @pytest.mark.parametrize("rate", [0, -1, True, 1.5, "fast"])

@@ -83,11 +83,11 @@ class Checkpointer:
             `full_every` others. A save that replaces a step without references writes every chunk, too. None:
             no bound, so that one damaged byte may reach every later step of the run.
         scrub: bytes a second at which rank 0 reads again, from the device and in the background, what the
-            newest step of `incremental` saves refers to. Damage that it finds is logged with the file, the
-            bytes and the steps that need them (see `damage`), and no later save refers to these steps. Where
-            no step that `keep` selects is proved readable, the newest one that is stays, too: without
-            references, or with references that the scrub has read since its commit. It yields to saves, and
-            ends with the `Checkpointer` or the process. None: nothing is read again.
+            newest step of `incremental` saves refers to, or the step that was restored. Damage that it finds
+            is logged with the file, the bytes and the steps that need them (see `damage`), and no later save
+            refers to these steps. Where no step that `keep` selects is proved readable, the newest one that
+            is stays, too: without references, or with references that the scrub has read since its commit.
+            It yields to saves, and ends with the `Checkpointer` or the process. None: nothing is read again.
         check_replicas: whether a save compares what ranks hold of the same boxes: "all" of it, or a "sample"
             that moves on from save to save; None: neither. See `Committed.diverged`.
 
@@ -236,7 +236,7 @@ class Checkpointer:
         self._saver.wait(timeout)
 
     def wait_for_scrub(self, timeout: float | None = None) -> None:
-        """Waits until the scrub has read what it was to read: what the newest committed step refers to.
+        """Waits until the scrub has read what the newest step refers to that was saved or restored.
 
         Local: only rank 0 scrubs; on the others, and without a scrub, this returns at once.
 
@@ -457,6 +457,9 @@ class Checkpointer:
             self.last_restore = report
             if self._rendezvous.rank == 0:
                 self._confirm(chosen.folder, whole=include is None and exclude is None)
+                if not chosen.folder.suspect:
+                    self._scrub.prepare()
+                    self._scrub.begin(chosen.folder.name)
             return chosen.folder.step
 
     def _confirm(self, folder: StepFolder, *, whole: bool) -> None:

@@ -37,7 +37,7 @@ _log = logging.getLogger("shardproof")
 
 
 class Scrub:
-    """Reads the newest step's references again, and remembers what is proved and what is damaged.
+    """Reads the references of steps again, and remembers what is proved and what is damaged.
 
     Args:
         run: the run's folder.
@@ -53,7 +53,7 @@ class Scrub:
         self._is_saving = is_saving
         self._process = -1
         self._lock: threading.Lock
-        self._stop = threading.Event()
+        self._stop: threading.Event
         self._workers: Workers
         self._next: str | None = None
         self._pass: Future[None] | None = None
@@ -62,12 +62,14 @@ class Scrub:
     def prepare(self) -> None:
         """Starts the thread, once a process: after the end of the program's last line none can be started."""
         if self._rate is not None and self._process != os.getpid():
-            self._process, self._lock = os.getpid(), threading.Lock()
+            self._process, self._lock, self._stop = os.getpid(), threading.Lock(), threading.Event()
             self._next = self._pass = None
             self._workers = Workers("shardproof-scrub", 1)
 
     def begin(self, folder: str) -> None:
         """Has the references of a step read, after those that are being read now. Returns at once.
+
+        `prepare` comes first.
 
         Args:
             folder: of the step. It takes the place of one whose turn has not come.
@@ -91,7 +93,10 @@ class Scrub:
 
     def stop(self) -> None:
         """Ends the pass that goes on, before its next read, and begins no other. Does not wait for it."""
-        self._stop.set()
+        if (
+            self._process == os.getpid()
+        ):  # after a fork, a thread of the parent may hold the lock of the event
+            self._stop.set()
 
     def is_proved(self, folder: str) -> bool:
         """Whether a committed step without known damage is proved readable (note "Proved").

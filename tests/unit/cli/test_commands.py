@@ -382,6 +382,26 @@ def test_inspect_of_no_key_is_bad_usage_and_says_which_was_meant(call: Any, ckpt
     assert "near it: model.embed.weight" in err
 
 
+@pytest.mark.parametrize("name", ["verify", "repair"])
+def test_bytes_are_read_past_the_page_cache(
+    call: Any, ckpt: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Pages that memory still has of a file do not prove what the device has."""
+    shards = {str(path) for path in ckpt.glob("shards/*.safetensors")}
+    if name == "repair":
+        (ckpt / "manifest.json").unlink()
+    real, past_the_cache = os.open, set[str]()
+
+    def noted(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        if flags & os.O_DIRECT:
+            past_the_cache.add(str(path))
+        return real(path, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", noted)
+    assert call(name, ckpt)[0] == 0
+    assert shards and shards <= past_the_cache
+
+
 def test_verify(call: Any, ckpt: Path) -> None:
     code, out, err = call("verify", ckpt)
     assert (code, err) == (0, "")
