@@ -296,7 +296,7 @@ class Checkpointer:
         is whole but does not fit the state is an error, never passed over; so is one that cannot be had just
         now (no permission, a stale file handle). The newest is the one with the highest number.
 
-        Rank 0 flushes the step that was loaded, for its save may have failed or died before it was durable. If
+        Rank 0 flushes the step that was loaded: its save may have failed or died before it was durable. If
         that fails, a warning says so, and neither retention nor incremental saves rely on the step.
 
         Args:
