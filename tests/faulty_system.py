@@ -32,18 +32,20 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 @dataclass(frozen=True)
 class Fault:
-    """Which calls fail, counted over those that change something.
+    """Which calls fail, counted over those that change something, or over those that only look.
 
     Attributes:
         at: the first call that fails, counted from 0; None: none, to count them.
         code: the error number.
         mode: "once"; "onward": all calls from there on, reads too if the code is EIO; "late": the call takes
             effect and then fails, once.
+        looks: count calls that change nothing.
     """
 
     at: int | None = None
     code: int = errno.EIO
     mode: Literal["once", "onward", "late"] = "once"
+    looks: bool = False
 
 
 @contextmanager
@@ -101,11 +103,11 @@ class _Calls:
     def _concerns(self, path: str) -> bool:
         return path == os.path.dirname(self._folder) or path.startswith(self._folder)
 
-    def _due(self, name: str, path: str, counts: bool) -> bool:
+    def _due(self, name: str, path: str, changes: bool) -> bool:
         with self._lock:
-            if self._failing and self._fault.mode == "onward" and (counts or self._fault.code == errno.EIO):
+            if self._failing and self._fault.mode == "onward" and (changes or self._fault.code == errno.EIO):
                 return True
-            if not counts:
+            if changes == self._fault.looks:
                 return False
             self.seen.append((name, path))
             if len(self.seen) - 1 != self._fault.at:

@@ -203,14 +203,12 @@ def _answer(call: Callable[[Path], None], run: Path) -> str | None:
     ("part", "incremental"), [*((part, False) for part in PARTS), ("columns", True), ("manifest", True)]
 )
 @pytest.mark.parametrize(
-    "seeds", [range(20), pytest.param(range(20, 1500), marks=pytest.mark.slow)], ids=["few", "many"]
+    "seeds", [range(20), pytest.param(range(20, 500), marks=pytest.mark.slow)], ids=["few", "many"]
 )
 def test_every_reader_succeeds_or_says_what_is_wrong(
     part: str, incremental: bool, seeds: range, tmp_path: Path
 ) -> None:
-    (outcome,) = run_ranks(
-        1, judge, str(tmp_path), part, incremental, seeds, timeout=1200 if len(seeds) > 100 else 120
-    )
+    (outcome,) = run_ranks(1, judge, str(tmp_path), part, incremental, seeds, timeout=280)
     wrong, succeeded = outcome.value
     assert wrong == []
     assert 0 < succeeded < len(seeds) * len(READERS | WRITERS), "some changes matter, and some do not"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -361,3 +362,50 @@ def test_prune_removes_nothing_beside_a_manifest_that_it_cannot_flush(tmp_path: 
     assert remove_leftover(run, leftover)
     assert not any(file.exists() for file in old)
     assert attempt_in(tmp_path / "step-00000002") is not None
+
+
+def save_and_restore(run: Path) -> None:
+    checkpointer = sp.Checkpointer(run, incremental=True, keep=sp.KeepLatest(2))
+    checkpointer.save(3, state(3)).result()
+    assert checkpointer.restore(state(0)) in (2, 3)  # a step that cannot be read (EIO) is passed over
+
+
+def verify_and_open(run: Path) -> None:
+    for fault in verify(LocalStorage(run / "step-00000002")).faults:
+        raise fault
+    with sp.open(run / "step-00000002") as checkpoint:
+        checkpoint["w"].read()
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        save_and_restore,
+        verify_and_open,
+        lambda run: sp.load(run / "step-00000002", state(0)),
+        lambda run: make_standalone(LocalStorage(run / "step-00000002"), LocalStorage(run / "copy")),
+        lambda run: repair(LocalStorage(run / "step-00000002")),
+        lambda run: sp.Checkpointer(run).settle_suspect(2, "transient fault"),
+    ],
+    ids=["save and restore", "verify and open", "load", "copy", "repair", "settle"],
+)
+def test_a_look_at_the_storage_that_fails_is_an_error_of_ours(
+    work: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    checkpointer = sp.Checkpointer(tmp_path / "template", incremental=True)
+    for step in (1, 2):
+        checkpointer.save(step, state(step)).result()
+    checkpointer.save(2, state(2), suspect=True).result()
+    at = failed = 0
+    while True:
+        run = Path(shutil.copytree(tmp_path / "template", tmp_path / str(at)))
+        with faulty_system(run, Fault(at, errno.EIO, looks=True)) as calls:
+            try:
+                work(run)
+            except ShardproofError as error:
+                failed += "EIO" in error.message
+        if len(calls) <= at:
+            break
+        assert attempt_in(run / "step-00000002") is not None
+        at += 1
+    assert failed > 2

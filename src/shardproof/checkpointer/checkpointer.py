@@ -386,6 +386,9 @@ class Checkpointer:
         A step that another process removes or replaces while it is read is no error: the newest step is taken
         again, at most 16 times.
 
+        Rank 0 flushes the step that was loaded: its save may have failed or died before it was durable. If
+        that fails, a warning says so, and neither retention nor incremental saves rely on the step.
+
         Args:
             state: the tree to fill.
             step: exactly this one; None for the newest.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from shardproof.errors import AlreadyCommittedError, StorageError
 from shardproof.storage.durable import (
+    flush_file,
     flush_folders,
     open_new,
     rename_exclusively,
@@ -88,10 +89,10 @@ class LocalStorage:
     def publish(self, name: str, data: bytes, *, replace: bool = False) -> None:
         """Make `data` appear under `name`, whole or not at all; see `Storage.publish`."""
         path = self._path(name)
-        if not replace and path.exists():
-            raise self._already_there(path)
         draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
         try:
+            if not replace and path.exists():
+                raise self._already_there(path)
             descriptor, _ = open_new(draft, os.O_WRONLY)
             try:
                 write_all(descriptor, memoryview(data), 0)
@@ -119,7 +120,7 @@ class LocalStorage:
         path = self._path(name)
         file = _Descriptor(path)
         try:
-            os.fsync(file.number)
+            flush_file(file.number)
             flush_folders(path.parent, None)
         except OSError as error:
             raise storage_error(error, "flush", path) from error

@@ -125,6 +125,13 @@ def test_a_failed_flush_leaves_no_file(tmp_path, monkeypatch):
     assert storage.list() == []
 
 
+def test_a_file_system_that_flushes_nothing_is_no_failure(tmp_path, monkeypatch):
+    storage = LocalStorage(tmp_path)
+    storage.publish("manifest.json", b"{}")
+    monkeypatch.setattr(os, "fsync", _fail(errno.EINVAL, "Invalid argument"))
+    storage.flush("manifest.json")
+
+
 @pytest.mark.parametrize("replace", [False, True])
 def test_a_name_that_cannot_be_flushed_stays_and_the_error_says_so(tmp_path, monkeypatch, replace):
     storage = LocalStorage(tmp_path)
