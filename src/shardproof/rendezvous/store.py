@@ -42,6 +42,7 @@ from shardproof.rendezvous.link import LinkLost
 from shardproof.rendezvous.meeting import Meeting, PassedOver, attend
 from shardproof.rendezvous.protocol import Decide
 from shardproof.rendezvous.pulse import Pulse
+from shardproof.rendezvous.records import WrongBytes
 from shardproof.rendezvous.reservation import Reservation, Turns
 
 __all__ = ["StoreRendezvous"]
@@ -154,8 +155,8 @@ class StoreRendezvous:
         """Begin to show signs of life. See `Rendezvous.arrive`."""
         with self._my_turn():
             try:
-                self._open().join(self._number)
-            except LinkLost as error:
+                self._open().arrive()
+            except (LinkLost, WrongBytes) as error:
                 _log.warning("the store of the rendezvous cannot be reached: %s", error)
 
     def hold(self) -> object:
@@ -175,7 +176,9 @@ class StoreRendezvous:
 
     def _open(self) -> Channel:
         if self._channel is None:
-            self._channel = Channel(self._store, self._name, self.rank, self._pulse, self._deadline)
+            self._channel = Channel(
+                self._store, self._name, self.rank, self.world_size, self._pulse, self._deadline
+            )
             weakref.finalize(
                 self, self._channel.close
             )  # also at interpreter exit, while threads can still be joined

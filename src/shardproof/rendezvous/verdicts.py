@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from shardproof.errors import RankFailure, RankSilent, StructureError
 
-__all__ = ["cause_text", "disagreement", "failure", "fold", "silence", "store_lost", "stuck"]
+__all__ = ["cause_text", "disagreement", "failure", "fold", "silence", "store_lost", "stuck", "wrong_bytes"]
 
 _LISTED = 16
 _LONGEST_CAUSE = 4000
@@ -110,6 +110,18 @@ def store_lost(operation: str, phase: str, text: str, last_heard: float | None) 
         last_heard={"0": last_heard},
         progress={"0": "store lost"},
         store=text,
+    )
+
+
+def wrong_bytes(operation: str, phase: str, text: str) -> RankFailure:
+    """A value of the meeting in the store is not what a rank wrote."""
+    return RankFailure(
+        f"{operation}, phase {phase}: wrong bytes in the store through which the ranks meet.\n  {text}\n"
+        "Another program may write to these keys, or the ranks may run different versions of shardproof. "
+        "Give shardproof a store of its own, for example a PrefixStore, and one version on all ranks.",
+        operation=operation,
+        phase=phase,
+        causes={"0": text},
     )
 
 
