@@ -87,6 +87,9 @@ class Channel:
                 self._announce()
             else:
                 self._until_welcome()
+                self.heard(0)
+                if self._membership.start:
+                    self._first, self._given_up = number - self._membership.start, []
         for before, verdict in self._given_up:
             self.propose_later(self._keys(before), verdict)
         self._given_up = []
@@ -106,10 +109,12 @@ class Channel:
         self._first = None
         self._given_up = []
 
-    def needs_new_generation(self) -> bool:
-        """Whether a rank waits for a new generation. Asked when a meeting is given up."""
+    def needs_new_generation(self, keys: MeetingKeys) -> bool:
+        """Whether a rank waits for a new generation. Asked before a meeting is given up."""
         if self.rank == 0:
-            return bool(self._membership.returned)
+            return self._requests.call(
+                lambda store: self._membership.dismiss(store, keys.number), self.patience
+            )
         return self._requests.call(self._membership.is_superseded, self.patience)
 
     def _keys(self, number: int) -> MeetingKeys:
@@ -129,7 +134,11 @@ class Channel:
         generation, key = "", membership.keys.opened
         waiting = self._waits.submit(partial(_wait_for, key))
         try:
-            while not is_over(waiting, step) or not self._is_welcome(generation):
+            while not (
+                is_over(waiting, step) and self._requests.call(membership.find_welcome, self.patience)
+            ):
+                if membership.is_member:  # found between two requests
+                    break
                 self.pulse.tick()
                 self._requests.call(membership.approach, self.patience)
                 if membership.generation != generation:
@@ -150,16 +159,12 @@ class Channel:
             self._requests.submit(membership.leave)  # the welcome that ends the wait is no coordinator's
             raise
         self._end_wait(waiting, key)
-        self.heard(0)
 
     def _end_wait(self, waiting: Future[Any], key: str) -> None:
         """End the wait for a welcome and delete it."""
         self.release(waiting, key)
         if key != self._membership.keys.opened:
             self._waits.submit(partial(_delete, [key]))
-
-    def _is_welcome(self, generation: str) -> bool:
-        return self._requests.call(partial(self._membership.confirm, generation), self.patience)
 
     def _look_for_coordinator(self, store: Any) -> bytes | None:
         """The newest sign of life of the coordinator in the generation that this rank wants to join."""
@@ -373,7 +378,8 @@ class _Idle:
             membership.welcome(store)
         elif self._rank != 0 and not membership.is_member:
             membership.approach(store)
-        if membership.generation and (news := self._pulse.news()) is not None:
+            membership.find_welcome(store)
+        if membership.is_member and (news := self._pulse.news()) is not None:
             store.set(MeetingKeys(membership.root, 0).beat(self._rank), news)
 
 

@@ -97,7 +97,7 @@ def _follow(channel: Channel, meeting: Meeting, keys: MeetingKeys, post: bytes |
             _observe(channel, watch, {0: view.signs.get(0)})
             if verdict is None and watch.silent(meeting.deadline):
                 error = _silence(channel, meeting, watch, [0])
-                renew = channel.needs_new_generation()
+                renew = channel.needs_new_generation(keys)
                 verdict = channel.propose(keys, meeting.record(GIVEN_UP, _wire(error), renew=renew))
     finally:
         channel.release(waiting, keys.wake)
@@ -188,7 +188,7 @@ def _collect(
                     GIVEN_UP,
                     _wire(error),
                     readers=len(posts) - 1,
-                    renew=channel.needs_new_generation(),
+                    renew=channel.needs_new_generation(keys),
                 )
                 return channel.propose(keys, verdict, _wire(error))
     finally:

@@ -18,7 +18,8 @@ to the other that it lives:
    it has changed. A rank that is welcome stays, because another announcement may be that of a second
    rendezvous of the same ranks.
 5. When a meeting is given up for silence, and the coordinator has read a second incarnation of some rank, or
-   another rank has read a newer announcement, then the verdict tells all ranks to join again.
+   another rank has read a newer announcement, then the verdict tells all ranks to join again. The second
+   incarnation is welcomed to that one meeting, so that no rank is ahead of the others.
 
 Every wait here ends with the deadline of a meeting, like every other one. The coordinator reads all hellos
 when their count has changed, which takes a few requests for thousands of ranks.
@@ -38,7 +39,7 @@ import msgspec
 
 from shardproof.rendezvous import store_requests as on
 from shardproof.rendezvous.keys import JoinKeys, MeetingKeys
-from shardproof.rendezvous.records import Place, Token, WrongBytes, checked, part_keys, unpack
+from shardproof.rendezvous.records import Count, Place, Token, WrongBytes, checked, part_keys, unpack
 
 __all__ = ["Membership"]
 
@@ -66,8 +67,8 @@ class Membership:
         """The one that this rank has announced, or said hello in; empty before."""
         self.is_member = False
         """Whether the generation has a coordinator that lives and knows this rank."""
-        self.returned: set[int] = set()
-        """Ranks of which a second incarnation asks to join."""
+        self.start = 0
+        """The meeting with which this rank begins."""
         self._rank = rank
         self._world_size = world_size
         self._incarnation = ""
@@ -75,6 +76,7 @@ class Membership:
         self._old: list[Place] = []
         self._lock = threading.Lock()
         self._welcomed: dict[int, str] = {}
+        self._returned: dict[int, str] = {}
         self._joined = 0
         self.leave(None)
 
@@ -112,7 +114,7 @@ class Membership:
         store.set(self.keys.announced, msgspec.json.encode(generation))
         store.set(self.keys.opened, b"1")
         with self._lock:
-            self._welcomed, self._joined, self.returned = {}, 0, set()
+            self._welcomed, self._returned, self._joined = {}, {}, 0
             self.generation, self.is_member = generation, True
 
     def approach(self, store: Any) -> None:
@@ -129,9 +131,15 @@ class Membership:
             store.set(self.keys.all_joined(generation), b"1")
         self.generation = generation
 
-    def confirm(self, generation: str, _store: Any) -> bool:
-        """Other ranks: take part in this generation, if it is the one in which this rank said hello last."""
-        self.is_member = bool(generation) and generation == self.generation
+    def find_welcome(self, store: Any) -> bool:
+        """Other ranks: whether this rank is welcome, and so takes part.
+
+        Until then it shows no sign of life: its former incarnation, which may be dead, has the same key.
+        """
+        if not self.is_member and self.generation and store.check([self.welcome_key]):
+            self.start = checked(self.welcome_key, on.peek(store, self.welcome_key), Count)
+            self.is_member = True
+            on.delete(store, [self.welcome_key])
         return self.is_member
 
     def is_superseded(self, store: Any) -> bool:
@@ -160,10 +168,24 @@ class Membership:
             hellos = on.present(store, keys)
             incarnations = {rank: checked(keys[rank], hello, Token) for rank, hello in hellos.items()}
             new = {rank: name for rank, name in incarnations.items() if rank not in self._welcomed}
-            on.set_all(store, {self.keys.welcome(self.generation, name): b"1" for name in new.values()})
+            on.set_all(store, {self.keys.welcome(self.generation, name): b"0" for name in new.values()})
             self._welcomed |= new
-            self.returned = {rank for rank in incarnations if incarnations[rank] != self._welcomed[rank]}
+            self._returned = {
+                rank: name for rank, name in incarnations.items() if name != self._welcomed[rank]
+            }
             self._joined = joined
+
+    def dismiss(self, store: Any, number: int) -> bool:
+        """Coordinator: let the ranks of which a second incarnation asks to join take part in one meeting.
+
+        It is given up, and its verdict tells all ranks to join again.
+
+        Returns:
+            whether there are such ranks.
+        """
+        keys = [self.keys.welcome(self.generation, name) for name in self._returned.values()]
+        on.set_all(store, dict.fromkeys(keys, b"%d" % number))
+        return bool(keys)
 
     def trace(self, first: int, last: int) -> dict[str, bytes]:
         """The key and the value that tell where this rank has keys: from one meeting to another."""

@@ -23,6 +23,7 @@ from shardproof.errors import ShardproofError
 __all__ = [
     "INLINE",
     "PART",
+    "Count",
     "Place",
     "Record",
     "Sign",
@@ -43,7 +44,7 @@ PART = 7 << 20
 _SHOWN = 40
 
 Value = TypeVar("Value")
-_Count = Annotated[int, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
 Token = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 """Random name of a generation, or of one rank's life."""
 
@@ -70,18 +71,18 @@ class Place(msgspec.Struct):
 
     generation: Token
     incarnation: Token
-    first: _Count
-    last: _Count
+    first: Count
+    last: Count
 
 
 class _Head(msgspec.Struct):
     operation: str
     phase: str
     kind: str
-    parts: _Count
-    size: _Count
+    parts: Count
+    size: Count
     digest: str
-    readers: _Count
+    readers: Count
     renew: bool
 
 
