@@ -27,7 +27,7 @@ from shardproof.errors import KeyMismatchError, StructureError
 from shardproof.format import MANIFEST_NAME
 from shardproof.loading import UNREADABLE, LoadReport, Options, ReadOnce, load_from
 from shardproof.loading.selection import Cast, Patterns
-from shardproof.rendezvous import Meetings, Rendezvous, connect
+from shardproof.rendezvous import Meetings, Rendezvous, check_group, connect
 from shardproof.saving import CheckReplicas, Committed, PendingSave, Saver, WhenBusy
 from shardproof.storage import LocalStorage
 
@@ -105,6 +105,7 @@ class Checkpointer:
         """Steps that a restore passed over as damaged; saving one of them again replaces it."""
         self._storage = LocalStorage(root)
         self._rendezvous = rendezvous or connect(deadline=deadline)
+        self._found_rendezvous = rendezvous is None
         self._when_busy = when_busy
         self._stage_all = snapshot == "stage"
         self._incremental = incremental
@@ -149,6 +150,7 @@ class Checkpointer:
         Raises:
             ShardproofError: see `shardproof.save`; or why the save before this one failed.
         """
+        self._check_group()
         number, folder = _named(step, suspect)
         if when_busy is None:
             when_busy = "wait" if suspect else self._when_busy
@@ -245,6 +247,7 @@ class Checkpointer:
         >>> checkpointer.suspects()
         []
         """
+        self._check_group()
         self._saver.settle()
         _, folder = _named(step, suspect=True)
         meeting = Meetings(self._rendezvous, f"settle {self.root}")
@@ -304,6 +307,7 @@ class Checkpointer:
             NotCommittedError: there are committed steps, but none can be read; or `step` is not committed.
             ShardproofError: see `shardproof.load`.
         """
+        self._check_group()
         self._saver.settle()
         options = Options(strict, include, exclude, cast, rename, read_once, group)
         self.passed_over = ()
@@ -337,6 +341,10 @@ class Checkpointer:
             self.last_restore = report
             return chosen.step
         return None
+
+    def _check_group(self) -> None:
+        if self._found_rendezvous:
+            check_group(self._rendezvous)
 
     def _choose(self, step: int | None, suspect: bool) -> StepFolder | None:
         """The leader's choice."""

@@ -100,7 +100,8 @@ def store_lost(operation: str, phase: str, text: str, last_heard: float | None) 
     """The store itself is gone, and with it the way to every other rank."""
     message = (
         f"{operation}, phase {phase}: the store through which the ranks meet is lost ({text}). Rank 0 or the "
-        "launcher on its host serves it: look there first. No rank can be reached, so it failed here."
+        "launcher on its host serves it: look there first. The store of a process group ends with the group: "
+        "after another init_process_group make a new Checkpointer. No rank can be reached, so it failed here."
     )
     return RankSilent(
         message,
