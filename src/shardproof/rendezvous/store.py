@@ -15,7 +15,8 @@ Rank 0 leads. Five facts bound every wait:
 3. Whoever gives up says so in the store, by compare-and-set on the meeting's one verdict. The first verdict
    is the only one: a leader that was stopped, was given up by the others and wakes finds that verdict, and
    not its own.
-4. Meetings are numbered by each rank for itself, one number a call, whatever the call ends in. So a rank that
+4. Ranks join a generation (the note in `membership`). In it each rank numbers its
+   meetings for itself, one number a call, whatever the call ends in. So a rank that
    comes too late finds the verdict under the number that the others used, and is in step again. A rank that
    left out a whole operation sees by the verdict's operation that it was not meant, and takes the next.
    Threads of one rank meet one at a time, in the order in which they took their places (`Turns`). Who waits
