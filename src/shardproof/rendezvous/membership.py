@@ -72,7 +72,7 @@ class Membership:
         self._rank = rank
         self._world_size = world_size
         self._incarnation = ""
-        self._meetings = (0, 0)
+        self._meetings = (0, 0, False)
         self._old: list[Place] = []
         self._lock = threading.Lock()
         self._welcomed: dict[int, str] = {}
@@ -189,7 +189,7 @@ class Membership:
 
     def trace(self, first: int, last: int) -> dict[str, bytes]:
         """The key and the value that tell where this rank has keys: from one meeting to another."""
-        self._meetings = first, last
+        self._meetings = first, last, True
         return self._trace(self.generation)
 
     def clean(self, store: Any) -> None:
@@ -214,7 +214,7 @@ class Membership:
         self._old += [place for place in found if place.incarnation not in _alive and place not in self._old]
         while len(self._old) > _OLD_PLACES:
             self._delete_place(store, self._old.pop(0))
-        self._meetings = (0, 0)
+        self._meetings = (0, 0, False)
         on.set_all(store, self._trace(generation))
 
     def _add_old(self) -> None:
@@ -233,6 +233,8 @@ class Membership:
                 self.keys.welcome(generation, place.incarnation),
             ]
         on.delete(store, keys)
+        if self._rank and not place.took_part:
+            return  # another rendezvous of this rank may take part
         # The meeting after the last one that a coordinator ended may have begun.
         for number in range(max(place.first, place.last - _OLD_MEETINGS), place.last + 2):
             meeting = MeetingKeys(root, number)

@@ -73,6 +73,8 @@ class Place(msgspec.Struct):
     incarnation: Token
     first: Count
     last: Count
+    took_part: bool
+    """False: the rank said hello there, and wrote for no meeting."""
 
 
 class _Head(msgspec.Struct):

@@ -11,9 +11,10 @@ from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 from shardproof.errors import RankSilent, ShardproofError
 from shardproof.rendezvous import StoreRendezvous
+from shardproof.rendezvous.keys import MeetingKeys
 from shardproof.rendezvous.membership import Membership
 
-SHORT, LONG = 0.3, 30.0
+SHORT, LONG = 0.1, 30.0
 """Deadlines: of ranks that others leave alone, and of ranks that must find each other."""
 
 
@@ -138,7 +139,7 @@ def test_the_coordinator_that_comes_late_learns_what_was_given_up() -> None:
             meetings.deadline = LONG
         return ends
 
-    ends = live(store, range(2), 2, work, SHORT)
+    ends = live(store, range(2), 2, work, 0.4)
     assert ends[0] == ends[1]
     assert ends[0][0]["details"]["ranks"] == [0]
     assert ends[0][1] == b"save b,save b"
@@ -184,6 +185,28 @@ def test_two_rendezvous_of_one_name_that_meet_first_in_one_order() -> None:
     store = HashStore()
     expected = [b"%d,%d" % (number, number) for number in range(3) for _ in range(2)]
     assert live(store, range(2), 2, work, LONG) == {0: expected, 1: expected}
+
+
+def test_a_rank_that_was_not_welcome_deletes_nothing_of_those_that_are() -> None:
+    """The second rendezvous of a rank says hello to the coordinator of the first, until its own is there."""
+    store = HashStore()
+    coordinator, first, second = (Membership("job", rank, 2) for rank in (0, 1, 1))
+    coordinator.announce(store)
+    first.approach(store)
+    coordinator.welcome(store)
+    assert first.find_welcome(store)
+    second.approach(store)
+    coordinator.welcome(store)
+    assert not second.find_welcome(store)
+    others = Membership("job", 0, 2)
+    others.announce(store)
+    second.approach(store)
+    others.welcome(store)
+    assert second.find_welcome(store)
+    post = MeetingKeys(first.root, 1).post(1)
+    store.set(post, b"post")
+    second.clean(store)
+    assert store.check([post])
 
 
 class Counting:
