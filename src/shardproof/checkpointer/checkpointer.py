@@ -39,7 +39,7 @@ from shardproof.errors import (
 from shardproof.format import MANIFEST_NAME, Manifest
 from shardproof.loading import UNREADABLE, LoadReport, Options, ReadOnce, load_from
 from shardproof.loading.selection import Cast, Patterns
-from shardproof.rendezvous import Meetings, Rendezvous, connect
+from shardproof.rendezvous import Meetings, Rendezvous, check_group, connect
 from shardproof.saving import CheckReplicas, Committed, PendingSave, Saver, WhenBusy
 from shardproof.storage import LocalStorage, StrOrBytesPath
 
@@ -146,6 +146,7 @@ class Checkpointer:
         """Steps that a restore passed over as damaged; saving one of them again replaces it."""
         self._storage = LocalStorage(root)
         self._rendezvous = rendezvous or connect(deadline=deadline)
+        self._found_rendezvous = rendezvous is None
         self._when_busy = when_busy
         self._stage_all = snapshot == "stage"
         self._incremental = incremental
@@ -193,6 +194,7 @@ class Checkpointer:
         Raises:
             ShardproofError: see `shardproof.save`; or why the save before this one failed.
         """
+        self._check_group()
         number, folder = _named(step, suspect)
         if when_busy is None:
             when_busy = "wait" if suspect else self._when_busy
@@ -342,6 +344,7 @@ class Checkpointer:
         >>> checkpointer.suspects()
         []
         """
+        self._check_group()
         self._saver.settle()
         _, folder = _named(step, suspect=True)
         meeting = Meetings(self._rendezvous, f"settle {self._storage.location}")
@@ -412,6 +415,7 @@ class Checkpointer:
                 removed faster than they are read.
             ShardproofError: see `shardproof.load`.
         """
+        self._check_group()
         self._saver.settle()
         options = Options(strict, include, exclude, cast, rename, read_once, group)
         self.passed_over = ()
@@ -464,6 +468,10 @@ class Checkpointer:
                     self._scrub.prepare()
                     self._scrub.begin(chosen.folder.name)
             return chosen.folder.step
+
+    def _check_group(self) -> None:
+        if self._found_rendezvous:
+            check_group(self._rendezvous)
 
     def _confirm(self, folder: StepFolder, *, whole: bool) -> None:
         """Flushes the step that was restored: its save may have died, or failed, before it was durable.

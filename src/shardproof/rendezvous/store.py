@@ -15,7 +15,8 @@ Rank 0 leads. Five facts bound every wait:
 3. Whoever gives up says so in the store, by compare-and-set on the meeting's one verdict. The first verdict
    is the only one: a leader that was stopped, was given up by the others and wakes finds that verdict, and
    not its own.
-4. Meetings are numbered by each rank for itself, one number a call, whatever the call ends in. So a rank that
+4. Ranks join a generation (the note in `membership`). In it each rank numbers its
+   meetings for itself, one number a call, whatever the call ends in. So a rank that
    comes too late finds the verdict under the number that the others used, and is in step again. A rank that
    left out a whole operation sees by the verdict's operation that it was not meant, and takes the next.
    Threads of one rank meet one at a time, in the order in which they took their places (`Turns`). Who waits
@@ -42,6 +43,7 @@ from shardproof.rendezvous.link import LinkLost
 from shardproof.rendezvous.meeting import Meeting, PassedOver, attend
 from shardproof.rendezvous.protocol import Decide
 from shardproof.rendezvous.pulse import Pulse
+from shardproof.rendezvous.records import WrongBytes
 from shardproof.rendezvous.reservation import Reservation, Turns
 
 __all__ = ["StoreRendezvous"]
@@ -154,8 +156,8 @@ class StoreRendezvous:
         """Begin to show signs of life. See `Rendezvous.arrive`."""
         with self._my_turn():
             try:
-                self._open().join(self._number)
-            except LinkLost as error:
+                self._open().arrive()
+            except (LinkLost, WrongBytes) as error:
                 _log.warning("the store of the rendezvous cannot be reached: %s", error)
 
     def hold(self) -> object:
@@ -175,7 +177,9 @@ class StoreRendezvous:
 
     def _open(self) -> Channel:
         if self._channel is None:
-            self._channel = Channel(self._store, self._name, self.rank, self._pulse, self._deadline)
+            self._channel = Channel(
+                self._store, self._name, self.rank, self.world_size, self._pulse, self._deadline
+            )
             weakref.finalize(
                 self, self._channel.close
             )  # also at interpreter exit, while threads can still be joined

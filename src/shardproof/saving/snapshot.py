@@ -110,6 +110,7 @@ class Snapshot:
             to: address.
 
         Raises:
+            StructureError: the tensor's memory was given back.
             BaseException: what the save was given up for.
         """
         with self._changed:
@@ -136,7 +137,7 @@ class Snapshot:
             to: address of the first; each next one follows without a gap.
 
         Raises:
-            BaseException: as `copy`.
+            StructureError, BaseException: as `copy`.
         """
         counts, staged = self._count, self._staged
         with self._changed:
@@ -184,15 +185,9 @@ class Snapshot:
             if self._failure is not None:
                 raise self._failure
             watch, self._watch = self._watch, None
-            row = watch.changed_piece(self._copies) if watch else None
-            if row is None:
-                return
-        raise StructureError(
-            f"{self._names[row]} was changed while it was being saved, and not by the step of an optimizer "
-            "in the state. Nothing was committed. Call checkpointer.fence() before code that writes to "
-            "parameters or optimizer state itself, or use snapshot='stage'",
-            key=self._names[row],
-        )
+            piece = watch.changed_piece(self._copies) if watch else None
+        if piece is not None:
+            raise self._was_changed(piece)
 
     def give_up(self, error: BaseException) -> None:
         """Let the writer fail with this error, and whoever waits go on."""
@@ -244,6 +239,7 @@ class Snapshot:
         if staged is None:
             return False
         try:
+            self._check_memory(row)
             self._source.read(row, staged.address)
         except BaseException:
             self._pool.give(staged)
@@ -289,6 +285,7 @@ class Snapshot:
 
     def _live(self, row: int) -> int:
         """Where the writer finds the bytes of a live chunk: in the tensor, or gathered from it."""
+        self._check_memory(row)
         if (there := self._source.addresses[row]) != 0:
             return there
         if self._gathered != row:
@@ -296,3 +293,15 @@ class Snapshot:
             self._source.read(row, self._scratch)
             self._gathered = row
         return self._scratch
+
+    def _check_memory(self, row: int) -> None:
+        if not self._source.is_in_place(row):
+            raise self._was_changed(self._source.piece[row])
+
+    def _was_changed(self, piece: int) -> StructureError:
+        return StructureError(
+            f"{self._names[piece]} was changed while it was being saved, and not by the step of an optimizer "
+            "in the state. Nothing was committed. Call checkpointer.fence() before code that writes to "
+            "parameters or optimizer state itself, or use snapshot='stage'",
+            key=self._names[piece],
+        )

@@ -202,6 +202,12 @@ def _() -> tuple[Job, Write]:
     return job, write
 
 
+@case("`parameter.untyped_storage().resize_(0)`", FAILS)
+def _() -> tuple[Job, Write]:
+    job = Job()
+    return job, lambda: job.parameters[2].untyped_storage().resize_(0)
+
+
 @case("`torch.utils.swap_tensors(parameter, tensor)`", FAILS)
 def _() -> tuple[Job, Write]:
     job = Job()
