@@ -22,6 +22,7 @@ def save(run: Path, *steps: int, keep: int | None = None) -> None:
     for step in steps:
         state = {"step": torch.full((1000,), float(step)), "frozen": torch.ones(1000)}
         checkpointer.save(step, state).result()
+        checkpointer.wait_for_scrub(timeout=60)  # retention keeps the last step that is proved readable
 
 
 def restored(run: Path, step: int | None = None) -> int | None:

@@ -204,7 +204,8 @@ def _choose_once(run: Storage, known: Sequence[PassedOver], suspect: bool) -> Ch
     unreadable = {item.folder for item in known if item.committed}
     lenders: set[StepFolder] | None = None
     chosen = Chosen(None)
-    for candidate in _folders(run, suspect):
+    folders = list(_folders(run, suspect))
+    for candidate in folders:
         seal = seal_now(run, candidate)
         if seal is None:
             if not _has_files(run, candidate):
@@ -232,7 +233,7 @@ def _choose_once(run: Storage, known: Sequence[PassedOver], suspect: bool) -> Ch
         if seal_now(run, candidate) != seal:
             return None
         passed.append(problem)
-    if committed[:1] != [chosen.folder]:
+    if folders[:1] != [chosen.folder]:  # a newer one may have been removed, after one newer still was saved
         newest = newest_committed(run, suspect=suspect)
         if newest is not None and newest not in committed:
             return None
