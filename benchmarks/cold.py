@@ -29,17 +29,22 @@ _LIMIT_PAGES = 64
 
 
 def evict(*folders: Path) -> None:
-    """Rank 0 drops the pages of all files in the folders, and proves it; called by all ranks."""
+    """Rank 0 drops the pages of all files in the folders; called by all ranks."""
     if dist.get_rank() == 0:
-        files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
-        for path in files:
-            drop(path)
-        if any(cached_pages(path) > _LIMIT_PAGES for path in files):
-            Path("/proc/sys/vm/drop_caches").write_text("1")
-        for path in files:
-            if (pages := cached_pages(path)) > _LIMIT_PAGES:
-                raise SystemExit(f"{path} still has {pages} pages in the cache: it cannot be read cold here")
+        drop_all(*folders)
     dist.barrier()
+
+
+def drop_all(*folders: Path) -> None:
+    """Drops the pages of all files in the folders, and proves it."""
+    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    for path in files:
+        drop(path)
+    if any(cached_pages(path) > _LIMIT_PAGES for path in files):
+        Path("/proc/sys/vm/drop_caches").write_text("1")
+    for path in files:
+        if (pages := cached_pages(path)) > _LIMIT_PAGES:
+            raise SystemExit(f"{path} still has {pages} pages in the cache: it cannot be read cold here")
 
 
 def drop(path: Path) -> None:

@@ -124,6 +124,14 @@ class LocalStorage:
         """Whether the page cache has most of a range; see `CachedStorage.is_cached`."""
         return self._descriptor(name).pages().has(start, count)
 
+    def drop_cached(self, name: str) -> None:
+        """Let the page cache forget a file. Pages that are not on the disk yet stay."""
+        file = self._descriptor(name)
+        try:
+            os.posix_fadvise(file.number, 0, 0, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise storage_error(error, "drop from the page cache", str(file.path)) from error
+
     def read_uncached(self, name: str, start: int, count: int, memory: memoryview) -> memoryview:
         """Read a range past the page cache where that is possible; see `CachedStorage.read_uncached`."""
         file = self._descriptor(name)
