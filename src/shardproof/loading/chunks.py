@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from shardproof.errors import CorruptChunkError
 from shardproof.format import BLOCK_BYTES, Manifest, digest_of_blocks, digests_as_bytes
 from shardproof.loading.blocks import BlockDigests, Extents, Files
+from shardproof.loading.fetch import is_cached
 from shardproof.planning import ChunkTable
 from shardproof.storage import Storage
 
@@ -32,6 +33,8 @@ Fetch: TypeAlias = Callable[[Storage, str, int, int], memoryview]
 GAP = 64 << 10
 """Bytes that nobody wants between two chunks of one read, at most."""
 _GAP_SHARE = 16
+_SAMPLES = 16
+"""Batches that are looked for in the page cache before a load reads."""
 _SPAN_BLOCKS = 2
 """Blocks of a chunk that one read takes, at most."""
 
@@ -205,6 +208,19 @@ class Chunks:
                     self._check(small, digest)
             at = last
         return nbytes
+
+    def any_cold(self, batches: Sequence[range]) -> bool:
+        """Whether the page cache lacks any of some batches, evenly spread over all."""
+        step = max(1, len(batches) // _SAMPLES)
+        return not all(is_cached(*self.place(batch)) for batch in batches[::step])
+
+    def read_unit(self, batch: range, memory: memoryview) -> int:
+        """As `read`, but in one request where the page cache does not have the bytes."""
+        storage, name, start, count = self.place(batch)
+        there = not is_cached(storage, name, start, count)
+        if there:
+            storage.read_into(name, start, memory[:count])
+        return self.read(batch, memory, there=there)
 
     def read_run(self, at: int, begin: int, run: memoryview, scratch: memoryview) -> int:
         """Reads a run of a chunk, and of the rest what it takes to verify it.

@@ -36,8 +36,6 @@ _BATCH_BYTES = 1 << 20
 """Bytes of one read of neighbouring chunks, unless a single chunk is larger."""
 _REPORT_BYTES = 4 << 20
 """Bytes between two reports of progress."""
-_SAMPLES = 16
-"""Batches that are looked for in the page cache before a load reads."""
 
 
 def read_planned(checkpoint: Checkpoint, plan: ReadPlan, destinations: Sequence[Destination]) -> int:
@@ -118,7 +116,7 @@ class _Job:
         self._fetcher: Fetcher | None = None
         self.fetching = 0
         """Reads in flight of what the page cache does not have; 0 where it has everything."""
-        if cold is not Cold.AS_CACHED and self._any_cold():
+        if cold is not Cold.AS_CACHED and chunks.any_cold(self.batches):
             self._fetcher = Fetcher(cold is Cold.PAST_CACHE, self._longest_request())
             self.fetching = self._fetcher.threads
         self._moved = moved
@@ -150,11 +148,6 @@ class _Job:
             since, self._reported = self.read - self._reported, self.read
         if since and self._moved is not None:
             self._moved(since)
-
-    def _any_cold(self) -> bool:
-        """Whether the page cache lacks any of some batches, evenly spread over all."""
-        step = max(1, len(self.batches) // _SAMPLES)
-        return not all(is_cached(*self._chunks.place(batch)) for batch in self.batches[::step])
 
     def _longest_request(self) -> int:
         longest = 0

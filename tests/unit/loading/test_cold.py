@@ -17,6 +17,8 @@ import shardproof as sp
 from shardproof.errors import CorruptChunkError, StorageError
 from shardproof.format import read_manifest
 from shardproof.loading import LoadReport, fetch, load_from, place
+from shardproof.loading.checkpoint import Checkpoint
+from shardproof.loading.chunks import Chunks
 from shardproof.loading.fetch import MEMORY_BYTES, MOST_THREADS, Fetcher
 from shardproof.loading.overlap import SAMPLES, Sketch, reads_twice
 from shardproof.rendezvous import LocalRendezvous
@@ -219,6 +221,19 @@ def test_one_request_takes_no_more_memory_than_the_longest(
     monkeypatch.setattr(fetch, "aligned_buffer", lambda count: made.append(count) or real(count))
     load(Uncached(folder), {"w0": torch.zeros(ROWS, COLUMNS)}, strict=False)
     assert made and max(made) <= memory_for(300_000)
+
+
+def test_a_unit_that_is_handed_on_is_read_in_one_request(folder: Path) -> None:
+    storage = Uncached(folder)
+    with Checkpoint(storage) as opened:
+        rows = np.flatnonzero(opened.table.tensor == opened.row("w0"))
+        chunks = Chunks(opened.files, opened.manifest, opened.table, rows)
+        unit = range(len(chunks))
+        memory = bytearray(chunks.span(unit))
+        storage.cached.clear()
+        chunks.read_unit(unit, memoryview(memory))
+    assert len(storage.cached) == 1
+    assert memory == stored()["w0"].numpy().tobytes()
 
 
 def sketch(rows: range, node: str = "n", share: int = 1) -> Sketch:
