@@ -130,7 +130,8 @@ class RawReads:
 
     def best(self, *, direct: bool, evicted: Path, repeats: int = 2) -> tuple[int, int]:
         """Depth and request with the shortest median, and a line about the sweep on rank 0."""
-        ways = {(depth, request): None for depth in DEPTHS for request in REQUESTS}
+        depths, requests = (DEPTHS[2:], REQUESTS[1:]) if self._latency else (DEPTHS, REQUESTS)
+        ways = [(depth, request) for depth in depths for request in requests]
         measured = rounds(
             {
                 f"{depth} {request}": (
@@ -146,9 +147,9 @@ class RawReads:
         medians = {way: statistics.median(measured[f"{way[0]} {way[1]}"].seconds) for way in ways}
         chosen = min(medians, key=lambda way: medians[way])
         if dist.get_rank() == 0:
-            for depth in DEPTHS:
+            for depth in depths:
                 cells = ", ".join(
-                    f"{request >> 10} KiB {medians[depth, request]:.3f}" for request in REQUESTS
+                    f"{request >> 10} KiB {medians[depth, request]:.3f}" for request in requests
                 )
                 print(f"# {'direct' if direct else 'buffered'}, depth {depth}: {cells}", flush=True)
         return chosen

@@ -21,9 +21,9 @@ from shardproof.storage import CachedStorage, Storage, aligned_buffer, memory_fo
 
 __all__ = ["MEMORY_BYTES", "MOST_THREADS", "REQUEST_BYTES", "Cold", "Fetcher", "is_cached"]
 
-REQUEST_BYTES = 4 << 20
+REQUEST_BYTES = 8 << 20
 """Bytes of one request, unless a chunk must be read whole."""
-MOST_THREADS = 8
+MOST_THREADS = 16
 MEMORY_BYTES = 64 << 20
 """Bytes of memory for all requests of a rank."""
 _LEAST_THREADS = 2
