@@ -47,6 +47,15 @@ def drop_all(*folders: Path) -> None:
             raise SystemExit(f"{path} still has {pages} pages in the cache: it cannot be read cold here")
 
 
+def fill(folder: Path) -> None:
+    """Reads all files of a folder into the page cache: saves and loads past it leave nothing there."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb", buffering=0) as file:
+                while file.read(16 << 20):
+                    pass
+
+
 def drop(path: Path) -> None:
     """Asks the system to drop the clean pages of a file."""
     with path.open("rb") as file:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from cold import RawReads, Slow, evict
+from cold import RawReads, Slow, evict, fill
 from common import (
     LARGE_IN_PAGE,
     RawFile,
@@ -113,6 +113,8 @@ def check(state: dict[str, Any], target: dict[str, Any]) -> None:
 
 def warm(given: argparse.Namespace, state: dict[str, Any], target: dict[str, Any], nbytes: int) -> None:
     """Measures loads from the page cache."""
+    fill(folder() / "ours")
+    dist.barrier()
     raw = RawFile(folder() / f"raw-{dist.get_rank()}", local_bytes(state))
     raw.write(direct=False)
     measured = rounds(

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from cold import RawReads, evict
+from cold import RawReads, evict, fill
 from common import (
     LARGE_IN_PAGE,
     RawFile,
@@ -63,6 +63,8 @@ def main() -> None:
     sp.save(folder() / "ours", state)
     dcp.save(state, checkpoint_id=folder() / "dcp")
     del state
+    if not options.cold:
+        fill(folder() / "ours")
     columns = gpt_state(options.gib, mesh, placement=1, filled=False)
     compare("rows to columns, 4 ranks", columns, nbytes, options, ranks=RANKS)
     del columns

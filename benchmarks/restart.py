@@ -29,7 +29,7 @@ def main() -> None:
     if "RANK" in os.environ:
         work()
         return
-    from cold import drop_all
+    from cold import drop_all, fill
     from common import machine, parser, table
 
     options = parser(__doc__)
@@ -42,6 +42,8 @@ def main() -> None:
             for way, runs in found.items():
                 if way == "cold":
                     drop_all(folder / "run")
+                else:
+                    fill(folder / "run")
                 start(given, folder, "restart")
                 ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(given.ranks)]
                 if number:
