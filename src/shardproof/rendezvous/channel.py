@@ -102,12 +102,17 @@ class Channel:
         elif self._first is not None:
             self._given_up.append((number, verdict))
 
-    def leave(self) -> None:
-        """Leave the generation. This rank joins again, under another name, when it meets."""
+    def leave(self, number: int, failed: bytes | None) -> None:
+        """Leave the generation. This rank joins again, under another name, when it meets.
+
+        Args:
+            number: of the meeting that was given up.
+            failed: its verdict, if the coordinator of the next generation is to be told.
+        """
         self._requests.call(self._membership.leave, self.patience)
         self._announcing = None
-        self._first = None
-        self._given_up = []
+        self._first = None if failed is None else number
+        self._given_up = [] if failed is None else [(number, failed)]
 
     def needs_new_generation(self, keys: MeetingKeys) -> bool:
         """Whether a rank waits for a new generation. Asked before a meeting is given up."""

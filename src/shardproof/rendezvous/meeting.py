@@ -43,7 +43,7 @@ class Meeting:
     stays: bool
     """Whether the leader waits until its verdict has been read: the store may end with its process."""
 
-    def record(self, kind: str, body: bytes, readers: int = 0, *, renew: bool = False) -> bytes:
+    def record(self, kind: str, body: bytes, readers: int = 0, *, renew: int | None = None) -> bytes:
         """A record of this meeting."""
         return pack(self.operation, self.phase, kind, body, readers if self.stays else 0, renew=renew)
 
@@ -97,7 +97,7 @@ def _follow(channel: Channel, meeting: Meeting, keys: MeetingKeys, post: bytes |
             _observe(channel, watch, {0: view.signs.get(0)})
             if verdict is None and watch.silent(meeting.deadline):
                 error = _silence(channel, meeting, watch, [0])
-                renew = channel.needs_new_generation(keys)
+                renew = channel.rank if channel.needs_new_generation(keys) else None
                 verdict = channel.propose(keys, meeting.record(GIVEN_UP, _wire(error), renew=renew))
     finally:
         channel.release(waiting, keys.wake)
@@ -188,7 +188,7 @@ def _collect(
                     GIVEN_UP,
                     _wire(error),
                     readers=len(posts) - 1,
-                    renew=channel.needs_new_generation(keys),
+                    renew=0 if channel.needs_new_generation(keys) else None,
                 )
                 return channel.propose(keys, verdict, _wire(error))
     finally:
@@ -291,8 +291,11 @@ def _answer(channel: Channel, meeting: Meeting, keys: MeetingKeys, verdict: byte
     key, record = keys.verdict, unpack(keys.verdict, verdict)
     readers = record.readers
     if record.kind == GIVEN_UP:
-        if record.renew:
-            channel.leave()
+        if record.renew is not None:
+            # A new coordinator has not seen this meeting: it is told, so that no rank is ahead of it.
+            carries = record.renew > 0 and record.operation == meeting.operation and not record.parts
+            failed = meeting.record(GIVEN_UP, record.body) if carries else None
+            channel.leave(meeting.number, failed)
         if (record.operation, record.phase) != (meeting.operation, meeting.phase):
             raise PassedOver
     else:

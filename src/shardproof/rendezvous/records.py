@@ -85,7 +85,7 @@ class _Head(msgspec.Struct):
     size: Count
     digest: str
     readers: Count
-    renew: bool
+    renew: Count | None
 
 
 class _Error(msgspec.Struct):
@@ -107,8 +107,8 @@ class Record:
     digest: str = ""
     readers: int = 0
     """Of a verdict: how many ranks shall say that they have read it; the leader waits for them."""
-    renew: bool = False
-    """Of a verdict: the ranks join again, in a new generation."""
+    renew: int | None = None
+    """Of a verdict: the rank that asks all ranks to join again, in a new generation."""
 
 
 def checked(key: str, value: bytes | None, kind: type[Value]) -> Value:
@@ -127,7 +127,7 @@ def checked(key: str, value: bytes | None, kind: type[Value]) -> Value:
 
 
 def pack(
-    operation: str, phase: str, kind: str, body: bytes, readers: int = 0, *, renew: bool = False
+    operation: str, phase: str, kind: str, body: bytes, readers: int = 0, *, renew: int | None = None
 ) -> bytes:
     """The record's value. Bytes beyond `INLINE` are left to the parts, see `cut`.
 
