@@ -51,11 +51,11 @@ class PageCache:
     """
 
     def __init__(self, descriptor: int) -> None:
-        self._size = os.fstat(descriptor).st_size
-        self._address = 0
+        self._size = self._address = 0
         self._map: mmap.mmap | None = None
-        if self._size and libc.has("mincore"):
-            with contextlib.suppress(OSError, ValueError):  # a file system without mappings has no such pages
+        if libc.has("mincore"):
+            with contextlib.suppress(OSError, ValueError):  # it is empty, or its file system has no mappings
+                self._size = os.fstat(descriptor).st_size
                 self._map = mmap.mmap(descriptor, self._size, prot=mmap.PROT_READ)
                 self._address = int(np.frombuffer(self._map, np.uint8).__array_interface__["data"][0])
 
