@@ -24,7 +24,7 @@ __all__ = ["MEMORY_BYTES", "MOST_THREADS", "REQUEST_BYTES", "Cold", "Fetcher", "
 REQUEST_BYTES = 8 << 20
 """Bytes of one request, unless a chunk must be read whole."""
 MOST_THREADS = 16
-MEMORY_BYTES = 64 << 20
+MEMORY_BYTES = 32 << 20
 """Bytes of memory for all requests of a rank."""
 _LEAST_THREADS = 2
 
