@@ -24,6 +24,7 @@ ENGINE = (
     "node",
     "streams",
     "errors",
+    "reentrance",
     "words",
     "events",
     "dtypes",
@@ -57,6 +58,7 @@ MAY_IMPORT |= {"": frozenset({*ENGINE, *TRAINING}), "__main__": frozenset({"cli"
 NO_TORCH_ON_IMPORT = (
     "version",
     "errors",
+    "reentrance",
     "words",
     "events",
     "dtypes",

@@ -27,6 +27,7 @@ from shardproof.errors import KeyMismatchError, StructureError
 from shardproof.format import MANIFEST_NAME
 from shardproof.loading import UNREADABLE, LoadReport, Options, ReadOnce, load_from
 from shardproof.loading.selection import Cast, Patterns
+from shardproof.reentrance import guarded, refuse_inside
 from shardproof.rendezvous import Meetings, Rendezvous, connect
 from shardproof.saving import CheckReplicas, Committed, PendingSave, Saver, WhenBusy
 from shardproof.storage import LocalStorage
@@ -245,7 +246,7 @@ class Checkpointer:
         >>> checkpointer.suspects()
         []
         """
-        self._saver.settle()
+        refuse_inside("settle_suspect")
         _, folder = _named(step, suspect=True)
         meeting = Meetings(self._rendezvous, f"settle {self.root}")
 
@@ -262,7 +263,9 @@ class Checkpointer:
                 _log.warning("%s/%s: nothing to settle: no suspect is committed there", self.root, folder)
             return b""
 
-        meeting.meet("settle", lambda: msgspec.msgpack.encode(_settling(step, verdict)), decide)
+        with self._rendezvous.operation(f"settle {self.root}"):
+            self._saver.settle()
+            meeting.meet("settle", lambda: msgspec.msgpack.encode(_settling(step, verdict)), decide)
 
     def restore(
         self,
@@ -301,11 +304,18 @@ class Checkpointer:
             The step, or None when nothing was ever committed here.
 
         Raises:
+            ReentrantCallError: a signal handler called it that interrupted a save or a load.
             NotCommittedError: there are committed steps, but none can be read; or `step` is not committed.
             ShardproofError: see `shardproof.load`.
         """
-        self._saver.settle()
+        refuse_inside("restore")
         options = Options(strict, include, exclude, cast, rename, read_once, group)
+        with self._rendezvous.operation(f"restore {self.root}"):
+            return self._restore(state, step, suspect, options)
+
+    @guarded("restore")
+    def _restore(self, state: Any, step: int | None, suspect: bool, options: Options) -> int | None:
+        self._saver.settle()
         self.passed_over = ()
         self.last_restore = None
         overwritten: StepFolder | None = None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from shardproof.rendezvous.keys import MeetingKeys
 from shardproof.rendezvous.link import Link, patiently
@@ -16,6 +16,8 @@ from shardproof.rendezvous.pulse import Pulse
 from shardproof.rendezvous.records import Record, cut, part_keys
 
 __all__ = ["Channel", "View"]
+
+Answer = TypeVar("Answer")
 
 _LONG_WAIT = timedelta(
     hours=1
@@ -73,6 +75,11 @@ class Channel:
             self._root = f"{self._name}/{patiently(self._joining, self.patience)}"
             self._beat.key = MeetingKeys(self._root, 0).beat(self.rank)
         return MeetingKeys(self._root, number)
+
+    @property
+    def root(self) -> str:
+        """With which the keys of its meetings begin; empty until this rank has joined."""
+        return self._root
 
     def post(self, keys: MeetingKeys, record: bytes, body: bytes, others: int) -> None:
         """Post to the leader, and wake it if all `others` that it waits for are there."""
@@ -196,6 +203,14 @@ class Channel:
             return bytes(standing)
 
         return self._requests.submit(request)
+
+    def later(self, request: Callable[[Any], Answer]) -> Future[Answer]:
+        """Run a request after those before it. Does not wait."""
+        return self._requests.submit(request)
+
+    def gave_up(self, numbers: Iterable[int]) -> None:
+        """Note the verdicts that this rank wrote to meetings which it gave up, for `sweep`."""
+        self._litter += [(number, MeetingKeys(self._root, number).shared) for number in numbers]
 
     def sweep(self, number: int) -> None:
         """Delete what this rank wrote before meeting `number`, in which all have posted. Does not wait."""

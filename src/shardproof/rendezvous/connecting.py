@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
+from shardproof.reentrance import guarded, refuse_inside
 from shardproof.rendezvous.local import LocalRendezvous
 from shardproof.rendezvous.protocol import Rendezvous
 from shardproof.rendezvous.store import StoreRendezvous
@@ -38,6 +39,7 @@ def connect(*, deadline: float | None = None) -> Rendezvous:
     >>> connect().world_size
     1
     """
+    refuse_inside("connect", "connect")
     group = _process_group()
     if group is not None:
         store, rank, world_size = group
@@ -104,6 +106,7 @@ class _Shared:
         self._lock = threading.Lock()
         self._known: list[tuple[weakref.ref[Any] | None, StoreRendezvous]] = []
 
+    @guarded("connect")
     def get(
         self, store: Any, deadline: float | None, make: Callable[[float], StoreRendezvous]
     ) -> StoreRendezvous:

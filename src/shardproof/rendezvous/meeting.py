@@ -12,6 +12,7 @@ from typing import Any
 
 from shardproof import events
 from shardproof.errors import RankFailure, RankSilent, ShardproofError
+from shardproof.reentrance import guarded
 from shardproof.rendezvous import verdicts
 from shardproof.rendezvous.channel import Channel
 from shardproof.rendezvous.keys import MeetingKeys
@@ -21,7 +22,7 @@ from shardproof.rendezvous.pulse import amounts, describe
 from shardproof.rendezvous.records import Record, pack, unpack
 from shardproof.rendezvous.watch import Watch
 
-__all__ = ["Meeting", "PassedOver", "attend"]
+__all__ = ["ERROR", "GIVEN_UP", "Meeting", "PassedOver", "attend", "wire"]
 
 # Kinds of records. A post is BYTES or ERROR. A verdict is ALL (one answer), EACH (one a rank), ERROR, or
 # GIVEN_UP: an error that was decided before every rank had posted.
@@ -46,11 +47,16 @@ class Meeting:
     stays: bool
     """Whether the leader waits until its verdict has been read: the store may end with its process."""
 
+    whole: tuple[str, int]
+    """The operation that it belongs to, and the number of its first meeting: the same on all ranks."""
+
     def record(self, kind: str, body: bytes, readers: int = 0) -> bytes:
         """A record of this meeting."""
-        return pack(self.operation, self.phase, kind, body, readers if self.stays else 0)
+        whole = self.whole if kind == GIVEN_UP else ("", 0)
+        return pack(self.operation, self.phase, kind, body, readers if self.stays else 0, whole)
 
 
+@guarded("a meeting")
 def attend(channel: Channel, meeting: Meeting, post: bytes | BaseException, decide: Decide) -> bytes:
     """Take part in a meeting, leading it as rank 0; returns the answer or raises the common error."""
     channel.pulse.enter(meeting.phase)
@@ -65,7 +71,7 @@ def attend(channel: Channel, meeting: Meeting, post: bytes | BaseException, deci
         error = verdicts.store_lost(meeting.operation, meeting.phase, str(lost), channel.last_heard(0))
         if keys is not None:
             # A store that only slept finds this verdict when it wakes.
-            channel.propose_later(keys, meeting.record(GIVEN_UP, _wire(error)))
+            channel.propose_later(keys, meeting.record(GIVEN_UP, wire(error)))
         raise error from (cause or lost)
     except ShardproofError as error:
         if cause is not None:
@@ -94,7 +100,7 @@ def _follow(channel: Channel, meeting: Meeting, keys: MeetingKeys, post: bytes |
             _observe(channel, watch, {0: view.signs.get(0)})
             if verdict is None and watch.silent(meeting.deadline):
                 error = _silence(channel, meeting, watch, [0])
-                verdict = channel.propose(keys, meeting.record(GIVEN_UP, _wire(error)))
+                verdict = channel.propose(keys, meeting.record(GIVEN_UP, wire(error)))
     finally:
         channel.release(waiting, keys.wake)
     return _answer(channel, meeting, keys, verdict)
@@ -103,34 +109,25 @@ def _follow(channel: Channel, meeting: Meeting, keys: MeetingKeys, post: bytes |
 def _lead(
     channel: Channel, meeting: Meeting, keys: MeetingKeys, post: bytes | BaseException, decide: Decide
 ) -> bytes:
+    found = _collect(channel, meeting, keys, post)
+    if isinstance(found, bytes):
+        outcome, ours, verdict = _Outcome(), b"", found
+    else:
+        outcome = _conclude(channel, meeting, found, decide)
+        ours, verdict = _publish(channel, meeting, keys, outcome)
+    if unpack(verdict).readers > 0:
+        _stay(channel, meeting, keys)
+    if verdict == ours and outcome.error is None:
+        channel.sweep(meeting.number)
+        return outcome.answer if outcome.answers is None else outcome.answers[0]
     try:
-        found = _collect(channel, meeting, keys, post)
-        if isinstance(found, bytes):
-            outcome, ours, verdict = _Outcome(), b"", found
-        else:
-            outcome = _conclude(channel, meeting, found, decide)
-            ours, verdict = _publish(channel, meeting, keys, outcome)
-        if unpack(verdict).readers > 0:
-            _stay(channel, meeting, keys)
-        if verdict == ours and outcome.error is None:
-            channel.sweep(meeting.number)
-            return outcome.answer if outcome.answers is None else outcome.answers[0]
-        try:
-            return _answer(channel, meeting, keys, verdict)
-        except ShardproofError as error:
-            if outcome.cause is None:
-                raise
-            if not isinstance(outcome.cause, Exception):
-                raise outcome.cause from None  # an interrupt or exit stays one on the rank that it came to
-            raise error from outcome.cause
-    except (LinkLost, ShardproofError, PassedOver):
-        raise
-    except BaseException as error:  # Ctrl-C: the others need not wait for a deadline to learn it
-        gone = verdicts.failure(
-            meeting.operation, meeting.phase, meeting.world_size, {0: verdicts.cause_text(error)}
-        )
-        channel.propose_later(keys, meeting.record(GIVEN_UP, _wire(gone)))
-        raise
+        return _answer(channel, meeting, keys, verdict)
+    except ShardproofError as error:
+        if outcome.cause is None:
+            raise
+        if not isinstance(outcome.cause, Exception):
+            raise outcome.cause from None  # an interrupt or exit stays one on the rank that it came to
+        raise error from outcome.cause
 
 
 def _collect(
@@ -180,8 +177,8 @@ def _collect(
                     error = _failure(channel, meeting, keys, posts, silent)
                 else:
                     error = _silence(channel, meeting, watch, silent)
-                verdict = meeting.record(GIVEN_UP, _wire(error), readers=len(posts) - 1)
-                return channel.propose(keys, verdict, _wire(error))
+                verdict = meeting.record(GIVEN_UP, wire(error), readers=len(posts) - 1)
+                return channel.propose(keys, verdict, wire(error))
     finally:
         channel.release(waiting, keys.ready)
     for rank, record in posts.items():
@@ -231,7 +228,7 @@ def _conclude(channel: Channel, meeting: Meeting, posts: Mapping[int, Record], d
 def _publish(channel: Channel, meeting: Meeting, keys: MeetingKeys, outcome: _Outcome) -> tuple[bytes, bytes]:
     """The verdict that this rank proposes, and the one that stands."""
     if outcome.error is not None:
-        kind, body = ERROR, _wire(outcome.error)
+        kind, body = ERROR, wire(outcome.error)
     elif outcome.answers is not None:
         kind, body = EACH, b""
         channel.write_answers(
@@ -260,7 +257,7 @@ def _answer(channel: Channel, meeting: Meeting, keys: MeetingKeys, verdict: byte
     key, record = keys.verdict, unpack(verdict)
     readers = record.readers
     if record.kind == GIVEN_UP:
-        if (record.operation, record.phase) != (meeting.operation, meeting.phase):
+        if record.whole != meeting.whole:
             raise PassedOver
     else:
         channel.sweep(meeting.number)
@@ -320,5 +317,6 @@ def _as_post(post: bytes | BaseException) -> tuple[str, bytes]:
     return BYTES, bytes(post)
 
 
-def _wire(error: ShardproofError) -> bytes:
+def wire(error: ShardproofError) -> bytes:
+    """An error as the body of a record."""
     return json.dumps(error.to_wire(), default=str).encode()

@@ -30,13 +30,18 @@ class Record:
     size: int = 0
     readers: int = 0
     """Of a verdict: how many ranks shall say that they have read it; the leader waits for them."""
+    whole: tuple[str, int] = ("", 0)
+    """Of a meeting that was given up: its operation, and the number of the operation's first meeting."""
 
 
-def pack(operation: str, phase: str, kind: str, body: bytes, readers: int = 0) -> bytes:
+def pack(
+    operation: str, phase: str, kind: str, body: bytes, readers: int = 0, whole: tuple[str, int] = ("", 0)
+) -> bytes:
     """The record's value. Bytes beyond `INLINE` are left to the parts, see `cut`.
 
-    >>> unpack(pack("save", "plan", "bytes", b"hello"))
-    Record(operation='save', phase='plan', kind='bytes', body=b'hello', parts=0, size=5, readers=0)
+    >>> unpack(pack("save", "plan", "bytes", b"hello"))  # doctest: +NORMALIZE_WHITESPACE
+    Record(operation='save', phase='plan', kind='bytes', body=b'hello', parts=0, size=5, readers=0,
+    whole=('', 0))
     >>> unpack(pack("save", "plan", "bytes", bytes(20 << 20))).parts
     3
     """
@@ -49,6 +54,7 @@ def pack(operation: str, phase: str, kind: str, body: bytes, readers: int = 0) -
         "size": len(body),
     }
     head["readers"] = readers
+    head["whole"] = whole
     return json.dumps(head).encode() + b"\n" + (b"" if parts else body)
 
 
@@ -56,9 +62,10 @@ def unpack(value: bytes) -> Record:
     """The record that `pack` wrote."""
     line, _, body = value.partition(b"\n")
     head: dict[str, Any] = json.loads(line)
-    return Record(
-        head["operation"], head["phase"], head["kind"], body, head["parts"], head["size"], head["readers"]
-    )
+    name, first = head["whole"]
+    whole = str(name), int(first)
+    counts = head["parts"], head["size"], head["readers"]
+    return Record(head["operation"], head["phase"], head["kind"], body, *counts, whole)
 
 
 def part_keys(key: str, parts: int) -> list[str]:

@@ -15,9 +15,11 @@ Rank 0 leads. Five facts bound every wait:
 3. Whoever gives up says so in the store, by compare-and-set on the meeting's one verdict. The first verdict
    is the only one: a leader that was stopped, was given up by the others and wakes finds that verdict, and
    not its own.
-4. Meetings are numbered by each rank for itself, one number a call, whatever the call ends in. So a rank that
-   comes too late finds the verdict under the number that the others used, and is in step again. A rank that
-   left out a whole operation sees by the verdict's operation that it was not meant, and takes the next.
+4. Meetings are numbered by each rank for itself, and a number is used up by the result of its meeting. So a
+   rank that comes too late finds the verdict under the number that the others used, and is in step again. A
+   rank that left out a whole operation sees by the verdict's operation that it was not meant, and takes the
+   next. A rank that leaves an operation gives up its next meeting (note "One order after an interrupt" in
+   `leaving`).
    Threads of one rank meet one at a time, in the order in which they took their places (`Turns`). Who waits
    for another thread does so as long as the rank's signs of life go on.
 5. A leader whose process may serve the store stays until the others have read its verdict, but not for ever.
@@ -32,14 +34,19 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections import deque
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from shardproof.errors import ShardproofError
+from shardproof.reentrance import refuse_inside
 from shardproof.rendezvous import verdicts
 from shardproof.rendezvous.channel import Channel
-from shardproof.rendezvous.link import LinkLost
+from shardproof.rendezvous.leaving import give_up_next
+from shardproof.rendezvous.link import LinkLost, patiently
 from shardproof.rendezvous.meeting import Meeting, PassedOver, attend
+from shardproof.rendezvous.operation import Operation
 from shardproof.rendezvous.protocol import Decide
 from shardproof.rendezvous.pulse import Pulse
 from shardproof.rendezvous.reservation import Reservation, Turns
@@ -98,7 +105,10 @@ class StoreRendezvous:
         self._turns = Turns(
             self._pulse.evidence, lambda: 2 * self._deadline, lambda seconds: verdicts.stuck(rank, seconds)
         )
-        self._holder: int | None = None
+        self._entered: dict[int, Operation] = {}
+        """Thread to the operation that it meets for."""
+        self._left: deque[Operation] = deque()
+        """Operations that this rank left, and whose next meeting is not given up yet."""
         self._closed = False
         self._process = os.getpid()
 
@@ -117,14 +127,78 @@ class StoreRendezvous:
 
     def meet(self, operation: str, phase: str, post: bytes | BaseException, decide: Decide) -> bytes:
         """Post, and return the answer that rank 0 decides on. See `Rendezvous.meet`."""
+        self._check()
+        whole = self._entered.get(threading.get_ident())
+        if whole is None:
+            with self.operation(operation):
+                return self.meet(operation, phase, post, decide)
         with self._my_turn():
+            whole.phase, whole.is_over = phase, False
             while True:
-                number, self._number = self._number, self._number + 1
-                meeting = Meeting(number, self.world_size, operation, phase, self._deadline, self._stays)
                 try:
-                    return attend(self._open(), meeting, post, decide)
+                    number = self._next_number()
+                except LinkLost as lost:
+                    raise verdicts.store_lost(operation, phase, str(lost), None) from lost
+                first = number if whole.first is None else whole.first
+                purpose = operation, phase, self._deadline, self._stays, (whole.name, first)
+                try:
+                    answer = attend(self._open(), Meeting(number, self.world_size, *purpose), post, decide)
                 except PassedOver:
+                    self._number = number + 1
                     continue
+                except ShardproofError:
+                    self._number, whole.is_over = number + 1, True
+                    raise
+                whole.first = first
+                self._number = number + 1
+                return answer
+
+    def operation(self, name: str) -> Operation:
+        """Meetings of one operation. See `Rendezvous.operation`."""
+        return Operation(name, self)
+
+    def enter(self, operation: Operation) -> None:
+        """Meetings of this thread belong to this operation. One that it was interrupted in is left."""
+        before = self._entered.get(threading.get_ident())
+        if before is not None and before is not operation:
+            self.leave(before)
+        self._entered[threading.get_ident()] = operation
+
+    def exit(self, operation: Operation) -> None:
+        """Meetings of this thread belong to no operation."""
+        if self._entered.get(threading.get_ident()) is operation:
+            del self._entered[threading.get_ident()]
+
+    def leave(self, operation: Operation) -> None:
+        """Take no part in the rest of an operation. The other ranks learn it now, if no thread meets."""
+        self._left.append(operation)
+        if self.closed:
+            return
+        place = self._turns.reserve()
+        try:
+            if self._turns.is_next(place):
+                self._give_up_next(self._left[0])
+        except LinkLost as error:
+            _log.warning("%s: the other ranks wait until this one meets again: %s", operation.name, error)
+        finally:
+            place.give_up()
+
+    def _next_number(self) -> int:
+        """Of the next meeting: after those that are given up for operations that this rank left."""
+        while self._left:
+            left = self._left[0]
+            if left.following is None:
+                following = patiently(self._give_up_next(left), self._deadline)
+                self._open().gave_up(range(self._number, following))
+                left.following = following
+            self._number = left.following
+            self._left.popleft()
+        return self._number
+
+    def _give_up_next(self, left: Operation) -> Future[int]:
+        channel = self._open()
+        channel.join(self._number)
+        return give_up_next(channel, self._number, left, self.world_size)
 
     def reserve(self) -> Reservation:
         """Take a place in the order of this process's meetings. See `Rendezvous.reserve`."""
@@ -152,6 +226,7 @@ class StoreRendezvous:
 
     def arrive(self) -> None:
         """Begin to show signs of life. See `Rendezvous.arrive`."""
+        self._check()
         with self._my_turn():
             try:
                 self._open().join(self._number)
@@ -190,18 +265,10 @@ class StoreRendezvous:
             raise RuntimeError(
                 "this rendezvous belongs to the parent process: after a fork, make one of your own"
             )
-        if self._holder == threading.get_ident():
-            raise RuntimeError("a meeting was called from inside the decision of another one")
+        refuse_inside("a meeting", "a meeting")
 
-    @contextmanager
-    def _my_turn(self) -> Iterator[None]:
-        self._check()
-        with nullcontext() if self._turns.is_mine() else self._turns.reserve():
-            self._holder = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._holder = None
+    def _my_turn(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._turns.is_mine() else self._turns.reserve()
 
 
 def _ends_with_this_process(store: Any) -> bool:

@@ -50,11 +50,16 @@ class Workers:
             threading.Thread(target=_run, args=(self._tasks,), name=title, daemon=True).start()
         weakref.finalize(self, _stop, self._tasks, count)
 
-    def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Run `work` when a thread is free; an error of any kind is the future's."""
-        future: Future[T] = Future()
-        self._tasks.put(lambda: _fulfil(future, work))
-        return future
+    def submit(self, work: Callable[[], T], future: Future[T] | None = None) -> Future[T]:
+        """Run `work` when a thread is free; an error of any kind is the future's.
+
+        Args:
+            work: to run.
+            future: for its result; None: a new one.
+        """
+        result: Future[T] = Future() if future is None else future
+        self._tasks.put(lambda: _fulfil(result, work))
+        return result
 
 
 def _run(tasks: SimpleQueue[Callable[[], None] | None]) -> None:

@@ -13,13 +13,15 @@ from typing import Any, Literal
 
 import msgspec
 
-from shardproof.errors import RankFailure, ShardproofError
+from shardproof.errors import RankFailure, SaveSkipped, ShardproofError
 from shardproof.planning import CHUNK_BYTES, SAMPLE_BYTES
+from shardproof.reentrance import guarded, refuse_inside
 from shardproof.rendezvous import Meetings, Rendezvous
 from shardproof.saving.background import Workers, unfinished
 from shardproof.saving.bases import FindBase
 from shardproof.saving.committed import Committed
 from shardproof.saving.device import pinned_buffer
+from shardproof.saving.fence import Fence
 from shardproof.saving.kept import Kept, Limits, Request
 from shardproof.saving.memory import default_budget
 from shardproof.saving.pending import PendingSave
@@ -33,6 +35,7 @@ __all__ = ["Saver", "WhenBusy"]
 WhenBusy = Literal["wait", "skip"]
 
 _log = logging.getLogger("shardproof")
+guarded("a step of an optimizer, which waits for a save")(Fence.open)
 
 
 @dataclass(slots=True)
@@ -97,16 +100,21 @@ class Saver:
                 so or it was the leader, which may have published.
             StorageError: the storage failed.
         """
+        refuse_inside("save")
+        request = Request(step, metadata or {}, overwrite, None, check_replicas)
         with self._turn:  # threads of one rank take turns; a save waits for ranks, and those have deadlines
-            session = self._session(storage, Request(step, metadata or {}, overwrite, None, check_replicas))
-            try:
-                session.begin(state, guarded=False)
-                session.hash_replicas(self._rendezvous)
-                done = session.finish(self._rendezvous)
-                session.succeed()
-                return done
-            finally:
-                session.end()
+            return self._save(storage, state, request)
+
+    @guarded("save")
+    def _save(self, storage: Storage, state: Any, request: Request) -> Committed:
+        pending = self._begin(storage, state, request, watched=False)
+        assert self._under_way is not None
+        try:
+            return pending.outcome()
+        except BaseException as error:  # the caller may change the state from here on
+            self._under_way.session.give_up(error)
+            pending.tell()
+            raise
 
     def begin(
         self,
@@ -144,64 +152,123 @@ class Saver:
                 checkpoint and a function that takes steps done and steps in all.
 
         Raises:
+            ReentrantCallError: a signal handler called it that interrupted a save or a load.
             ShardproofError: as for `save`, for what is known before training goes on; or why the save before
                 this one failed, if nobody was told.
         """
+        refuse_inside("save")
         begun = time.monotonic()
+        request = Request(step, metadata or {}, overwrite, base, check_replicas)
         with self._turn:
-            if when_busy == "skip" and self._any_busy(storage):
-                _log.info("%s: skipped, the save before it is still under way", storage.location)
-                skipped = PendingSave(step, None)
-                skipped.blocked = time.monotonic() - begun
-                return skipped
-            session = self._session(storage, Request(step, metadata or {}, overwrite, base, check_replicas))
-            rank, patience = self._rendezvous.rank, 2 * self._rendezvous.deadline
-            served = list[object]()
-
-            def work() -> Committed:
-                try:
-                    session.agree()
-                    done = session.finish(self._rendezvous_beside(session))
-                    if after is not None:
-                        after(done, lambda _done, _total: session.progress.moved())
-                    session.succeed()
-                    return done
-                except BaseException as error:
-                    _log.error("%s: the save failed: %s", storage.location, error)
-                    if isinstance(error, ShardproofError):
-                        raise
-                    raise RankFailure(
-                        f"{storage.location}: rank {rank} failed: {type(error).__name__}: {error}",
-                        phase="background",
-                        causes={str(rank): f"{type(error).__name__}: {error}"},
-                    ) from error
-                finally:
-                    session.end()
-                    served.clear()
-
-            future: Future[Committed] | None = None
-            try:
-                session.begin(state, guarded=True, stage_all=stage_all)
-                if not session.is_ahead:
-                    session.hash_replicas(self._rendezvous_beside(session))
-                served.append(self._rendezvous.hold())  # until this save needs the store no more
-                future = self._thread.submit(work)
-                pending = PendingSave(step, future, session.progress, patience)
-                self._under_way = _UnderWay(session, future, pending)
-                unfinished.add(future, session.progress, patience, f"save {storage.location}")
-                if session.interrupt is not None:
-                    raise session.interrupt  # the other ranks are told in the background
-                session.stage()
-            except BaseException as error:  # the caller may change what was not copied
-                session.give_up(error)
-                if future is None:
-                    session.end()
-                raise
+            pending = self._begin(
+                storage,
+                state,
+                request,
+                watched=True,
+                stage_all=stage_all,
+                when_busy=when_busy,
+                after=after,
+            )
             pending.blocked = time.monotonic() - begun
             return pending
 
+    @guarded("save")
+    def _begin(
+        self,
+        storage: Storage,
+        state: Any,
+        request: Request,
+        *,
+        watched: bool,
+        stage_all: bool = False,
+        when_busy: WhenBusy = "wait",
+        after: Callable[[Committed, Callable[[int, int], None]], None] | None = None,
+    ) -> PendingSave:
+        """Begins a save. Its meetings are held by the thread of saves, which no interrupt reaches.
+
+        An interrupt before that thread claims the operation leaves it for all ranks. After that the save goes
+        on to its last meeting, and fails there. `watched` says whether the caller goes on before it is over.
+        """
+        with self._rendezvous.operation(f"save {storage.location}") as operation:
+            if when_busy == "skip" and self._any_busy(storage):
+                _log.info("%s: skipped, the save before it is still under way", storage.location)
+                return PendingSave(request.step, None)
+            session = self._session(storage, request)
+            patience = 2 * self._rendezvous.deadline
+            future: Future[Committed] = Future()
+            pending = PendingSave(request.step, future, session.progress, patience)
+            served = list[object]()
+
+            def work() -> Committed:
+                if not operation.claim():
+                    raise SaveSkipped(f"{storage.location}: the save was interrupted before it began")
+                try:
+                    with operation:
+                        session.agree()
+                        place = self._rendezvous_beside(session) if watched else self._rendezvous
+                        session.hash_replicas(place)
+                        session.let_caller_go()
+                        if not watched:
+                            return self._finish(session, place, after)
+                    return self._finish(session, place, after)
+                except BaseException as error:
+                    failure = self._failure(storage, session, error, told=not watched or session.is_refused)
+                finally:
+                    session.end()
+                    served.clear()
+                raise failure
+
+            try:
+                session.begin(state, guarded=watched, stage_all=stage_all)
+                served.append(self._rendezvous.hold())  # until this save needs the store no more
+                self._under_way = _UnderWay(session, future, pending)
+                self._thread.submit(work, future)
+                unfinished.add(future, session.progress, patience, f"save {storage.location}")
+                session.wait_until_agreed()
+                session.stage()
+            except BaseException as error:  # the caller may change what was not copied
+                session.give_up(error)
+                pending.tell()
+                if operation.claim():  # the thread of saves has not, and lets go of it
+                    self._under_way = None
+                    session.end()
+                raise
+            return pending
+
+    def _finish(
+        self,
+        session: Session,
+        rendezvous: Rendezvous,
+        after: Callable[[Committed, Callable[[int, int], None]], None] | None,
+    ) -> Committed:
+        done = session.finish(rendezvous)
+        if after is not None:
+            after(done, lambda _done, _total: session.progress.moved())
+        session.succeed()
+        return done
+
+    def _failure(
+        self, storage: Storage, session: Session, error: BaseException, *, told: bool
+    ) -> ShardproofError:
+        """The error of a save as one of this package; logged, unless the caller waits for it."""
+        if session.is_refused and isinstance(error, ShardproofError):
+            return ShardproofError.from_wire(
+                error.to_wire()
+            )  # the caller's own has frames that hold the state
+        if not told:
+            _log.error("%s: the save failed: %s", storage.location, error)
+        if isinstance(error, ShardproofError):
+            return error
+        rank, cause = self._rendezvous.rank, f"{type(error).__name__}: {error}"
+        failure = RankFailure(
+            f"{storage.location}: rank {rank} failed: {cause}", phase="background", causes={str(rank): cause}
+        )
+        failure.__cause__ = None if session.is_refused else error
+        return failure
+
     def fence(self) -> None:
         """Returns when the save under way reads no memory that the caller may write to."""
+        refuse_inside("fence")
         if (under_way := self._own_save()) is not None:
             under_way.session.open_fence()
 
@@ -215,6 +282,7 @@ class Saver:
             TimeoutError: it is still under way.
             ShardproofError: it failed, and nobody was told yet.
         """
+        refuse_inside("wait")
         under_way = self._own_save()
         if under_way is None:
             return
@@ -281,9 +349,7 @@ class Saver:
 
     def _take_failure(self) -> ShardproofError | None:
         under_way = self._own_save()
-        if under_way is None or under_way.session.interrupt is not None:  # which was raised at once
-            return None
-        return under_way.pending.take_failure()
+        return None if under_way is None else under_way.pending.take_failure()
 
     def _own_save(self) -> _UnderWay | None:
         """The last save that this process began; what a parent began never ends in a child made by fork."""
