@@ -49,7 +49,8 @@ def give_up_next(channel: Channel, number: int, operation: Operation, world_size
             whole = operation.name, at if first is None else first
             ours = pack(operation.name, operation.phase, GIVEN_UP, wire(error), whole=whole)
             standing = unpack(bytes(store.compare_set(keys.verdict, "", ours)))
-            store.set(keys.wake, b"1")
+            for key in (keys.wake, keys.ready):  # of the other ranks, and of rank 0
+                store.set(key, b"1")
             at += 1
             if standing.kind == ERROR or (standing.kind == GIVEN_UP and standing.whole == whole):
                 return at

@@ -204,7 +204,7 @@ class Saver:
                     raise SaveSkipped(f"{storage.location}: the save was interrupted before it began")
                 try:
                     with operation:
-                        session.agree()
+                        session.agree(keeps_turn=not watched)
                         place = self._rendezvous_beside(session) if watched else self._rendezvous
                         session.hash_replicas(place)
                         session.let_caller_go()

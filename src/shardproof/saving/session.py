@@ -142,13 +142,19 @@ class Session:
         self.is_ahead = self._capture.is_complete and isinstance(self._described, bytes)
         self._reservation = self._rendezvous.reserve()
 
-    def agree(self) -> None:
-        """Agrees with the other ranks in the place that `begin` took, and plans if it must."""
+    def agree(self, *, keeps_turn: bool = False) -> None:
+        """Agrees with the other ranks in the place that `begin` took, and plans if it must.
+
+        Args:
+            keeps_turn: whether no other meeting of this rank comes before that of `finish`.
+        """
         assert self._reservation is not None
         self.progress.is_bounded = True  # so are meetings, and the wait for a turn
         try:
-            with self._reservation:
-                part = self._meet()
+            self._reservation.__enter__()
+            part = self._meet()
+            if not keeps_turn:
+                self._reservation.give_up()
         except BaseException as error:
             self._refusal = error
             raise

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -111,7 +111,9 @@ def interrupted(
             raise AssertionError(f"a deadline passed: {error}") from error
         except ShardproofError as error:
             assert isinstance(error, RankFailure), interrupt.place
-            assert any(points)
+            assert points != (None, None)
+        with suppress(RankFailure):  # the other rank's interrupt, where this one's came before it was told
+            checkpointer.wait()
         done = checkpointer.save(3, state_of(3)).result()
         assert done.step == 3, interrupt.place
         return interrupt.place, interrupt.passed
@@ -119,3 +121,68 @@ def interrupted(
     found = on_two_ranks(work)
     assert sp.Checkpointer(root, rendezvous=None).steps()[-1] == 3
     return found
+
+
+ACTIONS = [save, save_at_once, restore]
+WHO = [(0,), (1,), (0, 1)]
+
+
+def lines_of(root: Path, action: Callable[[sp.Checkpointer], None]) -> int:
+    """Lines of an action that is not interrupted, on the rank with more of them."""
+    return max(passed for _, passed in interrupted(root, action, (None, None)))
+
+
+def both(who: tuple[int, ...], at: int) -> tuple[int | None, int | None]:
+    return (at if 0 in who else None), (at if 1 in who else None)
+
+
+@pytest.mark.parametrize("who", WHO)
+@pytest.mark.parametrize("action", ACTIONS)
+def test_the_next_save_after_an_interrupt_is_one_of_all_ranks(
+    action: Callable[[sp.Checkpointer], None], who: tuple[int, ...], tmp_path: Path
+) -> None:
+    lines = lines_of(tmp_path / "whole", action)
+    for number, part in enumerate((0.0, 0.3, 0.6, 0.9)):
+        places = interrupted(tmp_path / str(number), action, both(who, int(part * lines)))
+        assert part > 0.5 or any(place for place, _ in places)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", WHO)
+@pytest.mark.parametrize("action", ACTIONS)
+def test_an_interrupt_at_any_line(
+    action: Callable[[sp.Checkpointer], None], who: tuple[int, ...], tmp_path: Path
+) -> None:
+    for at in range(0, lines_of(tmp_path / "whole", action), 13):
+        interrupted(tmp_path / str(at), action, both(who, at))
+
+
+def failed_on_one(meetings: StoreRendezvous) -> tuple[str, str]:
+    """Rank 1 fails between two meetings of an operation; what rank 0 is told, and the meeting after that."""
+    try:
+        with meetings.operation("convert"):
+            meetings.meet("convert", "first", b"", lambda posts: b"")
+            if meetings.rank == 1:
+                raise OSError("no space left")
+            meetings.meet("convert", "second", b"", lambda posts: b"")
+    except (OSError, RankFailure) as error:
+        told = str(error)
+    return told, meetings.meet("save", "collect", b"%d" % meetings.rank, b"".join).decode()
+
+
+def test_a_rank_that_fails_between_two_meetings_tells_the_others() -> None:
+    (told, after), (own, same) = on_two_ranks(failed_on_one)
+    assert "convert, phase first: rank 1 of 2 failed" in told and "OSError: no space left" in told
+    assert (own, after, same) == ("no space left", "01", "01")
+
+
+def left_behind(meetings: StoreRendezvous) -> str:
+    """Rank 1 leaves an operation that rank 0 never called."""
+    if meetings.rank == 1:
+        with pytest.raises(KeyboardInterrupt), meetings.operation("save 2"):
+            raise KeyboardInterrupt
+    return meetings.meet("save 3", "collect", b"%d" % meetings.rank, b"".join).decode()
+
+
+def test_an_operation_that_one_rank_left_is_passed_over_by_a_rank_that_did_not_call_it() -> None:
+    assert on_two_ranks(left_behind) == ["01", "01"]
