@@ -61,8 +61,8 @@ def refuse_inside(call: str, *functions: str) -> None:
         if inside is not None and (not functions or inside in functions):
             raise ReentrantCallError(
                 f"{call} was called from inside {inside} on the same thread, by a signal handler or a "
-                f"callback: nothing was begun, and {inside} goes on. Have the handler set a flag, and save at the next "
-                "step boundary",
+                f"callback: nothing was begun, and {inside} goes on. Have the handler set a flag, and save "
+                "at the next step boundary",
                 call=call,
                 inside=inside,
             )

@@ -23,6 +23,7 @@ ENGINE = (
     "memory",
     "node",
     "streams",
+    "forks",
     "errors",
     "reentrance",
     "words",
@@ -57,6 +58,7 @@ MAY_IMPORT |= {"": frozenset({*ENGINE, *TRAINING}), "__main__": frozenset({"cli"
 
 NO_TORCH_ON_IMPORT = (
     "version",
+    "forks",
     "errors",
     "reentrance",
     "words",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
+from shardproof import forks
 from shardproof.reentrance import guarded, refuse_inside
 from shardproof.rendezvous.local import LocalRendezvous
 from shardproof.rendezvous.protocol import Rendezvous
@@ -103,7 +103,7 @@ class _Shared:
     """The rendezvous of this process, by store: two for one store would number their meetings apart."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._known: list[tuple[weakref.ref[Any] | None, StoreRendezvous]] = []
 
     @guarded("connect")

@@ -3,10 +3,10 @@
 Note "One order after an interrupt". Meetings have numbers, and a rank posts once to each. A rank that is
 interrupted, or fails where no meeting tells of it, does not know how far the other ranks have come. But they
 cannot pass a meeting to which it has not posted. So it gives up the first such meeting, by compare-and-set on
-its verdict, and goes on after it. Ranks of the same operation find the reason there, and ranks of another
-one pass over it. What a rank counts changes only after the result of a meeting is there, and an operation that
-it left stays on a list until the store has answered. So an interrupt between two steps repeats them, and each
-can be repeated.
+its verdict, and goes on after it. Ranks of the same operation find the reason there, and ranks of
+another one pass over it. What a rank counts changes only after the result of a meeting is there, and an
+operation that it left stays on a list until the store has answered. So an interrupt between two steps repeats
+them, and each can be repeated.
 """
 
 from __future__ import annotations

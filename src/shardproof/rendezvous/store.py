@@ -251,9 +251,8 @@ class StoreRendezvous:
     def _open(self) -> Channel:
         if self._channel is None:
             self._channel = Channel(self._store, self._name, self.rank, self._pulse, self._deadline)
-            weakref.finalize(
-                self, self._channel.close
-            )  # also at interpreter exit, while threads can still be joined
+            # also at interpreter exit, while threads can still be joined
+            weakref.finalize(self, _close, self._channel, os.getpid())
         self._channel.patience = self._deadline
         return self._channel
 
@@ -269,6 +268,12 @@ class StoreRendezvous:
 
     def _my_turn(self) -> AbstractContextManager[None]:
         return nullcontext() if self._turns.is_mine() else self._turns.reserve()
+
+
+def _close(channel: Channel, process: int) -> None:
+    """Closes a channel of this process: a child made by fork has none of its threads."""
+    if process == os.getpid():
+        channel.close()
 
 
 def _ends_with_this_process(store: Any) -> bool:

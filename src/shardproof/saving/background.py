@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from shardproof import forks
 from shardproof.storage.priority import lower_io_priority
 
 __all__ = ["Progress", "Workers", "wait_while_moving"]
@@ -138,7 +139,7 @@ class _Unfinished:
     """The saves of this process that are under way, for the end of the interpreter."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._saves: dict[Future[Any], tuple[int, Progress, float, str]] = {}
         self._registered = False
 

@@ -8,7 +8,6 @@ program itself. See "Why no torn value can be written" in `shardproof.saving.sna
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,7 +16,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardproof import events
+from shardproof import events, forks
 from shardproof.saving.write_watch import written_by
 from shardproof.state import Stepped
 from shardproof.state.dtensor import local_tensor
@@ -99,7 +98,7 @@ class _Standing:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._fences: list[Fence] = []
         self._hooked = False
 

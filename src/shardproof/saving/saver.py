@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -13,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from shardproof import forks
 from shardproof.errors import RankFailure, SaveSkipped, ShardproofError
 from shardproof.planning import CHUNK_BYTES, SAMPLE_BYTES
 from shardproof.reentrance import guarded, refuse_inside
@@ -77,7 +77,7 @@ class Saver:
         self._thread: Workers
         self._beside: tuple[str, Rendezvous] | None = None
         self._under_way: _UnderWay | None = None
-        self._turn = threading.Lock()
+        self._turn = forks.lock()
 
     def save(
         self,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import secrets
 import stat
-import threading
 from pathlib import Path
 
+from shardproof import forks
 from shardproof.errors import AlreadyCommittedError, StorageError
 from shardproof.storage.durable import (
     flush_folders,
@@ -51,7 +51,7 @@ class LocalStorage:
         self._direct = direct
         self._probes = Probes()
         self._kept: dict[str, _Descriptor] = {}
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
 
     def __repr__(self) -> str:
         return f"LocalStorage({str(self._root)!r})"
