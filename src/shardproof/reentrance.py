@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 from shardproof.errors import ReentrantCallError
@@ -53,9 +53,10 @@ def refuse_inside(call: str, *functions: str) -> None:
     ...     refuse_inside("save")
     >>> load()
     Traceback (most recent call last):
-    shardproof.errors.ReentrantCallError: save was called from inside load on the same thread, ...
+    ...
+    shardproof.errors.ReentrantCallError: save was called from inside load on the same thread, by a ...
     """
-    frame = sys._getframe(1).f_back
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         inside = _guarded.get(frame.f_code)
         if inside is not None and (not functions or inside in functions):

@@ -60,14 +60,14 @@ def hold_all():
 
 checkpointer.save(0, state).result()
 codes = []
-for number in range(3):  # while a save is under way
+for number in range(2):  # while a save is under way
     pending = checkpointer.save(1 + number, state)
     codes.append(fork(number))
     pending.result()
 holder = threading.Thread(target=hold_all)  # while another thread holds every lock
 holder.start()
 held.wait(30)
-codes.append(fork(3))
+codes.append(fork(2))
 done.set()
 holder.join()
 checkpointer.save(10, state).result()
@@ -75,9 +75,9 @@ print(codes)
 """
 
 
-@pytest.mark.parametrize("kind", ["exits", "multiprocessing", "saves"])
+@pytest.mark.parametrize("kind", [pytest.param("exits", marks=pytest.mark.slow), "multiprocessing", "saves"])
 def test_a_child_made_by_fork_ends(kind: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", _PARENT, str(tmp_path), kind]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
-    assert ended.stdout.strip() == "[0, 0, 0, 0]", ended.stderr
+    assert ended.stdout.strip() == "[0, 0, 0]", ended.stderr
     assert ended.returncode == 0, ended.stderr

@@ -7,7 +7,6 @@ connections to the store.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -20,7 +19,7 @@ import torch
 from torch.distributed import HashStore
 
 import shardproof as sp
-from shardproof.errors import RankFailure, RankSilent, ShardproofError
+from shardproof.errors import RankFailure
 from shardproof.rendezvous import Operation, StoreRendezvous
 
 LIMIT = 60.0
@@ -107,10 +106,7 @@ def interrupted(
                 action(checkpointer)
         except KeyboardInterrupt:
             assert interrupt.place
-        except RankSilent as error:
-            raise AssertionError(f"a deadline passed: {error}") from error
-        except ShardproofError as error:
-            assert isinstance(error, RankFailure), interrupt.place
+        except RankFailure:
             assert points != (None, None)
         with suppress(RankFailure):  # the other rank's interrupt, where this one's came before it was told
             checkpointer.wait()
@@ -153,7 +149,8 @@ def test_the_next_save_after_an_interrupt_is_one_of_all_ranks(
 def test_an_interrupt_at_any_line(
     action: Callable[[sp.Checkpointer], None], who: tuple[int, ...], tmp_path: Path
 ) -> None:
-    for at in range(0, lines_of(tmp_path / "whole", action), 13):
+    lines = lines_of(tmp_path / "whole", action)
+    for at in range(0, lines, lines // 40):
         interrupted(tmp_path / str(at), action, both(who, at))
 
 
