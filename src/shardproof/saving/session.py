@@ -8,8 +8,8 @@ collects and stages. All meetings are held by the thread of saves, which no inte
 is that of a rank whose structure is that of the plan it holds, and whose state changes in steps of optimizers
 alone, up to little that is copied at once: whatever the ranks agree on, it has it. Each rank finds out for
 itself which line is its own. To the others it makes no difference. After a save that failed on a rank, or
-whose end it did not see, the first line is its own: who is told of a failure where all meet does not hear of it
-again from a rank that was told in the background.
+whose end it did not see, the first line is its own: who is told of a failure where all meet does not hear of
+it again from a rank that was told in the background.
 
 What the ranks write and commit they meet for at a rendezvous of its own, so that it cannot get in the way of
 the caller's meetings. To agree, a rank of the second line takes its place in the order of these.
