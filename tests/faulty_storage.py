@@ -57,12 +57,19 @@ class FaultyStorage:
     def folder(self) -> str:
         return self._inner.folder
 
+    @property
+    def linked(self) -> bool:
+        return self._inner.linked
+
     def create(self, name: str) -> Sink:
         sink = self._do("create", name, lambda: self._inner.create(name))
         return _FaultySink(sink, self._prefix + name, self._trigger)
 
     def publish(self, name: str, data: bytes, *, replace: bool = False) -> None:
         self._do("publish", name, lambda: self._inner.publish(name, data, replace=replace))
+
+    def flush(self, name: str) -> None:
+        self._do("flush", name, lambda: self._inner.flush(name))
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         return self._do("read", name, lambda: self._inner.read(name, start, stop))

@@ -6,7 +6,10 @@ import ctypes
 from collections import deque
 from collections.abc import Sequence
 
-__all__ = ["copy_runs"]
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["copy_runs", "read_words"]
 
 _SHORT = 16 << 10
 _copy_short = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
@@ -34,3 +37,21 @@ def copy_runs(into: Sequence[int], out_of: Sequence[int], counts: Sequence[int])
     assert len(into) == len(out_of) == len(counts)
     copy = _copy_short if max(counts, default=0) <= _SHORT else ctypes.memmove
     deque(map(copy, into, out_of, counts), maxlen=0)
+
+
+def read_words(addresses: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """The words of 8 bytes at these addresses, in the order of this machine's bytes.
+
+    Args:
+        addresses: of any shape, multiples of 8, of memory that this process may read.
+
+    >>> values = np.array([3, 5, 7], np.uint64)
+    >>> read_words(values.ctypes.data + np.array([16, 0]))
+    array([7, 3], dtype=uint64)
+    """
+    if not addresses.size:
+        return np.zeros(addresses.shape, np.uint64)
+    first, last = int(addresses.min()), int(addresses.max())
+    span = memoryview((ctypes.c_char * (last + 8 - first)).from_address(first)).cast("B")
+    words: NDArray[np.uint64] = np.frombuffer(span, np.uint64)[(addresses - first) >> 3]
+    return words

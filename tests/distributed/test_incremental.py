@@ -56,6 +56,7 @@ def train(root: str, steps: list[tuple[int, int, int]]) -> list[tuple[int, int, 
     for step, model, optimizer in steps:
         meetings.met.clear()
         done = checkpointer.save(step, state(model, optimizer)).result()
+        checkpointer.wait_for_scrub(timeout=30)
         said.append((done.bytes, done.reused, list(meetings.met)))
     target = blanked(state(0, 0))
     last, model, optimizer = steps[-1]

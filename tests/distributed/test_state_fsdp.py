@@ -115,3 +115,24 @@ def test_pieces_are_what_torch_holds_and_load_into_other_layouts(
         others[kind][1], load_and_compare, others[kind][0], str(tmp_path), ranks, timeout=SECONDS
     ):
         assert outcome.value is None
+
+
+def look_at_fence(kind: str) -> None:
+    from shardproof.saving.write_watch import WriteWatch
+    from shardproof.state import collect
+
+    with process_group():
+        model = parallel(kind)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        train(model, optimizer, 1)
+        collected = collect({"m": model, "o": optimizer}, rank=rank(), world_size=world_size())
+        pieces = [(entry.key, piece) for entry in collected.tensors for piece in entry.pieces]
+        watch = WriteWatch([piece for _, piece in pieces], collected.stepped)
+        assert [key for row, (key, _) in enumerate(pieces) if not watch.is_fenced(row)] == []
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("fsdp", 3), ("fsdp+tp", 4)])
+def test_a_save_reads_padded_shards_live(kind: str, ranks: int) -> None:
+    """FSDP2 keeps the shard of a rank with fewer rows in a larger buffer."""
+    for outcome in run_ranks(ranks, look_at_fence, kind, timeout=SECONDS):
+        assert outcome.value is None

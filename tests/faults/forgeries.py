@@ -249,6 +249,12 @@ CASES |= {
     "chunks out of order": lambda forgery: forgery.columns.update(
         tensor=forgery.columns["tensor"][::-1].copy()
     ),
+    "fewer high halves of digests": lambda forgery: forgery.columns.update(
+        digest_hi=forgery.columns["digest_hi"][:-1]
+    ),
+    "no low halves of digests": lambda forgery: forgery.columns.update(
+        digest_lo=forgery.columns["digest_lo"][:0]
+    ),
     "a column too short": lambda forgery: forgery.columns.update(file=forgery.columns["file"][:-1]),
     "no pointers": lambda forgery: forgery.columns.update(box_start=forgery.columns["box_start"][:0]),
     "a column missing": lambda forgery: forgery.columns.pop("digest_lo"),

@@ -45,10 +45,12 @@ class Forgery:
 
     Args:
         folder: where it is saved first, and written again.
+        saved: whether a checkpoint is there already, and that one is taken apart.
     """
 
-    def __init__(self, folder: Path) -> None:
-        save(folder, state(), 1, LocalRendezvous())
+    def __init__(self, folder: Path, *, saved: bool = False) -> None:
+        if not saved:
+            save(folder, state(), 1, LocalRendezvous())
         self.folder = folder
         storage = LocalStorage(folder)
         manifest = read_manifest(storage)
@@ -127,13 +129,16 @@ class Forgery:
             digests = read_chunk_digests(LocalStorage(self.folder), self.shard_name, header)
         except sp.ShardproofError:
             header = None
-        for record in list(self.manifest["files"]):
-            if header is not None and record and record[:2] == [self.shard_name, len(self.shard)]:
+        files = self.manifest.get("files")
+        for record in files if isinstance(files, list) else ():
+            is_record = isinstance(record, list) and len(record) > 2
+            if header is not None and is_record and record[:2] == [self.shard_name, len(self.shard)]:
                 record[2] = file_digest(header.raw, digests)
         index = self.index(self._index())
         (self.folder / self.index_name).write_bytes(index)
-        if isinstance(self.manifest["index"], list) and len(self.manifest["index"]) == 5:
-            self.manifest["index"][1:3] = [len(index), bytes_digest(index)]
+        record = self.manifest.get("index")
+        if isinstance(record, list) and len(record) == 5:
+            record[1:3] = [len(index), bytes_digest(index)]
         text = self.text(json.dumps(self.manifest, separators=(",", ":")).encode())
         body = text.rstrip()[:-1]
         sealed = body + b',"digest":"' + bytes_digest(body).encode() + b'"}\n'

@@ -54,6 +54,7 @@ def go_on(root: Path, meetings: Any, number: int, deadly: Deadly) -> str:
         assert differences(target, state(restored)) == []
     step = (restored or 0) + 1
     checkpointer.save(step, state(step)).result()
+    checkpointer.wait_for_scrub(timeout=30)  # so that retention may remove the steps before it
     with deadly():
         return attempt(lambda: checkpointer.save(step + 1, state(step + 1)).result()).kind
 

@@ -290,6 +290,7 @@ def test_a_suspect_is_whole_and_nothing_builds_on_it(tmp_path: Path) -> None:
     checkpointer.settle_suspect(2, "transient fault")
     for step in (4, 5, 6):
         checkpointer.save(step, state(1)).result()
+        checkpointer.wait_for_scrub(timeout=60)
     assert (checkpointer.steps(), checkpointer.suspects()) == ([5, 6], [])
     assert restored(checkpointer) == (6, 1)
     assert verify(LocalStorage(tmp_path / "step-00000006")).ok
@@ -363,3 +364,31 @@ def test_an_event_names_the_folder_of_the_suspect(tmp_path: Path) -> None:
         sp.Checkpointer(tmp_path).save(3, state(3), suspect=True).result()
     assert {event.operation.rpartition("/")[2] for event in seen} == {"suspect-00000003"}
     assert {event.step for event in seen} == {3}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b'{"x":' + b"[" * 200_000,
+        b'{"attempt":"\xff"}',
+        b'{"attempt":1,"verdict":2,"time":3}',
+        b'{"attempt":"a","verdict":"v","time":1e999}',
+    ],
+    ids=["empty", "nested", "no text", "numbers", "infinite"],
+)
+def test_what_settles_nothing_is_no_failure(tmp_path: Path, content: bytes) -> None:
+    checkpointer = sp.Checkpointer(tmp_path)
+    checkpointer.save(3, {"w": torch.ones(2)}, suspect=True).result()
+    settled = tmp_path / "suspect-00000003" / "settled.json"
+    settled.write_bytes(content)
+    assert checkpointer.suspects() == [3]
+    assert checkpointer.restore({"w": torch.zeros(2)}, suspect=True) == 3
+
+
+def test_a_huge_file_settles_nothing_and_is_not_read_whole(tmp_path: Path) -> None:
+    checkpointer = sp.Checkpointer(tmp_path)
+    checkpointer.save(3, {"w": torch.ones(2)}, suspect=True).result()
+    with (tmp_path / "suspect-00000003" / "settled.json").open("wb") as file:
+        file.truncate(1 << 42)
+    assert checkpointer.suspects() == [3]

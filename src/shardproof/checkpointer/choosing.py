@@ -4,16 +4,41 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+from shardproof.checkpointer.damage import Damage
 from shardproof.checkpointer.folders import StepFolder, is_ours, parse_folder
 from shardproof.checkpointer.suspects import read_settled, unsettled_suspects
-from shardproof.errors import FormatError, NotCommittedError, ShardproofError, StorageError
-from shardproof.format import MANIFEST_NAME, Manifest, referred_in
+from shardproof.errors import CorruptChunkError, FormatError, NotCommittedError, ShardproofError, StorageError
+from shardproof.format import MANIFEST_NAME, Manifest, referred_in, seal_of
 from shardproof.loading import UNREADABLE, Checkpoint
 from shardproof.storage import Storage
 
-__all__ = ["PassedOver", "check_folder", "choose", "is_damage", "named", "written_folders"]
+__all__ = [
+    "KEEP_MORE",
+    "MOST_TRIES",
+    "Chosen",
+    "Failed",
+    "PassedOver",
+    "check_folder",
+    "choose",
+    "choose_after",
+    "is_damage",
+    "named",
+    "newest_committed",
+    "seal_now",
+    "why_unreadable",
+    "written_folders",
+]
+
+MOST_TRIES = 16
+"""How often a step is chosen anew that is removed or replaced while it is read. Where retention removes every
+other step too early, that fails once in 60,000 restores."""
+
+KEEP_MORE = (
+    "Retention removes steps faster than this process reads them: keep more of them, such as "
+    "Checkpointer(keep=KeepLatest(2)) where training runs"
+)
 
 _NEVER_COMMITTED = "it has no manifest: its save died or is still under way, so it is not a checkpoint"
 
@@ -30,11 +55,39 @@ class PassedOver:
     """It was committed and its bytes are lost or changed, so saving this step again may replace it."""
     suspect: bool = False
     """It is the suspect of that number."""
+    damage: Damage | None = None
+    """The damaged bytes that the load met. Older steps that have chunks there are passed over unread."""
+    committed: bool = True
+    """It has a manifest, or had one. Without, its save died or is still under way."""
 
     @property
     def folder(self) -> StepFolder:
         """Its folder."""
         return StepFolder(self.step, self.suspect)
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What rank 0 chooses to restore."""
+
+    folder: StepFolder | None
+    """None: nothing is committed in the run."""
+    seal: bytes | None = None
+    """Of the manifest that was chosen (see `seal_now`)."""
+    passed: list[PassedOver] = field(default_factory=list)
+    """Newer steps that were passed over."""
+    changed: bool = False
+    """The step that was chosen last was removed or replaced while it was read."""
+    stands: bool = False
+    """Nothing else is chosen: the error of the step that was chosen last stands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A step that was chosen and could not be read; the same on all ranks."""
+
+    chosen: Chosen
+    error: ShardproofError
 
 
 def written_folders(run: Storage, *, suspect: bool) -> dict[StepFolder, bool]:
@@ -50,9 +103,24 @@ def written_folders(run: Storage, *, suspect: bool) -> dict[StepFolder, bool]:
         if folder is not None and (suspect or not folder.suspect):
             place = run.within(name)
             committed = place.size(MANIFEST_NAME) is not None
-            if committed or any(is_ours(file, name) for file in place.list()):
+            if committed or _has_files(run, folder):
                 found[folder] = committed
     return found
+
+
+def newest_committed(run: Storage, *, suspect: bool) -> StepFolder | None:
+    """The committed step with the highest number, readable or not; None if there is none.
+
+    Costs one listing and, but for what newer saves that died left, one look at a manifest.
+
+    Args:
+        run: the run's folder.
+        suspect: whether suspects that are not settled count.
+
+    Raises:
+        StorageError: the storage cannot tell.
+    """
+    return next((folder for folder in _folders(run, suspect) if _is_committed(run, folder)), None)
 
 
 def named(run: Storage, step: int, *, suspect: bool) -> StepFolder:
@@ -63,57 +131,140 @@ def named(run: Storage, step: int, *, suspect: bool) -> StepFolder:
         step: the number.
         suspect: whether its suspect is preferred, where there is one that is not settled.
     """
-    if suspect:
-        place = run.within(StepFolder(step, suspect=True).name)
-        suspect = place.size(MANIFEST_NAME) is not None and read_settled(place) is None
-    return StepFolder(step, suspect)
+    return StepFolder(step, suspect and _is_committed(run, StepFolder(step, suspect=True)))
 
 
-def choose(
-    run: Storage, known: Sequence[PassedOver], *, suspect: bool
-) -> tuple[StepFolder | None, list[PassedOver]]:
+def choose(run: Storage, known: Sequence[PassedOver], *, suspect: bool) -> Chosen:
     """The newest step whose manifest, index and file sizes are right, and those that were passed over for it.
+
+    Training may go on in the run, and retention may remove a step between two looks at it. A step is passed
+    over only if its manifest stays what it was, and only if no newer step was committed meanwhile.
 
     Args:
         run: the run's folder.
         known: those that are known not to be readable.
         suspect: whether suspects count; of one number, the suspect comes first. Settled ones never count.
 
-    Returns:
-        None for the step when nothing was ever committed here.
-
     Raises:
         NotCommittedError: there are committed steps, but none can be read.
-        StorageError: the storage cannot tell.
+        StorageError: the storage cannot tell, or steps are removed faster than they can be looked at.
+    """
+    for _ in range(MOST_TRIES):
+        found = _choose_once(run, known, suspect)
+        if found is not None:
+            if not suspect:
+                _tell_of_suspects(run, 0 if found.folder is None else found.folder.step)
+            return found
+    raise StorageError(
+        f"{run.location}: {MOST_TRIES} times in a row a step was removed or replaced while it was looked at. "
+        f"{KEEP_MORE}",
+        file=run.location,
+        damaged=False,
+    )
+
+
+def choose_after(
+    run: Storage, known: Sequence[PassedOver], step: int | None, failed: Failed | None, *, suspect: bool
+) -> Chosen:
+    """What to restore: at first, and after a step that was chosen could not be read.
+
+    If the manifest of that step is gone, or is another one, the step was removed or replaced while it was
+    read, and the choice is made anew. Else a damaged step is passed over, and any other error stands.
+
+    Args:
+        run: the run's folder.
+        known: those that are known not to be readable.
+        step: exactly this one; None for the newest.
+        failed: what was chosen last and could not be read.
+        suspect: see `choose`; so are the errors.
     """
     passed: list[PassedOver] = []
-    folders = written_folders(run, suspect=suspect)
-    for folder in [folder for folder, there in folders.items() if folder.suspect and there]:
-        if read_settled(run.within(folder.name)) is not None:
-            del folders[folder]
-    if not all(folders.values()):
-        folders = {folder: folders[folder] for folder in folders.keys() - _lenders(run)}
-    for candidate in sorted(folders.keys() - {item.folder for item in known}, reverse=True):
-        problem = (
-            _why_unreadable(run, candidate)
-            if folders[candidate]
-            else PassedOver(candidate.step, _NEVER_COMMITTED, damaged=False, suspect=candidate.suspect)
-        )
+    changed = False
+    if failed is not None and failed.chosen.folder is not None:
+        last = failed.chosen.folder
+        changed = seal_now(run, last) != failed.chosen.seal
+        if not changed:
+            if step is not None or not is_damage(failed.error):
+                return Chosen(last, stands=True)
+            damage = None
+            if isinstance(failed.error, CorruptChunkError):  # others do not tell which steps share the bytes
+                damage = Damage.of(failed.error, run.location, last.name)
+            passed = [PassedOver(last.step, failed.error.message, True, last.suspect, damage)]
+    if step is not None:
+        folder = named(run, step, suspect=suspect)
+        return Chosen(folder, seal_now(run, folder), changed=changed)
+    chosen = choose(run, [*known, *passed], suspect=suspect)
+    return replace(chosen, passed=[*passed, *chosen.passed], changed=changed)
+
+
+def _choose_once(run: Storage, known: Sequence[PassedOver], suspect: bool) -> Chosen | None:
+    """As `choose`; None if the run changed in a way that may change the answer."""
+    passed: list[PassedOver] = []
+    committed: list[StepFolder] = []
+    unreadable = {item.folder for item in known if item.committed}
+    lenders: set[StepFolder] | None = None
+    chosen = Chosen(None)
+    folders = list(_folders(run, suspect))
+    for candidate in folders:
+        seal = seal_now(run, candidate)
+        if seal is None:
+            if not _has_files(run, candidate):
+                continue
+            lenders = _lenders(run) if lenders is None else lenders
+            if candidate not in lenders:
+                passed.append(
+                    PassedOver(candidate.step, _NEVER_COMMITTED, False, candidate.suspect, committed=False)
+                )
+            continue
+        if candidate.suspect and read_settled(run.within(candidate.name)) is not None:
+            continue
+        committed.append(candidate)
+        if candidate in unreadable:
+            continue
+        try:
+            problem = why_unreadable(run, candidate, known)
+        except StorageError:
+            if seal_now(run, candidate) == seal:
+                raise
+            return None
         if problem is None:
-            if not suspect:
-                _tell_of_suspects(run, candidate.step)
-            return candidate, passed
+            chosen = Chosen(candidate, seal)
+            break
+        if seal_now(run, candidate) != seal:
+            return None
         passed.append(problem)
-    committed = [folder for folder, there in folders.items() if there]
-    if committed:
-        said = "\n".join(f"  {item.folder}: {item.reason}" for item in (*known, *passed))
+    if folders[:1] != [chosen.folder]:  # a newer one may have been removed, after one newer still was saved
+        newest = newest_committed(run, suspect=suspect)
+        if newest is not None and newest not in committed:
+            return None
+    if chosen.folder is None and committed:
+        bad = [*(item for item in known if item.committed), *passed]
+        said = "\n".join(f"  {item.folder}: {item.reason}" for item in bad)
         raise NotCommittedError(
             f"{run.location} has {len(committed)} committed steps, and none can be read:\n{said}",
             path=run.location,
         )
-    if not suspect:
-        _tell_of_suspects(run, 0)
-    return None, passed
+    return replace(chosen, passed=passed)
+
+
+def seal_now(run: Storage, folder: StepFolder) -> bytes | None:
+    """What tells the manifest of a step from any other (see `seal_of`); None if there is no manifest.
+
+    Empty for a manifest that is too short to have one, or that is replaced at this moment.
+
+    Raises:
+        StorageError: the storage cannot tell.
+    """
+    place = run.within(folder.name)
+    try:
+        seal = seal_of(place)
+        return b"" if seal is None and place.size(MANIFEST_NAME) is not None else seal
+    except StorageError as error:
+        if error.details.get("missing"):
+            return None
+        if "byte_count" in error.details:  # shorter than its size just was
+            return b""
+        raise
 
 
 def check_folder(run: Storage, folder: StepFolder, manifest: Manifest) -> None:
@@ -139,12 +290,19 @@ def is_damage(error: ShardproofError) -> bool:
     return bool(error.details.get("missing")) or error.details.get("errno") in (None, "EIO")
 
 
-def _why_unreadable(run: Storage, folder: StepFolder) -> PassedOver | None:
-    """What is wrong with a step as far as manifest, index and file sizes tell; None if nothing is."""
+def why_unreadable(run: Storage, folder: StepFolder, known: Sequence[PassedOver] = ()) -> PassedOver | None:
+    """What is wrong with a step as far as manifest, index, file sizes and known damage tell, or None.
+
+    Damage counts where the load of a newer step met it: the load of this one reads the same chunk.
+    """
     try:
         with Checkpoint(run.within(folder.name)) as checkpoint:
             checkpoint.check_sizes(range(len(checkpoint.manifest.files)))
             manifest = checkpoint.manifest
+            for item in known:
+                if item.damage is not None and item.damage.is_in(folder.name, manifest, checkpoint.table):
+                    reason = f"it has chunks in {item.damage}, which the load of {item.folder} found damaged"
+                    return PassedOver(folder.step, reason, damaged=True, suspect=folder.suspect)
     except UNREADABLE as error:
         if not is_damage(error):
             raise
@@ -154,6 +312,22 @@ def _why_unreadable(run: Storage, folder: StepFolder) -> PassedOver | None:
     except FormatError as error:
         return PassedOver(folder.step, error.message, damaged=False, suspect=folder.suspect)
     return None
+
+
+def _folders(run: Storage, suspect: bool) -> list[StepFolder]:
+    """The folders of steps, newest first."""
+    found = filter(None, map(parse_folder, run.folders()))
+    return sorted((folder for folder in found if suspect or not folder.suspect), reverse=True)
+
+
+def _is_committed(run: Storage, folder: StepFolder) -> bool:
+    """Whether the folder holds a committed step, or a suspect that is not settled."""
+    place = run.within(folder.name)
+    return place.size(MANIFEST_NAME) is not None and not (folder.suspect and read_settled(place) is not None)
+
+
+def _has_files(run: Storage, folder: StepFolder) -> bool:
+    return any(is_ours(file, folder.name) for file in run.within(folder.name).list())
 
 
 def _lenders(run: Storage) -> set[StepFolder]:

@@ -3,6 +3,11 @@
 Note "Suspects stand apart": the checkpoint of a step whose validation failed lies in a folder of another
 name, in the same layout. Whoever looks for steps (restore, retention, an incremental save, a version that
 knows nothing of suspects) does not see it; what is done with suspects is done by those who ask for them.
+
+Note "Linked steps": the folder of a step may be a symbolic link to a folder outside the run. Restore,
+listings and references treat it like any other step. Retention and prune remove neither its files nor the
+link, because the files may belong to another run or to an archive. A link that leads nowhere is a step that
+cannot be read now. A link to another folder of the same run is a second name, and not a step.
 """
 
 from __future__ import annotations
@@ -10,14 +15,13 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from shardproof.format import MANIFEST_NAME
+from shardproof.format import MANIFEST_NAME, STEP_FOLDER
 
 __all__ = ["SETTLED_NAME", "StepFolder", "attempt_of", "is_ours", "parse_folder", "parse_step", "step_name"]
 
 SETTLED_NAME = "settled.json"
 """The file in a suspect's folder that says what came of it."""
 
-_FOLDER = re.compile(r"(step|suspect)-([0-9]{8,18})")
 _DATA = re.compile(
     r"(?:shards/[0-9]+-|index-)(?P<attempt>[^/]+?)\.safetensors(?:\.[^/]+\.tmp)?"
     rf"|{re.escape(MANIFEST_NAME)}(?:\.[^/]+\.tmp)?"
@@ -66,7 +70,7 @@ def parse_folder(name: str) -> StepFolder | None:
     >>> parse_folder("suspect-00001000"), parse_folder("suspect-1000")
     (StepFolder(step=1000, suspect=True), None)
     """
-    match = _FOLDER.fullmatch(name)
+    match = STEP_FOLDER.fullmatch(name)
     if match is None:
         return None
     folder = StepFolder(int(match[2]), match[1] == "suspect")

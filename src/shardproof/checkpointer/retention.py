@@ -11,12 +11,18 @@ Note "Lent files stay": a step that was saved incrementally refers to files of e
 earlier step is deleted, its manifest goes (it is no checkpoint any more), and the files that a kept step
 refers to stay; the last step that refers to a file takes it along. Which files those are is asked of the
 manifests that will be left.
+
+Note "The last proved step stays": a policy may let go every step that is proved readable (note "Proved" in
+`shardproof.checkpointer.scrub`) and keep only steps whose references were not read since their commit. Then
+the newest proved step stays, too. It goes once a step that the policy keeps is proved.
+
+Nothing is removed in a linked folder (note "Linked steps" in `folders`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -99,11 +105,12 @@ def plan_removal(storage: Storage, names: Sequence[str]) -> Removal:
 
     Args:
         storage: the run's folder.
-        names: folders of the steps.
+        names: folders of the steps. Linked ones stay.
 
     Raises:
         StorageError: the storage failed.
     """
+    names = [name for name in names if not storage.within(name).linked]
     references = referred_in(storage, without=names)
     files: list[str] = []
     lent: dict[str, list[str]] = {}
@@ -153,13 +160,16 @@ def retain(
     run: Storage,
     keep: Retention,
     newest: int,
-    damaged: Collection[int],
+    damaged: Callable[[int], bool],
+    is_proved: Callable[[int], bool],
     on_progress: Callable[[int, int], None] | None = None,
+    unconfirmed: Callable[[int], bool] = lambda step: False,
 ) -> None:
     """Removes what a policy lets go. Failing costs space, not safety, so it is only logged.
 
     Note "One line of steps": only steps up to the one just saved are counted. Newer ones are there when the
     run was rolled back; they must not push out the steps of the run that goes on. Nor do damaged steps count.
+    A step whose commit is not confirmed pushes out no other step; it goes when the policy would let it go.
 
     Note "A suspect stays until it is settled": no policy is asked about suspects. One that is settled goes
     with the first newer step; before that, the verdict is still to be seen beside the run.
@@ -168,8 +178,10 @@ def retain(
         run: the run's folder.
         keep: the policy.
         newest: the step that was just saved.
-        damaged: steps that are known to be damaged.
+        damaged: whether a committed step is known to be damaged.
+        is_proved: whether a committed step that is not damaged is proved readable.
         on_progress: see `delete_steps`.
+        unconfirmed: whether the commit of a step is not known to be durable.
     """
     try:
         folders = [folder for folder in map(parse_folder, run.folders()) if folder is not None]
@@ -177,8 +189,8 @@ def retain(
             folder.step
             for folder in folders
             if not folder.suspect
-            and folder.step not in damaged
             and run.size(f"{folder.name}/{MANIFEST_NAME}") is not None
+            and not damaged(folder.step)
         ]
         newer = sorted(step for step in steps if step > newest)
         if newer:
@@ -190,7 +202,14 @@ def retain(
                 newest,
             )
         counted = sorted(step for step in steps if step <= newest)
-        let_go = sorted(set(counted) - set(keep.select(counted)) - {newest})
+        certain = [step for step in counted if step == newest or not unconfirmed(step)]
+        kept = {newest, *keep.select(certain)}.intersection(counted)
+        for step in set(counted) - set(certain):
+            kept |= {step}.intersection(keep.select(sorted((*certain, step))))
+        let_go = sorted(set(counted) - kept)
+        if let_go and not any(is_proved(step) for step in kept.intersection(certain)):
+            last_proved = next((step for step in reversed(let_go) if is_proved(step)), None)
+            let_go = [step for step in let_go if step != last_proved]
         if let_go:
             _delete(run, [step_name(step) for step in let_go], on_progress)
         settled = [folder for folder in settled_suspects(run) if folder.step < newest]
@@ -255,10 +274,12 @@ def leftovers(
     """
     references = referred_in(storage) if references is None else references
     by_folder: dict[str, list[str]] = {}
-    for name in storage.list():
-        folder, _, rest = name.partition("/")
-        if parse_folder(folder) is not None and is_ours(rest, folder) and rest != MANIFEST_NAME:
-            by_folder.setdefault(folder, []).append(rest)
+    for folder in storage.folders():
+        if parse_folder(folder) is None or storage.within(folder).linked:
+            continue
+        for name in storage.within(folder).list():
+            if is_ours(name, folder) and name != MANIFEST_NAME:
+                by_folder.setdefault(folder, []).append(name)
     found: list[Leftover] = []
     for folder, files in sorted(by_folder.items(), key=lambda item: parse_folder(item[0]) or ()):
         needed = _needed(storage.within(folder), folder, references)
@@ -271,10 +292,17 @@ def leftovers(
 
 
 def remove_leftover(storage: Storage, leftover: Leftover) -> bool:
-    """Delete the files of a leftover; False, and nothing is deleted, if they are needed meanwhile."""
-    needed = _needed(storage.within(leftover.folder), leftover.folder, referred_in(storage))
+    """Delete the files of a leftover; False, and nothing is deleted, if they are needed meanwhile.
+
+    The manifest is flushed first: until it is durable, a crash of the machine may bring back the one that it
+    replaced, which names the leftover's files.
+    """
+    folder = storage.within(leftover.folder)
+    needed = _needed(folder, leftover.folder, referred_in(storage))
     if needed is None or not needed.isdisjoint(leftover.files):
         return False
+    if MANIFEST_NAME in needed:
+        folder.flush(MANIFEST_NAME)
     for file in leftover.files:
         storage.delete(f"{leftover.folder}/{file}")
     return True

@@ -19,6 +19,9 @@ from shardproof.storage import Storage
 
 __all__ = ["Settled", "read_settled", "settled_suspects", "unsettled_suspects", "write_settled"]
 
+_LONGEST = 1 << 20
+"""Bytes of `SETTLED_NAME` that are read; a longer one is cut, and so cannot be read."""
+
 _log = logging.getLogger("shardproof")
 
 
@@ -39,14 +42,14 @@ def read_settled(folder: Storage) -> Settled | None:
         StorageError: it cannot be had just now.
     """
     try:
-        data = folder.read(SETTLED_NAME)
+        data = folder.read(SETTLED_NAME, 0, min(folder.size(SETTLED_NAME) or 0, _LONGEST))
     except StorageError as error:
         if error.details.get("missing"):
             return None
         raise
     try:
         settled = msgspec.json.decode(data, type=Settled)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         _log.warning(
             "%s/%s cannot be read (%s), so the suspect counts as not settled: settle it again",
             folder.location,

@@ -19,6 +19,7 @@ __all__ = [
     "UNEXPECTED",
     "USAGE",
     "YES",
+    "BadPath",
     "show_failure",
     "show_usage",
     "tells_nothing",
@@ -27,6 +28,11 @@ __all__ = [
 YES, BAD, USAGE, UNEXPECTED = 0, 1, 2, 3
 INTERRUPTED, CUT_OFF = 130, 141
 """As a shell reports SIGINT, and SIGPIPE: nobody reads the output any more."""
+
+
+class BadPath(click.UsageError):
+    """A path on the command line that is not what the command needs. It is shown without the usage."""
+
 
 TRACEBACK = "SHARDPROOF_TRACEBACK"
 """Environment variable: show where an unexpected failure came from."""
@@ -53,7 +59,7 @@ def show_usage(error: click.UsageError, as_json: bool) -> None:
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         click.echo(error.format_message(), err=True)
         return
-    if error.ctx is not None:
+    if error.ctx is not None and not isinstance(error, BadPath):
         click.echo(error.ctx.get_usage(), err=True)
         click.echo(f"Try '{error.ctx.command_path} --help' for help.\n", err=True)
     click.echo(printable(f"error: {error.format_message()}"), err=True)

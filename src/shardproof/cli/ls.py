@@ -49,7 +49,8 @@ def command(run: str, as_json: bool) -> int:
             "-" if info.world_size is None else str(info.world_size),
             info.status + (", repaired" if info.repaired else ""),
             info.reason
-            or (f"{counted(info.unnamed, 'file')} of dead saves beside it" if info.unnamed else ""),
+            or (f"{counted(info.unnamed, 'file')} of dead saves beside it" if info.unnamed else "")
+            or ("a symbolic link" if info.linked else ""),
         )
         for info in infos
     ]

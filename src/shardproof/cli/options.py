@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import click
 
+from shardproof.cli.failures import BadPath
 from shardproof.cli.words import seconds_of
 
 __all__ = ["checkpoint_argument", "folder_argument", "json_option", "print_json", "span"]
@@ -39,16 +40,25 @@ def checkpoint_argument(name: str) -> Callable[[Function], Function]:
     return click.argument(name, callback=_checkpoint)
 
 
-def _folder(_context: click.Context, _parameter: click.Parameter, path: str) -> str:
+def _folder(_context: click.Context, parameter: click.Parameter, path: str) -> str:
     try:
         mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise click.BadParameter(f"{path!r} does not exist") from error
+        raise BadPath(f"{parameter.human_readable_name}: {_shown(path)} does not exist") from error
     except OSError:  # the storage tells of it
         return path
     if not stat.S_ISDIR(mode):
-        raise click.BadParameter(f"{path!r} is a file, and a folder is needed")
+        raise BadPath(f"{parameter.human_readable_name}: {_shown(path)} is a file, and a folder is needed")
     return path
+
+
+def _shown(path: str) -> str:
+    """A path as it was given and, if that is relative or has parts to resolve, what it stands for."""
+    from shardproof.storage.failures import printable
+    from shardproof.storage.paths import absolute
+
+    whole = absolute(path) if path else None
+    return f"{path!r}" + (f" ({printable(whole)})" if whole is not None and str(whole) != path else "")
 
 
 def _checkpoint(context: click.Context, parameter: click.Parameter, path: str) -> str:
@@ -60,7 +70,10 @@ def _checkpoint(context: click.Context, parameter: click.Parameter, path: str) -
     if steps and MANIFEST not in names and "shards" not in names:
         whole = [step for step in steps if os.path.exists(os.path.join(path, step, MANIFEST))]
         step = os.path.join(path, max(whole or steps, key=lambda name: int(name[5:])))
-        raise click.BadParameter(f"this is a run: give a step, e.g. {step} (`shardproof ls {path}`)")
+        raise BadPath(
+            f"{parameter.human_readable_name}: this is a run: give a step, e.g. {step} "
+            f"(`shardproof ls {path}`)"
+        )
     return path
 
 
@@ -68,5 +81,6 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON i
 
 
 def print_json(value: Any) -> None:
-    """A JSON document on standard output, indented."""
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    """A JSON document on standard output, indented. Bytes in paths that are not UTF-8 become escapes."""
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    click.echo(text.encode("utf-8", "backslashreplace").decode("utf-8"))

@@ -23,9 +23,9 @@ def command(ckpt: str, as_json: bool) -> int:
     from shardproof.errors import AlreadyCommittedError
     from shardproof.report.summary import tensor_bytes
     from shardproof.saving.repair import repair
-    from shardproof.storage import LocalStorage
+    from shardproof.storage import UncachedStorage
 
-    storage = LocalStorage(ckpt)
+    storage = UncachedStorage(ckpt)
     try:
         manifest = repair(storage)
     except AlreadyCommittedError as error:

@@ -25,9 +25,9 @@ def command(ckpt: str, as_json: bool) -> int:
     """
     from shardproof.cli.terminal import bytes_progress
     from shardproof.errors import NotCommittedError
-    from shardproof.storage import LocalStorage
+    from shardproof.storage import UncachedStorage
 
-    storage = LocalStorage(ckpt)
+    storage = UncachedStorage(ckpt)
     with bytes_progress("verify", shown=not as_json) as on_progress:
         from shardproof.loading.verify import verify
 

@@ -31,7 +31,10 @@ from shardproof.format.manifest import (
 )
 from shardproof.format.names import (
     MANIFEST_NAME,
+    STEP_FOLDER,
     box_name,
+    chain_attempt,
+    chain_length,
     chunk_name,
     index_name,
     parse_chunk_name,
@@ -44,6 +47,7 @@ from shardproof.format.references import (
     named_files,
     referred_beside,
     referred_in,
+    refers_to_none,
     unneeded,
     why_kept,
 )
@@ -68,6 +72,7 @@ __all__ = [
     "PAGE_BYTES",
     "REFERENCES_VERSION",
     "SEAL_LENGTH",
+    "STEP_FOLDER",
     "ChunkHasher",
     "FileRecord",
     "Manifest",
@@ -77,6 +82,8 @@ __all__ = [
     "block_counts",
     "box_name",
     "bytes_digest",
+    "chain_attempt",
+    "chain_length",
     "chunk_name",
     "decode_index",
     "decode_manifest",
@@ -103,6 +110,7 @@ __all__ = [
     "read_shard_header",
     "referred_beside",
     "referred_in",
+    "refers_to_none",
     "seal_of",
     "shard_header",
     "shard_name",

@@ -81,11 +81,11 @@ def decode_index(data: bytes, manifest: Manifest, file: str) -> ChunkTable:
             file=file,
         )
     columns = _columns(data, file)
-    table = ChunkTable(
-        digest=np.stack([columns.pop("digest_hi"), columns.pop("digest_lo")], axis=1),
-        **columns,
-    )
-    fault = _length_fault(table) or _range_fault(table, manifest) or _box_fault(table, manifest)
+    fault = _length_fault(columns)
+    if fault is None:
+        digest = np.stack([columns.pop("digest_hi"), columns.pop("digest_lo")], axis=1)
+        table = ChunkTable(digest=digest, **columns)
+        fault = _range_fault(table, manifest) or _box_fault(table, manifest)
     if fault is not None:
         raise FormatError(f"{file}: {fault}.", file=file)
     return table
@@ -107,12 +107,13 @@ def _columns(data: bytes, file: str) -> dict[str, NDArray[Any]]:
     return columns
 
 
-def _length_fault(table: ChunkTable) -> str | None:
-    count = len(table.tensor)
-    columns = (table.file, table.byte_start, table.byte_count, table.digest)
-    if any(len(column) != count for column in columns) or len(table.box_start) != count + 1:
+def _length_fault(columns: dict[str, NDArray[Any]]) -> str | None:
+    lengths = {name: len(column) for name, column in columns.items()}
+    offsets, sizes = lengths.pop("box_offsets"), lengths.pop("box_sizes")
+    lengths["box_start"] -= 1
+    if len(set(lengths.values())) > 1:
         return "its columns differ in length"
-    if len(table.box_offsets) != len(table.box_sizes):
+    if offsets != sizes:
         return "its boxes have more offsets than sizes, or fewer"
     return None
 

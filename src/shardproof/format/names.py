@@ -7,7 +7,10 @@ from collections.abc import Sequence
 
 __all__ = [
     "MANIFEST_NAME",
+    "STEP_FOLDER",
     "box_name",
+    "chain_attempt",
+    "chain_length",
     "chunk_name",
     "index_name",
     "parse_chunk_name",
@@ -17,9 +20,32 @@ __all__ = [
 
 MANIFEST_NAME = "manifest.json"
 
+STEP_FOLDER = re.compile(r"(step|suspect)-([0-9]{8,18})")
+"""Names of the folders of a run that hold a step or a suspect."""
+
 _ATTEMPT = r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}"
 _SHARD = re.compile(rf"shards/([0-9]{{5,10}})-({_ATTEMPT})\.safetensors")
+_CHAIN = re.compile(r".*\.([1-9][0-9]{0,17})")
 _CHUNK = re.compile(r"(.*)\[((?:[0-9]+:[0-9]+)(?:,[0-9]+:[0-9]+)*)?\]", re.DOTALL)
+
+
+def chain_attempt(name: str, length: int) -> str:
+    """The attempt of a save that may refer to an earlier step.
+
+    Args:
+        name: of the attempt, without a dot.
+        length: saves since the last that was written in full, this one included.
+
+    >>> chain_attempt("5f0c", 3), chain_length("5f0c.3"), chain_length("5f0c")
+    ('5f0c.3', 3, None)
+    """
+    return f"{name}.{length}"
+
+
+def chain_length(attempt: str) -> int | None:
+    """Saves since the last that was written in full; None where the attempt does not tell."""
+    found = _CHAIN.fullmatch(attempt)
+    return int(found[1]) if found is not None else None
 
 
 def index_name(attempt: str) -> str:

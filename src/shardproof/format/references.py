@@ -4,7 +4,8 @@ Note "Who refers is asked of the manifests": a reference stands in the manifest 
 nowhere else, so that there is nothing to keep in step with it. Before a file is removed, the manifests beside
 it are read. A manifest that cannot be read may refer to anything: then nothing that could be lent is removed.
 A folder of any name may have one, for steps can be renamed. Only what a file system calls ``lost+found`` has
-none: what is found again lies there under numbers, and most may not even look.
+none: what is found again lies there under numbers, and most may not even look. A link that leads nowhere
+counts only under the name of a step.
 """
 
 from __future__ import annotations
@@ -13,12 +14,21 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shardproof.errors import FormatError, NotCommittedError, StorageError
-from shardproof.format.manifest import USUAL_BEGINNING, FileRecord, Manifest, is_foreign
-from shardproof.format.names import MANIFEST_NAME
+from shardproof.format.manifest import MAX_MANIFEST, USUAL_BEGINNING, FileRecord, Manifest, is_foreign
+from shardproof.format.names import MANIFEST_NAME, STEP_FOLDER
 from shardproof.format.reading import read_manifest
 from shardproof.storage.interface import Storage
 
-__all__ = ["References", "named_files", "referred", "referred_beside", "referred_in", "unneeded", "why_kept"]
+__all__ = [
+    "References",
+    "named_files",
+    "referred",
+    "referred_beside",
+    "referred_in",
+    "refers_to_none",
+    "unneeded",
+    "why_kept",
+]
 
 
 _LOST_AND_FOUND = "lost+found"
@@ -82,7 +92,9 @@ def referred(places: Iterable[tuple[str, Storage]]) -> References:
                 found.add(name, read_manifest(storage))
         except NotCommittedError:
             continue
-        except (FormatError, StorageError):
+        except (FormatError, StorageError) as error:
+            if error.details.get("lost_link") and STEP_FOLDER.fullmatch(name) is None:
+                continue
             if not _is_foreign(storage):
                 found.unknown.append(name)
     return found
@@ -121,6 +133,8 @@ def unneeded(
 ) -> list[FileRecord]:
     """Of files that a removed manifest referred to, those that no manifest needs any more.
 
+    Files in linked folders are not among them (see `Storage.linked`).
+
     Args:
         borrowed: file records of the removed manifest.
         references: of the manifests that are left.
@@ -132,7 +146,8 @@ def unneeded(
     found = []
     for record in borrowed:
         if record.folder not in needed:
-            own = named_files(folder(record.folder))
+            place = folder(record.folder)
+            own = None if place.linked else named_files(place)
             needed[record.folder] = None if own is None else own | set(references.files(record.folder))
         of_folder = needed[record.folder]
         if of_folder is not None and record.name not in of_folder:
@@ -142,9 +157,19 @@ def unneeded(
 
 def _is_foreign(storage: Storage) -> bool:
     try:
-        return is_foreign(storage.read(MANIFEST_NAME))
+        size = storage.size(MANIFEST_NAME)
+        return size is not None and size <= MAX_MANIFEST and is_foreign(storage.read(MANIFEST_NAME))
     except StorageError:
         return False
+
+
+def refers_to_none(storage: Storage) -> bool:
+    """Whether there is a checkpoint in `storage` that refers to no other, by the first bytes of its manifest.
+
+    Raises:
+        StorageError: it is there and cannot be had just now.
+    """
+    return storage.size(MANIFEST_NAME) is not None and not _may_refer(storage)
 
 
 def _may_refer(storage: Storage) -> bool:

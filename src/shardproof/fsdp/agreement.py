@@ -37,7 +37,7 @@ class Agreement:
                 ]
             flags = torch.ones(len(bits), dtype=torch.int32, device=alike[0].buffer.device)
             if not all(bits):
-                flags.copy_(torch.tensor(bits))
+                flags.copy_(torch.tensor(bits, dtype=torch.bool, device="cpu"))
             for reduction, place in zip(alike, places, strict=True):
                 self._flags[reduction] = (flags, place)
             groups = [group for group in alike[0].buffer.ranks.groups if group.size() > 1]

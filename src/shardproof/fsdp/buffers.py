@@ -11,6 +11,7 @@ from shardproof.fsdp.lanes import Done, Lane
 from shardproof.fsdp.packing import Packing
 from shardproof.fsdp.parameters import UnitParameter
 from shardproof.fsdp.ranks import Ranks
+from shardproof.state import declare_storage_owner
 
 __all__ = ["FlatBuffer"]
 
@@ -44,7 +45,7 @@ class FlatBuffer:
         self.packing, self.ranks, self.parameters = packing, ranks, parameters
         self.master, self.compute, self.reduce, self.keep = master, compute, reduce, keep
         self.in_place = keep and master == compute
-        self.shard = self.whole = torch.empty(0)
+        self.shard = self.whole = torch.empty(0, dtype=torch.float32, device="cpu")
         self.gradients: torch.Tensor | None = None
         self.arrived: set[int] = set()
         self.allocate(device)
@@ -83,6 +84,7 @@ class FlatBuffer:
     def _bind_shards(self, requires_grad: list[bool]) -> None:
         for parameter, wanted in zip(self.parameters, requires_grad, strict=True):
             parameter.bind_shard(self.shard, wanted)
+            declare_storage_owner(parameter.sharded, self.whole if self.in_place else self.shard)
 
     def gather(self, lane: Lane) -> Done:
         """Starts to fill the whole from the shards of all ranks.

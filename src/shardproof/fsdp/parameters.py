@@ -44,7 +44,7 @@ class UnitParameter:
         self.start = packing.starts[member]
         self.shape = packing.shapes[member]
         self.stop = self.start + prod(self.shape)
-        self.local = torch.empty(0)
+        self.local = torch.empty(0, dtype=torch.float32, device="cpu")
         self.sharded: Any = None
         self.whole: Any = None
         self.on_gradient: Callable[[UnitParameter, torch.Tensor], None] = _lost

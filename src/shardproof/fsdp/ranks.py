@@ -106,7 +106,7 @@ class Spec:
 def _dtensor(
     local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]
 ) -> DTensor:
-    stride = torch.empty(shape, device="meta").stride()
+    stride = torch.empty(shape, dtype=torch.float32, device="meta").stride()
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from shardproof.loading.sharing import UNREADABLE
 from shardproof.loading.verify import VerifyReport, verify
 from shardproof.reentrance import refuse_inside
 from shardproof.rendezvous import Rendezvous, connect
-from shardproof.storage import LocalStorage
+from shardproof.storage import LocalStorage, StrOrBytesPath
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -36,7 +35,7 @@ __all__ = [
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: StrOrBytesPath,
     state: Any,
     *,
     strict: bool = True,
@@ -94,6 +93,6 @@ def load(
     """
     refuse_inside("load")
     options = Options(strict, include, exclude, cast, rename, read_once, group)
-    meetings = rendezvous or connect()
-    with meetings.operation(f"load {os.fspath(path)}"):
-        return load_from(LocalStorage(path), state, meetings, options)
+    storage, meetings = LocalStorage(path), rendezvous or connect()
+    with meetings.operation(f"load {storage.location}"):
+        return load_from(storage, state, meetings, options)

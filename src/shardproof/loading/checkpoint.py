@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from types import EllipsisType, TracebackType
 from typing import Any, SupportsIndex
@@ -19,7 +18,7 @@ from shardproof.loading.blocks import BlockDigests
 from shardproof.loading.place import Destination, read_planned
 from shardproof.planning import ChunkTable, Wanted, plan_reads
 from shardproof.state import Catalogue, decode_plain
-from shardproof.storage import LocalStorage, Storage
+from shardproof.storage import LocalStorage, Storage, StrOrBytesPath
 
 __all__ = ["Checkpoint", "StoredTensor", "open_checkpoint"]
 
@@ -28,7 +27,7 @@ Index = SupportsIndex | slice | EllipsisType
 _KEY, _KIND = operator.attrgetter("key"), operator.attrgetter("dtype", "shape")
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(path: StrOrBytesPath) -> Checkpoint:
     """Opens a committed checkpoint for reading, in one process.
 
     Args:
@@ -261,12 +260,12 @@ class StoredTensor:
 
     def _read(self, offsets: list[int], sizes: list[int]) -> torch.Tensor:
         if 0 in sizes:
-            return torch.empty(sizes, dtype=self.dtype)
+            return torch.empty(sizes, dtype=self.dtype, device="cpu")
         checkpoint = self._checkpoint
         manifest, table = checkpoint.manifest, checkpoint.table
         wanted = Wanted(np.array([self._row]), np.array(offsets, np.int64), np.array(sizes, np.int64))
         plan = plan_reads(manifest.tensors, table, wanted)
         checkpoint.check_sizes(table.file[plan.chunk].tolist())
-        result = torch.empty(sizes, dtype=self.dtype)
+        result = torch.empty(sizes, dtype=self.dtype, device="cpu")
         read_planned(checkpoint, plan, [Destination.of(self.key, manifest.tensors[self._row].dtype, result)])
         return result

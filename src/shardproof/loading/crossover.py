@@ -133,7 +133,7 @@ def sample(chunks: Chunks) -> Sampled:
 
 def memory_speed() -> float:
     """Bytes a second at which this rank copies memory, when the others of its node do too."""
-    source, target = (torch.ones(_COPIED_BYTES, dtype=torch.uint8) for _ in range(2))
+    source, target = (torch.ones(_COPIED_BYTES, dtype=torch.uint8, device="cpu") for _ in range(2))
     before = time.thread_time()
     target.copy_(source)
     return _COPIED_BYTES / max(time.thread_time() - before, 1e-9) * min(1.0, _processors())

@@ -54,7 +54,7 @@ class Exchange:
         self._group = group
         self._device = _device_of(group)
         self._said = torch.zeros(1, dtype=torch.int32, device=self._device)
-        self._outgoing = self._arriving = torch.empty(0, dtype=torch.uint8)
+        self._outgoing = self._arriving = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.reserve(_PROBE_BYTES, _PROBE_BYTES)
 
     def reserve(self, sent: int, received: int) -> None:
@@ -106,7 +106,7 @@ class Exchange:
         """Bytes a second that a rank sends while all do; the same call on every rank."""
         world_size = dist.get_world_size(self._group)
         sizes = [_PROBE_BYTES // world_size] * world_size
-        sent, received = (torch.zeros(sum(sizes), dtype=torch.uint8) for _ in range(2))
+        sent, received = (torch.zeros(sum(sizes), dtype=torch.uint8, device="cpu") for _ in range(2))
         self.start(sent, sizes, received, sizes).wait()  # connects, and touches the memory
         begun = time.perf_counter()
         self.start(sent, sizes, received, sizes).wait()

@@ -15,10 +15,11 @@ that the target is partly overwritten.
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -38,6 +39,7 @@ from shardproof.loading.node_memory import Handle, NodeMemory
 from shardproof.loading.once import PeerFailed
 from shardproof.loading.place import read_chunks
 from shardproof.loading.placing import Placing
+from shardproof.loading.selection import selects
 from shardproof.loading.shared import check_shared_memory
 from shardproof.loading.sharing import UNREADABLE, Sharing
 from shardproof.loading.threads import reading_threads
@@ -48,6 +50,8 @@ from shardproof.saving.fence import open_all
 from shardproof.storage import Storage
 
 __all__ = ["UNREADABLE", "LoadReport", "load_from"]
+
+_log = logging.getLogger("shardproof")
 
 
 class LoadReport(msgspec.Struct, frozen=True):
@@ -75,6 +79,9 @@ class LoadReport(msgspec.Struct, frozen=True):
     kept: tuple[str, ...] = ()
     """What stays as it is: per-rank values, since fewer ranks saved, and parts that the checkpoint lacks, or
     that declined what it has."""
+    dropped: tuple[str, ...] = ()
+    """Per-rank values of the checkpoint that no rank takes, as ``<key>.@rank-<rank that saved>``: fewer ranks
+    load than saved, or the target of a rank lacks them. The same on all ranks. A warning names them too."""
 
     @property
     def speed(self) -> float:
@@ -109,7 +116,7 @@ def load_from(
                 meetings.meet(
                     "match",
                     lambda: loader.match(state, check),
-                    lambda posts: offering.answer(storage.location, posts),
+                    lambda posts: offering.answer(storage.location, posts, loader.stored),
                 ),
                 type=offering.Answer,
             )
@@ -124,7 +131,15 @@ def load_from(
             raise _overwritten(error, storage.location, loader.untouched(agreed.missing)) from error.__cause__
     finally:
         loader.close()
-    return loader.report(begun, agreed.missing, agreed.unexpected)
+    if agreed.dropped and rendezvous.rank == 0:
+        _log.warning(
+            "%s: no rank takes %d values that ranks had saved as their own: %s. "
+            "sp.PerRank(fewer='gather') gives those of ranks that do not load to the ranks that do",
+            storage.location,
+            len(agreed.dropped),
+            ", ".join(agreed.dropped[:10]) + (", ..." if len(agreed.dropped) > 10 else ""),
+        )
+    return loader.report(begun, agreed)
 
 
 class _Loader:
@@ -252,11 +267,18 @@ class _Loader:
             step()
         return b""
 
+    def stored(self) -> Iterator[str]:
+        """Keys of the checkpoint that are selected, under the target's names."""
+        catalogue = self._matched.catalogue
+        return filter(
+            selects(self._options.include, self._options.exclude), (*catalogue.tensors, *catalogue.objects)
+        )
+
     def untouched(self, missing: tuple[str, ...]) -> list[str]:
         """Keys that nothing of this checkpoint goes into, on this rank."""
         return sorted({*missing, *self._matched.binding.kept})
 
-    def report(self, begun: float, missing: tuple[str, ...], unexpected: tuple[str, ...]) -> LoadReport:
+    def report(self, begun: float, agreed: offering.Answer) -> LoadReport:
         """What was done on this rank."""
         manifest = self._checkpoint.manifest
         return LoadReport(
@@ -269,9 +291,10 @@ class _Loader:
             self._needed,
             self._received,
             self._sharing is not None,
-            missing,
-            unexpected,
+            agreed.missing,
+            agreed.unexpected,
             tuple(self._matched.binding.kept),
+            agreed.dropped,
         )
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -21,12 +21,12 @@ from shardproof.loading.checkpoint import Checkpoint
 from shardproof.loading.place import Destination
 from shardproof.loading.selection import Cast, Patterns, casts, check_patterns, renamed, selects
 from shardproof.planning import ReadPlan, Wanted, plan_reads
-from shardproof.state import Binding, TensorEntry, bind, parts_of
+from shardproof.state import Binding, Catalogue, TensorEntry, bind, owner_of, parts_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["DEFAULTS", "Asked", "Matched", "Options", "ReadOnce", "agree", "from_rank", "match"]
+__all__ = ["DEFAULTS", "Agreed", "Asked", "Matched", "Options", "ReadOnce", "agree", "from_rank", "match"]
 
 ReadOnce: TypeAlias = bool | Literal["auto"]
 
@@ -64,7 +64,20 @@ class Asked(msgspec.Struct, frozen=True, array_like=True):
     """Unexpected keys too, but of parts that this rank's target has not."""
     declined: tuple[str, ...] = ()
     """Parts that do not take what is stored."""
+    own: tuple[str, ...] = ()
+    """Per-rank values that this rank's target has."""
+    gathered: tuple[str, ...] = ()
+    """Those of them of which it takes the values of ranks that do not load."""
     error: dict[str, Any] | None = None
+
+
+class Agreed(NamedTuple):
+    """What the ranks ask for together, compared with what the checkpoint holds."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    dropped: tuple[str, ...]
+    """See `LoadReport`; so are the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +86,8 @@ class Matched:
 
     asked: Asked
     binding: Binding
+    catalogue: Catalogue
+    """What the checkpoint holds, under the target's names."""
     destinations: list[Destination]
     plan: ReadPlan | None
     """None where something does not fit, so that nothing will be read."""
@@ -129,11 +144,13 @@ def match(checkpoint: Checkpoint, state: Any, options: Options, rank: int, world
         tuple(mismatched),
         tuple(sorted(spare)),
         tuple(sorted(binding.declined)),
+        tuple(binding.own),
+        tuple(binding.gathered),
         next((error.to_wire() for error in binding.refused), None),
     )
     if binding.refused or mismatched or (options.strict and binding.missing):
-        return Matched(asked, binding, [], None)
-    return Matched(asked, binding, *_planned(checkpoint, fitting, rows))
+        return Matched(asked, binding, catalogue, [], None)
+    return Matched(asked, binding, catalogue, *_planned(checkpoint, fitting, rows))
 
 
 def _difference(entry: TensorEntry, dtype: str, may_cast: Callable[[str], bool]) -> tuple[str, str] | None:
@@ -181,8 +198,19 @@ def _planned(
     return destinations, plan
 
 
-def agree(location: str, posts: Sequence[bytes]) -> bytes:
-    """Leader: all ranks see one checkpoint, and what they ask for together is what it holds."""
+def agree(location: str, posts: Sequence[bytes], stored: Callable[[], Iterable[str]]) -> Agreed:
+    """Coordinator: all ranks see one checkpoint, and what they ask for together is what it holds.
+
+    Args:
+        location: of the checkpoint.
+        posts: an `Asked` of each rank, as bytes.
+        stored: answers the selected keys of the checkpoint; called where the ranks have per-rank values.
+
+    Raises:
+        ShardproofError: that of the first rank that has one.
+        StructureError, StorageError: the ranks do not ask for the same, or see different checkpoints.
+        KeyMismatchError: the state and the checkpoint do not fit.
+    """
     said = [msgspec.msgpack.decode(post, type=Asked) for post in posts]
     for rank, asked in enumerate(said):
         if asked.error is not None:
@@ -217,7 +245,23 @@ def agree(location: str, posts: Sequence[bytes]) -> bytes:
     unexpected = sorted(unasked.intersection(key for asked in said for key in asked.unexpected))
     if mismatched or (strict and (missing or unexpected)):
         raise _mismatch(location, missing if strict else [], unexpected if strict else [], mismatched)
-    return msgspec.msgpack.encode((missing, sorted(unasked)))
+    return Agreed(tuple(missing), tuple(sorted(unasked)), tuple(_dropped(said, stored)))
+
+
+def _dropped(said: Sequence[Asked], stored: Callable[[], Iterable[str]]) -> list[str]:
+    """Per-rank values of the checkpoint that no rank takes, of keys that some rank's target has."""
+    own = [frozenset(asked.own) for asked in said]
+    places = frozenset[str]().union(*own)
+    if not places:
+        return []
+    gathered = {key for asked in said for key in asked.gathered}
+    owners = {owner for owner in map(owner_of, stored()) if owner is not None and owner[0] in places}
+    dropped = [
+        (place, rank)
+        for place, rank in sorted(owners)
+        if (place not in own[rank] if rank < len(said) else place not in gathered)
+    ]
+    return [f"{place}.@rank-{rank}" if place else f"@rank-{rank}" for place, rank in dropped]
 
 
 def from_rank(rank: int, world_size: int, wire: dict[str, Any]) -> ShardproofError:

@@ -151,5 +151,5 @@ class PeerMemory:
 
 def _mapped(descriptor: int, nbytes: int) -> torch.Tensor:
     if not nbytes:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(mmap.mmap(descriptor, _BEGIN + nbytes), dtype=torch.uint8)[_BEGIN:]

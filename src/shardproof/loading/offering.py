@@ -6,7 +6,7 @@ time that it is known what they want, and need no meeting for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -32,6 +32,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     """Keys of the target that the checkpoint does not have."""
     unexpected: tuple[str, ...]
     """Keys of the checkpoint that no rank asked for."""
+    dropped: tuple[str, ...]
+    """Per-rank values of the checkpoint that no rank takes."""
     handles: tuple[Handle, ...]
     """See `taken_up`."""
 
@@ -46,17 +48,20 @@ def post(asked: Asked, offer: Offer | None = None) -> bytes:
     return msgspec.msgpack.encode(_Post(msgspec.msgpack.encode(asked), offer))
 
 
-def answer(location: str, posts: Sequence[bytes]) -> bytes:
-    """Leader: an `Answer`, as bytes.
+def answer(location: str, posts: Sequence[bytes], stored: Callable[[], Iterable[str]]) -> bytes:
+    """Coordinator: an `Answer`, as bytes.
+
+    Args:
+        location: of the checkpoint.
+        posts: of the ranks.
+        stored: see `agree`.
 
     Raises:
         ShardproofError: the ranks do not agree (see `agree`).
     """
     said = [msgspec.msgpack.decode(one, type=_Post) for one in posts]
-    missing, unexpected = msgspec.msgpack.decode(
-        agree(location, [one.asked for one in said]), type=tuple[tuple[str, ...], tuple[str, ...]]
-    )
-    return msgspec.msgpack.encode(Answer(missing, unexpected, taken_up([one.offer for one in said])))
+    agreed = agree(location, [one.asked for one in said], stored)
+    return msgspec.msgpack.encode(Answer(*agreed, taken_up([one.offer for one in said])))
 
 
 def taken_up(offers: Sequence[Offer | None]) -> tuple[Handle, ...]:

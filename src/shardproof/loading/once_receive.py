@@ -40,7 +40,7 @@ class Receiver:
             self.sizes[number][rank] += nbytes
             done += count
         most = max((sum(sizes) for sizes in self.sizes), default=0)
-        self.buffer = torch.empty(most, dtype=torch.uint8)
+        self.buffer = torch.empty(most, dtype=torch.uint8, device="cpu")
 
     def place(self, number: int) -> int:
         """Places a round that has been received.

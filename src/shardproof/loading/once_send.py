@@ -86,7 +86,7 @@ class Sender:
         self._lock = threading.Lock()
         self._unit_bytes = max((self._chunks.span(unit) for unit in self._units), default=0)
         most = max((sum(sizes) for sizes in self.sizes), default=0)
-        self._buffers = [torch.empty(most, dtype=torch.uint8) for _ in range(2)]
+        self._buffers = [torch.empty(most, dtype=torch.uint8, device="cpu") for _ in range(2)]
 
     def buffer(self, number: int) -> torch.Tensor:
         """Where a round is packed. Two take turns: one is sent while the other is filled."""
@@ -118,7 +118,7 @@ class Sender:
         with self._lock:
             held = self._free.pop() if self._free else None
         if held is None:
-            held = torch.empty(self._unit_bytes, dtype=torch.uint8)
+            held = torch.empty(self._unit_bytes, dtype=torch.uint8, device="cpu")
         self._chunks.read(batch, memoryview(held.numpy().data)[:span])
         base = self._chunks.start[batch.start]
         for at in batch:

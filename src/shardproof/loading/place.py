@@ -161,6 +161,6 @@ class _Job:
         """This thread's scratch memory, grown when a chunk needs more: tensor, bytes and address."""
         held: tuple[torch.Tensor, memoryview, int] | None = getattr(self._local, "scratch", None)
         if held is None or len(held[1]) < count:
-            scratch = torch.empty(max(count, _BATCH_BYTES), dtype=torch.uint8)
+            scratch = torch.empty(max(count, _BATCH_BYTES), dtype=torch.uint8, device="cpu")
             held = self._local.scratch = (scratch, memoryview(scratch.numpy().data), scratch.data_ptr())
         return held

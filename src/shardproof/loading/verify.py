@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,7 +67,12 @@ class VerifyReport:
         }
 
 
-def verify(storage: Storage, on_progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+def verify(
+    storage: Storage,
+    on_progress: Callable[[int, int], None] | None = None,
+    *,
+    borrowed_only: bool = False,
+) -> VerifyReport:
     """Reads a whole checkpoint and compares every byte with what was saved.
 
     Manifest and index by their digests, the header of each shard file by the file's, each chunk by its own,
@@ -78,6 +83,7 @@ def verify(storage: Storage, on_progress: Callable[[int, int], None] | None = No
     Args:
         storage: of the checkpoint.
         on_progress: called with bytes done and bytes in all.
+        borrowed_only: whether only files of other steps are read, beside manifest and index.
 
     Raises:
         NotCommittedError: there is no manifest. All other faults are in the report.
@@ -93,9 +99,10 @@ def verify(storage: Storage, on_progress: Callable[[int, int], None] | None = No
         prove_chunks(manifest.tensors, table, np.arange(len(manifest.tensors)))
     except (FormatError, TilingError) as error:
         faults.append(error)
-    checker = _Checker(storage, manifest, table, faults, on_progress)
+    files = [row for row, record in enumerate(manifest.files) if record.folder or not borrowed_only]
+    checker = _Checker(storage, manifest, table, files, faults, on_progress)
     try:
-        for file in range(len(manifest.files)):
+        for file in files:
             checker.check_file(file)
     finally:
         storage.close()
@@ -103,12 +110,20 @@ def verify(storage: Storage, on_progress: Callable[[int, int], None] | None = No
     return VerifyReport(
         storage.location,
         manifest.step,
-        len(manifest.files),
-        len(table),
+        len(files),
+        checker.chunks,
         checker.done,
         time.monotonic() - begun,
         faults,
     )
+
+
+def _placed(error: FormatError | StorageError, record: FileRecord) -> ShardproofError:
+    """An error of a shard file, which names the folder, too, if the file is another step's."""
+    if not record.folder or error.details.get("file") != record.name:
+        return error
+    details = {**error.details, "file": record.place}
+    return type(error)(error.message.replace(record.name, record.place, 1), **details)
 
 
 class _Checker:
@@ -117,6 +132,7 @@ class _Checker:
         storage: Storage,
         manifest: Manifest,
         table: ChunkTable,
+        files: Sequence[int],
         faults: list[ShardproofError],
         on_progress: Callable[[int, int], None] | None,
     ) -> None:
@@ -126,7 +142,9 @@ class _Checker:
         self._table = table
         self._faults = faults
         self._on_progress = on_progress
-        self._total = int(table.byte_count.sum())
+        rows = np.isin(table.file, files)
+        self.chunks = int(rows.sum())
+        self._total = int(table.byte_count[rows].sum())
         self._buffer = memoryview(bytearray(min(_BATCH_BYTES, self._total)))
 
     def close(self) -> None:
@@ -157,7 +175,7 @@ class _Checker:
                     file=record.place,
                 )
         except (FormatError, StorageError) as error:
-            self._faults.append(error)
+            self._faults.append(_placed(error, record))
             if isinstance(error, StorageError):
                 return
         blocks = self._check_chunks(file, rows)

@@ -71,7 +71,7 @@ class Factory:
     def trial(self) -> torch.optim.Optimizer:
         """The optimizer over a throw-away matrix of one element, not stepped."""
         with _on_the_side():
-            return self([torch.zeros(1, 1)])
+            return self([torch.zeros(1, 1, dtype=torch.float32, device="cpu")])
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -170,10 +170,10 @@ def _stepped(
     at: int = 0,
 ) -> tuple[torch.Tensor, torch.optim.Optimizer]:
     """A tensor after two steps, flat and in fp32, and the optimizer."""
-    tensor = torch.tensor(weights, dtype=dtype).reshape(shape)
+    tensor = torch.tensor(weights, dtype=dtype, device="cpu").reshape(shape)
     optimizer = factory([{**options, "params": [tensor]}])
     for gradient in _GRADIENTS:
-        tensor.grad = torch.tensor(gradient[at : at + len(weights)], dtype=dtype).reshape(shape)
+        tensor.grad = torch.tensor(gradient[at : at + len(weights)], dtype=dtype, device="cpu").reshape(shape)
         optimizer.step()
     return tensor.flatten().float(), optimizer
 

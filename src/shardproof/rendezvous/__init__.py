@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardproof.rendezvous.connecting import connect
+from shardproof.rendezvous.connecting import check_group, connect
 from shardproof.rendezvous.local import LocalRendezvous
 from shardproof.rendezvous.meetings import Meetings
 from shardproof.rendezvous.operation import Operation
@@ -18,5 +18,6 @@ __all__ = [
     "Rendezvous",
     "Reservation",
     "StoreRendezvous",
+    "check_group",
     "connect",
 ]

@@ -6,27 +6,46 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
+from shardproof.rendezvous import store_requests as on
 from shardproof.rendezvous.keys import MeetingKeys
-from shardproof.rendezvous.link import Link, patiently
+from shardproof.rendezvous.link import Link, is_over, patiently
+from shardproof.rendezvous.membership import Membership
 from shardproof.rendezvous.pulse import Pulse
-from shardproof.rendezvous.records import Record, cut, part_keys
+from shardproof.rendezvous.records import Record, WrongBytes, checked_body, cut, part_keys, part_sizes
+from shardproof.rendezvous.watch import Watch
 
-__all__ = ["Channel", "View"]
+__all__ = ["Channel", "CoordinatorSilent", "View"]
 
 Answer = TypeVar("Answer")
 
-_LONG_WAIT = timedelta(
-    hours=1
-)  # the client writes warnings when a wait times out: ours end because a key is set
-_BATCH = 256
-_FEW = 3
-"""As many keys are looked at one by one, a trip to the server each: all together take three at least."""
-_NOTHING = "(nothing)"
-"""Neither a record nor a sign of life."""
+
+class CoordinatorSilent(Exception):
+    """This rank cannot join: the coordinator showed no sign of life for the deadline."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self.watch = watch
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """The wait for the announcement of a generation, or for the welcome in one."""
+
+    generation: str
+    key: str
+    waiting: Future[None]
+
+
+@dataclass(slots=True)
+class _GivenUp:
+    """A verdict of a rank that has not joined."""
+
+    number: int
+    verdict: bytes
+    is_told: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,49 +64,170 @@ class Channel:
     much as a trip to the server.
 
     Every call is bounded by `patience` seconds and raises `LinkLost`. Between requests the first connection
-    posts this rank's signs of life.
+    joins, once this rank has arrived, and posts its signs of life.
     """
 
-    def __init__(self, store: Any, name: str, rank: int, pulse: Pulse, patience: float) -> None:
+    def __init__(
+        self, store: Any, name: str, rank: int, world_size: int, pulse: Pulse, patience: float
+    ) -> None:
         self.patience = patience
         self.pulse = pulse
         self.rank = rank
-        self._name = name
-        self._root = ""
-        self._joining: Future[int] | None = None
-        self._beat = _Beat(pulse)
-        self._requests = Link(store.clone, "shardproof-store", (self._beat, lambda: pulse.period))
+        self._membership = Membership(name, rank, world_size)
+        self._idle = _Idle(self._membership, rank, pulse, self._tell_given_up)
+        self._requests = Link(store.clone, "shardproof-store", (self._idle, lambda: pulse.period))
         self._waits = Link(store.clone, "shardproof-wait")
         self._heard: dict[int, float] = {}
         self._litter: list[tuple[int, list[str]]] = []
-
-    def join(self, number: int) -> MeetingKeys:
-        """The keys of a meeting.
-
-        A rank that joins the same store again under the same name gets another root: a process group that is
-        destroyed and made again may find the keys of its former life in a store that lived on. It joins once:
-        a store that did not answer in time still counts the rank when it wakes, and is not asked again.
-        """
-        if not self._root:
-            joined = f"{self._name}/joined/{self.rank}"
-            if self._joining is None or (self._joining.done() and self._joining.exception() is not None):
-                self._joining = self._requests.submit(lambda store: int(store.add(joined, 1)))
-            self._root = f"{self._name}/{patiently(self._joining, self.patience)}"
-            self._beat.key = MeetingKeys(self._root, 0).beat(self.rank)
-        return MeetingKeys(self._root, number)
+        self._first: int | None = None
+        self._given_up: list[_GivenUp] = []
+        self._entry: _Entry | None = None
 
     @property
-    def root(self) -> str:
-        """With which the keys of its meetings begin; empty until this rank has joined."""
-        return self._root
+    def is_member(self) -> bool:
+        """Whether this rank has joined."""
+        return self._membership.is_member
+
+    def arrive(self) -> None:
+        """Begin to join and to show signs of life; other ranks need not be there."""
+        self._idle.arrived = True
+        if self.rank == 0:
+            self._announce()
+        else:
+            self._requests.call(self._membership.approach, self.patience)
+
+    def join(self, number: int) -> MeetingKeys:
+        """The keys of a meeting in the generation of this rank, which it joins first if it is in none.
+
+        Meetings are counted in each generation from the one for which this rank joined it.
+
+        Raises:
+            CoordinatorSilent: the coordinator did not welcome this rank.
+        """
+        self.begin(number)
+        if not self.is_member:
+            if self.rank == 0:
+                self._announce()
+            else:
+                self._until_welcome()
+                self.heard(0)
+        if self._entry is not None:
+            self._end_wait(self._entry)
+            self._entry = None
+        if self._membership.start:
+            self._first, self._given_up = number - self._membership.start, []
+            self._membership.start = 0
+        for one in self._given_up:
+            self.propose_later(self._keys(one.number), one.verdict)
+        self._given_up = []
+        return self._keys(number)
+
+    def begin(self, number: int) -> None:
+        """Begin to join with this meeting, unless that was done. Does not wait."""
+        if self._first is None:
+            self._first = number
+        self._idle.arrived = True
+
+    def give_up(self, number: int, verdict: bytes) -> None:
+        """Propose a verdict of this rank alone; does not wait. It is kept until the rank has joined."""
+        if self._first is None:
+            return  # this rank has left the generation of that meeting
+        if self.is_member:
+            self.propose_later(self._keys(number), verdict)
+        else:
+            self._given_up.append(_GivenUp(number, verdict))
+
+    def leave(self) -> None:
+        """Leave the generation. This rank joins again, under another name, when it meets."""
+
+        def request(store: Any) -> None:  # all of it where no interrupt comes
+            self._membership.leave(store)
+            self._first, self._given_up = None, []
+
+        self._requests.call(request, self.patience)
+
+    def needs_new_generation(self, keys: MeetingKeys) -> bool:
+        """Whether a rank waits for a new generation. Asked before a meeting is given up."""
+        if self.rank == 0:
+            return self._requests.call(
+                lambda store: self._membership.dismiss(store, keys.number), self.patience
+            )
+        return self._requests.call(self._membership.is_superseded, self.patience)
+
+    def _keys(self, number: int) -> MeetingKeys:
+        assert self._first is not None
+        return MeetingKeys(self._membership.root, number - self._first)
+
+    def _announce(self) -> None:
+        """Announce a generation once: a store that did not answer in time still does it when it wakes."""
+        self._requests.call(self._membership.announce, self.patience)
+
+    def _until_welcome(self) -> None:
+        """Wait for the coordinator, in the generation that is announced; this may change meanwhile."""
+        membership, step = self._membership, self.pulse.period / 4
+        watch = Watch([0], time.monotonic(), 2 * self.pulse.period)
+        if self._entry is None:
+            self._entry = self._wait_to_enter("", membership.keys.opened)
+        try:
+            while not (
+                is_over(self._entry.waiting, step)
+                and self._requests.call(membership.find_welcome, self.patience)
+            ):
+                if membership.is_member:  # found between two requests
+                    break
+                self.pulse.tick()
+                self._requests.call(membership.approach, self.patience)
+                if membership.generation != self._entry.generation:
+                    self._end_wait(self._entry)
+                    self._entry = self._wait_to_enter(membership.generation, membership.welcome_key)
+                    watch = Watch([0], time.monotonic(), 2 * self.pulse.period)
+                elif self._entry.waiting.done():
+                    time.sleep(step)  # another rank gave up before there was an announcement
+                sign = self._requests.call(self._look_for_coordinator, self.patience)
+                watch.step(time.monotonic())
+                if watch.observe(0, sign):
+                    self.heard(0)
+                if watch.silent(self.patience):
+                    raise CoordinatorSilent(watch)
+        except Exception:  # after an interrupt the same wait goes on: the coordinator may know this rank
+            self._end_wait(self._entry)
+            self._entry = None
+            self._requests.submit(membership.leave)  # the welcome that ends the wait is no coordinator's
+            raise
+
+    def _wait_to_enter(self, generation: str, key: str) -> _Entry:
+        return _Entry(generation, key, self._waits.submit(partial(_wait_for, key)))
+
+    def _end_wait(self, entry: _Entry) -> None:
+        """End the wait for a welcome and delete it."""
+        self.release(entry.waiting, entry.key)
+        if entry.key != self._membership.keys.opened:
+            self._waits.submit(partial(_delete, [entry.key]))
+
+    def _tell_given_up(self, store: Any) -> None:
+        """Propose the verdicts that are kept, once this rank has joined: it may not meet for long."""
+        if not self.is_member or self._membership.start:
+            return
+        for one in [one for one in self._given_up if not one.is_told]:
+            keys = self._keys(one.number)
+            store.compare_set(keys.verdict, "", one.verdict)
+            on.set_all(store, {keys.wake: b"1", keys.ready: b"1"})
+            one.is_told = True
+
+    def _look_for_coordinator(self, store: Any) -> bytes | None:
+        """The newest sign of life of the coordinator in the generation that this rank wants to join."""
+        if not self._membership.generation:
+            return None
+        return on.peek(store, MeetingKeys(self._membership.root, 0).beat(0))
 
     def post(self, keys: MeetingKeys, record: bytes, body: bytes, others: int) -> None:
         """Post to the leader, and wake it if all `others` that it waits for are there."""
         key = keys.post(self.rank)
-        self._litter.append((keys.number, [*self._write_parts(key, body), key]))
+        self._remember(keys, [*self._write_parts(key, body), key])
+        items = {key: record} | self._trace(keys)
 
         def request(store: Any) -> None:
-            store.set(key, record)
+            on.set_all(store, items)
             if store.add(keys.count, 1) == others:
                 store.set(keys.ready, b"1")
 
@@ -103,11 +243,12 @@ class Channel:
         posts = {rank: keys.post(rank) for rank in ranks}
 
         def request(store: Any) -> dict[int, bytes]:
-            _wait(store, keys.ready)
-            if len(posts) <= _FEW:
-                return _present(store, posts)
+            self._membership.welcome_all(store)
+            on.wait(store, keys.ready)
+            if len(posts) <= on.FEW:
+                return on.present(store, posts)
             # What all have posted is not asked for before it is read.
-            return _values(store, posts) if store.add(keys.count, 0) >= len(posts) else {}
+            return on.values(store, posts) if store.add(keys.count, 0) >= len(posts) else {}
 
         return self._waits.submit(request)
 
@@ -115,14 +256,14 @@ class Channel:
         """The verdict, once there is one; or None, when some rank calls `release` before."""
 
         def request(store: Any) -> bytes | None:
-            _wait(store, keys.wake)
-            return _peek(store, keys.verdict)
+            on.wait(store, keys.wake)
+            return on.peek(store, keys.verdict)
 
         return self._waits.submit(request)
 
     def until_read(self, keys: MeetingKeys) -> Future[None]:
         """Done when all ranks have read the verdict that asked for it."""
-        return self._waits.submit(lambda store: _wait(store, keys.all_read))
+        return self._waits.submit(lambda store: on.wait(store, keys.all_read))
 
     def acknowledge(self, keys: MeetingKeys, readers: int) -> None:
         """Say that this rank has read its answer; does not wait. The last thing said about a meeting."""
@@ -135,8 +276,12 @@ class Channel:
 
     def release(self, waiting: Future[Any], key: str) -> None:
         """End a wait that nobody needs any more, and with it that of all ranks that wait for this key."""
-        if not waiting.done():
-            self._requests.submit(lambda store: store.set(key, b"1"))
+        if waiting.done():
+            return
+        keys = [key]
+        if self.rank == 0 and not self._membership.is_complete:
+            keys.append(self._membership.keys.all_joined(self._membership.generation))
+        self._requests.submit(lambda store: on.set_all(store, dict.fromkeys(keys, b"1")))
 
     def look(
         self, keys: MeetingKeys, posts_of: Iterable[int], signs_of: Iterable[int], known: int | None = None
@@ -149,44 +294,56 @@ class Channel:
         posts, signs = list(posts_of), list(signs_of)
 
         def request(store: Any) -> View:
+            if self.rank == 0 and signs:
+                self._membership.welcome(store)
             news = posts and (known is None or store.add(keys.count, 0) > known)
             return View(
-                _present(store, {rank: keys.post(rank) for rank in posts}) if news else {},
-                _present(store, {rank: keys.beat(rank) for rank in signs}),
-                _peek(store, keys.verdict),
+                on.present(store, {rank: keys.post(rank) for rank in posts}) if news else {},
+                on.present(store, {rank: keys.beat(rank) for rank in signs}),
+                on.peek(store, keys.verdict),
             )
 
         return self._requests.call(request, self.patience)
 
     def read(self, key: str) -> bytes:
-        """A value that is known to be there."""
-        return bytes(self._requests.call(lambda store: store.get(key), self.patience))
+        """A value that is known to be there.
+
+        Raises:
+            WrongBytes: it is not.
+        """
+        value = self._requests.call(lambda store: on.peek(store, key), self.patience)
+        if value is None:
+            raise WrongBytes(key, "a value that was written before", None)
+        return value
 
     def body(self, key: str, record: Record) -> bytes:
-        """The bytes of the record at `key`, put together from its parts."""
+        """The bytes of the record at `key`, put together from its parts.
+
+        Raises:
+            WrongBytes: they are not what the record tells.
+        """
         if not record.parts:
             return record.body
         parts = []
-        for part in part_keys(key, record.parts):
-            parts.append(self.read(part))
+        for part_key, size in zip(part_keys(key, record.parts), part_sizes(record), strict=True):
+            part = self.read(part_key)
+            if len(part) != size:
+                raise WrongBytes(part_key, f"{size} bytes", part)
+            parts.append(part)
             self.pulse.tick()
-        body = b"".join(parts)
-        assert len(body) == record.size, f"{key}: {len(body)} bytes where {record.size} were written"
-        return body
+        return checked_body(key, record, b"".join(parts))
 
     def write_answers(self, keys: MeetingKeys, answers: Iterable[tuple[int, bytes, bytes]]) -> None:
         """Write what ranks are answered, ahead of the verdict: rank, record and body of each."""
         batch: dict[str, bytes] = {}
         for rank, record, body in answers:
             key = keys.answer(rank)
-            self._litter.append((keys.number, [*self._write_parts(key, body), key]))
+            self._remember(keys, [*self._write_parts(key, body), key])
             batch[key] = record
-            if len(batch) == _BATCH:
-                self._requests.call(partial(_set_all, batch), self.patience)
-                self.pulse.tick()
+            if len(batch) == on.BATCH:
+                self._set(batch)
                 batch = {}
-        self._requests.call(partial(_set_all, batch), self.patience)
-        self.pulse.tick()
+        self._set(batch)
 
     def propose(self, keys: MeetingKeys, record: bytes, body: bytes = b"") -> bytes:
         """End the meeting with this verdict, unless it has one; returns the verdict that stands."""
@@ -195,11 +352,12 @@ class Channel:
 
     def propose_later(self, keys: MeetingKeys, record: bytes, parts: Sequence[str] = ()) -> Future[bytes]:
         """The same without waiting for it, so that a store that hangs can take the verdict when it wakes."""
-        self._litter.append((keys.number, [*parts, *keys.shared]))
+        self._remember(keys, [*parts, *keys.shared])
+        items = {keys.wake: b"1"} | self._trace(keys)
 
         def request(store: Any) -> bytes:
             standing = store.compare_set(keys.verdict, "", record)
-            store.set(keys.wake, b"1")
+            on.set_all(store, items)
             return bytes(standing)
 
         return self._requests.submit(request)
@@ -210,15 +368,17 @@ class Channel:
 
     def gave_up(self, numbers: Iterable[int]) -> None:
         """Note the verdicts that this rank wrote to meetings which it gave up, for `sweep`."""
-        self._litter += [(number, MeetingKeys(self._root, number).shared) for number in numbers]
+        self._litter += [(number, self._keys(number).shared) for number in numbers]
 
     def sweep(self, number: int) -> None:
         """Delete what this rank wrote before meeting `number`, in which all have posted. Does not wait."""
         old = [key for before, keys in self._litter if before < number for key in keys]
         self._litter = [(before, keys) for before, keys in self._litter if before >= number]
-        for start in range(0, len(old), _BATCH):
-            batch = old[start : start + _BATCH]
+        for start in range(0, len(old), on.BATCH):
+            batch = old[start : start + on.BATCH]
             self._requests.submit(partial(_delete, batch))
+        if self._membership.has_old_keys:
+            self._requests.submit(self._membership.clean)
 
     def heard(self, rank: int) -> None:
         """A rank showed a sign of life just now."""
@@ -230,88 +390,62 @@ class Channel:
 
     def close(self) -> None:
         """End both connections."""
+        self._membership.close()
         self._requests.close()
         self._waits.close()
 
     def _write_parts(self, key: str, body: bytes) -> list[str]:
         written = []
         for part_key, part in cut(key, body):
-            self._requests.call(partial(_set, part_key, part), self.patience)
-            self.pulse.tick()
+            self._set({part_key: part})
             written.append(part_key)
         return written
 
+    def _set(self, items: Mapping[str, bytes]) -> None:
+        self._requests.call(lambda store: on.set_all(store, items), self.patience)
+        self.pulse.tick()
 
-class _Beat:
-    """Posts this rank's signs of life, when there is news and it is known where."""
+    def _remember(self, keys: MeetingKeys, written: list[str]) -> None:
+        """Note keys of a meeting, for `sweep`."""
+        assert self._first is not None
+        self._litter.append((keys.number + self._first, written))
 
-    def __init__(self, pulse: Pulse) -> None:
+    def _trace(self, keys: MeetingKeys) -> dict[str, bytes]:
+        """What is written beside a post or verdict, for the rank that takes the place of this one."""
+        assert self._first is not None
+        oldest = min((number for number, _ in self._litter), default=0) - self._first
+        return self._membership.trace(min(max(oldest, 0), keys.number), keys.number)
+
+
+class _Idle:
+    """What the first connection does between requests, once the rank has arrived: join, and show life."""
+
+    def __init__(
+        self, membership: Membership, rank: int, pulse: Pulse, tell_given_up: Callable[[Any], None]
+    ) -> None:
+        self.arrived = False
+        self._membership = membership
+        self._rank = rank
         self._pulse = pulse
-        self.key = ""
+        self._tell_given_up = tell_given_up
 
     def __call__(self, store: Any) -> None:
-        if self.key and (news := self._pulse.news()) is not None:
-            store.set(self.key, news)
+        if not self.arrived:
+            return
+        membership = self._membership
+        if self._rank == 0 and membership.is_member and not membership.is_complete:
+            membership.welcome(store)
+        elif self._rank != 0 and not membership.is_member:
+            membership.approach(store)
+            membership.find_welcome(store)
+        self._tell_given_up(store)
+        if membership.is_member and (news := self._pulse.news()) is not None:
+            store.set(MeetingKeys(membership.root, 0).beat(self._rank), news)
 
 
-def _set(key: str, value: bytes, store: Any) -> None:
-    store.set(key, value)
-
-
-def _set_all(values: Mapping[str, bytes], store: Any) -> None:
-    for key, value in values.items():
-        store.set(key, value)
+def _wait_for(key: str, store: Any) -> None:
+    on.wait(store, key)
 
 
 def _delete(keys: Sequence[str], store: Any) -> None:
-    for key in keys:
-        store.delete_key(key)
-
-
-def _wait(store: Any, key: str) -> None:
-    while True:
-        began = time.monotonic()
-        try:
-            store.wait([key], _LONG_WAIT)
-            return
-        except RuntimeError:
-            # A timeout and a lost connection look alike in older stores; only the first takes its time.
-            if time.monotonic() - began < 0.9 * _LONG_WAIT.total_seconds():
-                raise
-
-
-def _present(store: Any, keys: Mapping[int, str]) -> dict[int, bytes]:
-    """The values of those keys that exist, found by halving: few requests if few are missing."""
-    if len(keys) <= _FEW:
-        peeked = {rank: _peek(store, key) for rank, key in keys.items()}
-        return {rank: value for rank, value in peeked.items() if value is not None}
-    found: list[int] = []
-    groups = [list(keys)] if keys else []
-    while groups:
-        group = groups.pop()
-        if store.check([keys[rank] for rank in group]):
-            found += group
-        elif len(group) > 1:
-            groups += [group[: len(group) // 2], group[len(group) // 2 :]]
-    return _values(store, {rank: keys[rank] for rank in found})
-
-
-def _values(store: Any, keys: Mapping[int, str]) -> dict[int, bytes]:
-    """The values of keys that exist."""
-    ranks = list(keys)
-    values: dict[int, bytes] = {}
-    for start in range(0, len(ranks), _BATCH):
-        batch = ranks[start : start + _BATCH]
-        values.update(zip(batch, map(bytes, store.multi_get([keys[rank] for rank in batch])), strict=True))
-    return values
-
-
-def _peek(store: Any, key: str) -> bytes | None:
-    """The value of a key if it exists. One trip to the server, where to check for it and to get it are three.
-
-    To compare with a value that no key has changes none, and every store answers what is there instead, or
-    for a key that does not exist the very value that was asked for. It may end a wait for the key though (of
-    the server of `TCPStore` on libuv), so nobody may wait for a key that is looked at like this.
-    """
-    found = bytes(store.compare_set(key, _NOTHING, _NOTHING))
-    return None if found == _NOTHING.encode() else found
+    on.delete(store, keys)

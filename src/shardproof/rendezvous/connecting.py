@@ -9,13 +9,14 @@ from datetime import timedelta
 from typing import Any
 
 from shardproof import forks
+from shardproof.errors import StructureError
 from shardproof.reentrance import guarded, refuse_inside
 from shardproof.rendezvous.local import LocalRendezvous
 from shardproof.rendezvous.protocol import Rendezvous
 from shardproof.rendezvous.store import StoreRendezvous
 from shardproof.rendezvous.verdicts import store_lost
 
-__all__ = ["connect"]
+__all__ = ["check_group", "connect"]
 
 _DEADLINE = 300.0
 
@@ -43,6 +44,8 @@ def connect(*, deadline: float | None = None) -> Rendezvous:
     group = _process_group()
     if group is not None:
         store, rank, world_size = group
+        if world_size == 1:
+            return LocalRendezvous(deadline=deadline or _DEADLINE)
         # A clone is a client only: the group's own server ends when the group is destroyed, as it would
         # without us, unless a save under way holds it.
         return _shared.get(
@@ -57,10 +60,27 @@ def connect(*, deadline: float | None = None) -> Rendezvous:
     return LocalRendezvous(deadline=deadline or _DEADLINE)
 
 
+def check_group(rendezvous: Rendezvous) -> None:
+    """Refuse a rendezvous that `connect` found for another process group than the current one.
+
+    Raises:
+        StructureError: the process group that is initialised has another rank or world size.
+    """
+    group = _process_group()
+    if group is None or group[1:] == (rendezvous.rank, rendezvous.world_size):
+        return
+    _, rank, world_size = group
+    raise StructureError(
+        f"this process is rank {rank} of {world_size} in the process group, but rank {rendezvous.rank} of "
+        f"{rendezvous.world_size} where the ranks meet: the process group was made, or made again, after the "
+        "ranks had been looked for. Make a new Checkpointer after init_process_group, or give it a rendezvous"
+    )
+
+
 def _process_group() -> tuple[Any, int, int] | None:
     import torch.distributed as dist
 
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    if not dist.is_available() or not dist.is_initialized():
         return None
     from torch.distributed.distributed_c10d import _get_default_store
 

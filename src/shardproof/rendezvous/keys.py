@@ -1,10 +1,10 @@
-"""The names of a meeting's keys in the store."""
+"""The names of a rendezvous's keys in the store."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["MeetingKeys", "beat_key"]
+__all__ = ["JoinKeys", "MeetingKeys", "beat_key"]
 
 
 def beat_key(root: str, rank: int) -> str:
@@ -13,11 +13,56 @@ def beat_key(root: str, rank: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class JoinKeys:
+    """Keys with which ranks join a generation of meetings. See the note in `membership`.
+
+    >>> JoinKeys("shardproof/4").hello("0123456789abcdef", 3)
+    'shardproof/4/0123456789abcdef/hello/3'
+    """
+
+    base: str
+
+    @property
+    def announced(self) -> str:
+        """The newest generation. The coordinator writes it."""
+        return f"{self.base}/announced"
+
+    @property
+    def opened(self) -> str:
+        """Set after the first announcement. Ranks wait for this key, because they look at the other."""
+        return f"{self.base}/opened"
+
+    def root(self, generation: str) -> str:
+        """What the keys of a generation begin with."""
+        return f"{self.base}/{generation}"
+
+    def hello(self, generation: str, rank: int) -> str:
+        """The random name of the rank that asks to join."""
+        return f"{self.base}/{generation}/hello/{rank}"
+
+    def welcome(self, generation: str, incarnation: str) -> str:
+        """Set by the coordinator once it has read the hello of this incarnation."""
+        return f"{self.base}/{generation}/welcome/{incarnation}"
+
+    def joined(self, generation: str) -> str:
+        """How many hellos were said. A hint to look at them: an incarnation may count for a dead one."""
+        return f"{self.base}/{generation}/joined"
+
+    def all_joined(self, generation: str) -> str:
+        """Set when as many hellos were said as there are other ranks: the coordinator wakes."""
+        return f"{self.base}/{generation}/all joined"
+
+    def trace(self, rank: int) -> str:
+        """Where a rank has keys in the store, for the rank that takes its place."""
+        return f"{self.base}/trace/{rank}"
+
+
+@dataclass(frozen=True, slots=True)
 class MeetingKeys:
     """Keys of one meeting. A record's parts stand below the record's key, see `records.cut`.
 
-    >>> MeetingKeys("shardproof/4/1", 7).post(3)
-    'shardproof/4/1/7/post/3'
+    >>> MeetingKeys("shardproof/4/0123456789abcdef", 7).post(3)
+    'shardproof/4/0123456789abcdef/7/post/3'
     """
 
     root: str

@@ -7,9 +7,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
 from typing import Any, TypeAlias, TypeVar
 
-__all__ = ["Link", "LinkLost", "patiently"]
+from shardproof.rendezvous.records import WrongBytes
+
+__all__ = ["Link", "LinkLost", "is_over", "patiently"]
 
 Answer = TypeVar("Answer")
 Idle: TypeAlias = "tuple[Callable[[Any], None], Callable[[], float]]"
@@ -64,15 +67,37 @@ _Request: TypeAlias = "tuple[Callable[[Any], Any], Future[Any]]"
 
 
 def patiently(future: Future[Answer], patience: float, steps: int = 8) -> Answer:
-    """The future's result, waited for in steps: a waiter that is stopped loses one step of its patience."""
+    """The future's result, waited for in steps: a waiter that is stopped loses one step of its patience.
+
+    Raises:
+        LinkLost: the request failed, or had no result after `patience` seconds.
+        WrongBytes: what it read is not what this package writes.
+    """
     for _ in range(steps):
         try:
             return future.result(patience / steps)
         except Exception as error:
             if future.done() and future.exception() is error:
+                if isinstance(error, WrongBytes):
+                    raise
                 text = str(error).strip().split("\n", 1)[0]
                 raise LinkLost(f"{type(error).__name__}: {text}") from error
     raise LinkLost(f"no answer for {patience:.1f} s")
+
+
+def is_over(waiting: Future[Any], seconds: float) -> bool:
+    """Whether the wait ends within so many seconds.
+
+    Raises:
+        LinkLost, WrongBytes: it failed.
+    """
+    try:
+        waiting.result(seconds)
+    except NotYet:
+        return False
+    except Exception:
+        patiently(waiting, seconds)  # tells why
+    return True
 
 
 def _serve(

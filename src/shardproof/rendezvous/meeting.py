@@ -5,21 +5,18 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass
-from typing import Any
 
 from shardproof import events
 from shardproof.errors import RankFailure, RankSilent, ShardproofError
 from shardproof.reentrance import guarded
 from shardproof.rendezvous import verdicts
-from shardproof.rendezvous.channel import Channel
+from shardproof.rendezvous.channel import Channel, CoordinatorSilent
 from shardproof.rendezvous.keys import MeetingKeys
-from shardproof.rendezvous.link import LinkLost, patiently
+from shardproof.rendezvous.link import LinkLost, is_over
 from shardproof.rendezvous.protocol import Decide
 from shardproof.rendezvous.pulse import amounts, describe
-from shardproof.rendezvous.records import Record, pack, unpack
+from shardproof.rendezvous.records import Record, WrongBytes, pack, unpack, unpack_error
 from shardproof.rendezvous.watch import Watch
 
 __all__ = ["ERROR", "GIVEN_UP", "Meeting", "PassedOver", "attend", "wire"]
@@ -48,12 +45,13 @@ class Meeting:
     """Whether the leader waits until its verdict has been read: the store may end with its process."""
 
     whole: tuple[str, int]
-    """The operation that it belongs to, and the number of its first meeting: the same on all ranks."""
+    """The operation that it belongs to, and how many meetings that took before: equal on all ranks."""
 
-    def record(self, kind: str, body: bytes, readers: int = 0) -> bytes:
+    def record(self, kind: str, body: bytes, readers: int = 0, *, renew: bool = False) -> bytes:
         """A record of this meeting."""
         whole = self.whole if kind == GIVEN_UP else ("", 0)
-        return pack(self.operation, self.phase, kind, body, readers if self.stays else 0, whole)
+        readers = readers if self.stays else 0
+        return pack(self.operation, self.phase, kind, body, readers, renew=renew, whole=whole)
 
 
 @guarded("a meeting")
@@ -61,7 +59,6 @@ def attend(channel: Channel, meeting: Meeting, post: bytes | BaseException, deci
     """Take part in a meeting, leading it as rank 0; returns the answer or raises the common error."""
     channel.pulse.enter(meeting.phase)
     cause = post if isinstance(post, BaseException) else None
-    keys = None
     try:
         keys = channel.join(meeting.number)
         if channel.rank == 0:
@@ -69,10 +66,17 @@ def attend(channel: Channel, meeting: Meeting, post: bytes | BaseException, deci
         return _follow(channel, meeting, keys, post)
     except LinkLost as lost:
         error = verdicts.store_lost(meeting.operation, meeting.phase, str(lost), channel.last_heard(0))
-        if keys is not None:
-            # A store that only slept finds this verdict when it wakes.
-            channel.propose_later(keys, meeting.record(GIVEN_UP, wire(error)))
+        # A store that only slept finds this verdict when it wakes.
+        channel.give_up(meeting.number, meeting.record(GIVEN_UP, wire(error)))
         raise error from (cause or lost)
+    except CoordinatorSilent as silent:
+        error = _silence(channel, meeting, silent.watch, [0])
+        channel.give_up(meeting.number, meeting.record(GIVEN_UP, wire(error)))
+        raise error from cause
+    except WrongBytes as wrong:
+        failure = verdicts.wrong_bytes(meeting.operation, meeting.phase, str(wrong))
+        channel.give_up(meeting.number, meeting.record(GIVEN_UP, wire(failure)))
+        raise failure from (cause or wrong)
     except ShardproofError as error:
         if cause is not None:
             raise error from cause
@@ -89,7 +93,7 @@ def _follow(channel: Channel, meeting: Meeting, keys: MeetingKeys, post: bytes |
     try:
         verdict = None
         while verdict is None:
-            if _is_over(waiting, channel.pulse.period):
+            if is_over(waiting, channel.pulse.period):
                 verdict = waiting.result()
                 if verdict is not None:
                     break
@@ -100,7 +104,8 @@ def _follow(channel: Channel, meeting: Meeting, keys: MeetingKeys, post: bytes |
             _observe(channel, watch, {0: view.signs.get(0)})
             if verdict is None and watch.silent(meeting.deadline):
                 error = _silence(channel, meeting, watch, [0])
-                verdict = channel.propose(keys, meeting.record(GIVEN_UP, wire(error)))
+                renew = channel.needs_new_generation(keys)
+                verdict = channel.propose(keys, meeting.record(GIVEN_UP, wire(error), renew=renew))
     finally:
         channel.release(waiting, keys.wake)
     return _answer(channel, meeting, keys, verdict)
@@ -115,7 +120,7 @@ def _lead(
     else:
         outcome = _conclude(channel, meeting, found, decide)
         ours, verdict = _publish(channel, meeting, keys, outcome)
-    if unpack(verdict).readers > 0:
+    if unpack(keys.verdict, verdict).readers > 0:
         _stay(channel, meeting, keys)
     if verdict == ours and outcome.error is None:
         channel.sweep(meeting.number)
@@ -143,7 +148,7 @@ def _collect(
     failed_at = time.monotonic() if kind == ERROR else None
     try:
         while watch.ranks:
-            takes = not is_read and _is_over(waiting, channel.pulse.period)
+            takes = not is_read and is_over(waiting, channel.pulse.period)
             if is_read:
                 time.sleep(channel.pulse.period)  # all were counted, and a post was not there
             channel.pulse.tick()
@@ -155,7 +160,7 @@ def _collect(
             if takes:
                 found, is_read = waiting.result(), True
             for rank, value in found.items():
-                posts[rank] = unpack(value)
+                posts[rank] = _read_post(meeting, keys.post(rank), value)
                 watch.arrived(rank)
                 channel.heard(rank)
                 if posts[rank].kind == ERROR and failed_at is None:
@@ -177,16 +182,43 @@ def _collect(
                     error = _failure(channel, meeting, keys, posts, silent)
                 else:
                     error = _silence(channel, meeting, watch, silent)
-                verdict = meeting.record(GIVEN_UP, wire(error), readers=len(posts) - 1)
+                verdict = meeting.record(
+                    GIVEN_UP,
+                    wire(error),
+                    readers=len(posts) - 1,
+                    renew=channel.needs_new_generation(keys),
+                )
                 return channel.propose(keys, verdict, wire(error))
     finally:
         channel.release(waiting, keys.ready)
     for rank, record in posts.items():
         if record.parts:
-            posts[rank] = Record(
-                record.operation, record.phase, record.kind, channel.body(keys.post(rank), record)
-            )
+            posts[rank] = _read_parts(channel, meeting, keys.post(rank), record)
     return posts
+
+
+def _read_post(meeting: Meeting, key: str, value: bytes) -> Record:
+    """What a rank posted. Wrong bytes count as the failure of that rank, so that all ranks are told."""
+    try:
+        record = unpack(key, value)
+        if record.kind not in (BYTES, ERROR):
+            raise WrongBytes(key, f"a post, not a record of kind {record.kind!r}", value)
+        return record
+    except WrongBytes as wrong:
+        return _as_failed(meeting, wrong)
+
+
+def _read_parts(channel: Channel, meeting: Meeting, key: str, record: Record) -> Record:
+    """The same post with its bytes in one piece."""
+    try:
+        return Record(record.operation, record.phase, record.kind, channel.body(key, record))
+    except WrongBytes as wrong:
+        return _as_failed(meeting, wrong)
+
+
+def _as_failed(meeting: Meeting, wrong: WrongBytes) -> Record:
+    text = verdicts.cause_text(wrong)
+    return Record(meeting.operation, meeting.phase, ERROR, text.encode("utf-8", "replace"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +232,7 @@ class _Outcome:
 
 
 def _conclude(channel: Channel, meeting: Meeting, posts: Mapping[int, Record], decide: Decide) -> _Outcome:
-    causes = {rank: post.body.decode() for rank, post in posts.items() if post.kind == ERROR}
+    causes = {rank: post.body.decode(errors="replace") for rank, post in posts.items() if post.kind == ERROR}
     if causes:
         phase = posts[min(causes)].phase
         return _Outcome(verdicts.failure(meeting.operation, phase, meeting.world_size, causes))
@@ -247,40 +279,33 @@ def _publish(channel: Channel, meeting: Meeting, keys: MeetingKeys, outcome: _Ou
 def _stay(channel: Channel, meeting: Meeting, keys: MeetingKeys) -> None:
     """Wait until all who live have read the verdict; not for ever, for it stands whoever reads it."""
     waiting = channel.until_read(keys)
-    _is_over(waiting, min(meeting.deadline, _LONGEST_STAY))
+    is_over(waiting, min(meeting.deadline, _LONGEST_STAY))
     channel.release(waiting, keys.all_read)
 
 
 def _answer(channel: Channel, meeting: Meeting, keys: MeetingKeys, verdict: bytes) -> bytes:
     """This rank's part of a verdict."""
     channel.heard(0)
-    key, record = keys.verdict, unpack(verdict)
+    key, record = keys.verdict, unpack(keys.verdict, verdict)
     readers = record.readers
     if record.kind == GIVEN_UP:
+        if record.renew:
+            channel.leave()
         if record.whole != meeting.whole:
             raise PassedOver
     else:
         channel.sweep(meeting.number)
     if record.kind == EACH:
         key = keys.answer(channel.rank)
-        record = unpack(channel.read(key))
+        record = unpack(key, channel.read(key))
+    if record.kind not in (ALL, ERROR, GIVEN_UP):
+        raise WrongBytes(key, f"an answer, not a record of kind {record.kind!r}", verdict)
     body = channel.body(key, record)
     if readers > 0 and channel.rank != 0:
         channel.acknowledge(keys, readers)
     if record.kind in (ERROR, GIVEN_UP):
-        raise ShardproofError.from_wire(json.loads(body))
+        raise unpack_error(key, body)
     return body
-
-
-def _is_over(waiting: Future[Any], seconds: float) -> bool:
-    """Whether the wait ends within so many seconds."""
-    try:
-        waiting.result(seconds)
-    except NotYet:
-        return False
-    except Exception:
-        patiently(waiting, seconds)  # tells why
-    return True
 
 
 def _observe(channel: Channel, watch: Watch, signs: Mapping[int, bytes | None]) -> None:
@@ -306,7 +331,10 @@ def _failure(
     channel: Channel, meeting: Meeting, keys: MeetingKeys, posts: Mapping[int, Record], silent: Iterable[int]
 ) -> RankFailure:
     failed = {rank: post for rank, post in posts.items() if post.kind == ERROR}
-    causes = {rank: channel.body(keys.post(rank), post).decode() for rank, post in failed.items()}
+    bodies = {
+        rank: _read_parts(channel, meeting, keys.post(rank), post).body for rank, post in failed.items()
+    }
+    causes = {rank: body.decode(errors="replace") for rank, body in bodies.items()}
     phase = failed[min(failed)].phase
     return verdicts.failure(meeting.operation, phase, meeting.world_size, causes, silent)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from typing import Any
+
+import msgspec
+
+from shardproof.rendezvous.records import Sign, WrongBytes, checked
 
 __all__ = ["Pulse", "amounts", "describe"]
 
@@ -62,7 +65,7 @@ class Pulse:
         self._posted = evidence
         self._count += 1
         done, total = self._progress
-        return json.dumps({"beat": self._count, "phase": self._phase, "done": done, "total": total}).encode()
+        return msgspec.json.encode(Sign(self._count, self._phase, done, total))
 
     def evidence(self) -> tuple[Any, ...]:
         """Another value whenever there is something new to show."""
@@ -80,10 +83,8 @@ def amounts(sign: bytes | None) -> tuple[int, int]:
     >>> amounts(b'{"beat": 7, "phase": "", "done": 3, "total": 8}')
     (3, 8)
     """
-    if sign is None:
-        return (0, 0)
-    beat = json.loads(sign)
-    return (beat["done"], beat["total"])
+    beat = _read(sign)
+    return (beat.done, beat.total) if beat is not None else (0, 0)
 
 
 def describe(sign: bytes | None) -> str:
@@ -92,9 +93,17 @@ def describe(sign: bytes | None) -> str:
     >>> describe(b'{"beat": 7, "phase": "", "done": 3145728, "total": 8388608}')
     '3.0 MiB of 8.0 MiB'
     """
-    if sign is None:
-        return "no progress reported"
-    beat = json.loads(sign)
-    if beat["total"] or beat["done"]:
-        return f"{beat['done'] / 2**20:.1f} MiB of {beat['total'] / 2**20:.1f} MiB"
-    return f"in the meeting of phase {beat['phase']}" if beat["phase"] else "no progress reported"
+    beat = _read(sign)
+    if beat is None:
+        return "no progress reported" if sign is None else f"unreadable sign of life {sign[:40]!r}"
+    if beat.total or beat.done:
+        return f"{beat.done / 2**20:.1f} MiB of {beat.total / 2**20:.1f} MiB"
+    return f"in the meeting of phase {beat.phase}" if beat.phase else "no progress reported"
+
+
+def _read(sign: bytes | None) -> Sign | None:
+    """What a sign of life tells. It is only shown to people, so wrong bytes fail no meeting."""
+    try:
+        return None if sign is None else checked("beat", sign, Sign)
+    except WrongBytes:
+        return None

@@ -15,11 +15,12 @@ Rank 0 leads. Five facts bound every wait:
 3. Whoever gives up says so in the store, by compare-and-set on the meeting's one verdict. The first verdict
    is the only one: a leader that was stopped, was given up by the others and wakes finds that verdict, and
    not its own.
-4. Meetings are numbered by each rank for itself, and a number is used up by the result of its meeting. So a
+4. Ranks join a generation (the note in `membership`). In it each rank numbers its meetings for itself, from
+   the first one for which it joined. A number is used up by the result of its meeting, be it an error. So a
    rank that comes too late finds the verdict under the number that the others used, and is in step again. A
    rank that left out a whole operation sees by the verdict's operation that it was not meant, and takes the
-   next. A rank that leaves an operation gives up its next meeting (note "One order after an interrupt" in
-   `leaving`).
+   next number. A rank that leaves an operation gives up its next meeting (note "One order after an interrupt"
+   in `leaving`).
    Threads of one rank meet one at a time, in the order in which they took their places (`Turns`). Who waits
    for another thread does so as long as the rank's signs of life go on.
 5. A leader whose process may serve the store stays until the others have read its verdict, but not for ever.
@@ -35,7 +36,6 @@ import os
 import threading
 import weakref
 from collections import deque
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -49,6 +49,7 @@ from shardproof.rendezvous.meeting import Meeting, PassedOver, attend
 from shardproof.rendezvous.operation import Operation
 from shardproof.rendezvous.protocol import Decide
 from shardproof.rendezvous.pulse import Pulse
+from shardproof.rendezvous.records import WrongBytes
 from shardproof.rendezvous.reservation import Reservation, Turns
 
 __all__ = ["StoreRendezvous"]
@@ -139,8 +140,10 @@ class StoreRendezvous:
                     number = self._next_number()
                 except LinkLost as lost:
                     raise verdicts.store_lost(operation, phase, str(lost), None) from lost
+                except WrongBytes as wrong:
+                    raise verdicts.wrong_bytes(operation, phase, str(wrong)) from wrong
                 first = number if whole.first is None else whole.first
-                purpose = operation, phase, self._deadline, self._stays, (whole.name, first)
+                purpose = operation, phase, self._deadline, self._stays, (whole.name, number - first)
                 try:
                     answer = attend(self._open(), Meeting(number, self.world_size, *purpose), post, decide)
                 except PassedOver:
@@ -177,8 +180,8 @@ class StoreRendezvous:
         place = self._turns.reserve()
         try:
             if self._turns.is_next(place):
-                self._give_up_next(self._left[0])
-        except LinkLost as error:
+                give_up_next(self._open(), self._number, self._left[0], self.world_size)
+        except (LinkLost, WrongBytes) as error:
             _log.warning("%s: the other ranks wait until this one meets again: %s", operation.name, error)
         finally:
             place.give_up()
@@ -187,18 +190,26 @@ class StoreRendezvous:
         """Of the next meeting: after those that are given up for operations that this rank left."""
         while self._left:
             left = self._left[0]
-            if left.following is None:
-                following = patiently(self._give_up_next(left), self._deadline)
-                self._open().gave_up(range(self._number, following))
-                left.following = following
+            while left.following is None:
+                self._give_up_meetings(left)
             self._number = left.following
             self._left.popleft()
         return self._number
 
-    def _give_up_next(self, left: Operation) -> Future[int]:
+    def _give_up_meetings(self, left: Operation) -> None:
+        """Give up meetings of an operation in the generation of this rank, and leave that with the others."""
         channel = self._open()
-        channel.join(self._number)
-        return give_up_next(channel, self._number, left, self.world_size)
+        asked = give_up_next(channel, self._number, left, self.world_size)
+        if asked is None:
+            left.following = self._number + 1
+            return
+        ended = patiently(asked, self._deadline)
+        channel.gave_up(range(self._number, ended.following))
+        if ended.renew:
+            channel.leave()
+        if ended.is_told:
+            left.following = ended.following
+        self._number = ended.following
 
     def reserve(self) -> Reservation:
         """Take a place in the order of this process's meetings. See `Rendezvous.reserve`."""
@@ -229,8 +240,8 @@ class StoreRendezvous:
         self._check()
         with self._my_turn():
             try:
-                self._open().join(self._number)
-            except LinkLost as error:
+                self._open().arrive()
+            except (LinkLost, WrongBytes) as error:
                 _log.warning("the store of the rendezvous cannot be reached: %s", error)
 
     def hold(self) -> object:
@@ -250,7 +261,9 @@ class StoreRendezvous:
 
     def _open(self) -> Channel:
         if self._channel is None:
-            self._channel = Channel(self._store, self._name, self.rank, self._pulse, self._deadline)
+            self._channel = Channel(
+                self._store, self._name, self.rank, self.world_size, self._pulse, self._deadline
+            )
             # also at interpreter exit, while threads can still be joined
             weakref.finalize(self, _close, self._channel, os.getpid())
         self._channel.patience = self._deadline

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from shardproof.errors import RankFailure, RankSilent, StructureError
 
-__all__ = ["cause_text", "disagreement", "failure", "fold", "silence", "store_lost", "stuck"]
+__all__ = ["cause_text", "disagreement", "failure", "fold", "silence", "store_lost", "stuck", "wrong_bytes"]
 
 _LISTED = 16
 _LONGEST_CAUSE = 4000
@@ -100,7 +100,8 @@ def store_lost(operation: str, phase: str, text: str, last_heard: float | None) 
     """The store itself is gone, and with it the way to every other rank."""
     message = (
         f"{operation}, phase {phase}: the store through which the ranks meet is lost ({text}). Rank 0 or the "
-        "launcher on its host serves it: look there first. No rank can be reached, so it failed here."
+        "launcher on its host serves it: look there first. The store of a process group ends with the group: "
+        "after another init_process_group make a new Checkpointer. No rank can be reached, so it failed here."
     )
     return RankSilent(
         message,
@@ -110,6 +111,18 @@ def store_lost(operation: str, phase: str, text: str, last_heard: float | None) 
         last_heard={"0": last_heard},
         progress={"0": "store lost"},
         store=text,
+    )
+
+
+def wrong_bytes(operation: str, phase: str, text: str) -> RankFailure:
+    """A value of the meeting in the store is not what a rank wrote."""
+    return RankFailure(
+        f"{operation}, phase {phase}: wrong bytes in the store through which the ranks meet.\n  {text}\n"
+        "Another program may write to these keys, or the ranks may run different versions of shardproof. "
+        "Give shardproof a store of its own, for example a PrefixStore, and one version on all ranks.",
+        operation=operation,
+        phase=phase,
+        causes={"0": text},
     )
 
 

@@ -93,15 +93,22 @@ def plan_prune(
     young = tuple(leftover for leftover in found if leftover not in old)
     # A save that may be replacing a step is not to lose its files with it.
     busy = {leftover.folder for leftover in young}
-    gone = [scanned[step] for step in committed if step not in kept and scanned[step].name not in busy]
+    gone = [
+        info
+        for info in (scanned[step] for step in committed if step not in kept)
+        if info.name not in busy and not info.linked
+    ]
     newest = -1 if keep is None else max(committed, default=-1)
     suspects = [info for info in infos if info.suspect and info.status != "leftover"]
     settled = [
         info.name
         for info in suspects
-        if info.verdict is not None and (info.step or 0) < newest and info.name not in busy
+        if info.verdict is not None
+        and (info.step or 0) < newest
+        and info.name not in busy
+        and not info.linked
     ]
-    hopeless = [info.name for info in scanned.values() if info.beyond_repair]
+    hopeless = [info.name for info in scanned.values() if info.beyond_repair and not info.linked]
     lost = []
     for name in hopeless if damaged else ():
         times = [time for file in _ours(storage, name) if (time := modified(file)) is not None]

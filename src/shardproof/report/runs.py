@@ -58,6 +58,8 @@ class StepInfo:
     """It lies in a suspect's folder."""
     verdict: str | None = None
     """What settled it, if it is a suspect that was settled."""
+    linked: bool = False
+    """The folder is a symbolic link, so that retention and `prune` remove nothing in it."""
 
     @property
     def committed(self) -> bool:
@@ -77,9 +79,9 @@ class StepInfo:
 def scan_run(storage: Storage, *, sizes: bool = False) -> list[StepInfo]:
     """Every checkpoint in a run's folder, oldest step first, and the leftovers among them.
 
-    Folders named ``step-...`` and ``suspect-...`` count when they hold any file that shardproof writes, other
-    folders (and the run's folder itself) when they hold a manifest. Only manifests are read; that every byte
-    is what was written, `shardproof.loading.verify` says.
+    Folders named ``step-...`` and ``suspect-...`` count when they hold any file that shardproof writes, or
+    cannot be looked at; other folders (and the run's folder itself) when they hold a manifest. Only manifests
+    are read; that every byte is what was written, `shardproof.loading.verify` says.
 
     Args:
         storage: the run's folder.
@@ -87,23 +89,32 @@ def scan_run(storage: Storage, *, sizes: bool = False) -> list[StepInfo]:
     """
     from shardproof.checkpointer.folders import SETTLED_NAME, is_ours, parse_folder
 
-    files: dict[str, set[str]] = {}
-    for name in storage.list():
-        folder, slash, rest = name.partition("/")
-        if slash:
-            files.setdefault(folder, set()).add(rest)
-        if not slash or folder == "shards":
-            files.setdefault(".", set()).add(name)
     found = []
     references = referred_in(storage)
-    for folder, names in files.items():
+    for folder in (".", *storage.folders()):
+        place = storage if folder == "." else storage.within(folder)
         parsed = parse_folder(folder)
+        step, suspect = (None, False) if parsed is None else parsed
+        try:
+            if parsed is None and place.size(MANIFEST_NAME) is None:
+                continue
+            names = place.list()
+        except StorageError as error:
+            if folder == ".":
+                raise
+            if parsed is None:
+                continue
+            info = _without_manifest(place, folder, step, (), "unreadable", str(error))
+            found.append(replace(info, suspect=suspect, linked=place.linked))
+            continue
         ours = {name for name in names if is_ours(name, folder)}
         if MANIFEST_NAME in ours or (parsed is not None and ours):
-            place = storage if folder == "." else storage.within(folder)
-            step = None if parsed is None else parsed.step
-            info = _step_info(place, folder, step, ours - {SETTLED_NAME}, sizes, references)
-            found.append(_suspect(place, info) if parsed is not None and parsed.suspect else info)
+            files = ours - {SETTLED_NAME}
+            info = _step_info(place, folder, step, files, sizes, references)
+            if info.status == "damaged" and place.size(MANIFEST_NAME) is None:  # removed meanwhile
+                info = _step_info(place, folder, step, files, sizes, referred_in(storage))
+            info = replace(info, linked=folder != "." and place.linked)
+            found.append(_suspect(place, info) if suspect else info)
     return sorted(found, key=lambda info: (info.step is None, info.step or 0, info.name))
 
 
@@ -124,8 +135,9 @@ def _step_info(
     except StorageError as error:
         return _without_manifest(place, name, step, files, "unreadable", str(error))
     shards = {record.name for record in manifest.own_files}
-    missing = sorted(({manifest.index.name} | shards) - files)
-    lost = sorted((shards - files) | cut.keys())
+    # A link on the way hides a file from a listing, and not from a reader.
+    missing = [file for file in sorted(({manifest.index.name} | shards) - files) if place.size(file) is None]
+    lost = sorted(shards.intersection(missing) | cut.keys())
     fault = _missing(missing) if missing else _cut(cut) if cut else None
     return StepInfo(
         name=name,

@@ -132,12 +132,12 @@ class Own:
         self.rejections = Rejections()
         self.differences: dict[str, Differences] = {}
         """By name of the validated result."""
-        self.step_data = torch.empty(0, dtype=torch.uint8)
+        self.step_data = torch.empty(0, dtype=torch.uint8, device="cpu")
         """What the suspicious step began with, packed; empty when nothing is pending."""
 
     def forget_step(self) -> None:
         """Nothing is pending."""
-        self.step_data = torch.empty(0, dtype=torch.uint8)
+        self.step_data = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def count(self, differences: dict[str, float]) -> None:
         """Add the differences between two runs of a step."""

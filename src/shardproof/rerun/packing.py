@@ -88,7 +88,7 @@ def unpack(packed: torch.Tensor) -> Any:
         if dtype not in DTYPES:
             raise PlainDataError(f"a tensor of dtype {dtype!r} is unknown to this version")
         start, end = header[name]["data_offsets"]
-        tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
         as_bytes(tensor).copy_(packed[begin + start : begin + end])
         return tensor.to(device)
 

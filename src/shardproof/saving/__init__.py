@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from shardproof.rendezvous import Rendezvous, connect
+from shardproof.saving.background import Workers
 from shardproof.saving.committed import Committed, Divergence
 from shardproof.saving.fence import open_all
 from shardproof.saving.pending import PendingSave
@@ -13,7 +13,7 @@ from shardproof.saving.repair import repair
 from shardproof.saving.replicas import CheckReplicas
 from shardproof.saving.saver import Saver, WhenBusy
 from shardproof.saving.standalone import make_standalone
-from shardproof.storage import LocalStorage
+from shardproof.storage import LocalStorage, StrOrBytesPath
 
 __all__ = [
     "CheckReplicas",
@@ -22,6 +22,7 @@ __all__ = [
     "PendingSave",
     "Saver",
     "WhenBusy",
+    "Workers",
     "make_standalone",
     "open_all",
     "repair",
@@ -30,7 +31,7 @@ __all__ = [
 
 
 def save(
-    path: str | os.PathLike[str],
+    path: StrOrBytesPath,
     state: Any,
     *,
     step: int | None = None,

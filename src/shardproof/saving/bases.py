@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shardproof.errors import FormatError, NotCommittedError, StorageError
-from shardproof.format import read_index, read_manifest, seal_of
+from shardproof.format import chain_length, read_index, read_manifest, refers_to_none, seal_of
 from shardproof.planning import WritePlan
 from shardproof.saving.incremental import Base, match_base, no_base
 from shardproof.storage import Storage
@@ -37,6 +37,12 @@ class KnownBase:
 class BaseChoice:
     """The step that one save builds on.
 
+    Note "Chains end": a step that refers to its base shares bytes with it, and damage to these bytes takes
+    both. So a save is written in full, and begins a chain of its own, when the chain has the length that the
+    caller allows. The attempt of each save names the length of its chain, so the bound holds across restarts
+    and whatever retention removes. A save that replaces a step without references is written in full, too:
+    references must not take the place of an independent copy.
+
     Args:
         storage: of the new step.
         find: finds the step; None: everything is written.
@@ -49,6 +55,8 @@ class BaseChoice:
         self._storage = storage
         self._kept = kept
         self._found = find() if find is not None else None
+        self.length = 0
+        """Saves since the last that was written in full, this one included; see `bound_chain`."""
 
     @property
     def folder(self) -> str:
@@ -71,6 +79,35 @@ class BaseChoice:
             return False
         self.base = base
         return True
+
+    def bound_chain(self, full_every: int | None) -> None:
+        """Gives up the step if the save has to be written in full (note "Chains end").
+
+        Args:
+            full_every: of so many saves in a row, at least one is written in full; None: no bound.
+
+        Raises:
+            StorageError: the storage cannot tell.
+        """
+        if self._found is None:
+            return
+        before = self._length_before(self._found)
+        self.length = 1 if before is None else before + 1
+        is_due = full_every is not None and (before is None or self.length >= full_every)
+        if is_due or refers_to_none(self._storage):
+            self._found = self.base = None
+
+    def _length_before(self, found: Storage) -> int | None:
+        """Length of the chain that ends with the step; None if it is unknown."""
+        if self.base is not None:
+            assert self._kept is not None
+            has_references = any(record.folder != found.folder for record in self.base.files)
+            return chain_length(self._kept.attempt) if has_references else 0
+        try:
+            manifest = read_manifest(found)
+        except (FormatError, NotCommittedError):
+            return 0  # `look_up` finds no chunks there
+        return chain_length(manifest.attempt) if manifest.borrowed_files else 0
 
     def look_up(self, plan: WritePlan) -> Base:
         """Finds the planned chunks in the step; one that cannot be read is as one that has none of them."""

@@ -46,7 +46,11 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 class Committed(msgspec.Struct, frozen=True):
-    """A checkpoint that is durable and whole."""
+    """A checkpoint that is durable and whole.
+
+    Its own bytes were hashed as they were written, and flushed. Files of earlier steps that it refers to
+    (`reused`) have the right sizes. `Checkpointer` reads their bytes again in the background (`scrub`).
+    """
 
     location: str
     step: int | None

@@ -24,7 +24,7 @@ Note: Temporaries belong to side
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -84,6 +84,17 @@ class DeviceCopies:
             del row_major  # see "Temporaries belong to side"
         done.synchronize()
 
+    def gathered(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Copies of 1-D tensors of one dtype, one behind the other, in host memory.
+
+        Args:
+            parts: on the device; as for `copy`.
+        """
+        if self._side is None:
+            return torch.cat(list(parts)).cpu()
+        with on_stream(self._side, self._device):
+            return torch.cat(list(parts)).cpu()
+
     def finish(self) -> None:
         """Wait until nothing is being copied any more, also not for a `copy` that an error ended."""
         if self._side is not None:
@@ -110,7 +121,9 @@ def pinned_buffer(nbytes: int) -> memoryview:
     if nbytes > 0 and _locks_pages():
         for spare in (0, ALIGNMENT):
             try:
-                memory = torch.empty(nbytes + spare, dtype=torch.uint8, pin_memory=True).numpy().data
+                memory = (
+                    torch.empty(nbytes + spare, dtype=torch.uint8, pin_memory=True, device="cpu").numpy().data
+                )
             except RuntimeError:  # the limit of locked memory, or of the backend
                 break
             skip = -address(memory) % ALIGNMENT

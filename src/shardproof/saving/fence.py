@@ -8,6 +8,7 @@ program itself. See "Why no torn value can be written" in `shardproof.saving.sna
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -106,7 +107,7 @@ class _Standing:
         with self._lock:
             self._fences.append(fence)
             if not self._hooked:
-                register_optimizer_step_pre_hook(_before_step)
+                register_optimizer_step_pre_hook(_uncompiled(_before_step))
                 self._hooked = True
 
     def remove(self, fence: Fence) -> None:
@@ -121,6 +122,14 @@ class _Standing:
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     for fence in _standing.fences():
         fence.before_step(optimizer)
+
+
+def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
+    """The hook, kept out of compiled steps: they would be compiled again for each save."""
+    if "torch._dynamo" not in sys.modules:  # importing it takes seconds, and nothing is compiled yet
+        return hook
+    disabled: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    return disabled
 
 
 _standing = _Standing()

@@ -13,6 +13,7 @@ from shardproof.saving.incremental import BaseDigests
 from shardproof.saving.prepare import PreparedShard
 from shardproof.saving.replicas import CheckReplicas
 from shardproof.saving.staging import StagingPool
+from shardproof.saving.unconfirmed import Unconfirmed
 from shardproof.state import LastWalk
 
 __all__ = ["HeldPlan", "Kept", "KnownDigests", "KnownStructure", "LeaderPlan", "Limits", "Request"]
@@ -28,6 +29,8 @@ class Request:
     base: FindBase | None = None
     """For the leader: finds the step whose chunks need not be written again. None: all are written."""
     check_replicas: CheckReplicas | None = None
+    full_every: int | None = None
+    """Of so many saves in a row with a `base`, at least one is written in full. None: no bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,8 @@ class Kept:
     toucher: Workers
     """The thread on which staging memory is touched."""
     staging: StagingPool
+    unconfirmed: Unconfirmed
+    """Leader: commits that are not known to be durable."""
     planned: LeaderPlan | None = None
     """Leader: the last plan, and the structure digests that it is valid for."""
     held: HeldPlan | None = None

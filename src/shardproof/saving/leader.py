@@ -9,16 +9,8 @@ from collections.abc import Sequence
 import msgspec
 import xxhash
 
-from shardproof.errors import (
-    AlreadyCommittedError,
-    FormatError,
-    NotCommittedError,
-    RankFailure,
-    ShardproofError,
-    StorageError,
-    StructureError,
-)
-from shardproof.format import MANIFEST_NAME, read_manifest
+from shardproof.errors import AlreadyCommittedError, RankFailure, ShardproofError, StructureError
+from shardproof.format import MANIFEST_NAME, chain_attempt
 from shardproof.garbage import no_garbage_collection
 from shardproof.planning import Structure, plan_writes
 from shardproof.saving.bases import BaseChoice, KnownBase
@@ -28,9 +20,23 @@ from shardproof.saving.kept import Kept, LeaderPlan, Limits, Request
 from shardproof.saving.messages import Agreed, Described
 from shardproof.saving.prepare import Attempt
 from shardproof.saving.replicas import compare_replicas
+from shardproof.saving.unconfirmed import is_in_place
 from shardproof.storage import Storage
 
 __all__ = ["Leader"]
+
+_OUTCOMES = {
+    False: "nothing was committed",
+    True: (
+        "committed, but not known to be durable (readers see it, its files stay, and a crash of the machine "
+        "may undo it; save again with overwrite=True once the storage works)"
+    ),
+    None: (
+        "whether it was committed is not known, for the storage cannot be read (its files stay; "
+        "`shardproof ls` tells once the storage works; save again with overwrite=True then)"
+    ),
+}
+"""By whether the manifest is in place; None: not known."""
 
 
 class Leader:
@@ -51,6 +57,7 @@ class Leader:
         self.facts: dict[str, float] = {}
         """For whoever watches the commit on this rank: the last rank to finish writing, and its seconds."""
         self._attempt: Attempt
+        self._replace = request.overwrite
         self._nodes: list[int] = []
         self._choice: BaseChoice
 
@@ -69,7 +76,8 @@ class Leader:
                     "sp.PerRank",
                     ranks=[0, rank],
                 )
-        if not said[0].overwrite and self._storage.size(MANIFEST_NAME) is not None:
+        self._replace = said[0].overwrite or self._kept.unconfirmed.may_replace(self._storage)
+        if not self._replace and self._storage.size(MANIFEST_NAME) is not None:
             raise AlreadyCommittedError(
                 f"{location} holds a committed checkpoint; save under another step, or pass overwrite=True "
                 "to replace it (the old one stays valid until the new one is committed)",
@@ -83,10 +91,13 @@ class Leader:
         )
         self._nodes = [one.node for one in said]
         metadata = msgspec.json.decode(said[0].metadata)
-        choice = self._choice = BaseChoice(self._storage, self._request.base, self._kept.base)
-        tell = bool(choice.folder) and not (reuse and choice.take_kept([one.known for one in said]))
+        choice = BaseChoice(self._storage, self._request.base, self._kept.base if reuse else None)
+        is_known = choice.take_kept([one.known for one in said])
+        choice.bound_chain(self._request.full_every)
+        tell, self._choice = bool(choice.folder) and not is_known, choice
         name, now = secrets.token_hex(8), time.time()
-        self._attempt = Attempt(name, now, said[0].step, len(said), metadata, choice.folder)
+        attempt = chain_attempt(name, choice.length) if choice.folder else name
+        self._attempt = Attempt(attempt, now, said[0].step, len(said), metadata, choice.folder)
         self._kept.background = self._kept.background or name
         turn = self._turn() if self._request.check_replicas else 0
         return msgspec.msgpack.encode(Agreed(self._attempt, reuse, tell, self._kept.background, turn))
@@ -125,20 +136,13 @@ class Leader:
         try:
             diverged, count = self._compare(written)
             manifest, placed = commit(
-                self._storage, plan, attempt, written, overwrite=self._request.overwrite, base=base
+                self._storage, plan, attempt, written, overwrite=self._replace, base=base
             )
         except (AlreadyCommittedError, StructureError):
             raise
         except Exception as error:
-            cause = f"{type(error).__name__}: {error}"
-            outcome = "nothing was committed"
-            if self._is_visible():
-                outcome = "committed, but perhaps not flushed to stable storage (save again to be sure)"
-            raise RankFailure(
-                f"{self._storage.location}: {outcome}: rank 0 failed in phase 'commit': {cause}",
-                phase="commit",
-                causes={"0": cause},
-            ) from error
+            raise self._commit_failure(error) from error
+        self._kept.unconfirmed.confirm(self._storage)
         self._kept.base = KnownBase(attempt.id, placed) if self._request.base is not None else None
         if self._request.check_replicas == "sample":
             self._kept.turn = self._turn() + 1
@@ -170,9 +174,15 @@ class Leader:
             self._kept.turn = xxhash.xxh32_intdigest(str(self._attempt.step).encode())
         return self._kept.turn
 
-    def _is_visible(self) -> bool:
-        """Whether the manifest of this attempt is in place, although publishing it raised an error."""
-        try:
-            return read_manifest(self._storage).attempt == self._attempt.id
-        except (FormatError, NotCommittedError, StorageError):
-            return False
+    def _commit_failure(self, error: Exception) -> RankFailure:
+        """The error of a commit that failed, with what is known of its outcome."""
+        in_place = is_in_place(self._storage, self._attempt.id)
+        if in_place is not False:
+            self._kept.unconfirmed.add(self._storage, self._attempt.id)
+        cause = f"{type(error).__name__}: {error}"
+        return RankFailure(
+            f"{self._storage.location}: {_OUTCOMES[in_place]}: rank 0 failed in phase 'commit': {cause}",
+            phase="commit",
+            causes={"0": cause},
+            committed=in_place,
+        )

@@ -26,10 +26,14 @@ class Described(msgspec.Struct, frozen=True, array_like=True):
     """Empty: none are compared."""
     failed: bytes = b""
     """Why the save before failed, if the caller of this rank was not told yet."""
+    full_every: int | None = None
+    """See `Request`."""
 
     def asked(self) -> str:
         """What was asked for, in words."""
         how = f"overwrite={self.overwrite}, incremental={self.incremental}"
+        if self.incremental:
+            how += f", full_every={self.full_every}"
         if self.check_replicas:
             how += f", check_replicas={self.check_replicas!r}"
         return f"step {self.step}, {how}, metadata {self.metadata.decode()}"

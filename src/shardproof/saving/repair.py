@@ -70,6 +70,7 @@ def _intact_manifest(storage: Storage) -> Manifest | None:
         if borrowed:
             raise _not_here(storage, ", ".join(borrowed)) from error
         return manifest
+    storage.flush(MANIFEST_NAME)  # an earlier commit may have failed after the manifest got its name
     lost = lost_files(storage, manifest)
     if lost:
         name, fault = next(iter(lost.items()))
@@ -174,7 +175,7 @@ def _check_alike(shards: list[VerifiedShard]) -> None:
 
 
 def _check_named(shards: list[VerifiedShard], intact: Manifest) -> None:
-    """The files are those that the manifest names."""
+    """The files are those that the manifest names, and declare the tensors that it has."""
     named = {record.name: record for record in intact.files}
     for shard in shards:
         if named.pop(shard.record.name, None) != shard.record:
@@ -185,6 +186,15 @@ def _check_named(shards: list[VerifiedShard], intact: Manifest) -> None:
             )
     for name in named:
         raise FormatError(f"{name} is missing, but the manifest names it", file=name)
+    stored = {record.key: (record.dtype, record.shape) for record in intact.tensors}
+    for shard in shards:
+        for key, declared in shard.declared.tensors.items():
+            if key not in intact.aliases and declared != stored.get(key):
+                raise FormatError(
+                    f"{shard.record.name}: it declares {key!r} as {declared}, but the manifest has "
+                    f"{stored.get(key)}. One of them is damaged; it cannot be repaired: restore another step",
+                    file=shard.record.name,
+                )
 
 
 def _commit(storage: Storage, shards: list[VerifiedShard], intact: Manifest | None) -> Manifest:

@@ -28,6 +28,7 @@ from shardproof.saving.pending import PendingSave
 from shardproof.saving.replicas import CheckReplicas
 from shardproof.saving.session import Session
 from shardproof.saving.staging import StagingPool
+from shardproof.saving.unconfirmed import Unconfirmed
 from shardproof.storage import Storage
 
 __all__ = ["Saver", "WhenBusy"]
@@ -72,6 +73,8 @@ class Saver:
         self._rendezvous = rendezvous
         self._limits = Limits(chunk_bytes, sample_bytes)
         self._budget = host_memory_budget
+        self.unconfirmed = Unconfirmed()
+        """Commits that are not known to be durable; only rank 0 has any."""
         self._kept: Kept | None = None
         self._process = os.getpid()
         self._thread: Workers
@@ -127,6 +130,7 @@ class Saver:
         when_busy: WhenBusy = "wait",
         stage_all: bool = False,
         base: FindBase | None = None,
+        full_every: int | None = None,
         check_replicas: CheckReplicas | None = None,
         after: Callable[[Committed, Callable[[int, int], None]], None] | None = None,
     ) -> PendingSave:
@@ -143,6 +147,8 @@ class Saver:
             stage_all: copy everything before this returns, also what only optimizers change.
             base: finds an earlier committed step, beside `storage`, whose chunks need not be written again;
                 called on the leader. None: all are written.
+            full_every: of so many saves in a row with a `base`, at least one is written in full. None: no
+                bound.
             check_replicas: whether ranks that hold the same boxes compare their bytes: ``"all"`` of them; or
                 a ``"sample"`` of `sample_bytes` a rank, another one at each save, until all had their turn.
                 What differs is in `Committed.diverged`, and logged. Tensors that each rank changes in its own
@@ -158,7 +164,7 @@ class Saver:
         """
         refuse_inside("save")
         begun = time.monotonic()
-        request = Request(step, metadata or {}, overwrite, base, check_replicas)
+        request = Request(step, metadata or {}, overwrite, base, check_replicas, full_every)
         with self._turn:
             pending = self._begin(
                 storage,
@@ -298,6 +304,11 @@ class Saver:
         if (under_way := self._own_save()) is not None:
             self._wait_for(under_way)
 
+    def is_saving(self) -> bool:
+        """Whether a save has begun on this rank and is not over. Any thread may ask."""
+        under_way = self._own_save()
+        return self._turn.locked() or (under_way is not None and not under_way.future.done())
+
     def _session(self, storage: Storage, request: Request) -> Session:
         """The next session, once the one before is over."""
         kept = self._keep()
@@ -314,6 +325,7 @@ class Saver:
                 Workers("shardproof-write", 2),
                 Workers("shardproof-touch", 1),
                 StagingPool(budget, pinned_buffer),
+                self.unconfirmed,
             )
         return self._kept
 

@@ -283,8 +283,9 @@ class Session:
                     phase.note(diverged=done.diverged_count)
         except RankSilent:
             raise  # note "Whose files" in `remove_uncommitted`
-        except ShardproofError:
-            remove_uncommitted(self._storage, self._rendezvous.rank, self._attempt.id)
+        except ShardproofError as error:
+            if error.details.get("committed", False) is False:
+                remove_uncommitted(self._storage, self._rendezvous.rank, self._attempt.id)
             raise
         self._warn(done)
         if self._digests is not None:
@@ -336,7 +337,18 @@ class Session:
         known = self._kept.known.attempt if self._kept.known else ""
         asked = self._request.overwrite, self._request.base is not None
         return msgspec.msgpack.encode(
-            Described(self._digest, held, step, metadata, *asked, known, _node(), check, failed)
+            Described(
+                self._digest,
+                held,
+                step,
+                metadata,
+                *asked,
+                known,
+                _node(),
+                check,
+                failed,
+                self._request.full_every,
+            )
         )
 
     def _structure_of(self, collected: Collected) -> tuple[Structure, bytes]:
@@ -444,6 +456,7 @@ class Session:
             file = write_changes(create, shard, header, self._snapshot, self._base, *through)
         self._check_given_up()
         self._kept.pool = pool
+        self._snapshot.check_unchanged()
         if self._request.base is not None:
             self._digests = file.digests
         phase.note(staged=self._snapshot.staged_bytes, waited=self._snapshot.waited)

@@ -13,10 +13,11 @@ read from a copy, *copied* when the writer has all of it. Only a live chunk can 
    still live are staged, and only then does the step, the load or the program go on. The tensors still hold
    the values of the save at that moment, for nothing wrote to them since. Where the ranks have not agreed
    yet on what is written, that is waited for first.
-4. Whoever writes to such a tensor in another way raises the version that torch keeps of it, or of the DTensor
-   that it is the local tensor of. Both are compared after each span that was read live: a span that was read
-   from memory of another version fails the save. What writes past these counts (through ``.data``, a replayed
-   CUDA graph, or ``torch._foreach_*`` on DTensors) must call `fence` first.
+4. A write to such a tensor in another way fails the save. When the writer is done, and before any step, load
+   or `fence` goes on, version counters and a sample of the memory are compared with those of the save (see
+   `WriteWatch`). Only these writes do not show: one that torch does not count and that leaves all samples as
+   they were, and one operation that is still running when they are compared, since torch counts it when it
+   ends.
 
 The copy is made from the last chunk backwards, the writer comes from the front: they meet, and each byte is
 copied once. Where the budget for copies is used up, whoever stages waits for the writer to come nearer, or to
@@ -85,6 +86,7 @@ class Snapshot:
         self._count = self._source.byte_counts
         self._before = np.append(0, np.cumsum(plan.byte_count))
         self._watch = capture.watch
+        self._copies = capture.copies
         self._staged: dict[int, Staged] = {}
         self._gathered = -1
         """The chunk that the writer gathered last."""
@@ -108,7 +110,7 @@ class Snapshot:
             to: address.
 
         Raises:
-            StructureError: the tensor was changed by something that no fence stops.
+            StructureError: the tensor's memory was given back.
             BaseException: what the save was given up for.
         """
         with self._changed:
@@ -119,7 +121,6 @@ class Snapshot:
                 ctypes.memmove(to, staged.address + start, count)
             else:
                 ctypes.memmove(to, self._live(row) + start, count)
-                self._check_version(row)
             if start + count == self._count[row]:
                 self._front = row + 1
                 if staged is not None:
@@ -146,7 +147,6 @@ class Snapshot:
                 copied = staged.pop(row, None) if staged else None
                 if copied is None:
                     ctypes.memmove(to, self._live(row), counts[row])
-                    self._check_version(row)
                 else:
                     ctypes.memmove(to, copied.address, counts[row])
                     self._pool.give(copied)
@@ -166,11 +166,28 @@ class Snapshot:
             for rows in self._from_the_last(fenced):
                 if not self._stage(rows):
                     break
+            if fenced:
+                self.check_unchanged()
         except BaseException as error:
             self.give_up(error)
             if not isinstance(error, Exception):
                 raise
         self.waited += time.monotonic() - begun
+
+    def check_unchanged(self) -> None:
+        """Checks that what was read live had the values of the save. Call it when nothing is live any more.
+
+        Raises:
+            StructureError: memory was written to by something that no fence stops.
+            BaseException: what the save was given up for.
+        """
+        with self._changed:
+            if self._failure is not None:
+                raise self._failure
+            watch, self._watch = self._watch, None
+            piece = watch.changed_piece(self._copies) if watch else None
+        if piece is not None:
+            raise self._was_changed(piece)
 
     def give_up(self, error: BaseException) -> None:
         """Let the writer fail with this error, and whoever waits go on."""
@@ -222,8 +239,8 @@ class Snapshot:
         if staged is None:
             return False
         try:
+            self._check_memory(row)
             self._source.read(row, staged.address)
-            self._check_version(row)
         except BaseException:
             self._pool.give(staged)
             raise
@@ -268,6 +285,7 @@ class Snapshot:
 
     def _live(self, row: int) -> int:
         """Where the writer finds the bytes of a live chunk: in the tensor, or gathered from it."""
+        self._check_memory(row)
         if (there := self._source.addresses[row]) != 0:
             return there
         if self._gathered != row:
@@ -276,12 +294,14 @@ class Snapshot:
             self._gathered = row
         return self._scratch
 
-    def _check_version(self, row: int) -> None:
-        at = self._source.piece[row]
-        if self._watch is not None and self._watch.is_changed(at):
-            raise StructureError(
-                f"{self._names[at]} was changed while it was being saved, and not by the step of an "
-                "optimizer in the state. Nothing was committed. Call checkpointer.fence() before code that "
-                "writes to parameters or optimizer state itself, or use snapshot='stage'",
-                key=self._names[at],
-            )
+    def _check_memory(self, row: int) -> None:
+        if not self._source.is_in_place(row):
+            raise self._was_changed(self._source.piece[row])
+
+    def _was_changed(self, piece: int) -> StructureError:
+        return StructureError(
+            f"{self._names[piece]} was changed while it was being saved, and not by the step of an optimizer "
+            "in the state. Nothing was committed. Call checkpointer.fence() before code that writes to "
+            "parameters or optimizer state itself, or use snapshot='stage'",
+            key=self._names[piece],
+        )

@@ -45,8 +45,8 @@ class Source:
         self.byte_counts: list[int] = byte_count.tolist()
         self._pieces = pieces
         # Asked anew: what is visited later in a walk may have moved what `held.address` is the place of.
-        places = [held.view.data_ptr() if held.is_plain else 0 for held in pieces]
-        base = np.array(places, np.uint64)[piece]
+        self._places = [held.view.data_ptr() if held.is_plain else 0 for held in pieces]
+        base = np.array(self._places, np.uint64)[piece]
         if start.any():
             itemsize = np.array([held.view.element_size() for held in pieces], np.int64)
             base = np.where(base != 0, base + (start * itemsize[piece]).astype(np.uint64), base)
@@ -54,6 +54,14 @@ class Source:
         """Where the bytes of each run are in host memory; 0 if they have to be read from there."""
         self._columns = piece, offsets, sizes
         self._devices = copies
+
+    def is_in_place(self, row: int) -> bool:
+        """Whether the piece of a run still has the memory that it had when this was made.
+
+        A storage that was given back (`resize_(0)`) must not be read.
+        """
+        place = self._places[at := self.piece[row]]
+        return not place or self._pieces[at].view.data_ptr() == place
 
     def read(self, row: int, to: int) -> None:
         """Copies a whole run.

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from functools import cached_property
-from itertools import compress
-from operator import attrgetter, is_not
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 
 import torch
 
+from shardproof.saving.device import DeviceCopies
+from shardproof.saving.memory_sample import MemorySample
 from shardproof.state import Piece, Stepped
 from shardproof.state.entries import memory_of
+from shardproof.state.storage_owner import storage_owner
 
 __all__ = ["WriteWatch", "written_by"]
 
 _VERSION = attrgetter("_version")
-_UNCOUNTED = math.inf
-"""Stands for the version of a tensor that keeps none, and so for every sum with it."""
+_NBYTES = attrgetter("nbytes")
 
 
 class WriteWatch:
     """Which pieces change only in an optimizer's step, and whether one was changed since this was made.
 
-    A piece is *fenced* when it shares memory with what an optimizer steps. Steps that torch may replay
-    without calling hooks (``capturable``), and tensors that keep no version, are not counted on. An operation
-    on a DTensor raises the version of the DTensor and not that of its local tensor, so both are looked at.
+    A piece is *fenced* when its storage is one that an optimizer steps, and when all writers of that storage
+    are known:
+
+    - A stepped tensor covers the whole storage, or the owner that is declared for it does. A parameter that
+      is a part of another buffer is not fenced: torch counts a write to the buffer on the buffer.
+    - torch allocated the memory, and no numpy array, other library or other process has it.
+    - torch keeps version counters of all tensors that are stepped there. Tensors made in inference mode have
+      none.
+    - The optimizer calls its hooks. A ``capturable`` step may be replayed without them.
+
+    Version counters show the writes of torch's operations. A `MemorySample` shows most others.
 
     Args:
         pieces: of this rank.
@@ -36,11 +42,11 @@ class WriteWatch:
     >>> piece = Piece.of(weight.detach(), (0,), (2,))
     >>> optimizer = torch.optim.SGD([weight])
     >>> watch = WriteWatch([piece], [Stepped(optimizer, (weight,), (weight,))])
-    >>> watch.is_fenced(0), watch.is_changed(0)
-    (True, False)
+    >>> watch.is_fenced(0), watch.changed_piece({})
+    (True, None)
     >>> _ = weight.zero_()
-    >>> watch.is_changed(0)
-    True
+    >>> watch.changed_piece({})
+    0
     """
 
     def __init__(self, pieces: Sequence[Piece], stepped: Iterable[Stepped]) -> None:
@@ -49,53 +55,46 @@ class WriteWatch:
             for item in stepped
             if not any(group.get("capturable") for group in item.optimizer.param_groups)
         ]
-        self._views = [piece.view for piece in pieces]
-        self._starts = memory_of(self._views) if hooked else []
-        """Where the storages of the pieces begin."""
-        self._placed, self._placed_starts = list[torch.Tensor](), list[int]()
-        """The DTensors that are stepped, and where the storages of their local tensors begin."""
-        for item in hooked:
-            are_placed = list(map(is_not, item.tensors, item.held))
-            self._placed += compress(item.tensors, are_placed)
-            self._placed_starts += compress(item.starts, are_placed)
-        memory, raised = written_by(hooked), defaultdict[int, float](int)
-        for start, version in zip(self._placed_starts, _versions(self._placed), strict=True):
-            raised[start] += version
-        rows = [row for row, start in enumerate(self._starts) if start in memory]
-        versions = [
-            version + raised.get(self._starts[row], 0)
-            for row, version in zip(rows, _versions([self._views[row] for row in rows]), strict=True)
-        ]
-        self._versions = {
-            row: version for row, version in zip(rows, versions, strict=True) if version != _UNCOUNTED
-        }
-        """Of the fenced pieces: a number that grows when any of the piece's tensors is written to."""
+        views = [piece.view for piece in pieces]
+        starts = memory_of(views) if hooked else []
+        # torch itself is asked, not what a subclass makes of the question. A DTensor makes nothing of it, and
+        # answers in half the time.
+        with torch._C.DisableTorchFunctionSubclass():
+            counted, counted_starts, watched = _counted(hooked)
+            self._rows = [
+                row for row, start in enumerate(starts) if start in watched and not views[row].is_inference()
+            ]
+            """Of the fenced pieces."""
+            self._starts = [starts[row] for row in self._rows] + counted_starts
+            """Where the storage of each tensor in `_counted` begins."""
+            self._counted = [views[row] for row in self._rows] + counted
+            self._versions = list(map(_VERSION, self._counted))
+        self._fenced = frozenset(self._rows)
+        fenced = [pieces[row] for row in self._rows]
+        self._sample = MemorySample(fenced, [piece.view.data_ptr() for piece in fenced])
 
     def __bool__(self) -> bool:
         """Whether any piece is fenced."""
-        return bool(self._versions)
+        return bool(self._rows)
 
     def is_fenced(self, row: int) -> bool:
         """Whether a piece changes only in an optimizer's step."""
-        return row in self._versions
+        return row in self._fenced
 
-    def is_changed(self, row: int) -> bool:
-        """Whether a fenced piece was written to since."""
-        known = self._versions.get(row)
-        if known is None:
-            return False
-        version: float = self._views[row]._version
-        if placed := self._placed_at.get(self._starts[row]):
-            version += sum(_versions(placed))
-        return version != known
+    def changed_piece(self, copies: Mapping[torch.device, DeviceCopies]) -> int | None:
+        """The row of a fenced piece that may have been written to since; None if there is none.
 
-    @cached_property
-    def _placed_at(self) -> dict[int, list[torch.Tensor]]:
-        """The DTensors that are stepped, by where the storages of their local tensors begin."""
-        placed = defaultdict[int, list[torch.Tensor]](list)
-        for start, tensor in zip(self._placed_starts, self._placed, strict=True):
-            placed[start].append(tensor)
-        return placed
+        Args:
+            copies: of the devices of the pieces.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            versions = list(map(_VERSION, self._counted))
+        if versions != self._versions:
+            pairs = enumerate(zip(versions, self._versions, strict=True))
+            first = next(at for at, (now, before) in pairs if now != before)
+            return self._rows[self._starts.index(self._starts[first]) if first >= len(self._rows) else first]
+        changed = self._sample.changed(copies)
+        return self._rows[changed[0]] if changed else None
 
 
 def written_by(stepped: Iterable[Stepped]) -> frozenset[int]:
@@ -103,11 +102,52 @@ def written_by(stepped: Iterable[Stepped]) -> frozenset[int]:
     return frozenset[int]().union(*(item.memory for item in stepped))
 
 
-def _versions(tensors: Sequence[torch.Tensor]) -> list[float]:
-    """How often each tensor was written to, as torch counts; `_UNCOUNTED` for what inference mode made."""
-    # Torch itself is asked, not what a subclass makes of the question. A DTensor makes nothing of it, and
-    # answers in half the time.
-    with torch._C.DisableTorchFunctionSubclass():
-        if not any(map(torch.Tensor.is_inference, tensors)):
-            return list(map(_VERSION, tensors))
-        return [_UNCOUNTED if tensor.is_inference() else tensor._version for tensor in tensors]
+def _counted(stepped: Sequence[Stepped]) -> tuple[list[torch.Tensor], list[int], frozenset[int]]:
+    """The tensors whose version counters are to be compared, and the storages whose writers are all known.
+
+    Returns:
+        The tensors; where the storage of each begins; where the storages begin whose writers are all known.
+    """
+    tensors, starts, watched, uncounted = list[torch.Tensor](), list[int](), set[int](), set[int]()
+    for item in stepped:
+        for tensor, start in _writers(item):
+            if tensor.is_inference():
+                uncounted.add(start)
+            else:
+                tensors.append(tensor)
+                starts.append(start)
+        watched |= _covered(item)
+    watched -= uncounted
+    known = [at for at, start in enumerate(starts) if start in watched]
+    return [tensors[at] for at in known], [starts[at] for at in known], frozenset(watched)
+
+
+def _writers(stepped: Stepped) -> Iterator[tuple[torch.Tensor, int]]:
+    """Each tensor through which memory that is stepped can be written, and where its storage begins."""
+    for tensor, held, start in zip(stepped.tensors, stepped.held, stepped.starts, strict=True):
+        if start:
+            yield held, start
+            if tensor is not held:  # an operation on a DTensor raises the version of the DTensor alone
+                yield tensor, start
+            if (owner := storage_owner(tensor)) is not None:
+                yield owner, start
+
+
+def _covered(stepped: Stepped) -> set[int]:
+    """Where the storages begin that one tensor covers, and that belong to torch alone."""
+    rows = [row for row, start in enumerate(stepped.starts) if start]
+    held = [stepped.held[row] for row in rows]
+    storages = list(map(torch.Tensor.untyped_storage, held))
+    sizes = list(map(torch.UntypedStorage.nbytes, storages))
+    resizable = map(torch.UntypedStorage.resizable, storages)
+    shared = map(torch.UntypedStorage.is_shared, storages)
+    covered = set[int]()
+    for row, tensor, size, own, is_shared in zip(rows, held, sizes, resizable, shared, strict=True):
+        if not own or (is_shared and tensor.is_cpu):
+            continue
+        start, nbytes = stepped.starts[row], tensor.nbytes
+        if nbytes != size and (owner := storage_owner(stepped.tensors[row])) is not None:
+            nbytes = owner.nbytes if memory_of([owner]) == [start] else 0
+        if nbytes == size:
+            covered.add(start)
+    return covered

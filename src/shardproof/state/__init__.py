@@ -21,10 +21,11 @@ from shardproof.state.layout import Layout, declare, local_layout
 from shardproof.state.optimizer_slots import receiver, slots_of
 from shardproof.state.optimizers import OptimizerState
 from shardproof.state.parts import parts_of
-from shardproof.state.per_rank import PerRank
+from shardproof.state.per_rank import PerRank, owner_of
 from shardproof.state.plain import encode as encode_plain
 from shardproof.state.registered import register_dataclass, register_enum
 from shardproof.state.slots import MASTER, LocalRange, ParameterSlots, Receipt, SlotKeeper, StoredSlot
+from shardproof.state.storage_owner import declare_storage_owner
 from shardproof.state.tree import bind, collect
 
 __all__ = [
@@ -52,10 +53,12 @@ __all__ = [
     "bind",
     "collect",
     "declare",
+    "declare_storage_owner",
     "decode_plain",
     "encode_plain",
     "is_plain_memory",
     "local_layout",
+    "owner_of",
     "parts_of",
     "receiver",
     "register_dataclass",

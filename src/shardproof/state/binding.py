@@ -145,24 +145,25 @@ class Binder(Visitor):
             if found is None:
                 self.binding.used.add(name)
                 self._lacking(name, "a tensor that a plain value refers to")
-                standing_in[name] = torch.empty(0)
+                standing_in[name] = torch.empty(0, dtype=torch.float32, device="cpu")
                 continue
             dtype, shape = torch_dtype(found[0]), tuple(found[1])
-            standing_in[name] = torch.empty((0,) * len(shape), dtype=dtype)
+            standing_in[name] = torch.empty((0,) * len(shape), dtype=dtype, device="cpu")
             like = layouts.get(name) if kind == "tensor" else None
             if name not in fresh:
                 fresh[name] = self.fresh(name, dtype, shape, like)
         decode(data, standing_in.__getitem__, key)
         return lambda: decode(data, fresh.__getitem__, key)
 
+    @torch.inference_mode(False)
     def fresh(
         self, key: str, dtype: torch.dtype, shape: tuple[int, ...], like: torch.Tensor | None
     ) -> torch.Tensor:
-        """A new destination for a stored tensor."""
+        """A new destination for a stored tensor, which training may use after a load in inference mode."""
         if like is not None and tuple(like.shape) == shape:
             tensor = empty_like_layout(like, dtype)
         else:
-            tensor = torch.empty(shape, dtype=dtype)
+            tensor = torch.empty(shape, dtype=dtype, device="cpu")
         self.fill(key, tensor)
         return tensor
 

@@ -16,7 +16,7 @@ from shardproof.state.explicit import ShardedTensor, described
 from shardproof.state.last_walk import LastWalk
 from shardproof.state.plain import encode
 from shardproof.state.tensors import tensor_of_array
-from shardproof.state.visiting import Place, Visitor, join
+from shardproof.state.visiting import Place, Visitor, check_name, join
 
 __all__ = ["Collector", "Hoister", "hoisted_key", "hoisted_tensor"]
 
@@ -195,6 +195,8 @@ class Hoister:
 
     def __call__(self, path: str, kind: str, value: Any) -> str:
         """See `shardproof.state.plain.Hoist`."""
+        if "@" in path:
+            check_name(path, self.key, _path(self.origin))
         key = hoisted_key(self.key, path, self.taken)
         self.out.tensor(key, hoisted_tensor(kind, value), (self.origin, path))
         return key

@@ -116,11 +116,16 @@ class _Decoder:
         (value,) = np.frombuffer(base64.b64decode(text, validate=True), _numpy_dtype(name))
         return value
 
+    @torch.inference_mode(False)
     def value(self, data: Any, depth: int) -> torch.Tensor:
         name, shape, text = data
         held = bytearray(base64.b64decode(text, validate=True))
         # torch makes no tensor of a buffer without bytes.
-        raw = torch.frombuffer(held, dtype=torch.uint8) if held else torch.empty(0, dtype=torch.uint8)
+        raw = (
+            torch.frombuffer(held, dtype=torch.uint8)
+            if held
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
         return raw.clone().view(torch_dtype(name)).reshape(_shape(shape))
 
     def member(self, data: Any, depth: int) -> Any:

@@ -14,7 +14,7 @@ import torch
 
 from shardproof.state.dtensor import Layouts, Where
 from shardproof.state.entries import Piece, TensorEntry
-from shardproof.state.tensors import dtype_name, locals_of
+from shardproof.state.tensors import check_memory, dtype_name, locals_of
 
 __all__ = ["blocks", "describe_tensors"]
 
@@ -78,14 +78,15 @@ def _described(
     where = layouts.of(keys, tensors, [shape for _, shape in kinds])
     shapes, offsets, sizes, _ = zip(*where, strict=True)
     pieces = (
-        map(_pieces, views, where)
+        map(_pieces, keys, views, where)
         if None in offsets
-        else zip(Piece.of_all(views, offsets, sizes), strict=True)
+        else zip(Piece.of_all(keys, views, offsets, sizes), strict=True)
     )
     return list(map(TensorEntry, keys, names, shapes, pieces))
 
 
-def _pieces(local: torch.Tensor, where: Where) -> tuple[Piece, ...]:
+def _pieces(key: str, local: torch.Tensor, where: Where) -> tuple[Piece, ...]:
+    check_memory(local, key)
     if where.offsets is not None:
         return (Piece.of(local, where.offsets, where.sizes),)
     if where.embedding is None:

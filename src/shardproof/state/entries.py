@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from shardproof.errors import ShardproofError
+from shardproof.state.tensors import addresses_of
 
 __all__ = [
     "Binding",
@@ -31,13 +32,7 @@ __all__ = [
     "memory_of",
 ]
 
-_ASKED: tuple[Callable[[torch.Tensor], bool], ...] = (
-    attrgetter("is_cpu"),
-    torch.Tensor.is_contiguous,
-    torch.Tensor.is_conj,
-    torch.Tensor.is_neg,
-)
-"""What `is_plain_memory` depends on."""
+_IS_CPU = attrgetter("is_cpu")
 
 
 def is_plain_memory(view: torch.Tensor) -> bool:
@@ -89,14 +84,20 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 
     @staticmethod
     def of_all(
-        views: Sequence[torch.Tensor], offsets: Sequence[tuple[int, ...]], sizes: Sequence[tuple[int, ...]]
+        keys: Sequence[str],
+        views: Sequence[torch.Tensor],
+        offsets: Sequence[tuple[int, ...]],
+        sizes: Sequence[tuple[int, ...]],
     ) -> Iterator[Piece]:
-        """The pieces that views are, asked of all of them together."""
-        asked = (map(ask, views) for ask in _ASKED)
-        plain = [
-            cpu and ordered and not (conj or neg) for cpu, ordered, conj, neg in zip(*asked, strict=True)
-        ]
-        return map(Piece, views, offsets, sizes, map(torch.Tensor.data_ptr, views), plain)
+        """The pieces that views are, asked of all of them together.
+
+        Raises:
+            StructureError: not all elements of a view are in memory; the text names its key.
+        """
+        addresses, ordered = addresses_of(views, keys)
+        marked = any(map(torch.Tensor.is_conj, views)) or any(map(torch.Tensor.is_neg, views))
+        plain = list(map(is_plain_memory, views)) if marked or not all(map(_IS_CPU, views)) else ordered
+        return map(Piece, views, offsets, sizes, addresses, plain)
 
 
 class TensorEntry(msgspec.Struct, frozen=True, gc=False):
@@ -205,6 +206,10 @@ class Binding:
     kept: list[str] = field(default_factory=list)
     """Keys of what is left as it is: per-rank values, because fewer ranks saved than load, and parts, because
     the catalogue lacks them or they declined it."""
+    own: list[str] = field(default_factory=list)
+    """Keys of the per-rank values that the catalogue and the tree both have."""
+    gathered: list[str] = field(default_factory=list)
+    """Those of them of which this rank takes the values of ranks that do not load."""
     parts: set[str] = field(default_factory=set)
     """Prefixes of the parts that the catalogue and the tree both have."""
     declined: list[str] = field(default_factory=list)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from shardproof.errors import StructureError
 from shardproof.state.entries import Piece
-from shardproof.state.tensors import PLAIN_TYPES, dtype_name
+from shardproof.state.tensors import PLAIN_TYPES, check_memory, dtype_name
 from shardproof.state.visiting import Place
 
 if TYPE_CHECKING:
@@ -152,11 +152,16 @@ EXPLICIT = _Explicit()
 
 
 def described(value: ShardedTensor | FlatShard, key: str) -> tuple[str, tuple[int, ...], tuple[Piece, ...]]:
-    """dtype, global shape and the pieces that have elements."""
-    sharded = value.sharded() if isinstance(value, FlatShard) else value
-    views: list[tuple[Any, tuple[int, ...]]] = [(v, o) for v, o in sharded.pieces if v.numel()]
-    for view, _ in views:
-        if view.is_meta:
-            raise StructureError(f"{key}: a piece is on the meta device and has no values", key=key)
-    pieces = tuple(Piece.of(view.detach(), offsets, tuple(view.shape)) for view, offsets in views)
-    return dtype_name(sharded.dtype, key), sharded.shape, pieces
+    """dtype, global shape and the pieces that have elements.
+
+    Raises:
+        StructureError: they cannot be stored; the text names the key.
+    """
+    if isinstance(value, FlatShard):
+        check_memory(value.buffer, key)
+        value = value.sharded()
+    placed = [(view.detach(), offsets) for view, offsets in value.pieces if view.numel()]
+    views, offsets = [view for view, _ in placed], [offsets for _, offsets in placed]
+    sizes = [tuple(view.shape) for view in views]
+    pieces = tuple(Piece.of_all([key] * len(views), views, offsets, sizes))
+    return dtype_name(value.dtype, key), value.shape, pieces

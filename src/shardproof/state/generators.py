@@ -17,7 +17,8 @@ class RandomState:
     """The global random generators of this process: Python's, numpy's, torch's on CPU and accelerator.
 
     Each rank stores and gets back its own. Ranks beyond those that saved keep theirs, or fail with
-    ``missing="error"``.
+    ``missing="error"``. States of ranks beyond those that load are restored nowhere: `LoadReport.dropped` and
+    a warning name them.
 
     >>> rng = RandomState()
     >>> state = rng.state_dict()

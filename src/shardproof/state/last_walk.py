@@ -6,8 +6,8 @@ Note: what a description depends on
     in which they shard, its mesh and where in it the rank is, and from an embedding that it may have of its
     own. All this is compared, tensor by tensor, in the order of the walk, whichever tensors they are: nothing
     is believed of a tensor because it was there before. Where all agree, the descriptions hold, and only
-    where the memory is, and in which order its elements lie, is asked again. Where anything differs, every
-    tensor is described anew.
+    where the memory is, whether all elements are in it, and in which order they lie, is asked again. Where
+    anything differs, every tensor is described anew.
 
     Meshes, placements and embeddings are compared by identity, since placements of different meaning may be
     equal, and are kept, so that no identity is used twice. No memory of tensors is kept.
@@ -29,7 +29,7 @@ import torch
 from shardproof.state.describing import blocks
 from shardproof.state.dtensor import LOCAL, is_dtensor, local_tensor, shard_order
 from shardproof.state.entries import Piece, TensorEntry
-from shardproof.state.tensors import PLAIN_TYPES, are_strided
+from shardproof.state.tensors import are_plain
 
 __all__ = ["LastWalk"]
 
@@ -170,19 +170,19 @@ class _Known:
         if list(map(type, tensors)) != self.types:
             return None
         parts, orders, wholes, memory = _asked(tensors, len(self.plain))
-        if not all(map(is_, parts, self.parts)) or not set(map(type, memory)).issubset(PLAIN_TYPES):
+        if not all(map(is_, parts, self.parts)) or not are_plain(memory):
             return None
         if wholes != self.wholes or orders != self.orders:
             return None
         if list(map(_coordinate, self.meshes)) != self.coordinates:
             return None
-        if not are_strided(memory) or list(map(_KIND, memory)) != self.kinds:
+        if list(map(_KIND, memory)) != self.kinds:
             return None
         others = describe(self.keys, [held[row] for row in self.others]) if self.others else []
         if list(map(_boxes, others)) != self.boxes:
             return None
         views = list(map(torch.Tensor.detach, memory))
-        pieces = Piece.of_all(views, self.offsets, self.sizes)
+        pieces = Piece.of_all(self.named, views, self.offsets, self.sizes)
         return [*map(TensorEntry, self.named, self.dtypes, self.shapes, zip(pieces, strict=True)), *others]
 
 

@@ -17,8 +17,9 @@ from shardproof.state.dtensor import local_tensor
 from shardproof.state.explicit import ShardedTensor
 from shardproof.state.layout import Layout, local_layout
 from shardproof.state.naming import PARALLEL, NamedModule, inside
+from shardproof.state.storage_owner import declare_fsdp2_owners
 from shardproof.state.tensors import empty_like_layout, local_of, storage_of
-from shardproof.state.visiting import OwnedParameters, Place, Visitor
+from shardproof.state.visiting import OwnedParameters, Place, Visitor, check_name
 
 __all__ = ["MODULE", "named"]
 
@@ -33,7 +34,9 @@ class _Module:
         module, state = _state_of(value, place, out)
         prefix = f"{place.key}." if place.key else ""
         for name, item in state.items():
-            key = prefix + module.clean(name)
+            if "@" in (clean := module.clean(name)):
+                check_name(clean, place.key, place.path)
+            key = prefix + clean
             if not isinstance(item, torch.Tensor) or _is_extra(name):
                 out.object(key, item, (place.path, name))
             elif (layout := module.layout(name)) is not None:
@@ -41,6 +44,7 @@ class _Module:
                 out.laid_out(key, sharded, (place.path, name), local)
             else:
                 out.tensor(key, item, (place.path, name))
+        declare_fsdp2_owners(part for _, part in module.parts)
         out.modules.append(OwnedParameters(place.key, module, state))
 
     def bind(self, place: Place, value: torch.nn.Module, to: Binder) -> None:
@@ -50,7 +54,9 @@ class _Module:
         lives = _lives_in(module.module)
         made_up: dict[str, Callable[[], Any]] = {}
         for name, item in state.items():
-            key = prefix + module.clean(name)
+            if "@" in (clean := module.clean(name)):
+                check_name(clean, place.key, place.path)
+            key = prefix + clean
             if _is_extra(name):
                 self._bind_extra(module.module, name, key, item, to)
             elif not isinstance(item, torch.Tensor):
@@ -81,7 +87,8 @@ class _Module:
         to: Binder,
         made_up: dict[str, Callable[[], Any]],
     ) -> None:
-        if not (lives or item.is_meta):
+        local_of(item, key)
+        if not lives:
             # Elements that are stored nowhere (padding) stay what they are.
             item = item.detach().clone()
         if to.laid_out(key, *_laid_out(item, layout, key)) and not lives:

@@ -8,7 +8,7 @@ import torch
 
 from shardproof.errors import StructureError
 from shardproof.state.naming import NamedModule, clean_name
-from shardproof.state.visiting import OwnedParameters, Place, join
+from shardproof.state.visiting import OwnedParameters, Place, check_name, join
 
 __all__ = ["Names"]
 
@@ -32,6 +32,8 @@ class Names:
                 "shardproof.OptimizerState(optimizer, module)",
                 key=self._place.key,
             )
+        if "@" in name:
+            check_name(name, self._place.key, self._place.path)
         return name
 
     @staticmethod

@@ -28,8 +28,8 @@ from shardproof.state.optimizer_slots import receiver
 from shardproof.state.options import Options
 from shardproof.state.slot_layouts import SlotLayout, SlotLayouts
 from shardproof.state.slots import MASTER, LocalRange, Receipt, Receiver, SlotKeeper, StoredSlot
-from shardproof.state.tensors import empty_like_layout, torch_dtype
-from shardproof.state.visiting import Place, join
+from shardproof.state.tensors import empty_like_layout, local_of, torch_dtype
+from shardproof.state.visiting import Place, check_name, join
 
 __all__ = ["EXTRA", "SHARED", "OptimizerBinding"]
 
@@ -63,13 +63,15 @@ class OptimizerBinding:
         """How parameters take what is stored. An optimizer that cannot say so fails when one has to."""
         return receiver(self.optimizer)
 
+    @torch.inference_mode(False)
     def bind(self) -> None:
-        """All parameters, then what the optimizer keeps beside them."""
+        """All parameters, then what the optimizer keeps beside them. Training goes on with what is made."""
         for group in self.optimizer.param_groups:
             stored: dict[str, Any] = {}
             for parameter in group["params"]:
                 name = self.names[parameter]
                 key = join(self.place.key, name)
+                self._check_slots(key, parameter)
                 data = self.to.object(f"{key}.@options")
                 if data is MISSING:
                     self._known_slots(key, parameter)
@@ -81,6 +83,13 @@ class OptimizerBinding:
         self._beside()
         for act in self.attach:
             self.to.later_on(act)
+
+    def _check_slots(self, key: str, parameter: torch.Tensor) -> None:
+        """Refuse slots of the target that would pass for keys of shardproof's own."""
+        if self.keeper is None:
+            for slot in self.optimizer.state.get(parameter, ()):
+                if isinstance(slot, str) and "@" in slot:
+                    check_name(slot, key, key)
 
     def _parameter(self, key: str, group: dict[str, Any], parameter: torch.Tensor, data: Any) -> None:
         """The slots of one parameter become those that are stored."""
@@ -168,6 +177,7 @@ class OptimizerBinding:
     def _weight_from_master(self, key: str, layout: SlotLayout) -> None:
         """See "masters" above."""
         parameter = layout.parameter
+        local_of(parameter, key)
         exact = empty_like_layout(parameter, parameter.dtype)
         _copy(exact, parameter)  # elements that are stored nowhere (padding) stay what they are
         if self._fill(layout, f"{key}.{MASTER}", MASTER, exact, True):

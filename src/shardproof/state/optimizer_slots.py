@@ -128,6 +128,7 @@ def _made_dtype(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, like:
     return parameter.dtype if known and floating else like.dtype
 
 
+@torch.inference_mode(False)
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if tensor.dtype == dtype:
         return tensor

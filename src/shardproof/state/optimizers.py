@@ -29,7 +29,7 @@ from shardproof.state.options import Options
 from shardproof.state.plain import encode
 from shardproof.state.slot_layouts import SlotLayouts
 from shardproof.state.slots import LocalRange, ParameterSlots, SlotKeeper
-from shardproof.state.visiting import Place, Visitor, join
+from shardproof.state.visiting import Place, Visitor, check_name, join
 from shardproof.state.zero_redundancy import is_zero_redundancy
 
 __all__ = ["OPTIMIZER", "OptimizerState"]
@@ -181,8 +181,10 @@ def _modules(value: Any, visitor: Visitor) -> list[NamedModule]:
 
 def _key_of(key: str, slot: Any) -> str:
     """The key of a slot of the parameter whose key is given."""
-    if not isinstance(slot, str) or slot.startswith("@"):
+    if not isinstance(slot, str):
         raise StructureError(f"{key}: the state has a slot named {slot!r}, which makes no key", key=key)
+    if "@" in slot:
+        check_name(slot, key, key)
     return f"{key}.{slot}"
 
 

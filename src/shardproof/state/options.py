@@ -12,6 +12,7 @@ from shardproof.state.binding import Binder
 from shardproof.state.decoding import decode
 from shardproof.state.plain import encode
 from shardproof.state.slots import options_of
+from shardproof.state.tensors import local_of
 
 __all__ = ["Options"]
 
@@ -58,11 +59,23 @@ class Options:
             if name not in refused
         }
 
+        for name in values:
+            _check_present(group.get(name), f"{self.key}.@options.{name}")
+
         def apply() -> None:
             for name, value in values.items():
                 group[name] = _adopted(group.get(name), value)
 
         return apply
+
+
+def _check_present(present: Any, path: str) -> None:
+    """Refuse the option of a target that is filled in place and has no memory."""
+    if isinstance(present, torch.Tensor):
+        local_of(present, path)
+    elif isinstance(present, tuple):
+        for item in present:
+            _check_present(item, path)
 
 
 def _adopted(present: Any, stored: Any) -> Any:

@@ -8,7 +8,7 @@ from shardproof.errors import StructureError
 from shardproof.state.binding import Binder
 from shardproof.state.collecting import Collector
 from shardproof.state.decoding import decode, references
-from shardproof.state.visiting import Place, join
+from shardproof.state.visiting import Place, is_per_rank, join
 
 __all__ = ["PART", "SEGMENT", "has_state_tree", "parts_of"]
 
@@ -84,7 +84,7 @@ def _accepts(value: Any, prefix: str, stored: list[str], to: Binder) -> bool:
         return True
     below = {key.removeprefix(prefix): key for key in stored}
     try:
-        taken = check({name: _plain(key, to) for name, key in below.items() if "@rank-" not in name})
+        taken = check({name: _plain(key, to) for name, key in below.items() if not is_per_rank(name)})
     except StructureError as error:
         to.binding.refused.append(error)
         return False
@@ -103,13 +103,13 @@ def has_state_tree(value: Any) -> bool:
 
 
 def parts_of(key: str) -> list[str]:
-    """The parts that a key belongs to, outermost first.
+    """The parts that a key belongs to, outermost first. The last segment of a key is never a part.
 
-    >>> parts_of("rerun.@part.own.@rank-1"), parts_of("model.weight")
-    (['rerun.@part'], [])
+    >>> parts_of("rerun.@part.own.@rank-1"), parts_of("model.weight"), parts_of("model.@part")
+    (['rerun.@part'], [], [])
     """
     segments = key.split(".")
-    return [".".join(segments[: at + 1]) for at, segment in enumerate(segments) if segment == SEGMENT]
+    return [".".join(segments[: at + 1]) for at, segment in enumerate(segments[:-1]) if segment == SEGMENT]
 
 
 PART = _Part()

@@ -50,7 +50,7 @@ import xxhash
 
 from shardproof.errors import PlainDataError
 from shardproof.state.registered import name_of
-from shardproof.state.tensors import array_dtype, as_bytes, is_in_host_memory
+from shardproof.state.tensors import array_dtype, as_bytes, check_memory, is_in_host_memory
 
 __all__ = ["DEPTH", "FACTORIES", "INLINE_BYTES", "Hoist", "encode"]
 
@@ -197,6 +197,7 @@ class _Encoder:
             return reference
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_meta:
             raise self.refuse(at, f"a {type(value).__name__} on {value.device} cannot be kept inline")
+        check_memory(value, _join(self.path, at) if at else self.path)
         host = value.detach().cpu()
         raw = as_bytes(host).numpy().tobytes()
         return {

@@ -14,6 +14,7 @@ from shardproof.state.explicit import ShardedTensor
 from shardproof.state.layout import Layout, local_layout
 from shardproof.state.naming import NamedModule
 from shardproof.state.slots import LocalRange, StoredSlot
+from shardproof.state.tensors import check_memory, local_of
 from shardproof.state.visiting import OwnedParameters, join
 
 __all__ = ["SlotLayout", "SlotLayouts"]
@@ -72,13 +73,14 @@ class SlotLayout:
         if self.is_own and is_dtensor(item):
             return None
         if isinstance(item, LocalRange):
+            check_memory(item.buffer, key)
             return self._local(key).range(item.buffer, item.start, item.stop)
         if self.is_own:
             if not self.is_dtensor:
                 return None
             if not item.dim() and self.parameter.dim():
                 return None  # a scalar of the model, however the parameter is laid out
-        local = local_tensor(item)
+        local = local_of(item, key)
         layout = self._local(key)
         if tuple(local.shape) == layout.local_shape or not local.numel():  # off the mesh, whatever its shape
             return layout.pieces(local)
@@ -108,7 +110,7 @@ class SlotLayout:
         layout = self._local(key)
         if shape == layout.shape:
             return StoredSlot(dtype, tuple(local_tensor(self.parameter).shape))  # (0,) outside of the mesh
-        if shape == layout.scalar(torch.empty((), dtype=dtype)).shape:
+        if shape == layout.scalar(torch.empty((), dtype=dtype, device="cpu")).shape:
             return StoredSlot(dtype, ())
         return StoredSlot(dtype, shape)
 

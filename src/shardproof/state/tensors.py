@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
+from functools import reduce
+from operator import add, attrgetter, eq, le, mod, mul, ne, not_, or_
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,12 @@ from shardproof.state.dtensor import LOCAL, is_dtensor, local_tensor
 
 __all__ = [
     "PLAIN_TYPES",
-    "are_strided",
+    "addresses_of",
+    "are_plain",
     "array_dtype",
     "as_bytes",
     "check_destination",
+    "check_memory",
     "dtype_name",
     "empty_like_layout",
     "is_in_host_memory",
@@ -37,8 +40,12 @@ PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _NAMES: dict[torch.dtype, str] = {
     getattr(torch, name): name for name in DTYPES if isinstance(getattr(torch, name, None), torch.dtype)
 }
-_LAYOUT = attrgetter("layout", "is_nested", "is_meta")
-_IN_MEMORY = torch.strided, False, False
+_IS_NESTED = attrgetter("is_nested")
+_STORAGE_BYTES = torch.UntypedStorage.nbytes
+_BYTES = attrgetter("nbytes")
+_ITEM_BYTES = attrgetter("itemsize")
+_LARGEST_ITEM = 16
+"""Bytes: those of complex128."""
 
 
 def dtype_name(dtype: torch.dtype, path: str) -> str:
@@ -65,23 +72,30 @@ def local_of(tensor: torch.Tensor, path: str) -> torch.Tensor:
     """The plain tensor that this rank holds of a plain tensor or DTensor.
 
     Raises:
-        StructureError: it cannot be kept; the text names its path and what to do.
+        StructureError: it cannot be kept, or not all of its elements are in memory; the text names its path
+            and what to do.
     """
-    return locals_of([tensor], [path])[0]
+    (local,) = locals_of([tensor], [path])
+    check_memory(local, path)
+    return local
 
 
 def locals_of(tensors: Sequence[torch.Tensor], paths: Sequence[str]) -> list[torch.Tensor]:
     """The plain tensors that this rank holds of plain tensors and DTensors; see `local_of`."""
     held = list(map(local_tensor, tensors))
-    if not set(map(type, held)).issubset(PLAIN_TYPES) or not are_strided(held):
+    if not are_plain(held):
         for local, path in zip(held, paths, strict=True):
             _check(local, path)
     return held
 
 
-def are_strided(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all have their elements in strided memory."""
-    return list(map(_LAYOUT, tensors)).count(_IN_MEMORY) == len(tensors)
+def are_plain(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all are of the exact plain types and have a shape, which nested tensors have not."""
+    return set(map(type, tensors)).issubset(PLAIN_TYPES) and not any(map(_IS_NESTED, tensors))
+
+
+def _is_strided(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
 
 
 def is_in_host_memory(tensor: torch.Tensor) -> bool:
@@ -91,13 +105,108 @@ def is_in_host_memory(tensor: torch.Tensor) -> bool:
     (True, False)
     """
     plain = type(tensor) in PLAIN_TYPES and tensor.dtype in _NAMES
-    return plain and tensor.device.type == "cpu" and are_strided([tensor])
+    return plain and tensor.device.type == "cpu" and _is_strided(tensor) and _lacks(tensor) is None
+
+
+def addresses_of(tensors: Sequence[torch.Tensor], paths: Sequence[str]) -> tuple[list[int], list[bool]]:
+    """Where plain tensors have their elements.
+
+    Bytes are read from and written to addresses behind torch's back, so all elements must be in memory.
+
+    Args:
+        tensors: of any device.
+        paths: of the tensors, for messages.
+
+    Returns:
+        Addresses of the first elements, on their devices, 0 for a tensor without elements; and what
+        `torch.Tensor.is_contiguous` says of each tensor.
+
+    Raises:
+        StructureError: not all elements of a tensor are in memory; see `check_memory`.
+
+    >>> addresses_of([torch.ones(0)], ["w"])
+    ([0], [True])
+    """
+    try:
+        held = map(_STORAGE_BYTES, map(torch.Tensor.untyped_storage, tensors))
+        starts = list(map(torch.Tensor.storage_offset, tensors))
+        if any(starts):
+            starts = list(map(mul, starts, map(_ITEM_BYTES, tensors)))
+        are_inside = list(map(le, map(add, starts, map(_BYTES, tensors)), held))
+        are_contiguous = list(map(torch.Tensor.is_contiguous, tensors))
+        addresses = list(map(torch.Tensor.data_ptr, tensors))
+    except RuntimeError:  # a tensor has no storage
+        for tensor, path in zip(tensors, paths, strict=True):
+            check_memory(tensor, path)
+        raise
+    # The address of a tensor whose storage has no memory is its offset.
+    are_sound = all(are_inside) and all(are_contiguous) and not any(map(eq, addresses, starts))
+    if not are_sound or reduce(or_, addresses, 0) % _LARGEST_ITEM:
+        tail = map(mod, addresses, map(_ITEM_BYTES, tensors))
+        found = zip(are_inside, are_contiguous, map(ne, addresses, starts), map(not_, tail), strict=True)
+        for tensor, path, is_sound in zip(tensors, paths, map(all, found), strict=True):
+            if not is_sound:
+                check_memory(tensor, path)
+    return addresses, are_contiguous
+
+
+def check_memory(tensor: torch.Tensor, path: str) -> None:
+    """Refuse a tensor of which not all elements are in memory of its own storage, where torch may read them.
+
+    Args:
+        tensor: what a rank holds, plain.
+        path: for the message.
+
+    Raises:
+        StructureError: it cannot be kept, its storage was freed or cut, torch keeps no memory for it, or its
+            first byte is at no multiple of its element size.
+
+    >>> weight = torch.ones(4)
+    >>> _ = weight.untyped_storage().resize_(8)
+    >>> check_memory(weight, "model.weight")
+    Traceback (most recent call last):
+      ...
+    shardproof.errors.StructureError: model.weight: the tensor takes 16 bytes of a storage of 8. ...
+    """
+    _check(tensor, path)
+    reason = _lacks(tensor)
+    if reason is not None:
+        raise StructureError(f"{path}: {reason}", key=path)
+
+
+def _lacks(tensor: torch.Tensor) -> str | None:
+    """Why not all elements of a strided tensor are in memory, and what to do; None if they are."""
+    if not tensor.numel():
+        return None
+    try:
+        storage = tensor.untyped_storage()
+        held, address = storage.nbytes(), storage.data_ptr()
+    except RuntimeError:  # what torch answers of a storage that only stands for one
+        return (
+            "the tensor has no memory: torch.func (vmap, grad) or functionalisation wraps it, or it stands "
+            "for zeros that are stored nowhere. Save and load outside of such transformations, and give it "
+            "memory with clone()"
+        )
+    extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    needed = (int(tensor.storage_offset()) + extent) * tensor.element_size()
+    if needed <= held and address:
+        size = tensor.element_size()
+        if not address % size:
+            return None
+        return (
+            f"the tensor begins {address % size} bytes after a multiple of its element size of {size}, where "
+            "operators of torch may end the process. Save and load a clone()"
+        )
+    return (
+        f"the tensor takes {needed} bytes of a storage of {held}. Code that frees memory of parameters that "
+        "are not in use (FSDP1, untyped_storage().resize_) must give it back first"
+    )
 
 
 def _check(local: torch.Tensor, path: str) -> None:
     if type(local) not in PLAIN_TYPES:
         raise _refused_subclass(local, path)
-    if not are_strided([local]):
+    if not _is_strided(local):
         raise _without_memory(local, path)
 
 
@@ -232,7 +341,7 @@ def array_dtype(array: NDArray[Any]) -> str | None:
 
 def tensor_of_array(array: NDArray[Any]) -> tuple[torch.Tensor, bool]:
     """A tensor of the array's elements, and whether it shares the array's memory."""
-    if array.flags.writeable and all(stride >= 0 for stride in array.strides):
+    if array.flags.writeable and array.flags.aligned and all(stride >= 0 for stride in array.strides):
         try:
             return torch.from_numpy(array), True
         except (ValueError, TypeError):  # strides that are no multiple of the element size

@@ -86,6 +86,12 @@ def bind(
 def _walk(visit: Callable[[Place, Any], None], tree: Any) -> None:
     if isinstance(tree, dict) and not tree:
         return  # inside a tree it would be a plain value; the tree itself has no key
+    made = type(torch.empty(0, dtype=torch.uint8, device="cpu"))
+    if made is not torch.Tensor:
+        raise StructureError(
+            f"every new tensor is a {made.__module__}.{made.__qualname__} here, which has no bytes. Save and "
+            "load outside of the mode that makes them, such as FakeTensorMode"
+        )
     if not isinstance(tree, (dict, list, tuple, torch.nn.Module, torch.optim.Optimizer)):
         raise StructureError(
             f"a state tree is a dict (or a list, tuple, module or optimizer), not a {type(tree).__name__}: "

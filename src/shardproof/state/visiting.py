@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from shardproof.errors import StructureError
 from shardproof.state.describing import describe_tensors
 from shardproof.state.dtensor import Layouts
 from shardproof.state.entries import TensorEntry
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from shardproof.state.collecting import Collector
     from shardproof.state.naming import NamedModule
 
-__all__ = ["Handler", "OwnedParameters", "Place", "Visitor", "join"]
+__all__ = ["Handler", "OwnedParameters", "Place", "Visitor", "check_name", "is_per_rank", "join"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,36 @@ def join(key: str, segment: Any) -> str:
     ('model.weight', '0')
     """
     return f"{key}.{segment}" if key else str(segment)
+
+
+def is_per_rank(key: str) -> bool:
+    """Whether a key is of a value that belongs to one rank.
+
+    >>> is_per_rank("rng.@rank-0"), is_per_rank("user@rank-0")
+    (True, False)
+    """
+    return key.startswith("@rank-") or ".@rank-" in key
+
+
+def check_name(name: str, key: str, path: str) -> None:
+    """Refuse a name of the program's that would pass for a key of shardproof's own.
+
+    Args:
+        name: of an item; it may have dots.
+        key: of what the item is in.
+        path: of the same, for people.
+
+    Raises:
+        StructureError: a segment of the name begins with ``@``.
+
+    >>> check_name("user@host", "model", "state['model']")
+    """
+    if name.startswith("@") or ".@" in name:
+        raise StructureError(
+            f"{path}[{name!r}] has the key {join(key, name)!r}. Segments that begin with '@' are "
+            "shardproof's own: rename it",
+            key=join(key, name),
+        )
 
 
 class Handler(Protocol):

@@ -27,7 +27,7 @@ from shardproof.state.parts import PART, has_state_tree
 from shardproof.state.per_rank import PER_RANK, PerRank
 from shardproof.state.statefuls import STATEFUL, is_stateful
 from shardproof.state.tensors import PLAIN_TYPES, array_dtype, tensor_of_array
-from shardproof.state.visiting import Handler, Place
+from shardproof.state.visiting import Handler, Place, check_name
 
 __all__ = ["handler_of"]
 
@@ -91,10 +91,9 @@ class _Mapping:
 
     def collect(self, place: Place, value: dict[Any, Any], out: Collector) -> None:
         """Each item, with a short way for the many tensors that a dict may hold."""
+        _check_names(value, place)
         prefix, path = f"{place.key}." if place.key else "", place.path
         for name, item in value.items():
-            if type(name) is str and name.startswith("@"):
-                raise StructureError(f"{path}[{name!r}]: keys may not start with '@'", key=place.key)
             if name == "" and not place.key:
                 raise StructureError(f"{path}[{name!r}]: the key is empty. Give it a name")
             if isinstance(item, torch.Tensor):
@@ -104,6 +103,7 @@ class _Mapping:
 
     def bind(self, place: Place, value: dict[Any, Any], to: Binder) -> None:
         """Each item, with the same short way."""
+        _check_names(value, place)
         prefix = f"{place.key}." if place.key else ""
         tensors = {name: item for name, item in value.items() if isinstance(item, torch.Tensor)}
         to.tensors([f"{prefix}{name}" for name in tensors], list(tensors.values()))
@@ -208,6 +208,12 @@ def handler_of(value: Any, place: Place) -> Handler:
     if is_stateful(value):
         return STATEFUL
     return _PLAIN
+
+
+def _check_names(value: dict[Any, Any], place: Place) -> None:
+    for name in value:
+        if type(name) is str and "@" in name:
+            check_name(name, place.key, place.path)
 
 
 def _of_dict(value: dict[Any, Any], place: Place) -> Handler:

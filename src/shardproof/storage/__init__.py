@@ -6,13 +6,17 @@ from shardproof.storage.buffers import ALIGNMENT, address, aligned_buffer
 from shardproof.storage.interface import Sink, Storage
 from shardproof.storage.local import LocalStorage
 from shardproof.storage.names import check_name
+from shardproof.storage.paths import StrOrBytesPath
 from shardproof.storage.priority import lower_io_priority
+from shardproof.storage.uncached import UncachedStorage
 
 __all__ = [
     "ALIGNMENT",
     "LocalStorage",
     "Sink",
     "Storage",
+    "StrOrBytesPath",
+    "UncachedStorage",
     "address",
     "aligned_buffer",
     "check_name",

@@ -146,6 +146,7 @@ class StorageConformance:
             lambda: storage.read(name),
             lambda: storage.read_into(name, 0, memoryview(bytearray(1))),
             lambda: storage.size(name),
+            lambda: storage.flush(name),
             lambda: storage.delete(name),
             lambda: storage.within(name),
         ):
@@ -165,6 +166,14 @@ class StorageConformance:
     def test_publish_replace_needs_nothing_to_replace(self, storage: Storage) -> None:
         storage.publish("a", b"one", replace=True)
         assert storage.read("a") == b"one"
+
+    def test_flush(self, storage: Storage) -> None:
+        storage.publish("run/manifest.json", b"one")
+        storage.flush("run/manifest.json")
+        assert storage.read("run/manifest.json") == b"one"
+        with pytest.raises(StorageError) as missing:
+            storage.flush("run/none")
+        assert missing.value.details["missing"]
 
     def test_one_publisher_of_many_wins(self, storage: Storage) -> None:
         ready = threading.Barrier(8)
@@ -217,6 +226,7 @@ class StorageConformance:
         assert storage.list() == ["steps/1/manifest.json", "steps/1/shards/0"]
         assert part.list() == ["manifest.json", "shards/0"]
         assert part.location.startswith(storage.location)
+        assert not part.linked
 
     def test_sibling(self, storage: Storage) -> None:
         part = storage.within("steps/1")

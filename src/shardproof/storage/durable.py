@@ -13,7 +13,15 @@ import errno
 import os
 from pathlib import Path
 
-__all__ = ["flush_folders", "make_folders", "open_new", "rename_exclusively", "unlink_quietly", "write_all"]
+__all__ = [
+    "flush_file",
+    "flush_folders",
+    "make_folders",
+    "open_new",
+    "rename_exclusively",
+    "unlink_quietly",
+    "write_all",
+]
 
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _AT_FDCWD = -100
@@ -58,6 +66,15 @@ def write_all(descriptor: int, data: memoryview, start: int) -> None:
         start += written
 
 
+def flush_file(descriptor: int) -> None:
+    """Flush a file or folder; nothing to do where the file system cannot (a read-only image, for example)."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+
+
 def flush_folders(folder: Path, last: Path | None) -> None:
     """Flush `folder` and those above it, up to `last`, or up to the mount point if None.
 
@@ -75,10 +92,7 @@ def flush_folders(folder: Path, last: Path | None) -> None:
         try:
             if os.fstat(descriptor).st_dev != device:
                 return
-            os.fsync(descriptor)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system without folders to flush
-                raise
+            flush_file(descriptor)
         finally:
             os.close(descriptor)
         if folder in (last, folder.parent):
@@ -103,7 +117,7 @@ def rename_exclusively(source: Path, target: Path) -> None:
             raise
         _rename_no_replace(source, target)
         return
-    os.unlink(source)
+    unlink_quietly(source)  # the rename has taken effect; a second name is a leftover for prune
 
 
 def _rename_no_replace(source: Path, target: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import os
+from pathlib import Path
 
 from shardproof.errors import StorageError
 
-__all__ = ["storage_error"]
+__all__ = ["printable", "storage_error", "unconfirmed_error"]
 
 _ADVICE = {
     errno.ENOSPC: "The disk is full: free space (`shardproof prune` removes leftovers), then save again.",
@@ -21,6 +23,7 @@ _ADVICE = {
     errno.EEXIST: "There is already a file of this name: another save wrote it.",
     errno.EIO: "The device failed: see the kernel log (`dmesg`), do not trust this disk.",
     errno.ESTALE: "The file was removed or moved on the file server while it was open: try again.",
+    errno.ENOTCONN: "The mount is lost: see `mount` and the kernel log (`dmesg`), and mount it again.",
     errno.EMFILE: "Too many open files: raise the limit (`ulimit -n`).",
     errno.ENFILE: "Too many open files on this machine: raise `fs.file-max`.",
     errno.ENAMETOOLONG: "The path is too long for this file system: choose a shorter one.",
@@ -28,7 +31,17 @@ _ADVICE = {
 }
 
 
-def storage_error(cause: OSError, doing: str, path: str) -> StorageError:
+def printable(path: str | Path) -> str:
+    r"""A path in valid Unicode, for messages: a byte that is not UTF-8 becomes an escape.
+
+    >>> import os
+    >>> printable(os.fsdecode(b"/runs/caf\xe9"))
+    '/runs/caf\\xe9'
+    """
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+def storage_error(cause: OSError, doing: str, path: str | Path) -> StorageError:
     """The error to raise from `cause`, which came up while `doing` ("write", "read") the file at `path`.
 
     >>> error = storage_error(OSError(errno.ENOENT, "No such file or directory"), "read", "/runs/a/0")
@@ -38,7 +51,25 @@ and whether it is mounted on this node.
     >>> error.details
     {'file': '/runs/a/0', 'errno': 'ENOENT', 'missing': True}
     """
-    code = cause.errno or 0
+    code, path = cause.errno or 0, printable(path)
     name = errno.errorcode.get(code, str(code))
     text = f"cannot {doing} {path}: {cause.strerror or cause} ({name}). {_ADVICE.get(code, '')}".rstrip()
     return StorageError(text, file=path, errno=name, missing=code == errno.ENOENT)
+
+
+def unconfirmed_error(cause: OSError, path: str | Path) -> StorageError:
+    """The error to raise where the file at `path` got its name, and `cause` came up while that was flushed.
+
+    >>> error = unconfirmed_error(OSError(errno.EIO, "Input/output error"), "/runs/a/manifest.json")
+    >>> print(error)
+    cannot flush the name of /runs/a/manifest.json: Input/output error (EIO). The device failed: see the \
+kernel log (`dmesg`), do not trust this disk. The file is in place and readers see it, but a crash of the \
+machine may undo that.
+    >>> error.details["in_place"]
+    True
+    """
+    error = storage_error(cause, "flush the name of", path)
+    text = (
+        f"{error.message} The file is in place and readers see it, but a crash of the machine may undo that."
+    )
+    return StorageError(text, **error.details, in_place=True)

@@ -34,12 +34,20 @@ class Storage(Protocol):
 
     @property
     def location(self) -> str:
-        """The place, for messages."""
+        """The place, for messages, in valid Unicode."""
         ...
 
     @property
     def folder(self) -> str:
         """The name by which `sibling` of a storage beside this one gives this one."""
+        ...
+
+    @property
+    def linked(self) -> bool:
+        """Whether this storage's folder is a symbolic link: its files belong to another place.
+
+        They are read as any others. Nobody removes them for the sake of the folder that the link lies in.
+        """
         ...
 
     def create(self, name: str) -> Sink:
@@ -49,10 +57,19 @@ class Storage(Protocol):
     def publish(self, name: str, data: bytes, *, replace: bool = False) -> None:
         """Make `data` appear under `name`: whole or not at all, on stable storage when this returns.
 
+        A file that got its name is never taken back: a reader may use it already, and a storage that cannot
+        flush the name cannot make the removal durable either.
+
         Raises:
             AlreadyCommittedError: there is a file of that name and `replace` is false. Of several that
                 publish one name at a time, exactly one gets through.
+            StorageError: the storage failed. With ``details["in_place"]`` true, readers see `data` under
+                `name`, and a crash of the machine may bring back what was there.
         """
+        ...
+
+    def flush(self, name: str) -> None:
+        """Put the bytes and the name of a finished or published file on stable storage, whoever wrote it."""
         ...
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
@@ -71,7 +88,7 @@ class Storage(Protocol):
         ...
 
     def folders(self) -> list[str]:
-        """Sorted names of the folders directly in this storage."""
+        """Sorted names of the folders directly in this storage, linked ones too (see `linked`)."""
         ...
 
     def siblings(self) -> list[str]:

@@ -10,14 +10,16 @@ from pathlib import Path
 from shardproof import forks
 from shardproof.errors import AlreadyCommittedError, StorageError
 from shardproof.storage.durable import (
+    flush_file,
     flush_folders,
     open_new,
     rename_exclusively,
     unlink_quietly,
     write_all,
 )
-from shardproof.storage.failures import storage_error
+from shardproof.storage.failures import printable, storage_error, unconfirmed_error
 from shardproof.storage.names import check_folder, check_name
+from shardproof.storage.paths import StrOrBytesPath, absolute, leads_beside, lost_link
 from shardproof.storage.probe import Probes, users_choice
 from shardproof.storage.sink import LocalSink
 
@@ -30,7 +32,8 @@ class LocalStorage:
     """Files in a folder and below it, written durably. See `Storage` for the methods.
 
     Args:
-        root: the folder. It need not exist: the first file makes it.
+        root: the folder. It need not exist: the first file makes it. It is taken to be absolute from here on
+            (see `absolute`).
         direct: whether aligned writes go past the page cache (O_DIRECT). None: as the environment variable
             SHARDPROOF_DIRECT says (1 or 0); without it the way that proved faster for large files, where the
             file system has both (see "a probe of real writes").
@@ -46,20 +49,30 @@ class LocalStorage:
     (['manifest.json', 'shards/0'], b'yt')
     """
 
-    def __init__(self, root: str | os.PathLike[str], *, direct: bool | None = None) -> None:
-        self._root = Path(os.path.abspath(root))
+    def __init__(self, root: StrOrBytesPath, *, direct: bool | None = None) -> None:
+        self._root = absolute(root)
         self._direct = direct
         self._probes = Probes()
         self._kept: dict[str, _Descriptor] = {}
         self._lock = forks.lock()
 
     def __repr__(self) -> str:
-        return f"LocalStorage({str(self._root)!r})"
+        return f"LocalStorage({self.location!r})"
 
     @property
     def location(self) -> str:
-        """The folder's absolute path."""
-        return str(self._root)
+        """The folder's absolute path, in valid Unicode."""
+        return printable(self._root)
+
+    @property
+    def path(self) -> Path:
+        """The folder, for the system: its bytes need not be valid Unicode."""
+        return self._root
+
+    @property
+    def linked(self) -> bool:
+        """Whether the folder is a symbolic link."""
+        return os.path.islink(self._root)
 
     @property
     def folder(self) -> str:
@@ -76,10 +89,10 @@ class LocalStorage:
     def publish(self, name: str, data: bytes, *, replace: bool = False) -> None:
         """Make `data` appear under `name`, whole or not at all; see `Storage.publish`."""
         path = self._path(name)
-        if not replace and path.exists():
-            raise self._already_there(path)
         draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
         try:
+            if not replace and path.exists():
+                raise self._already_there(path)
             descriptor, _ = open_new(draft, os.O_WRONLY)
             try:
                 write_all(descriptor, memoryview(data), 0)
@@ -90,14 +103,27 @@ class LocalStorage:
                 os.replace(draft, path)
             else:
                 rename_exclusively(draft, path)
-            self._forget(name)
-            _flush_published(path, replaced=replace)
         except FileExistsError as error:
             unlink_quietly(draft)
             raise self._already_there(path) from error
         except OSError as error:
             unlink_quietly(draft)
-            raise storage_error(error, "publish", str(path)) from error
+            raise storage_error(error, "publish", path) from error
+        self._forget(name)
+        try:
+            flush_folders(path.parent, None)
+        except OSError as error:
+            raise unconfirmed_error(error, path) from error
+
+    def flush(self, name: str) -> None:
+        """Make the file and its name durable, whoever wrote it; see `Storage.flush`."""
+        path = self._path(name)
+        file = _Descriptor(path)
+        try:
+            flush_file(file.number)
+            flush_folders(path.parent, None)
+        except OSError as error:
+            raise storage_error(error, "flush", path) from error
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Bytes `start` to `stop` of the file as it is now; see `Storage.read`."""
@@ -106,11 +132,20 @@ class LocalStorage:
         try:
             size = os.fstat(file.number).st_size
         except OSError as error:
-            raise storage_error(error, "read", str(path)) from error
+            raise storage_error(error, "read", path) from error
         stop = size if stop is None else stop
         if not 0 <= start <= stop <= size:
             raise _short(path, start, stop - start, max(0, size - start))
-        buffer = bytearray(stop - start)
+        try:
+            buffer = bytearray(stop - start)
+        except MemoryError as error:
+            raise StorageError(
+                f"{path}: {stop - start} bytes are to be read, and there is not so much memory. The file is "
+                "too long, or this machine is too small.",
+                file=str(path),
+                missing=False,
+                damaged=False,
+            ) from error
         _fill(file, start, memoryview(buffer))
         return bytes(buffer)
 
@@ -124,28 +159,38 @@ class LocalStorage:
         path = self._path(name)
         try:
             found = os.stat(path)
-        except (FileNotFoundError, NotADirectoryError):
+        except NotADirectoryError:
+            return None
+        except FileNotFoundError as error:
+            if (lost := lost_link(path)) is not None:
+                raise lost from error
             return None
         except OSError as error:
-            raise storage_error(error, "look at", str(path)) from error
+            raise storage_error(error, "look at", path) from error
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def folders(self) -> list[str]:
-        """Sorted names of the folders directly in the root. Links are not folders."""
+        """Sorted names of the folders directly in the root, links to folders elsewhere among them.
+
+        A link that leads nowhere is among them, too: its folder may be on a mount that is lost. A link to a
+        folder of this root is not: it is a second name.
+        """
         try:
             with os.scandir(self._root) as entries:
-                return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
-        except FileNotFoundError:
+                return sorted(entry.name for entry in entries if _is_folder(entry))
+        except FileNotFoundError as error:
+            if (lost := lost_link(self._root)) is not None:
+                raise lost from error
             return []
         except OSError as error:
-            raise storage_error(error, "list", str(self._root)) from error
+            raise storage_error(error, "list", self._root) from error
 
     def siblings(self) -> list[str]:
-        """Sorted names of the folders beside the root, and its own. Links are not folders."""
+        """Sorted names of the folders beside the root, and its own; see `folders`."""
         return LocalStorage(self._root.parent).folders()
 
     def list(self, prefix: str = "") -> list[str]:
-        """Sorted names of the files in the folder `prefix` and below. Linked folders are not entered."""
+        """Sorted names of the files in the folder `prefix` and below, but for linked folders below it."""
         top = self._path(prefix) if prefix else self._root
         found: list[str] = []
         try:
@@ -154,7 +199,9 @@ class LocalStorage:
                 lead = "" if inside == "." else inside.replace(os.sep, "/") + "/"
                 found.extend(lead + file for file in files)
         except OSError as error:
-            raise storage_error(error, "list", str(top)) from error
+            raise storage_error(error, "list", top) from error
+        if not found and (lost := lost_link(top)) is not None:
+            raise lost
         return sorted(found)
 
     def delete(self, name: str) -> None:
@@ -166,7 +213,7 @@ class LocalStorage:
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
-            raise storage_error(error, "delete", str(path)) from error
+            raise storage_error(error, "delete", path) from error
         folder = path.parent
         try:
             while folder != self._root:
@@ -179,7 +226,7 @@ class LocalStorage:
         except FileNotFoundError:
             pass  # a peer removed the folder, and flushes the one above
         except OSError as error:
-            raise storage_error(error, "flush the deletion of", str(path)) from error
+            raise storage_error(error, "flush the deletion of", path) from error
 
     def within(self, prefix: str) -> LocalStorage:
         """The storage in the folder `prefix` of this one."""
@@ -190,7 +237,7 @@ class LocalStorage:
     def sibling(self, folder: str) -> LocalStorage:
         """The storage in the folder of this name beside this one's root; see `Storage.sibling`."""
         return LocalStorage(
-            self._root.parent / check_folder(folder, str(self._root.parent)), direct=self._direct
+            self._root.parent / check_folder(folder, printable(self._root.parent)), direct=self._direct
         )
 
     def close(self) -> None:
@@ -202,10 +249,11 @@ class LocalStorage:
         return self._root / check_name(name, self.location)
 
     def _already_there(self, path: Path) -> AlreadyCommittedError:
+        where = printable(path)
         return AlreadyCommittedError(
-            f"{path} exists. It was not touched: choose another place or step, or ask for overwriting.",
-            path=str(path),
-            file=str(path),
+            f"{where} exists. It was not touched: choose another place or step, or ask for overwriting.",
+            path=where,
+            file=where,
         )
 
     def _descriptor(self, name: str) -> _Descriptor:
@@ -225,16 +273,10 @@ class LocalStorage:
             self._kept.pop(name, None)
 
 
-def _flush_published(path: Path, *, replaced: bool) -> None:
-    """Make the new name durable, or take it back: who is told that publishing failed finds nothing there."""
-    try:
-        flush_folders(path.parent, None)
-    except OSError:
-        if (
-            not replaced
-        ):  # what was replaced is gone; the new file is whole, and may or may not outlive a crash
-            unlink_quietly(path)
-        raise
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    if not entry.is_symlink():
+        return entry.is_dir()
+    return (os.path.isdir(entry.path) or not os.path.exists(entry.path)) and not leads_beside(entry.path)
 
 
 class _Descriptor:
@@ -251,10 +293,13 @@ class _Descriptor:
         try:  # O_NONBLOCK: opening a pipe that somebody left there must not wait for its writer
             self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             mode = os.fstat(self.number).st_mode
+        except FileNotFoundError as error:
+            raise (lost_link(path) or storage_error(error, "read", path)) from error
         except OSError as error:
-            raise storage_error(error, "read", str(path)) from error
+            raise storage_error(error, "read", path) from error
         if not stat.S_ISREG(mode):
-            raise StorageError(f"cannot read {path}: it is not a regular file", file=str(path), missing=False)
+            where = printable(path)
+            raise StorageError(f"cannot read {where}: it is not a regular file", file=where, missing=False)
 
     def __del__(self) -> None:
         if self.number >= 0:
@@ -267,17 +312,18 @@ def _fill(file: _Descriptor, start: int, buffer: memoryview) -> None:
         try:
             count = os.preadv(file.number, [buffer[done:]], start + done)
         except OSError as error:
-            raise storage_error(error, "read", str(file.path)) from error
+            raise storage_error(error, "read", file.path) from error
         if count == 0:
             raise _short(file.path, start, len(buffer), done)
         done += count
 
 
 def _short(path: Path, start: int, expected: int, found: int) -> StorageError:
+    where = printable(path)
     return StorageError(
-        f"{path} is too short: expected {expected} bytes from byte {start} on, found {found}. "
+        f"{where} is too short: expected {expected} bytes from byte {start} on, found {found}. "
         "The file was cut, or is not the one that was written.",
-        file=str(path),
+        file=where,
         missing=False,
         byte_start=start,
         byte_count=expected,

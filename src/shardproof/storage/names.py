@@ -23,8 +23,8 @@ def name_fault(name: str) -> str | None:
     for part in name.split("/"):
         if part in ("", ".", ".."):
             return f'it has a part "{part}"'
-    try:
-        name.encode("utf-8")
+    try:  # a name that a file system gave may have bytes that are not UTF-8, in Python's own spelling
+        name.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
         return "it is not valid Unicode"
     return None

@@ -10,7 +10,7 @@ from pathlib import Path
 from shardproof.errors import StorageError
 from shardproof.storage.buffers import ALIGNMENT, address
 from shardproof.storage.durable import flush_folders, open_new, unlink_quietly, write_all
-from shardproof.storage.failures import storage_error
+from shardproof.storage.failures import printable, storage_error
 from shardproof.storage.probe import Probe, Probes, Trial
 from shardproof.storage.writeback import WriteBack
 
@@ -44,7 +44,7 @@ class LocalSink:
         try:
             self._buffered, self._made = open_new(path, os.O_WRONLY)
         except OSError as error:
-            raise storage_error(error, "create", str(path)) from error
+            raise storage_error(error, "create", path) from error
         self._write_back = WriteBack(self._buffered)
         try:
             self._probe = _probe(os.fstat(self._buffered).st_dev, direct, probes)
@@ -52,7 +52,7 @@ class LocalSink:
                 self._direct = self._open_direct()
         except OSError as error:
             self.abort()
-            raise storage_error(error, "open unbuffered", str(path)) from error
+            raise storage_error(error, "open unbuffered", path) from error
         self._trial = Trial(self._probe, self._write_back.wait)
 
     def _open_direct(self) -> int | None:
@@ -74,7 +74,7 @@ class LocalSink:
     def write_at(self, start: int, buffer: memoryview) -> None:
         """Write the bytes of `buffer` at byte `start`."""
         if not self._open:
-            raise StorageError(f"cannot write {self._path}: it is closed", file=str(self._path))
+            raise self._closed("write")
         data = buffer.cast("B") if buffer.format != "B" or buffer.ndim != 1 else buffer
         try:
             if self._may_go_direct(start, data):
@@ -83,7 +83,7 @@ class LocalSink:
             else:
                 self._write(start, data, direct=False)
         except OSError as error:
-            raise storage_error(error, "write", str(self._path)) from error
+            raise storage_error(error, "write", self._path) from error
 
     def _may_go_direct(self, start: int, data: memoryview) -> bool:
         aligned = start % ALIGNMENT == 0 and len(data) >= ALIGNMENT and address(data) % ALIGNMENT == 0
@@ -115,7 +115,7 @@ class LocalSink:
     def finish(self, size: int) -> None:
         """Give the file `size` bytes, flush it and its directory entry to stable storage, close it."""
         if not self._open:
-            raise StorageError(f"cannot finish {self._path}: it is closed", file=str(self._path))
+            raise self._closed("finish")
         try:
             try:
                 os.ftruncate(self._buffered, size)
@@ -125,7 +125,7 @@ class LocalSink:
             flush_folders(self._path.parent, self._topmost())
         except OSError as error:
             unlink_quietly(self._path)
-            raise storage_error(error, "flush", str(self._path)) from error
+            raise storage_error(error, "flush", self._path) from error
 
     def abort(self) -> None:
         """Close and remove the file; nothing after `finish`."""
@@ -138,6 +138,10 @@ class LocalSink:
         """The highest folder that may have got a new entry (see "durable names")."""
         candidates = [self._root.parent, *(made.parent for made in self._made)]
         return min(candidates, key=lambda path: len(path.parts))
+
+    def _closed(self, doing: str) -> StorageError:
+        path = printable(self._path)
+        return StorageError(f"cannot {doing} {path}: it is closed", file=path)
 
     def _close(self) -> None:
         self._open = False

@@ -288,6 +288,7 @@ def test_ls(call: Any, ckpt: Path) -> None:
         "lends": [],
         "suspect": False,
         "verdict": None,
+        "linked": False,
     }
     assert (second["step"], second["committed"], second["time"]) == (8, False, None)
 
@@ -379,6 +380,26 @@ def test_inspect_of_no_key_is_bad_usage_and_says_which_was_meant(call: Any, ckpt
     code, _, err = call("inspect", ckpt, "model.embed.weigth")
     assert code == 2
     assert "near it: model.embed.weight" in err
+
+
+@pytest.mark.parametrize("name", ["verify", "repair"])
+def test_bytes_are_read_past_the_page_cache(
+    call: Any, ckpt: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Pages that memory still has of a file do not prove what the device has."""
+    shards = {str(path) for path in ckpt.glob("shards/*.safetensors")}
+    if name == "repair":
+        (ckpt / "manifest.json").unlink()
+    real, past_the_cache = os.open, set[str]()
+
+    def noted(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        if flags & os.O_DIRECT:
+            past_the_cache.add(str(path))
+        return real(path, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", noted)
+    assert call(name, ckpt)[0] == 0
+    assert shards and shards <= past_the_cache
 
 
 def test_verify(call: Any, ckpt: Path) -> None:

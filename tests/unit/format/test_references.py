@@ -134,6 +134,14 @@ def test_a_manifest_that_cannot_be_read_may_refer_to_anything(tmp_path: Path, da
     assert unneeded([LENT], referred_in(run), run.within) == []
 
 
+def test_a_manifest_longer_than_any_is_not_read_to_tell_whose_it_is(tmp_path: Path) -> None:
+    run = LocalStorage(tmp_path)
+    run.within("step-00000100").publish("manifest.json", b"{}")
+    with (tmp_path / "step-00000100" / "manifest.json").open("r+b") as file:
+        file.truncate(1 << 42)
+    assert referred_in(run).unknown == ["step-00000100"]
+
+
 def test_what_nobody_needs_any_more(tmp_path: Path) -> None:
     run = LocalStorage(tmp_path)
     assert unneeded([LENT], referred_in(run), run.within) == [LENT]

@@ -17,7 +17,7 @@ from shardproof.rendezvous.watch import Watch
 
 @given(st.text(max_size=20), st.text(max_size=20), st.binary(max_size=200))
 def test_small_records_survive(operation: str, phase: str, body: bytes) -> None:
-    record = records.unpack(records.pack(operation, phase, "bytes", body, readers=3))
+    record = records.unpack("k", records.pack(operation, phase, "bytes", body, readers=3))
     assert (record.operation, record.phase, record.body, record.parts) == (operation, phase, body, 0)
     assert (record.size, record.readers) == (len(body), 3)
 
@@ -29,10 +29,11 @@ def test_large_records_are_cut_below_the_store_limit(size: int) -> None:
     body = bytes(range(256)) * (size // 256 + 1)
     body = body[:size]
     value = records.pack("save", "plan", "bytes", body)
-    record = records.unpack(value)
+    record = records.unpack("k", value)
     parts = dict(records.cut("k", body))
     assert len(value) < 7 << 20 and all(len(part) <= 7 << 20 for part in parts.values())
-    assert list(parts) == records.part_keys("k", record.parts)
+    assert list(parts) == list(records.part_keys("k", record.parts))
+    assert [len(part) for part in parts.values()] == (list(records.part_sizes(record)) if parts else [])
     assert (b"".join(parts.values()) if record.parts else record.body) == body
 
 

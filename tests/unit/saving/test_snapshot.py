@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -30,38 +30,7 @@ from shardproof.saving.buffers import BufferPool
 from shardproof.state import collect
 from shardproof.storage.sink import LocalSink
 from tests.accelerator import first_device
-
-LIMIT = 60.0
-
-
-class Gate:
-    """Writes of shard files wait until it is opened."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.reached = threading.Event()
-        self._open = threading.Event()
-        write_at = LocalSink.write_at
-
-        def gated(sink: LocalSink, start: int, buffer: memoryview) -> None:
-            self.reached.set()
-            assert self._open.wait(LIMIT)
-            write_at(sink, start, buffer)
-
-        monkeypatch.setattr(LocalSink, "write_at", gated)
-
-    def open(self) -> None:
-        self._open.set()
-
-    def close(self) -> None:
-        self.reached.clear()
-        self._open.clear()
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    gate = Gate(monkeypatch)
-    yield gate
-    gate.open()
+from tests.gate import LIMIT, Gate
 
 
 @pytest.fixture

@@ -125,7 +125,15 @@ def test_a_failed_flush_leaves_no_file(tmp_path, monkeypatch):
     assert storage.list() == []
 
 
-def test_a_name_that_is_not_durable_is_taken_back(tmp_path, monkeypatch):
+def test_a_file_system_that_flushes_nothing_is_no_failure(tmp_path, monkeypatch):
+    storage = LocalStorage(tmp_path)
+    storage.publish("manifest.json", b"{}")
+    monkeypatch.setattr(os, "fsync", _fail(errno.EINVAL, "Invalid argument"))
+    storage.flush("manifest.json")
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_name_that_cannot_be_flushed_stays_and_the_error_says_so(tmp_path, monkeypatch, replace):
     storage = LocalStorage(tmp_path)
     real, calls = os.fsync, []
 
@@ -135,11 +143,30 @@ def test_a_name_that_is_not_durable_is_taken_back(tmp_path, monkeypatch):
             raise OSError(errno.EIO, "Input/output error")
         return real(descriptor)
 
-    monkeypatch.setattr(os, "fsync", fail_on_folders)
-    with pytest.raises(StorageError, match="EIO"):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail_on_folders)
+        with pytest.raises(StorageError, match="EIO.* in place and readers see it") as caught:
+            storage.publish("manifest.json", b"{}", replace=replace)
+    assert caught.value.details["in_place"] and len(calls) == 2
+    assert storage.list() == ["manifest.json"]
+    assert storage.read("manifest.json") == b"{}"
+
+
+def test_a_second_name_that_stays_is_no_failure(tmp_path, monkeypatch):
+    storage = LocalStorage(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", _fail(errno.EIO, "Input/output error"))
         storage.publish("manifest.json", b"{}")
-    assert len(calls) == 2
-    assert storage.list() == []
+    assert storage.read("manifest.json") == b"{}"
+    assert [name for name in storage.list() if not name.endswith(".tmp")] == ["manifest.json"]
+
+
+def test_flush_makes_a_file_and_all_folders_above_durable(tmp_path, monkeypatch):
+    storage = LocalStorage(tmp_path / "run")
+    storage.publish("manifest.json", b"{}")
+    flushed = _watch_flushes(monkeypatch)
+    storage.flush("manifest.json")
+    assert flushed[:3] == [str(tmp_path / "run/manifest.json"), str(tmp_path / "run"), str(tmp_path)]
 
 
 def test_publish_where_there_are_no_links(tmp_path, monkeypatch):
@@ -226,6 +253,14 @@ def test_read_sees_a_replaced_file(tmp_path):
     storage.read_into("manifest.json", 0, memoryview(buffer))
     other.publish("manifest.json", b"two", replace=True)
     assert storage.read("manifest.json") == b"two"
+
+
+def test_a_file_longer_than_memory_is_an_error_of_ours(tmp_path):
+    (tmp_path / "a").touch()
+    os.truncate(tmp_path / "a", 1 << 43)
+    with pytest.raises(StorageError, match=f"{1 << 43} bytes are to be read") as caught:
+        LocalStorage(tmp_path).read("a")
+    assert caught.value.details["damaged"] is False
 
 
 def test_descriptors_are_bounded_and_given_back(tmp_path):

@@ -10,6 +10,7 @@ import torch
 from shardproof.collectives import Work
 from shardproof.optim.distributed.buckets import Bucket
 from shardproof.optim.distributed.ranks import Ranks
+from shardproof.state import declare_storage_owner
 from shardproof.state.dtensor import local_tensor
 
 __all__ = ["FlatBucket", "Owner", "Weight"]
@@ -72,6 +73,7 @@ class Weight:
         else:
             self.parameter._local_tensor = view  # type: ignore[attr-defined]
         self.data = view
+        declare_storage_owner(self.parameter, bucket.parameters)
 
     @property
     def owned(self) -> torch.Tensor:

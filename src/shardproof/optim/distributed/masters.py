@@ -8,6 +8,7 @@ import torch
 
 from shardproof.optim.distributed.flat import FlatBucket
 from shardproof.optim.parameters import refreshed
+from shardproof.state import declare_storage_owner
 
 __all__ = ["Masters"]
 
@@ -35,6 +36,7 @@ class Masters:
                     weight.fragment = self._of[bucket][at : at + weight.stop - weight.start]
                 else:
                     weight.fragment = weight.owned
+                declare_storage_owner(weight.fragment, self._of[bucket] if mastered else bucket.parameters)
 
     def follow_parameters(self) -> None:
         """Take what others wrote to parameters, in the elements where masters do not round to them.

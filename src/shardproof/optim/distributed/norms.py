@@ -67,10 +67,12 @@ def agree(
     device = buckets[0].device
     if expert_buckets:
         _sum_flags(groups.expert, device, (seen, expert_weights), (waiting, expert_buckets))
-    squares = _squares(buckets) if norm else torch.zeros((), device=device)
-    strange = _strange(buckets) if finite else torch.zeros((), device=device)
+    squares = _squares(buckets) if norm else torch.zeros((), dtype=torch.float32, device=device)
+    strange = _strange(buckets) if finite else torch.zeros((), dtype=torch.float32, device=device)
     flags = [seen[row] for row in dense_weights] + [waiting[row] for row in dense_buckets] + [sum(waiting)]
-    vector = torch.cat([torch.tensor(flags, device=device), torch.stack([squares, strange])])
+    vector = torch.cat(
+        [torch.tensor(flags, dtype=torch.float32, device=device), torch.stack([squares, strange])]
+    )
     groups.data.sum(vector)
     if groups.model is not None:
         totals = vector[-3:].clone()
@@ -106,7 +108,9 @@ def count_zeros(weights: Sequence[Weight], groups: Groups, device: torch.device)
 
 def _sum_flags(ranks: Ranks, device: torch.device, *chosen: tuple[list[float], list[int]]) -> None:
     """Those rows of the lists become their sums over ranks."""
-    vector = torch.tensor([flags[row] for flags, rows in chosen for row in rows], device=device)
+    vector = torch.tensor(
+        [flags[row] for flags, rows in chosen for row in rows], dtype=torch.float32, device=device
+    )
     ranks.sum(vector)
     summed = iter(vector.tolist())
     for flags, rows in chosen:
@@ -122,7 +126,11 @@ def _squares(buckets: Sequence[FlatBucket]) -> torch.Tensor:
         for bucket in buckets
         for part in bucket.counted()
     ]
-    return torch.stack(norms).square().sum() if norms else torch.zeros((), device=buckets[0].device)
+    return (
+        torch.stack(norms).square().sum()
+        if norms
+        else torch.zeros((), dtype=torch.float32, device=buckets[0].device)
+    )
 
 
 def _strange(buckets: Sequence[FlatBucket]) -> torch.Tensor:
@@ -133,5 +141,5 @@ def _strange(buckets: Sequence[FlatBucket]) -> torch.Tensor:
         if bucket.shard.numel()
     ]
     if not largest:
-        return torch.zeros((), device=buckets[0].device)
+        return torch.zeros((), dtype=torch.float32, device=buckets[0].device)
     return torch.isfinite(torch.stack(largest)).logical_not().sum().float()

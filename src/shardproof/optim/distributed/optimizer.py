@@ -234,7 +234,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not factor >= 1.0:
             for bucket in self._buckets:
                 bucket.multiply(factor)
-        return torch.tensor(norm, device=self._buckets[0].device)
+        return torch.tensor(norm, dtype=torch.float32, device=self._buckets[0].device)
 
     @torch.no_grad()
     def count_zero_gradients(self) -> int:

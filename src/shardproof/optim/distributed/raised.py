@@ -63,7 +63,9 @@ class Raised:
         self._dtypes, self._kind = dict(dtypes), factory.kind
         self._kept: dict[Weight, _Kept] = {}
         device = weights[0].fragment.device
-        self.inner = factory([{**group, "params": [torch.zeros(0, device=device)]} for group in options])
+        self.inner = factory(
+            [{**group, "params": [torch.zeros(0, dtype=torch.float32, device=device)]} for group in options]
+        )
         self._weights = weights
 
     def step(self, weights: Sequence[Weight], options: Groups) -> None:

@@ -1,0 +1,75 @@
+"""Bytes of a run that are known to be damaged, and the steps that have chunks in them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from shardproof.errors import CorruptChunkError, ShardproofError
+from shardproof.format import Manifest
+from shardproof.planning import ChunkTable
+
+__all__ = ["Damage"]
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A byte range of a shard file whose bytes are lost or changed.
+
+    >>> str(Damage("step-00000001/shards/00000-a.safetensors", 64, 128))
+    'bytes 64 to 128 of step-00000001/shards/00000-a.safetensors'
+    >>> str(Damage("step-00000001/shards/00000-a.safetensors"))
+    'step-00000001/shards/00000-a.safetensors'
+    """
+
+    file: str
+    """Folder of the step and name in it."""
+    start: int = 0
+    stop: int | None = None
+    """First byte after the range; None: the end of the file."""
+
+    @staticmethod
+    def of(error: ShardproofError, run: str, folder: str) -> Damage | None:
+        """The range that an error names.
+
+        Args:
+            error: of reading a step; of a damaged chunk it names the bytes, of others the file.
+            run: location of the run.
+            folder: of the step.
+
+        Returns:
+            None if the error names no shard file.
+        """
+        file = error.details.get("file")
+        if not isinstance(file, str):
+            return None
+        if os.path.isabs(file):
+            file = os.path.relpath(file, run)
+        elif file.startswith("shards/"):
+            file = f"{folder}/{file}"
+        if "/shards/" not in file:
+            return None
+        if not isinstance(error, CorruptChunkError):
+            return Damage(file)
+        start = error.details["byte_start"]
+        return Damage(file, start, start + error.details["byte_count"])
+
+    def is_in(self, folder: str, manifest: Manifest, table: ChunkTable) -> bool:
+        """Whether a step has a chunk, with at least one byte, in the range.
+
+        Args:
+            folder: of the step.
+            manifest: of the step.
+            table: chunks of the step.
+        """
+        for row, record in enumerate(manifest.files):
+            if f"{record.folder or folder}/{record.name}" == self.file:
+                ends = table.byte_start + table.byte_count
+                found = (table.file == row) & (table.byte_count > 0) & (ends > self.start)
+                if self.stop is not None:
+                    found &= table.byte_start < self.stop
+                return bool(found.any())
+        return False
+
+    def __str__(self) -> str:
+        return self.file if self.stop is None else f"bytes {self.start} to {self.stop} of {self.file}"

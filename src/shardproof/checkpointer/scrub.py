@@ -1,0 +1,191 @@
+"""Reading again, in the background, what steps refer to.
+
+Note "Proved": a committed step is proved readable when no damage of it is known, and the scrub has read every
+chunk that it has in files of other steps from the device since its commit, and found it right. The step's own
+files need no second reading: their bytes were hashed as they were written, and flushed before the commit.
+
+Note "Who scrubs": rank 0, which chooses the base of every save and removes steps. What it finds decides both,
+so the other ranks need not know of it.
+
+Note "Yielding": a pass reads small pieces. Before each it waits for the save that is under way, and then as
+long as the rate asks for. Both waits end at once when the scrub is stopped. No save waits for a pass.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from shardproof.checkpointer.choosing import is_damage
+from shardproof.checkpointer.damage import Damage
+from shardproof.checkpointer.folders import parse_folder
+from shardproof.errors import FormatError, NotCommittedError, ShardproofError, StorageError
+from shardproof.format import read_index, read_manifest, refers_to_none, seal_of
+from shardproof.loading import verify
+from shardproof.saving import Workers
+from shardproof.storage import LocalStorage, UncachedStorage
+
+__all__ = ["Scrub"]
+
+_LOOK = 0.05
+"""Seconds between two looks at whether a save is under way."""
+
+_log = logging.getLogger("shardproof")
+
+
+class Scrub:
+    """Reads the references of steps again, and remembers what is proved and what is damaged.
+
+    Args:
+        run: the run's folder.
+        rate: bytes per second that are read at most; None: nothing is.
+        is_saving: whether a save is under way on this rank.
+    """
+
+    def __init__(self, run: LocalStorage, rate: int | None, is_saving: Callable[[], bool]) -> None:
+        self.damage: tuple[Damage, ...] = ()
+        """What was found, oldest first."""
+        self._run = run
+        self._rate = rate
+        self._is_saving = is_saving
+        self._process = -1
+        self._lock: threading.Lock
+        self._stop: threading.Event
+        self._workers: Workers
+        self._next: str | None = None
+        self._pass: Future[None] | None = None
+        self._proved: frozenset[tuple[str, bytes]] = frozenset()
+
+    def prepare(self) -> None:
+        """Starts the thread, once a process: after the end of the program's last line none can be started."""
+        if self._rate is not None and self._process != os.getpid():
+            self._process, self._lock, self._stop = os.getpid(), threading.Lock(), threading.Event()
+            self._next = self._pass = None
+            self._workers = Workers("shardproof-scrub", 1)
+
+    def begin(self, folder: str) -> None:
+        """Has the references of a step read, after those that are being read now. Returns at once.
+
+        `prepare` comes first.
+
+        Args:
+            folder: of the step. It takes the place of one whose turn has not come.
+        """
+        if self._rate is None:
+            return
+        with self._lock:
+            self._next = folder
+            if self._pass is None or self._pass.done():
+                self._pass = self._workers.submit(self._work)
+
+    def wait(self, timeout: float | None) -> None:
+        """Waits until all that was asked for is read, or the scrub is stopped.
+
+        Raises:
+            TimeoutError: it goes on.
+        """
+        under_way = self._pass
+        if self._process == os.getpid() and under_way is not None:
+            under_way.result(timeout)
+
+    def stop(self) -> None:
+        """Ends the pass that goes on, before its next read, and begins no other. Does not wait for it."""
+        if (
+            self._process == os.getpid()
+        ):  # after a fork, a thread of the parent may hold the lock of the event
+            self._stop.set()
+
+    def is_proved(self, folder: str) -> bool:
+        """Whether a committed step without known damage is proved readable (note "Proved").
+
+        Raises:
+            StorageError: the storage cannot tell.
+        """
+        place = self._run.within(folder)
+        seal = seal_of(place)
+        return seal is not None and ((folder, seal) in self._proved or refers_to_none(place))
+
+    def is_damaged(self, folder: str) -> bool:
+        """Whether a committed step has chunks in bytes that a pass found damaged.
+
+        True, too, where such bytes are known and the storage cannot tell.
+        """
+        return bool(self.damage) and self._has_chunks_in(folder, self.damage)
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                folder, self._next = self._next, None
+                if folder is None or self._stop.is_set():
+                    self._pass = None
+                    return
+            try:
+                self._scrub(folder)
+            except _Stopped:
+                return
+            except Exception as error:
+                _log.warning("%s/%s: could not be read again: %s", self._run.location, folder, error)
+
+    def _scrub(self, folder: str) -> None:
+        place = self._run.within(folder)
+        seal = seal_of(place)
+        if seal is None or refers_to_none(place):
+            return
+        uncached = UncachedStorage(place.path, before_read=self._yield)
+        report = verify(uncached, borrowed_only=True)
+        if seal_of(place) != seal:
+            return  # the step was removed or replaced meanwhile, and its files with it
+        if report.ok:
+            there = set(self._run.folders())
+            self._proved = frozenset({(folder, seal), *(one for one in self._proved if one[0] in there)})
+        for fault in report.faults:
+            self._take(fault, folder)
+
+    def _take(self, fault: ShardproofError, folder: str) -> None:
+        damage = Damage.of(fault, self._run.location, folder) if is_damage(fault) else None
+        if damage is None:
+            _log.warning("%s/%s: could not be read again: %s", self._run.location, folder, fault)
+        elif damage not in self.damage:
+            self.damage = (*self.damage, damage)
+            folders = [name for name in self._run.folders() if parse_folder(name) is not None]
+            steps = [name for name in folders if self._has_chunks_in(name, [damage])]
+            _log.error(
+                "%s: %s changed on the disk, and %s cannot be restored: each has chunks there. The next save "
+                "refers to none of these steps and writes the chunks again. Do not trust this disk (see "
+                "`dmesg`). %s",
+                self._run.location,
+                damage,
+                ", ".join(steps),
+                fault.message,
+            )
+
+    def _has_chunks_in(self, folder: str, damage: Sequence[Damage]) -> bool:
+        """Whether a step has chunks in damaged bytes; True if the storage cannot tell."""
+        place = self._run.within(folder)
+        try:
+            manifest = read_manifest(place)
+            files = {f"{record.folder or folder}/{record.name}" for record in manifest.files}
+            if files.isdisjoint(one.file for one in damage):
+                return False
+            table = read_index(place, manifest)
+        except (FormatError, NotCommittedError):
+            return False
+        except StorageError:
+            return True
+        return any(one.is_in(folder, manifest, table) for one in damage)
+
+    def _yield(self, count: int) -> None:
+        """Waits until a read of so many bytes is due (note "Yielding")."""
+        assert self._rate is not None
+        while self._is_saving():
+            if self._stop.wait(_LOOK):
+                raise _Stopped
+        if self._stop.wait(count / self._rate):
+            raise _Stopped
+
+
+class _Stopped(Exception):
+    """The scrub was stopped."""

@@ -1,0 +1,84 @@
+"""Requests that every `torch.distributed` store answers, made on the thread of a link."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+__all__ = ["BATCH", "FEW", "delete", "peek", "present", "set_all", "values", "wait"]
+
+BATCH = 256
+"""Keys in one request."""
+_LONG_WAIT = timedelta(
+    hours=1
+)  # the client writes warnings when a wait times out: ours end because a key is set
+FEW = 3
+"""As many keys are looked at one by one, a trip to the server each: all together take three at least."""
+_NOTHING = "(nothing)"
+"""Neither a record nor a sign of life."""
+
+
+def wait(store: Any, key: str) -> None:
+    """Wait until a key exists."""
+    while True:
+        began = time.monotonic()
+        try:
+            store.wait([key], _LONG_WAIT)
+            return
+        except RuntimeError:
+            # A timeout and a lost connection look alike in older stores; only the first takes its time.
+            if time.monotonic() - began < 0.9 * _LONG_WAIT.total_seconds():
+                raise
+
+
+def peek(store: Any, key: str) -> bytes | None:
+    """The value of a key if it exists. One trip to the server, where to check for it and to get it are three.
+
+    To compare with a value that no key has changes none, and every store answers what is there instead, or
+    for a key that does not exist the very value that was asked for. It may end a wait for the key though (of
+    the server of `TCPStore` on libuv), so nobody may wait for a key that is looked at like this.
+    """
+    found = bytes(store.compare_set(key, _NOTHING, _NOTHING))
+    return None if found == _NOTHING.encode() else found
+
+
+def present(store: Any, keys: Mapping[int, str]) -> dict[int, bytes]:
+    """The values of those keys that exist, found by halving: few requests if few are missing."""
+    if len(keys) <= FEW:
+        peeked = {rank: peek(store, key) for rank, key in keys.items()}
+        return {rank: value for rank, value in peeked.items() if value is not None}
+    found: list[int] = []
+    groups = [list(keys)] if keys else []
+    while groups:
+        group = groups.pop()
+        if store.check([keys[rank] for rank in group]):
+            found += group
+        elif len(group) > 1:
+            groups += [group[: len(group) // 2], group[len(group) // 2 :]]
+    return values(store, {rank: keys[rank] for rank in found})
+
+
+def values(store: Any, keys: Mapping[int, str]) -> dict[int, bytes]:
+    """The values of keys that exist."""
+    ranks = list(keys)
+    found: dict[int, bytes] = {}
+    for start in range(0, len(ranks), BATCH):
+        batch = ranks[start : start + BATCH]
+        found.update(zip(batch, map(bytes, store.multi_get([keys[rank] for rank in batch])), strict=True))
+    return found
+
+
+def set_all(store: Any, items: Mapping[str, bytes]) -> None:
+    """Set many keys, in batches."""
+    keys = list(items)
+    for start in range(0, len(keys), BATCH):
+        batch = keys[start : start + BATCH]
+        store.multi_set(batch, [items[key] for key in batch])
+
+
+def delete(store: Any, keys: Sequence[str]) -> None:
+    """Delete keys, whether they exist or not."""
+    for key in keys:
+        store.delete_key(key)

@@ -1,0 +1,180 @@
+"""A few words of the memory of each tensor.
+
+torch counts only the writes that go through its own operations on the tensor itself. Writes through
+``.data``, through another tensor with the same storage, from numpy, from another process or by a replayed
+CUDA graph are not counted. Most of them change the words of this sample.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shardproof.memory import read_words
+from shardproof.saving.device import DeviceCopies
+from shardproof.state import Piece
+
+__all__ = ["MemorySample"]
+
+_WORDS = 8
+"""Samples of a tensor: words of 8 bytes in contiguous host memory, else elements."""
+
+_NBYTES = attrgetter("nbytes")
+_Ints = NDArray[np.int64]
+
+
+class MemorySample:
+    """The sampled memory of n pieces, as it is when this is made.
+
+    The samples lie at equal distances from the first byte of a piece to its last. A write that leaves all of
+    them as they were does not show, for example one to a few rows of an embedding.
+
+    Args:
+        pieces: with at least one element each, on any device.
+        pointers: where the memory of each begins.
+
+    >>> one, two = torch.zeros(100), torch.zeros(100)
+    >>> pieces = [Piece.of(tensor, (0,), (100,)) for tensor in (one, two)]
+    >>> sample = MemorySample(pieces, [piece.address for piece in pieces])
+    >>> sample.changed({})
+    []
+    >>> _ = two.data.add_(1)
+    >>> sample.changed({})
+    [1]
+    """
+
+    def __init__(self, pieces: Sequence[Piece], pointers: Sequence[int]) -> None:
+        rows = range(len(pieces))
+        scattered = [row for row in rows if not pieces[row].is_plain]
+        on_device = defaultdict[tuple[torch.device, torch.dtype], list[int]](list)
+        for row in scattered:
+            if not (view := pieces[row].view).is_cpu:
+                on_device[view.device, view.dtype].append(row)
+        self._device = [_DeviceSample.of(of_kind, pieces) for of_kind in on_device.values()]
+        host = [row for row in rows if pieces[row].view.is_cpu] if on_device else rows
+        self._host = _HostSample([pieces[row] for row in host], [pointers[row] for row in host])
+        self._host_rows = np.array(host, np.int64)
+
+    def changed(self, copies: Mapping[torch.device, DeviceCopies]) -> list[int]:
+        """Read the samples again.
+
+        Args:
+            copies: for each device that a tensor is on.
+
+        Returns:
+            The pieces whose samples differ, or which have other memory than before; in rising order.
+        """
+        rows = self._host_rows[self._host.changed()].tolist()
+        for sample in self._device:
+            rows += sample.changed(copies[sample.parts[0].device])
+        return sorted(rows)
+
+
+class _HostSample:
+    """Of tensors in host memory."""
+
+    def __init__(self, pieces: Sequence[Piece], pointers: Sequence[int]) -> None:
+        self._views = views = [piece.view for piece in pieces]
+        self._pointers = pointers
+        starts = np.array(pointers, np.int64)
+        stops = starts + np.fromiter(map(_NBYTES, views), np.int64, len(views))
+        row = np.arange(len(views))
+        scattered = np.flatnonzero([not piece.is_plain for piece in pieces])
+        if len(scattered):
+            starts, stops, row = _with_elements(views, starts, stops, scattered)
+        self._row = row
+        """(m,) the tensor of each range of bytes."""
+        first, last = starts & ~7, (stops - 1) & ~7
+        self._addresses = np.linspace(first, last, _WORDS, axis=1, dtype=np.int64) & ~7
+        """(m, _WORDS) of the words."""
+        self._partial = np.flatnonzero((starts | stops) & 7)
+        """The ranges whose first or last word belongs to the tensor in part."""
+        self._mask = _mask(self._addresses[self._partial], starts[self._partial], stops[self._partial])
+        """The bits of their words that belong to it."""
+        self._words = self._read()
+
+    def changed(self) -> NDArray[np.bool_]:
+        """(n,) bool."""
+        pointers = list(map(torch.Tensor.data_ptr, self._views))
+        moved: NDArray[np.bool_] = np.array(pointers, np.int64) != np.array(self._pointers, np.int64)
+        if not moved.any():  # otherwise the memory may be gone
+            differ = np.any(self._read() != self._words, axis=1)
+            moved[self._row[differ]] = True
+        return moved
+
+    def _read(self) -> NDArray[np.uint64]:
+        words = read_words(self._addresses)
+        words[self._partial] &= self._mask
+        return words
+
+
+def _mask(addresses: _Ints, starts: _Ints, stops: _Ints) -> NDArray[np.uint64]:
+    """Of little-endian words, the bytes in [start, stop)."""
+    ones = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
+    before = np.clip(starts[:, None] - addresses, 0, 8).astype(np.uint64) * np.uint64(8)
+    behind = np.clip(addresses + 8 - stops[:, None], 0, 8).astype(np.uint64) * np.uint64(8)
+    mask: NDArray[np.uint64] = (ones << before) & (ones >> behind)
+    return mask
+
+
+def _with_elements(
+    views: Sequence[torch.Tensor], starts: _Ints, stops: _Ints, scattered: _Ints
+) -> tuple[_Ints, _Ints, _Ints]:
+    """Ranges of bytes, in which each scattered tensor has some of its elements instead of one range."""
+    single = np.ones(len(views), bool)
+    single[scattered] = False
+    begins, sizes, rows = [starts[single]], [(stops - starts)[single]], [np.flatnonzero(single)]
+    for row in scattered.tolist():
+        view = views[row]
+        count, step = _diagonal(view)
+        at = starts[row] + np.arange(count) * step * view.element_size()
+        begins.append(at)
+        sizes.append(np.full(count, view.element_size()))
+        rows.append(np.full(count, row))
+    starts = np.concatenate(begins)
+    return starts, starts + np.concatenate(sizes), np.concatenate(rows)
+
+
+def _diagonal(view: torch.Tensor) -> tuple[int, int]:
+    """How many elements to sample, and the distance between them in memory, in elements.
+
+    The samples lie on a diagonal of the box, which is within the tensor whatever its strides are.
+    """
+    count = min(_WORDS, max(view.shape, default=1))
+    between = max(count - 1, 1)
+    steps = zip(view.shape, view.stride(), strict=True)
+    return count, sum((size - 1) // between * stride for size, stride in steps)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _DeviceSample:
+    """Of tensors of one dtype on one device. The words stay on the device until they are compared."""
+
+    rows: Sequence[int]
+    parts: Sequence[torch.Tensor]
+    """1-D, views of the tensors' memory."""
+    words: torch.Tensor
+
+    @staticmethod
+    def of(rows: Sequence[int], pieces: Sequence[Piece]) -> _DeviceSample:
+        parts = []
+        for row in rows:
+            view = pieces[row].view.detach()
+            count, step = _diagonal(view)
+            if view.is_contiguous():
+                count = min(_WORDS, view.numel())
+                step = (view.numel() - 1) // max(count - 1, 1)
+            parts.append(view.as_strided((count,), (step,), view.storage_offset()))
+        return _DeviceSample(rows, parts, torch.cat(parts))
+
+    def changed(self, copies: DeviceCopies) -> list[int]:
+        now, before = (copies.gathered(parts).view(torch.uint8) for parts in (self.parts, [self.words]))
+        differ = (now != before).view(-1, self.words.element_size()).any(dim=1).numpy()
+        row = np.repeat(np.array(self.rows), [len(part) for part in self.parts])
+        return sorted(set(row[differ].tolist()))
