@@ -46,6 +46,9 @@ bench: $(STAMP)  ## measure beside torch's own checkpoints, optimizers and shard
 	done
 	@echo "== optim"; $(BIN)/python benchmarks/optim.py
 	@echo "== rerun"; $(BIN)/python benchmarks/rerun.py
+	@echo "== load, cold"; $(BIN)/python benchmarks/load.py --cold
+	@echo "== reshard, cold"; $(BIN)/python benchmarks/reshard.py --cold
+	@echo "== restart"; $(BIN)/python benchmarks/restart.py
 	@echo "== startup"; $(BIN)/python benchmarks/startup.py
 
 # Peers ask for versions that exclude each other, so they live apart; unbound.txt says which go without their

@@ -4,13 +4,22 @@ shardproof (every byte verified) and torch DCP in turn, beside three limits over
 tensors: a raw read of a file from its beginning; one from the byte of a page from which it is fastest, as
 shardproof lays out its files; and that in spans of 512 KiB, each hashed while the processor has it in its
 caches, which is the least that a load can do that verifies.
+
+With `--cold` the page cache has none of the files when a load begins. The limits are then raw reads of the
+same files past the page cache (O_DIRECT) and through it, each at the depth and request size that a sweep of
+the same run found fastest. With `--latency 5` every read of a storage takes 5 ms longer, as over a network.
 """
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from cold import RawReads, Slow, evict, fill
 from common import (
     LARGE_IN_PAGE,
     RawFile,
@@ -28,12 +37,18 @@ from common import (
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardproof as sp
+from shardproof.loading import load_from
+from shardproof.rendezvous import connect
 
 
 def main() -> None:
     options = parser(__doc__)
     options.add_argument(
         "--width", type=int, default=1024, help="of the model (default 1024, GPT-2 medium's)"
+    )
+    options.add_argument("--cold", action="store_true", help="with nothing of the files in the page cache")
+    options.add_argument(
+        "--latency", type=float, default=0.0, help="with --cold: milliseconds that each read takes longer"
     )
     given = options.parse_args()
     if not is_rank():
@@ -45,6 +60,61 @@ def main() -> None:
     sp.save(folder() / "ours", state)
     dcp.save(state, checkpoint_id=folder() / "dcp")
     target = gpt_state(given.gib, mesh, width=given.width, filled=False)
+    if given.cold:
+        cold(given, target, nbytes)
+        check(state, target)
+    else:
+        warm(given, state, target, nbytes)
+    dist.destroy_process_group()
+
+
+def cold(given: argparse.Namespace, target: dict[str, Any], nbytes: int) -> None:
+    """Measures loads of files of which nothing is in the page cache."""
+    ours, latency = folder() / "ours", given.latency / 1e3
+    raw = RawReads(sorted((ours / "shards").glob("*")) or sorted(ours.rglob("*.safetensors")), latency)
+    ways: dict[str, Callable[[int], object]] = {}
+    for name, direct in (("raw, past the cache", True), ("raw, through the cache", False)):
+        depth, request = raw.best(direct=direct, evicted=ours)
+        ways[f"{name}, {depth} x {request >> 10} KiB"] = (
+            lambda number, direct=direct, depth=depth, request=request: raw.read(
+                direct=direct, depth=depth, request=request
+            )
+        )
+    limits = list(ways)
+    if latency:
+        Slow.latency = latency
+        ways["shardproof"] = lambda number: load_from(Slow(ours), target, connect())
+    else:
+        ways["shardproof"] = lambda number: sp.load(ours, target)
+        ways["torch DCP"] = lambda number: dcp.load(target, checkpoint_id=folder() / "dcp")
+    measured = rounds(ways, given.repeats, prepare=lambda name, number: evict(folder()))
+    best = min(measured[name].median for name in limits)
+    notes = {"of the best raw read's speed": round(best / measured["shardproof"].median, 3)}
+    if not latency:
+        notes["times as fast as DCP"] = round(measured["torch DCP"].median / measured["shardproof"].median, 2)
+    report(
+        f"load, same layout, cold, {given.ranks} ranks" + (f", {given.latency} ms a read" if latency else ""),
+        measured,
+        ours="shardproof",
+        nbytes=nbytes,
+        as_json=given.json,
+        notes=notes,
+    )
+
+
+def check(state: dict[str, Any], target: dict[str, Any]) -> None:
+    """Loads once more, and compares."""
+    for tensor in tensors_of(target):
+        tensor.fill_(-1)
+    evict(folder())
+    sp.load(folder() / "ours", target)
+    assert all(torch.equal(a, b) for a, b in zip(tensors_of(state), tensors_of(target), strict=True))
+
+
+def warm(given: argparse.Namespace, state: dict[str, Any], target: dict[str, Any], nbytes: int) -> None:
+    """Measures loads from the page cache."""
+    fill(folder() / "ours")
+    dist.barrier()
     raw = RawFile(folder() / f"raw-{dist.get_rank()}", local_bytes(state))
     raw.write(direct=False)
     measured = rounds(
@@ -74,7 +144,6 @@ def main() -> None:
             "of one that hashes": round(measured["raw read, off the page, hashed"].median / ours, 3),
         },
     )
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

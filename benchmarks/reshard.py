@@ -4,6 +4,9 @@ shardproof (every byte verified) reading all, reading once and handing on, and b
 DCP, in turn, warm, beside a raw read of as many bytes as each rank needs. Then the crossover between nodes
 (`crossover.py` has that within one): the same load of rows into columns, with each rank held to a storage
 speed of its own as if it stood on a node of its own, both ways and by choice.
+
+With `--cold` the page cache has none of the files when a load begins, and the limit is a raw read of all
+files past it.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from cold import RawReads, evict, fill
 from common import (
     LARGE_IN_PAGE,
     RawFile,
@@ -46,7 +50,9 @@ CROSSOVER_GIB = 0.25
 
 
 def main() -> None:
-    options = parser(__doc__).parse_args()
+    given = parser(__doc__)
+    given.add_argument("--cold", action="store_true", help="with nothing of the files in the page cache")
+    options = given.parse_args()
     if not is_rank():
         launch(options, RANKS)
     dist.init_process_group("gloo")
@@ -57,6 +63,8 @@ def main() -> None:
     sp.save(folder() / "ours", state)
     dcp.save(state, checkpoint_id=folder() / "dcp")
     del state
+    if not options.cold:
+        fill(folder() / "ours")
     columns = gpt_state(options.gib, mesh, placement=1, filled=False)
     compare("rows to columns, 4 ranks", columns, nbytes, options, ranks=RANKS)
     del columns
@@ -64,7 +72,8 @@ def main() -> None:
     fewer = gpt_state(options.gib, of_three, filled=False) if rank < RANKS - 1 else {}
     compare("4 ranks to 3", fewer, nbytes, options, ranks=RANKS - 1)
     del fewer
-    crossover(mesh, options)
+    if not options.cold:
+        crossover(mesh, options)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -93,16 +102,28 @@ def compare(title: str, target: dict[str, Any], nbytes: int, options: Any, *, ra
         if taking_part:
             dcp.load(target, checkpoint_id=folder() / "dcp", process_group=group)
 
+    limits: dict[str, Callable[[int], Any]] = {
+        "raw read of what is needed": lambda number: raw.read(tensors_of(target), LARGE_IN_PAGE),
+        "the same, hashed": lambda number: raw.read_and_hash(tensors_of(target)),
+    }
+    if options.cold:
+        files = RawReads(sorted((folder() / "ours" / "shards").iterdir()))
+        limits = {
+            f"raw, past the cache, {depth} x 4096 KiB": (
+                lambda number, depth=depth: files.read(direct=True, depth=depth, request=4 << 20)
+            )
+            for depth in (2, 4)
+        }
     measured = rounds(
         {
-            "raw read of what is needed": lambda number: raw.read(tensors_of(target), LARGE_IN_PAGE),
-            "the same, hashed": lambda number: raw.read_and_hash(tensors_of(target)),
+            **limits,
             "shardproof, read all": ours(False),
             "shardproof, read once": ours(True),
             'shardproof, "auto"': ours("auto"),
             "torch DCP": dcp_load,
         },
         options.repeats,
+        prepare=(lambda name, number: evict(folder() / "ours", folder() / "dcp")) if options.cold else None,
     )
     raw.remove()
     notes: dict[str, Any] = {}
@@ -173,6 +194,10 @@ class Throttled(LocalStorage):
         if self._speed is not None:
             self._due = max(self._due, begun) + len(buffer) / self._speed / 1e9
             time.sleep(max(0.0, self._due - time.perf_counter()))
+
+    def is_cached(self, name: str, start: int, count: int) -> bool:
+        """The page cache has all, so that nothing but the throttle slows a read."""
+        return True
 
 
 def summed(value: int) -> int:

@@ -62,11 +62,13 @@ def run_lives(folder: str, lives: Lives, address: str) -> list[Any]:
             for rank in range(world_size):
                 job.go(rank)
 
-    ports = {}
+    environment = {}
     for number in range(1, len(lives) + 1):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            ports[f"PORT_{number}"] = str(free.getsockname()[1])
+            environment[f"PORT_{number}"] = str(free.getsockname()[1])
+    # gloo finds the addresses of an earlier life in a store that lives on, and may connect to them.
+    environment["TORCH_GLOO_LAZY_INIT"] = "1"
     points = [f"life {number}" for number in range(1, len(lives) + 1)]
     outcomes = run_ranks(
         world_size,
@@ -77,7 +79,7 @@ def run_lives(folder: str, lives: Lives, address: str) -> list[Any]:
         hold=dict.fromkeys(range(world_size), points),
         script=script,
         store="parent" if address == "one store" else "rank 0",
-        environment=ports,
+        environment=environment,
     )
     return [outcome.value for outcome in outcomes]
 

@@ -42,6 +42,10 @@ class Counting(LocalStorage):
         self.count += len(buffer)
         super().read_into(name, start, buffer)
 
+    def read_uncached(self, name: str, start: int, count: int, memory: memoryview) -> memoryview:
+        self.count += count
+        return super().read_uncached(name, start, count, memory)
+
 
 def stored() -> dict[str, torch.Tensor]:
     """Some dtypes, one row a chunk of the matrices; the bytes shift what follows off its alignment."""

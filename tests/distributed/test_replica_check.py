@@ -252,6 +252,7 @@ def flip_while_training(root: str) -> list[list[str]]:
             saver._thread.submit(lambda: gate.wait(LIMIT))  # nothing is done in the background until then
             pending = saver.begin(LocalStorage(f"{root}/{number}"), job.state, check_replicas="all")
             if number == 2 and rank() == 1:
+                saver.fence()  # otherwise the save fails: its memory was written to
                 flip(norm(job))
             gate.set()
             job.step()

@@ -98,4 +98,4 @@ def test_keys_of_killed_ranks_do_not_pile_up(server: Any) -> None:
     for _ in range(4):
         run_ranks(2, meet, LONG, kill={0: "end", 1: "end"}, environment=at(server, 2))
         kept.append(server.num_keys())
-    assert kept[1] == kept[-1] <= 16, kept
+    assert max(kept) <= 18, kept  # signs of life come and go; four lives leave 29, uncleaned

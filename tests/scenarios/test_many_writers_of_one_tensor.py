@@ -198,6 +198,9 @@ class SharedChunk:
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
         buffer[:] = self.read(name, start, start + len(buffer))
 
+    def is_cached(self, name: str, start: int, count: int) -> bool:
+        return True
+
     def size(self, name: str) -> int | None:
         return int(self._inner.read(f"{name}.size")) if name.startswith("shards/") else self._inner.size(name)
 

@@ -170,7 +170,8 @@ def test_a_failure_that_passes_does_not_roll_the_run_back(
         raise StorageError("cannot read", file="x", errno=errno.errorcode[errno.ESTALE], missing=False)
 
     with monkeypatch.context() as patch:
-        patch.setattr("shardproof.storage.LocalStorage.read_into", stale)
+        for method in ("read_into", "read_uncached"):
+            patch.setattr(f"shardproof.storage.LocalStorage.{method}", stale)
         with pytest.raises(StorageError, match="cannot read"):
             checkpointer.restore(state(0))
     assert checkpointer.restore(state(0)) == 2

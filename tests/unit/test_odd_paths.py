@@ -52,13 +52,15 @@ def test_a_run(tmp_path: Path, path: Callable[[Path], Any], monkeypatch: pytest.
     checkpointer.save(1, state(1)).result()
     monkeypatch.chdir("/")
     checkpointer.save(2, state(2)).result()
+    checkpointer.wait_for_scrub(timeout=60)
+    checkpointer.save(3, state(3)).result()
     target = state(0)
-    assert checkpointer.restore(target) == 2 and target["w"][0] == 2
-    assert checkpointer.steps() == [2]
+    assert checkpointer.restore(target) == 3 and target["w"][0] == 3
+    assert checkpointer.steps() == [2, 3]  # the last step that the scrub has proved readable stays
     assert checkpointer.last_restore is not None
     checkpointer.last_restore.location.encode()
     monkeypatch.chdir(tmp_path / "work")
-    assert sp.Checkpointer(root).steps() == [2]
+    assert sp.Checkpointer(root).steps() == [2, 3]
 
 
 @pytest.mark.parametrize("path", _PATHS.values(), ids=_PATHS.keys())

@@ -93,9 +93,7 @@ class Scrub:
 
     def stop(self) -> None:
         """Ends the pass that goes on, before its next read, and begins no other. Does not wait for it."""
-        if (
-            self._process == os.getpid()
-        ):  # after a fork, a thread of the parent may hold the lock of the event
+        if self._process == os.getpid():  # a fork may leave the event's lock taken in the child
             self._stop.set()
 
     def is_proved(self, folder: str) -> bool:

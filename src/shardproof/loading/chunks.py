@@ -11,7 +11,8 @@ Note: What one read takes in
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import xxhash
@@ -20,13 +21,20 @@ from numpy.typing import NDArray
 from shardproof.errors import CorruptChunkError
 from shardproof.format import BLOCK_BYTES, Manifest, digest_of_blocks, digests_as_bytes
 from shardproof.loading.blocks import BlockDigests, Extents, Files
+from shardproof.loading.fetch import is_cached
 from shardproof.planning import ChunkTable
+from shardproof.storage import Storage
 
-__all__ = ["Chunks", "corrupt_chunk"]
+__all__ = ["Chunks", "Fetch", "corrupt_chunk"]
+
+Fetch: TypeAlias = Callable[[Storage, str, int, int], memoryview]
+"""Reads a range of a file: storage, name, first byte, count."""
 
 GAP = 64 << 10
 """Bytes that nobody wants between two chunks of one read, at most."""
 _GAP_SHARE = 16
+_SAMPLES = 16
+"""Batches that are looked for in the page cache before a load reads."""
 _SPAN_BLOCKS = 2
 """Blocks of a chunk that one read takes, at most."""
 
@@ -113,12 +121,55 @@ class Chunks:
                 begin = at
         return [*batches, range(begin, len(ends))]
 
-    def read(self, batch: range, memory: memoryview) -> int:
+    def place(self, batch: range) -> tuple[Storage, str, int, int]:
+        """Where the bytes are that a batch is read from: storage, file, first byte and count.
+
+        Args:
+            batch: positions in one file; one position where a chunk is not read whole.
+        """
+        at = batch.start
+        begin, end = self.extents.get(at, (0, self.span(batch)))
+        return (*self._files[self.file[at]], self.start[at] + begin, end - begin)
+
+    def pieces(self, at: int, request: int, fetch: Fetch) -> Iterator[tuple[int, memoryview]]:
+        """Reads the blocks of a chunk that are wanted, in requests of several blocks.
+
+        A piece is verified before it is given out where the digests of blocks are known; else, all are when
+        the last was given out.
+
+        Args:
+            at: position of the chunk.
+            request: bytes of one request, a multiple of `BLOCK_BYTES`, or at least those of the chunk.
+            fetch: reads a range.
+
+        Returns:
+            Pieces of the chunk in order: first byte in the chunk, and the bytes.
+
+        Raises:
+            CorruptChunkError, StorageError: as `read`.
+        """
+        storage, name = self._files[self.file[at]]
+        known = self._known_blocks(at)
+        first, last = (0, self.count[at]) if known is None else self.extents[at]
+        found: list[bytes] = []
+        for begin in range(first, last, request):
+            piece = fetch(storage, name, self.start[at] + begin, min(request, last - begin))
+            digests = _digests_of(piece)
+            if known is None:
+                found += digests
+            else:
+                self._check_blocks(at, begin, digests, known[begin // BLOCK_BYTES :][: len(digests)])
+            yield begin, piece
+        if known is None:
+            self._check(at, digest_of_blocks(found))
+
+    def read(self, batch: range, memory: memoryview, *, there: bool = False) -> int:
         """Reads neighbouring chunks whole into memory, and verifies them.
 
         Args:
             batch: positions in one file.
             memory: as many bytes as `span` says; the first byte is the first of the first chunk.
+            there: whether the bytes are in memory already, and are verified only.
 
         Returns:
             Bytes read.
@@ -133,14 +184,19 @@ class Chunks:
         while at < end:
             if count[at] > BLOCK_BYTES:
                 chunk = memory[start[at] - base :][: count[at]]
-                nbytes += self._read_blocks(at, 0, chunk, chunk, None)
+                if there:
+                    self._check(at, digest_of_blocks(_digests_of(chunk)))
+                    nbytes += count[at]
+                else:
+                    nbytes += self._read_blocks(at, 0, chunk, chunk, None)
                 at += 1
                 continue
             last = at + 1
             while last < end and start[last] + count[last] - start[at] <= BLOCK_BYTES:
                 last += 1
             span = memory[start[at] - base : start[last - 1] + count[last - 1] - base]
-            storage.read_into(name, start[at], span)
+            if not there:
+                storage.read_into(name, start[at], span)
             nbytes += len(span)
             inside = [begin - start[at] for begin in start[at:last]]
             found = [
@@ -152,6 +208,19 @@ class Chunks:
                     self._check(small, digest)
             at = last
         return nbytes
+
+    def any_cold(self, batches: Sequence[range]) -> bool:
+        """Whether the page cache lacks any of some batches, evenly spread over all."""
+        step = max(1, len(batches) // _SAMPLES)
+        return not all(is_cached(*self.place(batch)) for batch in batches[::step])
+
+    def read_unit(self, batch: range, memory: memoryview) -> int:
+        """As `read`, but in one request where the page cache does not have the bytes."""
+        storage, name, start, count = self.place(batch)
+        there = not is_cached(storage, name, start, count)
+        if there:
+            storage.read_into(name, start, memory[:count])
+        return self.read(batch, memory, there=there)
 
     def read_run(self, at: int, begin: int, run: memoryview, scratch: memoryview) -> int:
         """Reads a run of a chunk, and of the rest what it takes to verify it.
@@ -168,10 +237,13 @@ class Chunks:
         Raises:
             CorruptChunkError, StorageError: as `read`.
         """
-        known = None
-        if self._blocks is not None and at in self.extents:
-            known = self._blocks.of(self.rows[at], self._digest[at])
-        return self._read_blocks(at, begin, run, scratch, known)
+        return self._read_blocks(at, begin, run, scratch, self._known_blocks(at))
+
+    def _known_blocks(self, at: int) -> list[bytes] | None:
+        """Digests of a chunk's blocks where some of them suffice; None where all must be read."""
+        if self._blocks is None or at not in self.extents:
+            return None
+        return self._blocks.of(self.rows[at], self._digest[at])
 
     def _read_blocks(
         self, at: int, begin: int, run: memoryview, scratch: memoryview, known: list[bytes] | None

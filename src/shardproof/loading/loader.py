@@ -34,9 +34,11 @@ from shardproof.loading import offering
 from shardproof.loading.checkpoint import Checkpoint
 from shardproof.loading.chunks import Chunks
 from shardproof.loading.exchange import can_exchange
+from shardproof.loading.fetch import Cold
 from shardproof.loading.matching import DEFAULTS, Asked, Matched, Options, from_rank, match
 from shardproof.loading.node_memory import Handle, NodeMemory
 from shardproof.loading.once import PeerFailed
+from shardproof.loading.overlap import Sketch
 from shardproof.loading.place import read_chunks
 from shardproof.loading.placing import Placing
 from shardproof.loading.selection import selects
@@ -120,6 +122,7 @@ def load_from(
                 ),
                 type=offering.Answer,
             )
+            loader.cold = Cold.THROUGH_CACHE if agreed.reads_twice else Cold.PAST_CACHE
             loader.share(meetings, agreed.handles)
         try:
             with loader.phase("read") as phase:
@@ -147,6 +150,8 @@ class _Loader:
 
     def __init__(self, storage: Storage, rendezvous: Rendezvous, options: Options) -> None:
         self.operation = f"load {storage.location}"
+        self.cold = Cold.THROUGH_CACHE
+        """How it reads what the page cache does not have."""
         self._storage = storage
         self._rendezvous = rendezvous
         self._options = options
@@ -185,7 +190,7 @@ class _Loader:
                     self._placing = Placing(
                         checkpoint.manifest, checkpoint.table, matched.plan, matched.destinations
                     )
-            return offering.post(self._matched.asked, self._offer())
+            return offering.post(self._matched.asked, self._offer(), self._sketch())
         except UNREADABLE as error:
             return offering.post(Asked("", options.strict, options.read_once, error=error.to_wire()))
 
@@ -198,6 +203,15 @@ class _Loader:
             return None
         self._opened.append(self._memory.close)
         return offering.Offer(socket.gethostname(), self._memory.handle)
+
+    def _sketch(self) -> Sketch | None:
+        """Samples of what this rank reads, where others of its node may read the same."""
+        plan = self._matched.plan
+        if plan is None or self._rendezvous.world_size == 1:
+            return None
+        checkpoint, rows = self._checkpoint, np.unique(plan.chunk)
+        begin, end = checkpoint.blocks.covering(rows, self._placing.wanted(rows))
+        return Sketch.of(rows, end - begin, checkpoint.table.byte_count[rows])
 
     def share(self, meetings: Meetings, handles: Sequence[Handle]) -> None:
         """Agrees on who reads what several ranks want, where that was asked for."""
@@ -216,7 +230,8 @@ class _Loader:
             )
             self._opened.append(sharing.close)
             sharing.agree(meetings)
-            self._sharing = sharing if sharing.happens else None
+            if sharing.happens:  # no two ranks read much of the same then
+                self._sharing, self.cold = sharing, Cold.PAST_CACHE
 
     def read(self, phase: events.Phase) -> bytes:
         """Fills the destinations; an error of the checkpoint is data here too. A `_HasRead`, as bytes."""
@@ -249,7 +264,7 @@ class _Loader:
             raise
         if sharing is not None:
             self._read, self._received = sharing.hand_on(threads, moved)
-        self._read += read_chunks(chunks, self._placing, threads=threads, moved=moved)
+        self._read += read_chunks(chunks, self._placing, threads=threads, moved=moved, cold=self.cold)
 
     def _own_chunks(self, rows: NDArray[np.int64]) -> Chunks:
         """Of the rows of the chunk table that this rank wants, what is not handed on."""

@@ -1,4 +1,4 @@
-"""The first meeting of a load: what each rank matched, and memory that it offers to share with its node.
+"""The first meeting of a load: what each rank matched and reads, and memory that it offers its node.
 
 Handles go with what all ranks say first, so that those of one node have opened each other's memory by the
 time that it is known what they want, and need no meeting for it.
@@ -13,6 +13,7 @@ import msgspec
 from shardproof.loading.matching import Asked, agree
 from shardproof.loading.node_memory import Handle
 from shardproof.loading.once_node import MOST_RANKS
+from shardproof.loading.overlap import Sketch, reads_twice
 
 __all__ = ["Answer", "Offer", "answer", "post", "taken_up"]
 
@@ -36,16 +37,19 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     """Per-rank values of the checkpoint that no rank takes."""
     handles: tuple[Handle, ...]
     """See `taken_up`."""
+    reads_twice: bool
+    """See `shardproof.loading.overlap.reads_twice`."""
 
 
 class _Post(msgspec.Struct, frozen=True, array_like=True):
     asked: bytes
     offer: Offer | None
+    sketch: Sketch | None
 
 
-def post(asked: Asked, offer: Offer | None = None) -> bytes:
+def post(asked: Asked, offer: Offer | None = None, sketch: Sketch | None = None) -> bytes:
     """What a rank says."""
-    return msgspec.msgpack.encode(_Post(msgspec.msgpack.encode(asked), offer))
+    return msgspec.msgpack.encode(_Post(msgspec.msgpack.encode(asked), offer, sketch))
 
 
 def answer(location: str, posts: Sequence[bytes], stored: Callable[[], Iterable[str]]) -> bytes:
@@ -61,7 +65,9 @@ def answer(location: str, posts: Sequence[bytes], stored: Callable[[], Iterable[
     """
     said = [msgspec.msgpack.decode(one, type=_Post) for one in posts]
     agreed = agree(location, [one.asked for one in said], stored)
-    return msgspec.msgpack.encode(Answer(*agreed, taken_up([one.offer for one in said])))
+    handles = taken_up([one.offer for one in said])
+    sketches = [one.sketch for one in said if one.sketch is not None]
+    return msgspec.msgpack.encode(Answer(*agreed, handles, reads_twice(sketches)))
 
 
 def taken_up(offers: Sequence[Offer | None]) -> tuple[Handle, ...]:

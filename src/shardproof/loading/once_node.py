@@ -250,7 +250,7 @@ class _Part:
         memory = memoryview(self._of(self._rank).numpy().data)
         for byte, batch in self._units[number]:
             span = self._chunks.span(batch)
-            self._chunks.read(batch, memory[byte : byte + span])
+            self._chunks.read_unit(batch, memory[byte : byte + span])
             done += span
         with self._lock:
             self._read_bytes += done

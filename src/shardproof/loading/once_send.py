@@ -119,7 +119,7 @@ class Sender:
             held = self._free.pop() if self._free else None
         if held is None:
             held = torch.empty(self._unit_bytes, dtype=torch.uint8, device="cpu")
-        self._chunks.read(batch, memoryview(held.numpy().data)[:span])
+        self._chunks.read_unit(batch, memoryview(held.numpy().data)[:span])
         base = self._chunks.start[batch.start]
         for at in batch:
             inside = self._chunks.start[at] - base

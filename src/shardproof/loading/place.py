@@ -3,7 +3,7 @@
 A run of a chunk that is a run of a contiguous host tensor too is read straight into it, unless it is small;
 what is left of the blocks that it is in is read to be hashed, and forgotten. All others pass through a
 scratch buffer, where neighbouring chunks share one read. Either way a block is hashed where it was read, and
-while the processor still has it in its cache.
+while the processor still has it in its cache. What the page cache does not have is read by `fetch` instead.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ import torch
 from shardproof.format import BLOCK_BYTES
 from shardproof.garbage import no_garbage_collection
 from shardproof.loading.chunks import Chunks
+from shardproof.loading.fetch import REQUEST_BYTES, Cold, Fetcher, is_cached
 from shardproof.loading.placing import Destination, Placing
 from shardproof.loading.threads import in_threads
 from shardproof.memory import copy_runs
 from shardproof.planning import LARGE_BYTES, ReadPlan
+from shardproof.storage import address as address_of
 
 if TYPE_CHECKING:
     from shardproof.loading.checkpoint import Checkpoint
@@ -59,15 +61,21 @@ def read_planned(checkpoint: Checkpoint, plan: ReadPlan, destinations: Sequence[
 
 
 def read_chunks(
-    chunks: Chunks, placing: Placing, *, threads: int = 1, moved: Callable[[int], None] | None = None
+    chunks: Chunks,
+    placing: Placing,
+    *,
+    threads: int = 1,
+    moved: Callable[[int], None] | None = None,
+    cold: Cold = Cold.AS_CACHED,
 ) -> int:
     """Reads and verifies chunks, and places their parts.
 
     Args:
         chunks: to read.
         placing: where their parts go.
-        threads: reads in flight.
+        threads: reads in flight where the page cache has the bytes.
         moved: called with bytes read since the call before, from any thread.
+        cold: how to read what the page cache does not have.
 
     Returns:
         Bytes read, those of gaps between chunks too.
@@ -77,14 +85,16 @@ def read_chunks(
         StorageError: a file is missing, short or unreadable.
     """
     with no_garbage_collection():
-        job = _Job(chunks, placing, moved)
-    in_threads(job.run, job.batches, threads, placing.streams.entered)
+        job = _Job(chunks, placing, moved, cold)
+    in_threads(job.run, job.batches, max(threads, job.fetching), placing.streams.entered)
     job.report_rest()
     return job.read
 
 
 class _Job:
-    def __init__(self, chunks: Chunks, placing: Placing, moved: Callable[[int], None] | None) -> None:
+    def __init__(
+        self, chunks: Chunks, placing: Placing, moved: Callable[[int], None] | None, cold: Cold
+    ) -> None:
         self.read = 0
         self._chunks = chunks
         self._placing = placing
@@ -103,6 +113,12 @@ class _Job:
         for at in chunks.extents:
             alone[at] = True
         self.batches = chunks.batches(alone, _BATCH_BYTES)
+        self._fetcher: Fetcher | None = None
+        self.fetching = 0
+        """Reads in flight of what the page cache does not have; 0 where it has everything."""
+        if cold is not Cold.AS_CACHED and chunks.any_cold(self.batches):
+            self._fetcher = Fetcher(cold is Cold.PAST_CACHE, self._longest_request())
+            self.fetching = self._fetcher.threads
         self._moved = moved
         self._reported = 0
         self._lock = threading.Lock()
@@ -110,7 +126,9 @@ class _Job:
 
     def run(self, batch: range) -> None:
         """Reads one batch, checks every digest, and only then places what is not in its place already."""
-        if self._direct[batch.start]:
+        if self._fetcher is not None and not is_cached(*self._chunks.place(batch)):
+            read = self._fetch(batch, self._fetcher)
+        elif self._direct[batch.start]:
             address, begin, nbytes = (column[batch.start] for column in self._straight)
             run = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
             read = self._chunks.read_run(batch.start, begin, run, self._scratch(BLOCK_BYTES)[1])
@@ -131,11 +149,46 @@ class _Job:
         if since and self._moved is not None:
             self._moved(since)
 
+    def _longest_request(self) -> int:
+        longest = 0
+        for batch in self.batches:
+            count = self._chunks.place(batch)[-1]
+            longest = max(longest, min(count, REQUEST_BYTES) if self._direct[batch.start] else count)
+        return longest
+
+    def _fetch(self, batch: range, fetcher: Fetcher) -> int:
+        """Reads, verifies and places one batch that the page cache does not have."""
+        chunks, at = self._chunks, batch.start
+        if self._direct[at]:
+            address, begin, nbytes = (column[at] for column in self._straight)
+            read = 0
+            for first, piece in chunks.pieces(at, REQUEST_BYTES, fetcher.read):
+                low, high = max(first, begin), min(first + len(piece), begin + nbytes)
+                if low < high:
+                    ctypes.memmove(address + low - begin, address_of(piece) + low - first, high - low)
+                read += len(piece)
+            return read
+        if at in chunks.extents:
+            ((first, piece),) = list(chunks.pieces(at, chunks.count[at], fetcher.read))
+            low, high = chunks.extents[at]
+            stored = torch.frombuffer(piece, dtype=torch.uint8)[low - first : high - first]
+            self._placing.put(chunks.rows[at], self._parts[at], stored, low)
+            return len(piece)
+        span = fetcher.read(*chunks.place(batch))
+        chunks.read(batch, span, there=True)
+        self._place(batch, torch.frombuffer(span, dtype=torch.uint8))
+        return len(span)
+
     def _read_through_scratch(self, batch: range) -> int:
         span = self._chunks.span(batch)
-        scratch, memory, address = self._scratch(span)
+        scratch, memory = self._scratch(span)
         read = self._chunks.read(batch, memory[:span])
-        base = self._chunks.start[batch.start]
+        self._place(batch, scratch)
+        return read
+
+    def _place(self, batch: range, scratch: torch.Tensor) -> None:
+        """Places neighbouring chunks from memory that begins with the first of them."""
+        address, base = scratch.data_ptr(), self._chunks.start[batch.start]
         starts, counts = self._chunks.start, self._chunks.count
         these = slice(batch.start, batch.stop)
         into, begin, nbytes = (column[these] for column in self._straight)
@@ -147,20 +200,19 @@ class _Job:
                 if not straight:
                     stored = scratch[starts[at] - base :][: counts[at]]
                     self._placing.put(self._chunks.rows[at], self._parts[at], stored)
-        return read
 
     def _read_part_through_scratch(self, at: int) -> int:
         first, end = self._chunks.extents[at]
         count = end - first
-        scratch, memory, _ = self._scratch(count + BLOCK_BYTES)
+        scratch, memory = self._scratch(count + BLOCK_BYTES)
         read = self._chunks.read_run(at, first, memory[:count], memory[count:])
         self._placing.put(self._chunks.rows[at], self._parts[at], scratch[:count], first)
         return read
 
-    def _scratch(self, count: int) -> tuple[torch.Tensor, memoryview, int]:
-        """This thread's scratch memory, grown when a chunk needs more: tensor, bytes and address."""
-        held: tuple[torch.Tensor, memoryview, int] | None = getattr(self._local, "scratch", None)
+    def _scratch(self, count: int) -> tuple[torch.Tensor, memoryview]:
+        """This thread's scratch memory, grown when a chunk needs more: tensor and bytes."""
+        held: tuple[torch.Tensor, memoryview] | None = getattr(self._local, "scratch", None)
         if held is None or len(held[1]) < count:
             scratch = torch.empty(max(count, _BATCH_BYTES), dtype=torch.uint8, device="cpu")
-            held = self._local.scratch = (scratch, memoryview(scratch.numpy().data), scratch.data_ptr())
+            held = self._local.scratch = (scratch, memoryview(scratch.numpy().data))
         return held

@@ -137,12 +137,18 @@ class Channel:
         else:
             self._given_up.append(_GivenUp(number, verdict))
 
-    def leave(self) -> None:
-        """Leave the generation. This rank joins again, under another name, when it meets."""
+    def leave(self, number: int, failed: bytes | None) -> None:
+        """Leave the generation. This rank joins again, under another name, when it meets.
 
-        def request(store: Any) -> None:  # all of it where no interrupt comes
+        Args:
+            number: of the meeting that was given up.
+            failed: its verdict, if the coordinator of the next generation is to be told.
+        """
+
+        def request(store: Any) -> None:  # an interrupt comes to another thread
             self._membership.leave(store)
-            self._first, self._given_up = None, []
+            self._first = None if failed is None else number
+            self._given_up = [] if failed is None else [_GivenUp(number, failed)]
 
         self._requests.call(request, self.patience)
 

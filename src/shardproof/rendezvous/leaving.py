@@ -79,7 +79,7 @@ def give_up_next(
         keys = MeetingKeys(root, start)
         if channel.rank > 0 and store.check([keys.post(channel.rank)]):
             found = on.peek(store, keys.verdict)
-            if found is None or not unpack(keys.verdict, found).renew:
+            if found is None or unpack(keys.verdict, found).renew is None:
                 at, first = at + 1, at if first is None else first  # others may have passed it
         while True:
             keys = MeetingKeys(root, start + at - number)
@@ -89,8 +89,8 @@ def give_up_next(
             on.set_all(store, {keys.wake: b"1", keys.ready: b"1"})  # of the other ranks, and of rank 0
             at += 1
             same = standing.kind == GIVEN_UP and standing.whole == (operation.name, before)
-            if standing.kind == ERROR or same or standing.renew:
-                return GivenUp(at, standing.kind == ERROR or same, standing.renew)
+            if standing.kind == ERROR or same or standing.renew is not None:
+                return GivenUp(at, standing.kind == ERROR or same, standing.renew is not None)
             if standing.kind != GIVEN_UP and first is None:
                 first = at - 1
 

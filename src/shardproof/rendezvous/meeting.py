@@ -47,7 +47,7 @@ class Meeting:
     whole: tuple[str, int]
     """The operation that it belongs to, and how many meetings that took before: equal on all ranks."""
 
-    def record(self, kind: str, body: bytes, readers: int = 0, *, renew: bool = False) -> bytes:
+    def record(self, kind: str, body: bytes, readers: int = 0, *, renew: int | None = None) -> bytes:
         """A record of this meeting."""
         whole = self.whole if kind == GIVEN_UP else ("", 0)
         readers = readers if self.stays else 0
@@ -104,7 +104,7 @@ def _follow(channel: Channel, meeting: Meeting, keys: MeetingKeys, post: bytes |
             _observe(channel, watch, {0: view.signs.get(0)})
             if verdict is None and watch.silent(meeting.deadline):
                 error = _silence(channel, meeting, watch, [0])
-                renew = channel.needs_new_generation(keys)
+                renew = channel.rank if channel.needs_new_generation(keys) else None
                 verdict = channel.propose(keys, meeting.record(GIVEN_UP, wire(error), renew=renew))
     finally:
         channel.release(waiting, keys.wake)
@@ -186,7 +186,7 @@ def _collect(
                     GIVEN_UP,
                     wire(error),
                     readers=len(posts) - 1,
-                    renew=channel.needs_new_generation(keys),
+                    renew=0 if channel.needs_new_generation(keys) else None,
                 )
                 return channel.propose(keys, verdict, wire(error))
     finally:
@@ -289,8 +289,11 @@ def _answer(channel: Channel, meeting: Meeting, keys: MeetingKeys, verdict: byte
     key, record = keys.verdict, unpack(keys.verdict, verdict)
     readers = record.readers
     if record.kind == GIVEN_UP:
-        if record.renew:
-            channel.leave()
+        if record.renew is not None:
+            # A new coordinator has not seen this meeting: it is told, so that no rank is ahead of it.
+            carries = record.renew > 0 and record.whole == meeting.whole and not record.parts
+            failed = meeting.record(GIVEN_UP, record.body) if carries else None
+            channel.leave(meeting.number, failed)
         if record.whole != meeting.whole:
             raise PassedOver
     else:

@@ -85,7 +85,7 @@ class _Head(msgspec.Struct):
     size: Count
     digest: str
     readers: Count
-    renew: bool
+    renew: Count | None
     whole: tuple[str, Count]
 
 
@@ -108,8 +108,8 @@ class Record:
     digest: str = ""
     readers: int = 0
     """Of a verdict: how many ranks shall say that they have read it; the leader waits for them."""
-    renew: bool = False
-    """Of a verdict: the ranks join again, in a new generation."""
+    renew: int | None = None
+    """Of a verdict: the rank that asks all ranks to join again, in a new generation."""
     whole: tuple[str, int] = ("", 0)
     """Of a meeting that was given up: its operation, and how many meetings that took before this one."""
 
@@ -136,7 +136,7 @@ def pack(
     body: bytes,
     readers: int = 0,
     *,
-    renew: bool = False,
+    renew: int | None = None,
     whole: tuple[str, int] = ("", 0),
 ) -> bytes:
     """The record's value. Bytes beyond `INLINE` are left to the parts, see `cut`.

@@ -206,7 +206,7 @@ class StoreRendezvous:
         ended = patiently(asked, self._deadline)
         channel.gave_up(range(self._number, ended.following))
         if ended.renew:
-            channel.leave()
+            channel.leave(self._number, None)
         if ended.is_told:
             left.following = ended.following
         self._number = ended.following

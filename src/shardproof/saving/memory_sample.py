@@ -22,7 +22,7 @@ from shardproof.state import Piece
 
 __all__ = ["MemorySample"]
 
-_WORDS = 8
+_WORDS = 4
 """Samples of a tensor: words of 8 bytes in contiguous host memory, else elements."""
 
 _NBYTES = attrgetter("nbytes")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from shardproof.storage.buffers import ALIGNMENT, address, aligned_buffer
-from shardproof.storage.interface import Sink, Storage
+from shardproof.storage.interface import CachedStorage, Sink, Storage
 from shardproof.storage.local import LocalStorage
 from shardproof.storage.names import check_name
+from shardproof.storage.past_cache import UncachedStorage
 from shardproof.storage.paths import StrOrBytesPath
 from shardproof.storage.priority import lower_io_priority
-from shardproof.storage.uncached import UncachedStorage
+from shardproof.storage.uncached import memory_for
 
 __all__ = [
     "ALIGNMENT",
+    "CachedStorage",
     "LocalStorage",
     "Sink",
     "Storage",
@@ -21,4 +23,5 @@ __all__ = [
     "aligned_buffer",
     "check_name",
     "lower_io_priority",
+    "memory_for",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-__all__ = ["Sink", "Storage"]
+__all__ = ["CachedStorage", "Sink", "Storage"]
 
 
 @runtime_checkable
@@ -117,4 +117,40 @@ class Storage(Protocol):
 
     def close(self) -> None:
         """Give back what is kept open. The storage stays usable."""
+        ...
+
+
+@runtime_checkable
+class CachedStorage(Protocol):
+    """A storage whose files the operating system caches. `Storage` does not ask for these methods.
+
+    A load reads a storage without them as if nothing were cached: in large requests, several in flight. Who
+    overrides `read_into` of such a storage, or wraps it, changes these methods too.
+    """
+
+    def is_cached(self, name: str, start: int, count: int) -> bool:
+        """Whether most of `count` bytes from byte `start` on are in memory.
+
+        A wrong answer costs time and nothing else.
+
+        Raises:
+            StorageError: the file is missing or cannot be opened.
+        """
+        ...
+
+    def read_uncached(self, name: str, start: int, count: int, memory: memoryview) -> memoryview:
+        """Read a range without the cache, where the system can; else as `read_into` does.
+
+        Args:
+            name: of the file.
+            start: first byte of the range.
+            count: bytes of it.
+            memory: from `aligned_buffer`, at least `memory_for(count)` bytes. All of it may be overwritten.
+
+        Returns:
+            The part of `memory` that has the bytes.
+
+        Raises:
+            StorageError: the file is missing, short or unreadable.
+        """
         ...

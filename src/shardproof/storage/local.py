@@ -22,6 +22,7 @@ from shardproof.storage.names import check_folder, check_name
 from shardproof.storage.paths import StrOrBytesPath, absolute, leads_beside, lost_link
 from shardproof.storage.probe import Probes, users_choice
 from shardproof.storage.sink import LocalSink
+from shardproof.storage.uncached import PageCache, UncachedReader
 
 __all__ = ["LocalStorage"]
 
@@ -154,6 +155,38 @@ class LocalStorage:
         data = buffer.cast("B") if buffer.format != "B" or buffer.ndim != 1 else buffer
         _fill(self._descriptor(name), start, data)
 
+    def is_cached(self, name: str, start: int, count: int) -> bool:
+        """Whether the page cache has most of a range; see `CachedStorage.is_cached`."""
+        return self._descriptor(name).pages().has(start, count)
+
+    def drop_cached(self, name: str) -> None:
+        """Let the page cache forget a file. Pages that are not on the disk yet stay."""
+        file = self._descriptor(name)
+        try:
+            os.posix_fadvise(file.number, 0, 0, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise storage_error(error, "drop from the page cache", file.path) from error
+
+    def read_uncached(self, name: str, start: int, count: int, memory: memoryview) -> memoryview:
+        """Read a range past the page cache where that is possible; see `CachedStorage.read_uncached`."""
+        return self._read_past_cache(name, start, count, memory, drop=False)
+
+    def _read_past_cache(
+        self, name: str, start: int, count: int, memory: memoryview, *, drop: bool
+    ) -> memoryview:
+        """As `read_uncached`; `drop` has the page cache forget a file that must be read through it."""
+        file = self._descriptor(name)
+        try:
+            begin, done = file.uncached().read(start, count, memory)
+        except OSError as error:
+            raise storage_error(error, "read", file.path) from error
+        found = memory[begin : begin + count]
+        if done < count:
+            if drop:
+                self.drop_cached(name)
+            _fill(file, start, found, done)
+        return found
+
     def size(self, name: str) -> int | None:
         """Bytes of the file; None if there is none."""
         path = self._path(name)
@@ -285,11 +318,13 @@ class _Descriptor:
     A thread may read from a descriptor that another has just dropped from those kept: it holds it, too.
     """
 
-    __slots__ = ("number", "path")
+    __slots__ = ("_pages", "_uncached", "number", "path")
 
     def __init__(self, path: Path) -> None:
         self.number = -1
         self.path = path
+        self._pages: PageCache | None = None
+        self._uncached: UncachedReader | None = None
         try:  # O_NONBLOCK: opening a pipe that somebody left there must not wait for its writer
             self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             mode = os.fstat(self.number).st_mode
@@ -301,13 +336,25 @@ class _Descriptor:
             where = printable(path)
             raise StorageError(f"cannot read {where}: it is not a regular file", file=where, missing=False)
 
+    def pages(self) -> PageCache:
+        """Its pages in memory. Of two threads that ask first, each may make one; one of them is kept."""
+        if self._pages is None:
+            self._pages = PageCache(self.number)
+        return self._pages
+
+    def uncached(self) -> UncachedReader:
+        """The file past the page cache; as `pages`, made when it is first asked for."""
+        if self._uncached is None:
+            self._uncached = UncachedReader(self.path)
+        return self._uncached
+
     def __del__(self) -> None:
         if self.number >= 0:
             os.close(self.number)
 
 
-def _fill(file: _Descriptor, start: int, buffer: memoryview) -> None:
-    done = 0
+def _fill(file: _Descriptor, start: int, buffer: memoryview, done: int = 0) -> None:
+    """Read through the page cache until `buffer` is full; its first `done` bytes are there."""
     while done < len(buffer):
         try:
             count = os.preadv(file.number, [buffer[done:]], start + done)

@@ -1,160 +1,134 @@
-"""Reading the bytes that the device has, whatever the page cache has of them."""
+"""Reading a file past the page cache, and whether the page cache has it.
+
+Note: O_DIRECT and the page cache
+    A read past the cache (O_DIRECT) needs offset, length and address to be multiples of `ALIGNMENT`. So it
+    begins at the page of its first byte and ends with the page of its last. The kernel writes dirty pages of
+    the range to the disk first, so the bytes are those of the file either way; only time depends on the way.
+    Where a file system refuses the flag or the read (tmpfs before Linux 6.6, some overlays and network file
+    systems), and where a read is cut short at a byte that is not aligned, the rest goes through the cache.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
+import mmap
 import os
-import stat
-from collections.abc import Callable
 from pathlib import Path
 
-from shardproof.errors import StorageError
-from shardproof.storage.buffers import ALIGNMENT, aligned_buffer
-from shardproof.storage.failures import printable, storage_error
-from shardproof.storage.local import LocalStorage
-from shardproof.storage.names import check_folder
-from shardproof.storage.paths import StrOrBytesPath
+import numpy as np
 
-__all__ = ["UncachedStorage"]
+from shardproof.storage import libc
+from shardproof.storage.buffers import ALIGNMENT
 
-PIECE = 4 << 20
-"""Bytes of one read at most."""
+__all__ = ["PageCache", "UncachedReader", "memory_for"]
 
-_DIRECT = getattr(os, "O_DIRECT", 0)
+_O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+"""0 where the system has no such flag."""
+_REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+_SAMPLES = 4
+"""Pages of a range that are looked at, evenly spread, the first and the last among them."""
 
 
-class UncachedStorage(LocalStorage):
-    """Files in a folder and below it, read from the device and not from the page cache.
+def memory_for(count: int) -> int:
+    """Bytes of aligned memory that a read of `count` bytes at any offset takes.
 
-    A file is read past the page cache (O_DIRECT). Where the file system refuses that, the kernel is asked to
-    drop the file's pages first. A file system in memory has no other bytes than its pages, and the server of
-    a network file system may answer from its own memory.
+    >>> memory_for(10) == 10 + 2 * ALIGNMENT
+    True
+    """
+    return count + 2 * ALIGNMENT
+
+
+class PageCache:
+    """The pages of one file that are in memory.
+
+    The system answers by `mincore`, without reading anything. It tells only owners and writers of the file
+    (Linux 5.2); to others all pages look cached.
 
     Args:
-        root: the folder.
-        before_read: called before each read, with its bytes. Its error ends the read.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     storage = UncachedStorage(folder)
-    ...     storage.publish("manifest.json", b"bytes")
-    ...     storage.read("manifest.json", 1, 3)
-    b'yt'
+        descriptor: of the file, open for reading.
     """
 
-    def __init__(self, root: StrOrBytesPath, *, before_read: Callable[[int], None] | None = None) -> None:
-        super().__init__(root)
-        self._before_read = before_read
+    def __init__(self, descriptor: int) -> None:
+        self._size = self._address = 0
+        self._map: mmap.mmap | None = None
+        if libc.has("mincore"):
+            with contextlib.suppress(OSError, ValueError):  # it is empty, or its file system has no mappings
+                self._size = os.fstat(descriptor).st_size
+                self._map = mmap.mmap(descriptor, self._size, prot=mmap.PROT_READ)
+                self._address = int(np.frombuffer(self._map, np.uint8).__array_interface__["data"][0])
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Bytes `start` to `stop` of the file; see `Storage.read`."""
-        size = self.size(name)
-        if size is None or not 0 <= start <= (size if stop is None else stop) <= size:
-            return super().read(name, start, stop)  # which raises the error
-        data = bytearray((size if stop is None else stop) - start)
-        self.read_into(name, start, memoryview(data))
-        return bytes(data)
+    def has(self, start: int, count: int) -> bool:
+        """Whether most of the pages that are looked at are in memory. False where the system cannot tell.
 
-    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` from byte `start` on; see `Storage.read_into`."""
-        data = buffer.cast("B") if buffer.format != "B" or buffer.ndim != 1 else buffer
-        with _File(self._path(name), min(PIECE, len(data))) as file:
-            done = 0
-            while done < len(data):
-                part = data[done : done + PIECE]
-                if self._before_read is not None:
-                    self._before_read(len(part))
-                file.read(start + done, part)
-                done += len(part)
+        Args:
+            start: first byte of the range.
+            count: bytes of it, at least 1.
+        """
+        stop = min(start + count, self._size)
+        if self._map is None or start >= stop:
+            return False
+        first, last = start // mmap.PAGESIZE, (stop - 1) // mmap.PAGESIZE
+        pages = {first + (last - first) * number // (_SAMPLES - 1) for number in range(_SAMPLES)}
+        try:
+            return 2 * sum(map(self._has_page, pages)) > len(pages)
+        except OSError:
+            return False
 
-    def within(self, prefix: str) -> UncachedStorage:
-        """The storage in the folder `prefix` of this one."""
-        return UncachedStorage(self._path(prefix), before_read=self._before_read)
-
-    def sibling(self, folder: str) -> UncachedStorage:
-        """The storage in the folder of this name beside this one's root; see `Storage.sibling`."""
-        above = self.path.parent
-        return UncachedStorage(above / check_folder(folder, printable(above)), before_read=self._before_read)
+    def _has_page(self, page: int) -> bool:
+        found = ctypes.c_ubyte(0)
+        libc.call(
+            "mincore",
+            ctypes.c_void_p(self._address + page * mmap.PAGESIZE),
+            ctypes.c_size_t(mmap.PAGESIZE),
+            ctypes.byref(found),
+        )
+        return bool(found.value & 1)
 
 
-class _File:
-    """A file open for reading from the device, as a context.
+class UncachedReader:
+    """One file, open for reads past the page cache if its file system has them.
 
     Args:
         path: of the file.
-        most: bytes of one read.
     """
 
-    def __init__(self, path: Path, most: int) -> None:
-        self._path = path
-        self._buffer = aligned_buffer(most + 2 * ALIGNMENT)
-        self._is_direct = bool(_DIRECT)
-        self._number = self._open()
+    def __init__(self, path: Path) -> None:
+        self._number = -1
+        if _O_DIRECT:
+            with contextlib.suppress(OSError):  # refused, or gone: the read through the cache tells which
+                self._number = os.open(path, os.O_RDONLY | _O_DIRECT | os.O_CLOEXEC | os.O_NONBLOCK)
 
-    def __enter__(self) -> _File:
-        return self
+    def read(self, start: int, count: int, memory: memoryview) -> tuple[int, int]:
+        """Read what can be read past the cache.
 
-    def __exit__(self, *_: object) -> None:
-        os.close(self._number)
+        Args:
+            start: first byte in the file.
+            count: bytes wanted.
+            memory: aligned, at least `memory_for(count)` bytes.
 
-    def read(self, start: int, to: memoryview) -> None:
-        """Fill `to` from byte `start` on."""
-        begin = start // ALIGNMENT * ALIGNMENT
-        end = start + len(to)
-        pages = self._buffer[: -(-end // ALIGNMENT) * ALIGNMENT - begin]
-        filled = 0
-        while filled < end - begin:
-            count = self._read_some(begin + filled, pages[filled:])
-            if count == 0:
-                raise StorageError(
-                    f"{printable(self._path)} is too short: expected {len(to)} bytes from byte {start} "
-                    f"on, found {max(0, begin + filled - start)}. The file was cut, or is not the one that "
-                    "was written.",
-                    file=printable(self._path),
-                    missing=False,
-                    byte_start=start,
-                    byte_count=len(to),
-                )
-            filled += count
-        to[:] = pages[start - begin : end - begin]
+        Returns:
+            Where byte `start` is in `memory`, and how many bytes from there on were read, at most `count`.
 
-    def _read_some(self, start: int, to: memoryview) -> int:
-        """Bytes that one system call reads; 0 at the end of the file."""
-        try:
-            return os.preadv(self._number, [to], start)
-        except OSError as error:
-            if self._is_direct and error.errno == errno.EINVAL:
-                if start >= os.fstat(self._number).st_size:  # some file systems refuse to read beyond the end
-                    return 0
-                self._is_direct, refused = False, self._number
-                self._number = self._open()
-                os.close(refused)
-                return self._read_some(start, to)
-            raise storage_error(error, "read", printable(self._path)) from error
+        Raises:
+            OSError: the device failed.
+        """
+        lead = start % ALIGNMENT
+        stop = -(-(lead + count) // ALIGNMENT) * ALIGNMENT
+        done = 0
+        while self._number >= 0 and done < lead + count:
+            try:
+                found = os.preadv(self._number, [memory[done:stop]], start - lead + done)
+            except OSError as error:
+                if error.errno not in _REFUSED:
+                    raise
+                break
+            done += found
+            if found == 0 or found % ALIGNMENT:  # the file ends, or a limit: what is left is not aligned
+                break
+        return lead, max(0, min(done - lead, count))
 
-    def _open(self) -> int:
-        # O_NONBLOCK: opening a pipe that somebody left there must not wait for its writer
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-        try:
-            number = -1
-            if self._is_direct:
-                try:
-                    number = os.open(self._path, flags | _DIRECT)
-                except OSError as error:
-                    if error.errno != errno.EINVAL:
-                        raise
-                    self._is_direct = False
-            if number < 0:
-                number = os.open(self._path, flags)
-                if hasattr(os, "posix_fadvise"):
-                    os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
-            if stat.S_ISREG(os.fstat(number).st_mode):
-                return number
-        except OSError as error:
-            raise storage_error(error, "read", printable(self._path)) from error
-        os.close(number)
-        raise StorageError(
-            f"cannot read {printable(self._path)}: it is not a regular file",
-            file=printable(self._path),
-            missing=False,
-        )
+    def __del__(self) -> None:
+        if self._number >= 0:
+            os.close(self._number)

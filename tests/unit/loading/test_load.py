@@ -340,6 +340,9 @@ def test_memory_that_two_keys_share_is_found_wherever_it_is(tmp_path: Path, rows
             into.append(np.frombuffer(buffer, np.uint8).ctypes.data)
             super().read_into(name, start, buffer)
 
+        def is_cached(self, name: str, start: int, count: int) -> bool:
+            return True
+
     with pytest.raises(sp.StructureError, match="shares memory"):
         load_from(Watched(tmp_path), {"a": memory, "b": memory[rows]}, LocalRendezvous())
     assert into and not any(0 <= at - memory.data_ptr() < memory.nbytes for at in into)

@@ -29,7 +29,7 @@ from tests.small_blocks import blocks_of
 
 
 class Counting(LocalStorage):
-    """Remembers the ranges that are read from shard files."""
+    """Remembers the ranges that are read from shard files, all of which the page cache has."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -38,6 +38,9 @@ class Counting(LocalStorage):
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
         self.ranges.append((start, len(buffer)))
         super().read_into(name, start, buffer)
+
+    def is_cached(self, name: str, start: int, count: int) -> bool:
+        return True
 
 
 class Laid:

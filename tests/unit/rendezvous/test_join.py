@@ -109,7 +109,7 @@ def test_keys_of_dead_ranks_do_not_pile_up() -> None:
         alone(store, [1], 2)
         together(store, 2)
         kept.append(store.num_keys())
-    assert kept[0] == kept[-1] <= 16
+    assert kept[-1] <= kept[0] + 4 and kept[-1] <= 20, kept  # four lives leave more than thirty, uncleaned
 
 
 def test_ranks_that_never_meet_leave_few_keys() -> None:
@@ -157,7 +157,7 @@ def test_a_rank_that_starts_again_alone_meets_the_others(restarted: int) -> None
                 assert answers == [b"0,1,2"]
                 if meetings.rank == restarted:
                     meetings.close()
-                    meetings = StoreRendezvous(store, restarted, 3, deadline=0.5)
+                    meetings = StoreRendezvous(store, restarted, 3, deadline=1.5)
             try:
                 answers.append(meetings.meet(f"save {step}", "agree", b"%d" % meetings.rank, join))
             except ShardproofError as error:
@@ -165,7 +165,7 @@ def test_a_rank_that_starts_again_alone_meets_the_others(restarted: int) -> None
         meetings.close()
         return answers
 
-    ends = live(store, range(3), 3, work, 0.5)
+    ends = live(store, range(3), 3, work, 1.5)
     assert {answers[0] for answers in ends.values()} == {b"0,1,2"}
     assert all(RankSilent in answers for answers in ends.values()), ends
     assert [answers[-2:] for answers in ends.values()] == [[b"0,1,2"] * 2] * 3, ends

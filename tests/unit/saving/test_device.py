@@ -151,8 +151,8 @@ class TestLocking:
         """Sizes of the page-locked memory asked for; it never starts on a page."""
         sizes: list[int] = []
 
-        def empty(count: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
-            assert pin_memory
+        def empty(count: int, *, dtype: torch.dtype, device: str, pin_memory: bool) -> torch.Tensor:
+            assert pin_memory and device == "cpu"
             sizes.append(count)
             memory = torch.frombuffer(bytearray(count + 2 * ALIGNMENT), dtype=dtype)
             skip = -memory.data_ptr() % ALIGNMENT + 8

@@ -1,0 +1,115 @@
+"""The newest step of a run in the page cache, so that a restart on the same node reads it from memory.
+
+Note: one thread, at a bounded rate
+    A save writes past the page cache, so nothing of it is there. After the commit each rank reads the file
+    that it wrote, in a thread of its own at the lowest I/O priority, at most `BYTES_PER_SECOND`. The next
+    save ends that. The thread stops where memory that nobody uses becomes scarce (`_SPARE`): pages of the
+    cache are the first that the kernel gives to a program that asks, but reading must not displace what
+    training has cached. When a newer step is committed, the pages of the older one are dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+
+from shardproof.errors import StorageError
+from shardproof.storage import LocalStorage, lower_io_priority
+
+__all__ = ["BYTES_PER_SECOND", "NewestStep", "free_memory"]
+
+_log = logging.getLogger("shardproof")
+
+BYTES_PER_SECOND = 256 << 20
+_REQUEST = 4 << 20
+_SPARE = 8
+"""An eighth of the node's memory stays free."""
+_MEMORY = Path("/proc/meminfo")
+
+
+def free_memory() -> tuple[int, int]:
+    """Bytes of this node's memory that nothing uses, and bytes in all; zeros where it cannot tell."""
+    try:
+        lines = _MEMORY.read_text(encoding="ascii").splitlines()
+        found = {
+            name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)
+        }
+        return found["MemFree"], found["MemTotal"]
+    except (OSError, KeyError, ValueError, IndexError):
+        return 0, 0
+
+
+class NewestStep:
+    """This rank's file of the newest step, in the page cache.
+
+    Args:
+        drop_older: whether the file of the step before leaves the cache. Not where newer steps refer to it.
+        rate: bytes a second, at most.
+    """
+
+    def __init__(self, *, drop_older: bool = True, rate: int = BYTES_PER_SECOND) -> None:
+        self._drop_older = drop_older
+        self._rate = rate
+        self._cached: tuple[LocalStorage, str] | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def stop(self) -> None:
+        """Ends the reading that is under way. What was read stays in the cache. Does not wait."""
+        self._stop.set()
+
+    def committed(self, storage: LocalStorage, name: str) -> None:
+        """Begins to read a file of the step that was just committed, and drops the one before.
+
+        Args:
+            storage: of the step.
+            name: of the file that this rank wrote.
+        """
+        self.stop()
+        older, self._cached = self._cached if self._drop_older else None, (storage, name)
+        stop = self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=(storage, name, older, stop), name="shardproof-page-cache", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits for the reading under way; whether it ended."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+            return not self._thread.is_alive()
+        return True
+
+    def _run(
+        self, storage: LocalStorage, name: str, older: tuple[LocalStorage, str] | None, stop: threading.Event
+    ) -> None:
+        lower_io_priority()
+        try:
+            if older is not None:
+                _drop(*older)
+            size = storage.size(name)
+            if size is None:  # this rank wrote nothing, or retention was faster
+                return
+            memory = memoryview(bytearray(min(_REQUEST, size)))
+            for start in range(0, size, _REQUEST):
+                free, total = free_memory()
+                if stop.is_set() or free * _SPARE < total:
+                    return
+                storage.read_into(name, start, memory[: size - start])
+                stop.wait(_REQUEST / self._rate)
+        except StorageError as error:
+            _log.debug("%s/%s stays out of the page cache: %s", storage.location, name, error)
+        finally:
+            storage.close()
+
+
+def _drop(storage: LocalStorage, name: str) -> None:
+    """Drops the pages of an older step. A file that retention removed has none."""
+    try:
+        storage.drop_cached(name)
+    except StorageError as error:
+        if not error.details.get("missing"):
+            raise
+    finally:
+        storage.close()

@@ -1,0 +1,73 @@
+"""A storage that reads the bytes of the device, whatever the page cache has of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shardproof.storage.buffers import aligned_buffer
+from shardproof.storage.failures import printable
+from shardproof.storage.local import LocalStorage
+from shardproof.storage.names import check_folder
+from shardproof.storage.paths import StrOrBytesPath
+from shardproof.storage.uncached import memory_for
+
+__all__ = ["UncachedStorage"]
+
+PIECE = 4 << 20
+"""Bytes of one read at most."""
+
+
+class UncachedStorage(LocalStorage):
+    """Files in a folder and below it, read from the device and not from the page cache.
+
+    A file is read past the page cache (O_DIRECT). Where the file system refuses that, the kernel is asked to
+    drop the file's pages first. A file system in memory has no other bytes than its pages, and the server of
+    a network file system may answer from its own memory.
+
+    Args:
+        root: the folder.
+        before_read: called before each read, with its bytes. Its error ends the read.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     storage = UncachedStorage(folder)
+    ...     storage.publish("manifest.json", b"bytes")
+    ...     storage.read("manifest.json", 1, 3)
+    b'yt'
+    """
+
+    def __init__(self, root: StrOrBytesPath, *, before_read: Callable[[int], None] | None = None) -> None:
+        super().__init__(root)
+        self._before_read = before_read
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Bytes `start` to `stop` of the file; see `Storage.read`."""
+        size = self.size(name)
+        if size is None or not 0 <= start <= (size if stop is None else stop) <= size:
+            return super().read(name, start, stop)  # which raises the error
+        data = bytearray((size if stop is None else stop) - start)
+        self.read_into(name, start, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` from byte `start` on; see `Storage.read_into`."""
+        data = buffer.cast("B") if buffer.format != "B" or buffer.ndim != 1 else buffer
+        memory = aligned_buffer(memory_for(min(PIECE, len(data))))
+        for done in range(0, len(data), PIECE):
+            part = data[done : done + PIECE]
+            part[:] = self.read_uncached(name, start + done, len(part), memory)
+
+    def read_uncached(self, name: str, start: int, count: int, memory: memoryview) -> memoryview:
+        """Read a range from the device; see `CachedStorage.read_uncached`."""
+        if self._before_read is not None:
+            self._before_read(count)
+        return self._read_past_cache(name, start, count, memory, drop=True)
+
+    def within(self, prefix: str) -> UncachedStorage:
+        """The storage in the folder `prefix` of this one."""
+        return UncachedStorage(self._path(prefix), before_read=self._before_read)
+
+    def sibling(self, folder: str) -> UncachedStorage:
+        """The storage in the folder of this name beside this one's root; see `Storage.sibling`."""
+        above = self.path.parent
+        return UncachedStorage(above / check_folder(folder, printable(above)), before_read=self._before_read)

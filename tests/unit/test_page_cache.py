@@ -1,0 +1,107 @@
+"""`Checkpointer(cache="newest")`: the newest step is in the page cache and older ones are not."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardproof as sp
+from shardproof.checkpointer import page_cache
+from shardproof.checkpointer.page_cache import NewestStep
+from shardproof.format import read_manifest
+from shardproof.storage import LocalStorage
+
+SIZE = 9 << 20
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> LocalStorage:
+    """Two files of which the page cache has nothing."""
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(bytes(SIZE))
+        with (tmp_path / name).open("rb") as file:
+            os.fsync(file.fileno())
+    storage = LocalStorage(tmp_path)
+    for name in ("a", "b"):
+        storage.drop_cached(name)
+        if storage.is_cached(name, 0, SIZE):
+            pytest.skip("this file system keeps pages when it is told that they are not needed")
+    return storage
+
+
+def test_the_newest_is_cached_and_the_one_before_is_dropped(storage: LocalStorage) -> None:
+    newest = NewestStep()
+    newest.committed(storage, "a")
+    assert newest.wait(60) and storage.is_cached("a", 0, SIZE) and not storage.is_cached("b", 0, SIZE)
+    newest.committed(storage, "b")
+    assert newest.wait(60) and storage.is_cached("b", 0, SIZE) and not storage.is_cached("a", 0, SIZE)
+
+
+def test_what_newer_steps_refer_to_stays(storage: LocalStorage) -> None:
+    newest = NewestStep(drop_older=False)
+    for name in ("a", "b"):
+        newest.committed(storage, name)
+        assert newest.wait(60)
+    assert storage.is_cached("a", 0, SIZE) and storage.is_cached("b", 0, SIZE)
+
+
+def test_a_step_that_retention_removed_is_no_error(storage: LocalStorage, tmp_path: Path) -> None:
+    newest = NewestStep()
+    newest.committed(storage, "a")
+    assert newest.wait(60)
+    storage.delete("a")
+    newest.committed(storage, "b")
+    assert newest.wait(60) and storage.is_cached("b", 0, SIZE)
+    newest.committed(storage, "missing")
+    assert newest.wait(60)
+
+
+def test_it_stops_when_a_save_begins(storage: LocalStorage) -> None:
+    newest = NewestStep(rate=1)  # the second request would be 48 days away
+    newest.committed(storage, "a")
+    newest.stop()
+    assert newest.wait(60)
+    assert not storage.is_cached("a", SIZE - 4096, 4096)
+
+
+def test_memory_that_is_scarce_is_left_alone(
+    storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scarce = tmp_path / "meminfo"
+    scarce.write_text("MemTotal:  16000 kB\nMemFree:  1999 kB\n")
+    monkeypatch.setattr(page_cache, "_MEMORY", scarce)
+    newest = NewestStep()
+    newest.committed(storage, "a")
+    assert newest.wait(60) and not storage.is_cached("a", 0, SIZE)
+
+
+@pytest.mark.parametrize("cache", ["newest", "none"])
+def test_a_checkpointer_leaves_the_newest_step_cached_if_told_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str
+) -> None:
+    monkeypatch.setenv("SHARDPROOF_DIRECT", "1")
+    checkpointer = sp.Checkpointer(tmp_path, cache=cache)  # type: ignore[arg-type]
+    state = {"w": torch.randn(1024, 1024)}
+    try:
+        for step in (1, 2):
+            checkpointer.save(step, state).result()
+            for thread in threading.enumerate():
+                if thread.name == "shardproof-page-cache":
+                    thread.join(60)
+    except sp.ShardproofError as error:
+        pytest.skip(f"no unbuffered files here: {error}")
+    cached = []
+    for step in (1, 2):
+        folder = LocalStorage(tmp_path / f"step-{step:08d}")
+        record = read_manifest(folder).files[0]
+        cached.append(folder.is_cached(record.name, 0, record.size))
+    assert cached == [False, cache == "newest"]
+
+
+def test_another_word_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'newest' or 'none'"):
+        sp.Checkpointer(tmp_path, cache="all")  # type: ignore[arg-type]
