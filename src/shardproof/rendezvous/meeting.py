@@ -15,7 +15,7 @@ from shardproof.rendezvous.channel import Channel, CoordinatorSilent
 from shardproof.rendezvous.keys import MeetingKeys
 from shardproof.rendezvous.link import LinkLost, is_over
 from shardproof.rendezvous.protocol import Decide
-from shardproof.rendezvous.pulse import amounts, describe
+from shardproof.rendezvous.pulse import amounts, describe, is_elsewhere
 from shardproof.rendezvous.records import Record, WrongBytes, pack, unpack, unpack_error
 from shardproof.rendezvous.watch import Watch
 
@@ -61,6 +61,7 @@ def attend(channel: Channel, meeting: Meeting, post: bytes | BaseException, deci
     cause = post if isinstance(post, BaseException) else None
     try:
         keys = channel.join(meeting.number)
+        channel.pulse.joined(keys.number)
         if channel.rank == 0:
             return _lead(channel, meeting, keys, post, decide)
         return _follow(channel, meeting, keys, post)
@@ -101,10 +102,10 @@ def _follow(channel: Channel, meeting: Meeting, keys: MeetingKeys, post: bytes |
             channel.pulse.tick()
             view = channel.look(keys, posts_of=[], signs_of=[0])
             verdict = view.verdict
-            _observe(channel, watch, {0: view.signs.get(0)})
+            _observe(channel, keys, watch, {0: view.signs.get(0)})
             if verdict is None and watch.silent(meeting.deadline):
-                error = _silence(channel, meeting, watch, [0])
-                renew = channel.rank if channel.needs_new_generation(keys) else None
+                error = _silence(channel, meeting, watch, [0], keys)
+                renew = channel.rank if _needs_new_generation(channel, keys, watch, [0]) else None
                 verdict = channel.propose(keys, meeting.record(GIVEN_UP, wire(error), renew=renew))
     finally:
         channel.release(waiting, keys.wake)
@@ -165,7 +166,7 @@ def _collect(
                 channel.heard(rank)
                 if posts[rank].kind == ERROR and failed_at is None:
                     failed_at = time.monotonic()
-            _observe(channel, watch, {rank: view.signs.get(rank) for rank in asked})
+            _observe(channel, keys, watch, {rank: view.signs.get(rank) for rank in asked})
             events.heard(
                 meeting.operation,
                 meeting.phase,
@@ -181,12 +182,12 @@ def _collect(
                 if failed_at is not None:
                     error = _failure(channel, meeting, keys, posts, silent)
                 else:
-                    error = _silence(channel, meeting, watch, silent)
+                    error = _silence(channel, meeting, watch, silent, keys)
                 verdict = meeting.record(
                     GIVEN_UP,
                     wire(error),
                     readers=len(posts) - 1,
-                    renew=0 if channel.needs_new_generation(keys) else None,
+                    renew=0 if _needs_new_generation(channel, keys, watch, silent) else None,
                 )
                 return channel.propose(keys, verdict, wire(error))
     finally:
@@ -311,14 +312,22 @@ def _answer(channel: Channel, meeting: Meeting, keys: MeetingKeys, verdict: byte
     return body
 
 
-def _observe(channel: Channel, watch: Watch, signs: Mapping[int, bytes | None]) -> None:
+def _observe(channel: Channel, keys: MeetingKeys, watch: Watch, signs: Mapping[int, bytes | None]) -> None:
     watch.step(time.monotonic())
     for rank, sign in signs.items():
-        if watch.observe(rank, sign):
+        if watch.observe(rank, sign, is_elsewhere=is_elsewhere(sign, keys.number)):
             channel.heard(rank)
 
 
-def _silence(channel: Channel, meeting: Meeting, watch: Watch, ranks: Iterable[int]) -> RankSilent:
+def _needs_new_generation(channel: Channel, keys: MeetingKeys, watch: Watch, ranks: Iterable[int]) -> bool:
+    """Whether the ranks join again once this meeting is given up: they count meetings anew then."""
+    apart = any(is_elsewhere(watch.sign(rank), keys.number) for rank in ranks)
+    return channel.needs_new_generation(keys) or apart
+
+
+def _silence(
+    channel: Channel, meeting: Meeting, watch: Watch, ranks: Iterable[int], keys: MeetingKeys | None = None
+) -> RankSilent:
     ranks = list(ranks)
     return verdicts.silence(
         meeting.operation,
@@ -326,7 +335,7 @@ def _silence(channel: Channel, meeting: Meeting, watch: Watch, ranks: Iterable[i
         meeting.world_size,
         meeting.deadline,
         {rank: channel.last_heard(rank) for rank in ranks},
-        {rank: describe(watch.sign(rank)) for rank in ranks},
+        {rank: describe(watch.sign(rank), None if keys is None else keys.number) for rank in ranks},
     )
 
 

@@ -58,12 +58,13 @@ class WrongBytes(Exception):
 
 
 class Sign(msgspec.Struct):
-    """A sign of life: progress in the phase of a rank."""
+    """A sign of life: progress in the phase of a rank, and the meeting of its generation that it is in."""
 
     beat: int
     phase: str
     done: int
     total: int
+    meeting: Count | None = None
 
 
 class Place(msgspec.Struct):

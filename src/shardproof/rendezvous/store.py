@@ -2,7 +2,7 @@
 
 Note: Why ranks cannot wait for ever
 ------------------------------------
-Rank 0 leads. Five facts bound every wait:
+Rank 0 leads. Six facts bound every wait:
 
 1. No caller is ever inside the store's client. Requests run on the threads of two `Link`s, one for requests
    that the server answers at once and one for the single long wait of a meeting, and for what it waits for.
@@ -23,7 +23,10 @@ Rank 0 leads. Five facts bound every wait:
    in `leaving`).
    Threads of one rank meet one at a time, in the order in which they took their places (`Turns`). Who waits
    for another thread does so as long as the rank's signs of life go on.
-5. A leader whose process may serve the store stays until the others have read its verdict, but not for ever.
+5. A sign of life names the meeting that its rank is in. A rank that waits in another meeting counts as
+   silent, so two ranks that both live cannot keep each other waiting. The verdict then tells all ranks to
+   join a new generation, in which they count from the same meeting.
+6. A leader whose process may serve the store stays until the others have read its verdict, but not for ever.
 
 What this cannot give: should the leader be given up while it decides, what it did by then is done. A decision
 that acts on the world (the commit of a checkpoint) may have taken effect although all ranks get `RankSilent`.
