@@ -40,7 +40,7 @@ def test_descriptors_threads_and_keys_do_not_grow_with_saves(tmp_path: Path) -> 
     for outcome in run_ranks(2, save_again_and_again, str(tmp_path), timeout=90):
         found, _ = outcome.value
         early, late = found[4 : SAVES // 2], found[SAVES // 2 :]
-        for what in (0, 1):  # the same at each save
-            assert {one[what] for one in late} <= {one[what] for one in early}, found
+        for what in (0, 1):  # what ends in the background may be there still when they are counted
+            assert max(one[what] for one in late) <= max(one[what] for one in early), found
         # Keys of one meeting more or less: the ranks sweep what they wrote a meeting later.
         assert max(one[2] for one in late) <= max(one[2] for one in early) + 4, found
