@@ -349,6 +349,8 @@ def test_chunks_of_several_blocks_are_restored(originals: Path) -> None:
 @pytest.mark.usefixtures("generators")
 def test_the_same_state_is_written_as_the_same_chunks(stem: str, tmp_path: Path) -> None:
     """Keys, boxes, digests, order and place of what one rank writes. Only attempts and times differ."""
+    if not all(hasattr(torch, dtype) for dtype in states.DTYPES):
+        pytest.skip("this torch lacks a dtype that the files have")
     RUNS[f"{stem}-1"][1](tmp_path, 0, 1)
     for folder, expected in EXPECTED[f"{stem}-1"]["folders"].items():
         written = read(tmp_path / folder)
