@@ -53,6 +53,7 @@ def read(folder: Path) -> dict[str, Any]:
         "tensors": tensors,
         "aliases": manifest["aliases"],
         "objects": manifest["objects"],
+        "metadata": manifest["metadata"],
     }
 
 

@@ -347,7 +347,7 @@ def test_chunks_of_several_blocks_are_restored(originals: Path) -> None:
 
 @pytest.mark.parametrize("stem", ["plain", "incremental", "blocks"])
 @pytest.mark.usefixtures("generators")
-def test_the_same_state_is_written_as_the_same_chunks(stem: str, tmp_path: Path) -> None:
+def test_the_same_state_is_written_as_the_same_chunks(stem: str, originals: Path, tmp_path: Path) -> None:
     """Keys, boxes, digests, order and place of what one rank writes. Only attempts and times differ."""
     if not all(hasattr(torch, dtype) for dtype in states.DTYPES):
         pytest.skip("this torch lacks a dtype that the files have")
@@ -357,12 +357,27 @@ def test_the_same_state_is_written_as_the_same_chunks(stem: str, tmp_path: Path)
         attempts = dict(zip(attempts_of(expected), attempts_of(written), strict=True))
         for member in ("version", "step", "world_size", "repaired", "tensors", "aliases"):
             assert written[member] == expected[member], member
+        before = read(originals / f"{stem}-1" / "run" / folder)
+        assert (written["objects"], written["metadata"]) == (before["objects"], before["metadata"])
         assert [file[0] for file in written["files"]] == [
             renamed(file[0], attempts) for file in expected["files"]
         ]
         assert [(file[1], file[3], file[4]) for file in written["files"]] == [
             (file[1], file[3], file[4]) for file in expected["files"]
         ]
+
+
+@pytest.mark.usefixtures("generators")
+def test_modules_and_optimizers_are_written_under_the_same_names(originals: Path, tmp_path: Path) -> None:
+    if not torch.__version__.startswith("2.13."):
+        pytest.skip("another torch may give its optimizers other options than that of the files")
+    RUNS["training-1"][1](tmp_path, 0, 1)
+    before, written = (read(run / "step-00000003") for run in (originals / "training-1" / "run", tmp_path))
+    assert (written["objects"], written["aliases"]) == (before["objects"], before["aliases"])
+    kinds = [
+        {key: (t["dtype"], t["shape"]) for key, t in one["tensors"].items()} for one in (before, written)
+    ]
+    assert kinds[0] == kinds[1]
 
 
 def attempts_of(entry: dict[str, Any]) -> list[str]:
