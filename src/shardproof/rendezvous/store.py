@@ -206,7 +206,7 @@ class StoreRendezvous:
         ended = patiently(asked, self._deadline)
         channel.gave_up(range(self._number, ended.following))
         if ended.renew:
-            channel.leave(self._number, None)
+            channel.leave(ended.following - 1, ended.carried)
         if ended.is_told:
             left.following = ended.following
         self._number = ended.following
