@@ -126,6 +126,8 @@ class Channel:
         """Begin to join with this meeting, unless that was done. Does not wait."""
         if self._first is None:
             self._first = number
+        if self.rank > 0 and not self._idle.arrived:
+            self._requests.submit(self._membership.approach)  # opens the connection: a rank joins over it
         self._idle.arrived = True
 
     def give_up(self, number: int, verdict: bytes) -> None:

@@ -12,8 +12,9 @@ Two ranks are in the same operation if its name is the same and it took as many 
 is given up. Ranks compare this in one meeting, so it is the same in whichever generation each began to count.
 
 A verdict that stands may tell all ranks to join again (the note in `membership`). Then this rank leaves the
-generation too. If that verdict is about another operation, the rank gives up the first meeting of the new
-generation. A rank that has not joined has posted to no meeting. It keeps its verdict until it has joined.
+generation too. If that verdict is about another operation, the rank gives up a meeting of the new generation:
+the first, or the one after the verdict that the new coordinator has to be told. A rank that has not joined
+has posted to no meeting. It keeps its verdict until it has joined.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from shardproof.rendezvous.channel import Channel
 from shardproof.rendezvous.keys import MeetingKeys
 from shardproof.rendezvous.meeting import ERROR, GIVEN_UP, wire
 from shardproof.rendezvous.operation import Operation
-from shardproof.rendezvous.records import pack, unpack
+from shardproof.rendezvous.records import Record, pack, unpack
 
 __all__ = ["GivenUp", "give_up_next"]
 
@@ -43,6 +44,8 @@ class GivenUp:
     """Whether the ranks of the operation find there that it failed."""
     renew: bool
     """Whether the ranks join again, in a new generation."""
+    carried: bytes | None = None
+    """The verdict that says so, if the coordinator of the new generation is to be told of it."""
 
 
 def give_up_next(
@@ -90,8 +93,18 @@ def give_up_next(
             at += 1
             same = standing.kind == GIVEN_UP and standing.whole == (operation.name, before)
             if standing.kind == ERROR or same or standing.renew is not None:
-                return GivenUp(at, standing.kind == ERROR or same, standing.renew is not None)
+                return GivenUp(
+                    at, standing.kind == ERROR or same, standing.renew is not None, _carried(standing)
+                )
             if standing.kind != GIVEN_UP and first is None:
                 first = at - 1
 
     return channel.later(request)
+
+
+def _carried(verdict: Record) -> bytes | None:
+    """A verdict as each rank that saw it proposes it in the new generation, to the first meeting there."""
+    if not verdict.renew or verdict.parts:
+        return None  # the coordinator itself said so
+    whole = verdict.whole
+    return pack(verdict.operation, verdict.phase, GIVEN_UP, verdict.body, whole=whole)

@@ -73,11 +73,14 @@ class Turns:
     def reserve(self) -> Reservation:
         """The next place. Does not wait."""
         reservation = Reservation(self)
-        with (
-            self._lock
-        ):  # not `_changed`, which an interrupt may enter and not leave: it is entered in Python
-            self._order.append(weakref.ref(reservation))
-        return reservation
+        try:
+            # Not `_changed`, which an interrupt may enter and not leave: it is entered in Python.
+            with self._lock:
+                self._order.append(weakref.ref(reservation))
+            return reservation
+        except BaseException:
+            reservation.give_up()  # an error keeps its frames, and these would keep the place
+            raise
 
     def is_mine(self) -> bool:
         """Whether this thread has the turn."""

@@ -164,9 +164,12 @@ class StoreRendezvous:
         return Operation(name, self)
 
     def enter(self, operation: Operation) -> None:
-        """Meetings of this thread belong to this operation. One that it was interrupted in is left."""
+        """Meetings of this thread belong to this operation. One that it was interrupted in is left.
+
+        If another thread carries that out, it is not left: the interrupt did not reach that thread.
+        """
         before = self._entered.get(threading.get_ident())
-        if before is not None and before is not operation:
+        if before is not None and before is not operation and not before.is_over and before.claim():
             self.leave(before)
         self._entered[threading.get_ident()] = operation
 
@@ -209,7 +212,7 @@ class StoreRendezvous:
         ended = patiently(asked, self._deadline)
         channel.gave_up(range(self._number, ended.following))
         if ended.renew:
-            channel.leave(self._number, None)
+            channel.leave(ended.following - 1, ended.carried)
         if ended.is_told:
             left.following = ended.following
         self._number = ended.following

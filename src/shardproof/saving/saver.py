@@ -110,13 +110,13 @@ class Saver:
 
     @guarded("save")
     def _save(self, storage: Storage, state: Any, request: Request) -> Committed:
-        pending = self._begin(storage, state, request, watched=False)
-        assert self._under_way is not None
+        before = self._under_way
         try:
-            return pending.outcome()
+            return self._begin(storage, state, request, watched=False).outcome()
         except BaseException as error:  # the caller may change the state from here on
-            self._under_way.session.give_up(error)
-            pending.tell()
+            if self._under_way is not None and self._under_way is not before:
+                self._under_way.session.give_up(error)
+                self._under_way.pending.tell()
             raise
 
     def begin(
