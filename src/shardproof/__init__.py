@@ -43,10 +43,10 @@ if TYPE_CHECKING:
     from shardproof.saving import Committed, Divergence, PendingSave, save
     from shardproof.state import (
         FlatShard,
+        LocalShards,
         OptimizerState,
         PerRank,
         RandomState,
-        ShardedTensor,
         register_dataclass,
         register_enum,
     )
@@ -62,6 +62,7 @@ __all__ = [
     "KeepLatest",
     "KeyMismatchError",
     "LoadReport",
+    "LocalShards",
     "NotCommittedError",
     "OptimizerState",
     "PendingSave",
@@ -72,7 +73,6 @@ __all__ = [
     "RankSilent",
     "ReentrantCallError",
     "SaveSkipped",
-    "ShardedTensor",
     "ShardproofError",
     "StorageError",
     "StructureError",
@@ -96,7 +96,7 @@ _HOMES = {
         "OptimizerState",
         "PerRank",
         "RandomState",
-        "ShardedTensor",
+        "LocalShards",
         "register_dataclass",
         "register_enum",
     ),
@@ -124,6 +124,16 @@ def __getattr__(name: str) -> Any:
     """The public name, loaded from its home and kept for the next use (PEP 562)."""
     from importlib import import_module
 
+    if name == "ShardedTensor":
+        import warnings
+
+        warnings.warn(
+            "shardproof.ShardedTensor is now shardproof.LocalShards, because torch has another class of the "
+            "old name; use the new name, the class is the same",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        name = "LocalShards"
     if name in ("events", "rerun"):
         return import_module(f"shardproof.{name}")
     if name not in _HOME_OF:
