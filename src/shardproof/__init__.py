@@ -21,113 +21,56 @@ from typing import TYPE_CHECKING, Any
 from shardproof.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from shardproof import (
-        events as events,
-    )
-    from shardproof import (
-        fsdp as fsdp,
-    )
-    from shardproof import (
-        layouts as layouts,
-    )
-    from shardproof import (
-        optim as optim,
-    )
-    from shardproof import (
-        rendezvous as rendezvous,
-    )
-    from shardproof import (
-        rerun as rerun,
-    )
-    from shardproof import (
-        storage as storage,
-    )
+    from shardproof import events as events
+    from shardproof import fsdp as fsdp
+    from shardproof import geometry as geometry
+    from shardproof import layouts as layouts
+    from shardproof import optim as optim
+    from shardproof import rendezvous as rendezvous
+    from shardproof import rerun as rerun
+    from shardproof import storage as storage
     from shardproof.checkpointer import Checkpointer as Checkpointer
+    from shardproof.checkpointer import Damage as Damage
     from shardproof.checkpointer import KeepLatest as KeepLatest
-    from shardproof.errors import (
-        AlreadyCommittedError as AlreadyCommittedError,
-    )
-    from shardproof.errors import (
-        CorruptChunkError as CorruptChunkError,
-    )
-    from shardproof.errors import (
-        FormatError as FormatError,
-    )
-    from shardproof.errors import (
-        KeyMismatchError as KeyMismatchError,
-    )
-    from shardproof.errors import (
-        NotCommittedError as NotCommittedError,
-    )
-    from shardproof.errors import (
-        PlainDataError as PlainDataError,
-    )
-    from shardproof.errors import (
-        RankFailure as RankFailure,
-    )
-    from shardproof.errors import (
-        RankSilent as RankSilent,
-    )
-    from shardproof.errors import (
-        ReentrantCallError as ReentrantCallError,
-    )
-    from shardproof.errors import (
-        SaveSkipped as SaveSkipped,
-    )
-    from shardproof.errors import (
-        ShardproofError as ShardproofError,
-    )
-    from shardproof.errors import (
-        StorageError as StorageError,
-    )
-    from shardproof.errors import (
-        StructureError as StructureError,
-    )
-    from shardproof.errors import (
-        TilingError as TilingError,
-    )
+    from shardproof.checkpointer import PassedOver as PassedOver
+    from shardproof.checkpointer import Retention as Retention
+    from shardproof.checkpointer import StepFolder as StepFolder
+    from shardproof.errors import AlreadyCommittedError as AlreadyCommittedError
+    from shardproof.errors import CorruptChunkError as CorruptChunkError
+    from shardproof.errors import FormatError as FormatError
+    from shardproof.errors import KeyMismatchError as KeyMismatchError
+    from shardproof.errors import NotCommittedError as NotCommittedError
+    from shardproof.errors import PlainDataError as PlainDataError
+    from shardproof.errors import RankFailure as RankFailure
+    from shardproof.errors import RankSilent as RankSilent
+    from shardproof.errors import ReentrantCallError as ReentrantCallError
+    from shardproof.errors import SaveSkipped as SaveSkipped
+    from shardproof.errors import ShardproofError as ShardproofError
+    from shardproof.errors import StorageError as StorageError
+    from shardproof.errors import StructureError as StructureError
+    from shardproof.errors import TilingError as TilingError
+    from shardproof.loading import Checkpoint as Checkpoint
     from shardproof.loading import LoadReport as LoadReport
+    from shardproof.loading import StoredTensor as StoredTensor
     from shardproof.loading import load as load
     from shardproof.loading import open as open
-    from shardproof.saving import (
-        Committed as Committed,
-    )
-    from shardproof.saving import (
-        Divergence as Divergence,
-    )
-    from shardproof.saving import (
-        PendingSave as PendingSave,
-    )
-    from shardproof.saving import (
-        save as save,
-    )
-    from shardproof.state import (
-        FlatShard as FlatShard,
-    )
-    from shardproof.state import (
-        LocalShards as LocalShards,
-    )
-    from shardproof.state import (
-        OptimizerState as OptimizerState,
-    )
-    from shardproof.state import (
-        PerRank as PerRank,
-    )
-    from shardproof.state import (
-        RandomState as RandomState,
-    )
-    from shardproof.state import (
-        register_dataclass as register_dataclass,
-    )
-    from shardproof.state import (
-        register_enum as register_enum,
-    )
+    from shardproof.saving import Committed as Committed
+    from shardproof.saving import Divergence as Divergence
+    from shardproof.saving import PendingSave as PendingSave
+    from shardproof.saving import save as save
+    from shardproof.state import FlatShard as FlatShard
+    from shardproof.state import LocalShards as LocalShards
+    from shardproof.state import OptimizerState as OptimizerState
+    from shardproof.state import PerRank as PerRank
+    from shardproof.state import RandomState as RandomState
+    from shardproof.state import register_dataclass as register_dataclass
+    from shardproof.state import register_enum as register_enum
 
-_PACKAGES = ("events", "fsdp", "layouts", "optim", "rendezvous", "rerun", "storage")
+_PACKAGES = ("events", "fsdp", "geometry", "layouts", "optim", "rendezvous", "rerun", "storage")
 """Packages that are public as they are."""
 
 _HOMES = {
-    "checkpointer": ("Checkpointer", "KeepLatest"),
+    "checkpointer": ("Checkpointer", "Damage", "KeepLatest", "PassedOver", "Retention", "StepFolder"),
     "errors": (
         "AlreadyCommittedError",
         "CorruptChunkError",
@@ -144,7 +87,7 @@ _HOMES = {
         "StructureError",
         "TilingError",
     ),
-    "loading": ("LoadReport", "load", "open"),
+    "loading": ("Checkpoint", "LoadReport", "StoredTensor", "load", "open"),
     "saving": ("Committed", "Divergence", "PendingSave", "save"),
     "state": (
         "FlatShard",

@@ -41,7 +41,7 @@ def test_a_checkpoint_does_not_hold_the_name_of_the_class(tmp_path: Path) -> Non
     assert b"LocalShards" not in stored and b"ShardedTensor" not in stored
 
 
-PACKAGES = ("events", "fsdp", "layouts", "optim", "rendezvous", "rerun", "storage")
+PACKAGES = ("events", "fsdp", "geometry", "layouts", "optim", "rendezvous", "rerun", "storage")
 
 
 @pytest.mark.parametrize("name", PACKAGES)
