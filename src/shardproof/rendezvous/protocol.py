@@ -10,7 +10,7 @@ from shardproof.rendezvous.reservation import Reservation
 
 __all__ = ["Decide", "Rendezvous"]
 
-Decide: TypeAlias = Callable[[list[bytes]], "bytes | Sequence[bytes]"]
+Decide: TypeAlias = Callable[[list[bytes]], bytes | Sequence[bytes]]
 """Posts in the order of ranks to one answer for all, or to a sequence with one answer a rank."""
 
 

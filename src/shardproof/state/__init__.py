@@ -14,7 +14,7 @@ from shardproof.state.entries import (
     TensorEntry,
     is_plain_memory,
 )
-from shardproof.state.explicit import FlatShard, ShardedTensor
+from shardproof.state.explicit import FlatShard, LocalShards
 from shardproof.state.generators import RandomState
 from shardproof.state.last_walk import LastWalk
 from shardproof.state.layout import Layout, declare, local_layout
@@ -37,6 +37,7 @@ __all__ = [
     "LastWalk",
     "Layout",
     "LocalRange",
+    "LocalShards",
     "Mismatch",
     "ObjectEntry",
     "OptimizerState",
@@ -45,7 +46,6 @@ __all__ = [
     "Piece",
     "RandomState",
     "Receipt",
-    "ShardedTensor",
     "SlotKeeper",
     "Stepped",
     "StoredSlot",
