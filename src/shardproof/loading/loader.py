@@ -48,7 +48,7 @@ from shardproof.loading.threads import reading_threads
 from shardproof.planning import ReadPlan
 from shardproof.reentrance import guarded
 from shardproof.rendezvous import Meetings, Rendezvous
-from shardproof.saving.fence import open_all
+from shardproof.state import open_all
 from shardproof.storage import Storage
 
 __all__ = ["UNREADABLE", "LoadReport", "load_from"]

@@ -21,7 +21,6 @@ from shardproof.saving.background import Workers, unfinished
 from shardproof.saving.bases import FindBase
 from shardproof.saving.committed import Committed
 from shardproof.saving.device import pinned_buffer
-from shardproof.saving.fence import Fence
 from shardproof.saving.kept import Kept, Limits, Request
 from shardproof.saving.memory import default_budget
 from shardproof.saving.pending import PendingSave
@@ -29,6 +28,7 @@ from shardproof.saving.replicas import CheckReplicas
 from shardproof.saving.session import Session
 from shardproof.saving.staging import StagingPool
 from shardproof.saving.unconfirmed import Unconfirmed
+from shardproof.state import Fence
 from shardproof.storage import Storage
 
 __all__ = ["Saver", "WhenBusy"]

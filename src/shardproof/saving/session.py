@@ -52,7 +52,6 @@ from shardproof.saving.buffers import BufferPool
 from shardproof.saving.capture import Capture
 from shardproof.saving.commit import Written
 from shardproof.saving.committed import Committed
-from shardproof.saving.fence import Fence
 from shardproof.saving.incremental import BaseDigests, pack_rows
 from shardproof.saving.kept import HeldPlan, Kept, KnownDigests, KnownStructure, Limits, Request
 from shardproof.saving.leader import Leader
@@ -62,7 +61,7 @@ from shardproof.saving.replicas import CheckReplicas, chosen_slices, hash_replic
 from shardproof.saving.shard import write_changes, write_shard
 from shardproof.saving.snapshot import Snapshot
 from shardproof.saving.uncommitted import remove_uncommitted
-from shardproof.state import Collected, collect, encode_plain
+from shardproof.state import Collected, Fence, collect, encode_plain
 from shardproof.storage import Sink, Storage
 
 __all__ = ["Session"]

@@ -15,6 +15,8 @@ from shardproof.state.entries import (
     is_plain_memory,
 )
 from shardproof.state.explicit import FlatShard, LocalShards
+from shardproof.state.explicit import FlatShard, ShardedTensor
+from shardproof.state.fence import Fence, open_all
 from shardproof.state.generators import RandomState
 from shardproof.state.last_walk import LastWalk
 from shardproof.state.layout import Layout, declare, local_layout
@@ -33,6 +35,7 @@ __all__ = [
     "Binding",
     "Catalogue",
     "Collected",
+    "Fence",
     "FlatShard",
     "LastWalk",
     "Layout",
@@ -58,6 +61,7 @@ __all__ = [
     "encode_plain",
     "is_plain_memory",
     "local_layout",
+    "open_all",
     "owner_of",
     "parts_of",
     "receiver",
