@@ -14,7 +14,7 @@ from shardproof.state.entries import (
     TensorEntry,
     is_plain_memory,
 )
-from shardproof.state.explicit import FlatShard, LocalShards, ShardedTensor
+from shardproof.state.explicit import FlatShard, LocalShards
 from shardproof.state.fence import Fence, open_all
 from shardproof.state.generators import RandomState
 from shardproof.state.last_walk import LastWalk
