@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import xxhash
+from recording import STDOUT, json_option, record
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -50,7 +51,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     )
     options.add_argument("--repeats", type=int, default=5, help="measured rounds (default 5)")
     options.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
-    options.add_argument("--json", action="store_true", help="print the figures as JSON")
+    json_option(options)
     options.add_argument(
         "--device",
         default="cpu",
@@ -318,10 +319,13 @@ def report(
     *,
     ours: str,
     nbytes: int | None,
-    as_json: bool,
+    to: str | None,
     notes: dict[str, Any] | None = None,
 ) -> None:
-    """Prints a table of medians, spread, speed and ratio to ours, or the same as JSON. Rank 0 only."""
+    """Prints a table of medians, spread, speed and ratio to ours, or the same as JSON. Rank 0 only.
+
+    `to` is what `--json` was given.
+    """
     if dist.is_initialized() and dist.get_rank() != 0:
         return
     base = measured[ours].median
@@ -343,10 +347,11 @@ def report(
         "rows": rows,
         **(notes or {}),
     }
-    if as_json:
+    if to == STDOUT:
         print(json.dumps(facts), flush=True)
         return
     size = "" if nbytes is None else f", {nbytes / GIB:.2f} GiB"
+    record(to, f"{title}{size}", [(name, "s", item.seconds) for name, item in measured.items()])
     print(f"\n### {title}{size}\n\n{facts['machine']}\n")
     table(
         ("way", "median s", "min", "max", "GiB/s", "time / ours"),

@@ -36,6 +36,7 @@ from common import (
     table,
     total_bytes,
 )
+from recording import STDOUT, record
 
 import shardproof as sp
 import shardproof.loading  # what is timed must be imported before it is replaced
@@ -224,6 +225,7 @@ def main() -> None:
                     "share": statistics.median(shares),
                     "least": min(shares),
                     "greatest": max(shares),
+                    "rounds": kept,
                 }
             )
     if dist.get_rank() == 0:
@@ -231,11 +233,15 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def show(found: list[dict[str, Any]], as_json: bool) -> None:
+def show(found: list[dict[str, Any]], to: str | None) -> None:
     """Prints the table."""
-    if as_json:
+    if to == STDOUT:
         print(json.dumps({"title": "costs", "machine": machine(), "rows": found}))
         return
+    for row in found:
+        size = f"{row['bytes'] / GIB:.2f} GiB, {dist.get_world_size()} ranks"
+        figures = [(part, "s", [one[part] for one in row["rounds"]]) for part in row["rounds"][0]]
+        record(to, f"costs, {row['verb']} {row['state']}, {size}", figures)
     print(f"\n### Cost of digests, proof and verification, {dist.get_world_size()} ranks\n\n{machine()}\n")
     table(
         ("what", "GiB", "whole s", "digests s", "proof s", "share (least to greatest)", "without s", "gain"),

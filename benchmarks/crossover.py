@@ -43,6 +43,7 @@ from common import (
     total_bytes,
 )
 from msgspec import structs
+from recording import record
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -94,6 +95,14 @@ def main() -> None:
                 ),
                 [row(*point, found[point]) for point in sorted(points, key=order)],
             )
+            for point in sorted(points, key=order):
+                kind, speed = point
+                limit = "" if speed is None else f" at {speed:g} GiB/s"
+                record(
+                    options.json,
+                    f"crossover, {layout}, {nbytes / GIB:.2f} GiB, {options.ranks} ranks, {kind}{limit}",
+                    [(name, "s", way.seconds) for name, way in found[point]["times"].items()],
+                )
             rule(found["unhindered", None]["said"])
         del target
     dist.barrier()

@@ -97,7 +97,7 @@ def cold(given: argparse.Namespace, target: dict[str, Any], nbytes: int) -> None
         measured,
         ours="shardproof",
         nbytes=nbytes,
-        as_json=given.json,
+        to=given.json,
         notes=notes,
     )
 
@@ -137,7 +137,7 @@ def warm(given: argparse.Namespace, state: dict[str, Any], target: dict[str, Any
         measured,
         ours="shardproof",
         nbytes=nbytes,
-        as_json=given.json,
+        to=given.json,
         notes={
             "of a raw read": round(measured["raw read"].median / ours, 3),
             "of a raw read off the page": round(measured["raw read, off the page"].median / ours, 3),

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from common import is_rank, launch, rounds
+from recording import STDOUT, json_option, record
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
@@ -267,6 +268,16 @@ def rows_of(trained: list[Trained]) -> list[dict[str, Any]]:
     return rows
 
 
+def figures_of(trained: list[Trained]) -> list[tuple[str, str, list[float]]]:
+    """The measured values of each way, by name and unit."""
+    found: list[tuple[str, str, list[float]]] = []
+    for each in trained:
+        name = each.way.name
+        found.append((f"{name}: step", "s", each.seconds))
+        found += [(f"{name}: held", "bytes", [each.held]), (f"{name}: peak", "bytes", [each.peak])]
+    return found
+
+
 def print_table(title: str, rows: list[dict[str, Any]]) -> None:
     """The figures as a Markdown table."""
     print(f"\n### {title}\n")
@@ -296,7 +307,7 @@ def parse() -> argparse.Namespace:
     options.add_argument(
         "--only", help="measure the floor and the ways with this in their name, and their peers"
     )
-    options.add_argument("--json", action="store_true", help="print the figures as JSON")
+    json_option(options)
     options.set_defaults(folder=None)
     return options.parse_args()
 
@@ -331,12 +342,13 @@ def main() -> None:
         parameters = sum(p.numel() for p in trained[0].module.parameters())
         title = f"{title}: {options.ranks} ranks, {parameters / 1e6:.1f} million parameters"
         facts["tables"].append({"title": title, "parameters": parameters, "rows": rows_of(trained)})
-        if dist.get_rank() == 0 and not options.json:
+        if dist.get_rank() == 0 and options.json != STDOUT:
             print_table(title, facts["tables"][-1]["rows"])
+            record(options.json, title, figures_of(trained))
         del trained
         gc.collect()
     if dist.get_rank() == 0:
-        print(json.dumps(facts) if options.json else f"\n{facts['machine']}", flush=True)
+        print(json.dumps(facts) if options.json == STDOUT else f"\n{facts['machine']}", flush=True)
     dist.destroy_process_group()
 
 

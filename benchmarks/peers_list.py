@@ -59,7 +59,7 @@ def main() -> None:
             "driven": lambda row: (row.way.driven or "as documented") if row.way else "",
         },
         missing,
-        as_json=given.json,
+        to=given.json,
     )
     for way in ways:
         way.close()

@@ -130,7 +130,7 @@ def main() -> None:
             "load / raw": lambda row: f"{row.median('load') / limit:.2f}",
         },
         missing,
-        as_json=given.json,
+        to=given.json,
         notes=[releases(rows)],
     )
     for way in ways:

@@ -25,6 +25,7 @@ from common import GIB, file_system, folder, is_rank, machine, start, table
 from peers.figures import options
 from peers.roster import every_way
 from peers.subject import Subject, gpt, small
+from recording import STDOUT, record
 
 WAY = "SHARDPROOF_BENCH_WAY"
 PAUSE = 0.5
@@ -171,17 +172,26 @@ def main() -> None:
 
 
 def show(
-    rows: dict[str, dict[str, float]], reasons: dict[str, str], ranks: int, as_json: bool, where: Path
+    rows: dict[str, dict[str, float]], reasons: dict[str, str], ranks: int, to: str | None, where: Path
 ) -> None:
     """Prints the table."""
     facts = f"{machine()}, files on {file_system(where)}"
-    if as_json:
+    if to == STDOUT:
         print(
             json.dumps(
                 {"title": "memory", "ranks": ranks, "machine": facts, "rows": rows, "missing": reasons}
             )
         )
         return
+    record(
+        to,
+        f"peak host memory beyond the state, {ranks} ranks",
+        [
+            (f"{name}: {figure}", "GiB", [value])
+            for name, row in rows.items()
+            for figure, value in row.items()
+        ],
+    )
     print(f"\n### Peak host memory beyond the state, all {ranks} ranks together\n\n{facts}\n")
     table(
         ("way", "state GiB", "save GiB", "load GiB", "save / state", "load / state"),

@@ -96,7 +96,7 @@ def print_table(given: Namespace, rows: list[Row], missing: list[Missing], nbyte
             "durable / raw": lambda row: f"{row.median('durable') / limit:.2f}",
         },
         missing,
-        as_json=given.json,
+        to=given.json,
         notes=[releases(rows)],
         where=given.folder or Path(tempfile.gettempdir()),
     )

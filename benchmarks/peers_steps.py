@@ -129,7 +129,7 @@ def main() -> None:
                 "cost - ours s": lambda row, ours=ours: f"{row.median('cost') - ours:+.3f}",
             },
             missing,
-            as_json=given.json,
+            to=given.json,
             notes=[
                 f"A durable raw write takes {write:.2f} s; a step is of {trainer.batches} micro batches of "
                 f"{given.tokens} tokens.",

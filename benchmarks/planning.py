@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from recording import STDOUT, json_option, record
 
 from shardproof.garbage import no_garbage_collection
 from shardproof.planning import Structure, TensorTable, writing
@@ -236,6 +237,7 @@ def compare(ranks: int, tensors: int, repeats: int) -> dict[str, Any]:
         "shardproof, max": max(seconds),
         "torch DCP, s": peer,
         "torch DCP / shardproof": peer / median,
+        "rounds": seconds,
     }
 
 
@@ -314,7 +316,23 @@ def show(results: list[dict[str, Any]], comparison: dict[str, Any] | None) -> No
     if comparison is not None:
         print(f"\n### Planning, {comparison['ranks']:,} ranks x {comparison['tensors']} tensors\n")
         print("| shardproof, s | min | max | torch DCP, s | torch DCP / shardproof |\n" + "| --- " * 5 + "|")
-        print("| " + " | ".join(f"{value:.2f}" for value in list(comparison.values())[2:]) + " |")
+        print("| " + " | ".join(f"{value:.2f}" for value in list(comparison.values())[2:-1]) + " |")
+
+
+def add(target: str | None, results: list[dict[str, Any]], comparison: dict[str, Any] | None) -> None:
+    """Adds the figures to a file of results."""
+    for one in results:
+        figures = [(name, "s", [seconds]) for name, seconds in one["seconds"].items()]
+        figures += [(name, "s", [one[name]]) for name in ("plan, s", "plan and commit, s")]
+        figures += [(f"peak, {name}", "GiB", [peak]) for name, peak in one["peak_gib"].items()]
+        record(
+            target,
+            f"planning, {one['layout']}, {one['ranks']} ranks, {one['tensors a rank']} chunks a rank",
+            figures,
+        )
+    if comparison is not None:
+        peer = [("shardproof", "s", comparison["rounds"]), ("torch DCP", "s", [comparison["torch DCP, s"]])]
+        record(target, f"planning, {comparison['ranks']} ranks, {comparison['tensors']} tensors", peer)
 
 
 def main() -> None:
@@ -331,7 +349,7 @@ def main() -> None:
     options.add_argument(
         "--repeats", type=int, default=3, help="of ours, before and after the peer's one round"
     )
-    options.add_argument("--json", action="store_true", help="print the figures as JSON")
+    json_option(options)
     options.add_argument("--only", choices=("one", "peer"), help=argparse.SUPPRESS)
     chosen = options.parse_args()
     if chosen.only == "one":
@@ -349,10 +367,11 @@ def main() -> None:
     if chosen.peer_ranks:
         of_peer = ["--peer-ranks", str(chosen.peer_ranks), "--peer-tensors", str(chosen.peer_tensors)]
         comparison = apart("--only", "peer", *of_peer, "--repeats", str(chosen.repeats))
-    if chosen.json:
+    if chosen.json == STDOUT:
         print(json.dumps({"leader": results, "peer": comparison}))
     else:
         show(results, comparison)
+        add(chosen.json, results, comparison)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import is_rank, launched, machine, start, table
+from recording import STDOUT, json_option, record
 from torch import nn
 
 from shardproof import rerun
@@ -176,6 +177,8 @@ def measure(options: argparse.Namespace) -> None:
                 "inside_us": statistics.median(way.inside) * 1e6,
                 "inside_share": statistics.median(way.inside) / statistics.median(base),
                 "over_loop": ratio,
+                "steps": way.steps,
+                "inside": way.inside,
             }
             with open(os.environ[ROWS_FILE], "a") as rows:
                 rows.write(json.dumps(row) + "\n")
@@ -190,7 +193,7 @@ def main() -> None:
     options.add_argument("--steps", type=int, default=100, help="measured steps of each way (default 100)")
     options.add_argument("--milliseconds", type=float, default=100.0, help="size of a step (default 100)")
     options.add_argument("--device", default="cpu", help="cpu (default), cuda, or auto for what there is")
-    options.add_argument("--json", action="store_true", help="print the figures as JSON")
+    json_option(options)
     options.set_defaults(folder=None)
     chosen = options.parse_args()
     if is_rank():
@@ -204,10 +207,21 @@ def main() -> None:
             if code:
                 sys.exit(code)
         rows = [json.loads(line) for line in file.read_text().splitlines()]
-    if chosen.json:
+    if chosen.json == STDOUT:
         print(json.dumps({"title": "rerun machine, idle", "machine": machine(), "rows": rows}))
         return
     size = f"{chosen.steps} steps of about {chosen.milliseconds:g} ms"
+    for ranks in dict.fromkeys(row["ranks"] for row in rows):
+        record(
+            chosen.json,
+            f"rerun machine, idle, {ranks} ranks, {size}",
+            [
+                (f"{row['way']}: {figure}", "s", row[figure])
+                for row in rows
+                if row["ranks"] == ranks
+                for figure in ("steps", "inside")
+            ],
+        )
     print(f"\n### Rerun machine, idle: {size}\n\n{machine()}\n")
     table(
         ("ranks", "way", "step, median ms", "step / loop", "inside, median µs", "share of a step"),

@@ -140,7 +140,7 @@ def compare(title: str, target: dict[str, Any], nbytes: int, options: Any, *, ra
         measured,
         ours='shardproof, "auto"',
         nbytes=nbytes,
-        as_json=options.json,
+        to=options.json,
         notes=notes,
     )
     if meeting is not None:
@@ -175,7 +175,7 @@ def crossover(mesh: DeviceMesh, options: Any) -> None:
             measured,
             ours="auto",
             nbytes=nbytes,
-            as_json=options.json,
+            to=options.json,
             notes={'"auto" reads once': chosen[-1]},
         )
 

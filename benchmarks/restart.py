@@ -31,6 +31,7 @@ def main() -> None:
         return
     from cold import drop_all, fill
     from common import machine, parser, table
+    from recording import STDOUT, record
 
     options = parser(__doc__)
     given = options.parse_args()
@@ -54,9 +55,18 @@ def main() -> None:
         way: {name: statistics.median(run[name] for run in runs) for name in runs[0]}
         for way, runs in found.items()
     }
-    if given.json:
+    if given.json == STDOUT:
         print(json.dumps({"title": "restart", "machine": machine(), "rows": medians}))
         return
+    record(
+        given.json,
+        f"restart, {given.ranks} ranks, {given.gib} GiB",
+        [
+            (f"{way}: {name}", "s", [run[name] for run in runs])
+            for way, runs in found.items()
+            for name in runs[0]
+        ],
+    )
     print(f"\n### Restart of {given.ranks} ranks, {given.gib} GiB, {given.repeats} rounds\n\n{machine()}\n")
     rows = [(name, *(f"{medians[way][name]:.3f}" for way in found)) for name in (*PHASES, "all")]
     table(("phase", "cold, s", "warm, s"), rows)

@@ -50,7 +50,7 @@ def main() -> None:
         options.repeats,
         prepare=prepare,
     )
-    report(f"save, {options.ranks} ranks", measured, ours="shardproof", nbytes=nbytes, as_json=options.json)
+    report(f"save, {options.ranks} ranks", measured, ours="shardproof", nbytes=nbytes, to=options.json)
     dist.destroy_process_group()
 
 

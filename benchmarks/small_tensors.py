@@ -53,7 +53,7 @@ def main() -> None:
     )
     title = f"{options.tensors} tensors of 4 KiB a rank, {options.ranks} ranks"
     nbytes = total_bytes(state)
-    report(f"save {title}", saved, ours="shardproof", nbytes=nbytes, as_json=options.json)
+    report(f"save {title}", saved, ours="shardproof", nbytes=nbytes, to=options.json)
     step = checkpointer.steps()[-1]
     loaded = rounds(
         {
@@ -66,7 +66,7 @@ def main() -> None:
         tensor.fill_(-1)
     checkpointer.restore(target)
     assert all(torch.equal(a, b) for a, b in zip(tensors_of(state), tensors_of(target), strict=True))
-    report(f"load {title}", loaded, ours="shardproof", nbytes=nbytes, as_json=options.json)
+    report(f"load {title}", loaded, ours="shardproof", nbytes=nbytes, to=options.json)
     dist.destroy_process_group()
 
 

@@ -14,6 +14,7 @@ import sys
 import time
 
 from common import machine, table
+from recording import STDOUT, json_option, record
 
 MODULE = ("-m", "shardproof")
 WAYS: dict[str, tuple[str, ...]] = {
@@ -40,7 +41,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     options.add_argument("--repeats", type=int, default=15, help="measured rounds (default 15)")
-    options.add_argument("--json", action="store_true", help="print the figures as JSON")
+    json_option(options)
     chosen = options.parse_args()
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in WAYS}
     for number in range(1 + chosen.repeats):  # the first reads the files from the disk
@@ -52,9 +53,18 @@ def main() -> None:
         name: tuple(statistics.median(one[kind] for one in found) for kind in range(2))
         for name, found in times.items()
     }
-    if chosen.json:
+    if chosen.json == STDOUT:
         print(json.dumps({"title": "start of a process", "machine": machine(), "rows": medians}))
         return
+    record(
+        chosen.json,
+        "start of a process",
+        [
+            (f"{name}: {kind}", "s", [one[at] for one in found])
+            for name, found in times.items()
+            for at, kind in enumerate(("processor", "elapsed"))
+        ],
+    )
     print(f"\n### Start of a process, {chosen.repeats} rounds\n\n{machine()}\n")
     titles = ("process", "processor, median ms", "elapsed, median ms")
     rows = [(name, f"{1e3 * worked:.0f}", f"{1e3 * took:.0f}") for name, (worked, took) in medians.items()]

@@ -16,11 +16,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from common import file_system, folder, launched, machine, parser, table
+from recording import STDOUT, record
 
 from peers.roster import Missing, every_way
 from peers.way import Way, files_under
 
 Figures = dict[str, float]
+
+UNITS = {"steps": "steps", "kept": "whether"}
+"""Of the figures that are not seconds."""
 
 
 @dataclass
@@ -170,15 +174,18 @@ def show(
     columns: dict[str, Callable[[Row], str]],
     missing: Sequence[Missing],
     *,
-    as_json: bool,
+    to: str | None,
     notes: Sequence[str] = (),
     where: Path | None = None,
 ) -> None:
-    """Prints a table of the rows, the notes, and what could not be measured. Rank 0 only."""
+    """Prints a table of the rows, the notes, and what could not be measured. Rank 0 only.
+
+    `to` is what `--json` was given.
+    """
     if dist.is_initialized() and dist.get_rank() != 0:
         return
     facts = f"{machine()}, files on {file_system(where or folder())}"
-    if as_json:
+    if to == STDOUT:
         print(
             json.dumps(
                 {
@@ -201,6 +208,15 @@ def show(
             flush=True,
         )
         return
+    record(
+        to,
+        title,
+        [
+            (f"{row.name}: {figure}", UNITS.get(figure, "s"), values)
+            for row in rows
+            for figure, values in row.figures.items()
+        ],
+    )
     print(f"\n### {title}\n\n{facts}\n")
     table(("way", *columns), [(row.name, *(cell(row) for cell in columns.values())) for row in rows])
     for note in notes:

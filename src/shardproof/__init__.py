@@ -18,86 +18,59 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardproof.version import __version__
+from shardproof.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from shardproof import events, rerun
-    from shardproof.checkpointer import Checkpointer, KeepLatest
-    from shardproof.errors import (
-        AlreadyCommittedError,
-        CorruptChunkError,
-        FormatError,
-        KeyMismatchError,
-        NotCommittedError,
-        PlainDataError,
-        RankFailure,
-        RankSilent,
-        SaveSkipped,
-        ShardproofError,
-        StorageError,
-        StructureError,
-        TilingError,
-    )
-    from shardproof.loading import LoadReport, load, open
-    from shardproof.saving import Committed, Divergence, PendingSave, save
-    from shardproof.state import (
-        FlatShard,
-        OptimizerState,
-        PerRank,
-        RandomState,
-        ShardedTensor,
-        register_dataclass,
-        register_enum,
-    )
+    from shardproof import events as events
+    from shardproof import fsdp as fsdp
+    from shardproof import geometry as geometry
+    from shardproof import layouts as layouts
+    from shardproof import optim as optim
+    from shardproof import rendezvous as rendezvous
+    from shardproof import rerun as rerun
+    from shardproof import storage as storage
+    from shardproof.checkpointer import Checkpointer as Checkpointer
+    from shardproof.checkpointer import Damage as Damage
+    from shardproof.checkpointer import KeepLatest as KeepLatest
+    from shardproof.checkpointer import PassedOver as PassedOver
+    from shardproof.checkpointer import Retention as Retention
+    from shardproof.checkpointer import StepFolder as StepFolder
+    from shardproof.errors import AlreadyCommittedError as AlreadyCommittedError
+    from shardproof.errors import CorruptChunkError as CorruptChunkError
+    from shardproof.errors import FormatError as FormatError
+    from shardproof.errors import KeyMismatchError as KeyMismatchError
+    from shardproof.errors import NotCommittedError as NotCommittedError
+    from shardproof.errors import PlainDataError as PlainDataError
+    from shardproof.errors import RankFailure as RankFailure
+    from shardproof.errors import RankSilent as RankSilent
+    from shardproof.errors import ReentrantCallError as ReentrantCallError
+    from shardproof.errors import SaveSkipped as SaveSkipped
+    from shardproof.errors import ShardproofError as ShardproofError
+    from shardproof.errors import StorageError as StorageError
+    from shardproof.errors import StructureError as StructureError
+    from shardproof.errors import TilingError as TilingError
+    from shardproof.loading import Checkpoint as Checkpoint
+    from shardproof.loading import LoadReport as LoadReport
+    from shardproof.loading import StoredTensor as StoredTensor
+    from shardproof.loading import load as load
+    from shardproof.loading import open as open
+    from shardproof.saving import Committed as Committed
+    from shardproof.saving import Divergence as Divergence
+    from shardproof.saving import PendingSave as PendingSave
+    from shardproof.saving import save as save
+    from shardproof.state import FlatShard as FlatShard
+    from shardproof.state import LocalShards as LocalShards
+    from shardproof.state import OptimizerState as OptimizerState
+    from shardproof.state import PerRank as PerRank
+    from shardproof.state import RandomState as RandomState
+    from shardproof.state import register_dataclass as register_dataclass
+    from shardproof.state import register_enum as register_enum
 
-__all__ = [
-    "AlreadyCommittedError",
-    "Checkpointer",
-    "Committed",
-    "CorruptChunkError",
-    "Divergence",
-    "FlatShard",
-    "FormatError",
-    "KeepLatest",
-    "KeyMismatchError",
-    "LoadReport",
-    "NotCommittedError",
-    "OptimizerState",
-    "PendingSave",
-    "PerRank",
-    "PlainDataError",
-    "RandomState",
-    "RankFailure",
-    "RankSilent",
-    "SaveSkipped",
-    "ShardedTensor",
-    "ShardproofError",
-    "StorageError",
-    "StructureError",
-    "TilingError",
-    "__version__",
-    "events",
-    "load",
-    "open",
-    "register_dataclass",
-    "register_enum",
-    "rerun",
-    "save",
-]
+_PACKAGES = ("events", "fsdp", "geometry", "layouts", "optim", "rendezvous", "rerun", "storage")
+"""Packages that are public as they are."""
 
 _HOMES = {
-    "checkpointer": ("Checkpointer", "KeepLatest"),
-    "loading": ("LoadReport", "load", "open"),
-    "saving": ("Committed", "Divergence", "PendingSave", "save"),
-    "state": (
-        "FlatShard",
-        "OptimizerState",
-        "PerRank",
-        "RandomState",
-        "ShardedTensor",
-        "register_dataclass",
-        "register_enum",
-    ),
+    "checkpointer": ("Checkpointer", "Damage", "KeepLatest", "PassedOver", "Retention", "StepFolder"),
     "errors": (
         "AlreadyCommittedError",
         "CorruptChunkError",
@@ -107,21 +80,50 @@ _HOMES = {
         "PlainDataError",
         "RankFailure",
         "RankSilent",
+        "ReentrantCallError",
         "SaveSkipped",
         "ShardproofError",
         "StorageError",
         "StructureError",
         "TilingError",
     ),
+    "loading": ("Checkpoint", "LoadReport", "StoredTensor", "load", "open"),
+    "saving": ("Committed", "Divergence", "PendingSave", "save"),
+    "state": (
+        "FlatShard",
+        "LocalShards",
+        "OptimizerState",
+        "PerRank",
+        "RandomState",
+        "register_dataclass",
+        "register_enum",
+    ),
 }
+"""Public names by the module that they come from. The imports above say the same to type checkers."""
+
+_RENAMED = {"ShardedTensor": ("LocalShards", "torch has another class of the old name")}
+"""Old names that still work: the new one, and why."""
+
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted(["__version__", *_PACKAGES, *_HOME_OF])
 
 
 def __getattr__(name: str) -> Any:
     """The public name, loaded from its home and kept for the next use (PEP 562)."""
     from importlib import import_module
 
-    if name in ("events", "rerun"):
+    if name in _RENAMED:
+        import warnings
+
+        new, reason = _RENAMED[name]
+        warnings.warn(
+            f"shardproof.{name} is now shardproof.{new}, because {reason}: use that name",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        name = new
+    if name in _PACKAGES:
         return import_module(f"shardproof.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'shardproof' has no attribute {name!r}")
@@ -131,4 +133,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return list(__all__)

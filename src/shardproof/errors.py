@@ -18,6 +18,7 @@ __all__ = [
     "PlainDataError",
     "RankFailure",
     "RankSilent",
+    "ReentrantCallError",
     "SaveSkipped",
     "ShardproofError",
     "StorageError",
@@ -119,6 +120,13 @@ class RankSilent(ShardproofError):
 
 class SaveSkipped(ShardproofError):
     """A save was asked for its result, and had been skipped because the one before was still under way."""
+
+
+class ReentrantCallError(ShardproofError):
+    """A signal handler or a callback called what the thread that it interrupted is inside of.
+
+    Nothing was begun. Details: ``call`` and ``inside``.
+    """
 
 
 class NotCommittedError(ShardproofError):

@@ -126,7 +126,7 @@ def irregular(tensors: Global, rank: int, n: int, meshes: Meshes) -> dict[str, A
             last, offsets = boxes.pop()
             boxes += [(last[:, :2], offsets), (last[:, 2:], (offsets[0], 2))]
         mine = [(view.clone(), at) for place, (view, at) in enumerate(boxes) if (place + number) % n == rank]
-        built[name] = sp.ShardedTensor(tuple(tensor.shape), mine, dtype=tensor.dtype)
+        built[name] = sp.LocalShards(tuple(tensor.shape), mine, dtype=tensor.dtype)
     return built
 
 
@@ -163,7 +163,7 @@ def local_values(value: Any) -> list[torch.Tensor]:
     """The memory of a built value, for comparing and for blanking."""
     if isinstance(value, DTensor):
         return [value.to_local()]
-    if isinstance(value, sp.ShardedTensor):
+    if isinstance(value, sp.LocalShards):
         return [view for view, _ in value.pieces]
     if isinstance(value, sp.FlatShard):
         return [value.buffer]

@@ -38,7 +38,7 @@ def load(folder: str, replicas: bool) -> tuple[int, int]:
     height = ROWS // world_size()
     mine = whole if replicas else whole[rank() * height : (rank() + 1) * height]
     target = torch.zeros_like(mine)
-    state = {"w": target if replicas else sp.ShardedTensor(whole.shape, [(target, (rank() * height, 0))])}
+    state = {"w": target if replicas else sp.LocalShards(whole.shape, [(target, (rank() * height, 0))])}
     load_from(storage, state, rendezvous(deadline=20.0), Options())
     assert torch.equal(target, mine)
     return storage.past, storage.through

@@ -18,7 +18,7 @@ from shardproof.saving import session
 from tests.harness import Job, rank, reach, rendezvous, run_ranks
 from tests.perfetto import COMPLAINTS, ask_perfetto
 
-FOREGROUND, BACKGROUND = ["collect", "agree", "stage"], ["write", "commit"]
+FOREGROUND, BACKGROUND = ["collect", "stage"], ["agree", "write", "commit"]
 MILLISECOND = 1e3
 
 

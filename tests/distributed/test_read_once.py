@@ -77,7 +77,7 @@ def part(key: str, dim: int | None, number: int, of: int, dtype: torch.dtype, *,
         torch.zeros(shape[0], shape[1] * 2, dtype=dtype)[:, ::2] if wide else torch.zeros(shape, dtype=dtype)
     )
     offsets = [index[0] if k == dim and index else 0 for k in range(2)]
-    return sp.ShardedTensor(value.shape, [(view, offsets)] if index else [], dtype=dtype)
+    return sp.LocalShards(value.shape, [(view, offsets)] if index else [], dtype=dtype)
 
 
 def expected(key: str, target: Any) -> bool:
@@ -243,8 +243,8 @@ def tied_and_absent(folder: str, way: str) -> tuple[int, int]:
     with process_group():
         if rank() == 2:
             state: dict[str, Any] = {
-                "one": sp.ShardedTensor((50, 4), [], dtype=torch.float32),
-                "two": sp.ShardedTensor((50, 4), [], dtype=torch.float32),
+                "one": sp.LocalShards((50, 4), [], dtype=torch.float32),
+                "two": sp.LocalShards((50, 4), [], dtype=torch.float32),
             }
         elif rank() == 1:
             state = {"one": torch.zeros(50, 4), "two": torch.zeros(50, 4)}

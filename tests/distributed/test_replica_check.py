@@ -20,6 +20,7 @@ from shardproof.errors import ShardproofError
 from shardproof.planning import SAMPLE_BYTES
 from shardproof.saving import Committed, Saver
 from shardproof.storage import LocalStorage
+from tests.gate import Gate
 from tests.harness import process_group, rank, rendezvous, run_ranks, world_size
 from tests.scenarios.states import Phases
 
@@ -244,17 +245,17 @@ def flip_while_training(root: str) -> list[list[str]]:
     with process_group():
         job = replicas_of_all()
         job.step()
-        saver, gate = Saver(rendezvous(deadline=20.0)), threading.Event()
+        saver, gate = Saver(rendezvous(deadline=20.0)), Gate(pytest.MonkeyPatch())
+        gate.open()
         saver.save(LocalStorage(f"{root}/first"), job.state)
         said = []
         for number in range(4):
-            gate.clear()
-            saver._thread.submit(lambda: gate.wait(LIMIT))  # nothing is done in the background until then
+            gate.close()  # nothing is written until it is opened
             pending = saver.begin(LocalStorage(f"{root}/{number}"), job.state, check_replicas="all")
             if number == 2 and rank() == 1:
                 saver.fence()  # otherwise the save fails: its memory was written to
                 flip(norm(job))
-            gate.set()
+            gate.open()
             job.step()
             job.step()
             said.append([one.key for one in pending.result(LIMIT).diverged])

@@ -61,7 +61,7 @@ def sample(salt: int, rank: int = 0, world_size: int = 1, *, of_rank: bool = Fal
     mine: Any = whole
     if of_rank:
         piece = whole[rank * height : (rank + 1) * height].clone()
-        mine = sp.ShardedTensor((ROWS, 5), [(piece, (rank * height, 0))], dtype=torch.float32)
+        mine = sp.LocalShards((ROWS, 5), [(piece, (rank * height, 0))], dtype=torch.float32)
     half = torch.arange(7, dtype=torch.bfloat16) * 2 + salt
     return {
         "w": mine,
@@ -84,9 +84,9 @@ def target_like(state: dict[str, Any]) -> dict[str, Any]:
     def blank(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return made.setdefault(id(value), torch.ones_like(value))
-        if isinstance(value, sp.ShardedTensor):
+        if isinstance(value, sp.LocalShards):
             pieces = [(torch.ones_like(view), offsets) for view, offsets in value.pieces]
-            return sp.ShardedTensor(value.shape, pieces, dtype=value.dtype)
+            return sp.LocalShards(value.shape, pieces, dtype=value.dtype)
         if isinstance(value, sp.PerRank):
             return sp.PerRank(BEFORE)
         if isinstance(value, dict):
@@ -101,7 +101,7 @@ def values_of(state: Any) -> Any:
     if isinstance(state, torch.Tensor):
         raw = state.detach().contiguous().reshape(-1).view(torch.uint8)
         return (str(state.dtype), tuple(state.shape), bytes(raw.tolist()))
-    if isinstance(state, sp.ShardedTensor):
+    if isinstance(state, sp.LocalShards):
         return [values_of(view) for view, _ in state.pieces]
     if isinstance(state, sp.PerRank):
         return ("own", state.value)

@@ -62,7 +62,7 @@ def _load(run: Path) -> None:
 
 
 def _load_part(run: Path) -> None:
-    part = sp.ShardedTensor((6, 4), [(torch.zeros(3, 2), (2, 1))], dtype=torch.float32)
+    part = sp.LocalShards((6, 4), [(torch.zeros(3, 2), (2, 1))], dtype=torch.float32)
     sp.load(run / STEP, {"w": part}, strict=False)
 
 

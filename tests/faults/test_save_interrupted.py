@@ -21,7 +21,7 @@ from tests.harness import Job, rank, reach, rendezvous, run_ranks
 
 def _state(value: float) -> dict[str, Any]:
     mine = torch.full((1000,), value)
-    return {"w": sp.ShardedTensor((2000,), [(mine, (1000 * rank(),))])}
+    return {"w": sp.LocalShards((2000,), [(mine, (1000 * rank(),))])}
 
 
 def _save_held(folder: str, overwrite: bool) -> str:

@@ -14,7 +14,7 @@ from tests.harness import Job, reach, run_ranks
 DEADLINE = 3.0
 HUGE = (
     b'{"operation":"save","phase":"two","kind":"all","parts":142857143,"size":1000000000000000,'
-    b'"digest":"","readers":0,"renew":null}\n'
+    b'"digest":"","readers":0,"renew":null,"whole":["",0]}\n'
 )
 
 

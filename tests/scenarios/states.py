@@ -42,11 +42,11 @@ def whole(shape: tuple[int, ...], salt: int, dtype: torch.dtype = torch.float32)
     return (torch.arange(count, dtype=torch.float64) + 1000 * salt + 1).reshape(shape).to(dtype)
 
 
-def rows(tensor: torch.Tensor, first: int, last: int) -> sp.ShardedTensor:
+def rows(tensor: torch.Tensor, first: int, last: int) -> sp.LocalShards:
     """The rows [first, last) of a global tensor, as what one rank holds of it."""
     offsets = (first, *(0,) * (tensor.dim() - 1))
     pieces = [(tensor[first:last].clone(), offsets)] if last > first else []
-    return sp.ShardedTensor(tuple(tensor.shape), pieces, dtype=tensor.dtype)
+    return sp.LocalShards(tuple(tensor.shape), pieces, dtype=tensor.dtype)
 
 
 def plain_state(rank: int, world_size: int, salt: int) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def _leaves(tree: dict[str, Any], path: str) -> Iterator[tuple[str, Callable[[An
             yield from _leaves(value, at)
         elif isinstance(value, sp.PerRank):
             yield at, partial(setattr, value, "value"), value.value
-        elif isinstance(value, sp.ShardedTensor):
+        elif isinstance(value, sp.LocalShards):
             for view, offsets in value.pieces:
                 yield f"{at}{list(offsets)}", partial(tree.__setitem__, key), view
         else:

@@ -71,7 +71,7 @@ def split(
     sides = [cuts(draw, size, 2) for size in grid.shape]
     place = seat()
     (top, bottom), (left, right) = sides[0][place // 2], sides[1][place % 2]
-    state["grid"] = sp.ShardedTensor(grid.shape, [(grid[top:bottom, left:right].clone(), (top, left))])
+    state["grid"] = sp.LocalShards(grid.shape, [(grid[top:bottom, left:right].clone(), (top, left))])
 
     # Gate and up on rows, both cut by tensor parallel rank, then dealt out flat to data parallel ranks.
     half, width = shapes.randint(2, 5), shapes.randint(1, 4)
@@ -90,11 +90,11 @@ def split(
 
     twice = tensor("twice", shapes.randint(2, 6), 3)  # each box is on two ranks, of which one writes
     top, bottom = cuts(draw, len(twice), 2)[seat() // 2]
-    state["twice"] = sp.ShardedTensor(twice.shape, [(twice[top:bottom].clone(), (top, 0))])
+    state["twice"] = sp.LocalShards(twice.shape, [(twice[top:bottom].clone(), (top, 0))])
 
     row = tensor("row", RANKS, 2)  # something of its own for every rank, so that all four create a file
     place = seat()
-    state["row"] = sp.ShardedTensor(row.shape, [(row[place : place + 1].clone(), (place, 0))])
+    state["row"] = sp.LocalShards(row.shape, [(row[place : place + 1].clone(), (place, 0))])
     return state, every
 
 

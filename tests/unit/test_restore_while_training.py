@@ -7,6 +7,7 @@ of the choice.
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from shardproof.report import scan_run
 from shardproof.storage import LocalStorage, Storage
 from tests.faulty_storage import FaultyStorage
 
+LIMIT = 60.0
 _MOMENTS = ("match", "read")
 """Phases of a load: the step is removed before its manifest is opened, or before its bytes are read."""
 
@@ -46,7 +48,10 @@ def at(moment: str, act: Callable[[], Any], *, times: int = 1) -> events.Subscri
     def listen(event: events.Event) -> None:
         if event.operation.startswith("load ") and (event.kind, event.phase) == ("begin", moment) and left[0]:
             left[0] -= 1
-            act()
+            other = threading.Thread(target=act)  # as another process: a load makes no save on its own thread
+            other.start()
+            other.join(LIMIT)
+            assert not other.is_alive()
 
     return events.subscribe(listen)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardproof.checkpointer.damage import Damage
+from shardproof.checkpointer.folders import StepFolder
 from shardproof.checkpointer.retention import KeepLatest, Retention
 
 if TYPE_CHECKING:
     from shardproof.checkpointer.checkpointer import Checkpointer
     from shardproof.checkpointer.choosing import PassedOver
 
-__all__ = ["Checkpointer", "Damage", "KeepLatest", "PassedOver", "Retention"]
+__all__ = ["Checkpointer", "Damage", "KeepLatest", "PassedOver", "Retention", "StepFolder"]
 
 
 def __getattr__(name: str) -> Any:

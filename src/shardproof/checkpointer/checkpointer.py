@@ -40,6 +40,7 @@ from shardproof.errors import (
 from shardproof.format import MANIFEST_NAME, Manifest, shard_name
 from shardproof.loading import UNREADABLE, LoadReport, Options, ReadOnce, load_from
 from shardproof.loading.selection import Cast, Patterns
+from shardproof.reentrance import guarded, refuse_inside
 from shardproof.rendezvous import Meetings, Rendezvous, check_group, connect
 from shardproof.saving import CheckReplicas, Committed, PendingSave, Saver, WhenBusy
 from shardproof.storage import LocalStorage, StrOrBytesPath
@@ -357,8 +358,8 @@ class Checkpointer:
         >>> checkpointer.suspects()
         []
         """
+        refuse_inside("settle_suspect")
         self._check_group()
-        self._saver.settle()
         _, folder = _named(step, suspect=True)
         meeting = Meetings(self._rendezvous, f"settle {self._storage.location}")
 
@@ -377,7 +378,9 @@ class Checkpointer:
                 )
             return b""
 
-        meeting.meet("settle", lambda: msgspec.msgpack.encode(_settling(step, verdict)), decide)
+        with self._rendezvous.operation(f"settle {self._storage.location}"):
+            self._saver.settle()
+            meeting.meet("settle", lambda: msgspec.msgpack.encode(_settling(step, verdict)), decide)
 
     def restore(
         self,
@@ -422,15 +425,22 @@ class Checkpointer:
             The step, or None when nothing was ever committed here. None only if no rank sees a step.
 
         Raises:
+            ReentrantCallError: a signal handler called it that interrupted a save or a load.
             NotCommittedError: there are committed steps, but none can be read; or `step` is not committed, or
                 was removed while it was read.
             StorageError: a rank cannot look at the run, or sees a newer step than rank 0; or steps are
                 removed faster than they are read.
             ShardproofError: see `shardproof.load`.
         """
+        refuse_inside("restore")
         self._check_group()
-        self._saver.settle()
         options = Options(strict, include, exclude, cast, rename, read_once, group)
+        with self._rendezvous.operation(f"restore {self._storage.location}"):
+            return self._restore(state, step, suspect, options)
+
+    @guarded("restore")
+    def _restore(self, state: Any, step: int | None, suspect: bool, options: Options) -> int | None:
+        self._saver.settle()
         self.passed_over = ()
         self.last_restore = None
         overwritten: StepFolder | None = None
@@ -476,7 +486,7 @@ class Checkpointer:
             self._keep_newer(chosen.folder)
             self.last_restore = report
             if self._rendezvous.rank == 0:
-                self._confirm(chosen.folder, whole=include is None and exclude is None)
+                self._confirm(chosen.folder, whole=options.include is None and options.exclude is None)
                 if not chosen.folder.suspect:
                     self._scrub.prepare()
                     self._scrub.begin(chosen.folder.name)

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias
 
+from shardproof import forks
+
 __all__ = ["Event", "Hub", "Kind", "Listener", "Phase", "Subscription", "hub"]
 
 PERIOD = 0.1
@@ -230,7 +232,7 @@ class Hub:
         self.ids = itertools.count(1)
         self.listeners: tuple[Subscription, ...] = ()
         """Replaced, never changed: read without the lock."""
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
 
     def phase(
         self, operation: str, name: str, *, rank: int = 0, world_size: int = 1, step: int | None = None

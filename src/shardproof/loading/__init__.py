@@ -12,6 +12,7 @@ from shardproof.loading.matching import Options, ReadOnce
 from shardproof.loading.selection import Cast, Patterns
 from shardproof.loading.sharing import UNREADABLE
 from shardproof.loading.verify import VerifyReport, verify
+from shardproof.reentrance import refuse_inside
 from shardproof.rendezvous import Rendezvous, connect
 from shardproof.storage import LocalStorage, StrOrBytesPath
 
@@ -90,9 +91,8 @@ def load(
     >>> state
     {'w': tensor([1., 1.]), 'epoch': 3}
     """
-    return load_from(
-        LocalStorage(path),
-        state,
-        rendezvous or connect(),
-        Options(strict, include, exclude, cast, rename, read_once, group),
-    )
+    refuse_inside("load")
+    options = Options(strict, include, exclude, cast, rename, read_once, group)
+    storage, meetings = LocalStorage(path), rendezvous or connect()
+    with meetings.operation(f"load {storage.location}"):
+        return load_from(storage, state, meetings, options)

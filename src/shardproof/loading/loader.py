@@ -46,8 +46,9 @@ from shardproof.loading.shared import check_shared_memory
 from shardproof.loading.sharing import UNREADABLE, Sharing
 from shardproof.loading.threads import reading_threads
 from shardproof.planning import ReadPlan
+from shardproof.reentrance import guarded
 from shardproof.rendezvous import Meetings, Rendezvous
-from shardproof.saving.fence import open_all
+from shardproof.state import open_all
 from shardproof.storage import Storage
 
 __all__ = ["UNREADABLE", "LoadReport", "load_from"]
@@ -90,6 +91,7 @@ class LoadReport(msgspec.Struct, frozen=True):
         return (self.bytes + self.received) / max(self.seconds, 1e-9) / 1e9
 
 
+@guarded("load")
 def load_from(
     storage: Storage,
     state: Any,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from shardproof.rendezvous.connecting import check_group, connect
 from shardproof.rendezvous.local import LocalRendezvous
 from shardproof.rendezvous.meetings import Meetings
+from shardproof.rendezvous.operation import Operation
 from shardproof.rendezvous.protocol import Decide, Rendezvous
 from shardproof.rendezvous.reservation import Reservation
 from shardproof.rendezvous.store import StoreRendezvous
@@ -13,6 +14,7 @@ __all__ = [
     "Decide",
     "LocalRendezvous",
     "Meetings",
+    "Operation",
     "Rendezvous",
     "Reservation",
     "StoreRendezvous",

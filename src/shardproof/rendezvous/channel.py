@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from shardproof.rendezvous import store_requests as on
 from shardproof.rendezvous.keys import MeetingKeys
@@ -19,6 +19,8 @@ from shardproof.rendezvous.watch import Watch
 
 __all__ = ["Channel", "CoordinatorSilent", "View"]
 
+Answer = TypeVar("Answer")
+
 
 class CoordinatorSilent(Exception):
     """This rank cannot join: the coordinator showed no sign of life for the deadline."""
@@ -26,6 +28,24 @@ class CoordinatorSilent(Exception):
     def __init__(self, watch: Watch) -> None:
         super().__init__()
         self.watch = watch
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """The wait for the announcement of a generation, or for the welcome in one."""
+
+    generation: str
+    key: str
+    waiting: Future[None]
+
+
+@dataclass(slots=True)
+class _GivenUp:
+    """A verdict of a rank that has not joined."""
+
+    number: int
+    verdict: bytes
+    is_told: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +74,19 @@ class Channel:
         self.pulse = pulse
         self.rank = rank
         self._membership = Membership(name, rank, world_size)
-        self._announcing: Future[None] | None = None
-        self._idle = _Idle(self._membership, rank, pulse)
+        self._idle = _Idle(self._membership, rank, pulse, self._tell_given_up)
         self._requests = Link(store.clone, "shardproof-store", (self._idle, lambda: pulse.period))
         self._waits = Link(store.clone, "shardproof-wait")
         self._heard: dict[int, float] = {}
         self._litter: list[tuple[int, list[str]]] = []
         self._first: int | None = None
-        self._given_up: list[tuple[int, bytes]] = []
+        self._given_up: list[_GivenUp] = []
+        self._entry: _Entry | None = None
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this rank has joined."""
+        return self._membership.is_member
 
     def arrive(self) -> None:
         """Begin to join and to show signs of life; other ranks need not be there."""
@@ -79,28 +104,40 @@ class Channel:
         Raises:
             CoordinatorSilent: the coordinator did not welcome this rank.
         """
-        if self._first is None:
-            self._first = number
-        if not self._membership.is_member:
-            self._idle.arrived = True
+        self.begin(number)
+        if not self.is_member:
             if self.rank == 0:
                 self._announce()
             else:
                 self._until_welcome()
                 self.heard(0)
-                if self._membership.start:
-                    self._first, self._given_up = number - self._membership.start, []
-        for before, verdict in self._given_up:
-            self.propose_later(self._keys(before), verdict)
+        if self._entry is not None:
+            self._end_wait(self._entry)
+            self._entry = None
+        if self._membership.start:
+            self._first, self._given_up = number - self._membership.start, []
+            self._membership.start = 0
+        for one in self._given_up:
+            self.propose_later(self._keys(one.number), one.verdict)
         self._given_up = []
         return self._keys(number)
 
+    def begin(self, number: int) -> None:
+        """Begin to join with this meeting, unless that was done. Does not wait."""
+        if self._first is None:
+            self._first = number
+        if self.rank > 0 and not self._idle.arrived:
+            self._requests.submit(self._membership.approach)  # opens the connection: a rank joins over it
+        self._idle.arrived = True
+
     def give_up(self, number: int, verdict: bytes) -> None:
         """Propose a verdict of this rank alone; does not wait. It is kept until the rank has joined."""
-        if self._membership.is_member:
+        if self._first is None:
+            return  # this rank has left the generation of that meeting
+        if self.is_member:
             self.propose_later(self._keys(number), verdict)
-        elif self._first is not None:
-            self._given_up.append((number, verdict))
+        else:
+            self._given_up.append(_GivenUp(number, verdict))
 
     def leave(self, number: int, failed: bytes | None) -> None:
         """Leave the generation. This rank joins again, under another name, when it meets.
@@ -109,10 +146,13 @@ class Channel:
             number: of the meeting that was given up.
             failed: its verdict, if the coordinator of the next generation is to be told.
         """
-        self._requests.call(self._membership.leave, self.patience)
-        self._announcing = None
-        self._first = None if failed is None else number
-        self._given_up = [] if failed is None else [(number, failed)]
+
+        def request(store: Any) -> None:  # an interrupt comes to another thread
+            self._membership.leave(store)
+            self._first = None if failed is None else number
+            self._given_up = [] if failed is None else [_GivenUp(number, failed)]
+
+        self._requests.call(request, self.patience)
 
     def needs_new_generation(self, keys: MeetingKeys) -> bool:
         """Whether a rank waits for a new generation. Asked before a meeting is given up."""
@@ -128,30 +168,28 @@ class Channel:
 
     def _announce(self) -> None:
         """Announce a generation once: a store that did not answer in time still does it when it wakes."""
-        if self._announcing is None or (self._announcing.done() and self._announcing.exception() is not None):
-            self._announcing = self._requests.submit(self._membership.announce)
-        patiently(self._announcing, self.patience)
+        self._requests.call(self._membership.announce, self.patience)
 
     def _until_welcome(self) -> None:
         """Wait for the coordinator, in the generation that is announced; this may change meanwhile."""
         membership, step = self._membership, self.pulse.period / 4
         watch = Watch([0], time.monotonic(), 2 * self.pulse.period)
-        generation, key = "", membership.keys.opened
-        waiting = self._waits.submit(partial(_wait_for, key))
+        if self._entry is None:
+            self._entry = self._wait_to_enter("", membership.keys.opened)
         try:
             while not (
-                is_over(waiting, step) and self._requests.call(membership.find_welcome, self.patience)
+                is_over(self._entry.waiting, step)
+                and self._requests.call(membership.find_welcome, self.patience)
             ):
                 if membership.is_member:  # found between two requests
                     break
                 self.pulse.tick()
                 self._requests.call(membership.approach, self.patience)
-                if membership.generation != generation:
-                    self._end_wait(waiting, key)
-                    generation, key = membership.generation, membership.welcome_key
+                if membership.generation != self._entry.generation:
+                    self._end_wait(self._entry)
+                    self._entry = self._wait_to_enter(membership.generation, membership.welcome_key)
                     watch = Watch([0], time.monotonic(), 2 * self.pulse.period)
-                    waiting = self._waits.submit(partial(_wait_for, key))
-                elif waiting.done():
+                elif self._entry.waiting.done():
                     time.sleep(step)  # another rank gave up before there was an announcement
                 sign = self._requests.call(self._look_for_coordinator, self.patience)
                 watch.step(time.monotonic())
@@ -159,17 +197,30 @@ class Channel:
                     self.heard(0)
                 if watch.silent(self.patience):
                     raise CoordinatorSilent(watch)
-        except BaseException:
-            self._end_wait(waiting, key)
+        except Exception:  # after an interrupt the same wait goes on: the coordinator may know this rank
+            self._end_wait(self._entry)
+            self._entry = None
             self._requests.submit(membership.leave)  # the welcome that ends the wait is no coordinator's
             raise
-        self._end_wait(waiting, key)
 
-    def _end_wait(self, waiting: Future[Any], key: str) -> None:
+    def _wait_to_enter(self, generation: str, key: str) -> _Entry:
+        return _Entry(generation, key, self._waits.submit(partial(_wait_for, key)))
+
+    def _end_wait(self, entry: _Entry) -> None:
         """End the wait for a welcome and delete it."""
-        self.release(waiting, key)
-        if key != self._membership.keys.opened:
-            self._waits.submit(partial(_delete, [key]))
+        self.release(entry.waiting, entry.key)
+        if entry.key != self._membership.keys.opened:
+            self._waits.submit(partial(_delete, [entry.key]))
+
+    def _tell_given_up(self, store: Any) -> None:
+        """Propose the verdicts that are kept, once this rank has joined: it may not meet for long."""
+        if not self.is_member or self._membership.start:
+            return
+        for one in [one for one in self._given_up if not one.is_told]:
+            keys = self._keys(one.number)
+            store.compare_set(keys.verdict, "", one.verdict)
+            on.set_all(store, {keys.wake: b"1", keys.ready: b"1"})
+            one.is_told = True
 
     def _look_for_coordinator(self, store: Any) -> bytes | None:
         """The newest sign of life of the coordinator in the generation that this rank wants to join."""
@@ -319,6 +370,14 @@ class Channel:
 
         return self._requests.submit(request)
 
+    def later(self, request: Callable[[Any], Answer]) -> Future[Answer]:
+        """Run a request after those before it. Does not wait."""
+        return self._requests.submit(request)
+
+    def gave_up(self, numbers: Iterable[int]) -> None:
+        """Note the verdicts that this rank wrote to meetings which it gave up, for `sweep`."""
+        self._litter += [(number, self._keys(number).shared) for number in numbers]
+
     def sweep(self, number: int) -> None:
         """Delete what this rank wrote before meeting `number`, in which all have posted. Does not wait."""
         old = [key for before, keys in self._litter if before < number for key in keys]
@@ -369,11 +428,14 @@ class Channel:
 class _Idle:
     """What the first connection does between requests, once the rank has arrived: join, and show life."""
 
-    def __init__(self, membership: Membership, rank: int, pulse: Pulse) -> None:
+    def __init__(
+        self, membership: Membership, rank: int, pulse: Pulse, tell_given_up: Callable[[Any], None]
+    ) -> None:
         self.arrived = False
         self._membership = membership
         self._rank = rank
         self._pulse = pulse
+        self._tell_given_up = tell_given_up
 
     def __call__(self, store: Any) -> None:
         if not self.arrived:
@@ -384,6 +446,7 @@ class _Idle:
         elif self._rank != 0 and not membership.is_member:
             membership.approach(store)
             membership.find_welcome(store)
+        self._tell_given_up(store)
         if membership.is_member and (news := self._pulse.news()) is not None:
             store.set(MeetingKeys(membership.root, 0).beat(self._rank), news)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
+from shardproof import forks
 from shardproof.errors import StructureError
+from shardproof.reentrance import guarded, refuse_inside
 from shardproof.rendezvous.local import LocalRendezvous
 from shardproof.rendezvous.protocol import Rendezvous
 from shardproof.rendezvous.store import StoreRendezvous
@@ -39,6 +40,7 @@ def connect(*, deadline: float | None = None) -> Rendezvous:
     >>> connect().world_size
     1
     """
+    refuse_inside("connect", "connect")
     group = _process_group()
     if group is not None:
         store, rank, world_size = group
@@ -121,9 +123,10 @@ class _Shared:
     """The rendezvous of this process, by store: two for one store would number their meetings apart."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._known: list[tuple[weakref.ref[Any] | None, StoreRendezvous]] = []
 
+    @guarded("connect")
     def get(
         self, store: Any, deadline: float | None, make: Callable[[float], StoreRendezvous]
     ) -> StoreRendezvous:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardproof.rendezvous.operation import Operation
 from shardproof.rendezvous.protocol import Decide
 from shardproof.rendezvous.reservation import Reservation, Turns
 
@@ -29,6 +30,10 @@ class LocalRendezvous:
             return bytes(answer)
         (only,) = answer
         return bytes(only)
+
+    def operation(self, name: str) -> Operation:
+        """Meetings that nobody else waits for."""
+        return Operation(name)
 
     def reserve(self) -> Reservation:
         """A place without others: one process has nobody to keep an order with."""

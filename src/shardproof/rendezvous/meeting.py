@@ -9,16 +9,17 @@ from dataclasses import dataclass
 
 from shardproof import events
 from shardproof.errors import RankFailure, RankSilent, ShardproofError
+from shardproof.reentrance import guarded
 from shardproof.rendezvous import verdicts
 from shardproof.rendezvous.channel import Channel, CoordinatorSilent
 from shardproof.rendezvous.keys import MeetingKeys
 from shardproof.rendezvous.link import LinkLost, is_over
 from shardproof.rendezvous.protocol import Decide
-from shardproof.rendezvous.pulse import amounts, describe
+from shardproof.rendezvous.pulse import amounts, describe, is_elsewhere
 from shardproof.rendezvous.records import Record, WrongBytes, pack, unpack, unpack_error
 from shardproof.rendezvous.watch import Watch
 
-__all__ = ["Meeting", "PassedOver", "attend"]
+__all__ = ["ERROR", "GIVEN_UP", "Meeting", "PassedOver", "attend", "wire"]
 
 # Kinds of records. A post is BYTES or ERROR. A verdict is ALL (one answer), EACH (one a rank), ERROR, or
 # GIVEN_UP: an error that was decided before every rank had posted.
@@ -43,32 +44,39 @@ class Meeting:
     stays: bool
     """Whether the leader waits until its verdict has been read: the store may end with its process."""
 
+    whole: tuple[str, int]
+    """The operation that it belongs to, and how many meetings that took before: equal on all ranks."""
+
     def record(self, kind: str, body: bytes, readers: int = 0, *, renew: int | None = None) -> bytes:
         """A record of this meeting."""
-        return pack(self.operation, self.phase, kind, body, readers if self.stays else 0, renew=renew)
+        whole = self.whole if kind == GIVEN_UP else ("", 0)
+        readers = readers if self.stays else 0
+        return pack(self.operation, self.phase, kind, body, readers, renew=renew, whole=whole)
 
 
+@guarded("a meeting")
 def attend(channel: Channel, meeting: Meeting, post: bytes | BaseException, decide: Decide) -> bytes:
     """Take part in a meeting, leading it as rank 0; returns the answer or raises the common error."""
     channel.pulse.enter(meeting.phase)
     cause = post if isinstance(post, BaseException) else None
     try:
         keys = channel.join(meeting.number)
+        channel.pulse.joined(keys.number)
         if channel.rank == 0:
             return _lead(channel, meeting, keys, post, decide)
         return _follow(channel, meeting, keys, post)
     except LinkLost as lost:
         error = verdicts.store_lost(meeting.operation, meeting.phase, str(lost), channel.last_heard(0))
         # A store that only slept finds this verdict when it wakes.
-        channel.give_up(meeting.number, meeting.record(GIVEN_UP, _wire(error)))
+        channel.give_up(meeting.number, meeting.record(GIVEN_UP, wire(error)))
         raise error from (cause or lost)
     except CoordinatorSilent as silent:
         error = _silence(channel, meeting, silent.watch, [0])
-        channel.give_up(meeting.number, meeting.record(GIVEN_UP, _wire(error)))
+        channel.give_up(meeting.number, meeting.record(GIVEN_UP, wire(error)))
         raise error from cause
     except WrongBytes as wrong:
         failure = verdicts.wrong_bytes(meeting.operation, meeting.phase, str(wrong))
-        channel.give_up(meeting.number, meeting.record(GIVEN_UP, _wire(failure)))
+        channel.give_up(meeting.number, meeting.record(GIVEN_UP, wire(failure)))
         raise failure from (cause or wrong)
     except ShardproofError as error:
         if cause is not None:
@@ -94,11 +102,11 @@ def _follow(channel: Channel, meeting: Meeting, keys: MeetingKeys, post: bytes |
             channel.pulse.tick()
             view = channel.look(keys, posts_of=[], signs_of=[0])
             verdict = view.verdict
-            _observe(channel, watch, {0: view.signs.get(0)})
+            _observe(channel, keys, watch, {0: view.signs.get(0)})
             if verdict is None and watch.silent(meeting.deadline):
-                error = _silence(channel, meeting, watch, [0])
-                renew = channel.rank if channel.needs_new_generation(keys) else None
-                verdict = channel.propose(keys, meeting.record(GIVEN_UP, _wire(error), renew=renew))
+                error = _silence(channel, meeting, watch, [0], keys)
+                renew = channel.rank if _needs_new_generation(channel, keys, watch, [0]) else None
+                verdict = channel.propose(keys, meeting.record(GIVEN_UP, wire(error), renew=renew))
     finally:
         channel.release(waiting, keys.wake)
     return _answer(channel, meeting, keys, verdict)
@@ -107,34 +115,25 @@ def _follow(channel: Channel, meeting: Meeting, keys: MeetingKeys, post: bytes |
 def _lead(
     channel: Channel, meeting: Meeting, keys: MeetingKeys, post: bytes | BaseException, decide: Decide
 ) -> bytes:
+    found = _collect(channel, meeting, keys, post)
+    if isinstance(found, bytes):
+        outcome, ours, verdict = _Outcome(), b"", found
+    else:
+        outcome = _conclude(channel, meeting, found, decide)
+        ours, verdict = _publish(channel, meeting, keys, outcome)
+    if unpack(keys.verdict, verdict).readers > 0:
+        _stay(channel, meeting, keys)
+    if verdict == ours and outcome.error is None:
+        channel.sweep(meeting.number)
+        return outcome.answer if outcome.answers is None else outcome.answers[0]
     try:
-        found = _collect(channel, meeting, keys, post)
-        if isinstance(found, bytes):
-            outcome, ours, verdict = _Outcome(), b"", found
-        else:
-            outcome = _conclude(channel, meeting, found, decide)
-            ours, verdict = _publish(channel, meeting, keys, outcome)
-        if unpack(keys.verdict, verdict).readers > 0:
-            _stay(channel, meeting, keys)
-        if verdict == ours and outcome.error is None:
-            channel.sweep(meeting.number)
-            return outcome.answer if outcome.answers is None else outcome.answers[0]
-        try:
-            return _answer(channel, meeting, keys, verdict)
-        except ShardproofError as error:
-            if outcome.cause is None:
-                raise
-            if not isinstance(outcome.cause, Exception):
-                raise outcome.cause from None  # an interrupt or exit stays one on the rank that it came to
-            raise error from outcome.cause
-    except (LinkLost, WrongBytes, ShardproofError, PassedOver):
-        raise
-    except BaseException as error:  # Ctrl-C: the others need not wait for a deadline to learn it
-        gone = verdicts.failure(
-            meeting.operation, meeting.phase, meeting.world_size, {0: verdicts.cause_text(error)}
-        )
-        channel.propose_later(keys, meeting.record(GIVEN_UP, _wire(gone)))
-        raise
+        return _answer(channel, meeting, keys, verdict)
+    except ShardproofError as error:
+        if outcome.cause is None:
+            raise
+        if not isinstance(outcome.cause, Exception):
+            raise outcome.cause from None  # an interrupt or exit stays one on the rank that it came to
+        raise error from outcome.cause
 
 
 def _collect(
@@ -167,7 +166,7 @@ def _collect(
                 channel.heard(rank)
                 if posts[rank].kind == ERROR and failed_at is None:
                     failed_at = time.monotonic()
-            _observe(channel, watch, {rank: view.signs.get(rank) for rank in asked})
+            _observe(channel, keys, watch, {rank: view.signs.get(rank) for rank in asked})
             events.heard(
                 meeting.operation,
                 meeting.phase,
@@ -183,14 +182,14 @@ def _collect(
                 if failed_at is not None:
                     error = _failure(channel, meeting, keys, posts, silent)
                 else:
-                    error = _silence(channel, meeting, watch, silent)
+                    error = _silence(channel, meeting, watch, silent, keys)
                 verdict = meeting.record(
                     GIVEN_UP,
-                    _wire(error),
+                    wire(error),
                     readers=len(posts) - 1,
-                    renew=0 if channel.needs_new_generation(keys) else None,
+                    renew=0 if _needs_new_generation(channel, keys, watch, silent) else None,
                 )
-                return channel.propose(keys, verdict, _wire(error))
+                return channel.propose(keys, verdict, wire(error))
     finally:
         channel.release(waiting, keys.ready)
     for rank, record in posts.items():
@@ -262,7 +261,7 @@ def _conclude(channel: Channel, meeting: Meeting, posts: Mapping[int, Record], d
 def _publish(channel: Channel, meeting: Meeting, keys: MeetingKeys, outcome: _Outcome) -> tuple[bytes, bytes]:
     """The verdict that this rank proposes, and the one that stands."""
     if outcome.error is not None:
-        kind, body = ERROR, _wire(outcome.error)
+        kind, body = ERROR, wire(outcome.error)
     elif outcome.answers is not None:
         kind, body = EACH, b""
         channel.write_answers(
@@ -293,10 +292,10 @@ def _answer(channel: Channel, meeting: Meeting, keys: MeetingKeys, verdict: byte
     if record.kind == GIVEN_UP:
         if record.renew is not None:
             # A new coordinator has not seen this meeting: it is told, so that no rank is ahead of it.
-            carries = record.renew > 0 and record.operation == meeting.operation and not record.parts
+            carries = record.renew > 0 and record.whole == meeting.whole and not record.parts
             failed = meeting.record(GIVEN_UP, record.body) if carries else None
             channel.leave(meeting.number, failed)
-        if (record.operation, record.phase) != (meeting.operation, meeting.phase):
+        if record.whole != meeting.whole:
             raise PassedOver
     else:
         channel.sweep(meeting.number)
@@ -313,14 +312,22 @@ def _answer(channel: Channel, meeting: Meeting, keys: MeetingKeys, verdict: byte
     return body
 
 
-def _observe(channel: Channel, watch: Watch, signs: Mapping[int, bytes | None]) -> None:
+def _observe(channel: Channel, keys: MeetingKeys, watch: Watch, signs: Mapping[int, bytes | None]) -> None:
     watch.step(time.monotonic())
     for rank, sign in signs.items():
-        if watch.observe(rank, sign):
+        if watch.observe(rank, sign, is_elsewhere=is_elsewhere(sign, keys.number)):
             channel.heard(rank)
 
 
-def _silence(channel: Channel, meeting: Meeting, watch: Watch, ranks: Iterable[int]) -> RankSilent:
+def _needs_new_generation(channel: Channel, keys: MeetingKeys, watch: Watch, ranks: Iterable[int]) -> bool:
+    """Whether the ranks join again once this meeting is given up: they count meetings anew then."""
+    apart = any(is_elsewhere(watch.sign(rank), keys.number) for rank in ranks)
+    return channel.needs_new_generation(keys) or apart
+
+
+def _silence(
+    channel: Channel, meeting: Meeting, watch: Watch, ranks: Iterable[int], keys: MeetingKeys | None = None
+) -> RankSilent:
     ranks = list(ranks)
     return verdicts.silence(
         meeting.operation,
@@ -328,7 +335,7 @@ def _silence(channel: Channel, meeting: Meeting, watch: Watch, ranks: Iterable[i
         meeting.world_size,
         meeting.deadline,
         {rank: channel.last_heard(rank) for rank in ranks},
-        {rank: describe(watch.sign(rank)) for rank in ranks},
+        {rank: describe(watch.sign(rank), None if keys is None else keys.number) for rank in ranks},
     )
 
 
@@ -350,5 +357,6 @@ def _as_post(post: bytes | BaseException) -> tuple[str, bytes]:
     return BYTES, bytes(post)
 
 
-def _wire(error: ShardproofError) -> bytes:
+def wire(error: ShardproofError) -> bytes:
+    """An error as the body of a record."""
     return json.dumps(error.to_wire(), default=str).encode()

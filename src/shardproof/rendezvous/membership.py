@@ -32,11 +32,11 @@ generations.
 from __future__ import annotations
 
 import secrets
-import threading
 from typing import Any
 
 import msgspec
 
+from shardproof import forks
 from shardproof.rendezvous import store_requests as on
 from shardproof.rendezvous.keys import JoinKeys, MeetingKeys
 from shardproof.rendezvous.records import Count, Place, Token, WrongBytes, checked, part_keys, unpack
@@ -49,7 +49,7 @@ _OLD_PLACES = 8
 """Generations in a trace. Ranks that fail before their first meeting add one each time."""
 
 _alive: set[str] = set()
-"""Incarnations of this process. What they wrote is in use."""
+"""Incarnations of this process. What they wrote is in use; in a child made by fork, by its parent."""
 
 
 class Membership:
@@ -74,7 +74,7 @@ class Membership:
         self._incarnation = ""
         self._meetings = (0, 0, False)
         self._old: list[Place] = []
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._welcomed: dict[int, str] = {}
         self._returned: dict[int, str] = {}
         self._joined = 0
@@ -108,7 +108,9 @@ class Membership:
         _alive.discard(self._incarnation)
 
     def announce(self, store: Any) -> None:
-        """Coordinator: begin a generation."""
+        """Coordinator: begin a generation, unless this rank is in one."""
+        if self.is_member:
+            return
         generation = secrets.token_hex(8)
         self._find_trace(store, generation)
         store.set(self.keys.announced, msgspec.json.encode(generation))

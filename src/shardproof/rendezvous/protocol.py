@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
+from shardproof.rendezvous.operation import Operation
 from shardproof.rendezvous.reservation import Reservation
 
 __all__ = ["Decide", "Rendezvous"]
 
-Decide: TypeAlias = Callable[[list[bytes]], "bytes | Sequence[bytes]"]
+Decide: TypeAlias = Callable[[list[bytes]], bytes | Sequence[bytes]]
 """Posts in the order of ranks to one answer for all, or to a sequence with one answer a rank."""
 
 
@@ -42,6 +43,18 @@ class Rendezvous(Protocol):
             RankSilent: a rank was not heard from within the deadline. Equal on every rank that is alive.
             StructureError: ranks met for different operations or phases. Equal on every rank.
             ShardproofError: whatever `decide` raised of that tree. Equal on every rank.
+        """
+        ...
+
+    def operation(self, name: str) -> Operation:
+        """Meetings that belong together: those of the thread that enters it, until it leaves.
+
+        A rank that leaves it with an error that the others do not know (an interrupt, a failure between two
+        meetings) makes it fail on all ranks, and all find one order again. A call of `meet` outside of any
+        is an operation of its own.
+
+        Args:
+            name: what the ranks are doing, with its place. The same on all ranks.
         """
         ...
 

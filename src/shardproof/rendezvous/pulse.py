@@ -10,7 +10,7 @@ import msgspec
 
 from shardproof.rendezvous.records import Sign, WrongBytes, checked
 
-__all__ = ["Pulse", "amounts", "describe"]
+__all__ = ["Pulse", "amounts", "describe", "is_elsewhere"]
 
 
 class Pulse:
@@ -27,6 +27,7 @@ class Pulse:
         self._progress = (0, 0)
         self._ticks = 0
         self._phase = ""
+        self._meeting: int | None = None
         self._clock: int | None = None
         self._posted: tuple[Any, ...] = self.evidence()
         self._count = 0
@@ -44,9 +45,13 @@ class Pulse:
         self._phase = phase
         self._ticks += 1
 
+    def joined(self, meeting: int) -> None:
+        """The rank is in this meeting of its generation until it leaves."""
+        self._meeting = meeting
+
     def leave(self) -> None:
         """A meeting is over, and so is what was done before it."""
-        self._phase = ""
+        self._phase, self._meeting = "", None
         self._progress = (0, 0)
         self._posted = self.evidence()
 
@@ -65,7 +70,7 @@ class Pulse:
         self._posted = evidence
         self._count += 1
         done, total = self._progress
-        return msgspec.json.encode(Sign(self._count, self._phase, done, total))
+        return msgspec.json.encode(Sign(self._count, self._phase, done, total, self._meeting))
 
     def evidence(self) -> tuple[Any, ...]:
         """Another value whenever there is something new to show."""
@@ -87,13 +92,25 @@ def amounts(sign: bytes | None) -> tuple[int, int]:
     return (beat.done, beat.total) if beat is not None else (0, 0)
 
 
-def describe(sign: bytes | None) -> str:
-    """A sign of life in words.
+def is_elsewhere(sign: bytes | None, meeting: int) -> bool:
+    """Whether a sign of life tells that its rank is in another meeting than this one.
+
+    >>> is_elsewhere(b'{"beat": 7, "phase": "", "done": 0, "total": 0, "meeting": 4}', 3)
+    True
+    """
+    beat = _read(sign)
+    return beat is not None and beat.meeting is not None and beat.meeting != meeting
+
+
+def describe(sign: bytes | None, meeting: int | None = None) -> str:
+    """A sign of life in words, for a rank that waits in a meeting.
 
     >>> describe(b'{"beat": 7, "phase": "", "done": 3145728, "total": 8388608}')
     '3.0 MiB of 8.0 MiB'
     """
     beat = _read(sign)
+    if beat is not None and meeting is not None and is_elsewhere(sign, meeting):
+        return f"waits in another meeting, of phase {beat.phase}"
     if beat is None:
         return "no progress reported" if sign is None else f"unreadable sign of life {sign[:40]!r}"
     if beat.total or beat.done:

@@ -58,12 +58,13 @@ class WrongBytes(Exception):
 
 
 class Sign(msgspec.Struct):
-    """A sign of life: progress in the phase of a rank."""
+    """A sign of life: progress in the phase of a rank, and the meeting of its generation that it is in."""
 
     beat: int
     phase: str
     done: int
     total: int
+    meeting: Count | None = None
 
 
 class Place(msgspec.Struct):
@@ -86,6 +87,7 @@ class _Head(msgspec.Struct):
     digest: str
     readers: Count
     renew: Count | None
+    whole: tuple[str, Count]
 
 
 class _Error(msgspec.Struct):
@@ -109,6 +111,8 @@ class Record:
     """Of a verdict: how many ranks shall say that they have read it; the leader waits for them."""
     renew: int | None = None
     """Of a verdict: the rank that asks all ranks to join again, in a new generation."""
+    whole: tuple[str, int] = ("", 0)
+    """Of a meeting that was given up: its operation, and how many meetings that took before this one."""
 
 
 def checked(key: str, value: bytes | None, kind: type[Value]) -> Value:
@@ -127,7 +131,14 @@ def checked(key: str, value: bytes | None, kind: type[Value]) -> Value:
 
 
 def pack(
-    operation: str, phase: str, kind: str, body: bytes, readers: int = 0, *, renew: int | None = None
+    operation: str,
+    phase: str,
+    kind: str,
+    body: bytes,
+    readers: int = 0,
+    *,
+    renew: int | None = None,
+    whole: tuple[str, int] = ("", 0),
 ) -> bytes:
     """The record's value. Bytes beyond `INLINE` are left to the parts, see `cut`.
 
@@ -138,7 +149,7 @@ def pack(
     3
     """
     parts = 0 if len(body) <= INLINE else -(-len(body) // PART)
-    head = _Head(operation, phase, kind, parts, len(body), _digest(body), readers, renew)
+    head = _Head(operation, phase, kind, parts, len(body), _digest(body), readers, renew, whole)
     return msgspec.json.encode(head) + b"\n" + (b"" if parts else body)
 
 
@@ -162,6 +173,7 @@ def unpack(key: str, value: bytes) -> Record:
         head.digest,
         head.readers,
         head.renew,
+        head.whole,
     )
     if not head.parts:
         checked_body(key, record, body)

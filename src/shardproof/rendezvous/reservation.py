@@ -66,20 +66,30 @@ class Turns:
         self._evidence = evidence
         self._patience = patience
         self._stuck = stuck
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._order: list[weakref.ref[Reservation]] = []
 
     def reserve(self) -> Reservation:
         """The next place. Does not wait."""
         reservation = Reservation(self)
-        with self._changed:
-            self._order.append(weakref.ref(reservation))
-        return reservation
+        try:
+            # Not `_changed`, which an interrupt may enter and not leave: it is entered in Python.
+            with self._lock:
+                self._order.append(weakref.ref(reservation))
+            return reservation
+        except BaseException:
+            reservation.give_up()  # an error keeps its frames, and these would keep the place
+            raise
 
     def is_mine(self) -> bool:
         """Whether this thread has the turn."""
         first = self._first()
         return first is not None and first.thread == threading.get_ident()
+
+    def is_next(self, reservation: Reservation) -> bool:
+        """Whether nobody else has the turn, or has it before this place."""
+        return self._first() is reservation
 
     def wait_for(self, reservation: Reservation) -> None:
         """Returns when it is the turn of a place.
@@ -99,13 +109,13 @@ class Turns:
 
     def leave(self, reservation: Reservation) -> None:
         """Takes a place out of the order."""
-        with self._changed:
+        with self._lock:
             self._order = [place for place in self._order if place() not in (None, reservation)]
             self._changed.notify_all()
 
     def _is_first(self, reservation: Reservation, seconds: float) -> bool:
         """Whether its turn comes within so many seconds."""
-        with self._changed:
+        with self._lock:
             return self._changed.wait_for(lambda: self._first() is reservation, seconds)
 
     def _first(self) -> Reservation | None:

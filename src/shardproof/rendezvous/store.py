@@ -2,7 +2,7 @@
 
 Note: Why ranks cannot wait for ever
 ------------------------------------
-Rank 0 leads. Five facts bound every wait:
+Rank 0 leads. Six facts bound every wait:
 
 1. No caller is ever inside the store's client. Requests run on the threads of two `Link`s, one for requests
    that the server answers at once and one for the single long wait of a meeting, and for what it waits for.
@@ -15,13 +15,18 @@ Rank 0 leads. Five facts bound every wait:
 3. Whoever gives up says so in the store, by compare-and-set on the meeting's one verdict. The first verdict
    is the only one: a leader that was stopped, was given up by the others and wakes finds that verdict, and
    not its own.
-4. Ranks join a generation (the note in `membership`). In it each rank numbers its
-   meetings for itself, one number a call, whatever the call ends in. So a rank that
-   comes too late finds the verdict under the number that the others used, and is in step again. A rank that
-   left out a whole operation sees by the verdict's operation that it was not meant, and takes the next.
+4. Ranks join a generation (the note in `membership`). In it each rank numbers its meetings for itself, from
+   the first one for which it joined. A number is used up by the result of its meeting, be it an error. So a
+   rank that comes too late finds the verdict under the number that the others used, and is in step again. A
+   rank that left out a whole operation sees by the verdict's operation that it was not meant, and takes the
+   next number. A rank that leaves an operation gives up its next meeting (note "One order after an interrupt"
+   in `leaving`).
    Threads of one rank meet one at a time, in the order in which they took their places (`Turns`). Who waits
    for another thread does so as long as the rank's signs of life go on.
-5. A leader whose process may serve the store stays until the others have read its verdict, but not for ever.
+5. A sign of life names the meeting that its rank is in. A rank that waits in another meeting counts as
+   silent, so two ranks that both live cannot keep each other waiting. The verdict then tells all ranks to
+   join a new generation, in which they count from the same meeting.
+6. A leader whose process may serve the store stays until the others have read its verdict, but not for ever.
 
 What this cannot give: should the leader be given up while it decides, what it did by then is done. A decision
 that acts on the world (the commit of a checkpoint) may have taken effect although all ranks get `RankSilent`.
@@ -33,14 +38,18 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from shardproof.errors import ShardproofError
+from shardproof.reentrance import refuse_inside
 from shardproof.rendezvous import verdicts
 from shardproof.rendezvous.channel import Channel
-from shardproof.rendezvous.link import LinkLost
+from shardproof.rendezvous.leaving import give_up_next
+from shardproof.rendezvous.link import LinkLost, patiently
 from shardproof.rendezvous.meeting import Meeting, PassedOver, attend
+from shardproof.rendezvous.operation import Operation
 from shardproof.rendezvous.protocol import Decide
 from shardproof.rendezvous.pulse import Pulse
 from shardproof.rendezvous.records import WrongBytes
@@ -100,7 +109,10 @@ class StoreRendezvous:
         self._turns = Turns(
             self._pulse.evidence, lambda: 2 * self._deadline, lambda seconds: verdicts.stuck(rank, seconds)
         )
-        self._holder: int | None = None
+        self._entered: dict[int, Operation] = {}
+        """Thread to the operation that it meets for."""
+        self._left: deque[Operation] = deque()
+        """Operations that this rank left, and whose next meeting is not given up yet."""
         self._closed = False
         self._process = os.getpid()
 
@@ -119,14 +131,91 @@ class StoreRendezvous:
 
     def meet(self, operation: str, phase: str, post: bytes | BaseException, decide: Decide) -> bytes:
         """Post, and return the answer that rank 0 decides on. See `Rendezvous.meet`."""
+        self._check()
+        whole = self._entered.get(threading.get_ident())
+        if whole is None:
+            with self.operation(operation):
+                return self.meet(operation, phase, post, decide)
         with self._my_turn():
+            whole.phase, whole.is_over = phase, False
             while True:
-                number, self._number = self._number, self._number + 1
-                meeting = Meeting(number, self.world_size, operation, phase, self._deadline, self._stays)
                 try:
-                    return attend(self._open(), meeting, post, decide)
+                    number = self._next_number()
+                except LinkLost as lost:
+                    raise verdicts.store_lost(operation, phase, str(lost), None) from lost
+                except WrongBytes as wrong:
+                    raise verdicts.wrong_bytes(operation, phase, str(wrong)) from wrong
+                first = number if whole.first is None else whole.first
+                purpose = operation, phase, self._deadline, self._stays, (whole.name, number - first)
+                try:
+                    answer = attend(self._open(), Meeting(number, self.world_size, *purpose), post, decide)
                 except PassedOver:
+                    self._number = number + 1
                     continue
+                except ShardproofError:
+                    self._number, whole.is_over = number + 1, True
+                    raise
+                whole.first = first
+                self._number = number + 1
+                return answer
+
+    def operation(self, name: str) -> Operation:
+        """Meetings of one operation. See `Rendezvous.operation`."""
+        return Operation(name, self)
+
+    def enter(self, operation: Operation) -> None:
+        """Meetings of this thread belong to this operation. One that it was interrupted in is left.
+
+        If another thread carries that out, it is not left: the interrupt did not reach that thread.
+        """
+        before = self._entered.get(threading.get_ident())
+        if before is not None and before is not operation and not before.is_over and before.claim():
+            self.leave(before)
+        self._entered[threading.get_ident()] = operation
+
+    def exit(self, operation: Operation) -> None:
+        """Meetings of this thread belong to no operation."""
+        if self._entered.get(threading.get_ident()) is operation:
+            del self._entered[threading.get_ident()]
+
+    def leave(self, operation: Operation) -> None:
+        """Take no part in the rest of an operation. The other ranks learn it now, if no thread meets."""
+        self._left.append(operation)
+        if self.closed:
+            return
+        place = self._turns.reserve()
+        try:
+            if self._turns.is_next(place):
+                give_up_next(self._open(), self._number, self._left[0], self.world_size)
+        except (LinkLost, WrongBytes) as error:
+            _log.warning("%s: the other ranks wait until this one meets again: %s", operation.name, error)
+        finally:
+            place.give_up()
+
+    def _next_number(self) -> int:
+        """Of the next meeting: after those that are given up for operations that this rank left."""
+        while self._left:
+            left = self._left[0]
+            while left.following is None:
+                self._give_up_meetings(left)
+            self._number = left.following
+            self._left.popleft()
+        return self._number
+
+    def _give_up_meetings(self, left: Operation) -> None:
+        """Give up meetings of an operation in the generation of this rank, and leave that with the others."""
+        channel = self._open()
+        asked = give_up_next(channel, self._number, left, self.world_size)
+        if asked is None:
+            left.following = self._number + 1
+            return
+        ended = patiently(asked, self._deadline)
+        channel.gave_up(range(self._number, ended.following))
+        if ended.renew:
+            channel.leave(ended.following - 1, ended.carried)
+        if ended.is_told:
+            left.following = ended.following
+        self._number = ended.following
 
     def reserve(self) -> Reservation:
         """Take a place in the order of this process's meetings. See `Rendezvous.reserve`."""
@@ -154,6 +243,7 @@ class StoreRendezvous:
 
     def arrive(self) -> None:
         """Begin to show signs of life. See `Rendezvous.arrive`."""
+        self._check()
         with self._my_turn():
             try:
                 self._open().arrive()
@@ -180,9 +270,8 @@ class StoreRendezvous:
             self._channel = Channel(
                 self._store, self._name, self.rank, self.world_size, self._pulse, self._deadline
             )
-            weakref.finalize(
-                self, self._channel.close
-            )  # also at interpreter exit, while threads can still be joined
+            # also at interpreter exit, while threads can still be joined
+            weakref.finalize(self, _close, self._channel, os.getpid())
         self._channel.patience = self._deadline
         return self._channel
 
@@ -194,18 +283,16 @@ class StoreRendezvous:
             raise RuntimeError(
                 "this rendezvous belongs to the parent process: after a fork, make one of your own"
             )
-        if self._holder == threading.get_ident():
-            raise RuntimeError("a meeting was called from inside the decision of another one")
+        refuse_inside("a meeting", "a meeting")
 
-    @contextmanager
-    def _my_turn(self) -> Iterator[None]:
-        self._check()
-        with nullcontext() if self._turns.is_mine() else self._turns.reserve():
-            self._holder = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._holder = None
+    def _my_turn(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._turns.is_mine() else self._turns.reserve()
+
+
+def _close(channel: Channel, process: int) -> None:
+    """Closes a channel of this process: a child made by fork has none of its threads."""
+    if process == os.getpid():
+        channel.close()
 
 
 def _ends_with_this_process(store: Any) -> bool:

@@ -43,12 +43,18 @@ class Watch:
         for rank in self._silence:
             self._silence[rank] += passed
 
-    def observe(self, rank: int, sign: bytes | None) -> bool:
-        """Take what a look found of a rank's signs of life; True when it is news."""
+    def observe(self, rank: int, sign: bytes | None, *, is_elsewhere: bool = False) -> bool:
+        """Take what a look found of a rank's signs of life; True when it is news.
+
+        Args:
+            rank: that was looked at.
+            sign: its newest sign of life.
+            is_elsewhere: whether the sign tells that the rank waits in another meeting. It is no news then.
+        """
         looked = rank in self._seen
         before = self._seen.get(rank)
         self._seen[rank] = sign
-        if not looked or before == sign or rank not in self._silence:
+        if not looked or before == sign or rank not in self._silence or is_elsewhere:
             return False
         self._silence[rank] = 0.0
         return True

@@ -7,12 +7,12 @@ from typing import Any
 from shardproof.rendezvous import Rendezvous, connect
 from shardproof.saving.background import Workers
 from shardproof.saving.committed import Committed, Divergence
-from shardproof.saving.fence import open_all
 from shardproof.saving.pending import PendingSave
 from shardproof.saving.repair import repair
 from shardproof.saving.replicas import CheckReplicas
 from shardproof.saving.saver import Saver, WhenBusy
 from shardproof.saving.standalone import make_standalone
+from shardproof.state import open_all
 from shardproof.storage import LocalStorage, StrOrBytesPath
 
 __all__ = [

@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from shardproof import forks
 from shardproof.storage.priority import lower_io_priority
 
 __all__ = ["Progress", "Workers", "wait_while_moving"]
@@ -50,11 +51,16 @@ class Workers:
             threading.Thread(target=_run, args=(self._tasks,), name=title, daemon=True).start()
         weakref.finalize(self, _stop, self._tasks, count)
 
-    def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Run `work` when a thread is free; an error of any kind is the future's."""
-        future: Future[T] = Future()
-        self._tasks.put(lambda: _fulfil(future, work))
-        return future
+    def submit(self, work: Callable[[], T], future: Future[T] | None = None) -> Future[T]:
+        """Run `work` when a thread is free; an error of any kind is the future's.
+
+        Args:
+            work: to run.
+            future: for its result; None: a new one.
+        """
+        result: Future[T] = Future() if future is None else future
+        self._tasks.put(lambda: _fulfil(result, work))
+        return result
 
 
 def _run(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
@@ -133,7 +139,7 @@ class _Unfinished:
     """The saves of this process that are under way, for the end of the interpreter."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._saves: dict[Future[Any], tuple[int, Progress, float, str]] = {}
         self._registered = False
 

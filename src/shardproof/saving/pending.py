@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from shardproof.errors import SaveSkipped, ShardproofError, StorageError
+from shardproof.reentrance import refuse_inside
 from shardproof.saving.background import Progress, wait_while_moving
 from shardproof.saving.committed import Committed
 
@@ -57,6 +58,7 @@ class PendingSave:
 
         Raises:
             TimeoutError: it is still under way.
+            ReentrantCallError: a signal handler called it that interrupted a save or a load.
             SaveSkipped: there is none.
             RuntimeError: it was begun by the process that this one was forked from.
             StorageError: it does not move any more, and cannot be ended: the storage hangs. It may be
@@ -64,6 +66,11 @@ class PendingSave:
             ShardproofError: the save failed on some rank. Nothing was committed, unless the text says so, or
                 the leader fell silent after it had published.
         """
+        refuse_inside("result")
+        return self.outcome(timeout)
+
+    def outcome(self, timeout: float | None = None) -> Committed:
+        """What `result` returns, also for a save that waits for itself."""
         if self._future is None:
             raise SaveSkipped(
                 f"step {self.step} was not saved: the save before it was still under way, and when_busy is "
@@ -99,6 +106,10 @@ class PendingSave:
                 "ended: the storage hangs. It may be committed, or yet be once the storage answers. Start "
                 "the process again; restore looks at what is there"
             )
+
+    def tell(self) -> None:
+        """The caller learns of a failure by another way: nobody else needs to be told."""
+        self._told = True
 
     def take_failure(self) -> ShardproofError | None:
         """Why the save failed, the first time that anybody asks; None if it did not, or not yet."""

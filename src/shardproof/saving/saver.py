@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -13,8 +12,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from shardproof.errors import RankFailure, ShardproofError
+from shardproof import forks
+from shardproof.errors import RankFailure, SaveSkipped, ShardproofError
 from shardproof.planning import CHUNK_BYTES, SAMPLE_BYTES
+from shardproof.reentrance import guarded, refuse_inside
 from shardproof.rendezvous import Meetings, Rendezvous
 from shardproof.saving.background import Workers, unfinished
 from shardproof.saving.bases import FindBase
@@ -27,6 +28,7 @@ from shardproof.saving.replicas import CheckReplicas
 from shardproof.saving.session import Session
 from shardproof.saving.staging import StagingPool
 from shardproof.saving.unconfirmed import Unconfirmed
+from shardproof.state import Fence
 from shardproof.storage import Storage
 
 __all__ = ["Saver", "WhenBusy"]
@@ -34,6 +36,7 @@ __all__ = ["Saver", "WhenBusy"]
 WhenBusy = Literal["wait", "skip"]
 
 _log = logging.getLogger("shardproof")
+guarded("a step of an optimizer, which waits for a save")(Fence.open)
 
 
 @dataclass(slots=True)
@@ -77,7 +80,7 @@ class Saver:
         self._thread: Workers
         self._beside: tuple[str, Rendezvous] | None = None
         self._under_way: _UnderWay | None = None
-        self._turn = threading.Lock()
+        self._turn = forks.lock()
 
     def save(
         self,
@@ -100,16 +103,21 @@ class Saver:
                 so or it was the leader, which may have published.
             StorageError: the storage failed.
         """
+        refuse_inside("save")
+        request = Request(step, metadata or {}, overwrite, None, check_replicas)
         with self._turn:  # threads of one rank take turns; a save waits for ranks, and those have deadlines
-            session = self._session(storage, Request(step, metadata or {}, overwrite, None, check_replicas))
-            try:
-                session.begin(state, guarded=False)
-                session.hash_replicas(self._rendezvous)
-                done = session.finish(self._rendezvous)
-                session.succeed()
-                return done
-            finally:
-                session.end()
+            return self._save(storage, state, request)
+
+    @guarded("save")
+    def _save(self, storage: Storage, state: Any, request: Request) -> Committed:
+        before = self._under_way
+        try:
+            return self._begin(storage, state, request, watched=False).outcome()
+        except BaseException as error:  # the caller may change the state from here on
+            if self._under_way is not None and self._under_way is not before:
+                self._under_way.session.give_up(error)
+                self._under_way.pending.tell()
+            raise
 
     def begin(
         self,
@@ -150,65 +158,123 @@ class Saver:
                 checkpoint and a function that takes steps done and steps in all.
 
         Raises:
+            ReentrantCallError: a signal handler called it that interrupted a save or a load.
             ShardproofError: as for `save`, for what is known before training goes on; or why the save before
                 this one failed, if nobody was told.
         """
+        refuse_inside("save")
         begun = time.monotonic()
+        request = Request(step, metadata or {}, overwrite, base, check_replicas, full_every)
         with self._turn:
-            if when_busy == "skip" and self._any_busy(storage):
-                _log.info("%s: skipped, the save before it is still under way", storage.location)
-                skipped = PendingSave(step, None)
-                skipped.blocked = time.monotonic() - begun
-                return skipped
-            request = Request(step, metadata or {}, overwrite, base, check_replicas, full_every)
-            session = self._session(storage, request)
-            rank, patience = self._rendezvous.rank, 2 * self._rendezvous.deadline
-            served = list[object]()
-
-            def work() -> Committed:
-                try:
-                    session.agree()
-                    done = session.finish(self._rendezvous_beside(session))
-                    if after is not None:
-                        after(done, lambda _done, _total: session.progress.moved())
-                    session.succeed()
-                    return done
-                except BaseException as error:
-                    _log.error("%s: the save failed: %s", storage.location, error)
-                    if isinstance(error, ShardproofError):
-                        raise
-                    raise RankFailure(
-                        f"{storage.location}: rank {rank} failed: {type(error).__name__}: {error}",
-                        phase="background",
-                        causes={str(rank): f"{type(error).__name__}: {error}"},
-                    ) from error
-                finally:
-                    session.end()
-                    served.clear()
-
-            future: Future[Committed] | None = None
-            try:
-                session.begin(state, guarded=True, stage_all=stage_all)
-                if not session.is_ahead:
-                    session.hash_replicas(self._rendezvous_beside(session))
-                served.append(self._rendezvous.hold())  # until this save needs the store no more
-                future = self._thread.submit(work)
-                pending = PendingSave(step, future, session.progress, patience)
-                self._under_way = _UnderWay(session, future, pending)
-                unfinished.add(future, session.progress, patience, f"save {storage.location}")
-                if session.interrupt is not None:
-                    raise session.interrupt  # the other ranks are told in the background
-                session.stage()
-            except BaseException as error:  # the caller may change what was not copied
-                session.give_up(error)
-                if future is None:
-                    session.end()
-                raise
+            pending = self._begin(
+                storage,
+                state,
+                request,
+                watched=True,
+                stage_all=stage_all,
+                when_busy=when_busy,
+                after=after,
+            )
             pending.blocked = time.monotonic() - begun
             return pending
 
+    @guarded("save")
+    def _begin(
+        self,
+        storage: Storage,
+        state: Any,
+        request: Request,
+        *,
+        watched: bool,
+        stage_all: bool = False,
+        when_busy: WhenBusy = "wait",
+        after: Callable[[Committed, Callable[[int, int], None]], None] | None = None,
+    ) -> PendingSave:
+        """Begins a save. Its meetings are held by the thread of saves, which no interrupt reaches.
+
+        An interrupt before that thread claims the operation leaves it for all ranks. After that the save goes
+        on to its last meeting, and fails there. `watched` says whether the caller goes on before it is over.
+        """
+        with self._rendezvous.operation(f"save {storage.location}") as operation:
+            if when_busy == "skip" and self._any_busy(storage):
+                _log.info("%s: skipped, the save before it is still under way", storage.location)
+                return PendingSave(request.step, None)
+            session = self._session(storage, request)
+            patience = 2 * self._rendezvous.deadline
+            future: Future[Committed] = Future()
+            pending = PendingSave(request.step, future, session.progress, patience)
+            served = list[object]()
+
+            def work() -> Committed:
+                if not operation.claim():
+                    raise SaveSkipped(f"{storage.location}: the save was interrupted before it began")
+                try:
+                    with operation:
+                        session.agree(keeps_turn=not watched)
+                        place = self._rendezvous_beside(session) if watched else self._rendezvous
+                        session.hash_replicas(place)
+                        session.let_caller_go()
+                        if not watched:
+                            return self._finish(session, place, after)
+                    return self._finish(session, place, after)
+                except BaseException as error:
+                    failure = self._failure(storage, session, error, told=not watched or session.is_refused)
+                finally:
+                    session.end()
+                    served.clear()
+                raise failure
+
+            try:
+                session.begin(state, guarded=watched, stage_all=stage_all)
+                served.append(self._rendezvous.hold())  # until this save needs the store no more
+                self._under_way = _UnderWay(session, future, pending)
+                self._thread.submit(work, future)
+                unfinished.add(future, session.progress, patience, f"save {storage.location}")
+                session.wait_until_agreed()
+                session.stage()
+            except BaseException as error:  # the caller may change what was not copied
+                session.give_up(error)
+                pending.tell()
+                if operation.claim():  # the thread of saves has not, and lets go of it
+                    self._under_way = None
+                    session.end()
+                raise
+            return pending
+
+    def _finish(
+        self,
+        session: Session,
+        rendezvous: Rendezvous,
+        after: Callable[[Committed, Callable[[int, int], None]], None] | None,
+    ) -> Committed:
+        done = session.finish(rendezvous)
+        if after is not None:
+            after(done, lambda _done, _total: session.progress.moved())
+        session.succeed()
+        return done
+
+    def _failure(
+        self, storage: Storage, session: Session, error: BaseException, *, told: bool
+    ) -> ShardproofError:
+        """The error of a save as one of this package; logged, unless the caller waits for it."""
+        if session.is_refused and isinstance(error, ShardproofError):
+            return ShardproofError.from_wire(
+                error.to_wire()
+            )  # the caller's own has frames that hold the state
+        if not told:
+            _log.error("%s: the save failed: %s", storage.location, error)
+        if isinstance(error, ShardproofError):
+            return error
+        rank, cause = self._rendezvous.rank, f"{type(error).__name__}: {error}"
+        failure = RankFailure(
+            f"{storage.location}: rank {rank} failed: {cause}", phase="background", causes={str(rank): cause}
+        )
+        failure.__cause__ = None if session.is_refused else error
+        return failure
+
     def fence(self) -> None:
         """Returns when the save under way reads no memory that the caller may write to."""
+        refuse_inside("fence")
         if (under_way := self._own_save()) is not None:
             under_way.session.open_fence()
 
@@ -222,6 +288,7 @@ class Saver:
             TimeoutError: it is still under way.
             ShardproofError: it failed, and nobody was told yet.
         """
+        refuse_inside("wait")
         under_way = self._own_save()
         if under_way is None:
             return
@@ -294,9 +361,7 @@ class Saver:
 
     def _take_failure(self) -> ShardproofError | None:
         under_way = self._own_save()
-        if under_way is None or under_way.session.interrupt is not None:  # which was raised at once
-            return None
-        return under_way.pending.take_failure()
+        return None if under_way is None else under_way.pending.take_failure()
 
     def _own_save(self) -> _UnderWay | None:
         """The last save that this process began; what a parent began never ends in a child made by fork."""

@@ -3,12 +3,13 @@
     collect (local) -> agree (meet) -> [plan (meet)] -> stage (local) | write (local) -> commit (meet)
     collect (local) | agree (meet) -> [plan (meet)] -> write (local) -> commit (meet)
 
-What is left of the bar is done by the caller's thread, what is right of it goes on while training does. The
-second line is that of a rank whose structure is that of the plan it holds, and whose state changes in steps
-of optimizers alone, up to little that is copied at once: whatever the ranks agree on, it has it. Each rank
-finds out for itself which line is its own. To the others it makes no difference. After a save that failed
-on a rank, or whose end it did not see, the first line is its own: who is told of a failure where all meet
-does not hear of it again from a rank that was told in the background.
+What is left of the bar holds the caller, what is right of it goes on while training does. The caller's thread
+collects and stages. All meetings are held by the thread of saves, which no interrupt reaches. The second line
+is that of a rank whose structure is that of the plan it holds, and whose state changes in steps of optimizers
+alone, up to little that is copied at once: whatever the ranks agree on, it has it. Each rank finds out for
+itself which line is its own. To the others it makes no difference. After a save that failed on a rank, or
+whose end it did not see, the first line is its own: who is told of a failure where all meet does not hear of
+it again from a rank that was told in the background.
 
 What the ranks write and commit they meet for at a rendezvous of its own, so that it cannot get in the way of
 the caller's meetings. To agree, a rank of the second line takes its place in the order of these.
@@ -51,7 +52,6 @@ from shardproof.saving.buffers import BufferPool
 from shardproof.saving.capture import Capture
 from shardproof.saving.commit import Written
 from shardproof.saving.committed import Committed
-from shardproof.saving.fence import Fence
 from shardproof.saving.incremental import BaseDigests, pack_rows
 from shardproof.saving.kept import HeldPlan, Kept, KnownDigests, KnownStructure, Limits, Request
 from shardproof.saving.leader import Leader
@@ -61,7 +61,7 @@ from shardproof.saving.replicas import CheckReplicas, chosen_slices, hash_replic
 from shardproof.saving.shard import write_changes, write_shard
 from shardproof.saving.snapshot import Snapshot
 from shardproof.saving.uncommitted import remove_uncommitted
-from shardproof.state import Collected, collect, encode_plain
+from shardproof.state import Collected, Fence, collect, encode_plain
 from shardproof.storage import Sink, Storage
 
 __all__ = ["Session"]
@@ -110,6 +110,10 @@ class Session:
         self._attempt: Attempt
         self._described: bytes | BaseException
         self._reservation: Reservation | None = None
+        self.is_ahead = False
+        """Whether the caller goes on before the ranks have agreed."""
+        self._refusal: BaseException | None = None
+        """Why the ranks do not agree."""
         self._agreed: Future[None] = Future()
         """Done when the ranks have agreed, or will not."""
         self._leader = Leader(storage, request, kept, limits)
@@ -123,7 +127,7 @@ class Session:
         self._given_up: BaseException | None = None
 
     def begin(self, state: Any, *, guarded: bool, stage_all: bool = False) -> None:
-        """Collects, and agrees and plans unless that can be left to `agree`.
+        """Collects, and takes the place in the order of meetings in which `agree` meets the other ranks.
 
         Args:
             state: the state tree.
@@ -135,36 +139,58 @@ class Session:
             self._described = _outcome(
                 lambda: self._describe(state, guarded=guarded, stage_all=stage_all, was_well=was_well), phase
             )
-        if self._capture.is_complete and isinstance(self._described, bytes):
-            self._reservation = self._rendezvous.reserve()
-        else:
-            self._agree()
+        self.is_ahead = self._capture.is_complete and isinstance(self._described, bytes)
+        self._reservation = self._rendezvous.reserve()
 
-    def agree(self) -> None:
-        """What `begin` left to this: agrees, and plans if it must."""
-        if self._reservation is not None:
-            self._agree()
+    def agree(self, *, keeps_turn: bool = False) -> None:
+        """Agrees with the other ranks in the place that `begin` took, and plans if it must.
 
-    @property
-    def is_ahead(self) -> bool:
-        """Whether `begin` left it to `agree` to meet the others."""
-        return self._reservation is not None
-
-    def _agree(self) -> None:
+        Args:
+            keeps_turn: whether no other meeting of this rank comes before that of `finish`.
+        """
+        assert self._reservation is not None
         self.progress.is_bounded = True  # so are meetings, and the wait for a turn
         try:
-            with self._reservation or nullcontext():
-                part = self._meet()
-            try:
-                self._take(part)
-            except BaseException as error:  # told to all ranks where they meet next
-                self._problem = error
+            self._reservation.__enter__()
+            part = self._meet()
+            if not keeps_turn:
+                self._reservation.give_up()
+        except BaseException as error:
+            self._refusal = error
+            raise
         finally:
             self.progress.is_bounded = False
-            self._let_steps_go()
+        try:
+            self._take(part)
+        except BaseException as error:  # told to all ranks where they meet next
+            self._problem = error
 
-    def _let_steps_go(self) -> None:
-        """Whoever waits for the ranks to agree need not wait any more."""
+    def wait_until_agreed(self) -> None:
+        """Returns when the ranks have agreed, or at once where that can be left to the background.
+
+        Raises:
+            BaseException: why they do not agree, or what ended this rank's work.
+        """
+        if self.is_ahead:
+            return
+        patience = 2 * self._rendezvous.deadline
+        if not wait_while_moving(self._agreed, self.progress, patience):
+            raise StorageError(
+                f"{self._storage.location}: the ranks have not agreed for {patience:.0f} s: the save is "
+                "given up. Look at the storage"
+            )
+        if self._refusal is not None:
+            raise self._refusal
+        if self.interrupt is not None:
+            raise self.interrupt  # the other ranks are told in the background
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the ranks do not agree, and the caller waits to be told why."""
+        return self._refusal is not None and not self.is_ahead
+
+    def let_caller_go(self) -> None:
+        """The caller, or a step of an optimizer, need not wait any more for the ranks to agree."""
         if not self._agreed.done():
             self._agreed.set_result(None)
 
@@ -273,7 +299,7 @@ class Session:
         """Lets go of the state. Called whatever happened, once at least."""
         if self._reservation is not None:
             self._reservation.give_up()
-        self._let_steps_go()
+        self.let_caller_go()
         if self._fence is not None:
             self._fence.close()
         if self._snapshot is not None:
@@ -384,6 +410,7 @@ class Session:
         total = int(held.slices.byte_count[rows].sum())
 
         def moved(done: int) -> None:
+            self.progress.moved()
             rendezvous.progress(done, total)
             phase.progress(done, total)
 
@@ -393,6 +420,7 @@ class Session:
         """Writes this rank's shard file, if it has one."""
         if self._problem is not None:
             raise self._problem
+        self._check_given_up()
         rendezvous.arrive()
         assert self._kept.held is not None and self._snapshot is not None
         begun, shard = time.monotonic(), self._kept.held.shard
@@ -412,6 +440,7 @@ class Session:
             return shard.header(self._attempt, rendezvous.rank, owned, entries, size=size)
 
         def moved(done: int) -> None:
+            self._check_given_up()
             self.progress.moved()
             rendezvous.progress(done, total)
             phase.progress(done, total)
@@ -424,6 +453,7 @@ class Session:
             file = write_shard(create(), head, self._snapshot, shard.entries.padding, *through)
         else:
             file = write_changes(create, shard, header, self._snapshot, self._base, *through)
+        self._check_given_up()
         self._kept.pool = pool
         self._snapshot.check_unchanged()
         if self._request.base is not None:
@@ -433,6 +463,11 @@ class Session:
         rows = b"" if file.written.all() else pack_rows(file.written)
         seconds = time.monotonic() - begun
         return msgspec.msgpack.encode(Written(*of_file, owned, keys, digests, rows, self._replicas, seconds))
+
+    def _check_given_up(self) -> None:
+        """What was read after the caller went on with an error may be torn."""
+        if self._given_up is not None:
+            raise self._given_up
 
     def _unbounded(self, decide: Callable[[Sequence[bytes]], bytes]) -> Callable[[Sequence[bytes]], bytes]:
         """Leader: the storage may hang in this decision, so whoever waits is to look whether it moves."""

@@ -13,7 +13,7 @@ from shardproof.state import Piece, Stepped
 from shardproof.state.entries import memory_of
 from shardproof.state.storage_owner import storage_owner
 
-__all__ = ["WriteWatch", "written_by"]
+__all__ = ["WriteWatch"]
 
 _VERSION = attrgetter("_version")
 _NBYTES = attrgetter("nbytes")
@@ -95,11 +95,6 @@ class WriteWatch:
             return self._rows[self._starts.index(self._starts[first]) if first >= len(self._rows) else first]
         changed = self._sample.changed(copies)
         return self._rows[changed[0]] if changed else None
-
-
-def written_by(stepped: Iterable[Stepped]) -> frozenset[int]:
-    """Where the storages begin that the steps of these optimizers write to."""
-    return frozenset[int]().union(*(item.memory for item in stepped))
 
 
 def _counted(stepped: Sequence[Stepped]) -> tuple[list[torch.Tensor], list[int], frozenset[int]]:

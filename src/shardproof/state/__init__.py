@@ -14,7 +14,8 @@ from shardproof.state.entries import (
     TensorEntry,
     is_plain_memory,
 )
-from shardproof.state.explicit import FlatShard, ShardedTensor
+from shardproof.state.explicit import FlatShard, LocalShards
+from shardproof.state.fence import Fence, open_all
 from shardproof.state.generators import RandomState
 from shardproof.state.last_walk import LastWalk
 from shardproof.state.layout import Layout, declare, local_layout
@@ -33,10 +34,12 @@ __all__ = [
     "Binding",
     "Catalogue",
     "Collected",
+    "Fence",
     "FlatShard",
     "LastWalk",
     "Layout",
     "LocalRange",
+    "LocalShards",
     "Mismatch",
     "ObjectEntry",
     "OptimizerState",
@@ -45,7 +48,6 @@ __all__ = [
     "Piece",
     "RandomState",
     "Receipt",
-    "ShardedTensor",
     "SlotKeeper",
     "Stepped",
     "StoredSlot",
@@ -58,6 +60,7 @@ __all__ = [
     "encode_plain",
     "is_plain_memory",
     "local_layout",
+    "open_all",
     "owner_of",
     "parts_of",
     "receiver",

@@ -17,7 +17,7 @@ from shardproof.state.collecting import hoisted_key
 from shardproof.state.decoding import decode, references
 from shardproof.state.describing import blocks
 from shardproof.state.entries import Binding, Catalogue, Mismatch, Piece, TensorEntry, describe
-from shardproof.state.explicit import ShardedTensor, described
+from shardproof.state.explicit import LocalShards, described
 from shardproof.state.plain import encode
 from shardproof.state.tensors import check_destination, empty_like_layout, torch_dtype
 from shardproof.state.visiting import Place, Visitor
@@ -63,7 +63,7 @@ class Binder(Visitor):
         """Let pieces be filled in place. Whether they will be."""
         return self.selected(key) and self._add([TensorEntry(key, dtype, shape, pieces)])
 
-    def laid_out(self, key: str, sharded: ShardedTensor, anchor: torch.Tensor | None = None) -> bool:
+    def laid_out(self, key: str, sharded: LocalShards, anchor: torch.Tensor | None = None) -> bool:
         """Let what a declared layout makes of a tensor be filled in place. Whether it will be.
 
         Several tensors may be filled from one key. A piece whose elements share one place (a step count kept

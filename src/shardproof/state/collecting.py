@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from shardproof.errors import StructureError
 from shardproof.state.aliases import tie
 from shardproof.state.entries import Collected, ObjectEntry, Piece, Stepped, TensorEntry, describe
-from shardproof.state.explicit import ShardedTensor, described
+from shardproof.state.explicit import LocalShards, described
 from shardproof.state.last_walk import LastWalk
 from shardproof.state.plain import encode
 from shardproof.state.tensors import tensor_of_array
@@ -80,7 +80,7 @@ class Collector(Visitor):
             self._merge(entry, origin)
 
     def laid_out(
-        self, key: str, sharded: ShardedTensor, origin: Any, anchor: torch.Tensor | None = None
+        self, key: str, sharded: LocalShards, origin: Any, anchor: torch.Tensor | None = None
     ) -> None:
         """Add what a declared layout makes of a tensor, together with all else under the same key.
 

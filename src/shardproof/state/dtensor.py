@@ -245,7 +245,7 @@ def _held_by(tensor: Any, path: str) -> _Held | None:
         raise StructureError(
             f"{path}: a dimension of the DTensor is sharded by mesh dimensions in another order than that of "
             f"its mesh ({shard_order(tensor)}). Redistribute it to Replicate() and then to the placements "
-            f"{placements}, which gives them their own order, or describe it with shardproof.ShardedTensor",
+            f"{placements}, which gives them their own order, or describe it with shardproof.LocalShards",
             key=path,
         )
     coordinate = mesh.get_coordinate()
@@ -328,14 +328,14 @@ def _not_held(
         return StructureError(
             f"{path}: placements {placements} of a {list(shape)} tensor on a mesh of shape "
             f"{list(mesh_shape)} can mean two layouts, and there are ranks whose local shapes fit both. "
-            "Use sizes that the mesh divides, or describe the layout with shardproof.ShardedTensor",
+            "Use sizes that the mesh divides, or describe the layout with shardproof.LocalShards",
             key=path,
         )
     return StructureError(
         f"{path}: the local tensor of this DTensor has shape {list(local_shape)}, but placements "
         f"{placements} on a mesh of shape {list(mesh_shape)} put {list(sizes_of(literal))} of "
         f"{list(shape)} at coordinate {list(coordinate)}. Describe an irregular layout with "
-        "shardproof.ShardedTensor",
+        "shardproof.LocalShards",
         key=path,
     )
 

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from shardproof.state.binding import Binder
     from shardproof.state.collecting import Collector
 
-__all__ = ["EXPLICIT", "FlatShard", "ShardedTensor", "described"]
+__all__ = ["EXPLICIT", "FlatShard", "LocalShards", "described"]
 
 
-class ShardedTensor:
+class LocalShards:
     """A global tensor of which this rank holds some boxes.
 
     Args:
@@ -31,11 +31,12 @@ class ShardedTensor:
     Raises:
         StructureError: a piece does not lie within the shape or has another dtype.
 
-    Rank 1 of a 4 x 3 tensor whose first three rows are on rank 0:
+    Example:
+        Rank 1 of a 4 x 3 tensor whose first three rows are on rank 0:
 
-    >>> row = torch.zeros(1, 3)
-    >>> ShardedTensor((4, 3), [(row, (3, 0))])
-    ShardedTensor(shape=(4, 3), dtype=torch.float32, pieces=1)
+        >>> row = torch.zeros(1, 3)
+        >>> LocalShards((4, 3), [(row, (3, 0))])
+        LocalShards(shape=(4, 3), dtype=torch.float32, pieces=1)
     """
 
     def __init__(
@@ -49,7 +50,9 @@ class ShardedTensor:
         self.pieces = [(view, tuple(int(offset) for offset in offsets)) for view, offsets in pieces]
         if dtype is None:
             if not self.pieces:
-                raise StructureError("a ShardedTensor without pieces needs its dtype, which other ranks know")
+                raise StructureError(
+                    "LocalShards without pieces need a dtype: give dtype=, the one that other ranks have"
+                )
             dtype = self.pieces[0][0].dtype
         self.dtype = dtype
         for view, offsets in self.pieces:
@@ -71,7 +74,7 @@ class ShardedTensor:
             )
 
     def __repr__(self) -> str:
-        return f"ShardedTensor(shape={self.shape}, dtype={self.dtype}, pieces={len(self.pieces)})"
+        return f"LocalShards(shape={self.shape}, dtype={self.dtype}, pieces={len(self.pieces)})"
 
 
 class FlatShard:
@@ -87,7 +90,7 @@ class FlatShard:
             Without it the local array is the whole tensor.
 
     >>> FlatShard(torch.zeros(5), (4, 3), 2, 7).sharded()
-    ShardedTensor(shape=(4, 3), dtype=torch.float32, pieces=3)
+    LocalShards(shape=(4, 3), dtype=torch.float32, pieces=3)
     """
 
     def __init__(
@@ -112,7 +115,7 @@ class FlatShard:
                 f"the embedding leads into shape {list(embedding.global_shape)}, the tensor has {list(shape)}"
             )
 
-    def sharded(self) -> ShardedTensor:
+    def sharded(self) -> LocalShards:
         """The same as boxes, which share the buffer's memory."""
         from shardproof.geometry import Embedding, flat_shard
 
@@ -130,20 +133,20 @@ class FlatShard:
                 boxes.offsets.tolist(), boxes.sizes.tolist(), starts.tolist(), strides.tolist(), strict=True
             )
         ]
-        return ShardedTensor(self.shape, pieces, dtype=self.buffer.dtype)
+        return LocalShards(self.shape, pieces, dtype=self.buffer.dtype)
 
     def __repr__(self) -> str:
         return f"FlatShard(shape={self.shape}, dtype={self.buffer.dtype}, range=[{self.start}, {self.stop}))"
 
 
 class _Explicit:
-    """Handles `ShardedTensor` and `FlatShard`."""
+    """Handles `LocalShards` and `FlatShard`."""
 
-    def collect(self, place: Place, value: ShardedTensor | FlatShard, out: Collector) -> None:
+    def collect(self, place: Place, value: LocalShards | FlatShard, out: Collector) -> None:
         """The described pieces."""
         out.pieces(place.key, *described(value, place.key), origin=place.path)
 
-    def bind(self, place: Place, value: ShardedTensor | FlatShard, to: Binder) -> None:
+    def bind(self, place: Place, value: LocalShards | FlatShard, to: Binder) -> None:
         """The described pieces, in place."""
         to.pieces(place.key, *described(value, place.key))
 
@@ -151,7 +154,7 @@ class _Explicit:
 EXPLICIT = _Explicit()
 
 
-def described(value: ShardedTensor | FlatShard, key: str) -> tuple[str, tuple[int, ...], tuple[Piece, ...]]:
+def described(value: LocalShards | FlatShard, key: str) -> tuple[str, tuple[int, ...], tuple[Piece, ...]]:
     """dtype, global shape and the pieces that have elements.
 
     Raises:

@@ -35,7 +35,7 @@ from shardproof.geometry import (
 )
 from shardproof.geometry.boxes import row_major_strides
 from shardproof.state.dtensor import dtensor_embedding, is_dtensor
-from shardproof.state.explicit import ShardedTensor
+from shardproof.state.explicit import LocalShards
 
 __all__ = ["LAYOUTS", "Layout", "declare", "declared", "local_layout"]
 
@@ -193,7 +193,7 @@ class Layout:
             )
         )
 
-    def pieces(self, local: torch.Tensor) -> ShardedTensor:
+    def pieces(self, local: torch.Tensor) -> LocalShards:
         """The pieces of a local tensor, which share its memory.
 
         Args:
@@ -203,16 +203,14 @@ class Layout:
             StructureError: it has another shape.
         """
         if not (local.numel() or len(self._inner.local)):
-            return ShardedTensor(
-                self.shape, [], dtype=local.dtype
-            )  # outside a mesh it has no shape of its own
+            return LocalShards(self.shape, [], dtype=local.dtype)  # outside a mesh it has no shape of its own
         if tuple(local.shape) != self.local_shape:
             raise StructureError(
                 f"a local tensor has shape {list(local.shape)}, its layout is of {list(self.local_shape)}"
             )
         return self._sharded(local, 0, prod(self.local_shape), local.stride(), 0, 1)
 
-    def range(self, buffer: torch.Tensor, start: int, stop: int) -> ShardedTensor:
+    def range(self, buffer: torch.Tensor, start: int, stop: int) -> LocalShards:
         """The pieces of a 1-D buffer that holds a range of the local tensor's row-major elements.
 
         Args:
@@ -231,7 +229,7 @@ class Layout:
         except ValueError as error:
             raise StructureError(f"a range of a local tensor: {error}") from error
 
-    def scalar(self, value: torch.Tensor) -> ShardedTensor:
+    def scalar(self, value: torch.Tensor) -> LocalShards:
         """The pieces of a value that is kept once for the parameter, such as a step count.
 
         It has no axes in the model's space, but for experts: there it is one value for each, and the views
@@ -241,19 +239,19 @@ class Layout:
             value: of no dimensions.
 
         >>> Layout.whole((2, 3)).expert(5, 8).scalar(torch.tensor(7.0))
-        ShardedTensor(shape=(8,), dtype=torch.float32, pieces=1)
+        LocalShards(shape=(8,), dtype=torch.float32, pieces=1)
         """
         value = value.detach()
         if not self.experts:
-            return ShardedTensor((), [(value, ())])
+            return LocalShards((), [(value, ())])
         placed, axis = self._outer.placed, self._order[0]
         spans = set(zip(placed.offsets[:, axis].tolist(), placed.sizes[:, axis].tolist(), strict=True))
         pieces = [(value.expand(size), (start,)) for start, size in sorted(spans) if size]
-        return ShardedTensor(self.shape[:1], pieces, dtype=value.dtype)
+        return LocalShards(self.shape[:1], pieces, dtype=value.dtype)
 
     def _sharded(
         self, memory: torch.Tensor, start: int, stop: int, strides: Sequence[int], first: int, step: int
-    ) -> ShardedTensor:
+    ) -> LocalShards:
         """The pieces of memory that holds a range of the local tensor's row-major elements.
 
         Args:
@@ -278,7 +276,7 @@ class Layout:
         for offsets, sizes, index in known:
             position = base + sum(at * stride for at, stride in zip(index, strides, strict=True)) * step
             pieces.append((memory.as_strided(sizes, view_strides, position), offsets))
-        return ShardedTensor(self.shape, pieces, dtype=memory.dtype)
+        return LocalShards(self.shape, pieces, dtype=memory.dtype)
 
     def _placed(self, held: Boxes) -> _Placed:
         """Where boxes of the local tensor lie in the model's."""

@@ -14,7 +14,7 @@ from shardproof.errors import StructureError
 from shardproof.state.binding import MISSING, Binder
 from shardproof.state.collecting import Collector
 from shardproof.state.dtensor import local_tensor
-from shardproof.state.explicit import ShardedTensor
+from shardproof.state.explicit import LocalShards
 from shardproof.state.layout import Layout, local_layout
 from shardproof.state.naming import PARALLEL, NamedModule, inside
 from shardproof.state.storage_owner import declare_fsdp2_owners
@@ -171,7 +171,7 @@ def _lives_in(module: torch.nn.Module) -> Callable[[torch.Tensor], bool]:
     return lives
 
 
-def _laid_out(tensor: torch.Tensor, layout: Layout, key: str) -> tuple[ShardedTensor, torch.Tensor]:
+def _laid_out(tensor: torch.Tensor, layout: Layout, key: str) -> tuple[LocalShards, torch.Tensor]:
     """The pieces of a tensor with a declared layout, and their memory."""
     local = local_of(tensor, key)
     return local_layout(tensor, layout, key).pieces(local), local

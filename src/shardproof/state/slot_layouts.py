@@ -10,7 +10,7 @@ import torch
 
 from shardproof.errors import StructureError
 from shardproof.state.dtensor import LOCAL, is_dtensor, local_tensor
-from shardproof.state.explicit import ShardedTensor
+from shardproof.state.explicit import LocalShards
 from shardproof.state.layout import Layout, local_layout
 from shardproof.state.naming import NamedModule
 from shardproof.state.slots import LocalRange, StoredSlot
@@ -60,7 +60,7 @@ class SlotLayout:
     """Whether the parameter is one."""
     _layout: Layout | None = None
 
-    def sharded(self, item: torch.Tensor | LocalRange, key: str) -> ShardedTensor | None:
+    def sharded(self, item: torch.Tensor | LocalRange, key: str) -> LocalShards | None:
         """The pieces of a slot; None where the tensor says it all itself.
 
         A plain tensor stands for the same values on every rank. Beside a sharded parameter nothing says that

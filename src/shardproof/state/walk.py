@@ -13,7 +13,7 @@ import torch
 from shardproof.errors import StructureError
 from shardproof.state.binding import MISSING, Binder
 from shardproof.state.collecting import Collector
-from shardproof.state.explicit import EXPLICIT, FlatShard, ShardedTensor
+from shardproof.state.explicit import EXPLICIT, FlatShard, LocalShards
 from shardproof.state.generators import (
     GENERATOR,
     NUMPY_GENERATOR,
@@ -165,7 +165,7 @@ _BY_TYPE: dict[type, Handler] = {
     np.memmap: _ARRAY,
     PerRank: PER_RANK,
     RandomState: PER_RANK,
-    ShardedTensor: EXPLICIT,
+    LocalShards: EXPLICIT,
     FlatShard: EXPLICIT,
     OptimizerState: OPTIMIZER,
     torch.Generator: GENERATOR,

@@ -9,11 +9,13 @@ from shardproof.storage.names import check_name
 from shardproof.storage.past_cache import UncachedStorage
 from shardproof.storage.paths import StrOrBytesPath
 from shardproof.storage.priority import lower_io_priority
+from shardproof.storage.sink import LocalSink
 from shardproof.storage.uncached import memory_for
 
 __all__ = [
     "ALIGNMENT",
     "CachedStorage",
+    "LocalSink",
     "LocalStorage",
     "Sink",
     "Storage",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import secrets
 import stat
-import threading
 from pathlib import Path
 
+from shardproof import forks
 from shardproof.errors import AlreadyCommittedError, StorageError
 from shardproof.storage.durable import (
     flush_file,
@@ -55,7 +55,7 @@ class LocalStorage:
         self._direct = direct
         self._probes = Probes()
         self._kept: dict[str, _Descriptor] = {}
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
 
     def __repr__(self) -> str:
         return f"LocalStorage({self.location!r})"

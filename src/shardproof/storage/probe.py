@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from shardproof import forks
 from shardproof.storage.known import Speeds, recall, remember
 
 __all__ = ["VARIABLE", "Probe", "Probes", "Trial", "users_choice"]
@@ -68,7 +69,7 @@ class Probe:
 
     def __init__(self, device: int) -> None:
         self._device = device
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._asked = False
         self._windows: dict[bool, list[tuple[int, float]]] = {True: [], False: []}
         self.answer: bool | None = None
@@ -115,7 +116,7 @@ class Probes:
     """The probes of all file systems that a storage and its parts lie on."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._probes: dict[int, Probe] = {}
 
     def of(self, device: int) -> Probe:

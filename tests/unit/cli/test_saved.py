@@ -95,7 +95,7 @@ def test_layouts_differ_and_the_state_is_the_same(
     bits = torch.randint(0, 2, (6, 32), dtype=torch.uint8)
     whole = bits.view(torch.bool) if dtype == "bool" else bits.view(getattr(torch, dtype))
     sp.save(tmp_path / "whole", {"w": whole})
-    halves = sp.ShardedTensor(whole.shape, [(whole[:2], (0, 0)), (whole[2:], (2, 0))])
+    halves = sp.LocalShards(whole.shape, [(whole[:2], (0, 0)), (whole[2:], (2, 0))])
     sp.save(tmp_path / "halves", {"w": halves})
     code, told = answer(capsys, "diff", tmp_path / "whole", tmp_path / "halves")
     assert (code, told["by_reading"], told["same_tensors"]) == (0, 1, 1)

@@ -39,7 +39,7 @@ def saved(tmp_path: Path) -> Path:
 def load_rows(folder: Path, top: int, bottom: int) -> LoadReport:
     """Loads some rows and asserts that they are right."""
     view = torch.zeros(bottom - top, COLUMNS)
-    report = sp.load(folder, {"w": sp.ShardedTensor((ROWS, COLUMNS), [(view, (top, 0))])})
+    report = sp.load(folder, {"w": sp.LocalShards((ROWS, COLUMNS), [(view, (top, 0))])})
     assert torch.equal(view, VALUE[top:bottom])
     return report
 
@@ -62,12 +62,12 @@ def test_of_a_part_its_blocks_are_read(saved: Path) -> None:
 def test_of_several_parts_all_between_the_first_and_the_last(saved: Path) -> None:
     views = [torch.zeros(1, COLUMNS), torch.zeros(3, COLUMNS)]
     pieces = [(views[0], (11, 0)), (views[1], (40, 0))]
-    report = sp.load(saved, {"w": sp.ShardedTensor((ROWS, COLUMNS), pieces)})
+    report = sp.load(saved, {"w": sp.LocalShards((ROWS, COLUMNS), pieces)})
     assert torch.equal(views[0], VALUE[11:12]) and torch.equal(views[1], VALUE[40:43])
     assert report.bytes == 7 * BLOCK, "rows 10 to 45"
     half = torch.zeros(3, COLUMNS, dtype=torch.float16)
     report = sp.load(
-        saved, {"w": sp.ShardedTensor((ROWS, COLUMNS), [(half, (11, 0))], dtype=torch.float16)}, cast=True
+        saved, {"w": sp.LocalShards((ROWS, COLUMNS), [(half, (11, 0))], dtype=torch.float16)}, cast=True
     )
     assert torch.equal(half, VALUE[11:14].half()) and report.bytes == BLOCK
 
@@ -152,7 +152,7 @@ def test_of_what_another_step_lends_the_blocks_are_read_too(
     assert [record.folder for record in manifest.files] == ["", "step-00000001"]
     assert verify(LocalStorage(folder)).ok
     view = torch.zeros(5, COLUMNS)
-    target = {"w": sp.ShardedTensor((ROWS, COLUMNS), [(view, (5, 0))]), "step": torch.zeros(600)}
+    target = {"w": sp.LocalShards((ROWS, COLUMNS), [(view, (5, 0))]), "step": torch.zeros(600)}
     assert sp.load(folder, target).bytes == BLOCK + 2400
     assert torch.equal(view, VALUE[5:10])
     lent = tmp_path / manifest.files[1].place
@@ -177,7 +177,7 @@ def test_a_step_that_writes_some_chunks_again_carries_their_blocks(tmp_path: Pat
         assert verify(LocalStorage(tmp_path / f"step-0000000{step}")).ok
     view = torch.zeros(5, COLUMNS)
     for key, expected in (("changed", VALUE * 2), ("new", VALUE + 2)):
-        target = {key: sp.ShardedTensor((ROWS, COLUMNS), [(view, (5, 0))])}
+        target = {key: sp.LocalShards((ROWS, COLUMNS), [(view, (5, 0))])}
         report = sp.load(tmp_path / "step-00000002", target, strict=False)
         assert report.bytes == BLOCK and torch.equal(view, expected[5:10])
 
@@ -198,7 +198,7 @@ def test_files_have_tables_of_many_chunks(tmp_path: Path) -> None:
     for key, value in state.items():
         begin = len(value) - 30
         view = torch.zeros(20, dtype=value.dtype)
-        target = {key: sp.ShardedTensor((len(value),), [(view, (begin,))])}
+        target = {key: sp.LocalShards((len(value),), [(view, (begin,))])}
         report = sp.load(tmp_path, target, strict=False)
         assert torch.equal(view, value[begin : begin + 20])
         assert report.bytes <= 2 * BLOCK

@@ -94,7 +94,7 @@ def test_every_kind_of_destination_gets_the_stored_values(
         load(WAYS[way](folder), target, cast=True)
         assert all(torch.equal(target[key].to(state[key].dtype), state[key]) for key in state)
     box = torch.zeros(331, 120)
-    piece = sp.ShardedTensor((ROWS, COLUMNS), [(box, (101, 90))])
+    piece = sp.LocalShards((ROWS, COLUMNS), [(box, (101, 90))])
     load(WAYS[way](folder), {"w1": piece}, strict=False)
     assert torch.equal(box, state["w1"][101:432, 90:210])
 
@@ -105,7 +105,7 @@ def test_some_rows_take_the_blocks_that_they_are_in(tmp_path: Path, way: str) ->
     with blocks_of(1024):
         sp.save(tmp_path, {"w": value})
         rows = torch.zeros(20, 64)
-        report = load(WAYS[way](tmp_path), {"w": sp.ShardedTensor((64, 64), [(rows, (17, 0))])})
+        report = load(WAYS[way](tmp_path), {"w": sp.LocalShards((64, 64), [(rows, (17, 0))])})
     assert torch.equal(rows, value[17:37])
     assert report.bytes == 24 * 64 * 4  # rows 16 to 39: four of 256 bytes in a block
 
@@ -133,7 +133,7 @@ def test_changed_bytes_are_found(folder: Path, way: str, key: str, boxes: bool) 
     target: Any = torch.zeros_like(value)
     if boxes:
         view = torch.zeros(value[:1].shape, dtype=value.dtype)
-        target = sp.ShardedTensor(tuple(value.shape), [(view, (0,) * value.dim())])
+        target = sp.LocalShards(tuple(value.shape), [(view, (0,) * value.dim())])
     try:
         path.write_bytes(raw[:at] + bytes([raw[at] ^ 4]) + raw[at + 1 :])
         with pytest.raises(CorruptChunkError) as caught:

@@ -227,7 +227,7 @@ def test_a_part_of_a_tensor_reads_its_part(tmp_path: Path) -> None:
     """One piece of a tensor of many chunks: the boxes that it wants, and no others."""
     Saver(LocalRendezvous(), chunk_bytes=40).save(LocalStorage(tmp_path), {"w": STORED})
     piece = torch.zeros(2, 4)
-    state = {"w": sp.ShardedTensor((6, 10), [(piece, (3, 5))], dtype=torch.float32)}
+    state = {"w": sp.LocalShards((6, 10), [(piece, (3, 5))], dtype=torch.float32)}
     report = sp.load(tmp_path, state)
     assert torch.equal(piece, STORED[3:5, 5:9])
     assert report.bytes == 2 * 40, "two chunks of one row each"

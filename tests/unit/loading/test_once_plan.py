@@ -302,7 +302,7 @@ def test_rounds_between_ranks_of_one_process_fill_every_destination(data: st.Dat
         matched = []
         for boxes, views in zip(wanted, states, strict=True):
             pieces = [(view, box[:2]) for view, box in zip(views, boxes, strict=True)]
-            state = {"a": torch.zeros_like(byte), "w": sp.ShardedTensor((rows, columns), pieces, dtype=cast)}
+            state = {"a": torch.zeros_like(byte), "w": sp.LocalShards((rows, columns), pieces, dtype=cast)}
             matched.append((match(opened, state, Options(cast=True), 0, 1), state))
         placings = [
             Placing(opened.manifest, opened.table, found.plan, found.destinations) for found, _ in matched

@@ -149,7 +149,7 @@ def test_columns_of_rows_are_read_whole_and_reported(tmp_path: Path) -> None:
     whole = torch.randn(64, 32)
     Saver(LocalRendezvous(), chunk_bytes=1024).save(LocalStorage(tmp_path), {"w": whole})
     view = torch.zeros(64, 8)
-    target = {"w": sp.ShardedTensor((64, 32), [(view, (0, 16))])}
+    target = {"w": sp.LocalShards((64, 32), [(view, (0, 16))])}
     report = sp.load(tmp_path, target)
     assert torch.equal(view, whole[:, 16:24])
     assert (report.bytes, report.needed, report.received) == (64 * 32 * 4, 64 * 8 * 4, 0)
@@ -221,7 +221,7 @@ def test_runs_of_chunks_are_read_into_place_and_the_rest_is_verified(
 
         def load() -> tuple[torch.Tensor, int]:
             view = torch.zeros(height, columns)
-            report = sp.load(folder, {"w": sp.ShardedTensor((rows, columns), [(view, (top, 0))])})
+            report = sp.load(folder, {"w": sp.LocalShards((rows, columns), [(view, (top, 0))])})
             return view, report.bytes
 
         with sp.open(folder) as opened:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
-from shardproof.errors import RankFailure, RankSilent, StructureError
+from shardproof.errors import RankFailure, RankSilent, ReentrantCallError, StructureError
 from shardproof.rendezvous import LocalRendezvous, StoreRendezvous, connect
 from shardproof.rendezvous.channel import Channel, View
 from shardproof.rendezvous.keys import MeetingKeys
@@ -270,7 +270,7 @@ def test_meetings_of_several_threads_are_held_one_at_a_time() -> None:
 
 def test_misuse_is_refused() -> None:
     meetings = StoreRendezvous(HashStore(), 0, 1, deadline=5)
-    with pytest.raises(RankFailure, match="inside the decision"):
+    with pytest.raises(ReentrantCallError, match="from inside a meeting"):
         meetings.meet("save", "a", b"", lambda posts: meetings.meet("save", "b", b"", join))
     meetings.close()
     meetings.close()

@@ -16,8 +16,7 @@ from shardproof.errors import AlreadyCommittedError, StorageError
 from shardproof.rendezvous import LocalRendezvous, StoreRendezvous
 from shardproof.saving.background import Workers
 from shardproof.saving.capture import Capture
-from shardproof.saving.fence import Fence
-from shardproof.state import Stepped, collect
+from shardproof.state import Fence, Stepped, collect
 from shardproof.storage import LocalStorage
 
 LIMIT = 60.0

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.testing._internal.two_tensor import TwoTensor
 
 import shardproof as sp
-from shardproof.errors import SaveSkipped, ShardproofError, StorageError, StructureError
+from shardproof.errors import SaveSkipped, StorageError, StructureError
 from shardproof.optim import HybridDeviceOptimizer
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.saving import background
@@ -570,8 +570,7 @@ def test_an_interrupt_before_all_is_copied_commits_nothing(
             checkpointer.save(1, state)
     state["weight"].zero_()
     gate.open()
-    with pytest.raises(ShardproofError, match="KeyboardInterrupt"):
-        checkpointer.wait()
+    checkpointer.wait()  # the interrupt has told the caller
     assert checkpointer.steps() == []
     checkpointer.save(2, state).result(LIMIT)
     assert checkpointer.steps() == [2]

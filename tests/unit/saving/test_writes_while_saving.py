@@ -57,13 +57,6 @@ class Job:
         return flat
 
 
-def add_one(optimizer: torch.optim.Optimizer) -> None:
-    """Write to all parameters in a way that torch does not count."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.data.add_(1)
-
-
 Write = Callable[[], object]
 Case = Callable[[], tuple[Job, Write]]
 CASES: dict[str, tuple[str, Case]] = {}
@@ -107,7 +100,9 @@ def _() -> tuple[Job, Write]:
     class Mine(torch.optim.AdamW):
         @torch.no_grad()
         def step(self, closure: Any = None) -> None:
-            add_one(self)
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.data.add_(1)
 
     job = Job(Mine)
     return job, job.optimizer.step
@@ -118,7 +113,9 @@ def _() -> tuple[Job, Write]:
     class Mine(torch.optim.AdamW):
         @functools.wraps(torch.optim.AdamW.step)  # takes over the mark that torch has added its hooks
         def step(self, closure: Any = None) -> None:
-            add_one(self)
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.data.add_(1)
 
     job = Job(Mine)
     return job, job.optimizer.step

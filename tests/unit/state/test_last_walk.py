@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from shardproof.errors import StructureError
 from shardproof.geometry import Boxes, Embedding
 from shardproof.planning import Structure
-from shardproof.state import Collected, LastWalk, ShardedTensor, collect
+from shardproof.state import Collected, LastWalk, LocalShards, collect
 from shardproof.state.dtensor import LOCAL
 from shardproof.state.tensors import same_memory
 from tests.describing import watch_described
@@ -183,10 +183,10 @@ CHANGES: dict[str, Callable[[Tree, DeviceMesh, DeviceMesh], Any]] = {
         tree["sharded"], "_local_tensor", torch.rand(5, 3).as_subclass(Marked)
     ),
     "pieces": lambda tree, mesh, other: tree.update(
-        explicit=ShardedTensor((4, 3), [(torch.rand(2, 3), (2, 0))])
+        explicit=LocalShards((4, 3), [(torch.rand(2, 3), (2, 0))])
     ),
     "other pieces": lambda tree, mesh, other: tree.update(
-        explicit=ShardedTensor((4, 3), [(torch.rand(2, 3), (1, 0))])
+        explicit=LocalShards((4, 3), [(torch.rand(2, 3), (1, 0))])
     ),
     "other memory of a DTensor": lambda tree, mesh, other: setattr(
         tree["sharded"], "_local_tensor", torch.rand(5, 3)

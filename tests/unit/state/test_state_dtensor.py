@@ -297,7 +297,7 @@ def test_a_local_tensor_that_is_not_what_the_placements_say_is_refused() -> None
         odd = DTensor.from_local(
             torch.ones(1, 2), mesh, [Shard(0)], run_check=False, shape=torch.Size((4, 2)), stride=(2, 1)
         )
-        with pytest.raises(StructureError, match="ShardedTensor"):
+        with pytest.raises(StructureError, match="LocalShards"):
             collect({"x": odd})
 
 

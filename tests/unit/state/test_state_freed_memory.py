@@ -22,8 +22,8 @@ from shardproof.state import (
     FlatShard,
     LastWalk,
     Layout,
+    LocalShards,
     OptimizerState,
-    ShardedTensor,
     bind,
     collect,
     declare,
@@ -101,8 +101,8 @@ def flat(nbytes: int) -> torch.Tensor:
 def test_pieces_and_flat_shards_without_memory_are_refused() -> None:
     catalogue = Catalogue({"w": ("float32", (3, 4))}, {}, {}, 1)
     for value in (
-        ShardedTensor((3, 4), [(cut(whole()), (0, 0))]),
-        ShardedTensor((3, 4), [(whole()[:1], (0, 0)), (cut(torch.zeros(2, 4), 31), (1, 0))]),
+        LocalShards((3, 4), [(cut(whole()), (0, 0))]),
+        LocalShards((3, 4), [(whole()[:1], (0, 0)), (cut(torch.zeros(2, 4), 31), (1, 0))]),
         FlatShard(flat(0), (3, 4), 0, 12),
         FlatShard(flat(47), (3, 4), 0, 12),
     ):

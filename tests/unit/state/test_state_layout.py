@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from shardproof.errors import StructureError
 from shardproof.geometry import Boxes, Embedding
 from shardproof.state import collect
-from shardproof.state.explicit import ShardedTensor
+from shardproof.state.explicit import LocalShards
 from shardproof.state.layout import Layout, declare, declared, local_layout
 from shardproof.state.tensors import empty_like_layout
 from tests.unit.state.test_state_dtensor import as_rank
@@ -100,7 +100,7 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, np.ndarray]:
     return layout, truth
 
 
-def filled(sharded: ShardedTensor) -> np.ndarray:
+def filled(sharded: LocalShards) -> np.ndarray:
     """What the pieces put in each element of the model's tensor; no element twice."""
     whole = torch.full(sharded.shape, NOWHERE)
     for view, offsets in sharded.pieces:

@@ -11,7 +11,7 @@ import torch
 
 from shardproof.dtypes import DTYPES
 from shardproof.errors import PlainDataError, StructureError
-from shardproof.state import Catalogue, FlatShard, PerRank, RandomState, ShardedTensor, bind, collect
+from shardproof.state import Catalogue, FlatShard, LocalShards, PerRank, RandomState, bind, collect
 from tests.unit.state.fake_checkpoint import FakeCheckpoint, saved, saved_by_ranks
 
 Pair = namedtuple("Pair", "left right")
@@ -300,9 +300,7 @@ def test_explicit_boxes_and_flat_shards_hold_what_they_say() -> None:
         box = whole[rank : rank + 1] if rank < 4 else whole[4:]
         return {
             "flat": FlatShard(buffer, (5, 7), cuts[rank], cuts[rank + 1]),
-            "boxes": ShardedTensor(
-                (5, 7), [(box[:, :2].clone(), (rank, 0)), (box[:, 2:].clone(), (rank, 2))]
-            ),
+            "boxes": LocalShards((5, 7), [(box[:, :2].clone(), (rank, 0)), (box[:, 2:].clone(), (rank, 2))]),
         }
 
     checkpoint = saved_by_ranks(sharded, 5)
@@ -337,9 +335,9 @@ def test_a_flat_shard_of_a_fused_tensor_parallel_weight() -> None:
 
 def test_explicit_shards_say_what_is_wrong_with_them() -> None:
     with pytest.raises(StructureError, match="dtype"):
-        ShardedTensor((2,), [])
+        LocalShards((2,), [])
     with pytest.raises(StructureError, match="does not lie within"):
-        ShardedTensor((2,), [(torch.ones(2), (1,))])
+        LocalShards((2,), [(torch.ones(2), (1,))])
     with pytest.raises(StructureError, match=r"\[3\]"):
         FlatShard(torch.ones(2), (4,), 0, 3)
     with pytest.raises(StructureError, match="flat shard"):

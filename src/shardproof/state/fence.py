@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,11 +17,9 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardproof import events
-from shardproof.saving.write_watch import written_by
-from shardproof.state import Stepped
+from shardproof import events, forks
 from shardproof.state.dtensor import local_tensor
-from shardproof.state.entries import memory_of
+from shardproof.state.entries import Stepped, memory_of
 
 __all__ = ["Fence", "open_all"]
 
@@ -43,7 +40,7 @@ class Fence:
         self._phase = phase
         self._opened = False
         self._process = os.getpid()
-        self._memory = written_by(stepped)
+        self._memory = frozenset[int]().union(*(item.memory for item in stepped))
         self._concerned: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
         for item in stepped:
             self._concerned[item.optimizer] = True
@@ -100,7 +97,7 @@ class _Standing:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._fences: list[Fence] = []
         self._hooked = False
 

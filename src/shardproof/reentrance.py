@@ -1,0 +1,70 @@
+"""Calls that a thread must not make from inside another one: from a signal handler, or a callback.
+
+A handler runs on top of whatever the main thread does, so what that holds is held until the handler returns.
+A save that it begins there would wait for itself. Such a call is refused at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any, TypeVar
+
+from shardproof.errors import ReentrantCallError
+
+__all__ = ["guarded", "refuse_inside"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_guarded: dict[CodeType, str] = {}
+"""The code of each guarded function, and what people call it."""
+
+
+def guarded(name: str) -> Callable[[Function], Function]:
+    """Marks a function inside which `refuse_inside` refuses.
+
+    The stack of the thread says whether the function runs. A flag would stay set where an interrupt comes
+    between setting it and the block that resets it.
+
+    Args:
+        name: for people.
+    """
+
+    def mark(function: Function) -> Function:
+        _guarded[function.__code__] = name
+        return function
+
+    return mark
+
+
+def refuse_inside(call: str, *functions: str) -> None:
+    """Refuses a call that this thread makes from inside a guarded function.
+
+    Args:
+        call: for people.
+        functions: names of the guarded functions that are meant; none: all.
+
+    Raises:
+        ReentrantCallError: a guarded function is on this thread's stack, below the caller.
+
+    >>> @guarded("load")
+    ... def load():
+    ...     refuse_inside("save")
+    >>> load()
+    Traceback (most recent call last):
+    ...
+    shardproof.errors.ReentrantCallError: save was called from inside load on the same thread, by a ...
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        inside = _guarded.get(frame.f_code)
+        if inside is not None and (not functions or inside in functions):
+            raise ReentrantCallError(
+                f"{call} was called from inside {inside} on the same thread, by a signal handler or a "
+                f"callback: nothing was begun, and {inside} goes on. Have the handler set a flag, and save "
+                "at the next step boundary",
+                call=call,
+                inside=inside,
+            )
+        frame = frame.f_back

@@ -1,0 +1,110 @@
+"""What a rank does that leaves an operation before its last meeting.
+
+Note "One order after an interrupt". Meetings have numbers, and a rank posts once to each. A rank that is
+interrupted, or fails where no meeting tells of it, does not know how far the other ranks have come. But they
+cannot pass a meeting to which it has not posted. So it gives up the first such meeting, by compare-and-set on
+its verdict, and goes on after it. Ranks of the same operation find the reason there, and ranks of
+another one pass over it. What a rank counts changes only after the result of a meeting is there, and an
+operation that it left stays on a list until the store has answered. So an interrupt between two steps repeats
+them, and each can be repeated.
+
+Two ranks are in the same operation if its name is the same and it took as many meetings before the one that
+is given up. Ranks compare this in one meeting, so it is the same in whichever generation each began to count.
+
+A verdict that stands may tell all ranks to join again (the note in `membership`). Then this rank leaves the
+generation too. If that verdict is about another operation, the rank gives up a meeting of the new generation:
+the first, or the one after the verdict that the new coordinator has to be told. A rank that has not joined
+has posted to no meeting. It keeps its verdict until it has joined.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from shardproof.rendezvous import store_requests as on
+from shardproof.rendezvous import verdicts
+from shardproof.rendezvous.channel import Channel
+from shardproof.rendezvous.keys import MeetingKeys
+from shardproof.rendezvous.meeting import ERROR, GIVEN_UP, wire
+from shardproof.rendezvous.operation import Operation
+from shardproof.rendezvous.records import Record, pack, unpack
+
+__all__ = ["GivenUp", "give_up_next"]
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """What the store has answered to a rank that left an operation."""
+
+    following: int
+    """Number of the meeting after those that are given up."""
+    is_told: bool
+    """Whether the ranks of the operation find there that it failed."""
+    renew: bool
+    """Whether the ranks join again, in a new generation."""
+    carried: bytes | None = None
+    """The verdict that says so, if the coordinator of the new generation is to be told of it."""
+
+
+def give_up_next(
+    channel: Channel, number: int, operation: Operation, world_size: int
+) -> Future[GivenUp] | None:
+    """Gives up the next meeting in which other ranks may wait for this one. Does not wait for other ranks.
+
+    Args:
+        channel: of this rank.
+        number: of the first meeting whose result this rank has not seen.
+        operation: that this rank left.
+        world_size: number of ranks.
+
+    Returns:
+        The same each time that it is asked for. None: the verdict is kept until this rank has joined.
+    """
+    error = verdicts.failure(
+        operation.name, operation.phase, world_size, {channel.rank: operation.cause or "it was interrupted"}
+    )
+
+    def record(before: int) -> bytes:
+        whole = operation.name, before
+        return pack(operation.name, operation.phase, GIVEN_UP, wire(error), whole=whole)
+
+    channel.begin(number)
+    if channel.rank > 0 and not channel.is_member:
+        channel.give_up(number, record(0 if operation.first is None else number - operation.first))
+        return None
+    joined = channel.join(number)
+    root, start = joined.root, joined.number
+
+    def request(store: Any) -> GivenUp:
+        at, first = number, operation.first
+        keys = MeetingKeys(root, start)
+        if channel.rank > 0 and store.check([keys.post(channel.rank)]):
+            found = on.peek(store, keys.verdict)
+            if found is None or unpack(keys.verdict, found).renew is None:
+                at, first = at + 1, at if first is None else first  # others may have passed it
+        while True:
+            keys = MeetingKeys(root, start + at - number)
+            before = 0 if first is None else at - first
+            found = bytes(store.compare_set(keys.verdict, "", record(before)))
+            standing = unpack(keys.verdict, found)
+            on.set_all(store, {keys.wake: b"1", keys.ready: b"1"})  # of the other ranks, and of rank 0
+            at += 1
+            same = standing.kind == GIVEN_UP and standing.whole == (operation.name, before)
+            if standing.kind == ERROR or same or standing.renew is not None:
+                return GivenUp(
+                    at, standing.kind == ERROR or same, standing.renew is not None, _carried(standing)
+                )
+            if standing.kind != GIVEN_UP and first is None:
+                first = at - 1
+
+    return channel.later(request)
+
+
+def _carried(verdict: Record) -> bytes | None:
+    """A verdict as each rank that saw it proposes it in the new generation, to the first meeting there."""
+    if not verdict.renew or verdict.parts:
+        return None  # the coordinator itself said so
+    whole = verdict.whole
+    return pack(verdict.operation, verdict.phase, GIVEN_UP, verdict.body, whole=whole)

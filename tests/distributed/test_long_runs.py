@@ -1,0 +1,46 @@
+"""What a process keeps from save to save: no descriptor, no thread and no key of the store for each."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from pathlib import Path
+
+import torch
+
+import shardproof as sp
+from tests.harness import rank, rendezvous, run_ranks
+
+SAVES = 30
+
+
+def counts(store: object) -> tuple[int, int, int]:
+    """Open descriptors, threads, and keys of the store."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), store.num_keys()  # type: ignore[attr-defined]
+
+
+def save_again_and_again(root: str) -> tuple[list[tuple[int, int, int]], int]:
+    meetings = rendezvous(deadline=30.0)
+    checkpointer = sp.Checkpointer(
+        root, rendezvous=meetings, keep=sp.KeepLatest(2), incremental=True, check_replicas="all"
+    )
+    weights = {str(number): torch.zeros(64) for number in range(8)}
+    found = []
+    for step in range(SAVES):
+        weights["0"].add_(1)
+        checkpointer.save(step, weights).result()
+        meetings.meet("test", "count", b"", lambda posts: b"")
+        found.append(counts(meetings._store.underlying_store))
+    return found, rank()
+
+
+def test_descriptors_threads_and_keys_do_not_grow_with_saves(tmp_path: Path) -> None:
+    for outcome in run_ranks(2, save_again_and_again, str(tmp_path), timeout=90):
+        found, _ = outcome.value
+        early, late = found[4 : SAVES // 2], found[SAVES // 2 :]
+        for what in (0, 1):  # what ends in the background may be there still when they are counted
+            assert max(one[what] for one in late) <= max(one[what] for one in early), found
+        # Keys of one meeting more or less: the ranks sweep what they wrote a meeting later.
+        assert max(one[2] for one in late) <= max(one[2] for one in early) + 4, found

@@ -1,0 +1,83 @@
+"""Two live ranks that wait in different meetings give up, and meet again. Ranks are threads."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from torch.distributed import HashStore
+
+from shardproof.errors import RankSilent, ShardproofError
+from shardproof.rendezvous.channel import Channel
+from shardproof.rendezvous.meeting import Meeting, PassedOver, attend
+from shardproof.rendezvous.pulse import Pulse
+from shardproof.rendezvous.watch import Watch
+
+DEADLINE = 1.0
+
+
+class Rank:
+    """A rank that numbers its meetings as the test says."""
+
+    def __init__(self, store: Any, rank: int) -> None:
+        pulse = Pulse()
+        pulse.period = DEADLINE / 8
+        self.channel = Channel(store, "apart", rank, 2, pulse, DEADLINE)
+        self.number = 0
+
+    def meet(self, operation: str) -> bytes:
+        """The answer of the next meeting that is about this operation."""
+        while True:
+            meeting = Meeting(self.number, 2, operation, "agree", DEADLINE, False, (operation, 0))
+            try:
+                return attend(self.channel, meeting, b"%d" % self.channel.rank, b",".join)
+            except PassedOver:
+                continue
+            finally:
+                self.number += 1
+
+
+def together(ranks: list[Rank], operation: str) -> list[bytes | ShardproofError]:
+    """What the meeting of both ranks ends with on each, within a minute."""
+    ends: dict[int, bytes | ShardproofError] = {}
+
+    def run(rank: Rank) -> None:
+        try:
+            ends[rank.channel.rank] = rank.meet(operation)
+        except ShardproofError as error:
+            ends[rank.channel.rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(ends) == [0, 1], "a rank still waits"
+    return [ends[0], ends[1]]
+
+
+def test_live_ranks_in_different_meetings_give_up_and_meet_again() -> None:
+    store = HashStore()
+    ranks = [Rank(store, 0), Rank(store, 1)]
+    try:
+        for ahead in (0, 1):
+            assert together(ranks, f"save before {ahead}") == [b"0,1", b"0,1"]
+            ranks[ahead].number += 1
+            ends = together(ranks, f"save {ahead}")
+            assert [type(end) for end in ends] == [RankSilent, RankSilent], ends
+            assert any("waits in another meeting" in str(end) for end in ends), ends
+            again = [together(ranks, f"save {ahead} again {attempt}") for attempt in range(2)]
+            assert [b"0,1", b"0,1"] in again, again
+    finally:
+        for rank in ranks:
+            rank.channel.close()
+
+
+def test_a_sign_of_life_from_another_meeting_is_no_news() -> None:
+    watch = Watch([1], now=0.0, longest_step=1.0)
+    watch.observe(1, b"first")
+    watch.step(1.0)
+    assert not watch.observe(1, b"second", is_elsewhere=True)
+    assert watch.silent(for_seconds=1.0) == [1]
+    assert watch.observe(1, b"third")
+    assert watch.silent(for_seconds=1.0) == []

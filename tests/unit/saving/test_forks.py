@@ -1,0 +1,83 @@
+"""Children made by fork while the parent saves: they end at once, and save by themselves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LIMIT = 120.0
+
+_PARENT = """
+import multiprocessing, os, sys, threading, time
+import torch
+import shardproof as sp
+from shardproof import forks
+
+root, kind = sys.argv[1:]
+checkpointer = sp.Checkpointer(root)
+state = {"weight": torch.ones(1 << 22), "other": torch.ones(1 << 22)}
+
+
+def child(number):
+    if kind == "saves":
+        checkpointer.save(100 + number, {"weight": torch.ones(3)}).result(30)
+    sys.exit(0)
+
+
+def fork(number):
+    if kind == "multiprocessing":
+        process = multiprocessing.get_context("fork").Process(target=child, args=(number,))
+        process.start()
+        process.join(30)
+        return process.exitcode
+    pid = os.fork()
+    if pid == 0:
+        child(number)
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        if (ended := os.waitpid(pid, os.WNOHANG))[0]:
+            return os.waitstatus_to_exitcode(ended[1])
+        time.sleep(0.005)
+    os.kill(pid, 9)
+    return "it hung"
+
+
+held, done = threading.Barrier(2), threading.Event()
+
+
+def hold_all():
+    locks = list(forks._locks)
+    for lock in locks:
+        lock.acquire()
+    held.wait(30)
+    done.wait(120)
+    for lock in locks:
+        lock.release()
+
+
+checkpointer.save(0, state).result()
+codes = []
+for number in range(2):  # while a save is under way
+    pending = checkpointer.save(1 + number, state)
+    codes.append(fork(number))
+    pending.result()
+holder = threading.Thread(target=hold_all)  # while another thread holds every lock
+holder.start()
+held.wait(30)
+codes.append(fork(2))
+done.set()
+holder.join()
+checkpointer.save(10, state).result()
+print(codes)
+"""
+
+
+@pytest.mark.parametrize("kind", [pytest.param("exits", marks=pytest.mark.slow), "multiprocessing", "saves"])
+def test_a_child_made_by_fork_ends(kind: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _PARENT, str(tmp_path), kind]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert ended.stdout.strip() == "[0, 0, 0]", ended.stderr
+    assert ended.returncode == 0, ended.stderr

@@ -1,0 +1,230 @@
+"""Module-level mutable state is what ARCHITECTURE.md lists, found in what the source says."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "src" / "shardproof"
+
+# Calls that make what is there to be changed, whatever they are given.
+MUTABLE = {
+    *("Condition", "ContextVar", "Counter", "Event", "Lock", "Queue", "RLock", "Semaphore", "SimpleQueue"),
+    *("WeakKeyDictionary", "WeakSet", "WeakValueDictionary", "bytearray", "count", "cycle"),
+    *("defaultdict", "deque", "local", "lock"),
+}
+# Containers that may be constant tables: state only if they begin empty or the module changes them.
+CONTAINERS = {"OrderedDict", "dict", "list", "set"}
+CHANGES = {
+    *("add", "append", "appendleft", "clear", "difference_update", "discard", "extend", "insert"),
+    *("intersection_update", "pop", "popitem", "remove", "setdefault", "symmetric_difference_update"),
+    *("update",),
+}
+CACHES = {"cache", "lru_cache"}
+FROZEN = {"NamedTuple", "Enum", "IntEnum", "StrEnum", "Protocol"}
+
+
+@dataclass(frozen=True)
+class Found:
+    """One name of a module, or one of a class body, that the process shares."""
+
+    name: str
+    is_cache: bool = False
+
+
+def last_name(node: ast.expr) -> str:
+    """The last part of a dotted or subscripted name: ``WeakSet`` of ``weakref.WeakSet[int]``."""
+    if isinstance(node, ast.Subscript):
+        return last_name(node.value)
+    if isinstance(node, ast.Call):
+        return last_name(node.func)
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def is_frozen(cls: ast.ClassDef) -> bool:
+    """Whether instances never change: declared frozen, or no method sets an attribute."""
+    for call in (*cls.decorator_list, cls):
+        for word in call.keywords if isinstance(call, ast.Call | ast.ClassDef) else ():
+            if word.arg == "frozen" and isinstance(word.value, ast.Constant) and word.value.value:
+                return True
+    if FROZEN & set(map(last_name, cls.bases)):
+        return True
+    stored = (
+        node
+        for node in ast.walk(cls)
+        if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del)
+    )
+    return not any(isinstance(node.value, ast.Name) and node.value.id == "self" for node in stored)
+
+
+def assignments(body: list[ast.stmt]) -> Iterator[tuple[str, ast.expr]]:
+    """Each name that a body binds to a value."""
+    for node in body:
+        if isinstance(node, ast.If | ast.Try | ast.With):
+            yield from assignments(node.body)
+            yield from assignments(getattr(node, "orelse", []))
+            yield from assignments(getattr(node, "finalbody", []))
+            for handler in getattr(node, "handlers", []):
+                yield from assignments(handler.body)
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, ast.AnnAssign):
+            targets = [node.target]
+        value = getattr(node, "value", None)
+        for target in targets:
+            if isinstance(target, ast.Name) and isinstance(value, ast.expr):
+                yield target.id, value
+
+
+def changed_names(tree: ast.Module) -> set[str]:
+    """Names whose value the module's functions replace (``global``), or that it changes in place."""
+    changed = set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            changed |= set(node.names)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr in CHANGES:
+                changed.add(last_name(node.func.value))
+        elif isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            changed.add(last_name(node.value))
+        elif isinstance(node, ast.AugAssign):
+            changed.add(last_name(node.target))
+    return changed
+
+
+def is_state(value: ast.expr, changed: bool, mutable_classes: set[str]) -> bool:
+    """Whether a name that is bound to this value is state: it, or what it holds, can become another."""
+    if isinstance(value, ast.List | ast.Set | ast.ListComp | ast.SetComp):
+        return changed or (isinstance(value, ast.List) and not value.elts)
+    if isinstance(value, ast.Dict | ast.DictComp):
+        return changed or (isinstance(value, ast.Dict) and not value.keys)
+    if isinstance(value, ast.Call):
+        kind = last_name(value.func)
+        if kind in CONTAINERS:
+            return changed or not (value.args or value.keywords)
+        return kind in MUTABLE | mutable_classes
+    return False
+
+
+def state_of(source: str, mutable_classes: set[str] = frozenset()) -> set[Found]:  # type: ignore[assignment]
+    """The mutable state of a module, by its source.
+
+    Args:
+        source: of the module.
+        mutable_classes: names of classes of other modules whose instances change.
+    """
+    tree = ast.parse(source)
+    own = {node.name: is_frozen(node) for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    mutable = (mutable_classes - own.keys()) | {name for name, frozen in own.items() if not frozen}
+    changed = changed_names(tree)
+    replaced = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
+    found = {Found(name) for name in replaced}
+    for name, value in assignments(tree.body):
+        if name != "__all__" and is_state(value, name in changed, mutable):
+            found.add(Found(name))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            fields = bool({"dataclass", "Struct"} & {*map(last_name, node.decorator_list + node.bases)})
+            found |= {
+                Found(f"{node.name}.{name}")
+                for name, value in assignments(node.body)
+                if not fields and is_state(value, name in changed, mutable)
+            }
+        elif isinstance(node, ast.FunctionDef) and CACHES & set(map(last_name, node.decorator_list)):
+            found.add(Found(node.name, is_cache=True))
+    return found
+
+
+def classes_that_change() -> set[str]:
+    """Names of classes of the package whose instances change."""
+    return {
+        node.name
+        for path in SOURCE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and not is_frozen(node)
+    }
+
+
+def listed() -> dict[str, bool]:
+    """What ARCHITECTURE.md lists, as ``file: name``; whether in the table of caches."""
+    section = (ROOT / "ARCHITECTURE.md").read_text().split("\n## State of the process\n")[1].split("\n## ")[0]
+    state, caches = section.split("| cache |")
+    rows = re.compile(r"^\| `([^`]+\.py)`: `([^`]+)` \|", re.MULTILINE)
+    return {
+        f"{file}: {name}": is_cache
+        for is_cache, text in ((False, state), (True, caches))
+        for file, name in rows.findall(text)
+    }
+
+
+def test_module_level_state_is_what_architecture_lists() -> None:
+    mutable = classes_that_change()
+    found = {
+        f"{path.relative_to(SOURCE)}: {one.name}": one.is_cache
+        for path in SOURCE.rglob("*.py")
+        for one in state_of(path.read_text(), mutable)
+    }
+    assert found == listed()
+
+
+# The rule itself: it finds what it is for.
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "x = {}",
+        "x: dict[str, int] = {}",
+        "x = []",
+        "x = set[int]()",
+        "x = list()",
+        "x = weakref.WeakSet()",
+        "x: WeakSet[int] = WeakSet()",
+        "x = threading.Lock()",
+        "x = forks.lock()",
+        "x = itertools.count()",
+        "x = None\ndef f():\n    global x\n    x = 1",
+        "x = {1: 2}\ndef f():\n    x[3] = 4",
+        "x = {1: 2}\ndef f():\n    del x[1]",
+        "x = {1: 2}\ndef f():\n    x.update(y)",
+        "x = [1]\ndef f():\n    x.append(2)",
+        "class A:\n    def f(self):\n        self.y = 1\nx = A()",
+        "if True:\n    x = {}",
+        "try:\n    pass\nexcept OSError:\n    x = {}",
+        "x = Elsewhere()",
+    ],
+)
+def test_state_is_found(source: str) -> None:
+    assert state_of(source, {"Elsewhere"}) == {Found("x")}
+
+
+def test_state_of_a_class_and_caches_are_found() -> None:
+    assert state_of("class A:\n    known = {}") == {Found("A.known")}
+    assert state_of("@functools.lru_cache(maxsize=8)\ndef f(): pass") == {Found("f", is_cache=True)}
+    assert state_of("@cache\ndef f(): pass") == {Found("f", is_cache=True)}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "x = {1: 2}",
+        "x = (1, 2)",
+        "x = frozenset()",
+        "x = {name: 1 for name in y}",
+        "x = dict[str, int]",
+        "x = logging.getLogger('a')",
+        "@dataclass(frozen=True)\nclass A:\n    y: int\nx = A(1)",
+        "class A:\n    def f(self):\n        return 1\nx = A()",
+        "def f():\n    x = {}\n    x[1] = 2",
+        "@dataclass\nclass A:\n    y: Any = make()",
+    ],
+)
+def test_constants_pass(source: str) -> None:
+    assert state_of(source) == set()

@@ -1,0 +1,86 @@
+"""The names of `shardproof`: where they come from, what loads them, and which old ones still work."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import warnings
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardproof as sp
+
+
+def test_the_old_name_of_local_shards_works_and_warns_where_it_is_used() -> None:
+    with pytest.warns(DeprecationWarning, match=r"shardproof\.LocalShards") as caught:
+        old = sp.ShardedTensor
+    assert old is sp.LocalShards
+    assert [warning.filename for warning in caught] == [__file__]
+    with pytest.warns(DeprecationWarning, match=r"shardproof\.LocalShards") as caught:
+        from shardproof import ShardedTensor
+    assert ShardedTensor is sp.LocalShards
+    assert {warning.filename for warning in caught} == {__file__}
+
+
+def test_the_new_name_does_not_warn_and_the_old_one_is_not_listed() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert sp.LocalShards.__name__ == "LocalShards"
+    assert "LocalShards" in sp.__all__ and "ShardedTensor" not in {*sp.__all__, *dir(sp)}
+
+
+def test_a_checkpoint_does_not_hold_the_name_of_the_class(tmp_path: Path) -> None:
+    """What is stored depends on the values, so a class may be renamed."""
+    sp.save(tmp_path / "c", {"w": sp.LocalShards((4,), [(torch.ones(4), (0,))])})
+    stored = b"".join(path.read_bytes() for path in sorted((tmp_path / "c").rglob("*")) if path.is_file())
+    assert b'"w"' in stored
+    assert b"LocalShards" not in stored and b"ShardedTensor" not in stored
+
+
+PACKAGES = ("events", "fsdp", "geometry", "layouts", "optim", "rendezvous", "rerun", "storage")
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_public_package_is_an_attribute_and_loads_when_it_is_used(name: str) -> None:
+    script = (
+        "import sys\n"
+        "import shardproof as sp\n"
+        f"assert 'shardproof.{name}' not in sys.modules\n"
+        f"assert sp.{name}.__name__ == 'shardproof.{name}'\n"
+        f"assert all(getattr(sp.{name}, one) is not None for one in sp.{name}.__all__)\n"
+    )
+    run_python(script)
+
+
+def test_what_is_listed_is_what_is_offered() -> None:
+    assert dir(sp) == sp.__all__ == sorted(set(sp.__all__))
+    assert set(PACKAGES) < set(sp.__all__)
+
+
+def test_type_checkers_are_told_of_the_same_names_from_the_same_homes() -> None:
+    """The imports that only type checkers read offer each public name, and say where it comes from."""
+    (block,) = [
+        node
+        for node in ast.parse(Path(sp.__file__).read_text()).body
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    ]
+    told = {}
+    for statement in block.body:
+        assert isinstance(statement, ast.ImportFrom) and statement.module is not None
+        for alias in statement.names:
+            assert alias.asname == alias.name, f"{alias.name} is not offered: import it as itself"
+            told[alias.name] = statement.module
+    assert sorted([*told, "__version__"]) == sp.__all__
+    for name, home in told.items():
+        assert getattr(sp, name) is getattr(import_module(home), name)
+
+
+def run_python(script: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
