@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from recording import STDOUT, json_option, record
 
-from shardproof.garbage import no_garbage_collection
+from shardproof._utils.gc_pause import no_garbage_collection
 from shardproof.planning import Structure, TensorTable, writing
 from shardproof.saving.commit import Written, commit
 from shardproof.saving.prepare import Attempt

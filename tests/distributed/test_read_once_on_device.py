@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardproof._utils.streams import on_stream
 from shardproof.errors import RankFailure
 from shardproof.loading import Options, crossover, exchange, load_from, loader
 from shardproof.rendezvous import LocalRendezvous, connect
 from shardproof.saving import Saver
 from shardproof.storage import LocalStorage
-from shardproof.streams import on_stream
 from tests import simulated
 from tests.distributed.test_read_once import go_through, small_rounds
 from tests.harness import process_group, rank, run_ranks

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from shardproof._utils.streams import on_stream
 from shardproof.optim import HybridDeviceOptimizer
 from shardproof.optim.hybrid.traffic import SideStreams
-from shardproof.streams import on_stream
 from tests import simulated
 from tests.accelerator import first_device
 from tests.simulated.values import COUNT, all_are, device_memory, page_locked

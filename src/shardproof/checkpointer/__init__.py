@@ -5,14 +5,40 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardproof.checkpointer.damage import Damage
-from shardproof.checkpointer.folders import StepFolder
-from shardproof.checkpointer.retention import KeepLatest, Retention
+from shardproof.checkpointer.folders import SETTLED_NAME, StepFolder, is_ours, parse_folder, parse_step
+from shardproof.checkpointer.retention import (
+    KeepLatest,
+    Leftover,
+    Retention,
+    delete_steps,
+    leftovers,
+    plan_removal,
+    remove_leftover,
+)
+from shardproof.checkpointer.suspects import read_settled
 
 if TYPE_CHECKING:
     from shardproof.checkpointer.checkpointer import Checkpointer
     from shardproof.checkpointer.choosing import PassedOver
 
-__all__ = ["Checkpointer", "Damage", "KeepLatest", "PassedOver", "Retention", "StepFolder"]
+__all__ = [
+    "SETTLED_NAME",
+    "Checkpointer",
+    "Damage",
+    "KeepLatest",
+    "Leftover",
+    "PassedOver",
+    "Retention",
+    "StepFolder",
+    "delete_steps",
+    "is_ours",
+    "leftovers",
+    "parse_folder",
+    "parse_step",
+    "plan_removal",
+    "read_settled",
+    "remove_leftover",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -38,8 +38,7 @@ from shardproof.errors import (
     StructureError,
 )
 from shardproof.format import MANIFEST_NAME, Manifest, shard_name
-from shardproof.loading import UNREADABLE, LoadReport, Options, ReadOnce, load_from
-from shardproof.loading.selection import Cast, Patterns
+from shardproof.loading import UNREADABLE, Cast, LoadReport, Options, Patterns, ReadOnce, load_from
 from shardproof.reentrance import guarded, refuse_inside
 from shardproof.rendezvous import Meetings, Rendezvous, check_group, connect
 from shardproof.saving import CheckReplicas, Committed, PendingSave, Saver, WhenBusy

@@ -15,7 +15,7 @@ import msgspec
 from shardproof.checkpointer.choosing import Chosen, named, newest_committed, why_unreadable
 from shardproof.checkpointer.folders import StepFolder
 from shardproof.errors import StorageError, StructureError
-from shardproof.loading.matching import from_rank
+from shardproof.loading import from_rank
 from shardproof.storage import Storage
 
 __all__ = ["RestoreReport", "check_damage", "check_reports", "report_view"]

@@ -45,7 +45,7 @@ def command(a: str, b: str, as_json: bool) -> int:
 def _show(difference: Difference) -> None:
     from shardproof.cli.terminal import console, table
     from shardproof.cli.words import counted, gigabytes
-    from shardproof.report.folding import fold
+    from shardproof.report import fold
 
     out = console()
     for title, keys in (("only in A", difference.only_a), ("only in B", difference.only_b)):

@@ -77,7 +77,7 @@ def _show_summary(summary: Summary) -> None:
 
     from shardproof.cli.terminal import console, table
     from shardproof.cli.words import age, counted, gigabytes, printable
-    from shardproof.report.folding import fold
+    from shardproof.report import fold
 
     out = console()
     where = summary.location + (f", {summary.prefix}" if summary.prefix else "")
@@ -167,8 +167,7 @@ def _show_writers(summary: Summary) -> None:
 def _show_detail(found: TensorDetail | ObjectDetail) -> None:
     from shardproof.cli.terminal import console, table
     from shardproof.cli.words import gigabytes, printable
-    from shardproof.report import ObjectDetail
-    from shardproof.report.detail import spelled
+    from shardproof.report import ObjectDetail, spelled
 
     out = console()
     if isinstance(found, ObjectDetail):

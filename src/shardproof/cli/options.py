@@ -54,8 +54,7 @@ def _folder(_context: click.Context, parameter: click.Parameter, path: str) -> s
 
 def _shown(path: str) -> str:
     """A path as it was given and, if that is relative or has parts to resolve, what it stands for."""
-    from shardproof.storage.failures import printable
-    from shardproof.storage.paths import absolute
+    from shardproof.storage import absolute, printable
 
     whole = absolute(path) if path else None
     return f"{path!r}" + (f" ({printable(whole)})" if whole is not None and str(whole) != path else "")

@@ -103,8 +103,7 @@ def _agreed(plan: PrunePlan) -> bool:
 
 def _carry_out(storage: Storage, plan: PrunePlan) -> list[str]:
     """Removes what is planned, but for folders that were committed since then: it gives these."""
-    from shardproof.checkpointer.retention import delete_steps, remove_leftover
-    from shardproof.checkpointer.suspects import read_settled
+    from shardproof.checkpointer import delete_steps, read_settled, remove_leftover
 
     spared = [leftover.folder for leftover in plan.leftovers if not remove_leftover(storage, leftover)]
     lost = [name for name in plan.lost if _is_lost(storage.within(name))]
@@ -125,7 +124,7 @@ def _is_lost(step: Storage) -> bool:
 
 def _remove_empty_folders(run: str, older_than: float, now: float) -> None:
     """Folders in which a save died before its first file: no file, so no storage tells of them."""
-    from shardproof.checkpointer.folders import parse_folder
+    from shardproof.checkpointer import parse_folder
 
     for name in os.listdir(run):
         top = os.path.join(run, name)

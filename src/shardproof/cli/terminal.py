@@ -12,8 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardproof.cli.words import printable
-from shardproof.events.phases import Hub
-from shardproof.events.showing import Bars
+from shardproof.events import Bars, Hub
 
 __all__ = ["bytes_progress", "console", "table"]
 

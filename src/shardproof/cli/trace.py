@@ -24,9 +24,9 @@ def command(folder: str, output: str, as_json: bool) -> int:
     from dataclasses import asdict
     from pathlib import Path
 
+    from shardproof._utils.humanize import span
     from shardproof.cli.words import counted, printable
     from shardproof.events import merge_traces
-    from shardproof.words import span
 
     merged = merge_traces(sorted(Path(folder).glob("*.json")), output)
     if as_json:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from shardproof.words import gigabytes, gigabytes_per_second, printable
+from shardproof._utils.humanize import gigabytes, gigabytes_per_second, printable
 
 __all__ = ["age", "counted", "gigabytes", "gigabytes_per_second", "printable", "seconds_of"]
 

@@ -18,8 +18,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardproof.state.slots import LocalRange, SlotKeeper
-from shardproof.state.tensors import as_bytes
+from shardproof.state import LocalRange, SlotKeeper, as_bytes
 
 __all__ = ["digest_of", "state_digests"]
 

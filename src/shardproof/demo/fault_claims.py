@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardproof.demo.evidence import RunRecords, compare_draws, compare_losses, compare_tensors
 from shardproof.demo.fault_story import FAULTS, FaultRun, FaultStory
-from shardproof.rerun.log import read_rejected, steps_to_skip
+from shardproof.rerun import read_rejected, steps_to_skip
 
 __all__ = ["Claim", "FaultRunFacts", "claims_of"]
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import shardproof as sp
+from shardproof._utils.topology import ranks_here
 from shardproof.demo.accident import stop_in_the_middle
 from shardproof.demo.data import TextLoader
 from shardproof.demo.digests import state_digests
@@ -31,7 +32,6 @@ from shardproof.demo.optimizers import clip_gradients, finish_gradients, make_op
 from shardproof.demo.parallel import Place, spread
 from shardproof.demo.story import BATCH
 from shardproof.demo.task import Task
-from shardproof.node import ranks_here
 
 __all__ = ["Trainer", "draws", "leave", "run_task"]
 

@@ -14,7 +14,7 @@ from typing import cast
 from shardproof import rerun
 from shardproof.demo.fault_story import FAILED, RESTART, FaultTask
 from shardproof.demo.train import DEADLINE, Trainer, draws, leave, run_task
-from shardproof.rerun.injection import FaultKind
+from shardproof.rerun import FaultKind
 
 __all__ = ["WatchedTrainer"]
 

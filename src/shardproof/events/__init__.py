@@ -17,13 +17,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from shardproof.events.merging import Merged, merge_traces
-from shardproof.events.phases import Event, Listener, Phase, Subscription, hub
+from shardproof.events.phases import Event, Hub, Listener, Phase, Subscription, hub
 from shardproof.events.records import JsonFormatter, facts_of, log_to
-from shardproof.events.showing import show
+from shardproof.events.showing import Bars, show
 from shardproof.events.tracing import trace
 
 __all__ = [
+    "Bars",
     "Event",
+    "Hub",
     "JsonFormatter",
     "Merged",
     "Phase",

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias
 
-from shardproof import forks
+from shardproof._utils import forks
 
 __all__ = ["Event", "Hub", "Kind", "Listener", "Phase", "Subscription", "hub"]
 

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, TextIO
 
+from shardproof._utils.humanize import gigabytes, gigabytes_per_second, printable, span
 from shardproof.events.phases import Event, Subscription, hub
-from shardproof.words import gigabytes, gigabytes_per_second, printable, span
 
 if TYPE_CHECKING:
     from rich.console import Console

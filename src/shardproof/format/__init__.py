@@ -16,8 +16,9 @@ from shardproof.format.digests import (
     digests_from_table,
     file_digest,
 )
-from shardproof.format.header import ShardHeader, parse_header, read_shard_header
+from shardproof.format.header import HeaderEntry, ShardHeader, parse_header, read_shard_header
 from shardproof.format.index import decode_index, encode_index
+from shardproof.format.jsontext import decode_strictly
 from shardproof.format.manifest import (
     FORMAT_VERSION,
     REFERENCES_VERSION,
@@ -75,6 +76,7 @@ __all__ = [
     "STEP_FOLDER",
     "ChunkHasher",
     "FileRecord",
+    "HeaderEntry",
     "Manifest",
     "References",
     "ShardHeader",
@@ -87,6 +89,7 @@ __all__ = [
     "chunk_name",
     "decode_index",
     "decode_manifest",
+    "decode_strictly",
     "digest_of_blocks",
     "digests_as_bytes",
     "digests_as_table",

@@ -12,7 +12,7 @@ from msgspec import Meta
 from shardproof.errors import FormatError, StorageError
 from shardproof.format.checking import MAX_NDIM
 from shardproof.format.jsontext import decode_strictly
-from shardproof.storage.interface import Storage
+from shardproof.storage import Storage
 
 __all__ = ["MAX_HEADER", "HeaderEntry", "ShardHeader", "parse_header", "read_shard_header"]
 

@@ -15,7 +15,7 @@ from shardproof.format.digests import bytes_digest
 from shardproof.format.header import parse_header
 from shardproof.format.manifest import FORMAT_VERSION, Manifest, TensorRecord
 from shardproof.format.shards import encode_entries, shard_header
-from shardproof.planning.chunks import ChunkTable
+from shardproof.planning import ChunkTable
 
 __all__ = ["decode_index", "encode_index"]
 

@@ -6,8 +6,8 @@ from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.format.index import decode_index
 from shardproof.format.manifest import MAX_MANIFEST, SEAL_LENGTH, Manifest, decode_manifest
 from shardproof.format.names import MANIFEST_NAME
-from shardproof.planning.chunks import ChunkTable
-from shardproof.storage.interface import Storage
+from shardproof.planning import ChunkTable
+from shardproof.storage import Storage
 
 __all__ = ["files_of", "lost_files", "read_index", "read_manifest", "seal_of"]
 

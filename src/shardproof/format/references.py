@@ -17,7 +17,7 @@ from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.format.manifest import MAX_MANIFEST, USUAL_BEGINNING, FileRecord, Manifest, is_foreign
 from shardproof.format.names import MANIFEST_NAME, STEP_FOLDER
 from shardproof.format.reading import read_manifest
-from shardproof.storage.interface import Storage
+from shardproof.storage import Storage
 
 __all__ = [
     "References",

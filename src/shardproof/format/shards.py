@@ -13,7 +13,7 @@ from shardproof.errors import FormatError
 from shardproof.format.blocks import block_counts
 from shardproof.format.digests import digests_as_table, digests_from_bytes, digests_from_table
 from shardproof.format.header import MAX_HEADER, HeaderEntry, ShardHeader
-from shardproof.storage.interface import Storage
+from shardproof.storage import Storage
 
 __all__ = [
     "BLOCKS",

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from shardproof.collectives import all_reduce
-from shardproof.state.dtensor import local_tensor
+from shardproof.state import local_tensor
 
 __all__ = ["clip_grad_norm_"]
 

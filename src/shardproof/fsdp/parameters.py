@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardproof.fsdp.packing import Packing
 from shardproof.fsdp.ranks import Spec
-from shardproof.state.dtensor import LOCAL
+from shardproof.state import LOCAL
 
 __all__ = ["UnitParameter"]
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardproof.errors import StructureError
 from shardproof.geometry import Boxes, Embedding, compose
-from shardproof.state.dtensor import dtensor_embedding
+from shardproof.state import dtensor_embedding
 
 __all__ = ["Ranks", "Spec", "spec_of"]
 

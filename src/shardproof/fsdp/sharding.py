@@ -15,7 +15,7 @@ from shardproof.fsdp.parameters import UnitParameter
 from shardproof.fsdp.precision import MixedPrecision, Strategy, check_strategy
 from shardproof.fsdp.ranks import Ranks, spec_of
 from shardproof.fsdp.unit import UNIT, Unit, unit_of
-from shardproof.state.dtensor import LOCAL, local_tensor
+from shardproof.state import LOCAL, local_tensor
 
 __all__ = ["fully_shard"]
 

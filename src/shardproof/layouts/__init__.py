@@ -14,7 +14,7 @@ from shardproof.layouts.fused import fused, swiglu
 from shardproof.layouts.layers import layers, shared
 from shardproof.layouts.parts import Part
 from shardproof.layouts.vocabulary import vocabulary
-from shardproof.state.naming import rename
+from shardproof.state import rename
 
 __all__ = [
     "Part",

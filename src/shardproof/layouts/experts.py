@@ -14,8 +14,7 @@ import torch
 from shardproof.errors import StructureError
 from shardproof.layouts.owned import Owned, segments_held
 from shardproof.layouts.parts import Part, Segments, blocks_of, embedding_of
-from shardproof.state.layout import Layout, declare
-from shardproof.state.naming import number_expert
+from shardproof.state import Layout, declare, number_expert
 
 __all__ = ["grouped", "numbered", "sequential", "stacked"]
 

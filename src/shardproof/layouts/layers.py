@@ -7,8 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from shardproof.layouts.owned import Owned
-from shardproof.state.layout import Layout
-from shardproof.state.naming import rename, share
+from shardproof.state import Layout, rename, share
 
 __all__ = ["layers", "shared"]
 

@@ -8,9 +8,7 @@ import torch
 
 from shardproof.errors import StructureError
 from shardproof.layouts.parts import Segments, check_rank, embedding_of, length_of
-from shardproof.state.dtensor import is_dtensor
-from shardproof.state.layout import LAYOUTS, Layout, declare
-from shardproof.state.naming import inside
+from shardproof.state import LAYOUTS, Layout, declare, inside, is_dtensor
 
 __all__ = ["Owned", "declare_along", "segments_held"]
 

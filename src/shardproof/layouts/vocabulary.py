@@ -7,8 +7,7 @@ import torch
 from shardproof.errors import StructureError
 from shardproof.layouts.owned import Owned
 from shardproof.layouts.parts import Segments, check_rank, embedding_of
-from shardproof.state.dtensor import is_dtensor
-from shardproof.state.layout import Layout
+from shardproof.state import Layout, is_dtensor
 
 __all__ = ["vocabulary"]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from shardproof.loading.checkpoint import Checkpoint, StoredTensor
 from shardproof.loading.checkpoint import open_checkpoint as open  # noqa: A004 the public name is sp.open
 from shardproof.loading.loader import LoadReport, load_from
-from shardproof.loading.matching import Options, ReadOnce
+from shardproof.loading.matching import Options, ReadOnce, from_rank
 from shardproof.loading.selection import Cast, Patterns
 from shardproof.loading.sharing import UNREADABLE
 from shardproof.loading.verify import VerifyReport, verify
@@ -21,12 +21,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "UNREADABLE",
+    "Cast",
     "Checkpoint",
     "LoadReport",
     "Options",
+    "Patterns",
     "ReadOnce",
     "StoredTensor",
     "VerifyReport",
+    "from_rank",
     "load",
     "load_from",
     "open",

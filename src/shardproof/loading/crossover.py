@@ -33,10 +33,10 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
+from shardproof._utils.topology import processors
 from shardproof.loading.chunks import Chunks
 from shardproof.loading.once_orders import Loads
 from shardproof.loading.threads import reading_threads
-from shardproof.node import processors
 
 __all__ = ["Sampled", "expected", "memory_speed", "pays", "sample", "worth_measuring"]
 

@@ -27,9 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardproof import events
+from shardproof._utils.gc_pause import no_garbage_collection
 from shardproof.errors import ShardproofError
 from shardproof.format import Manifest
-from shardproof.garbage import no_garbage_collection
 from shardproof.loading import offering
 from shardproof.loading.checkpoint import Checkpoint
 from shardproof.loading.chunks import Chunks

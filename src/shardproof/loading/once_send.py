@@ -14,7 +14,7 @@ from shardproof.loading.once_orders import Orders
 from shardproof.loading.placing import Placing, part_of, shaped
 from shardproof.loading.threads import in_threads
 from shardproof.planning import ChunkTable
-from shardproof.state.tensors import as_bytes
+from shardproof.state import as_bytes
 
 __all__ = ["Sender"]
 

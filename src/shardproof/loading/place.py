@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from shardproof._utils.gc_pause import no_garbage_collection
+from shardproof._utils.memcpy import copy_runs
 from shardproof.format import BLOCK_BYTES
-from shardproof.garbage import no_garbage_collection
 from shardproof.loading.chunks import Chunks
 from shardproof.loading.fetch import REQUEST_BYTES, Cold, Fetcher, is_cached
 from shardproof.loading.placing import Destination, Placing
 from shardproof.loading.threads import in_threads
-from shardproof.memory import copy_runs
 from shardproof.planning import LARGE_BYTES, ReadPlan
 from shardproof.storage import address as address_of
 

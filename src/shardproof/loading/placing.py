@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shardproof._utils.streams import CurrentStreams
 from shardproof.dtypes import DTYPES
 from shardproof.format import Manifest
 from shardproof.geometry import row_major_strides
 from shardproof.loading.blocks import Extents
 from shardproof.planning import ChunkTable, ReadPlan
 from shardproof.state import is_plain_memory
-from shardproof.streams import CurrentStreams
 
 __all__ = ["Destination", "Placing", "Runs", "part_of", "shaped"]
 

@@ -11,7 +11,7 @@ from shardproof.errors import StructureError
 from shardproof.loading.checkpoint import Checkpoint
 from shardproof.loading.place import Destination, read_planned
 from shardproof.planning import ReadPlan
-from shardproof.state.tensors import as_bytes
+from shardproof.state import as_bytes
 
 __all__ = ["check_shared_memory"]
 

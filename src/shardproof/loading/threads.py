@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
-from shardproof.node import processors
+from shardproof._utils.topology import processors
 
 __all__ = ["in_threads", "reading_threads"]
 

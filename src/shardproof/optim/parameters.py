@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardproof.state.dtensor import is_dtensor, local_tensor
+from shardproof.state import is_dtensor, local_tensor
 
 __all__ = ["gradient_of", "local_gradient", "refreshed"]
 

@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from shardproof.state.generators import RandomState
-from shardproof.state.slots import LocalRange, SlotKeeper
+from shardproof.state import LocalRange, RandomState, SlotKeeper
 
 __all__ = ["Factory", "Spec", "check_slots", "slot_schema"]
 

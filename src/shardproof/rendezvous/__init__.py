@@ -9,6 +9,7 @@ from shardproof.rendezvous.operation import Operation
 from shardproof.rendezvous.protocol import Decide, Rendezvous
 from shardproof.rendezvous.reservation import Reservation
 from shardproof.rendezvous.store import StoreRendezvous
+from shardproof.rendezvous.verdicts import fold
 
 __all__ = [
     "Decide",
@@ -20,4 +21,5 @@ __all__ = [
     "StoreRendezvous",
     "check_group",
     "connect",
+    "fold",
 ]

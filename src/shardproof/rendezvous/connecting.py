@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
-from shardproof import forks
+from shardproof._utils import forks
 from shardproof.errors import StructureError
 from shardproof.reentrance import guarded, refuse_inside
 from shardproof.rendezvous.local import LocalRendezvous

@@ -36,7 +36,7 @@ from typing import Any
 
 import msgspec
 
-from shardproof import forks
+from shardproof._utils import forks
 from shardproof.rendezvous import store_requests as on
 from shardproof.rendezvous.keys import JoinKeys, MeetingKeys
 from shardproof.rendezvous.records import Count, Place, Token, WrongBytes, checked, part_keys, unpack

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from shardproof.report.detail import ObjectDetail, TensorDetail, detail
+from shardproof.report.detail import ObjectDetail, TensorDetail, detail, spelled
 from shardproof.report.difference import Difference, diff, structure_changes
 from shardproof.report.folding import Folded, fold
 from shardproof.report.pruning import PrunePlan, plan_prune
 from shardproof.report.runs import StepInfo, scan_run
-from shardproof.report.summary import Summary, summarise
+from shardproof.report.summary import Summary, summarise, tensor_bytes
 
 __all__ = [
     "Difference",
@@ -22,6 +22,8 @@ __all__ = [
     "fold",
     "plan_prune",
     "scan_run",
+    "spelled",
     "structure_changes",
     "summarise",
+    "tensor_bytes",
 ]

@@ -21,7 +21,7 @@ from shardproof.dtypes import DTYPES
 from shardproof.errors import CorruptChunkError, TilingError
 from shardproof.format import ChunkHasher, Manifest, files_of
 from shardproof.geometry import Boxes, intersect, overlapping_pairs
-from shardproof.planning.chunks import ChunkTable
+from shardproof.planning import ChunkTable
 from shardproof.report.detail import rows_of
 from shardproof.storage import Storage
 

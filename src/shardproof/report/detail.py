@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from shardproof.format import Manifest
-from shardproof.planning.chunks import ChunkTable
+from shardproof.planning import ChunkTable
 from shardproof.report.summary import tensor_bytes
 
 __all__ = ["ChunkRow", "ObjectDetail", "TensorDetail", "detail", "rows_of", "spelled"]

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from shardproof.format import Manifest, read_index, read_manifest
-from shardproof.planning.chunks import ChunkTable
+from shardproof.planning import ChunkTable
 from shardproof.report.compare import CHUNK_CACHE_BYTES, ChunkReader, compare_chunks
 from shardproof.report.detail import rows_of
 from shardproof.report.summary import tensor_bytes

@@ -11,7 +11,7 @@ from shardproof.report.runs import scan_run
 from shardproof.storage import Storage
 
 if TYPE_CHECKING:
-    from shardproof.checkpointer.retention import Leftover
+    from shardproof.checkpointer import Leftover
 
 __all__ = ["PrunePlan", "plan_prune"]
 
@@ -80,8 +80,7 @@ def plan_prune(
             of them.
         damaged: whether steps that cannot be repaired go.
     """
-    from shardproof.checkpointer.folders import parse_step
-    from shardproof.checkpointer.retention import KeepLatest, leftovers, plan_removal
+    from shardproof.checkpointer import KeepLatest, leftovers, parse_step, plan_removal
 
     references = referred_in(storage)
     found = leftovers(storage, modified, references)
@@ -145,6 +144,6 @@ def plan_prune(
 
 
 def _ours(storage: Storage, folder: str) -> list[str]:
-    from shardproof.checkpointer.folders import is_ours
+    from shardproof.checkpointer import is_ours
 
     return [name for name in storage.list(folder) if is_ours(name.removeprefix(f"{folder}/"), folder)]

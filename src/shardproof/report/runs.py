@@ -87,7 +87,7 @@ def scan_run(storage: Storage, *, sizes: bool = False) -> list[StepInfo]:
         storage: the run's folder.
         sizes: also ask for the size of every shard file; one that was cut is damage, too.
     """
-    from shardproof.checkpointer.folders import SETTLED_NAME, is_ours, parse_folder
+    from shardproof.checkpointer import SETTLED_NAME, is_ours, parse_folder
 
     found = []
     references = referred_in(storage)
@@ -160,7 +160,7 @@ def _step_info(
 
 def _suspect(place: Storage, info: StepInfo) -> StepInfo:
     """The same, with what is to be said of a suspect."""
-    from shardproof.checkpointer.suspects import read_settled
+    from shardproof.checkpointer import read_settled
 
     try:
         settled = read_settled(place)

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardproof.dtypes import DTYPES
 from shardproof.format import Manifest, TensorRecord
-from shardproof.planning.chunks import ChunkTable
+from shardproof.planning import ChunkTable
 from shardproof.report.folding import fold
 
 __all__ = ["PartRow", "Summary", "TensorRow", "WriterRow", "is_below", "summarise", "tensor_bytes"]

@@ -6,7 +6,7 @@ from shardproof.rerun.attribution import Attribution, Suspect
 from shardproof.rerun.comparison import relative_difference, reproduced
 from shardproof.rerun.decisions import Decision, ExitCodes
 from shardproof.rerun.identity import DeviceIdentity
-from shardproof.rerun.injection import FaultInjector
+from shardproof.rerun.injection import FaultInjector, FaultKind
 from shardproof.rerun.kept import BufferState, Kept
 from shardproof.rerun.log import Rejected, ResultLog, Spread, read_rejected, read_spreads, steps_to_skip
 from shardproof.rerun.machine import RerunMachine
@@ -24,6 +24,7 @@ __all__ = [
     "Differences",
     "ExitCodes",
     "FaultInjector",
+    "FaultKind",
     "Kept",
     "Mode",
     "Rejected",

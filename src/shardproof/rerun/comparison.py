@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardproof.state.dtensor import local_tensor
+from shardproof.state import local_tensor
 
 __all__ = ["Compare", "relative_difference", "reproduced"]
 

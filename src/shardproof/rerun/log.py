@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from shardproof.errors import FormatError
-from shardproof.state.dtensor import local_tensor
+from shardproof.state import local_tensor
 
 __all__ = [
     "CORRECT_RESULT",

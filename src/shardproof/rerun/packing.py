@@ -14,9 +14,7 @@ import torch
 
 from shardproof.dtypes import DTYPES
 from shardproof.errors import PlainDataError
-from shardproof.state import decode_plain, encode_plain
-from shardproof.state.collecting import hoisted_tensor
-from shardproof.state.tensors import as_bytes
+from shardproof.state import as_bytes, decode_plain, encode_plain, hoisted_tensor
 
 __all__ = ["pack", "unpack"]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shardproof.state.dtensor import local_tensor
+from shardproof.state import local_tensor
 
 __all__ = ["Spike", "UnexpectedlyLarge", "not_finite"]
 

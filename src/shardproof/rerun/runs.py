@@ -13,7 +13,7 @@ import torch
 from shardproof.rerun.comparison import Compare, relative_difference, reproduced
 from shardproof.rerun.injection import Run as RunName
 from shardproof.rerun.replay import copy_of
-from shardproof.state.dtensor import local_tensor
+from shardproof.state import local_tensor
 
 __all__ = ["Call", "Rejection", "Rejections", "StepRun", "Suspicion"]
 

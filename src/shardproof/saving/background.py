@@ -20,8 +20,8 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from shardproof import forks
-from shardproof.storage.priority import lower_io_priority
+from shardproof._utils import forks
+from shardproof.storage import lower_io_priority
 
 __all__ = ["Progress", "Workers", "wait_while_moving"]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from shardproof.rendezvous.verdicts import fold
+from shardproof.rendezvous import fold
 
 __all__ = ["Committed", "Divergence"]
 

@@ -28,8 +28,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from shardproof._utils.streams import has_streams, on_stream
 from shardproof.storage import ALIGNMENT, address, aligned_buffer
-from shardproof.streams import has_streams, on_stream
 
 __all__ = ["DeviceCopies", "copies_of", "pinned_buffer"]
 

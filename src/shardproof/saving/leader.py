@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import msgspec
 import xxhash
 
+from shardproof._utils.gc_pause import no_garbage_collection
 from shardproof.errors import AlreadyCommittedError, RankFailure, ShardproofError, StructureError
 from shardproof.format import MANIFEST_NAME, chain_attempt
-from shardproof.garbage import no_garbage_collection
 from shardproof.planning import Structure, plan_writes
 from shardproof.saving.bases import BaseChoice, KnownBase
 from shardproof.saving.commit import Written, commit

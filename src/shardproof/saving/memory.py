@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardproof.node import ranks_here
+from shardproof._utils.topology import ranks_here
 
 __all__ = ["default_budget"]
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shardproof.memory import read_words
+from shardproof._utils.memcpy import read_words
 from shardproof.saving.device import DeviceCopies
 from shardproof.state import Piece
 

@@ -27,7 +27,7 @@ from shardproof.saving.device import copies_of
 from shardproof.saving.source import Source
 from shardproof.saving.staging import StagingPool
 from shardproof.state import Piece
-from shardproof.storage.buffers import address
+from shardproof.storage import address
 
 __all__ = ["CheckReplicas", "chosen_slices", "compare_replicas", "hash_replicas"]
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from shardproof import forks
+from shardproof._utils import forks
 from shardproof.errors import RankFailure, SaveSkipped, ShardproofError
 from shardproof.planning import CHUNK_BYTES, SAMPLE_BYTES
 from shardproof.reentrance import guarded, refuse_inside

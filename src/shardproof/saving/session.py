@@ -37,6 +37,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from shardproof import events
+from shardproof._utils.gc_pause import no_garbage_collection
 from shardproof.errors import (
     RankSilent,
     ShardproofError,
@@ -44,7 +45,6 @@ from shardproof.errors import (
     StructureError,
 )
 from shardproof.format import shard_name
-from shardproof.garbage import no_garbage_collection
 from shardproof.planning import RankPlan, Structure
 from shardproof.rendezvous import Meetings, Rendezvous, Reservation
 from shardproof.saving.background import Progress, wait_while_moving

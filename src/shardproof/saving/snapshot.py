@@ -40,7 +40,7 @@ from shardproof.saving.background import Progress, Workers
 from shardproof.saving.capture import Capture
 from shardproof.saving.source import Source
 from shardproof.saving.staging import Staged, StagingPool
-from shardproof.storage.buffers import address
+from shardproof.storage import address
 
 __all__ = ["Snapshot"]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from shardproof.storage.buffers import address
+from shardproof.storage import address
 
 __all__ = ["Staged", "StagingPool"]
 

@@ -15,8 +15,10 @@ from shardproof.errors import CorruptChunkError, FormatError
 from shardproof.format import (
     ChunkHasher,
     FileRecord,
+    HeaderEntry,
     ShardHeader,
     bytes_digest,
+    decode_strictly,
     encode_entries,
     file_digest,
     parse_chunk_name,
@@ -24,8 +26,6 @@ from shardproof.format import (
     read_shard_header,
     shard_name,
 )
-from shardproof.format.header import HeaderEntry
-from shardproof.format.jsontext import decode_strictly
 from shardproof.storage import Storage
 
 __all__ = ["Declared", "FoundShard", "VerifiedShard", "find_shard", "verify_shard"]

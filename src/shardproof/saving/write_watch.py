@@ -9,9 +9,7 @@ import torch
 
 from shardproof.saving.device import DeviceCopies
 from shardproof.saving.memory_sample import MemorySample
-from shardproof.state import Piece, Stepped
-from shardproof.state.entries import memory_of
-from shardproof.state.storage_owner import storage_owner
+from shardproof.state import Piece, Stepped, memory_of, storage_owner
 
 __all__ = ["WriteWatch"]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from shardproof.state.collecting import hoisted_tensor
 from shardproof.state.decoding import decode as decode_plain
+from shardproof.state.dtensor import LOCAL, dtensor_embedding, is_dtensor, local_tensor
 from shardproof.state.entries import (
     Binding,
     Catalogue,
@@ -13,23 +15,36 @@ from shardproof.state.entries import (
     Stepped,
     TensorEntry,
     is_plain_memory,
+    memory_of,
 )
 from shardproof.state.explicit import FlatShard, LocalShards
 from shardproof.state.fence import Fence, open_all
 from shardproof.state.generators import RandomState
 from shardproof.state.last_walk import LastWalk
-from shardproof.state.layout import Layout, declare, local_layout
+from shardproof.state.layout import LAYOUTS, Layout, declare, local_layout
+from shardproof.state.naming import inside, number_expert, rename, share
 from shardproof.state.optimizer_slots import receiver, slots_of
 from shardproof.state.optimizers import OptimizerState
 from shardproof.state.parts import parts_of
 from shardproof.state.per_rank import PerRank, owner_of
 from shardproof.state.plain import encode as encode_plain
 from shardproof.state.registered import register_dataclass, register_enum
-from shardproof.state.slots import MASTER, LocalRange, ParameterSlots, Receipt, SlotKeeper, StoredSlot
-from shardproof.state.storage_owner import declare_storage_owner
+from shardproof.state.slots import (
+    MASTER,
+    LocalRange,
+    ParameterSlots,
+    Receipt,
+    SlotKeeper,
+    StoredSlot,
+    options_of,
+)
+from shardproof.state.storage_owner import declare_storage_owner, storage_owner
+from shardproof.state.tensors import as_bytes
 from shardproof.state.tree import bind, collect
 
 __all__ = [
+    "LAYOUTS",
+    "LOCAL",
     "MASTER",
     "Binding",
     "Catalogue",
@@ -52,19 +67,31 @@ __all__ = [
     "Stepped",
     "StoredSlot",
     "TensorEntry",
+    "as_bytes",
     "bind",
     "collect",
     "declare",
     "declare_storage_owner",
     "decode_plain",
+    "dtensor_embedding",
     "encode_plain",
+    "hoisted_tensor",
+    "inside",
+    "is_dtensor",
     "is_plain_memory",
     "local_layout",
+    "local_tensor",
+    "memory_of",
+    "number_expert",
     "open_all",
+    "options_of",
     "owner_of",
     "parts_of",
     "receiver",
     "register_dataclass",
     "register_enum",
+    "rename",
+    "share",
     "slots_of",
+    "storage_owner",
 ]

@@ -17,7 +17,8 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardproof import events, forks
+from shardproof import events
+from shardproof._utils import forks
 from shardproof.state.dtensor import local_tensor
 from shardproof.state.entries import Stepped, memory_of
 

@@ -31,9 +31,9 @@ from shardproof.geometry import (
     flat_range_boxes,
     intersect,
     overlapping_pairs,
+    row_major_strides,
     split_axes,
 )
-from shardproof.geometry.boxes import row_major_strides
 from shardproof.state.dtensor import dtensor_embedding, is_dtensor
 from shardproof.state.explicit import LocalShards
 

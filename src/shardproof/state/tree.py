@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from shardproof._utils.gc_pause import no_garbage_collection
 from shardproof.errors import StructureError
-from shardproof.garbage import no_garbage_collection
 from shardproof.state.binding import Binder
 from shardproof.state.collecting import Collector
 from shardproof.state.entries import Binding, Catalogue, Collected

@@ -7,7 +7,7 @@ import secrets
 import stat
 from pathlib import Path
 
-from shardproof import forks
+from shardproof._utils import forks
 from shardproof.errors import AlreadyCommittedError, StorageError
 from shardproof.storage.durable import (
     flush_file,

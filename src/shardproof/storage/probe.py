@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from shardproof import forks
+from shardproof._utils import forks
 from shardproof.storage.known import Speeds, recall, remember
 
 __all__ = ["VARIABLE", "Probe", "Probes", "Trial", "users_choice"]

@@ -14,7 +14,7 @@ _PARENT = """
 import multiprocessing, os, sys, threading, time
 import torch
 import shardproof as sp
-from shardproof import forks
+from shardproof._utils import forks
 
 root, kind = sys.argv[1:]
 checkpointer = sp.Checkpointer(root)

@@ -10,8 +10,7 @@ import torch
 from shardproof.optim.distributed.flat import Weight
 from shardproof.optim.distributed.stepping import Stepper
 from shardproof.optim.schema import Spec
-from shardproof.state import MASTER, LocalRange, ParameterSlots, Receipt, StoredSlot
-from shardproof.state.slots import options_of
+from shardproof.state import MASTER, LocalRange, ParameterSlots, Receipt, StoredSlot, options_of
 
 __all__ = ["describe", "receipt"]
 

@@ -10,8 +10,7 @@ import torch
 from shardproof.collectives import Work
 from shardproof.optim.distributed.buckets import Bucket
 from shardproof.optim.distributed.ranks import Ranks
-from shardproof.state import declare_storage_owner
-from shardproof.state.dtensor import local_tensor
+from shardproof.state import declare_storage_owner, local_tensor
 
 __all__ = ["FlatBucket", "Owner", "Weight"]
 

@@ -11,8 +11,7 @@ from shardproof.optim.distributed.flat import Weight
 from shardproof.optim.distributed.raised import Raised
 from shardproof.optim.distributed.stepping import Direct, Stepper
 from shardproof.optim.schema import Factory, Spec, check_slots, slot_schema
-from shardproof.state import SlotKeeper
-from shardproof.state.slots import options_of
+from shardproof.state import SlotKeeper, options_of
 
 __all__ = ["Schemas", "make_stepper"]
 

@@ -12,7 +12,7 @@ from shardproof.optim.distributed.buckets import pack
 from shardproof.optim.distributed.flat import FlatBucket, Weight
 from shardproof.optim.distributed.norms import Groups
 from shardproof.optim.distributed.ranks import Ranks
-from shardproof.state.dtensor import local_tensor
+from shardproof.state import local_tensor
 
 __all__ = ["GroupsGiven", "check_same", "groups_of", "make_buckets", "make_weights", "model_ranks"]
 

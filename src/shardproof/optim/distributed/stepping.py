@@ -16,8 +16,7 @@ import torch
 
 from shardproof.optim.distributed.flat import Weight
 from shardproof.optim.schema import Factory, Spec
-from shardproof.state import ParameterSlots, Receipt, StoredSlot, receiver, slots_of
-from shardproof.state.slots import options_of
+from shardproof.state import ParameterSlots, Receipt, StoredSlot, options_of, receiver, slots_of
 
 __all__ = ["Direct", "Groups", "Stepper", "copy_options"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardproof.state.slots import options_of
+from shardproof.state import options_of
 
 __all__ = ["GroupLink"]
 

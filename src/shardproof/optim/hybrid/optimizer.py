@@ -18,7 +18,7 @@ from shardproof.optim.hybrid.sub_optimizers import SubOptimizers
 from shardproof.optim.hybrid.traffic import Traffic, traffic_of
 from shardproof.optim.hybrid.twin import Twin, master_dtype_of
 from shardproof.optim.schema import Spec, check_slots
-from shardproof.state.slots import ParameterSlots, Receipt, StoredSlot, options_of
+from shardproof.state import ParameterSlots, Receipt, StoredSlot, options_of
 
 __all__ = ["HybridDeviceOptimizer"]
 

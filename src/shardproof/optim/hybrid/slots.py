@@ -10,8 +10,7 @@ import torch
 from shardproof.errors import StructureError
 from shardproof.optim.hybrid.twin import Twin
 from shardproof.optim.schema import Spec
-from shardproof.state.dtensor import is_dtensor
-from shardproof.state.slots import MASTER, LocalRange, ParameterSlots, Receipt, StoredSlot
+from shardproof.state import MASTER, LocalRange, ParameterSlots, Receipt, StoredSlot, is_dtensor
 
 __all__ = ["describe", "receive"]
 

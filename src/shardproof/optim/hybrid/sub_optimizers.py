@@ -10,7 +10,7 @@ import torch
 from shardproof.optim.hybrid.groups import GroupLink
 from shardproof.optim.hybrid.rules import Rules
 from shardproof.optim.hybrid.twin import Twin
-from shardproof.state.slots import options_of
+from shardproof.state import options_of
 
 __all__ = ["SubOptimizers"]
 

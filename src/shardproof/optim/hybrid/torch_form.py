@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from shardproof.optim.hybrid.twin import Twin
-from shardproof.state.dtensor import local_tensor
-from shardproof.state.slots import MASTER, Receipt, StoredSlot
+from shardproof.state import MASTER, Receipt, StoredSlot, local_tensor
 
 __all__ = ["receipts", "with_masters"]
 

@@ -46,7 +46,7 @@ from typing import Protocol
 
 import torch
 
-from shardproof.streams import on_stream
+from shardproof._utils.streams import on_stream
 
 __all__ = ["Direct", "Event", "SideStreams", "Traffic", "traffic_of"]
 

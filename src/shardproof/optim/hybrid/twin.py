@@ -8,7 +8,7 @@ import torch
 
 from shardproof.optim.hybrid.traffic import Traffic
 from shardproof.optim.parameters import gradient_of, local_gradient, refreshed
-from shardproof.state.dtensor import local_tensor
+from shardproof.state import local_tensor
 
 __all__ = ["Twin", "master_dtype_of"]
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from shardproof import node
+from shardproof._utils import topology
 from shardproof.loading.threads import reading_threads
 
 NAMES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_TASKS_PER_NODE")
@@ -23,20 +23,20 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_alone_where_no_launcher_says_otherwise(launched: pytest.MonkeyPatch) -> None:
-    assert node.ranks_here() == 1 and node.processors() == 64 and reading_threads() == 8
+    assert topology.ranks_here() == 1 and topology.processors() == 64 and reading_threads() == 8
 
 
 @pytest.mark.parametrize("name", NAMES[:3])
 def test_what_a_launcher_says(launched: pytest.MonkeyPatch, name: str) -> None:
     launched.setenv(name, "16")
-    assert node.ranks_here() == 16 and node.processors() == 4 and reading_threads() == 4
+    assert topology.ranks_here() == 16 and topology.processors() == 4 and reading_threads() == 4
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "many"])
 def test_nonsense_is_no_number(launched: pytest.MonkeyPatch, text: str) -> None:
     for name in (*NAMES, "SLURM_NODEID"):
         launched.setenv(name, text)
-    assert node.ranks_here() == 1
+    assert topology.ranks_here() == 1
 
 
 @pytest.mark.parametrize(
@@ -47,24 +47,24 @@ def test_slurm_counts_by_node(launched: pytest.MonkeyPatch, tasks: str, expected
     found = []
     for number in range(len(expected)):
         launched.setenv("SLURM_NODEID", str(number))
-        found.append(node.ranks_here())
+        found.append(topology.ranks_here())
     assert found == expected
     launched.setenv("SLURM_NODEID", str(len(expected)))
-    assert node.ranks_here() == 1
+    assert topology.ranks_here() == 1
 
 
 def test_a_rank_that_is_bound_to_processors_has_them_for_itself(launched: pytest.MonkeyPatch) -> None:
     launched.setenv("LOCAL_WORLD_SIZE", "16")
     launched.setattr(os, "sched_getaffinity", lambda process: {3, 4, 5}, raising=False)
-    assert node.processors() == 3 and reading_threads() == 3
+    assert topology.processors() == 3 and reading_threads() == 3
 
 
 def test_ranks_that_are_bound_to_the_same_processors_share_them(launched: pytest.MonkeyPatch) -> None:
     launched.setenv("LOCAL_WORLD_SIZE", "4")
     launched.setattr(os, "sched_getaffinity", lambda process: set(range(32)), raising=False)
-    assert node.processors() == 8
+    assert topology.processors() == 8
 
 
 def test_more_ranks_than_processors(launched: pytest.MonkeyPatch) -> None:
     launched.setenv("LOCAL_WORLD_SIZE", "128")
-    assert node.processors() == 0.5 and reading_threads() == 1
+    assert topology.processors() == 0.5 and reading_threads() == 1

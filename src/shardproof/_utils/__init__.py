@@ -1,0 +1,1 @@
+"""Small helpers that know nothing of checkpoints. Each module is imported by its own name."""
