@@ -1,4 +1,4 @@
-"""The leader's work for thousands of ranks: from posted structures to answers, from digests to the manifest.
+"""The coordinator's work for thousands of ranks: from structures to answers, from digests to the manifest.
 
 For each world size, in a process of its own: processor seconds of every step (the work is on one thread and
 waits for nothing, so a busy machine does not count), peak memory, bytes that the ranks post and are answered,
@@ -213,7 +213,7 @@ def compare(ranks: int, tensors: int, repeats: int) -> dict[str, Any]:
 
     posts = [sharded(ranks, tensors, rank).structure().encode() for rank in range(ranks)]
 
-    @no_garbage_collection()  # as the leader of a save does
+    @no_garbage_collection()  # as the coordinator of a save does
     def ours() -> None:
         plan = writing.plan_writes(decoded(posts))
         assert len([part.encode() for part in plan.rank_plans()]) == ranks
@@ -287,7 +287,7 @@ def show(results: list[dict[str, Any]], comparison: dict[str, Any] | None) -> No
     """Markdown tables."""
     for layout in dict.fromkeys(result["layout"] for result in results):
         alike = [result for result in results if result["layout"] == layout]
-        print(f"\n### Leader's work, {layout}, {alike[0]['tensors a rank']} chunks a rank\n")
+        print(f"\n### Coordinator's work, {layout}, {alike[0]['tensors a rank']} chunks a rank\n")
         ranks = [result["ranks"] for result in alike]
         print("| | " + " | ".join(f"{count:,} ranks" for count in ranks) + " |")
         print("| --- |" + " --- |" * len(ranks))
@@ -368,7 +368,7 @@ def main() -> None:
         of_peer = ["--peer-ranks", str(chosen.peer_ranks), "--peer-tensors", str(chosen.peer_tensors)]
         comparison = apart("--only", "peer", *of_peer, "--repeats", str(chosen.repeats))
     if chosen.json == STDOUT:
-        print(json.dumps({"leader": results, "peer": comparison}))
+        print(json.dumps({"coordinator": results, "peer": comparison}))
     else:
         show(results, comparison)
         add(chosen.json, results, comparison)

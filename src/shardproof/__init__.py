@@ -54,9 +54,9 @@ if TYPE_CHECKING:
     from shardproof.loading import StoredTensor as StoredTensor
     from shardproof.loading import load as load
     from shardproof.loading import open as open
-    from shardproof.saving import Committed as Committed
     from shardproof.saving import Divergence as Divergence
     from shardproof.saving import PendingSave as PendingSave
+    from shardproof.saving import SaveResult as SaveResult
     from shardproof.saving import save as save
     from shardproof.state import FlatShard as FlatShard
     from shardproof.state import LocalShards as LocalShards
@@ -88,7 +88,7 @@ _HOMES = {
         "TilingError",
     ),
     "loading": ("Checkpoint", "LoadReport", "StoredTensor", "load", "open"),
-    "saving": ("Committed", "Divergence", "PendingSave", "save"),
+    "saving": ("SaveResult", "Divergence", "PendingSave", "save"),
     "state": (
         "FlatShard",
         "LocalShards",
@@ -101,7 +101,10 @@ _HOMES = {
 }
 """Public names by the module that they come from. The imports above say the same to type checkers."""
 
-_RENAMED = {"ShardedTensor": ("LocalShards", "torch has another class of the old name")}
+_RENAMED = {
+    "Committed": ("SaveResult", "it is what a save returns"),
+    "ShardedTensor": ("LocalShards", "torch has another class of the old name"),
+}
 """Old names that still work: the new one, and why."""
 
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

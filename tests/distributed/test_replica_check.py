@@ -18,7 +18,7 @@ import shardproof as sp
 from shardproof import events
 from shardproof.errors import ShardproofError
 from shardproof.planning import SAMPLE_BYTES
-from shardproof.saving import Committed, Saver
+from shardproof.saving import Saver, SaveResult
 from shardproof.storage import LocalStorage
 from tests.gate import Gate
 from tests.harness import process_group, rank, rendezvous, run_ranks, world_size
@@ -280,7 +280,7 @@ def modes(root: str, asked: list[Any]) -> list[tuple[list[str], int, bool]]:
     for number, mode in enumerate(asked):
         meetings.met.clear()
         storage = LocalStorage(f"{root}/{number}")
-        done: Committed = saver.begin(storage, state, check_replicas=mode).result(LIMIT)
+        done: SaveResult = saver.begin(storage, state, check_replicas=mode).result(LIMIT)
         said.append(([one.key for one in done.diverged], done.diverged_count, "plan" in str(meetings.met)))
     done = saver.save(LocalStorage(f"{root}/waited"), state, check_replicas="all")
     said.append(([one.key for one in done.diverged], done.diverged_count, False))

@@ -73,7 +73,7 @@ def killed_everywhere(root: str, who: int, everyone: bool) -> tuple[list[str], d
 @pytest.mark.parametrize(
     ("who", "everyone"),
     [(0, False), (1, False), (0, True)],
-    ids=["the leader", "a follower", "all"],
+    ids=["the coordinator", "a follower", "all"],
 )
 def test_dying_at_any_file_operation_leaves_the_old_or_the_new(
     who: int, everyone: bool, tmp_path: Path
@@ -84,7 +84,7 @@ def test_dying_at_any_file_operation_leaves_the_old_or_the_new(
     assert set(ended) == {"", "killed"}
     assert ended.count("killed") > (30 if who == 0 else 10)
     new = [number for number in range(ended.count("killed")) if seen[number] == number + 2]
-    # Death comes before the commit, or after it while the files of the old one are removed (by the leader).
+    # Death comes before the commit, or while the coordinator removes the files of the old checkpoint.
     assert bool(new) == (who == 0)
     assert len(new) < len(ended) - 10
 

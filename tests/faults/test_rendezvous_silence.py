@@ -190,12 +190,12 @@ def decision(decide: Any) -> Any:
     return [attempt(harness.rendezvous(deadline=DEADLINE), decide=decide)]
 
 
-def test_a_leader_that_computes_is_waited_for() -> None:
+def test_a_coordinator_that_computes_is_waited_for() -> None:
     outcomes = run_ranks(3, decision, think)
     assert [outcome.value[0][0] for outcome in outcomes] == ALL
 
 
-def test_a_leader_that_hangs_is_named_and_told_so() -> None:
+def test_a_coordinator_that_hangs_is_named_and_told_so() -> None:
     named(run_ranks(3, decision, hang), [0])
 
 

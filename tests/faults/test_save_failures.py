@@ -115,7 +115,9 @@ def collect_fails(run: Run, who: int) -> Callable[[int], Any]:
 def planning_fails(run: Run, who: int) -> Callable[[int], Any]:
     def save(step: int) -> Any:
         changed = state_of(step) | {f"new-{step}": torch.ones(2)}  # no cached plan
-        with mock.patch("shardproof.saving.leader.plan_writes", side_effect=MemoryError("no room to plan")):
+        with mock.patch(
+            "shardproof.saving.coordinator.plan_writes", side_effect=MemoryError("no room to plan")
+        ):
             return run.checkpointer.save(step, changed).result()
 
     return save
@@ -186,13 +188,13 @@ def file_instead_of_folder(run: Run, who: int) -> Callable[[int], Any]:
 
 CASES: dict[str, tuple[Callable[[Run, int], Callable[[int], Any]], int, str, str]] = {
     "state_dict": (collect_fails, 1, "collect", "RuntimeError: the sampler is gone"),
-    "state_dict of the leader": (collect_fails, 0, "collect", "RuntimeError: the sampler is gone"),
+    "state_dict of the coordinator": (collect_fails, 0, "collect", "RuntimeError: the sampler is gone"),
     "planning": (planning_fails, 0, "plan", "MemoryError: no room to plan"),
     "taking the plan": (preparing_fails, 2, "write", "MemoryError: no room for a header"),
-    "taking the plan on the leader": (preparing_fails, 0, "write", "MemoryError: no room for a header"),
+    "taking the plan on the coordinator": (preparing_fails, 0, "write", "MemoryError: no room for a header"),
     "creating the shard": (storage_fails("create", 0, errno.EACCES), 1, "write", "EACCES"),
     "full disk": (storage_fails("write_at", 0, errno.ENOSPC), 2, "write", "ENOSPC"),
-    "full disk at the leader": (storage_fails("write_at", 0, errno.ENOSPC), 0, "write", "ENOSPC"),
+    "full disk at the coordinator": (storage_fails("write_at", 0, errno.ENOSPC), 0, "write", "ENOSPC"),
     "flushing": (storage_fails("finish", 0, errno.EIO), 1, "write", "EIO"),
     "file size limit": (file_size_limit, 1, "write", "EFBIG"),
     "writing the index": (storage_fails("write_at", 1, errno.ENOSPC), 0, "commit", "ENOSPC"),

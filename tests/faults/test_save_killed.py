@@ -92,7 +92,7 @@ def killed_everywhere(root: str, who: int, everyone: bool) -> list[str]:
 @pytest.mark.parametrize(
     ("who", "everyone"),
     [(0, False), (1, False), (0, True)],
-    ids=["the leader", "a follower", "all"],
+    ids=["the coordinator", "a follower", "all"],
 )
 def test_killed_at_every_file_operation(who: int, everyone: bool, tmp_path: Path) -> None:
     root = tmp_path / "run"

@@ -26,7 +26,7 @@ import torch
 
 import shardproof as sp
 from shardproof.errors import ShardproofError
-from shardproof.geometry import Boxes, Embedding
+from shardproof.geometry import Boxes, IndexMap
 from shardproof.loading import Checkpoint, load_from
 from shardproof.saving import Saver
 from shardproof.storage import LocalStorage, Sink, Storage
@@ -82,7 +82,7 @@ def split(
     first, size = ((0, middle), (middle, half - middle))[place // 2]
     start, stop = ranges[place // 2][place % 2]
     both = Boxes.of(((0, 0), (size, width)), ((size, 0), (size, width)))
-    embedding = Embedding(
+    embedding = IndexMap(
         (2 * size, width), (2 * half, width), both, np.array([[first, 0], [half + first, 0]])
     )
     mine = torch.cat([fused[first : first + size], fused[half + first : half + first + size]]).flatten()
@@ -147,7 +147,7 @@ class HeldStorage:
 
     def create(self, name: str) -> Sink:
         if not name.startswith("shards/"):
-            return self._inner.create(name)  # the index: the leader's, once all have written
+            return self._inner.create(name)  # the index: the coordinator's, once all have written
         self.created.append(name)
         sinks: list[Sink] = []
         self._turns.take("create", lambda: sinks.append(self._inner.create(name)))

@@ -96,7 +96,7 @@ def test_ranks_asked_for_different_things_all_learn_of_it(tmp_path: Path) -> Non
 
 
 def _settle(root: str, point: str) -> tuple[Said, list[int]]:
-    """Settles while the leader's publishing reaches a point."""
+    """Settles while the coordinator's publishing reaches a point."""
     checkpointer = at(root)
     checkpointer._rendezvous.deadline = 4.0
     kept = checkpointer._storage
@@ -123,7 +123,7 @@ def _take(root: str) -> tuple[list[int], tuple[int | None, list[str]], list[int]
 
 
 @pytest.mark.parametrize(("point", "settled"), [("publish", False), ("publish done", True)])
-def test_a_leader_that_dies_while_it_settles_is_named(tmp_path: Path, point: str, settled: bool) -> None:
+def test_a_coordinator_that_dies_while_it_settles_is_named(tmp_path: Path, point: str, settled: bool) -> None:
     root = str(tmp_path)
     assert [outcome.value for outcome in run_ranks(RANKS, _prepare, root)] == [None] * RANKS
     outcomes = run_ranks(RANKS, _settle, root, point, kill={0: point})

@@ -28,7 +28,7 @@ STEP = 5
 
 
 def save_as_one_of_two(root: str, point: str) -> Said:
-    """Ranks 0 and 1 are one job, ranks 2 and 3 the other; each job's leader reaches a point in its save."""
+    """Ranks 0 and 1 are one job, 2 and 3 the other; the coordinator of each reaches a point in its save."""
     from torch.distributed import TCPStore
 
     from shardproof.rendezvous import StoreRendezvous
@@ -57,12 +57,12 @@ def save_as_one_of_two(root: str, point: str) -> Said:
 )
 def test_one_commits_and_the_other_is_told(first: int | None, point: str, tmp_path: Path) -> None:
     def script(job: Job) -> None:
-        for leader in (0, 2):
-            job.until_held(leader, point)  # both have come as far; neither further
-        for leader in (0, 2) if first is None else (first, 2 - first):
-            job.go(leader)
+        for coordinator in (0, 2):
+            job.until_held(coordinator, point)  # both have come as far; neither further
+        for coordinator in (0, 2) if first is None else (first, 2 - first):
+            job.go(coordinator)
             if first is not None:
-                job.until_held(leader, "after")  # the other one comes when all is over
+                job.until_held(coordinator, "after")  # the other one comes when all is over
         for rank in range(4):
             job.until_held(rank, "after")
         for rank in range(4):

@@ -7,8 +7,9 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from itertools import chain
 from pathlib import Path
 
@@ -19,14 +20,9 @@ SOURCE = ROOT / "src" / "shardproof"
 
 ENGINE = (
     "version",
-    "garbage",
-    "memory",
-    "node",
-    "streams",
-    "forks",
+    "_utils",
     "errors",
     "reentrance",
-    "words",
     "events",
     "dtypes",
     "geometry",
@@ -47,9 +43,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     name: frozenset(ENGINE[: row + 1]) for row, name in enumerate(ENGINE)
 }
 MAY_IMPORT |= {
-    name: frozenset(
-        {"version", "garbage", "streams", "errors", "dtypes", "geometry", "state", "collectives", name}
-    )
+    name: frozenset({"version", "_utils", "errors", "dtypes", "geometry", "state", "collectives", name})
     for name in TRAINING
 }
 MAY_IMPORT["loading"] -= {"saving"}  # two pipelines side by side
@@ -59,10 +53,8 @@ MAY_IMPORT |= {"": frozenset({*ENGINE, *TRAINING}), "__main__": frozenset({"cli"
 
 NO_TORCH_ON_IMPORT = (
     "version",
-    "forks",
     "errors",
     "reentrance",
-    "words",
     "events",
     "dtypes",
     "geometry",
@@ -133,8 +125,8 @@ def _only_for_types(node: ast.If) -> bool:
     )
 
 
-def imports(tree: ast.AST, at_load: bool = True) -> Iterator[Import]:
-    """Every import below `tree`."""
+def imports(tree: ast.AST, at_load: bool = True, for_types: bool = True) -> Iterator[Import]:
+    """Every import below `tree`; with `for_types` those for type checkers alone, too."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -144,11 +136,12 @@ def imports(tree: ast.AST, at_load: bool = True) -> Iterator[Import]:
             for alias in node.names:
                 yield Import(node.module or "", alias.name, node.lineno, at_load)
         elif isinstance(node, ast.If) and _only_for_types(node):
-            yield from imports(ast.Module(node.body, []), False)
-            yield from imports(ast.Module(node.orelse, []), at_load)
+            if for_types:
+                yield from imports(ast.Module(node.body, []), False)
+            yield from imports(ast.Module(node.orelse, []), at_load, for_types)
         else:
             inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-            yield from imports(node, at_load and not inside)
+            yield from imports(node, at_load and not inside, for_types)
 
 
 def layers_imported(found: Import) -> set[str]:
@@ -164,6 +157,31 @@ def layers_imported(found: Import) -> set[str]:
     if found.module.startswith("shardproof."):
         return {found.module.split(".")[1]}
     return set()
+
+
+def deep_imports(layer: str, source: str) -> list[str]:
+    """What a file of `layer` imports from inside another package, one line each. `_utils` is a shelf, not one."""
+    return [
+        f"line {found.line}: imports {found.module}; import from shardproof.{found.module.split('.')[1]}"
+        for found in imports(ast.parse(source))
+        if found.module.startswith("shardproof.")
+        and found.module.count(".") >= 2
+        and found.module.split(".")[1] not in {layer, "_utils"}
+    ]
+
+
+def module_name(path: Path) -> str:
+    """The name that a file of the package is imported by."""
+    return ".".join(("shardproof", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
+
+
+def modules_imported(source: str, known: Mapping[str, str]) -> set[str]:
+    """Which of the `known` modules a file imports, at load or inside functions."""
+    found = set()
+    for entry in imports(ast.parse(source), for_types=False):
+        inside = f"{entry.module}.{entry.name}"
+        found.add(inside if inside in known else entry.module)
+    return found & set(known)
 
 
 def wrong_imports(layer: str, source: str) -> list[str]:
@@ -245,6 +263,21 @@ def test_no_collective_and_no_store_on_the_way_of_a_save_or_load(path: Path) -> 
         found = {line.partition(": ")[2] for line in collectives(path.read_text())}
         assert found == HANDING_ON.get(path.relative_to(SOURCE).as_posix(), set())
         assert layer == "rendezvous" or stores(path.read_text()) == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=ids)
+def test_a_package_is_imported_by_others_through_its_init_alone(path: Path) -> None:
+    assert deep_imports(layer_of(path), path.read_text()) == []
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Counting imports inside functions, but not those for type checkers alone."""
+    sources = {module_name(path): path.read_text() for path in FILES}
+    graph = {name: modules_imported(source, sources) - {name} for name, source in sources.items()}
+    try:
+        tuple(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        pytest.fail(f"import circle: {' -> '.join(error.args[1])}")
 
 
 def test_light_packages_load_without_torch() -> None:
@@ -389,6 +422,33 @@ def test_a_store_is_found() -> None:
     assert stores("torch.distributed.TCPStore('h', 1)") != []
     assert stores("dist.HashStore()") != []
     assert stores("self.Store") == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from shardproof.state.fence import Fence",
+        "def f():\n    from shardproof.state.fence import Fence",
+        "import shardproof.state.fence",
+    ],
+)
+def test_a_deep_import_is_found(source: str) -> None:
+    assert deep_imports("saving", source) != []
+    assert deep_imports("state", source) == []
+
+
+def test_modules_imported_are_files() -> None:
+    known = dict.fromkeys(("shardproof.state", "shardproof.state.fence", "shardproof.errors"), "")
+    source = (
+        "from shardproof.state import fence, collect\nfrom shardproof.errors import FormatError\nimport os"
+    )
+    assert modules_imported(source, known) == {
+        "shardproof.state",
+        "shardproof.state.fence",
+        "shardproof.errors",
+    }
+    for_types = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import shardproof.errors"
+    assert modules_imported(for_types, known) == set()
 
 
 def layer_exists(name: str) -> bool:

@@ -40,8 +40,8 @@ from shardproof.errors import (
 from shardproof.format import MANIFEST_NAME, Manifest, shard_name
 from shardproof.loading import UNREADABLE, Cast, LoadReport, Options, Patterns, ReadOnce, load_from
 from shardproof.reentrance import guarded, refuse_inside
-from shardproof.rendezvous import Meetings, Rendezvous, check_group, connect
-from shardproof.saving import CheckReplicas, Committed, PendingSave, Saver, WhenBusy
+from shardproof.rendezvous import Meetings, Rendezvous, check_deadline, check_group, connect
+from shardproof.saving import CheckReplicas, PendingSave, Saver, SaveResult, WhenBusy
 from shardproof.storage import LocalStorage, StrOrBytesPath
 
 if TYPE_CHECKING:
@@ -68,8 +68,12 @@ class Checkpointer:
             taken from the working directory of now.
         keep: which committed steps stay; None for all. Others are removed after a newer one is committed.
         rendezvous: where the ranks meet; found by itself when None (the process group's store, torchrun's,
-        or none).
-        deadline: seconds of silence after which a rank is given up; work that moves is never cut short.
+            or none).
+        deadline: seconds that a rank may be silent before all ranks fail with `RankSilent`. It bounds each
+            wait for another rank, and the time to reach the store. It does not bound a save or restore as a
+            whole: a rank that reports progress is waited for. It holds for all who share the rendezvous that
+            is found. None: the deadline of that rendezvous (300 s unless set). Not together with
+            `rendezvous`, which has its own.
         when_busy: what `save` does while the save before it is still under way: wait for it, or skip.
         snapshot: "fence" reads parameters and optimizer state while training goes on, and has the next
             step of an optimizer wait until what is left of them is copied; "stage" copies everything before
@@ -90,7 +94,7 @@ class Checkpointer:
             is stays, too: without references, or with references that the scrub has read since its commit.
             It yields to saves, and ends with the `Checkpointer` or the process. None: nothing is read again.
         check_replicas: whether a save compares what ranks hold of the same boxes: "all" of it, or a "sample"
-            that moves on from save to save; None: neither. See `Committed.diverged`.
+            that moves on from save to save; None: neither. See `SaveResult.diverged`.
         cache: "newest" to leave the newest step in the page cache of each node, for a restart in place: each
             rank reads what it wrote again after the commit, at most 256 MiB a second, until the next save,
             and only into memory that nothing uses. "none" to leave it on the storage alone.
@@ -139,10 +143,7 @@ class Checkpointer:
             )
         if scrub is not None and (isinstance(scrub, bool) or not isinstance(scrub, int) or scrub < 1):
             raise ValueError(f"scrub is a whole number of bytes a second, at least 1, or None, not {scrub!r}")
-        if rendezvous is not None and deadline is not None:
-            raise ValueError(
-                "give the deadline to the rendezvous, or leave the rendezvous to the Checkpointer"
-            )
+        check_deadline(rendezvous, deadline)
         self.root = os.fsdecode(root)
         self.last_restore: LoadReport | None = None
         """What the last `restore` loaded."""
@@ -291,7 +292,7 @@ class Checkpointer:
                 )
         return None
 
-    def _after_commit(self, committed: Committed, progress: Callable[[int, int], None]) -> None:
+    def _after_commit(self, committed: SaveResult, progress: Callable[[int, int], None]) -> None:
         assert committed.step is not None
         self._damaged.discard(committed.step)
         if self._newest is not None:
@@ -345,7 +346,7 @@ class Checkpointer:
             StructureError: ranks settle different suspects, or with different verdicts.
             StorageError: the storage failed; the suspect is as it was, unless the text says that the file is
                 in place: then it counts as settled, and a crash of the machine may undo that.
-            RankFailure, RankSilent: some rank failed or fell silent. If that was the leader, the suspect may
+            RankFailure, RankSilent: some rank failed or fell silent. If that was the coordinator, the suspect may
                 be settled or not.
 
         >>> import shardproof as sp, tempfile, torch

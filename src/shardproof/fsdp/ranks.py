@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardproof.errors import StructureError
-from shardproof.geometry import Boxes, Embedding, compose
-from shardproof.state import dtensor_embedding
+from shardproof.geometry import Boxes, IndexMap, compose
+from shardproof.state import dtensor_index_map
 
 __all__ = ["Ranks", "Spec", "spec_of"]
 
@@ -76,7 +76,7 @@ class Spec:
     """Of the whole parameter, tensor parallelism included."""
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
-    outer: Embedding
+    outer: IndexMap
     """Where the tensor that is packed lies in the whole parameter."""
     parallel: tuple[DeviceMesh, tuple[Placement, ...]] | None
     """Mesh and placements beneath, of a parameter that was a DTensor."""
@@ -91,7 +91,7 @@ class Spec:
             return whole
         return _dtensor(whole, *self.parallel, self.shape)
 
-    def embedding(self, rows: tuple[int, int]) -> Embedding:
+    def embedding(self, rows: tuple[int, int]) -> IndexMap:
         """Where rows [first, stop) of the packed tensor lie in the whole parameter."""
         packed = self.outer.local_shape
         local = (rows[1] - rows[0], *packed[1:])
@@ -100,7 +100,7 @@ class Spec:
         else:
             boxes = Boxes.whole(local)
             offsets = np.array([[rows[0]] + [0] * (len(packed) - 1)], np.int64)
-        return compose(self.outer, Embedding(local, packed, boxes, offsets))
+        return compose(self.outer, IndexMap(local, packed, boxes, offsets))
 
 
 def _dtensor(
@@ -123,7 +123,7 @@ def spec_of(parameter: torch.Tensor, ranks: Ranks, name: str) -> Spec:
         raise ValueError(f"{name} is a scalar, which has no rows to shard: give it shape [1]")
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
-        return Spec(shape, ranks.mesh, ranks.placements(), Embedding.whole(shape), None)
+        return Spec(shape, ranks.mesh, ranks.placements(), IndexMap.whole(shape), None)
     mesh, beneath = parameter.device_mesh, tuple(parameter.placements)
     if any(placement.is_partial() for placement in beneath):
         raise ValueError(f"{name} is a DTensor of partial sums: redistribute it before fully_shard")
@@ -142,7 +142,7 @@ def spec_of(parameter: torch.Tensor, ranks: Ranks, name: str) -> Spec:
         above[-1] = _StridedShard(0, split_factor=split)
     joint = (*above, *beneath)
     try:
-        outer = dtensor_embedding(parameter, name)
+        outer = dtensor_index_map(parameter, name)
     except StructureError as error:
         raise ValueError(str(error)) from error
     return Spec(shape, _joined(ranks.mesh, mesh), joint, outer, (mesh, beneath))

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from shardproof.geometry.axes import axis_weights, split_axes
 from shardproof.geometry.boxes import Boxes, row_major_strides
-from shardproof.geometry.compose import Embedding, compose, flat_shard
 from shardproof.geometry.cut import cut
 from shardproof.geometry.deduplicate import deduplicate
 from shardproof.geometry.flat import flat_range_boxes, flat_range_of
+from shardproof.geometry.index_map import IndexMap, compose, flat_shard
 from shardproof.geometry.intersect import intersect, overlapping_pairs
 from shardproof.geometry.ordering import stable_order
 from shardproof.geometry.tiling import TilingFault, tiling_faults
 
 __all__ = [
     "Boxes",
-    "Embedding",
+    "IndexMap",
     "TilingFault",
     "axis_weights",
     "compose",
@@ -30,3 +30,17 @@ __all__ = [
     "stable_order",
     "tiling_faults",
 ]
+
+
+def __getattr__(name: str) -> type[IndexMap]:
+    """`Embedding`, the earlier name of `IndexMap`."""
+    if name == "Embedding":
+        import warnings
+
+        warnings.warn(
+            "shardproof.geometry.Embedding is now shardproof.geometry.IndexMap: use that name",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return IndexMap
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,7 +13,7 @@ import torch
 
 from shardproof.errors import StructureError
 from shardproof.layouts.owned import Owned, segments_held
-from shardproof.layouts.parts import Part, Segments, blocks_of, embedding_of
+from shardproof.layouts.parts import Part, Segments, blocks_of, index_map_of
 from shardproof.state import Layout, declare, number_expert
 
 __all__ = ["grouped", "numbered", "sequential", "stacked"]
@@ -219,7 +219,7 @@ def _declare_seen(
     order = (seen.axis, *(reversed(within) if transposed else within))
     local_shape = [size for axis in seen.factors for size in axis]
     item.declare(
-        Layout.of(embedding_of(axes, local_shape), factors=seen.factors, order=order, name=key, experts=True)
+        Layout.of(index_map_of(axes, local_shape), factors=seen.factors, order=order, name=key, experts=True)
     )
 
 

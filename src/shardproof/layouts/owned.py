@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from shardproof.errors import StructureError
-from shardproof.layouts.parts import Segments, check_rank, embedding_of, length_of
+from shardproof.layouts.parts import Segments, check_rank, index_map_of, length_of
 from shardproof.state import LAYOUTS, Layout, declare, inside, is_dtensor
 
 __all__ = ["Owned", "declare_along", "segments_held"]
@@ -114,4 +114,4 @@ def declare_along(
     held = segments_held(tensor, tensor.shape[dim], blocks, rank, item.where)
     axes: list[tuple[Segments, int]] = [([(0, length)], length) for length in tensor.shape]
     axes[dim] = (held, size)
-    item.declare(Layout.of(embedding_of(axes, tensor.shape)))
+    item.declare(Layout.of(index_map_of(axes, tensor.shape)))

@@ -9,9 +9,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from shardproof.geometry import Boxes, Embedding
+from shardproof.geometry import Boxes, IndexMap
 
-__all__ = ["Part", "Segments", "blocks_of", "check_rank", "embedding_of", "length_of"]
+__all__ = ["Part", "Segments", "blocks_of", "check_rank", "index_map_of", "length_of"]
 
 Segments: TypeAlias = Sequence[tuple[int, int]]
 """Start and size in the model's dimension, in the order in which they lie in memory, without gaps."""
@@ -90,14 +90,14 @@ def length_of(segments: Segments) -> int:
     return sum(size for _, size in segments)
 
 
-def embedding_of(axes: Sequence[tuple[Segments, int]], local_shape: Sequence[int]) -> Embedding:
+def index_map_of(axes: Sequence[tuple[Segments, int]], local_shape: Sequence[int]) -> IndexMap:
     """A local array whose every dimension is made of segments of the model's.
 
     Args:
         axes: for each dimension, its segments and the size of the model's.
         local_shape: of the local array. What follows the segments is padding.
 
-    >>> embedding_of([([(0, 2), (4, 2)], 8), ([(0, 3)], 3)], (4, 3)).placed
+    >>> index_map_of([([(0, 2), (4, 2)], 8), ([(0, 3)], 3)], (4, 3)).placed
     Boxes([0:2, 0:3] [4:6, 0:3])
     """
     columns = []
@@ -106,7 +106,7 @@ def embedding_of(axes: Sequence[tuple[Segments, int]], local_shape: Sequence[int
         columns.append([(end - size, start, size) for (start, size), end in zip(segments, ends, strict=True)])
     boxes = np.array(list(product(*columns)), np.int64).reshape(-1, len(axes), 3)
     boxes = boxes[(boxes[:, :, 2] > 0).all(axis=1)]
-    return Embedding(
+    return IndexMap(
         tuple(local_shape),
         tuple(size for _, size in axes),
         Boxes(boxes[:, :, 0].copy(), boxes[:, :, 2].copy()),

@@ -6,7 +6,7 @@ import torch
 
 from shardproof.errors import StructureError
 from shardproof.layouts.owned import Owned
-from shardproof.layouts.parts import Segments, check_rank, embedding_of
+from shardproof.layouts.parts import Segments, check_rank, index_map_of
 from shardproof.state import Layout, is_dtensor
 
 __all__ = ["vocabulary"]
@@ -56,4 +56,4 @@ def vocabulary(
     own = min(max(size - start, 0), rows)
     axes: list[tuple[Segments, int]] = [([(0, length)], length) for length in tensor.shape]
     axes[dim] = ([(start, own)] if own else [], size)
-    item.declare(Layout.of(embedding_of(axes, tensor.shape)))
+    item.declare(Layout.of(index_map_of(axes, tensor.shape)))

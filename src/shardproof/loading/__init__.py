@@ -13,7 +13,7 @@ from shardproof.loading.selection import Cast, Patterns
 from shardproof.loading.sharing import UNREADABLE
 from shardproof.loading.verify import VerifyReport, verify
 from shardproof.reentrance import refuse_inside
-from shardproof.rendezvous import Rendezvous, connect
+from shardproof.rendezvous import Rendezvous, connected
 from shardproof.storage import LocalStorage, StrOrBytesPath
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ def load(
     read_once: ReadOnce = False,
     group: ProcessGroup | None = None,
     rendezvous: Rendezvous | None = None,
+    deadline: float | None = None,
 ) -> LoadReport:
     """Fills a state tree from a committed checkpoint, saved from whatever layout. Called by every rank.
 
@@ -78,24 +79,33 @@ def load(
             same on all ranks. A rank that falls silent meanwhile is given up after the group's own timeout.
         group: the process group to hand on over, of just the ranks that load; None for the default group.
         rendezvous: where the ranks meet; found by itself when None.
+        deadline: seconds that a rank may be silent before all ranks fail with `RankSilent`, in this call. It
+            bounds each wait for another rank, and the time to reach the store. It does not bound the call as
+            a whole: a rank that reports progress is waited for. None: the deadline of the rendezvous (300 s
+            unless set). Not together with `rendezvous`, which has its own.
+
+    Returns:
+        What was read, and which keys were missing or left over.
 
     Raises:
+        ValueError: `deadline` is not positive, or `rendezvous` is given, too.
         NotCommittedError: no checkpoint is here.
         KeyMismatchError: the state and the checkpoint do not fit; nothing was changed.
         CorruptChunkError, FormatError, StorageError, TilingError: the checkpoint is damaged. If tensors were
             partly overwritten by then, the message says so.
         RankFailure, RankSilent: some rank failed or fell silent.
 
-    >>> import shardproof as sp, tempfile, torch
-    >>> place = tempfile.mkdtemp() + "/ckpt"
-    >>> _ = sp.save(place, {"w": torch.ones(2), "epoch": 3})
-    >>> state = {"w": torch.zeros(2), "epoch": 0}
-    >>> report = sp.load(place, state)
-    >>> state
-    {'w': tensor([1., 1.]), 'epoch': 3}
+    Example:
+        >>> import shardproof as sp, tempfile, torch
+        >>> place = tempfile.mkdtemp() + "/ckpt"
+        >>> _ = sp.save(place, {"w": torch.ones(2), "epoch": 3})
+        >>> state = {"w": torch.zeros(2), "epoch": 0}
+        >>> report = sp.load(place, state, deadline=60.0)
+        >>> state
+        {'w': tensor([1., 1.]), 'epoch': 3}
     """
     refuse_inside("load")
     options = Options(strict, include, exclude, cast, rename, read_once, group)
-    storage, meetings = LocalStorage(path), rendezvous or connect()
-    with meetings.operation(f"load {storage.location}"):
+    storage = LocalStorage(path)
+    with connected(rendezvous, deadline) as meetings, meetings.operation(f"load {storage.location}"):
         return load_from(storage, state, meetings, options)

@@ -1,8 +1,8 @@
 """The one place of a load with collectives: only for `read_once`, over the training's own process group.
 
 Note: Collectives of a load
-    Every rank of the group calls the same methods in the same order: `measure` where the leader asked for
-    it, then for each round of one plan, made by the leader for all, `any_failed` and `start`. A rank that
+    Every rank of the group calls the same methods in the same order: `measure` where the coordinator asked for
+    it, then for each round of one plan, made by the coordinator for all, `any_failed` and `start`. A rank that
     failed still comes to the next `any_failed`, and all ranks leave together after it. So between those calls
     nothing may fail on one rank alone: the memory of a device that they need is taken beforehand, by the
     constructor and by `reserve`, where a failure is told like any other. A rank that dies is

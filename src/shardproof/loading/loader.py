@@ -342,7 +342,7 @@ class _HasRead(msgspec.Struct, frozen=True, array_like=True):
 
 
 def _all_read(posts: Sequence[bytes]) -> bytes:
-    """Leader: whether a rank has more to fill; empty if none has.
+    """Coordinator: whether a rank has more to fill; empty if none has.
 
     Raises:
         ShardproofError: that of the first rank that has one of its own.

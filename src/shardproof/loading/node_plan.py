@@ -1,6 +1,6 @@
 """The plan of reading once on one node: which rank reads each unit into its shared memory, where and when.
 
-    every rank: `Wish.of` its read plan  ->  leader: `plan_node`  ->  every rank: its `NodeOrders`
+    every rank: `Wish.of` its read plan  ->  coordinator: `plan_node`  ->  every rank: its `NodeOrders`
 
 Nothing is packed and nothing sent: whoever wants a chunk takes its parts from where its reader has put it. A
 reader takes its units in the order of the files, in *rounds* of `ROUND_BYTES`, or of one unit that is larger.

@@ -1,4 +1,4 @@
-"""Reading once and handing on over a process group: the rounds, by the orders that the leader made.
+"""Reading once and handing on over a process group: the rounds, by the orders that the coordinator made.
 
     for each round:  read and verify units  ->  wait for the round before, and place it
                      ->  did any rank fail?  ->  start to hand on

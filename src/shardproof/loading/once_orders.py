@@ -1,4 +1,4 @@
-"""What ranks that read once tell the leader, and what it tells them: columns, as bytes on the way."""
+"""What ranks that read once tell the coordinator, and what it tells them: columns, as bytes on the way."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The plan of reading once: which rank reads each chunk that several want, and what it hands on, and when.
 
-    every rank: `Wish.of` its read plan  ->  leader: `plan_once`  ->  every rank: its `Orders`
+    every rank: `Wish.of` its read plan  ->  coordinator: `plan_once`  ->  every rank: its `Orders`
 
 Arithmetic alone, no communication. Chunks that only one rank wants are no part of it, nor are those that
 several want different blocks of: each rank reads its own as ever. The others are taken together to *units*,

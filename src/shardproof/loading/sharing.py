@@ -50,7 +50,7 @@ class _Posted(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Answer(msgspec.Struct, frozen=True, array_like=True):
-    """What the leader answers, at the first meeting or at the second."""
+    """What the coordinator answers, at the first meeting or at the second."""
 
     choice: str
     """Read "all"; hand on over the "group" or through the memory of the "node"; or "measure" first what
@@ -228,7 +228,7 @@ class Sharing:
         return bool(self._handles) and all(peer for rank, peer in enumerate(self._peers) if rank != own)
 
     def _plan_all(self, posts: Sequence[bytes]) -> list[bytes]:
-        """Leader: who reads what and hands it on, where that is possible and can be worth it."""
+        """Coordinator: who reads what and hands it on, where that is possible and can be worth it."""
         said = [msgspec.msgpack.decode(post, type=_Posted) for post in posts]
         reads_all = _encoded([_Answer("all")] * len(posts))
         if not all(one.able for one in said):
@@ -262,7 +262,7 @@ class Sharing:
         return msgspec.msgpack.encode(_Measured(sampled, exchanged if over_group else memory_speed()))
 
     def _choose(self, posts: Sequence[bytes]) -> list[bytes]:
-        """Leader: one choice for all ranks."""
+        """Coordinator: one choice for all ranks."""
         said = [msgspec.msgpack.decode(post, type=_Measured) for post in posts]
         for rank, one in enumerate(said):
             if one.error is not None:

@@ -1,4 +1,4 @@
-"""What is planned: for all ranks as the leader keeps it, and for one rank as it is answered."""
+"""What is planned: for all ranks as the coordinator keeps it, and for one rank as it is answered."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ begins. So
 - after as many saves as there are turns every replica was compared.
 
 What is sent to a rank is where its sets begin on the line and which of its pieces they are. It knows the
-sizes of its pieces, so the rest is arithmetic, the same at the rank and at the leader.
+sizes of its pieces, so the rest is arithmetic, the same at the rank and at the coordinator.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class SharedPieces:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replicas:
-    """The boxes that several ranks hold, as the leader keeps them: m boxes in s sets, set by set."""
+    """The boxes that several ranks hold, as the coordinator keeps them: m boxes in s sets, set by set."""
 
     sample_bytes: int
     turns: int

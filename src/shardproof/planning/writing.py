@@ -1,4 +1,4 @@
-"""The plan of a save: which rank writes which boxes, and where in its file. Made by the leader alone.
+"""The plan of a save: which rank writes which boxes, and where in its file. Made by the coordinator alone.
 
 1. `merge`: one table of tensors, all declared boxes in columns.
 2. `prove`: the distinct boxes of each tensor tile it. Equal boxes are replicas by that fact.

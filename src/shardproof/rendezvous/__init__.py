@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardproof.rendezvous.connecting import check_group, connect
+from shardproof.rendezvous.connecting import check_deadline, check_group, connect, connected
 from shardproof.rendezvous.local import LocalRendezvous
 from shardproof.rendezvous.meetings import Meetings
 from shardproof.rendezvous.operation import Operation
@@ -19,7 +19,9 @@ __all__ = [
     "Rendezvous",
     "Reservation",
     "StoreRendezvous",
+    "check_deadline",
     "check_group",
     "connect",
+    "connected",
     "fold",
 ]

@@ -229,7 +229,7 @@ class Channel:
         return on.peek(store, MeetingKeys(self._membership.root, 0).beat(0))
 
     def post(self, keys: MeetingKeys, record: bytes, body: bytes, others: int) -> None:
-        """Post to the leader, and wake it if all `others` that it waits for are there."""
+        """Post to the coordinator, and wake it if all `others` that it waits for are there."""
         key = keys.post(self.rank)
         self._remember(keys, [*self._write_parts(key, body), key])
         items = {key: record} | self._trace(keys)

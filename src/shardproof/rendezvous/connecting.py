@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +17,7 @@ from shardproof.rendezvous.protocol import Rendezvous
 from shardproof.rendezvous.store import StoreRendezvous
 from shardproof.rendezvous.verdicts import store_lost
 
-__all__ = ["check_group", "connect"]
+__all__ = ["check_deadline", "check_group", "connect", "connected"]
 
 _DEADLINE = 300.0
 
@@ -40,6 +41,58 @@ def connect(*, deadline: float | None = None) -> Rendezvous:
     >>> connect().world_size
     1
     """
+    return _connect(deadline, lasting=True)
+
+
+@contextmanager
+def connected(rendezvous: Rendezvous | None, deadline: float | None) -> Iterator[Rendezvous]:
+    """The rendezvous of one call: the one that is given, or the one that `connect` finds.
+
+    Args:
+        rendezvous: the given one; None to find one.
+        deadline: of the found one, until the context ends; None: the one that it has.
+
+    Raises:
+        ValueError: see `check_deadline`.
+        RankSilent: see `connect`.
+
+    Example:
+        >>> with connected(None, 5.0) as found:
+        ...     found.deadline
+        5.0
+    """
+    check_deadline(rendezvous, deadline)
+    if rendezvous is not None:
+        yield rendezvous
+        return
+    found = _connect(deadline, lasting=False)
+    if deadline is None or not isinstance(found, StoreRendezvous):
+        yield found
+        return
+    _shared.lend(found, deadline)
+    try:
+        yield found
+    finally:
+        _shared.take_back(found, deadline)
+
+
+def check_deadline(rendezvous: Rendezvous | None, deadline: float | None) -> None:
+    """Refuses a deadline that is no number of seconds, or that comes with a rendezvous.
+
+    Raises:
+        ValueError: the deadline is not positive, or both arguments are given.
+    """
+    if deadline is not None and not deadline > 0:
+        raise ValueError(f"a deadline is a positive number of seconds, not {deadline!r}")
+    if rendezvous is not None and deadline is not None:
+        raise ValueError(
+            f"both rendezvous= and deadline={deadline!r} are given, and this rendezvous has a deadline of "
+            f"{rendezvous.deadline:g} s: set its `deadline` and leave out deadline=, or leave out rendezvous="
+        )
+
+
+def _connect(deadline: float | None, *, lasting: bool) -> Rendezvous:
+    """See `connect`. A deadline that does not last is used to reach the store, and changes nothing else."""
     refuse_inside("connect", "connect")
     group = _process_group()
     if group is not None:
@@ -51,12 +104,13 @@ def connect(*, deadline: float | None = None) -> Rendezvous:
         return _shared.get(
             store,
             deadline,
+            lasting,
             lambda seconds: StoreRendezvous(
                 store.clone(), rank, world_size, deadline=seconds, server=weakref.ref(store)
             ),
         )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "MASTER_ADDR" in os.environ:
-        return _shared.get(None, deadline, lambda seconds: _from_environment(os.environ, seconds))
+        return _shared.get(None, deadline, lasting, lambda seconds: _from_environment(os.environ, seconds))
     return LocalRendezvous(deadline=deadline or _DEADLINE)
 
 
@@ -125,10 +179,12 @@ class _Shared:
     def __init__(self) -> None:
         self._lock = forks.lock()
         self._known: list[tuple[weakref.ref[Any] | None, StoreRendezvous]] = []
+        self._lent: weakref.WeakKeyDictionary[StoreRendezvous, list[float]] = weakref.WeakKeyDictionary()
+        """The lasting deadline, then those of the calls under way, where there are any."""
 
     @guarded("connect")
     def get(
-        self, store: Any, deadline: float | None, make: Callable[[float], StoreRendezvous]
+        self, store: Any, deadline: float | None, lasting: bool, make: Callable[[float], StoreRendezvous]
     ) -> StoreRendezvous:
         """The rendezvous at this store (None: the environment's), made if there is none that can be used."""
         with self._lock:
@@ -139,12 +195,33 @@ class _Shared:
             ]
             for reference, known in self._known:
                 if (reference() if reference is not None else None) is store:
-                    if deadline is not None:
+                    if deadline is not None and lasting:
                         known.deadline = deadline
+                        if known in self._lent:
+                            self._lent[known][0] = deadline
                     return known
             made = make(_DEADLINE if deadline is None else deadline)
+            if not lasting:
+                made.deadline = _DEADLINE
             self._known.append((None if store is None else weakref.ref(store), made))
             return made
+
+    @guarded("connect")
+    def lend(self, rendezvous: StoreRendezvous, deadline: float) -> None:
+        """Gives a rendezvous the deadline of one call. The last call that began decides."""
+        with self._lock:
+            self._lent.setdefault(rendezvous, [rendezvous.deadline]).append(deadline)
+            rendezvous.deadline = deadline
+
+    @guarded("connect")
+    def take_back(self, rendezvous: StoreRendezvous, deadline: float) -> None:
+        """Ends a call that `lend` began."""
+        with self._lock:
+            lasting, *calls = self._lent.pop(rendezvous)
+            calls.remove(deadline)
+            rendezvous.deadline = calls[-1] if calls else lasting
+            if calls:
+                self._lent[rendezvous] = [lasting, *calls]
 
 
 _shared = _Shared()

@@ -92,7 +92,7 @@ class MeetingKeys:
 
     @property
     def ready(self) -> str:
-        """Set by the rank that posts last: the leader wakes."""
+        """Set by the rank that posts last: the coordinator wakes."""
         return f"{self.root}/{self.number}/ready"
 
     @property
@@ -107,7 +107,7 @@ class MeetingKeys:
 
     @property
     def all_read(self) -> str:
-        """Set by the rank that reads the verdict last: the leader, and the store with it, may go."""
+        """Set by the rank that reads the verdict last: the coordinator, and the store with it, may go."""
         return f"{self.root}/{self.number}/all read"
 
     @property

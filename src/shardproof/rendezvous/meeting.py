@@ -1,4 +1,4 @@
-"""One meeting: what the leader does, and what everybody else does. See the note in `store`."""
+"""One meeting: what the coordinator does, and what everybody else does. See the note in `store`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Meeting:
     deadline: float
 
     stays: bool
-    """Whether the leader waits until its verdict has been read: the store may end with its process."""
+    """Whether the coordinator waits until its verdict has been read: the store may end with its process."""
 
     whole: tuple[str, int]
     """The operation that it belongs to, and how many meetings that took before: equal on all ranks."""
@@ -224,7 +224,7 @@ def _as_failed(meeting: Meeting, wrong: WrongBytes) -> Record:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What the leader has decided: an error, one answer, or one answer a rank."""
+    """What the coordinator has decided: an error, one answer, or one answer a rank."""
 
     error: ShardproofError | None = None
     cause: BaseException | None = None

@@ -16,7 +16,7 @@ __all__ = ["Pulse", "amounts", "describe", "is_elsewhere"]
 class Pulse:
     """What a rank has to show for itself. Written by the rank's threads, read by the thread that posts it.
 
-    Evidence is progress that was reported, a step of a wait that is itself bounded, and, while the leader
+    Evidence is progress that was reported, a step of a wait that is itself bounded, and, while the coordinator
     decides, processor time of the thread that decides. A process that lives but stands still (a hung file
     system, a deadlock) has none, and falls silent like one that is gone.
     """

@@ -1,7 +1,7 @@
 """How posts, answers and other values look in the store, and the one decoder that checks them.
 
 A record is a line of JSON, then bytes. Stores limit one value (8 MiB in the one that torchrun serves), and a
-leader reads the records of many ranks in one request, so bytes beyond `INLINE` go to keys of their own, cut
+coordinator reads the records of many ranks in one request, so bytes beyond `INLINE` go to keys of their own, cut
 in parts, which are written before the record that counts them.
 
 Other programs may write to the same store. So every value that is read passes `checked` or `unpack`, and the
@@ -108,7 +108,7 @@ class Record:
     size: int = 0
     digest: str = ""
     readers: int = 0
-    """Of a verdict: how many ranks shall say that they have read it; the leader waits for them."""
+    """Of a verdict: how many ranks shall say that they have read it; the coordinator waits for them."""
     renew: int | None = None
     """Of a verdict: the rank that asks all ranks to join again, in a new generation."""
     whole: tuple[str, int] = ("", 0)

@@ -8,12 +8,12 @@ Rank 0 leads. Six facts bound every wait:
    that the server answers at once and one for the single long wait of a meeting, and for what it waits for.
    The caller waits for both in steps of a fraction of the deadline, so a server that is dead or stopped is
    noticed like a rank.
-2. The leader watches the ranks that have not posted; the other ranks watch the leader. Watching means to
+2. The coordinator watches the ranks that have not posted; the other ranks watch the coordinator. Watching means to
    read, at each step, the sign of life that a rank's `Pulse` posts, and to add up the time without news.
    Signs of life are evidence of work: a rank that hangs is as silent as one that is gone, and one that moves
    is waited for.
 3. Whoever gives up says so in the store, by compare-and-set on the meeting's one verdict. The first verdict
-   is the only one: a leader that was stopped, was given up by the others and wakes finds that verdict, and
+   is the only one: a coordinator that was stopped, was given up by the others and wakes finds that verdict, and
    not its own.
 4. Ranks join a generation (the note in `membership`). In it each rank numbers its meetings for itself, from
    the first one for which it joined. A number is used up by the result of its meeting, be it an error. So a
@@ -26,9 +26,9 @@ Rank 0 leads. Six facts bound every wait:
 5. A sign of life names the meeting that its rank is in. A rank that waits in another meeting counts as
    silent, so two ranks that both live cannot keep each other waiting. The verdict then tells all ranks to
    join a new generation, in which they count from the same meeting.
-6. A leader whose process may serve the store stays until the others have read its verdict, but not for ever.
+6. A coordinator whose process may serve the store stays until the others have read its verdict, but not for ever.
 
-What this cannot give: should the leader be given up while it decides, what it did by then is done. A decision
+What this cannot give: should the coordinator be given up while it decides, what it did by then is done. A decision
 that acts on the world (the commit of a checkpoint) may have taken effect although all ranks get `RankSilent`.
 """
 
@@ -126,7 +126,7 @@ class StoreRendezvous:
         if not seconds > 0:
             raise ValueError(f"a deadline is a positive number of seconds, not {seconds!r}")
         self._deadline = float(seconds)
-        # Every rank looks at the leader's sign of life once a period: the store must not drown in that.
+        # Every rank looks at the coordinator's sign of life once a period: the store must not drown in that.
         self._pulse.period = min(max(1.0, self.world_size / 2048), self._deadline / 8)
 
     def meet(self, operation: str, phase: str, post: bytes | BaseException, decide: Decide) -> bytes:

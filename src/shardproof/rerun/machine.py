@@ -15,7 +15,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from shardproof.errors import RankFailure, RankSilent, StructureError
-from shardproof.rendezvous import Rendezvous, connect
+from shardproof.rendezvous import Rendezvous, check_deadline, connect
 from shardproof.rerun.comparison import Compare
 from shardproof.rerun.decisions import Decision, ExitCodes
 from shardproof.rerun.identity import DeviceIdentity
@@ -98,8 +98,7 @@ class RerunMachine:
         log: ResultLog | str | os.PathLike[str] | None = None,
         inject: FaultInjector | None = None,
     ) -> None:
-        if rendezvous is not None and deadline is not None:
-            raise ValueError("give the deadline to the rendezvous, or leave the rendezvous to the machine")
+        check_deadline(rendezvous, deadline)
         if pending not in ("refuse", "drop"):
             raise ValueError(f"pending is {pending!r}, not 'refuse' or 'drop'")
         results = log if log is None or isinstance(log, ResultLog) else ResultLog(log)

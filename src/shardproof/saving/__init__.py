@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardproof.rendezvous import Rendezvous, connect
+from shardproof.rendezvous import Rendezvous, connected
 from shardproof.saving.background import Workers
-from shardproof.saving.committed import Committed, Divergence
 from shardproof.saving.pending import PendingSave
 from shardproof.saving.repair import repair
 from shardproof.saving.replicas import CheckReplicas
+from shardproof.saving.result import Divergence, SaveResult
 from shardproof.saving.saver import Saver, WhenBusy
 from shardproof.saving.standalone import make_standalone
 from shardproof.state import open_all
@@ -17,9 +17,9 @@ from shardproof.storage import LocalStorage, StrOrBytesPath
 
 __all__ = [
     "CheckReplicas",
-    "Committed",
     "Divergence",
     "PendingSave",
+    "SaveResult",
     "Saver",
     "WhenBusy",
     "Workers",
@@ -39,7 +39,8 @@ def save(
     overwrite: bool = False,
     check_replicas: CheckReplicas | None = None,
     rendezvous: Rendezvous | None = None,
-) -> Committed:
+    deadline: float | None = None,
+) -> SaveResult:
     """Saves a state tree and returns once it is committed: durable, whole and proved. Called by every rank.
 
     Args:
@@ -52,25 +53,34 @@ def save(
         check_replicas: whether ranks that hold the same boxes compare their bytes, ``"all"`` of them or a
             ``"sample"``; what differs is in the result's `diverged`, and logged.
         rendezvous: where the ranks meet; found by itself when None.
+        deadline: seconds that a rank may be silent before all ranks fail with `RankSilent`, in this call. It
+            bounds each wait for another rank, and the time to reach the store. It does not bound the call as
+            a whole: a rank that reports progress is waited for. None: the deadline of the rendezvous (300 s
+            unless set). Not together with `rendezvous`, which has its own.
+
+    Returns:
+        What was committed.
 
     Raises:
+        ValueError: `deadline` is not positive, or `rendezvous` is given, too.
         AlreadyCommittedError: a checkpoint is committed here and `overwrite` is False.
         StructureError, TilingError, PlainDataError: the state cannot be kept; nothing was written.
         RankFailure, RankSilent: some rank failed or fell silent; nothing was committed, unless the text says
-            so or it was the leader, which may have published.
+            so or it was the coordinator, which may have published.
         StorageError: the storage failed.
 
-    >>> import shardproof as sp, tempfile, torch
-    >>> committed = sp.save(tempfile.mkdtemp() + "/ckpt", {"w": torch.ones(2)}, step=7)
-    >>> committed.step, committed.tensors
-    (7, 1)
+    Example:
+        >>> import shardproof as sp, tempfile, torch
+        >>> committed = sp.save(tempfile.mkdtemp() + "/ckpt", {"w": torch.ones(2)}, step=7, deadline=60.0)
+        >>> committed.step, committed.tensors
+        (7, 1)
     """
-    saver = Saver(rendezvous or connect())
-    return saver.save(
-        LocalStorage(path),
-        state,
-        step=step,
-        metadata=metadata,
-        overwrite=overwrite,
-        check_replicas=check_replicas,
-    )
+    with connected(rendezvous, deadline) as meetings:
+        return Saver(meetings).save(
+            LocalStorage(path),
+            state,
+            step=step,
+            metadata=metadata,
+            overwrite=overwrite,
+            check_replicas=check_replicas,
+        )

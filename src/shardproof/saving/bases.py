@@ -1,7 +1,7 @@
-"""The leader's side of an incremental save: which earlier step it builds on, and who knows what of that step.
+"""The coordinator's side of an incremental save: which earlier step it builds on, and who knows what of that step.
 
-Ranks and leader keep what they know of the last step that they committed together. While plan and step are
-the same, a save builds on it and nothing has to be read or sent; otherwise the leader reads the step's index
+Ranks and coordinator keep what they know of the last step that they committed together. While plan and step are
+the same, a save builds on it and nothing has to be read or sent; otherwise the coordinator reads the step's index
 and tells each rank the digests of its chunks there.
 """
 
@@ -27,7 +27,7 @@ _log = logging.getLogger("shardproof")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KnownBase:
-    """What the leader keeps of the last save."""
+    """What the coordinator keeps of the last save."""
 
     attempt: str
     """Of that save. A rank that names it knows the digests of its chunks there."""

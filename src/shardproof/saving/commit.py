@@ -1,4 +1,4 @@
-"""The leader's side of a commit: what was written is what was planned, then index and manifest."""
+"""The coordinator's side of a commit: what was written is what was planned, then index and manifest."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def _check_planned(plan: WritePlan, written: Sequence[Written]) -> None:
 
 
 def _check_visible(storage: Storage, manifest: Manifest) -> None:
-    """The shard files are where the leader, and so any reader, looks for them."""
+    """The shard files are where the coordinator, and so any reader, looks for them."""
     for record, (folder, name) in zip(manifest.files, files_of(storage, manifest), strict=True):
         size = folder.size(name)
         if size == record.size:

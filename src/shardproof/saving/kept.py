@@ -16,7 +16,7 @@ from shardproof.saving.staging import StagingPool
 from shardproof.saving.unconfirmed import Unconfirmed
 from shardproof.state import LastWalk
 
-__all__ = ["HeldPlan", "Kept", "KnownDigests", "KnownStructure", "LeaderPlan", "Limits", "Request"]
+__all__ = ["CoordinatorPlan", "HeldPlan", "Kept", "KnownDigests", "KnownStructure", "Limits", "Request"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Request:
     metadata: dict[str, Any]
     overwrite: bool
     base: FindBase | None = None
-    """For the leader: finds the step whose chunks need not be written again. None: all are written."""
+    """For the coordinator: finds the step whose chunks need not be written again. None: all are written."""
     check_replicas: CheckReplicas | None = None
     full_every: int | None = None
     """Of so many saves in a row with a `base`, at least one is written in full. None: no bound."""
@@ -44,8 +44,8 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaderPlan:
-    """A plan of all ranks, at the leader."""
+class CoordinatorPlan:
+    """A plan of all ranks, at the coordinator."""
 
     id: str
     digests: tuple[bytes, ...]
@@ -92,9 +92,9 @@ class Kept:
     """The thread on which staging memory is touched."""
     staging: StagingPool
     unconfirmed: Unconfirmed
-    """Leader: commits that are not known to be durable."""
-    planned: LeaderPlan | None = None
-    """Leader: the last plan, and the structure digests that it is valid for."""
+    """Coordinator: commits that are not known to be durable."""
+    planned: CoordinatorPlan | None = None
+    """Coordinator: the last plan, and the structure digests that it is valid for."""
     held: HeldPlan | None = None
     """This rank's part of a plan."""
     walk: LastWalk = field(default_factory=LastWalk)
@@ -106,10 +106,10 @@ class Kept:
     pool: BufferPool | None = None
     """Buffers, given back by a save that got through: a failed one may have lost some of them."""
     base: KnownBase | None = None
-    """Leader: the last step that was saved by `planned`."""
+    """Coordinator: the last step that was saved by `planned`."""
     known: KnownDigests | None = None
     """Digests that the chunks of `held` had in the last step."""
     background: str = ""
-    """Leader: name of the rendezvous in the background."""
+    """Coordinator: name of the rendezvous in the background."""
     turn: int | None = None
-    """Leader: number of the next sample of replicas."""
+    """Coordinator: number of the next sample of replicas."""

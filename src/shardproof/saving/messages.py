@@ -1,4 +1,4 @@
-"""What ranks and their leader say to each other before a save goes on in the background."""
+"""What ranks and their coordinator say to each other before a save goes on in the background."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class Described(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Agreed(msgspec.Struct, frozen=True, array_like=True):
-    """What the leader answers."""
+    """What the coordinator answers."""
 
     attempt: Attempt
     reuse: bool
     tell: bool
     """Whether the ranks are told digests of a base that they do not know."""
     background: str
-    """Name of the rendezvous in the background: that of the leader's first save."""
+    """Name of the rendezvous in the background: that of the coordinator's first save."""
     turn: int = 0
     """Where a sample of replicas is compared: its number."""

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from shardproof.errors import SaveSkipped, ShardproofError, StorageError
 from shardproof.reentrance import refuse_inside
 from shardproof.saving.background import Progress, wait_while_moving
-from shardproof.saving.committed import Committed
+from shardproof.saving.result import SaveResult
 
 __all__ = ["PendingSave"]
 
@@ -26,7 +26,7 @@ class PendingSave:
     def __init__(
         self,
         step: int | None,
-        future: Future[Committed] | None,
+        future: Future[SaveResult] | None,
         progress: Progress | None = None,
         patience: float = 0.0,
     ) -> None:
@@ -49,7 +49,7 @@ class PendingSave:
         """Whether it is over: committed, failed or skipped."""
         return self._future is None or self._future.done()
 
-    def result(self, timeout: float | None = None) -> Committed:
+    def result(self, timeout: float | None = None) -> SaveResult:
         """The committed checkpoint, once it is durable.
 
         Args:
@@ -64,12 +64,12 @@ class PendingSave:
             StorageError: it does not move any more, and cannot be ended: the storage hangs. It may be
                 committed, or yet be once the storage answers.
             ShardproofError: the save failed on some rank. Nothing was committed, unless the text says so, or
-                the leader fell silent after it had published.
+                the coordinator fell silent after it had published.
         """
         refuse_inside("result")
         return self.outcome(timeout)
 
-    def outcome(self, timeout: float | None = None) -> Committed:
+    def outcome(self, timeout: float | None = None) -> SaveResult:
         """What `result` returns, also for a save that waits for itself."""
         if self._future is None:
             raise SaveSkipped(

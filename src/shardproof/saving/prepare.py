@@ -49,7 +49,7 @@ _STEP = 64
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """One try at saving, as the leader named it; the same on all ranks."""
+    """One try at saving, as the coordinator named it; the same on all ranks."""
 
     id: str
     time: float

@@ -1,7 +1,7 @@
-"""Silent divergence: ranks that hold the same box hash their replicas of it, and the leader compares.
+"""Silent divergence: ranks that hold the same box hash their replicas of it, and the coordinator compares.
 
     rank: SharedPieces --slices--> chosen --hash_replicas--> 16 bytes each, with the post of the commit
-    leader: Replicas --slices--> the same, chosen alike; digests --compare_replicas--> Divergence
+    coordinator: Replicas --slices--> the same, chosen alike; digests --compare_replicas--> Divergence
 
 Nothing is sent that says which digest is whose: both sides derive it from the plan (see "The line" in
 `shardproof.planning.replicas`). Bytes are compared, so a NaN equals itself and 0.0 differs from -0.0.
@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from shardproof.errors import StructureError
 from shardproof.planning import Slices, WritePlan
-from shardproof.saving.committed import Divergence
 from shardproof.saving.device import copies_of
+from shardproof.saving.result import Divergence
 from shardproof.saving.source import Source
 from shardproof.saving.staging import StagingPool
 from shardproof.state import Piece

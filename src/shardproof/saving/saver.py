@@ -19,12 +19,12 @@ from shardproof.reentrance import guarded, refuse_inside
 from shardproof.rendezvous import Meetings, Rendezvous
 from shardproof.saving.background import Workers, unfinished
 from shardproof.saving.bases import FindBase
-from shardproof.saving.committed import Committed
 from shardproof.saving.device import pinned_buffer
 from shardproof.saving.kept import Kept, Limits, Request
 from shardproof.saving.memory import default_budget
 from shardproof.saving.pending import PendingSave
 from shardproof.saving.replicas import CheckReplicas
+from shardproof.saving.result import SaveResult
 from shardproof.saving.session import Session
 from shardproof.saving.staging import StagingPool
 from shardproof.saving.unconfirmed import Unconfirmed
@@ -42,7 +42,7 @@ guarded("a step of an optimizer, which waits for a save")(Fence.open)
 @dataclass(slots=True)
 class _UnderWay:
     session: Session
-    future: Future[Committed]
+    future: Future[SaveResult]
     pending: PendingSave
 
 
@@ -91,7 +91,7 @@ class Saver:
         metadata: dict[str, Any] | None = None,
         overwrite: bool = False,
         check_replicas: CheckReplicas | None = None,
-    ) -> Committed:
+    ) -> SaveResult:
         """Saves a state tree and returns once it is committed. Called by every rank; one save at a time.
 
         Arguments are those of `begin`.
@@ -100,7 +100,7 @@ class Saver:
             AlreadyCommittedError: a committed checkpoint is in the way and `overwrite` is False.
             StructureError, TilingError, PlainDataError: the state cannot be kept; nothing was committed.
             RankFailure, RankSilent: a rank failed or fell silent; nothing was committed, unless the text says
-                so or it was the leader, which may have published.
+                so or it was the coordinator, which may have published.
             StorageError: the storage failed.
         """
         refuse_inside("save")
@@ -109,7 +109,7 @@ class Saver:
             return self._save(storage, state, request)
 
     @guarded("save")
-    def _save(self, storage: Storage, state: Any, request: Request) -> Committed:
+    def _save(self, storage: Storage, state: Any, request: Request) -> SaveResult:
         before = self._under_way
         try:
             return self._begin(storage, state, request, watched=False).outcome()
@@ -132,7 +132,7 @@ class Saver:
         base: FindBase | None = None,
         full_every: int | None = None,
         check_replicas: CheckReplicas | None = None,
-        after: Callable[[Committed, Callable[[int, int], None]], None] | None = None,
+        after: Callable[[SaveResult, Callable[[int, int], None]], None] | None = None,
     ) -> PendingSave:
         """Begins to save a state tree, and returns once the caller may change it.
 
@@ -146,12 +146,12 @@ class Saver:
                 all skip.
             stage_all: copy everything before this returns, also what only optimizers change.
             base: finds an earlier committed step, beside `storage`, whose chunks need not be written again;
-                called on the leader. None: all are written.
+                called on the coordinator. None: all are written.
             full_every: of so many saves in a row with a `base`, at least one is written in full. None: no
                 bound.
             check_replicas: whether ranks that hold the same boxes compare their bytes: ``"all"`` of them; or
                 a ``"sample"`` of `sample_bytes` a rank, another one at each save, until all had their turn.
-                What differs is in `Committed.diverged`, and logged. Tensors that each rank changes in its own
+                What differs is in `SaveResult.diverged`, and logged. Tensors that each rank changes in its own
                 way (statistics of BatchNorm, unless they are synchronised) differ by design: leave them
                 out, or keep them by rank (`PerRank`).
             after: called in the background once it is committed, before its result is there, with the
@@ -188,7 +188,7 @@ class Saver:
         watched: bool,
         stage_all: bool = False,
         when_busy: WhenBusy = "wait",
-        after: Callable[[Committed, Callable[[int, int], None]], None] | None = None,
+        after: Callable[[SaveResult, Callable[[int, int], None]], None] | None = None,
     ) -> PendingSave:
         """Begins a save. Its meetings are held by the thread of saves, which no interrupt reaches.
 
@@ -201,11 +201,11 @@ class Saver:
                 return PendingSave(request.step, None)
             session = self._session(storage, request)
             patience = 2 * self._rendezvous.deadline
-            future: Future[Committed] = Future()
+            future: Future[SaveResult] = Future()
             pending = PendingSave(request.step, future, session.progress, patience)
             served = list[object]()
 
-            def work() -> Committed:
+            def work() -> SaveResult:
                 if not operation.claim():
                     raise SaveSkipped(f"{storage.location}: the save was interrupted before it began")
                 try:
@@ -245,8 +245,8 @@ class Saver:
         self,
         session: Session,
         rendezvous: Rendezvous,
-        after: Callable[[Committed, Callable[[int, int], None]], None] | None,
-    ) -> Committed:
+        after: Callable[[SaveResult, Callable[[int, int], None]], None] | None,
+    ) -> SaveResult:
         done = session.finish(rendezvous)
         if after is not None:
             after(done, lambda _done, _total: session.progress.moved())

@@ -51,13 +51,13 @@ from shardproof.saving.background import Progress, wait_while_moving
 from shardproof.saving.buffers import BufferPool
 from shardproof.saving.capture import Capture
 from shardproof.saving.commit import Written
-from shardproof.saving.committed import Committed
+from shardproof.saving.coordinator import Coordinator
 from shardproof.saving.incremental import BaseDigests, pack_rows
 from shardproof.saving.kept import HeldPlan, Kept, KnownDigests, KnownStructure, Limits, Request
-from shardproof.saving.leader import Leader
 from shardproof.saving.messages import Agreed, Described
 from shardproof.saving.prepare import Attempt, Entries, prepare_shard
 from shardproof.saving.replicas import CheckReplicas, chosen_slices, hash_replicas
+from shardproof.saving.result import SaveResult
 from shardproof.saving.shard import write_changes, write_shard
 from shardproof.saving.snapshot import Snapshot
 from shardproof.saving.uncommitted import remove_uncommitted
@@ -116,7 +116,7 @@ class Session:
         """Why the ranks do not agree."""
         self._agreed: Future[None] = Future()
         """Done when the ranks have agreed, or will not."""
-        self._leader = Leader(storage, request, kept, limits)
+        self._coordinator = Coordinator(storage, request, kept, limits)
         self._base: BaseDigests | None = None
         self._digests: NDArray[np.uint64] | None = None
         self._turn = 0
@@ -199,7 +199,7 @@ class Session:
         meeting = Meetings(self._rendezvous, self._operation)
         with self._phase("agree"):
             answer = meeting.meet(
-                "collect", partial(_told, self._described), self._unbounded(self._leader.agree)
+                "collect", partial(_told, self._described), self._unbounded(self._coordinator.agree)
             )
         agreed = msgspec.msgpack.decode(answer, type=Agreed)
         self._attempt, self._turn, part = agreed.attempt, agreed.turn, None
@@ -207,10 +207,12 @@ class Session:
         if not agreed.reuse:
             self._kept.held = self._kept.known = None
             with self._phase("plan"):
-                part = meeting.meet("plan", self._structure.encode, self._leader.plan)
+                part = meeting.meet("plan", self._structure.encode, self._coordinator.plan)
         if agreed.tell:
             with self._phase("plan"):
-                self._base = BaseDigests.decode(meeting.meet("base", lambda: b"", self._leader.tell_base))
+                self._base = BaseDigests.decode(
+                    meeting.meet("base", lambda: b"", self._coordinator.tell_base)
+                )
         elif agreed.attempt.base:
             assert self._kept.known is not None
             self._base = self._kept.known.digests
@@ -258,7 +260,7 @@ class Session:
         if self._fence is not None:
             self._fence.open()
 
-    def finish(self, rendezvous: Rendezvous) -> Committed:
+    def finish(self, rendezvous: Rendezvous) -> SaveResult:
         """Writes and commits.
 
         Args:
@@ -272,12 +274,12 @@ class Session:
                 self.progress.is_bounded = True
                 try:
                     answer = meeting.meet(
-                        "write", partial(_told, written), self._unbounded(self._leader.commit)
+                        "write", partial(_told, written), self._unbounded(self._coordinator.commit)
                     )
                 finally:
                     self.progress.is_bounded = False
-                done = msgspec.msgpack.decode(answer, type=Committed)
-                phase.note(**self._leader.facts)
+                done = msgspec.msgpack.decode(answer, type=SaveResult)
+                phase.note(**self._coordinator.facts)
                 if self._request.check_replicas:
                     phase.note(diverged=done.diverged_count)
         except RankSilent:
@@ -470,7 +472,7 @@ class Session:
             raise self._given_up
 
     def _unbounded(self, decide: Callable[[Sequence[bytes]], bytes]) -> Callable[[Sequence[bytes]], bytes]:
-        """Leader: the storage may hang in this decision, so whoever waits is to look whether it moves."""
+        """Coordinator: the storage may hang in this decision, so whoever waits is to look whether it moves."""
 
         def decided(posts: Sequence[bytes]) -> bytes:
             self.progress.is_bounded = False
@@ -481,7 +483,7 @@ class Session:
 
         return decided
 
-    def _warn(self, done: Committed) -> None:
+    def _warn(self, done: SaveResult) -> None:
         """Says where replicas differ, on rank 0 and on the ranks at fault."""
         rank = self._rendezvous.rank
         concerns = [one for one in done.diverged if rank == 0 or rank in one.ranks]

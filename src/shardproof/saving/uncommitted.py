@@ -17,15 +17,15 @@ def remove_uncommitted(storage: Storage, rank: int, attempt: str) -> None:
     """Removes a rank's files of a save that was refused. What cannot be removed is logged.
 
     Note "Whose files": a file may be removed only when no manifest can name it, now or later. A refusal
-    that came from the leader is such a case unless it says that the manifest is or may be in place
+    that came from the coordinator is such a case unless it says that the manifest is or may be in place
     (`details["committed"]`): another node may see an older state of the folder, so a rank does not decide
     that by itself. It looks once more all the same, for a manifest that another node put there. A silent
-    leader is not such a case: it may be slow, and commit. Nor is an interrupt on this rank, which says
-    nothing of what the leader will do. Prune removes what stays.
+    coordinator is not such a case: it may be slow, and commit. Nor is an interrupt on this rank, which says
+    nothing of what the coordinator will do. Prune removes what stays.
 
     Args:
         storage: of the step.
-        rank: whose files; the leader wrote the index, too.
+        rank: whose files; the coordinator wrote the index, too.
         attempt: of the save.
     """
     names = [shard_name(rank, attempt)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardproof.state.collecting import hoisted_tensor
 from shardproof.state.decoding import decode as decode_plain
-from shardproof.state.dtensor import LOCAL, dtensor_embedding, is_dtensor, local_tensor
+from shardproof.state.dtensor import LOCAL, dtensor_index_map, is_dtensor, local_tensor
 from shardproof.state.entries import (
     Binding,
     Catalogue,
@@ -73,7 +73,7 @@ __all__ = [
     "declare",
     "declare_storage_owner",
     "decode_plain",
-    "dtensor_embedding",
+    "dtensor_index_map",
     "encode_plain",
     "hoisted_tensor",
     "inside",

@@ -89,9 +89,9 @@ def _pieces(key: str, local: torch.Tensor, where: Where) -> tuple[Piece, ...]:
     check_memory(local, key)
     if where.offsets is not None:
         return (Piece.of(local, where.offsets, where.sizes),)
-    if where.embedding is None:
+    if where.index_map is None:
         return ()
-    boxes, local = where.embedding.local, local.detach()
+    boxes, local = where.index_map.local, local.detach()
     return tuple(
         Piece.of(
             local[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))],
@@ -99,7 +99,7 @@ def _pieces(key: str, local: torch.Tensor, where: Where) -> tuple[Piece, ...]:
             tuple(sizes),
         )
         for starts, sizes, placed in zip(
-            boxes.offsets.tolist(), boxes.sizes.tolist(), where.embedding.offsets.tolist(), strict=True
+            boxes.offsets.tolist(), boxes.sizes.tolist(), where.index_map.offsets.tolist(), strict=True
         )
         if 0 not in sizes
     )

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 
 from shardproof.errors import StructureError
-from shardproof.geometry import Boxes, Embedding
+from shardproof.geometry import Boxes, IndexMap
 from shardproof.state.placements import (
     Segments,
     Sharding,
     confusable,
-    embedding_of,
+    index_map_of,
     local_segments,
     sizes_of,
 )
@@ -30,14 +30,14 @@ __all__ = [
     "LOCAL",
     "Layouts",
     "Where",
-    "dtensor_embedding",
+    "dtensor_index_map",
     "is_dtensor",
     "local_tensor",
     "shard_order",
 ]
 
 LOCAL = "_shardproof_local"
-"""Attribute of a DTensor whose shards are not those of its placements: the local tensor's embedding."""
+"""Attribute of a DTensor whose shards are not those of its placements: the index map of the local tensor."""
 
 
 _dtensor: Any = ()
@@ -81,7 +81,7 @@ class Where(NamedTuple):
     """Of what is held, where that is one box; None if it is several, or nothing."""
     sizes: tuple[int, ...]
     """Of what is held."""
-    embedding: Embedding | None = None
+    index_map: IndexMap | None = None
     """Where the boxes lie if they are several; None if there are none."""
 
 
@@ -106,7 +106,7 @@ class Layouts:
     ) -> list[Where]:
         """Which parts of tensors the rank holds.
 
-        A DTensor with an attribute ``_shardproof_local`` is described by that embedding alone.
+        A DTensor with an attribute ``_shardproof_local`` is described by that index map alone.
 
         Args:
             keys: for messages.
@@ -200,7 +200,7 @@ def _are_alike(meshes: Sequence[Any], placements: Sequence[Sequence[Any]], order
 def _where_anew(known: _ByShapes, shapes: tuple[torch.Size, torch.Size], tensor: Any, key: str) -> Where:
     """Which part of a DTensor the rank holds, noted among what is known of its placements."""
     if getattr(tensor, LOCAL, None) is not None:
-        return Where(tuple(tensor.shape), None, (), dtensor_embedding(tensor, key))
+        return Where(tuple(tensor.shape), None, (), dtensor_index_map(tensor, key))
     return known.get(shapes) or known.setdefault(shapes, _where(tensor, key))
 
 
@@ -211,10 +211,10 @@ def _where(tensor: Any, key: str) -> Where:
         return Where(shape, None, ())
     if held.offsets is not None or 0 in held.sizes:
         return Where(shape, held.offsets, held.sizes)
-    return Where(shape, None, held.sizes, embedding_of(held.sizes, shape, held.segments))
+    return Where(shape, None, held.sizes, index_map_of(held.sizes, shape, held.segments))
 
 
-def dtensor_embedding(tensor: Any, path: str) -> Embedding:
+def dtensor_index_map(tensor: Any, path: str) -> IndexMap:
     """Where the local tensor of a DTensor lies in the whole one.
 
     Raises:
@@ -222,7 +222,7 @@ def dtensor_embedding(tensor: Any, path: str) -> Embedding:
             tensor.
     """
     shape, local_shape = tuple(tensor.shape), tuple(tensor._local_tensor.shape)
-    given: Embedding | None = getattr(tensor, LOCAL, None)
+    given: IndexMap | None = getattr(tensor, LOCAL, None)
     if given is not None:
         if (given.local_shape, given.global_shape) != (local_shape, shape):
             raise StructureError(
@@ -234,8 +234,8 @@ def dtensor_embedding(tensor: Any, path: str) -> Embedding:
     held = _held_by(tensor, path)
     if held is None:
         nowhere = (0,) * len(shape)
-        return Embedding(nowhere, shape, Boxes.empty(len(shape)), np.zeros((0, len(shape)), np.int64))
-    return embedding_of(local_shape, shape, held.segments)
+        return IndexMap(nowhere, shape, Boxes.empty(len(shape)), np.zeros((0, len(shape)), np.int64))
+    return index_map_of(local_shape, shape, held.segments)
 
 
 def _held_by(tensor: Any, path: str) -> _Held | None:

@@ -13,7 +13,7 @@ from shardproof.state.tensors import PLAIN_TYPES, check_memory, dtype_name
 from shardproof.state.visiting import Place
 
 if TYPE_CHECKING:
-    from shardproof.geometry import Embedding
+    from shardproof.geometry import IndexMap
     from shardproof.state.binding import Binder
     from shardproof.state.collecting import Collector
 
@@ -86,7 +86,7 @@ class FlatShard:
         start: first element.
         stop: one past the last element.
         embedding: where the local array, of whose row-major elements the buffer holds a range, lies in the
-            global tensor (`shardproof.geometry.Embedding`): a tensor parallel shard, a fused weight.
+            global tensor (`shardproof.geometry.IndexMap`): a tensor parallel shard, a fused weight.
             Without it the local array is the whole tensor.
 
     >>> FlatShard(torch.zeros(5), (4, 3), 2, 7).sharded()
@@ -99,7 +99,7 @@ class FlatShard:
         shape: Sequence[int],
         start: int,
         stop: int,
-        embedding: Embedding | None = None,
+        embedding: IndexMap | None = None,
     ) -> None:
         self.buffer = buffer
         self.shape = tuple(shape)
@@ -117,11 +117,11 @@ class FlatShard:
 
     def sharded(self) -> LocalShards:
         """The same as boxes, which share the buffer's memory."""
-        from shardproof.geometry import Embedding, flat_shard
+        from shardproof.geometry import IndexMap, flat_shard
 
         try:
             boxes, starts, strides = flat_shard(
-                self.embedding or Embedding.whole(self.shape), self.start, self.stop
+                self.embedding or IndexMap.whole(self.shape), self.start, self.stop
             )
         except ValueError as error:
             raise StructureError(f"flat shard [{self.start}, {self.stop}): {error}") from error

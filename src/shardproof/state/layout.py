@@ -25,7 +25,7 @@ import torch
 from shardproof.errors import StructureError
 from shardproof.geometry import (
     Boxes,
-    Embedding,
+    IndexMap,
     axis_weights,
     compose,
     flat_range_boxes,
@@ -34,7 +34,7 @@ from shardproof.geometry import (
     row_major_strides,
     split_axes,
 )
-from shardproof.state.dtensor import dtensor_embedding, is_dtensor
+from shardproof.state.dtensor import dtensor_index_map, is_dtensor
 from shardproof.state.explicit import LocalShards
 
 __all__ = ["LAYOUTS", "Layout", "declare", "declared", "local_layout"]
@@ -64,7 +64,7 @@ class Layout:
 
     Rank 1 of 2 holds a gate and an up projection of 4 rows each in one weight:
 
-    >>> rows = Embedding((4,), (8,), Boxes.of(((0,), (2,)), ((2,), (2,))), np.array([[2], [6]]))
+    >>> rows = IndexMap((4,), (8,), Boxes.of(((0,), (2,)), ((2,), (2,))), np.array([[2], [6]]))
     >>> layout = Layout.of(rows)
     >>> layout.pieces(torch.arange(4)).pieces
     [(tensor([0, 1]), (2,)), (tensor([2, 3]), (6,))]
@@ -80,13 +80,13 @@ class Layout:
     """Key segments that stand for the parameter's own name, where it differs."""
     experts: bool
     """Whether the first axis of the model's tensor numbers experts, each of which has scalars of its own."""
-    _inner: Embedding
+    _inner: IndexMap
     _factors: tuple[tuple[int, ...], ...]
-    _outer: Embedding
+    _outer: IndexMap
     _order: tuple[int, ...]
     _known: dict[tuple[int, int], _Placed] = field(init=False, default_factory=dict)
     """What was asked before: a training saves the same ranges over and over."""
-    _parts: dict[Embedding, Layout] = field(init=False, default_factory=dict)
+    _parts: dict[IndexMap, Layout] = field(init=False, default_factory=dict)
 
     @staticmethod
     def whole(shape: Sequence[int]) -> Layout:
@@ -95,11 +95,11 @@ class Layout:
         >>> Layout.whole((2, 3)).is_whole
         True
         """
-        return Layout.of(Embedding.whole(shape))
+        return Layout.of(IndexMap.whole(shape))
 
     @staticmethod
     def of(
-        embedding: Embedding,
+        index_map: IndexMap,
         *,
         factors: Sequence[Sequence[int]] | None = None,
         order: Sequence[int] | None = None,
@@ -110,7 +110,7 @@ class Layout:
         """The layout of a tensor whose axes, perhaps seen as several, are embedded in the model's.
 
         Args:
-            embedding: in the axes as seen, before they are ordered.
+            index_map: in the axes as seen, before they are ordered.
             factors: for each axis of the local tensor, the sizes of the axes as which it is seen, slowest
                 first. Without them every axis is one.
             order: for each axis of the model's tensor, which of the axes as seen it is.
@@ -123,39 +123,39 @@ class Layout:
 
         The columns of experts 2 and 3 of four, of 2 rows and 3 columns each, side by side in one weight:
 
-        >>> places = Embedding((2, 2, 3), (2, 4, 3), Boxes.whole((2, 2, 3)), np.array([[0, 2, 0]]))
+        >>> places = IndexMap((2, 2, 3), (2, 4, 3), Boxes.whole((2, 2, 3)), np.array([[0, 2, 0]]))
         >>> layout = Layout.of(places, factors=((2,), (2, 3)), order=(1, 0, 2), experts=True)
         >>> layout.shape, layout.local_shape
         ((4, 2, 3), (2, 6))
         """
-        seen = embedding.local_shape[lead:]
+        seen = index_map.local_shape[lead:]
         if factors is None:
             factors = tuple((size,) for size in seen)
-        if embedding.local_shape[:lead] != (1,) * lead or tuple(f for axis in factors for f in axis) != seen:
+        if index_map.local_shape[:lead] != (1,) * lead or tuple(f for axis in factors for f in axis) != seen:
             raise ValueError(
                 f"{lead} leading axes of size 1 and axes {[list(axis) for axis in factors]} do not make the "
-                f"embedding's local shape {list(embedding.local_shape)}"
+                f"index_map's local shape {list(index_map.local_shape)}"
             )
-        ndim = len(embedding.local_shape)
+        ndim = len(index_map.local_shape)
         order = tuple(range(ndim)) if order is None else tuple(order)
         if sorted(order) != list(range(ndim)):
             raise ValueError(f"{list(order)} is no order of {ndim} axes")
         local_shape = tuple(prod(axis) for axis in factors)
         return Layout(
-            shape=tuple(embedding.global_shape[axis] for axis in order),
+            shape=tuple(index_map.global_shape[axis] for axis in order),
             local_shape=local_shape,
             name=name,
             experts=experts,
-            _inner=Embedding.whole(local_shape),
+            _inner=IndexMap.whole(local_shape),
             _factors=tuple(tuple(axis) for axis in factors),
-            _outer=embedding,
+            _outer=index_map,
             _order=order,
         )
 
-    def part(self, inner: Embedding) -> Layout:
+    def part(self, inner: IndexMap) -> Layout:
         """The layout of a tensor that lies by `inner` in the local tensor of this one.
 
-        >>> lower = Embedding((1, 3), (2, 3), Boxes.whole((1, 3)), np.array([[1, 0]]))
+        >>> lower = IndexMap((1, 3), (2, 3), Boxes.whole((1, 3)), np.array([[1, 0]]))
         >>> Layout.whole((2, 3)).part(lower).pieces(torch.ones(1, 3)).pieces
         [(tensor([[1., 1., 1.]]), (1, 0))]
         """
@@ -174,7 +174,7 @@ class Layout:
         outer = self._outer
         ones, place = np.ones((len(outer.local), 1), np.int64), np.full((len(outer.local), 1), number)
         local = Boxes(np.hstack([0 * ones, outer.local.offsets]), np.hstack([ones, outer.local.sizes]))
-        stacked = Embedding(
+        stacked = IndexMap(
             (1, *outer.local_shape), (total, *outer.global_shape), local, np.hstack([place, outer.offsets])
         )
         order = (0, *(axis + 1 for axis in self._order))
@@ -187,9 +187,9 @@ class Layout:
             self.shape == self.local_shape
             and self._order == tuple(range(len(self.shape)))
             and all(
-                len(embedding.local) == 1
-                and embedding.local.pair(0) == embedding.placed.pair(0) == ((0,) * len(shape), shape)
-                for embedding, shape in ((self._inner, self.local_shape), (self._outer, self.shape))
+                len(index_map.local) == 1
+                and index_map.local.pair(0) == index_map.placed.pair(0) == ((0,) * len(shape), shape)
+                for index_map, shape in ((self._inner, self.local_shape), (self._outer, self.shape))
             )
         )
 
@@ -341,7 +341,7 @@ def local_layout(parameter: torch.Tensor, declared: Layout | None, key: str) -> 
     """The layout of the plain tensor that this rank holds of a parameter.
 
     Args:
-        parameter: plain or a DTensor. A DTensor with an attribute ``_shardproof_local``, the embedding of its
+        parameter: plain or a DTensor. A DTensor with an attribute ``_shardproof_local``, the index_map of its
             local tensor in the whole one, is described by that; any other by mesh and placements.
         declared: layout of the parameter as `declare` has it; without it, it is the model's own.
         key: of the parameter, for errors.
@@ -355,7 +355,7 @@ def local_layout(parameter: torch.Tensor, declared: Layout | None, key: str) -> 
     if declared is None:
         declared = _own(tuple(parameter.shape))
     _check_shape(declared, parameter, key)
-    return declared.part(dtensor_embedding(parameter, key)) if is_dtensor(parameter) else declared
+    return declared.part(dtensor_index_map(parameter, key)) if is_dtensor(parameter) else declared
 
 
 @lru_cache(maxsize=4096)

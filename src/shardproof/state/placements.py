@@ -23,13 +23,13 @@ from itertools import product
 
 import numpy as np
 
-from shardproof.geometry import Boxes, Embedding
+from shardproof.geometry import Boxes, IndexMap
 
 __all__ = [
     "Segments",
     "Sharding",
     "confusable",
-    "embedding_of",
+    "index_map_of",
     "local_segments",
     "order_of_sharding",
     "sizes_of",
@@ -120,12 +120,12 @@ def sizes_of(segments: tuple[Segments, ...]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def embedding_of(
+def index_map_of(
     local_shape: tuple[int, ...], shape: tuple[int, ...], segments: tuple[Segments, ...]
-) -> Embedding:
+) -> IndexMap:
     """Every choice of one segment in each dimension is a box."""
     if 0 in local_shape:
-        return Embedding(local_shape, shape, Boxes.empty(len(shape)), np.zeros((0, len(shape)), np.int64))
+        return IndexMap(local_shape, shape, Boxes.empty(len(shape)), np.zeros((0, len(shape)), np.int64))
     columns = []
     for dim in segments:
         starts, sizes = np.array(dim, np.int64).T
@@ -137,7 +137,7 @@ def embedding_of(
         else np.zeros((1, 0), np.int64)
         for row in range(3)
     )
-    return Embedding(local_shape, shape, Boxes(local, sizes), placed)
+    return IndexMap(local_shape, shape, Boxes(local, sizes), placed)
 
 
 def _chunk(segments: Segments, count: int, index: int) -> Segments:

@@ -74,25 +74,25 @@ def channels(store: Asked) -> Iterator[Open]:
 
 
 def test_posts_are_looked_for_only_when_more_were_counted(store: Asked, channels: Open) -> None:
-    leader, *others = channels(3)
-    keys = leader.join(0)
+    coordinator, *others = channels(3)
+    keys = coordinator.join(0)
     others[0].post(keys, pack("save", "write", "bytes", b"one"), b"one", others=WORLD - 1)
     waited_for = range(1, WORLD)
-    assert set(leader.look(keys, waited_for, [], known=0).posts) == {1}
+    assert set(coordinator.look(keys, waited_for, [], known=0).posts) == {1}
     store.asked.clear()
-    assert leader.look(keys, waited_for, [], known=1).posts == {}
+    assert coordinator.look(keys, waited_for, [], known=1).posts == {}
     assert store.asked == [keys.verdict]
     others[1].post(keys, pack("save", "write", "error", b"two"), b"two", others=WORLD - 1)
-    assert set(leader.look(keys, range(2, WORLD), [], known=1).posts) == {2}
+    assert set(coordinator.look(keys, range(2, WORLD), [], known=1).posts) == {2}
 
 
 @pytest.mark.parametrize("count", [2, 5])
 def test_posts_are_read_once_all_are_there(count: int, store: Asked, channels: Open) -> None:
     """Of a few, each is asked for; of more, none is before it is read."""
-    leader, ranks = channels(count + 1, count + 1)[0], range(1, count + 1)
-    keys = leader.join(0)
+    coordinator, ranks = channels(count + 1, count + 1)[0], range(1, count + 1)
+    keys = coordinator.join(0)
     store.asked.clear()
-    waiting = leader.until_ready(keys, ranks)
+    waiting = coordinator.until_ready(keys, ranks)
     for rank in ranks:
         assert not waiting.done()
         store.set(keys.post(rank), pack("save", "write", "bytes", str(rank).encode()))
@@ -106,31 +106,31 @@ def test_posts_are_read_once_all_are_there(count: int, store: Asked, channels: O
 
 @pytest.mark.parametrize("count", [2, 5])
 def test_a_wait_that_is_not_needed_waits_for_no_post(count: int, channels: Open) -> None:
-    leader, other = channels(2, count + 1)
-    keys = leader.join(0)
+    coordinator, other = channels(2, count + 1)
+    keys = coordinator.join(0)
     other.post(keys, pack("save", "write", "bytes", b"one"), b"one", others=count)
-    waiting = leader.until_ready(keys, range(1, count + 1))
-    leader.release(waiting, keys.ready)
+    waiting = coordinator.until_ready(keys, range(1, count + 1))
+    coordinator.release(waiting, keys.ready)
     assert set(waiting.result(10)) <= {1}
-    verdict = leader.until_verdict(keys)  # over the same connection, which is free again
+    verdict = coordinator.until_verdict(keys)  # over the same connection, which is free again
     other.release(verdict, keys.wake)
     assert verdict.result(10) is None
 
 
 def test_who_waits_for_the_verdict_is_given_it(channels: Open) -> None:
-    leader, other = channels(2)
+    coordinator, other = channels(2)
     keys = other.join(0)
     waiting = other.until_verdict(keys)
     verdict = pack("save", "write", "all", b"yes")
-    assert leader.propose(leader.join(0), verdict) == verdict
+    assert coordinator.propose(coordinator.join(0), verdict) == verdict
     assert waiting.result(10) == verdict
 
 
 def test_every_rank_finds_its_answer(channels: Open) -> None:
-    leader, other = channels(2)
-    keys = leader.join(0)
+    coordinator, other = channels(2)
+    keys = coordinator.join(0)
     bodies = {rank: str(rank).encode() for rank in range(1, WORLD)} | {300: bytes(2 * INLINE)}
-    leader.write_answers(
+    coordinator.write_answers(
         keys, ((rank, pack("save", "plan", "all", body), body) for rank, body in bodies.items())
     )
     for rank, body in bodies.items():
@@ -139,13 +139,15 @@ def test_every_rank_finds_its_answer(channels: Open) -> None:
 
 
 def test_answers_are_swept(store: Asked, channels: Open) -> None:
-    (leader,) = channels(1)
-    keys = leader.join(0)
+    (coordinator,) = channels(1)
+    keys = coordinator.join(0)
     answers = [keys.answer(rank) for rank in range(1, WORLD)]
-    leader.write_answers(keys, ((rank, pack("save", "plan", "all", b""), b"") for rank in range(1, WORLD)))
+    coordinator.write_answers(
+        keys, ((rank, pack("save", "plan", "all", b""), b"") for rank in range(1, WORLD))
+    )
     assert all(store.check([key]) for key in answers)
-    leader.sweep(1)
-    leader.look(keys, [], [])  # requests are served in order: what was swept is gone
+    coordinator.sweep(1)
+    coordinator.look(keys, [], [])  # requests are served in order: what was swept is gone
     assert not any(store.check([key]) for key in answers)
 
 

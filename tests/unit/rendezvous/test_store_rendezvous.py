@@ -105,7 +105,7 @@ def test_posts_that_a_wait_did_not_find_are_looked_for(monkeypatch: pytest.Monke
     assert 1 <= len(looks) < 20  # 0.3 s apart
 
 
-def test_a_leader_that_was_given_up_does_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_coordinator_that_was_given_up_does_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     """The posts were there before; what the others said since is asked for when they are taken."""
     given_up = threading.Event()
     until_ready = Channel.until_ready

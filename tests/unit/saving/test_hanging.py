@@ -8,17 +8,17 @@ from concurrent.futures import Future
 import pytest
 
 from shardproof.errors import StorageError
-from shardproof.saving import Committed, PendingSave
+from shardproof.saving import PendingSave, SaveResult
 from shardproof.saving.background import Progress, _Unfinished
 
 
 def test_who_waits_is_told_that_it_may_be_committed() -> None:
     with pytest.raises(StorageError, match="storage hangs. It may be committed, or yet be once"):
-        PendingSave(3, Future[Committed]()).result()
+        PendingSave(3, Future[SaveResult]()).result()
 
 
 def test_the_log_at_exit_says_where_to_look(caplog: pytest.LogCaptureFixture) -> None:
-    saves, future = _Unfinished(), Future[Committed]()
+    saves, future = _Unfinished(), Future[SaveResult]()
     saves.add(future, Progress(), 0.0, "save runs/gpt/step-00000003")
     with caplog.at_level(logging.ERROR):
         saves.wait()

@@ -54,7 +54,7 @@ def saver(root: Path, **options: Any) -> sp.Checkpointer:
     return sp.Checkpointer(root, incremental=True, **options)
 
 
-def save(checkpointer: sp.Checkpointer, step: int, what: Any, **options: Any) -> sp.Committed:
+def save(checkpointer: sp.Checkpointer, step: int, what: Any, **options: Any) -> sp.SaveResult:
     return checkpointer.save(step, what, **options).result()
 
 

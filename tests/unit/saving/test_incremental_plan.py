@@ -46,7 +46,7 @@ class Disk:
     def save(
         self, number: int, run: Run, values: list[np.ndarray[Any, Any]], chunk_bytes: int, base: Base | None
     ) -> tuple[WritePlan, Placed, Manifest, ChunkTable]:
-        """As ranks and leader do it; chunks that the base has are not written."""
+        """As ranks and coordinator do it; chunks that the base has are not written."""
         plan = plan_writes(run.structures(), chunk_bytes=chunk_bytes)
         folder, attempt = f"step-{number:08d}", f"a{number}"
         reports = []

@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardproof.errors import StructureError
-from shardproof.geometry import Boxes, Embedding
+from shardproof.geometry import Boxes, IndexMap
 from shardproof.planning import Structure
 from shardproof.state import Collected, LastWalk, LocalShards, collect
 from shardproof.state.dtensor import LOCAL
@@ -53,7 +53,7 @@ def uneven(tensor: DTensor, split: int) -> DTensor:
     """Says that its first rows are the first of all, and the others those from 5 on."""
     rows = len(getattr(tensor, "_local_tensor", tensor))
     local = Boxes(np.array([[0, 0], [split, 0]]), np.array([[split, 3], [rows - split, 3]]))
-    setattr(tensor, LOCAL, Embedding((rows, 3), (max(2 * rows, 8), 3), local, np.array([[0, 0], [5, 0]])))
+    setattr(tensor, LOCAL, IndexMap((rows, 3), (max(2 * rows, 8), 3), local, np.array([[0, 0], [5, 0]])))
     return tensor
 
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardproof.errors import StructureError
-from shardproof.geometry import Boxes, Embedding
+from shardproof.geometry import Boxes, IndexMap
 from shardproof.state import collect
 from shardproof.state.explicit import LocalShards
 from shardproof.state.layout import Layout, declare, declared, local_layout
@@ -41,11 +41,11 @@ def axis_of(draw: st.DrawFn, target: int) -> tuple[int, list[Segment]]:
     return local + draw(st.integers(0, 1)), segments
 
 
-def embedding_of(axes: list[tuple[int, list[Segment]]], target: tuple[int, ...]) -> Embedding:
+def index_map_of(axes: list[tuple[int, list[Segment]]], target: tuple[int, ...]) -> IndexMap:
     picked = list(product(*(segments for _, segments in axes)))
     n, d = len(picked), len(target)
     columns = np.array(picked, np.int64).reshape(n, d, 3)
-    return Embedding(
+    return IndexMap(
         tuple(size for size, _ in axes),
         target,
         Boxes(columns[:, :, 0].copy(), columns[:, :, 2].copy()),
@@ -72,7 +72,7 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, np.ndarray]:
     for count in grouped:
         factors.append(tuple(size for size, _ in seen[row : row + count]))
         row += count
-    layout = Layout.of(embedding_of(seen, seen_target), factors=factors, order=order, lead=lead)
+    layout = Layout.of(index_map_of(seen, seen_target), factors=factors, order=order, lead=lead)
     shape = tuple(seen_target[axis] for axis in order)
     numbers = np.arange(prod(shape)).reshape(shape)
     truth = np.full([prod(axis) for axis in factors], NOWHERE)
@@ -89,7 +89,7 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, np.ndarray]:
             truth[index] = numbers[tuple(placed[axis] for axis in order)]
     for _ in range(draw(st.integers(0, 2))):
         inner = [draw(axis_of(size)) if size else (0, []) for size in truth.shape]
-        layout = layout.part(embedding_of(inner, truth.shape))
+        layout = layout.part(index_map_of(inner, truth.shape))
         part = np.full([size for size, _ in inner], NOWHERE)
         for index in np.ndindex(*part.shape):
             placed = [place_along(axis, at) for axis, at in zip(inner, index, strict=True)]
@@ -163,7 +163,7 @@ def test_whole_is_said_of_layouts_that_move_nothing(drawn: tuple[Layout, np.ndar
 
 
 def test_empty_local_tensor_has_shape_and_dtype() -> None:
-    nothing = Embedding((0, 3), (4, 3), Boxes.empty(2), np.zeros((0, 2), np.int64))
+    nothing = IndexMap((0, 3), (4, 3), Boxes.empty(2), np.zeros((0, 2), np.int64))
     layout = Layout.whole((4, 3)).expert(1, 2).part(nothing)
     sharded = layout.pieces(torch.zeros(0, 3, dtype=torch.bfloat16))
     assert (sharded.shape, sharded.dtype, sharded.pieces) == ((2, 4, 3), torch.bfloat16, [])
@@ -175,7 +175,7 @@ def test_scalars_are_one_for_each_expert() -> None:
     assert Layout.whole((2,)).scalar(step).shape == ()
     own = Layout.whole((2,)).expert(3, 5).scalar(step)
     assert (own.shape, [(view.tolist(), at) for view, at in own.pieces]) == ((5,), [([3.0], (3,))])
-    places = Embedding((2, 4), (5, 4), Boxes.whole((2, 4)), np.array([[1, 0]]))
+    places = IndexMap((2, 4), (5, 4), Boxes.whole((2, 4)), np.array([[1, 0]]))
     shared = Layout.of(places, experts=True).scalar(step)
     assert [(view.tolist(), at) for view, at in shared.pieces] == [([3.0, 3.0], (1,))]
     shared.pieces[0][0][:1] = 4.0
@@ -206,9 +206,9 @@ def test_wrong_sizes_and_names_are_refused() -> None:
     with pytest.raises(StructureError, match=r"\[5, 8\) is no range of the 6 elements"):
         Layout.whole((2, 3)).range(torch.zeros(3), 5, 8)
     with pytest.raises(ValueError, match="no order of 2 axes"):
-        Layout.of(Embedding.whole((2, 3)), order=(0, 0))
+        Layout.of(IndexMap.whole((2, 3)), order=(0, 0))
     with pytest.raises(ValueError, match="do not make the embedding's local shape"):
-        Layout.of(Embedding.whole((2, 3)), factors=((6,),))
+        Layout.of(IndexMap.whole((2, 3)), factors=((6,),))
 
 
 def test_an_uneven_dtensor_is_described_by_its_own_embedding() -> None:
@@ -219,7 +219,7 @@ def test_an_uneven_dtensor_is_described_by_its_own_embedding() -> None:
         weight = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=(7, 2), stride=(2, 1))
         with pytest.raises(StructureError, match="irregular layout"):
             collect({"w": weight})
-        weight._shardproof_local = Embedding((5, 2), (7, 2), Boxes.whole((5, 2)), np.array([[1, 0]]))
+        weight._shardproof_local = IndexMap((5, 2), (7, 2), Boxes.whole((5, 2)), np.array([[1, 0]]))
         (entry,) = collect({"w": weight}).tensors
         assert (entry.shape, [piece.offsets for piece in entry.pieces]) == ((7, 2), [(1, 0)])
         assert entry.pieces[0].view.data_ptr() == local.data_ptr()
@@ -230,13 +230,13 @@ def test_an_uneven_dtensor_is_described_by_its_own_embedding() -> None:
         module = torch.nn.Module()
         module.weight = torch.nn.Parameter(weight)
         module.weight._shardproof_local = weight._shardproof_local
-        rows = Embedding(
+        rows = IndexMap(
             (7, 2), (9, 2), Boxes.of(((0, 0), (3, 2)), ((3, 0), (4, 2))), np.array([[0, 0], [5, 0]])
         )
         declare(module, "weight", Layout.of(rows))
         (entry,) = collect(module).tensors
         assert (entry.shape, [piece.offsets for piece in entry.pieces]) == ((9, 2), [(1, 0), (5, 0)])
-        weight._shardproof_local = Embedding.whole((7, 2))
+        weight._shardproof_local = IndexMap.whole((7, 2))
         with pytest.raises(StructureError, match=r"shape \[5, 2\] in a DTensor of \[7, 2\] is described as"):
             collect({"w": weight})
 
@@ -254,10 +254,10 @@ def test_a_rank_outside_the_mesh_holds_nothing_and_declares_all() -> None:
 
 def test_layouts_of_the_same_part_are_the_same() -> None:
     """Their answers are kept, so that saving over and over places no box twice."""
-    inner, layout = Embedding.whole((300, 3)), Layout.whole((300, 3))
+    inner, layout = IndexMap.whole((300, 3)), Layout.whole((300, 3))
     assert layout.part(inner) is layout.part(inner)
     for row in range(300):
-        layout.part(Embedding((1, 3), (300, 3), Boxes.whole((1, 3)), np.array([[row, 0]])))
+        layout.part(IndexMap((1, 3), (300, 3), Boxes.whole((1, 3)), np.array([[row, 0]])))
         layout.range(torch.zeros(1), row, row + 1)
     assert len(layout._parts) <= 256
     assert len(layout._known) <= 256

@@ -314,13 +314,11 @@ def test_explicit_boxes_and_flat_shards_hold_what_they_say() -> None:
 
 
 def test_a_flat_shard_of_a_fused_tensor_parallel_weight() -> None:
-    from shardproof.geometry import Boxes, Embedding
+    from shardproof.geometry import Boxes, IndexMap
 
     whole = torch.arange(24.0).reshape(8, 3)
     # Rank 1 of 2: rows 2, 3 (gate) and 6, 7 (up) as one local weight of 4 rows; a flat range of it.
-    fused = Embedding(
-        (4, 3), (8, 3), Boxes.of(((0, 0), (2, 3)), ((2, 0), (2, 3))), np.array([[2, 0], [6, 0]])
-    )
+    fused = IndexMap((4, 3), (8, 3), Boxes.of(((0, 0), (2, 3)), ((2, 0), (2, 3))), np.array([[2, 0], [6, 0]]))
     local = torch.cat([whole[2:4], whole[6:8]]).reshape(-1)
     shard = FlatShard(local[2:11].clone(), (8, 3), 2, 11, fused)
     (entry,) = collect({"w": shard}).tensors

@@ -11,11 +11,11 @@ from shardproof.geometry.boxes import Boxes, Int64s, row_major_strides
 from shardproof.geometry.flat import flat_range_boxes
 from shardproof.geometry.intersect import intersect, overlapping_pairs
 
-__all__ = ["Embedding", "compose", "flat_shard"]
+__all__ = ["IndexMap", "compose", "flat_shard"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Embedding:
+class IndexMap:
     """Where the elements of a local array lie in a global one: each local box, moved whole.
 
     Local elements in no box (padding) lie nowhere. No element may be in two boxes.
@@ -31,7 +31,7 @@ class Embedding:
 
     Rank 1 of 2 holds rows 2 and 3 of a gate and of an up projection, fused to one weight of 8 rows:
 
-    >>> fused = Embedding((4,), (8,), Boxes.of(((0,), (2,)), ((2,), (2,))), np.array([[2], [6]]))
+    >>> fused = IndexMap((4,), (8,), Boxes.of(((0,), (2,)), ((2,), (2,))), np.array([[2], [6]]))
     >>> fused.placed
     Boxes([2:4] [6:8])
     """
@@ -44,7 +44,7 @@ class Embedding:
     def __post_init__(self) -> None:
         if not self.local.ndim == len(self.local_shape) == len(self.global_shape):
             raise ValueError(
-                f"an embedding of {self.local_shape} in {self.global_shape} needs boxes of as many"
+                f"an index map of {self.local_shape} in {self.global_shape} needs boxes of as many"
                 f" dimensions, found {self.local.ndim}"
             )
         for name, boxes, shape in (
@@ -56,13 +56,13 @@ class Embedding:
                 raise ValueError(f"{boxes.take(outside)} are not within the {name} shape {shape}")
 
     @staticmethod
-    def whole(shape: Sequence[int]) -> Embedding:
-        """The embedding of an array in itself.
+    def whole(shape: Sequence[int]) -> IndexMap:
+        """The index map of an array to itself.
 
-        >>> Embedding.whole((2, 3)).placed
+        >>> IndexMap.whole((2, 3)).placed
         Boxes([0:2, 0:3])
         """
-        return Embedding(tuple(shape), tuple(shape), Boxes.whole(shape), np.zeros((1, len(shape)), np.int64))
+        return IndexMap(tuple(shape), tuple(shape), Boxes.whole(shape), np.zeros((1, len(shape)), np.int64))
 
     @property
     def placed(self) -> Boxes:
@@ -70,7 +70,7 @@ class Embedding:
         return Boxes(self.offsets, self.local.sizes)
 
 
-def compose(outer: Embedding, inner: Embedding) -> Embedding:
+def compose(outer: IndexMap, inner: IndexMap) -> IndexMap:
     """Embeds the local array of `inner` in the global array of `outer`.
 
     Args:
@@ -80,8 +80,8 @@ def compose(outer: Embedding, inner: Embedding) -> Embedding:
     Raises:
         ValueError: the array between the two has two shapes.
 
-    >>> fused = Embedding((4,), (8,), Boxes.of(((0,), (2,)), ((2,), (2,))), np.array([[2], [6]]))
-    >>> middle = Embedding((2,), (4,), Boxes.whole((2,)), np.array([[1]]))
+    >>> fused = IndexMap((4,), (8,), Boxes.of(((0,), (2,)), ((2,), (2,))), np.array([[2], [6]]))
+    >>> middle = IndexMap((2,), (4,), Boxes.whole((2,)), np.array([[1]]))
     >>> both = compose(fused, middle)
     >>> both.local, both.placed
     (Boxes([0:1] [1:2]), Boxes([3:4] [6:7]))
@@ -94,14 +94,14 @@ def compose(outer: Embedding, inner: Embedding) -> Embedding:
     between = intersect(inner.placed.take(i), outer.local.take(o))
     local = Boxes(between.offsets - inner.offsets[i] + inner.local.offsets[i], between.sizes)
     offsets = between.offsets - outer.local.offsets[o] + outer.offsets[o]
-    return Embedding(inner.local_shape, outer.global_shape, local, offsets)
+    return IndexMap(inner.local_shape, outer.global_shape, local, offsets)
 
 
-def flat_shard(embedding: Embedding, start: int, stop: int) -> tuple[Boxes, Int64s, Int64s]:
+def flat_shard(index_map: IndexMap, start: int, stop: int) -> tuple[Boxes, Int64s, Int64s]:
     """Describes a 1-D buffer that holds a range of the row-major elements of an embedded array.
 
     Args:
-        embedding: of the local array in the global one; `Embedding.whole` if they are the same.
+        index_map: of the local array in the global one; `IndexMap.whole` if they are the same.
         start: first element of the local array that the buffer holds.
         stop: one past the last.
 
@@ -114,14 +114,14 @@ def flat_shard(embedding: Embedding, start: int, stop: int) -> tuple[Boxes, Int6
 
     Columns 4 to 8 of a (2, 8) weight, of which the buffer holds all but the first two elements:
 
-    >>> columns = Embedding((2, 4), (2, 8), Boxes.whole((2, 4)), np.array([[0, 4]]))
+    >>> columns = IndexMap((2, 4), (2, 8), Boxes.whole((2, 4)), np.array([[0, 4]]))
     >>> boxes, starts, strides = flat_shard(columns, 2, 8)
     >>> boxes, starts.tolist(), strides.tolist()
     (Boxes([0:1, 6:8] [1:2, 4:8]), [0, 2], [[4, 1], [4, 1]])
     """
-    ranges, _ = flat_range_boxes(embedding.local_shape, start, stop)
-    r, e = overlapping_pairs(ranges, embedding.local)
-    held = intersect(ranges.take(r), embedding.local.take(e))
-    strides = np.array(row_major_strides(embedding.local_shape), np.int64)
-    boxes = Boxes(held.offsets - embedding.local.offsets[e] + embedding.offsets[e], held.sizes)
+    ranges, _ = flat_range_boxes(index_map.local_shape, start, stop)
+    r, e = overlapping_pairs(ranges, index_map.local)
+    held = intersect(ranges.take(r), index_map.local.take(e))
+    strides = np.array(row_major_strides(index_map.local_shape), np.int64)
+    boxes = Boxes(held.offsets - index_map.local.offsets[e] + index_map.offsets[e], held.sizes)
     return boxes, held.offsets @ strides - start, np.tile(strides, (len(boxes), 1))

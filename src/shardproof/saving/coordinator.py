@@ -1,4 +1,4 @@
-"""What the leader does at the meetings of one save: agree, plan, tell of the base, commit."""
+"""What the coordinator does at the meetings of one save: agree, plan, tell of the base, commit."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from shardproof.format import MANIFEST_NAME, chain_attempt
 from shardproof.planning import Structure, plan_writes
 from shardproof.saving.bases import BaseChoice, KnownBase
 from shardproof.saving.commit import Written, commit
-from shardproof.saving.committed import Committed, Divergence
-from shardproof.saving.kept import Kept, LeaderPlan, Limits, Request
+from shardproof.saving.kept import CoordinatorPlan, Kept, Limits, Request
 from shardproof.saving.messages import Agreed, Described
 from shardproof.saving.prepare import Attempt
 from shardproof.saving.replicas import compare_replicas
+from shardproof.saving.result import Divergence, SaveResult
 from shardproof.saving.unconfirmed import is_in_place
 from shardproof.storage import Storage
 
-__all__ = ["Leader"]
+__all__ = ["Coordinator"]
 
 _OUTCOMES = {
     False: "nothing was committed",
@@ -39,8 +39,8 @@ _OUTCOMES = {
 """By whether the manifest is in place; None: not known."""
 
 
-class Leader:
-    """The leader's side of one save: each method takes what all ranks posted, and gives the answer.
+class Coordinator:
+    """The coordinator's side of one save: each method takes what all ranks posted, and gives the answer.
 
     Args:
         storage: the place.
@@ -114,7 +114,7 @@ class Leader:
             sample_bytes=self._limits.sample_bytes,
         )
         digests = tuple(xxhash.xxh3_128_digest(post) for post in posts)
-        self._kept.planned = LeaderPlan(self._attempt.id, digests, plan)
+        self._kept.planned = CoordinatorPlan(self._attempt.id, digests, plan)
         return [part.encode() for part in plan.rank_plans()]
 
     def tell_base(self, posts: Sequence[bytes]) -> list[bytes]:
@@ -126,7 +126,7 @@ class Leader:
 
     @no_garbage_collection()
     def commit(self, posts: Sequence[bytes]) -> bytes:
-        """Commits; a fault of the leader's own is named as one."""
+        """Commits; a fault of the coordinator's own is named as one."""
         attempt = self._attempt
         assert self._kept.planned is not None
         written = [msgspec.msgpack.decode(post, type=Written) for post in posts]
@@ -149,7 +149,7 @@ class Leader:
         own = manifest.own_files
         size, reused = sum(record.size for record in own), plan.byte_count[placed.file >= len(own)].sum()
         return msgspec.msgpack.encode(
-            Committed(
+            SaveResult(
                 self._storage.location,
                 attempt.step,
                 attempt.id,

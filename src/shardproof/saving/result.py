@@ -8,7 +8,7 @@ import msgspec
 
 from shardproof.rendezvous import fold
 
-__all__ = ["Committed", "Divergence"]
+__all__ = ["Divergence", "SaveResult"]
 
 
 class Divergence(msgspec.Struct, frozen=True):
@@ -45,7 +45,7 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} {fold(ranks)}"
 
 
-class Committed(msgspec.Struct, frozen=True):
+class SaveResult(msgspec.Struct, frozen=True):
     """A checkpoint that is durable and whole.
 
     Its own bytes were hashed as they were written, and flushed. Files of earlier steps that it refers to

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardproof.geometry import Boxes, Embedding, compose, flat_shard
+from shardproof.geometry import Boxes, IndexMap, compose, flat_shard
 from tests.unit.geometry import reference
 
 NOWHERE = -1
@@ -17,13 +17,13 @@ def numbered(shape):
     return np.arange(prod(shape)).reshape(shape)
 
 
-def index_map(embedding):
+def mapping(one):
     """The global row-major number of each local element."""
-    place = np.full(embedding.local_shape, NOWHERE)
-    for row in range(len(embedding.local)):
-        ours = reference.slices(embedding.local, row)
+    place = np.full(one.local_shape, NOWHERE)
+    for row in range(len(one.local)):
+        ours = reference.slices(one.local, row)
         assert (place[ours] == NOWHERE).all()
-        place[ours] = numbered(embedding.global_shape)[reference.slices(embedding.placed, row)]
+        place[ours] = numbered(one.global_shape)[reference.slices(one.placed, row)]
     return place
 
 
@@ -40,7 +40,7 @@ def embeddings(draw, local_shape, global_shape):
         for sizes in tiles.sizes.tolist()
     ]
     placed = np.array(offsets, np.int64).reshape(len(tiles), len(local_shape))
-    return Embedding(local_shape, global_shape, tiles, placed)
+    return IndexMap(local_shape, global_shape, tiles, placed)
 
 
 def same_ndim_shapes(count):
@@ -52,29 +52,29 @@ def same_ndim_shapes(count):
 def test_compose_follows_every_element(data, shapes):
     near, middle, far = shapes
     inner, outer = data.draw(embeddings(near, middle)), data.draw(embeddings(middle, far))
-    through = np.append(index_map(outer).ravel(), NOWHERE)  # from nowhere to nowhere
+    through = np.append(mapping(outer).ravel(), NOWHERE)  # from nowhere to nowhere
     both = compose(outer, inner)
     assert (both.local_shape, both.global_shape) == (near, far)
-    np.testing.assert_array_equal(index_map(both), through[index_map(inner)])
+    np.testing.assert_array_equal(mapping(both), through[mapping(inner)])
 
 
 @given(st.data(), same_ndim_shapes(2))
 def test_composing_with_the_whole_changes_nothing(data, shapes):
-    embedding = data.draw(embeddings(*shapes))
+    one = data.draw(embeddings(*shapes))
     for same in (
-        compose(embedding, Embedding.whole(embedding.local_shape)),
-        compose(Embedding.whole(embedding.global_shape), embedding),
+        compose(one, IndexMap.whole(one.local_shape)),
+        compose(IndexMap.whole(one.global_shape), one),
     ):
-        np.testing.assert_array_equal(index_map(same), index_map(embedding))
+        np.testing.assert_array_equal(mapping(same), mapping(one))
 
 
 @given(st.data(), same_ndim_shapes(2))
 def test_flat_shard_finds_every_element_in_the_buffer(data, shapes):
-    embedding = data.draw(embeddings(*shapes))
-    total = prod(embedding.local_shape)
+    one = data.draw(embeddings(*shapes))
+    total = prod(one.local_shape)
     start, stop = sorted((data.draw(st.integers(0, total)), data.draw(st.integers(0, total))))
-    place = index_map(embedding).ravel()[start:stop]
-    boxes, starts, strides = flat_shard(embedding, start, stop)
+    place = mapping(one).ravel()[start:stop]
+    boxes, starts, strides = flat_shard(one, start, stop)
     assert strides.shape == boxes.sizes.shape
     found = np.full(stop - start, NOWHERE)
     buffer = np.arange(stop - start)
@@ -82,13 +82,13 @@ def test_flat_shard_finds_every_element_in_the_buffer(data, shapes):
         in_bytes = [stride * buffer.itemsize for stride in strides[row].tolist()]
         view = np.ndarray(boxes.pair(row)[1], buffer.dtype, buffer, starts[row] * buffer.itemsize, in_bytes)
         assert (found[view] == NOWHERE).all()
-        found[view] = numbered(embedding.global_shape)[reference.slices(boxes, row)]
+        found[view] = numbered(one.global_shape)[reference.slices(boxes, row)]
     np.testing.assert_array_equal(found, place)
 
 
 def test_flat_range_of_a_tensor_parallel_shard_of_a_fused_weight():
     # [gate; up] of 8 rows each, 3 columns; rank 1 of 2 holds rows 4 to 8 of both.
-    fused = Embedding(
+    fused = IndexMap(
         (8, 3), (16, 3), Boxes.of(((0, 0), (4, 3)), ((4, 0), (4, 3))), np.array([[4, 0], [12, 0]])
     )
     boxes, starts, strides = flat_shard(fused, 10, 17)
@@ -103,19 +103,19 @@ def test_flat_range_of_a_tensor_parallel_shard_of_a_fused_weight():
 
 def test_empty_embeddings_of_very_large_shapes():
     shape = (0, 2**40, 2**40)
-    boxes, starts, strides = flat_shard(Embedding.whole(shape), 0, 0)
+    boxes, starts, strides = flat_shard(IndexMap.whole(shape), 0, 0)
     assert (len(boxes), starts.shape, strides.shape) == (0, (0,), (0, 3))
 
 
 def test_embeddings_that_do_not_fit_are_refused():
     whole = Boxes.whole((2,))
     with pytest.raises(ValueError, match="local shape"):
-        Embedding((1,), (4,), whole, np.array([[0]]))
+        IndexMap((1,), (4,), whole, np.array([[0]]))
     with pytest.raises(ValueError, match="global shape"):
-        Embedding((2,), (4,), whole, np.array([[3]]))
+        IndexMap((2,), (4,), whole, np.array([[3]]))
     with pytest.raises(ValueError, match="as many dimensions"):
-        Embedding((2,), (4, 1), whole, np.array([[0]]))
+        IndexMap((2,), (4, 1), whole, np.array([[0]]))
     with pytest.raises(ValueError, match="one shape"):
-        Embedding((2,), (4,), whole, np.array([[0], [2]]))
+        IndexMap((2,), (4,), whole, np.array([[0], [2]]))
     with pytest.raises(ValueError, match="where one of"):
-        compose(Embedding.whole((3,)), Embedding.whole((2,)))
+        compose(IndexMap.whole((3,)), IndexMap.whole((2,)))
