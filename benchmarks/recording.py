@@ -47,7 +47,7 @@ def record(target: str | None, question: str, figures: Iterable[tuple[str, str, 
     answers.append(
         {
             "question": question,
-            "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "command": shlex.join([Path(sys.argv[0]).name, *_without_target(sys.argv[1:], target)]),
             "figures": [
                 {"name": name, "unit": unit, "median": statistics.median(values), "values": list(values)}
                 for name, unit, values in figures
@@ -62,6 +62,11 @@ def record(target: str | None, question: str, figures: Iterable[tuple[str, str, 
     written = path.with_name(f"{path.name}.tmp")
     written.write_text(json.dumps(answers, indent=1) + "\n")
     written.replace(path)
+
+
+def _without_target(arguments: Sequence[str], target: str) -> list[str]:
+    """The arguments without `--json` and its file: what was measured does not depend on them."""
+    return [part for part in arguments if part not in ("--json", target, f"--json={target}")]
 
 
 def commit() -> str:

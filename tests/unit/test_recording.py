@@ -30,6 +30,16 @@ def test_each_answer_is_added_to_the_file(recording: Any, tmp_path: Path) -> Non
     assert [path.name for path in file.parent.iterdir()] == ["before.json"]
 
 
+def test_the_recorded_command_does_not_name_the_file(
+    recording: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = str(tmp_path / "results.json")
+    for arguments in (["--cold", "--json", file], [f"--json={file}", "--cold"]):
+        monkeypatch.setattr("sys.argv", ["/somewhere/load.py", *arguments])
+        recording.record(file, "load", [("ours", "s", [1.0])])
+    assert [answer["command"] for answer in json.loads(Path(file).read_text())] == ["load.py --cold"] * 2
+
+
 @pytest.mark.parametrize(("arguments", "target"), [([], None), (["--json"], "-"), (["--json", "f"], "f")])
 def test_without_a_file_nothing_is_written(
     recording: Any, arguments: list[str], target: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
