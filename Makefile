@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all bench bench-peers check format clean
+.PHONY: help venv demo test test-unit test-all bench bench-peers check format clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -36,6 +36,9 @@ demo: $(STAMP)  ## train, save, be killed, resume on other layouts, prove it
 
 test: $(STAMP)  ## the tests that fit in 15 minutes on 2 cores
 	$(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
+
+test-unit: $(STAMP)  ## the tests without other processes, in two minutes
+	$(BIN)/python -m pytest -n 2 -m "not slow and not processes" tests/unit $(ARGS)
 
 test-all: $(STAMP)  ## every test, the slow ones too
 	$(BIN)/python -m pytest -n 2 $(ARGS)
