@@ -1,4 +1,4 @@
-"""`Checkpointer(cache="newest")`: the newest step is in the page cache and older ones are not."""
+"""`Checkpointer(cache=...)`: the newest step is in the page cache and older ones are not, where that is cheap."""
 
 from __future__ import annotations
 
@@ -79,6 +79,43 @@ def test_memory_that_is_scarce_is_left_alone(
     assert newest.wait(60) and not storage.is_cached("a", 0, SIZE)
 
 
+MOUNT = "36 35 {device} / / rw - {kind} /dev/vda rw\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "free", "is_read"),
+    [("ext4", 40_000, True), ("xfs", 40_000, True), ("nfs4", 40_000, False), ("ext4", 30_000, False)],
+)
+def test_auto_reads_local_files_into_ample_memory(
+    storage: LocalStorage,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    free: int,
+    is_read: bool,
+) -> None:
+    """Of 100 MB of memory a quarter stays free after the 9.4 MB of the file."""
+    memory, mounts = tmp_path / "meminfo", tmp_path / "mountinfo"
+    memory.write_text(f"MemTotal:  100000 kB\nMemFree:  {free} kB\n")
+    number = os.stat(tmp_path).st_dev
+    device = f"{os.major(number)}:{os.minor(number)}"
+    mounts.write_text(MOUNT.format(device="999:1", kind="nfs") + MOUNT.format(device=device, kind=kind))
+    monkeypatch.setattr(page_cache, "_MEMORY", memory)
+    monkeypatch.setattr(page_cache, "_MOUNTS", mounts)
+    newest = NewestStep(only_if_cheap=True)
+    newest.committed(storage, "a")
+    assert newest.wait(60) and storage.is_cached("a", 0, SIZE) == is_read
+
+
+@pytest.mark.parametrize("text", ["", "nonsense", "36 35 1:1 / /\n"])
+def test_unknown_mounts_are_not_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(text)
+    monkeypatch.setattr(page_cache, "_MOUNTS", mounts)
+    assert not page_cache.is_on_local_disk(str(tmp_path))
+    assert not page_cache.is_on_local_disk(str(tmp_path / "missing"))
+
+
 @pytest.mark.parametrize("cache", ["newest", "none"])
 def test_a_checkpointer_leaves_the_newest_step_cached_if_told_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str
@@ -103,5 +140,5 @@ def test_a_checkpointer_leaves_the_newest_step_cached_if_told_to(
 
 
 def test_another_word_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'newest' or 'none'"):
+    with pytest.raises(ValueError, match="'auto', 'newest' or 'none'"):
         sp.Checkpointer(tmp_path, cache="all")  # type: ignore[arg-type]

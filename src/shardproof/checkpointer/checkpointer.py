@@ -95,9 +95,10 @@ class Checkpointer:
             It yields to saves, and ends with the `Checkpointer` or the process. None: nothing is read again.
         check_replicas: whether a save compares what ranks hold of the same boxes: "all" of it, or a "sample"
             that moves on from save to save; None: neither. See `SaveResult.diverged`.
-        cache: "newest" to leave the newest step in the page cache of each node, for a restart in place: each
-            rank reads what it wrote again after the commit, at most 256 MiB a second, until the next save,
-            and only into memory that nothing uses. "none" to leave it on the storage alone.
+        cache: "newest" to leave the newest step in the page cache of each node, for a restart in place. After
+            the commit each rank reads its file again, at most 256 MiB a second, until the next save, and
+            only into memory that nothing uses. "auto" does so on local file systems, if a quarter of the
+            node's memory stays free. "none" leaves the step on the storage alone.
 
     >>> import shardproof as sp, tempfile, torch
     >>> checkpointer = sp.Checkpointer(tempfile.mkdtemp(), keep=sp.KeepLatest(2))
@@ -125,10 +126,10 @@ class Checkpointer:
         full_every: int | None = FULL_EVERY,
         scrub: int | None = SCRUB,
         check_replicas: CheckReplicas | None = None,
-        cache: Literal["newest", "none"] = "none",
+        cache: Literal["auto", "newest", "none"] = "auto",
     ) -> None:
-        if cache not in ("newest", "none"):
-            raise ValueError(f"cache is 'newest' or 'none', not {cache!r}")
+        if cache not in ("auto", "newest", "none"):
+            raise ValueError(f"cache is 'auto', 'newest' or 'none', not {cache!r}")
         if when_busy not in ("wait", "skip"):
             raise ValueError(f"when_busy is 'wait' or 'skip', not {when_busy!r}")
         if snapshot not in ("fence", "stage"):
@@ -160,7 +161,9 @@ class Checkpointer:
         self._incremental = incremental
         self._full_every = full_every
         self._check_replicas = check_replicas
-        self._newest = NewestStep(drop_older=not incremental) if cache == "newest" else None
+        self._newest = (
+            NewestStep(drop_older=not incremental, only_if_cheap=cache == "auto") if cache != "none" else None
+        )
         self._saver = Saver(self._rendezvous, host_memory_budget=host_memory_budget)
         self._scrub = Scrub(self._storage, scrub if incremental else None, _is_saving(self._saver))
         weakref.finalize(self, self._scrub.stop)

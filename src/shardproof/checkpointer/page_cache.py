@@ -1,23 +1,28 @@
 """The newest step of a run in the page cache, so that a restart on the same node reads it from memory.
 
 Note: one thread, at a bounded rate
-    A save writes past the page cache, so nothing of it is there. After the commit each rank reads the file
-    that it wrote, in a thread of its own at the lowest I/O priority, at most `BYTES_PER_SECOND`. The next
-    save ends that. The thread stops where memory that nobody uses becomes scarce (`_SPARE`): pages of the
-    cache are the first that the kernel gives to a program that asks, but reading must not displace what
-    training has cached. When a newer step is committed, the pages of the older one are dropped.
+    A save writes past the page cache. After the commit each rank reads the file that it wrote, in a thread at
+    the lowest I/O priority, at most `BYTES_PER_SECOND`. The next save stops the thread. It also stops when
+    less than `1 / _SPARE` of the node's memory is free, and so displaces nothing that training has cached.
+    After the commit of a newer step, the pages of the older one are dropped.
+
+Note: when it is worth it
+    Reading each file once more costs a local disk little. Storage that many nodes share would serve the whole
+    checkpoint again. So ``cache="auto"`` reads only from local file systems, and only files that leave a quarter
+    of the memory free.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from pathlib import Path
 
 from shardproof.errors import StorageError
 from shardproof.storage import LocalStorage, lower_io_priority
 
-__all__ = ["BYTES_PER_SECOND", "NewestStep", "free_memory"]
+__all__ = ["BYTES_PER_SECOND", "NewestStep", "free_memory", "is_on_local_disk"]
 
 _log = logging.getLogger("shardproof")
 
@@ -25,7 +30,12 @@ BYTES_PER_SECOND = 256 << 20
 _REQUEST = 4 << 20
 _SPARE = 8
 """An eighth of the node's memory stays free."""
+_AMPLE = 4
+"""With ``cache="auto"``, a quarter of the node's memory is free after a file is read."""
 _MEMORY = Path("/proc/meminfo")
+_MOUNTS = Path("/proc/self/mountinfo")
+_LOCAL = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "xfs", "zfs"}
+"""File systems of disks that this node has to itself."""
 
 
 def free_memory() -> tuple[int, int]:
@@ -40,17 +50,33 @@ def free_memory() -> tuple[int, int]:
         return 0, 0
 
 
+def is_on_local_disk(path: str) -> bool:
+    """True if the file system that has `path` is known to be on a disk of this node."""
+    try:
+        device = os.stat(path).st_dev
+        number = f"{os.major(device)}:{os.minor(device)}"
+        mounts = [line.split(" - ", 1) for line in _MOUNTS.read_text(encoding="utf-8").splitlines()]
+        kinds = {after.split()[0] for before, after in mounts if before.split()[2] == number}
+    except (OSError, ValueError, IndexError):
+        return False
+    return bool(kinds) and kinds <= _LOCAL
+
+
 class NewestStep:
     """This rank's file of the newest step, in the page cache.
 
     Args:
-        drop_older: whether the file of the step before leaves the cache. Not where newer steps refer to it.
+        drop_older: True if the file of the step before leaves the cache. False if newer steps refer to it.
         rate: bytes a second, at most.
+        only_if_cheap: True to read a file only if the note "when it is worth it" allows it.
     """
 
-    def __init__(self, *, drop_older: bool = True, rate: int = BYTES_PER_SECOND) -> None:
+    def __init__(
+        self, *, drop_older: bool = True, rate: int = BYTES_PER_SECOND, only_if_cheap: bool = False
+    ) -> None:
         self._drop_older = drop_older
         self._rate = rate
+        self._only_if_cheap = only_if_cheap
         self._cached: tuple[LocalStorage, str] | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -91,6 +117,8 @@ class NewestStep:
             size = storage.size(name)
             if size is None:  # this rank wrote nothing, or retention was faster
                 return
+            if self._only_if_cheap and not _is_cheap(storage, size):
+                return
             memory = memoryview(bytearray(min(_REQUEST, size)))
             for start in range(0, size, _REQUEST):
                 free, total = free_memory()
@@ -102,6 +130,12 @@ class NewestStep:
             _log.debug("%s/%s stays out of the page cache: %s", storage.location, name, error)
         finally:
             storage.close()
+
+
+def _is_cheap(storage: LocalStorage, size: int) -> bool:
+    """True if reading `size` bytes costs a local disk alone, and leaves ample memory free."""
+    free, total = free_memory()
+    return (free - size) * _AMPLE >= total > 0 and is_on_local_disk(storage.location)
 
 
 def _drop(storage: LocalStorage, name: str) -> None:
