@@ -21,6 +21,20 @@ settings.register_profile("ci", settings.get_profile("local"), derandomize=True,
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
+# Files of tests/unit that start other processes. All tests outside of tests/unit do.
+PROCESSES = {
+    *("test_forks", "test_hybrid_shards", "test_node_plan", "test_perfetto", "test_process"),
+    *("test_public_names", "test_simulated_device", "test_state_slot_order"),
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what starts other processes."""
+    for item in items:
+        if item.path.stem in PROCESSES or item.name.startswith("test_python_blocks_of_a_page"):
+            item.add_marker("processes")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """What is marked `gpu` needs an accelerator. A simulated one: `tests/unit/test_simulated_device.py`."""
     if item.get_closest_marker("gpu") is not None and not torch.accelerator.is_available():

@@ -134,7 +134,7 @@ class Layout:
         if index_map.local_shape[:lead] != (1,) * lead or tuple(f for axis in factors for f in axis) != seen:
             raise ValueError(
                 f"{lead} leading axes of size 1 and axes {[list(axis) for axis in factors]} do not make the "
-                f"index_map's local shape {list(index_map.local_shape)}"
+                f"index map's local shape {list(index_map.local_shape)}"
             )
         ndim = len(index_map.local_shape)
         order = tuple(range(ndim)) if order is None else tuple(order)

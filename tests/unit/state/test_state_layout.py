@@ -207,7 +207,7 @@ def test_wrong_sizes_and_names_are_refused() -> None:
         Layout.whole((2, 3)).range(torch.zeros(3), 5, 8)
     with pytest.raises(ValueError, match="no order of 2 axes"):
         Layout.of(IndexMap.whole((2, 3)), order=(0, 0))
-    with pytest.raises(ValueError, match="do not make the embedding's local shape"):
+    with pytest.raises(ValueError, match="do not make the index map's local shape"):
         Layout.of(IndexMap.whole((2, 3)), factors=((6,),))
 
 
