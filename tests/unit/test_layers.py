@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from itertools import chain
@@ -246,33 +246,53 @@ def stores(source: str) -> list[str]:
 
 
 FILES = sorted(SOURCE.rglob("*.py"))
-ids = [str(path.relative_to(SOURCE)) for path in FILES]
+SOURCES = {path: path.read_text() for path in FILES}
 
 
-@pytest.mark.parametrize("path", FILES, ids=ids)
-def test_a_file_imports_only_what_is_below_it(path: Path) -> None:
-    layer = layer_of(path)
-    assert layer in MAY_IMPORT, f"{layer!r} is no layer of ARCHITECTURE.md: give it its place in the list"
-    assert wrong_imports(layer, path.read_text()) == []
+def findings(check: Callable[[str, str], Iterable[str]]) -> dict[str, list[str]]:
+    """What `check(layer, source)` finds in the files of the package, by file; only files with findings."""
+    found = {
+        path.relative_to(SOURCE).as_posix(): list(check(layer_of(path), source))
+        for path, source in SOURCES.items()
+    }
+    return {name: lines for name, lines in found.items() if lines}
 
 
-@pytest.mark.parametrize("path", FILES, ids=ids)
-def test_no_collective_and_no_store_on_the_way_of_a_save_or_load(path: Path) -> None:
-    layer = layer_of(path)
-    if layer not in {*TRAINING, "demo"}:  # those train, and a training has collectives of its own
-        found = {line.partition(": ")[2] for line in collectives(path.read_text())}
-        assert found == HANDING_ON.get(path.relative_to(SOURCE).as_posix(), set())
-        assert layer == "rendezvous" or stores(path.read_text()) == []
+def test_every_file_has_a_layer() -> None:
+    unknown = {layer_of(path) for path in FILES} - set(MAY_IMPORT)
+    assert unknown == set(), "no layers of ARCHITECTURE.md: give them their places in the list"
 
 
-@pytest.mark.parametrize("path", FILES, ids=ids)
-def test_a_package_is_imported_by_others_through_its_init_alone(path: Path) -> None:
-    assert deep_imports(layer_of(path), path.read_text()) == []
+def test_a_file_imports_only_what_is_below_it() -> None:
+    assert findings(wrong_imports) == {}
+
+
+def test_no_collective_on_the_way_of_a_save_or_load() -> None:
+    """The packages that train, and the demo, have collectives of their own."""
+
+    def mentioned(layer: str, source: str) -> set[str]:
+        if layer in {*TRAINING, "demo"}:
+            return set()
+        return {line.partition(": ")[2] for line in collectives(source)}
+
+    found = findings(mentioned)
+    assert {name: set(lines) for name, lines in found.items()} == HANDING_ON
+
+
+def test_only_rendezvous_uses_a_store() -> None:
+    assert (
+        findings(lambda layer, source: [] if layer in {"rendezvous", *TRAINING, "demo"} else stores(source))
+        == {}
+    )
+
+
+def test_a_package_is_imported_by_others_through_its_init_alone() -> None:
+    assert findings(deep_imports) == {}
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
     """Counting imports inside functions, but not those for type checkers alone."""
-    sources = {module_name(path): path.read_text() for path in FILES}
+    sources = {module_name(path): source for path, source in SOURCES.items()}
     graph = {name: modules_imported(source, sources) - {name} for name, source in sources.items()}
     try:
         tuple(TopologicalSorter(graph).static_order())

@@ -172,13 +172,12 @@ MAKERS = DRAWN | {
 }
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in sorted(SOURCE.rglob("*.py")) if "demo" not in path.parts], ids=lambda p: p.name
-)
-def test_every_new_tensor_names_its_device_and_dtype(path: Path) -> None:
+def test_every_new_tensor_names_its_device_and_dtype() -> None:
     """A program may have any default device and dtype, and ranks may have different ones."""
     unnamed = [
-        f"{path.name}:{call.lineno}"
+        f"{path.relative_to(SOURCE)}:{call.lineno}"
+        for path in sorted(SOURCE.rglob("*.py"))
+        if "demo" not in path.parts
         for call in ast.walk(ast.parse(path.read_text()))
         if isinstance(call, ast.Call)
         and isinstance(call.func, ast.Attribute)
