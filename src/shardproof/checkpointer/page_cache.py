@@ -1,8 +1,8 @@
 """The newest step of a run in the page cache, so that a restart on the same node reads it from memory.
 
 Note: one thread, at a bounded rate
-    A save writes past the page cache. After the commit each rank reads the file that it wrote, in a thread at
-    the lowest I/O priority, at most `BYTES_PER_SECOND`. The next save stops the thread. It also stops when
+    A save writes past the page cache. After the commit each rank reads the file that it wrote, in a thread
+    at the lowest I/O priority, at most `BYTES_PER_SECOND`. The next save stops the thread. It also stops if
     less than `1 / _SPARE` of the node's memory is free, and so displaces nothing that training has cached.
     After the commit of a newer step, the pages of the older one are dropped.
 
