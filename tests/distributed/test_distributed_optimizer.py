@@ -162,7 +162,7 @@ def recorded(calls: list[str]) -> Any:
     from contextlib import ExitStack
     from unittest.mock import patch
 
-    from shardproof.optim.distributed import ranks
+    from shardproof.optim.distributed import group_ranks as ranks
 
     stack = ExitStack()
     for module, name in (

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardproof.collectives import all_reduce, reduce_scatter
-from shardproof.fsdp.buffers import FlatBuffer
+from shardproof.fsdp.flat_buffer import FlatBuffer
 from shardproof.fsdp.lanes import Done, Lane
 
 __all__ = ["GradientPool", "Reduction"]

@@ -9,11 +9,11 @@ from functools import partial
 import torch
 from torch import nn
 
-from shardproof.fsdp.buffers import FlatBuffer
+from shardproof.fsdp.flat_buffer import FlatBuffer
 from shardproof.fsdp.lanes import Done, Lane
-from shardproof.fsdp.parameters import UnitParameter
+from shardproof.fsdp.unit_parameter import UnitParameter
 from shardproof.fsdp.precision import MixedPrecision, Strategy
-from shardproof.fsdp.ranks import Ranks
+from shardproof.fsdp.mesh import Ranks
 from shardproof.fsdp.reduce import GradientPool, Reduction
 
 __all__ = ["UNIT", "Shared", "Unit", "unit_of", "units_in"]

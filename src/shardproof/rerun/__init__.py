@@ -8,7 +8,7 @@ from shardproof.rerun.decisions import Decision, ExitCodes
 from shardproof.rerun.identity import DeviceIdentity
 from shardproof.rerun.injection import FaultInjector, FaultKind
 from shardproof.rerun.kept import BufferState, Kept
-from shardproof.rerun.log import Rejected, ResultLog, Spread, read_rejected, read_spreads, steps_to_skip
+from shardproof.rerun.result_log import Rejected, ResultLog, Spread, read_rejected, read_spreads, steps_to_skip
 from shardproof.rerun.machine import RerunMachine
 from shardproof.rerun.rejections import Spike, UnexpectedlyLarge, not_finite
 from shardproof.rerun.replay import ReplayableIterator

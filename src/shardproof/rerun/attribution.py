@@ -6,13 +6,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shardproof.rerun.identity import DeviceIdentity
-from shardproof.rerun.log import Rejected
+from shardproof.rerun.result_log import Rejected
 from shardproof.rerun.transitions import AttributionKind
 
 __all__ = ["Attribution", "Shown", "Suspect"]
 
 Shown = float | int | str | None
-"""A result for people and logs: see `shardproof.rerun.log.shown_value`."""
+"""A result for people and logs: see `shardproof.rerun.result_log.shown_value`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ import torch
 
 from shardproof.errors import StructureError
 from shardproof.rerun.kept import Beginning, Kept
-from shardproof.rerun.packing import pack, unpack
+from shardproof.rerun.byte_packing import pack, unpack
 from shardproof.rerun.replay import ReplayableIterator
-from shardproof.rerun.runs import Suspicion
+from shardproof.rerun.step_runs import Suspicion
 
 __all__ = ["Iterators", "Start", "iterators_of"]
 

@@ -10,7 +10,7 @@ import torch
 
 from shardproof import rerun
 from shardproof.rerun.injection import FaultInjector
-from shardproof.rerun.packing import pack, unpack
+from shardproof.rerun.byte_packing import pack, unpack
 from tests.accelerator import first_device
 
 pytestmark = pytest.mark.gpu

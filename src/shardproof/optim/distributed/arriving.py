@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from shardproof.optim.distributed.flat import Weight
-from shardproof.optim.parameters import gradient_of, local_gradient
+from shardproof.optim.distributed.flat_buckets import Weight
+from shardproof.optim.parameter_values import gradient_of, local_gradient
 
 __all__ = ["forget", "taken", "waiting"]
 

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 
 from shardproof.optim.distributed.arriving import forget, taken, waiting
-from shardproof.optim.distributed.flat import FlatBucket, Weight
+from shardproof.optim.distributed.flat_buckets import FlatBucket, Weight
 from shardproof.optim.distributed.loss_scale import LossScale
 
 __all__ = ["Gradients"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardproof.optim.distributed.flat import Weight
+from shardproof.optim.distributed.flat_buckets import Weight
 from shardproof.optim.distributed.raised import Raised
 from shardproof.optim.distributed.stepping import Direct, Stepper
 from shardproof.optim.schema import Factory, Spec, check_slots, slot_schema

@@ -13,10 +13,10 @@ import torch
 from shardproof.errors import StructureError
 from shardproof.optim.hybrid import slots, torch_form
 from shardproof.optim.hybrid.rules import Rules
-from shardproof.optim.hybrid.sides import Sides
+from shardproof.optim.hybrid.device_split import Sides
 from shardproof.optim.hybrid.sub_optimizers import SubOptimizers
-from shardproof.optim.hybrid.traffic import Traffic, traffic_of
-from shardproof.optim.hybrid.twin import Twin, master_dtype_of
+from shardproof.optim.hybrid.transfers import Traffic, traffic_of
+from shardproof.optim.hybrid.stepped_copy import Twin, master_dtype_of
 from shardproof.optim.schema import Spec, check_slots
 from shardproof.state import ParameterSlots, Receipt, StoredSlot, options_of
 

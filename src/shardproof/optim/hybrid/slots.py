@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardproof.errors import StructureError
-from shardproof.optim.hybrid.twin import Twin
+from shardproof.optim.hybrid.stepped_copy import Twin
 from shardproof.optim.schema import Spec
 from shardproof.state import MASTER, LocalRange, ParameterSlots, Receipt, StoredSlot, is_dtensor
 

@@ -9,7 +9,7 @@ import torch
 
 from shardproof.optim.hybrid.groups import GroupLink
 from shardproof.optim.hybrid.rules import Rules
-from shardproof.optim.hybrid.twin import Twin
+from shardproof.optim.hybrid.stepped_copy import Twin
 from shardproof.state import options_of
 
 __all__ = ["SubOptimizers"]

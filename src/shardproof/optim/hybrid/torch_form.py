@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardproof.optim.hybrid.twin import Twin
+from shardproof.optim.hybrid.stepped_copy import Twin
 from shardproof.state import MASTER, Receipt, StoredSlot, local_tensor
 
 __all__ = ["receipts", "with_masters"]

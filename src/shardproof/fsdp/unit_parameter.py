@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardproof.fsdp.packing import Packing
-from shardproof.fsdp.ranks import Spec
+from shardproof.fsdp.mesh import Spec
 from shardproof.state import LOCAL
 
 __all__ = ["UnitParameter"]

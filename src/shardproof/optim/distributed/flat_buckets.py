@@ -9,7 +9,7 @@ import torch
 
 from shardproof.collectives import Work
 from shardproof.optim.distributed.buckets import Bucket
-from shardproof.optim.distributed.ranks import Ranks
+from shardproof.optim.distributed.group_ranks import Ranks
 from shardproof.state import declare_storage_owner, local_tensor
 
 __all__ = ["FlatBucket", "Owner", "Weight"]

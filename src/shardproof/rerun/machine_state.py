@@ -19,7 +19,7 @@ import torch
 from shardproof.errors import StructureError
 from shardproof.rerun.attribution import Suspect
 from shardproof.rerun.injection import FaultInjector
-from shardproof.rerun.runs import Rejections
+from shardproof.rerun.step_runs import Rejections
 from shardproof.rerun.statistics import Differences
 from shardproof.rerun.transitions import AttributionKind, State
 from shardproof.state import PerRank
