@@ -10,11 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.fsdp.flat_buffer import FlatBuffer
 from shardproof.fsdp.hooks import install
-from shardproof.fsdp.packing import pack
-from shardproof.fsdp.unit_parameter import UnitParameter
-from shardproof.fsdp.precision import MixedPrecision, Strategy, check_strategy
 from shardproof.fsdp.mesh import Ranks, spec_of
-from shardproof.fsdp.unit import UNIT, Unit, unit_of
+from shardproof.fsdp.packing import pack
+from shardproof.fsdp.unit import UNIT, MixedPrecision, Strategy, Unit, check_strategy, unit_of
+from shardproof.fsdp.unit_parameter import UnitParameter
 from shardproof.state import LOCAL, local_tensor
 
 __all__ = ["fully_shard"]

@@ -1,24 +1,68 @@
-"""A unit: a module that `fully_shard` was called on, and its flat buffers."""
+"""The dtypes of a unit, and the strategies by name.
+
+A unit: a module that `fully_shard` was called on, and its flat buffers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal, get_args
 
 import torch
 from torch import nn
 
 from shardproof.fsdp.flat_buffer import FlatBuffer
 from shardproof.fsdp.lanes import Done, Lane
-from shardproof.fsdp.unit_parameter import UnitParameter
-from shardproof.fsdp.precision import MixedPrecision, Strategy
 from shardproof.fsdp.mesh import Ranks
 from shardproof.fsdp.reduce import GradientPool, Reduction
+from shardproof.fsdp.unit_parameter import UnitParameter
 
-__all__ = ["UNIT", "Shared", "Unit", "unit_of", "units_in"]
+__all__ = ["UNIT", "MixedPrecision", "Shared", "Strategy", "Unit", "check_strategy", "unit_of", "units_in"]
+
+Strategy = Literal["all", "optimizer_gradients", "optimizer", "none"]
+
+
+"""What is sharded: parameters, gradients and optimizer state (ZeRO-3); gradients and optimizer state
+(ZeRO-2); optimizer state (ZeRO-1); nothing (DDP)."""
+
+
+def check_strategy(strategy: str) -> Strategy:
+    """The strategy of this name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for known in get_args(Strategy):
+        if known == strategy:
+            return known  # type: ignore[no-any-return]
+    raise ValueError(f"there is no strategy {strategy!r}: choose one of {', '.join(get_args(Strategy))}")
+
+
+@dataclass(frozen=True, slots=True)
+class MixedPrecision:
+    """Dtypes of floating point parameters and gradients; None leaves what there is.
+
+    >>> MixedPrecision(compute_dtype=torch.bfloat16, reduce_dtype=torch.float32).cast_inputs
+    True
+    """
+
+    compute_dtype: torch.dtype | None = None
+    """Of gathered parameters, so of forward and backward. None: the master dtype."""
+    reduce_dtype: torch.dtype | None = None
+    """In which gradients are accumulated without sync, sent and summed. None: the compute dtype."""
+    master_dtype: torch.dtype | None = None
+    """Of sharded parameters and their gradients, which the optimizer sees. None: the parameter's own."""
+    cast_inputs: bool = True
+    """Whether floating point tensors among a unit's inputs are cast to the compute dtype."""
+    output_dtype: torch.dtype | None = None
+    """Of floating point tensors in the unit's output. None: as they come."""
+
 
 UNIT = "_shardproof_fsdp"
+
+
 """Attribute of a module: its unit."""
 
 

@@ -20,14 +20,13 @@ from shardproof.rerun.comparison import Compare
 from shardproof.rerun.decisions import Decision, ExitCodes
 from shardproof.rerun.identity import DeviceIdentity
 from shardproof.rerun.injection import FaultInjector
-from shardproof.rerun.kept import Kept
-from shardproof.rerun.result_log import ResultLog
 from shardproof.rerun.machine_state import Memory
 from shardproof.rerun.recorder import Recorder
 from shardproof.rerun.replay import ReplayableIterator
-from shardproof.rerun.step_runs import Call, Rejection
-from shardproof.rerun.starts import iterators_of
+from shardproof.rerun.result_log import ResultLog
 from shardproof.rerun.step_effects import Steps
+from shardproof.rerun.step_runs import Call, Rejection
+from shardproof.rerun.step_start import Kept, iterators_of
 from shardproof.rerun.transitions import Mode, State
 from shardproof.rerun.votes import Exchange
 

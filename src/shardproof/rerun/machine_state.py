@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from shardproof.errors import StructureError
-from shardproof.rerun.attribution import Suspect
+from shardproof.rerun.decisions import Suspect
 from shardproof.rerun.injection import FaultInjector
-from shardproof.rerun.step_runs import Rejections
 from shardproof.rerun.statistics import Differences
+from shardproof.rerun.step_runs import Rejections
 from shardproof.rerun.transitions import AttributionKind, State
 from shardproof.state import PerRank
 

@@ -33,7 +33,7 @@ from torch.distributed import ProcessGroup
 from shardproof.collectives import all_reduce
 from shardproof.errors import ShardproofError
 from shardproof.rendezvous import Meetings, Rendezvous
-from shardproof.rerun.attribution import Suspect
+from shardproof.rerun.decisions import Suspect
 from shardproof.rerun.transitions import State, Votes
 
 __all__ = ["LAST_WORD", "Ballot", "Exchange", "count"]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from shardproof import rerun
-from shardproof.rerun.injection import FaultInjector
 from shardproof.rerun.byte_packing import pack, unpack
+from shardproof.rerun.injection import FaultInjector
 from tests.accelerator import first_device
 
 pytestmark = pytest.mark.gpu

@@ -1,16 +1,23 @@
-"""What the inner optimizer steps: parameters where they lie, or masters, which follow what others write."""
+"""What the inner optimizer steps: parameters where they lie, or masters, which follow what others write.
+
+How the inner optimizer is made, and what it is known to keep.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from shardproof.optim.distributed.flat_buckets import FlatBucket
+from shardproof.optim.distributed.flat_buckets import FlatBucket, Weight
+from shardproof.optim.distributed.low_precision import Raised
+from shardproof.optim.distributed.stepping import Direct, Stepper
 from shardproof.optim.parameter_values import refreshed
-from shardproof.state import declare_storage_owner
+from shardproof.optim.schema import Factory, Spec, check_slots, slot_schema
+from shardproof.state import SlotKeeper, declare_storage_owner, options_of
 
-__all__ = ["Masters"]
+__all__ = ["Masters", "Schemas", "make_stepper"]
 
 
 class Masters:
@@ -63,3 +70,42 @@ class Masters:
         """What has been written to parameters up to now is known here."""
         for weight in self._weights:
             weight.version = weight.current_version()
+
+
+Schemas = Mapping[tuple[int, torch.dtype], Mapping[str, Spec]]
+
+
+"""By group and the dtype in which the inner optimizer sees its parameters."""
+
+
+def make_stepper(
+    factory: Factory,
+    weights: Sequence[Weight],
+    groups: Sequence[Mapping[str, Any]],
+    master_dtype: torch.dtype | None,
+    state_dtypes: Mapping[str, torch.dtype],
+) -> tuple[Stepper, Schemas]:
+    """The inner optimizer over the fragments of all weights, which it gives their `stepped_dtype`.
+
+    Raises:
+        ValueError: the optimizer is not elementwise, `state_dtypes` names no slot of it, or dtypes are asked
+            for of an optimizer that keeps its state in its own way.
+    """
+    options = [options_of(group) for group in groups]
+    direct = not state_dtypes and (master_dtype is None or master_dtype.itemsize >= 4)
+    for weight in weights:
+        weight.stepped_dtype = weight.fragment.dtype if direct else torch.float32
+    stepper: Stepper = (
+        Direct(factory, weights, options) if direct else Raised(factory, weights, options, state_dtypes)
+    )
+    if not direct and isinstance(stepper.inner, SlotKeeper):
+        raise ValueError(
+            f"{type(stepper.inner).__name__} keeps its state itself: give state_dtypes to it (with "
+            "functools.partial). A narrow master_dtype goes with optimizers of torch's"
+        )
+    schemas = {
+        (row, dtype): slot_schema(factory.make, stepper.inner.param_groups[row], dtype)
+        for row, dtype in {(weight.group, weight.stepped_dtype): None for weight in weights}
+    }
+    check_slots(state_dtypes, schemas.values())
+    return stepper, schemas
