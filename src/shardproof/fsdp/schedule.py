@@ -8,7 +8,7 @@ import torch
 from torch.autograd import Variable
 
 from shardproof.fsdp.lanes import Lane
-from shardproof.fsdp.reduce import Agreement, Reduction
+from shardproof.fsdp.reduce import GradientPresence, Reduction
 from shardproof.fsdp.unit import Shared, Unit
 
 __all__ = ["Schedule", "is_backward"]
@@ -183,7 +183,7 @@ class Schedule:
 
     def _give_gradients(self) -> None:
         sent, self._sent = self._sent, []
-        agreement = Agreement(sent)
+        agreement = GradientPresence(sent)
         self._pool.finish()
         agreement.wait()
         for reduction in sent:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.fsdp.flat_buffer import FlatBuffer
 from shardproof.fsdp.hooks import install
-from shardproof.fsdp.mesh import Ranks, spec_of
+from shardproof.fsdp.mesh import ShardingRanks, sharding_spec_of
 from shardproof.fsdp.packing import pack
 from shardproof.fsdp.unit import UNIT, MixedPrecision, Strategy, Unit, check_strategy, unit_of
 from shardproof.fsdp.unit_parameter import UnitParameter
@@ -83,7 +83,7 @@ def fully_shard(
     precision = mixed_precision or MixedPrecision()
     if unit_of(module) is not None:
         raise ValueError(f"fully_shard was called on this {type(module).__name__} before")
-    ranks = Ranks.of(mesh, strategy != "none")
+    ranks = ShardingRanks.of(mesh, strategy != "none")
     device = torch.device(mesh.device_type)
     if device.type not in ("cpu", "meta"):
         device = torch.device(device.type, torch.get_device_module(device).current_device())
@@ -167,13 +167,17 @@ def _classes(found: list[_Found], precision: MixedPrecision) -> list[list[_Found
 
 
 def _buffers(
-    found: list[_Found], ranks: Ranks, precision: MixedPrecision, strategy: Strategy, device: torch.device
+    found: list[_Found],
+    ranks: ShardingRanks,
+    precision: MixedPrecision,
+    strategy: Strategy,
+    device: torch.device,
 ) -> list[FlatBuffer]:
     master = _master(found[0], precision)
     is_floating = found[0].parameter.is_floating_point()
     compute = precision.compute_dtype if precision.compute_dtype and is_floating else master
     reduce = precision.reduce_dtype if precision.reduce_dtype and is_floating else compute
-    specs = [spec_of(one.parameter, ranks, one.name) for one in found]
+    specs = [sharding_spec_of(one.parameter, ranks, one.name) for one in found]
     shapes = [spec.outer.local_shape for spec in specs]
     packings = pack(shapes, ranks.shards, CACHE_LINE // min(compute.itemsize, master.itemsize))
     made = []

@@ -15,7 +15,7 @@ from torch import nn
 
 from shardproof.fsdp.flat_buffer import FlatBuffer
 from shardproof.fsdp.lanes import Done, Lane
-from shardproof.fsdp.mesh import Ranks
+from shardproof.fsdp.mesh import ShardingRanks
 from shardproof.fsdp.reduce import GradientPool, Reduction
 from shardproof.fsdp.unit_parameter import UnitParameter
 
@@ -95,7 +95,7 @@ class Unit:
         self,
         module: nn.Module,
         buffers: list[FlatBuffer],
-        ranks: Ranks,
+        ranks: ShardingRanks,
         *,
         device: torch.device,
         strategy: Strategy,

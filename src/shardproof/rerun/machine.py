@@ -20,15 +20,15 @@ from shardproof.rerun.comparison import Compare
 from shardproof.rerun.decisions import Decision, ExitCodes
 from shardproof.rerun.identity import DeviceIdentity
 from shardproof.rerun.injection import FaultInjector
-from shardproof.rerun.machine_state import Memory
+from shardproof.rerun.machine_state import MachineState
 from shardproof.rerun.recorder import Recorder
 from shardproof.rerun.replay import ReplayableIterator
 from shardproof.rerun.result_log import ResultLog
-from shardproof.rerun.step_effects import Steps
-from shardproof.rerun.step_runs import Call, Rejection
+from shardproof.rerun.step_effects import StepEffects
+from shardproof.rerun.step_runs import Rejection, ValidationCall
 from shardproof.rerun.step_start import Kept, iterators_of
 from shardproof.rerun.transitions import Mode, State
-from shardproof.rerun.votes import Exchange
+from shardproof.rerun.votes import VoteExchange
 
 __all__ = ["RerunMachine"]
 
@@ -101,14 +101,14 @@ class RerunMachine:
         if pending not in ("refuse", "drop"):
             raise ValueError(f"pending is {pending!r}, not 'refuse' or 'drop'")
         results = log if log is None or isinstance(log, ResultLog) else ResultLog(log)
-        self._exchange = Exchange(rendezvous or connect(deadline=deadline), group)
-        self._memory = Memory(self._exchange.world_size, layout, drops=pending == "drop", inject=inject)
+        self._exchange = VoteExchange(rendezvous or connect(deadline=deadline), group)
+        self._memory = MachineState(self._exchange.world_size, layout, drops=pending == "drop", inject=inject)
         self._identity_of = identity or DeviceIdentity.here
         self._inject = inject
         self._recorder = Recorder(self._exchange.rank, results)
         self._ends = False
         """Whether this process has nothing to do but to exit."""
-        self._steps = Steps(
+        self._steps = StepEffects(
             Mode(mode),
             self._memory,
             self._exchange,
@@ -208,7 +208,7 @@ class RerunMachine:
                 identity=self.identity,
             )
         self._memory.own.rejections.use(rejected, message)
-        self._steps.run.take(Call(value, rejected, compare, tolerance, fatal, message))
+        self._steps.run.take(ValidationCall(value, rejected, compare, tolerance, fatal, message))
 
     def decide(self) -> Decision:
         """What becomes of the step, after the loop and before the optimizer step. Exchanges nothing.

@@ -24,7 +24,7 @@ from shardproof.rerun.step_runs import Rejections
 from shardproof.rerun.transitions import AttributionKind, State
 from shardproof.state import PerRank
 
-__all__ = ["Job", "Memory"]
+__all__ = ["JobState", "MachineState"]
 
 _NAMES, _OTHERS = 256, "(others)"
 """So many results have statistics of their own: a message may hold the number of the step."""
@@ -47,7 +47,7 @@ class _Part:
 
 
 @dataclass
-class Job:
+class JobState:
     """What is the same on all ranks.
 
     Args:
@@ -120,7 +120,7 @@ class Job:
             )
 
 
-class Own:
+class RankState:
     """What a rank has for itself.
 
     Args:
@@ -166,7 +166,7 @@ class Own:
         self.step_data = state["step_data"]
 
 
-class Memory:
+class MachineState:
     """Both, and the way into a checkpoint and out of it.
 
     Args:
@@ -177,8 +177,8 @@ class Memory:
     """
 
     def __init__(self, world_size: int, layout: str, *, drops: bool, inject: FaultInjector | None) -> None:
-        self.job = Job(world_size, layout)
-        self.own = Own(inject)
+        self.job = JobState(world_size, layout)
+        self.own = RankState(inject)
         self._drops = drops
         self._loaded: dict[str, dict[str, Any]] = {}
 
@@ -189,7 +189,7 @@ class Memory:
         return {"job": job, "own": PerRank(own)}
 
     def check(self, stored: dict[str, Any]) -> None:
-        """Before a load. See `Job.check`."""
+        """Before a load. See `JobState.check`."""
         self._loaded.clear()  # a load that failed may have left something
         if not self._drops:
             self.job.check(stored["job"])

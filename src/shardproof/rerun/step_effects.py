@@ -7,31 +7,31 @@ from dataclasses import dataclass, replace
 
 from shardproof.rerun.decisions import Attribution, Decision, ExitCodes, Suspect
 from shardproof.rerun.identity import DeviceIdentity
-from shardproof.rerun.machine_state import Job, Memory
+from shardproof.rerun.machine_state import JobState, MachineState
 from shardproof.rerun.recorder import Recorder
 from shardproof.rerun.result_log import shown_value
 from shardproof.rerun.step_runs import StepRun
-from shardproof.rerun.step_start import Iterators, Kept, Start
+from shardproof.rerun.step_start import Iterators, Kept, StepStart
 from shardproof.rerun.transitions import Action, AttributionKind, Effect, Mode, State, Votes, transition
-from shardproof.rerun.votes import Ballot, Exchange, count
+from shardproof.rerun.votes import Ballot, VoteExchange, count
 
-__all__ = ["Steps"]
+__all__ = ["StepEffects"]
 
 
 @dataclass
-class Steps:
+class StepEffects:
     """The steps of one process, one after the other."""
 
     mode: Mode
-    memory: Memory
-    exchange: Exchange
+    memory: MachineState
+    exchange: VoteExchange
     recorder: Recorder
     identity: Callable[[], DeviceIdentity]
     kept: Sequence[Kept]
     codes: ExitCodes
     to_skip: int
     """Steps to come that are not validated."""
-    start: Start | None = None
+    start: StepStart | None = None
     run: StepRun | None = None
     """The run that is under way."""
     decision: Decision | None = None
@@ -48,7 +48,7 @@ class Steps:
     """Whether the beginning of a step has been seen to be such that a checkpoint can hold it."""
 
     @property
-    def job(self) -> Job:
+    def job(self) -> JobState:
         """What all ranks have in common."""
         return self.memory.job
 
@@ -60,7 +60,7 @@ class Steps:
             return
         self.validates = self.mode is not Mode.DISABLED and self.to_skip == 0
         self.to_skip = max(self.to_skip - 1, 0)
-        self.start = Start.new(iterators, self.kept, captured=self.validates)
+        self.start = StepStart.new(iterators, self.kept, captured=self.validates)
         self.run = StepRun("initial", keeps=self.mode is Mode.REPORT)
         self.job.state = transition(State.NOT_RUNNING, Votes())[0]
 
@@ -68,7 +68,7 @@ class Steps:
         """Begin the step that the checkpoint was taken for, as it began then."""
 
         def take_up() -> Ballot:
-            self.start, suspicion = Start.stored(self.memory.own.step_data, iterators, self.kept)
+            self.start, suspicion = StepStart.stored(self.memory.own.step_data, iterators, self.kept)
             self.run = StepRun("from checkpoint", suspicion)
             for suspect in self.job.suspects:
                 if suspect.rank == self.exchange.rank:

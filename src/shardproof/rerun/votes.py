@@ -36,7 +36,7 @@ from shardproof.rendezvous import Meetings, Rendezvous
 from shardproof.rerun.decisions import Suspect
 from shardproof.rerun.transitions import State, Votes
 
-__all__ = ["LAST_WORD", "Ballot", "Exchange", "count"]
+__all__ = ["LAST_WORD", "Ballot", "VoteExchange", "count"]
 
 LAST_WORD = 10.0
 """Seconds for which a rank that raised waits for the others to hear of it, at most."""
@@ -89,7 +89,7 @@ def count(ballots: Sequence[Ballot], *, report: bool) -> Votes:
     )
 
 
-class Exchange:
+class VoteExchange:
     """Where the ranks' ballots meet.
 
     Args:

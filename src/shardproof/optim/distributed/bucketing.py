@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardproof.optim.distributed.flat_buckets import FlatBucket, Weight, pack
-from shardproof.optim.distributed.group_ranks import Ranks
+from shardproof.optim.distributed.group_ranks import GroupRanks
 from shardproof.optim.distributed.step_agreement import Groups
 from shardproof.state import local_tensor
 
@@ -98,10 +98,10 @@ def check_same(
         groups.expert.check_same("\n".join(lines[True]), device, "the list of expert parameters")
 
 
-def model_ranks(weights: Sequence[Weight], given: dist.ProcessGroup | None) -> Ranks | None:
+def model_ranks(weights: Sequence[Weight], given: dist.ProcessGroup | None) -> GroupRanks | None:
     """The ranks with the other parts of the model: as given, else those of the tensor-parallel mesh."""
     if given is not None:
-        return Ranks(given)
+        return GroupRanks(given)
     meshes: list[Any] = []
     for weight in weights:
         mesh = getattr(weight.parameter, "device_mesh", None)
@@ -114,7 +114,7 @@ def model_ranks(weights: Sequence[Weight], given: dist.ProcessGroup | None) -> R
             f"parameters lie on {len(meshes)} device meshes, the first of {meshes[0].ndim} dimensions. Give "
             "model_group: all ranks with which this one shares a model and not its data-parallel position"
         )
-    return Ranks(meshes[0].get_group())
+    return GroupRanks(meshes[0].get_group())
 
 
 def make_buckets(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shardproof.collectives import Work
-from shardproof.optim.distributed.group_ranks import Ranks
+from shardproof.optim.distributed.group_ranks import GroupRanks
 from shardproof.state import declare_storage_owner, local_tensor
 
 __all__ = ["Bucket", "FlatBucket", "Owner", "Span", "Weight", "pack"]
@@ -200,7 +200,7 @@ class FlatBucket:
     """
 
     def __init__(
-        self, geometry: Bucket, ranks: Ranks, weights: list[Weight], gradient_dtype: torch.dtype
+        self, geometry: Bucket, ranks: GroupRanks, weights: list[Weight], gradient_dtype: torch.dtype
     ) -> None:
         like = local_tensor(weights[0].parameter)
         self.geometry, self.ranks, self.weights = geometry, ranks, weights

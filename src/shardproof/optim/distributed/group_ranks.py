@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from shardproof.collectives import Work, all_gather, reduce_scatter
 
-__all__ = ["Ranks"]
+__all__ = ["GroupRanks"]
 
 
-class Ranks:
+class GroupRanks:
     """A process group, or one process alone.
 
     Args:

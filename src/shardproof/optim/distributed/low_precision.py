@@ -19,7 +19,7 @@ from shardproof.optim.distributed.stepping import Groups, copy_options
 from shardproof.optim.schema import Factory, Spec
 from shardproof.state import ParameterSlots, Receipt, StoredSlot
 
-__all__ = ["Raised"]
+__all__ = ["LowPrecisionStepper"]
 
 _CHUNK = 1 << 22
 """Elements that are raised to fp32 at a time: 16 MiB of each slot."""
@@ -43,7 +43,7 @@ class _Kept:
     values: dict[str, Any] = field(default_factory=dict)
 
 
-class Raised:
+class LowPrecisionStepper:
     """Keeps slots as it is told, and has the inner optimizer step chunks in fp32.
 
     Args:

@@ -20,7 +20,7 @@ from shardproof.optim.distributed.bucketing import (
 from shardproof.optim.distributed.flat_buckets import Weight
 from shardproof.optim.distributed.fragment_slots import describe, receipt
 from shardproof.optim.distributed.gradients import Gradients
-from shardproof.optim.distributed.group_ranks import Ranks
+from shardproof.optim.distributed.group_ranks import GroupRanks
 from shardproof.optim.distributed.inner_optimizer import Masters, make_stepper
 from shardproof.optim.distributed.loss_scale import LossScale
 from shardproof.optim.distributed.parameter_gather import Gather
@@ -118,10 +118,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             weight.parameter: weight for weight in self._weights
         }
         self._loss_scale = LossScale(loss_scale) if isinstance(loss_scale, (int, float)) else loss_scale
-        data = Ranks(process_group)
+        data = GroupRanks(process_group)
         self._groups = Groups(
             data,
-            data if expert_group is None else Ranks(expert_group),
+            data if expert_group is None else GroupRanks(expert_group),
             model_ranks(self._weights, model_group),
         )
         check_same(self._weights, self._groups, is_expert or _no_expert)

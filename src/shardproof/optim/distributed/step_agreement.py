@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from shardproof.optim.distributed.flat_buckets import FlatBucket, Weight
-from shardproof.optim.distributed.group_ranks import Ranks
+from shardproof.optim.distributed.group_ranks import GroupRanks
 
 __all__ = ["Groups", "Verdict", "agree", "count_zeros"]
 
@@ -24,11 +24,11 @@ __all__ = ["Groups", "Verdict", "agree", "count_zeros"]
 class Groups:
     """The groups that a rank is in."""
 
-    data: Ranks
+    data: GroupRanks
     """Shares its dense parameters, and has every expert of this part of the model."""
-    expert: Ranks
+    expert: GroupRanks
     """Shares its experts."""
-    model: Ranks | None
+    model: GroupRanks | None
     """Holds the other parts of the model: tensor and pipeline parallel."""
 
 
@@ -106,7 +106,7 @@ def count_zeros(weights: Sequence[Weight], groups: Groups, device: torch.device)
     return int(total.item())
 
 
-def _sum_flags(ranks: Ranks, device: torch.device, *chosen: tuple[list[float], list[int]]) -> None:
+def _sum_flags(ranks: GroupRanks, device: torch.device, *chosen: tuple[list[float], list[int]]) -> None:
     """Those rows of the lists become their sums over ranks."""
     vector = torch.tensor(
         [flags[row] for flags, rows in chosen for row in rows], dtype=torch.float32, device=device

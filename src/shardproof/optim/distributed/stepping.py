@@ -1,6 +1,6 @@
 """The inner optimizer, over this rank's fragments.
 
-`Direct` lets it step the fragments themselves: it keeps its state as it likes. `Raised` (see `raised`) keeps
+`DirectStepper` lets it step the fragments themselves: it keeps its state as it likes. `LowPrecisionStepper` (see `raised`) keeps
 masters and slots in dtypes of their own.
 
 Every parameter has a fragment on every rank, with no elements where the rank owns none: so the inner
@@ -18,7 +18,7 @@ from shardproof.optim.distributed.flat_buckets import Weight
 from shardproof.optim.schema import Factory, Spec
 from shardproof.state import ParameterSlots, Receipt, StoredSlot, options_of, receiver, slots_of
 
-__all__ = ["Direct", "Groups", "Stepper", "copy_options"]
+__all__ = ["DirectStepper", "Groups", "Stepper", "copy_options"]
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -41,7 +41,7 @@ class Stepper(Protocol):
         """What a slot of elements is kept in, where its schema is `spec`."""
 
 
-class Direct:
+class DirectStepper:
     """The inner optimizer steps the fragments themselves."""
 
     def __init__(self, factory: Factory, weights: Sequence[Weight], options: Groups) -> None:

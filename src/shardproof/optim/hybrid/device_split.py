@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Sides"]
+__all__ = ["DeviceSplit"]
 
 
 @dataclass(slots=True)
-class Sides:
+class DeviceSplit:
     """Deals parameters to CPU and device so that the CPU has a fraction of the elements, spread over all.
 
     Parameters are asked for in the order of the optimizer's groups, and of each group's list. One goes to the

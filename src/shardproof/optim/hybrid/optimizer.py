@@ -12,11 +12,11 @@ import torch
 
 from shardproof.errors import StructureError
 from shardproof.optim.hybrid import parameter_slots
-from shardproof.optim.hybrid.device_split import Sides
+from shardproof.optim.hybrid.device_split import DeviceSplit
 from shardproof.optim.hybrid.rules import Rules
-from shardproof.optim.hybrid.stepped_copy import Twin, master_dtype_of
+from shardproof.optim.hybrid.stepped_copy import SteppedCopy, master_dtype_of
 from shardproof.optim.hybrid.sub_optimizers import SubOptimizers
-from shardproof.optim.hybrid.transfers import Traffic, traffic_of
+from shardproof.optim.hybrid.transfers import Transfers, transfers_of
 from shardproof.optim.schema import Spec, check_slots
 from shardproof.state import ParameterSlots, Receipt, StoredSlot, options_of
 
@@ -30,7 +30,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     the CPU's part is an optimizer step of its own: its gradient is on its way down while those before it are
     stepped, and its new value on its way up while those behind it are. The device steps its part meanwhile.
 
-    Which parameters go to the CPU: see `Sides`; it depends on the order and the global shapes of the
+    Which parameters go to the CPU: see `DeviceSplit`; it depends on the order and the global shapes of the
     parameters alone. Without an accelerator the CPU side is a copy all the same, so that everything runs as
     it would with one.
 
@@ -88,13 +88,13 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         device: torch.device | str | None = None,
         **options: Any,
     ) -> None:
-        self._sides = Sides(cpu_fraction)
+        self._sides = DeviceSplit(cpu_fraction)
         self._overlap = overlap
         self._pin = pin_memory and torch.accelerator.is_available()
         self._master_dtype = master_dtype
         self._device = None if device is None else torch.device(device)
-        self._twins: dict[torch.Tensor, Twin] = {}
-        self._traffic: dict[torch.device, Traffic] = {}
+        self._twins: dict[torch.Tensor, SteppedCopy] = {}
+        self._traffic: dict[torch.device, Transfers] = {}
         self._rules = Rules(optimizer_class, cpu_optimizer_class or optimizer_class, options)
         self._state_dtypes = dict(state_dtypes or {})
         self._subs = SubOptimizers(self._rules, self._state_dtypes)
@@ -266,7 +266,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._subs.adopt(group, twins)
         self._twins.update((twin.parameter, twin) for twin in twins)
 
-    def _new_twin(self, parameter: torch.Tensor) -> Twin:
+    def _new_twin(self, parameter: torch.Tensor) -> SteppedCopy:
         device = parameter.device
         if self._device is not None and device.type != self._device.type:
             raise ValueError(
@@ -274,8 +274,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 "the model first, or leave `device` out"
             )
         if device not in self._traffic:
-            self._traffic[device] = traffic_of(device, self._overlap)
-        return Twin(
+            self._traffic[device] = transfers_of(device, self._overlap)
+        return SteppedCopy(
             parameter,
             on_cpu=self._sides.on_cpu(parameter),
             master_dtype=master_dtype_of(parameter.dtype, self._master_dtype),
@@ -283,7 +283,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             pin=self._pin,
         )
 
-    def _schema(self, twin: Twin, options: dict[str, Any]) -> dict[str, Spec]:
+    def _schema(self, twin: SteppedCopy, options: dict[str, Any]) -> dict[str, Spec]:
         """The slots of a parameter, in the dtypes that they are kept in."""
         return {
             slot: replace(spec, dtype=self._state_dtypes.get(slot, spec.dtype))
@@ -292,22 +292,24 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             for slot, spec in self._rules.schema(twin.on_cpu, options, twin.tensor.dtype).items()
         }
 
-    def _twin(self, parameter: torch.Tensor) -> Twin:
+    def _twin(self, parameter: torch.Tensor) -> SteppedCopy:
         if parameter not in self._twins:
             raise ValueError(f"a tensor of shape {list(parameter.shape)} is no parameter of this optimizer")
         return self._twins[parameter]
 
-    def _gradients(self) -> dict[Twin, torch.Tensor]:
+    def _gradients(self) -> dict[SteppedCopy, torch.Tensor]:
         """By twin, laid out as it is; those of the CPU's have to be held until the step ends."""
         found = {twin: twin.gradient() for twin in self._twins.values()}
         return {twin: gradient for twin, gradient in found.items() if gradient is not None}
 
-    def _start_gradients(self, gradients: dict[Twin, torch.Tensor]) -> tuple[list[Twin], list[Twin]]:
+    def _start_gradients(
+        self, gradients: dict[SteppedCopy, torch.Tensor]
+    ) -> tuple[list[SteppedCopy], list[SteppedCopy]]:
         """The device's and the CPU's twins that have a gradient, which is on its way to the CPU's.
 
         Those of the device's are taken out: they have theirs.
         """
-        by_side: tuple[list[Twin], list[Twin]] = [], []
+        by_side: tuple[list[SteppedCopy], list[SteppedCopy]] = [], []
         for twin, gradient in gradients.items():
             by_side[twin.on_cpu].append(twin)
             if twin.on_cpu:
@@ -316,7 +318,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             twin.cast_gradient(gradients.pop(twin))
         return by_side
 
-    def _step_device(self, stepped: list[Twin]) -> None:
+    def _step_device(self, stepped: list[SteppedCopy]) -> None:
         if stepped:
             assert self._subs.on_device is not None
             self._subs.step(self._subs.on_device, stepped, self.state)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shardproof.errors import StructureError
-from shardproof.optim.hybrid.stepped_copy import Twin
+from shardproof.optim.hybrid.stepped_copy import SteppedCopy
 from shardproof.optim.schema import Spec
 from shardproof.state import MASTER, LocalRange, ParameterSlots, Receipt, StoredSlot, is_dtensor, local_tensor
 
@@ -22,7 +22,9 @@ __all__ = ["describe", "receipts", "receive", "with_masters"]
 Schema = Callable[[], Mapping[str, Spec]]
 
 
-def describe(twin: Twin, state: Mapping[str, Any], kind: str, options: Mapping[str, Any]) -> ParameterSlots:
+def describe(
+    twin: SteppedCopy, state: Mapping[str, Any], kind: str, options: Mapping[str, Any]
+) -> ParameterSlots:
     """What is kept of a parameter. A master is there from the start, other slots once there is state.
 
     Args:
@@ -49,7 +51,7 @@ def describe(twin: Twin, state: Mapping[str, Any], kind: str, options: Mapping[s
 
 
 def receive(
-    twin: Twin,
+    twin: SteppedCopy,
     states: dict[torch.Tensor, Any],
     kind: str,
     options: Mapping[str, Any],
@@ -107,7 +109,7 @@ def receive(
 
 
 def _destination(
-    twin: Twin,
+    twin: SteppedCopy,
     slot: str,
     present: Any,
     known: Spec | None,
@@ -149,7 +151,7 @@ def _widened(item: torch.Tensor | LocalRange, known: Spec | None) -> torch.Tenso
     return item if known is None or known.dtype is None else item.to(known.dtype)
 
 
-def with_masters(state_dict: dict[str, Any], twins: Sequence[Twin]) -> dict[str, Any]:
+def with_masters(state_dict: dict[str, Any], twins: Sequence[SteppedCopy]) -> dict[str, Any]:
     """A state dict of torch's with the masters added.
 
     Args:

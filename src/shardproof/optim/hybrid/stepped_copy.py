@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from shardproof.optim.hybrid.transfers import Traffic
+from shardproof.optim.hybrid.transfers import Transfers
 from shardproof.optim.parameter_values import gradient_of, local_gradient, refreshed
 from shardproof.state import local_tensor
 
-__all__ = ["Twin", "master_dtype_of"]
+__all__ = ["SteppedCopy", "master_dtype_of"]
 
 
-class Twin:
+class SteppedCopy:
     """A parameter and the plain tensor that is stepped for it.
 
     On the device, without a master, the twin is the parameter's own memory. Else it is memory of its own: on
@@ -34,7 +34,7 @@ class Twin:
         *,
         on_cpu: bool,
         master_dtype: torch.dtype | None,
-        traffic: Traffic,
+        traffic: Transfers,
         pin: bool,
     ) -> None:
         local = local_tensor(parameter).detach()

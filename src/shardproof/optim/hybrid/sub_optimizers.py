@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shardproof.optim.hybrid.rules import Rules
-from shardproof.optim.hybrid.stepped_copy import Twin
+from shardproof.optim.hybrid.stepped_copy import SteppedCopy
 from shardproof.state import options_of
 
 __all__ = ["GroupLink", "SubOptimizers"]
@@ -37,7 +37,7 @@ class SubOptimizers:
         self._links: list[list[GroupLink]] = []
         """By group of the program; the first link of each is listened to."""
 
-    def adopt(self, group: dict[str, Any], twins: Sequence[Twin]) -> None:
+    def adopt(self, group: dict[str, Any], twins: Sequence[SteppedCopy]) -> None:
         """Take the twins of a group of the program.
 
         The device's optimizer is the only one that lasts if another refuses the group, so it comes last.
@@ -66,7 +66,7 @@ class SubOptimizers:
         self._links.append(links)
 
     def step(
-        self, optimizer: torch.optim.Optimizer, twins: Sequence[Twin], state: dict[torch.Tensor, Any]
+        self, optimizer: torch.optim.Optimizer, twins: Sequence[SteppedCopy], state: dict[torch.Tensor, Any]
     ) -> None:
         """Step some of one optimizer's twins, those that have a gradient, with the program's `state`."""
         self._hand_over(state, twins)
@@ -75,7 +75,7 @@ class SubOptimizers:
         finally:
             self._take_back(state, twins)
 
-    def _hand_over(self, state: Mapping[torch.Tensor, Any], twins: Sequence[Twin]) -> None:
+    def _hand_over(self, state: Mapping[torch.Tensor, Any], twins: Sequence[SteppedCopy]) -> None:
         """What is in the program's `state` is what is stepped with, whoever put it there."""
         for twin in twins:
             if twin.parameter in state:
@@ -89,7 +89,7 @@ class SubOptimizers:
             else:
                 twin.optimizer.state.pop(twin.tensor, None)
 
-    def _take_back(self, state: dict[torch.Tensor, Any], twins: Sequence[Twin]) -> None:
+    def _take_back(self, state: dict[torch.Tensor, Any], twins: Sequence[SteppedCopy]) -> None:
         """What the steps have made is in the program's `state`; what was raised for them is let go."""
         for twin in twins:
             if twin.tensor not in twin.optimizer.state:

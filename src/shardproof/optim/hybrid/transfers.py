@@ -48,7 +48,7 @@ import torch
 
 from shardproof._utils.streams import on_stream
 
-__all__ = ["Direct", "Event", "SideStreams", "Traffic", "traffic_of"]
+__all__ = ["BlockingTransfers", "Event", "StreamTransfers", "Transfers", "transfers_of"]
 
 
 class Event(Protocol):
@@ -58,7 +58,7 @@ class Event(Protocol):
         """Let the host wait until it is reached."""
 
 
-class Traffic(Protocol):
+class Transfers(Protocol):
     """Copies of one device. The notes above say what each call waits for."""
 
     def event(self) -> Event:
@@ -82,7 +82,7 @@ class _Reached:
         return
 
 
-class Direct:
+class BlockingTransfers:
     """Copies that are done when the call returns."""
 
     def event(self) -> Event:
@@ -104,7 +104,7 @@ class Direct:
         """Nothing to order."""
 
 
-class SideStreams:
+class StreamTransfers:
     """Copies on two streams beside the device's main stream."""
 
     def __init__(self, device: torch.device) -> None:
@@ -145,9 +145,9 @@ class SideStreams:
             event.record(stream)
 
 
-def traffic_of(device: torch.device, overlap: bool) -> Traffic:
+def transfers_of(device: torch.device, overlap: bool) -> Transfers:
     """How the parameters on one device exchange data with the host."""
     accelerator = torch.accelerator.current_accelerator()
     if overlap and accelerator is not None and accelerator.type == device.type:
-        return SideStreams(device)
-    return Direct()
+        return StreamTransfers(device)
+    return BlockingTransfers()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardproof.optim.hybrid.transfers import SideStreams, traffic_of
+from shardproof.optim.hybrid.transfers import StreamTransfers, transfers_of
 from tests.logging_streams import streams_that_log
 
 
 def test_copies_run_on_their_streams_between_two_marks(monkeypatch: pytest.MonkeyPatch) -> None:
     log = streams_that_log(monkeypatch)
-    traffic = traffic_of(torch.device("cpu"), overlap=True)
-    assert isinstance(traffic, SideStreams)
+    traffic = transfers_of(torch.device("cpu"), overlap=True)
+    assert isinstance(traffic, StreamTransfers)
     down, up = traffic.event(), traffic.event()
     source, host, device = torch.arange(4.0), torch.zeros(4), torch.zeros(4)
     traffic.begin()
@@ -36,7 +36,7 @@ def test_copies_run_on_their_streams_between_two_marks(monkeypatch: pytest.Monke
 
 def test_main_is_current_again_after_a_copy_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     log = streams_that_log(monkeypatch)
-    traffic = SideStreams(torch.device("cpu"))
+    traffic = StreamTransfers(torch.device("cpu"))
     with pytest.raises(RuntimeError):
         traffic.down(torch.zeros(3), torch.zeros(4), traffic.event())
     assert torch.accelerator.current_stream().name == "main"  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ import torch
 
 from shardproof._utils.streams import on_stream
 from shardproof.optim import HybridDeviceOptimizer
-from shardproof.optim.hybrid.transfers import SideStreams
+from shardproof.optim.hybrid.transfers import StreamTransfers
 from tests import simulated
 from tests.accelerator import first_device
 from tests.simulated.values import COUNT, all_are, device_memory, page_locked
@@ -30,7 +30,7 @@ class Setting:
             [self.weight, other], torch.optim.SGD, cpu_fraction=1.0, pin_memory=True, lr=1.0
         )
         (traffic,) = self.optimizer._traffic.values()
-        assert isinstance(traffic, SideStreams)
+        assert isinstance(traffic, StreamTransfers)
         self.down, self.up = traffic._down, traffic._up
         self.main = torch.accelerator.current_stream()
         self.gradient = torch.zeros(COUNT, device=first_device())
@@ -124,11 +124,11 @@ def test_a_load_waits_for_what_was_sent(setting: Setting, background: ThreadPool
 
 
 @pytest.fixture
-def traffic() -> SideStreams:
-    return SideStreams(first_device())
+def traffic() -> StreamTransfers:
+    return StreamTransfers(first_device())
 
 
-def test_up_waits_for_main(traffic: SideStreams) -> None:
+def test_up_waits_for_main(traffic: StreamTransfers) -> None:
     parameter, new = device_memory(1.0), page_locked(2)
     main = torch.accelerator.current_stream()
     with simulated.held(main):
@@ -141,7 +141,7 @@ def test_up_waits_for_main(traffic: SideStreams) -> None:
     assert all_are(parameter, 2)
 
 
-def test_main_waits_for_up(traffic: SideStreams) -> None:
+def test_main_waits_for_up(traffic: StreamTransfers) -> None:
     parameter, new = device_memory(1.0), page_locked(2)
     with simulated.held(traffic._up):
         traffic.begin()
@@ -152,7 +152,7 @@ def test_main_waits_for_up(traffic: SideStreams) -> None:
     assert all_are(doubled, 4)
 
 
-def test_main_waits_for_down(traffic: SideStreams) -> None:
+def test_main_waits_for_down(traffic: StreamTransfers) -> None:
     """What an error has left there reads a gradient that main may write to next."""
     gradient, arrived = device_memory(1.0), page_locked(0)
     with simulated.held(traffic._down):
