@@ -8,6 +8,7 @@ from shardproof.format.blocks import (
     block_counts,
     digest_of_blocks,
 )
+from shardproof.format.chunk_verifier import ChunkVerifier, block_digests, read_pieces
 from shardproof.format.digests import (
     bytes_digest,
     digests_as_bytes,
@@ -62,6 +63,7 @@ from shardproof.format.shards import (
     shard_header,
     shard_tail,
 )
+from shardproof.format.size_check import check_size, size_error, size_fault
 
 __all__ = [
     "BLOCKS",
@@ -75,6 +77,7 @@ __all__ = [
     "SEAL_LENGTH",
     "STEP_FOLDER",
     "ChunkHasher",
+    "ChunkVerifier",
     "FileRecord",
     "HeaderEntry",
     "Manifest",
@@ -82,10 +85,12 @@ __all__ = [
     "ShardHeader",
     "TensorRecord",
     "block_counts",
+    "block_digests",
     "box_name",
     "bytes_digest",
     "chain_attempt",
     "chain_length",
+    "check_size",
     "chunk_name",
     "decode_index",
     "decode_manifest",
@@ -110,6 +115,7 @@ __all__ = [
     "read_chunk_digests",
     "read_index",
     "read_manifest",
+    "read_pieces",
     "read_shard_header",
     "referred_beside",
     "referred_in",
@@ -118,6 +124,8 @@ __all__ = [
     "shard_header",
     "shard_name",
     "shard_tail",
+    "size_error",
+    "size_fault",
     "unneeded",
     "why_kept",
 ]

@@ -6,6 +6,7 @@ from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.format.index import decode_index
 from shardproof.format.manifest import MAX_MANIFEST, SEAL_LENGTH, Manifest, decode_manifest
 from shardproof.format.names import MANIFEST_NAME
+from shardproof.format.size_check import size_error, size_fault
 from shardproof.planning import ChunkTable
 from shardproof.storage import Storage
 
@@ -49,14 +50,12 @@ def read_index(storage: Storage, manifest: Manifest) -> ChunkTable:
     """
     name = manifest.index.name
     file = f"{storage.location}/{name}"
-    size = storage.size(name)
-    if size != manifest.index.size:
-        found = "it is missing" if size is None else f"it has {size} bytes"
+    fault = size_fault(storage, name, manifest.index.size)
+    if fault is not None:
         raise FormatError(
-            f"{file}: {found}, but the manifest says {manifest.index.size} bytes. `shardproof repair` can "
-            "write it again from the shard files.",
+            f"{file}: {fault[0]}. `shardproof repair` can write it again from the shard files.",
             file=name,
-            missing=size is None,
+            missing=fault[1],
         )
     return decode_index(storage.read(name), manifest, file)
 
@@ -87,11 +86,10 @@ def lost_files(storage: Storage, manifest: Manifest) -> dict[str, str]:
         StorageError: the storage cannot tell.
     """
     lost = {}
-    for (folder, name), record in zip(files_of(storage, manifest), manifest.files, strict=True):
-        size = folder.size(name)
-        if size != record.size:
-            found = "it is missing" if size is None else f"it has {size}"
-            lost[record.place] = f"{record.place}: expected {record.size} bytes, {found}"
+    for (folder, _), record in zip(files_of(storage, manifest), manifest.files, strict=True):
+        error = size_error(folder, record)
+        if error is not None:
+            lost[record.place] = error.message
     return lost
 
 
