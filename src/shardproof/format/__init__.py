@@ -19,18 +19,16 @@ from shardproof.format.digests import (
 )
 from shardproof.format.header import HeaderEntry, ShardHeader, parse_header, read_shard_header
 from shardproof.format.index import decode_index, encode_index
-from shardproof.format.jsontext import decode_strictly
+from shardproof.format.json import decode_strictly
 from shardproof.format.manifest import (
     FORMAT_VERSION,
     REFERENCES_VERSION,
-    SEAL_LENGTH,
     FileRecord,
     Manifest,
     TensorRecord,
-    decode_manifest,
-    encode_manifest,
     manifest_version,
 )
+from shardproof.format.manifest_text import SEAL_LENGTH, decode_manifest, encode_manifest
 from shardproof.format.names import (
     MANIFEST_NAME,
     STEP_FOLDER,
@@ -43,7 +41,7 @@ from shardproof.format.names import (
     parse_shard_name,
     shard_name,
 )
-from shardproof.format.reading import files_of, lost_files, read_index, read_manifest, seal_of
+from shardproof.format.records import files_of, lost_files, read_index, read_manifest, seal_of
 from shardproof.format.references import (
     References,
     named_files,

@@ -10,14 +10,16 @@ import msgspec
 from msgspec import Meta
 
 from shardproof.errors import FormatError, StorageError
-from shardproof.format.checking import MAX_NDIM
-from shardproof.format.jsontext import decode_strictly
+from shardproof.format.json import decode_strictly
 from shardproof.storage import Storage
 
-__all__ = ["MAX_HEADER", "HeaderEntry", "ShardHeader", "parse_header", "read_shard_header"]
+__all__ = ["MAX_HEADER", "MAX_NDIM", "HeaderEntry", "ShardHeader", "parse_header", "read_shard_header"]
 
 MAX_HEADER = 100_000_000
 """Bytes of JSON that safetensors reads at most."""
+
+MAX_NDIM = 64
+"""Dimensions that a tensor may have."""
 
 _LENGTH = 8
 _MAX_ENTRY = 8192

@@ -1,30 +1,30 @@
-"""The manifest: what a checkpoint holds. Its presence is the commit."""
+"""The manifest: what a checkpoint holds, and what its records must fulfil. Its presence is the commit."""
 
 from __future__ import annotations
 
+import math
+import operator
 import re
 from collections.abc import Iterable
-from typing import Annotated, Any, Generic, TypeVar
+from itertools import pairwise
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
+from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError
-from shardproof.format.checking import check_manifest, first_difference
-from shardproof.format.digests import bytes_digest
-from shardproof.format.jsontext import decode_strictly
-from shardproof.format.names import MANIFEST_NAME
+from shardproof.format.header import MAX_NDIM
+from shardproof.format.names import index_name, parse_shard_name, shard_name
 
 __all__ = [
     "FORMAT_VERSION",
     "REFERENCES_VERSION",
-    "SEAL_LENGTH",
     "FileRecord",
     "Manifest",
     "TensorRecord",
-    "decode_manifest",
-    "encode_manifest",
-    "is_foreign",
+    "check_manifest",
+    "is_folder_name",
     "manifest_version",
 ]
 
@@ -32,17 +32,10 @@ FORMAT_VERSION = 1
 REFERENCES_VERSION = 2
 """Of a manifest that names files of other steps, so that a reader which knows nothing of them refuses it."""
 
-MAX_MANIFEST = 4 << 30
-"""Bytes that a manifest may have."""
-
 _Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-_DIGEST = b',"digest":"'
-_SEAL = re.compile(rb',"digest":"([0-9a-f]{32})"}\n')
-SEAL_LENGTH = len(_DIGEST) + 32 + 3
-"""Bytes at the end of a manifest that hold its digest."""
-
-USUAL_BEGINNING = b'{"format":"shardproof","version":1,'
-"""How `encode_manifest` begins a manifest without references."""
+_ATTEMPT = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")
+_FOLDER = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,254}")
+_HEX = re.compile(r"[0-9a-f]{32}")
 
 
 class TensorRecord(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
@@ -116,178 +109,114 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return tuple(record for record in self.files if record.folder)
 
 
-class _File(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
-    """A file record of version 1, and the index's in every version."""
-
-    name: str
-    size: _Size
-    digest: str
-    data_start: _Size = 0
-    rank: int = -1
-
-
-class _Placed(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
-    """A file record of a manifest with references: the same, and the folder."""
-
-    name: str
-    size: _Size
-    digest: str
-    data_start: _Size
-    rank: int
-    folder: str
-
-
-_FileForm = TypeVar("_FileForm", _File, _Placed)
-
-
-class _Wire(msgspec.Struct, Generic[_FileForm], frozen=True, forbid_unknown_fields=True):
-    """The manifest's JSON: every member required, in this order."""
-
-    format: str
-    version: int
-    writer: str
-    attempt: str
-    step: int | None
-    time: float
-    world_size: int
-    repaired: bool
-    metadata: dict[str, Any]
-    tensors: tuple[TensorRecord, ...]
-    aliases: dict[str, str]
-    objects: dict[str, Any]
-    files: tuple[_FileForm, ...]
-    index: _File
-
-
-class _Format(msgspec.Struct):
-    format: str
-
-
-class _Version(msgspec.Struct):
-    format: str
-    version: int
-
-
-_DECODERS: dict[int, msgspec.json.Decoder[Any]] = {
-    FORMAT_VERSION: msgspec.json.Decoder(_Wire[_File]),
-    REFERENCES_VERSION: msgspec.json.Decoder(_Wire[_Placed]),
-}
-_FIELDS = tuple(name for name in _Wire.__struct_fields__ if name not in ("format", "files", "index"))
-
-
 def manifest_version(files: Iterable[FileRecord]) -> int:
     """The version of a manifest with these files: without references it is what every reader knows."""
     return REFERENCES_VERSION if any(record.folder for record in files) else FORMAT_VERSION
 
 
-def _wire(manifest: Manifest) -> _Wire[Any]:
-    form = _Placed if manifest.version == REFERENCES_VERSION else _File
-    files = tuple(_formed(record, form) for record in manifest.files)
-    values = {name: getattr(manifest, name) for name in _FIELDS}
-    return _Wire(format="shardproof", **values, files=files, index=_formed(manifest.index, _File))
+def is_folder_name(name: str) -> bool:
+    """Whether a file record may name this folder: one name, which cannot lead anywhere else.
 
-
-def _formed(record: FileRecord, form: type[_File] | type[_Placed]) -> Any:
-    return form(*(getattr(record, name) for name in form.__struct_fields__))
-
-
-def _record(form: _File | _Placed) -> FileRecord:
-    return FileRecord(*msgspec.structs.astuple(form))
-
-
-def encode_manifest(manifest: Manifest) -> bytes:
-    """The text of `manifest.json`, which ends with the digest of what comes before it.
-
-    The text is read back before it is given out: what cannot be read again as the same values is refused.
-
-    Raises:
-        FormatError: a value that JSON would change (NaN, a tuple, a key that is no string), or a record
-            that `decode_manifest` would refuse.
-
-    >>> index = FileRecord("index-a.safetensors", 0, 32 * "0")
-    >>> manifest = Manifest(writer="shardproof 0.1.0", attempt="a", step=3, time=1.5, world_size=1,
-    ...     metadata={}, tensors=(TensorRecord("w", "float32", (2,)),), aliases={},
-    ...     objects={}, files=(), index=index)
-    >>> decode_manifest(encode_manifest(manifest), "manifest.json") == manifest
-    True
+    >>> [is_folder_name(name) for name in ("step-00000100", "..", "a/b", "")]
+    [True, False, False, False]
     """
-    try:
-        body = msgspec.json.encode(_wire(manifest))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise FormatError(f"the manifest cannot be written as JSON: {error}.", file=MANIFEST_NAME) from error
-    data = b"".join((body[:-1], _DIGEST, bytes_digest(body[:-1]).encode(), b'"}\n'))
-    again = decode_manifest(data, MANIFEST_NAME)
-    if again != manifest:
-        where = first_difference(msgspec.structs.asdict(manifest), msgspec.structs.asdict(again))
-        raise FormatError(f"the manifest would not read back as it is: {where}.", file=MANIFEST_NAME)
-    return data
+    return _FOLDER.fullmatch(name) is not None
 
 
-def decode_manifest(data: bytes, file: str) -> Manifest:
-    """The manifest that `data` is the text of, wholly checked.
-
-    Args:
-        data: all bytes of the file.
-        file: for the messages.
-
-    Raises:
-        FormatError: damaged, of another version, or not what the format says. Memory and time stay in
-            proportion to the length of `data`, whatever it says.
-    """
-    if len(data) > MAX_MANIFEST:
-        raise FormatError(f"{file}: {len(data)} bytes, a manifest has at most {MAX_MANIFEST}.", file=file)
-    seal = _SEAL.fullmatch(data, max(0, len(data) - SEAL_LENGTH))
-    if seal is None:
-        raise FormatError(
-            f"{file}: it does not end as a manifest does. It was cut short or edited; `shardproof repair` "
-            "can write it again from the shard files.",
-            file=file,
-        )
-    found = bytes_digest(memoryview(data)[:-SEAL_LENGTH])
-    if found != seal[1].decode():
-        raise FormatError(
-            f"{file}: its bytes hash to {found}, but it says {seal[1].decode()}. It is damaged or was "
-            "edited; `shardproof repair` can write it again from the shard files.",
-            file=file,
-        )
-    body = data[:-SEAL_LENGTH] + b"}"
-    wire = decode_strictly(_DECODERS[_version(body, file)], body, file)
-    manifest = Manifest(
-        **{name: getattr(wire, name) for name in _FIELDS},
-        files=tuple(map(_record, wire.files)),
-        index=_record(wire.index),
-    )
-    check_manifest(manifest, file)
-    return manifest
+def check_manifest(manifest: Manifest, file: str) -> None:
+    """Raise FormatError unless the records of `manifest` fit each other and every number is in its range."""
+    fault = _head_fault(manifest) or _tensor_fault(manifest) or _key_fault(manifest) or _file_fault(manifest)
+    if fault is not None:
+        raise FormatError(f"{file}: {fault}.", file=file)
 
 
-def is_foreign(data: bytes) -> bool:
-    """Whether a file called `manifest.json` is another program's: whole JSON that never claims to be ours.
-
-    >>> is_foreign(b'{"name": "web app"}'), is_foreign(b'{"format":"shardproof","ver')
-    (True, False)
-    """
-    try:
-        return msgspec.json.decode(data, type=_Format).format != "shardproof"
-    except msgspec.ValidationError:
-        return True
-    except (msgspec.DecodeError, ValueError, RecursionError):
-        return False
+def _head_fault(manifest: Manifest) -> str | None:
+    if not _ATTEMPT.fullmatch(manifest.attempt):
+        return f"the attempt {manifest.attempt!r} is not made of letters, digits, '.', '_' and '-'"
+    if manifest.step is not None and not 0 <= manifest.step < 2**63:
+        return f"the step is {manifest.step}, expected 0 or more"
+    if not 1 <= manifest.world_size < 2**31:
+        return f"the world size is {manifest.world_size}, expected 1 or more"
+    return None
 
 
-def _version(body: bytes, file: str) -> int:
-    """The version that the text says it has, if this program reads it."""
-    if body.startswith(USUAL_BEGINNING):
-        return FORMAT_VERSION
-    try:
-        said = msgspec.json.decode(body, type=_Version)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return FORMAT_VERSION  # the strict decoder says what is wrong
-    if said.format != "shardproof" or said.version not in _DECODERS:
-        raise FormatError(
-            f"{file}: format {said.format!r} version {said.version}, but this program reads "
-            f"'shardproof' version {FORMAT_VERSION} and {REFERENCES_VERSION}. Use the version of "
-            "shardproof that wrote it, or a newer one.",
-            file=file,
-        )
-    return said.version
+def _tensor_fault(manifest: Manifest) -> str | None:
+    kinds = {(record.dtype, record.shape) for record in manifest.tensors}  # few: most tensors are alike
+    faults = {kind: fault for kind in kinds if (fault := _kind_fault(*kind)) is not None}
+    if faults:
+        record = next(one for one in manifest.tensors if (one.dtype, one.shape) in faults)
+        return f"tensor {record.key!r} has {faults[record.dtype, record.shape]}"
+    keys = [record.key for record in manifest.tensors]
+    if any(map(operator.ge, keys, keys[1:])):
+        one, two = next(pair for pair in pairwise(keys) if pair[0] >= pair[1])
+        return f"tensor {two!r} {'is there twice' if one == two else 'stands out of order'}"
+    return None
+
+
+def _kind_fault(dtype: str, shape: tuple[int, ...]) -> str | None:
+    """What is wrong with tensors of a dtype and shape."""
+    if dtype not in DTYPES:
+        return f"the unknown dtype {dtype!r}"
+    if len(shape) > MAX_NDIM:
+        return f"{len(shape)} dimensions, at most {MAX_NDIM} are allowed"
+    # Dimensions of 0 count as 1: then every product of a box inside the shape is in range.
+    if math.prod([size or 1 for size in shape]) > (2**63 - 1) // DTYPES[dtype].itemsize:
+        return f"the impossible shape {list(shape)}"
+    return None
+
+
+def _key_fault(manifest: Manifest) -> str | None:
+    keys = {record.key for record in manifest.tensors}
+    for alias, target in manifest.aliases.items():
+        if alias in keys:
+            return f"{alias!r} is both a tensor and another name of {target!r}"
+        if target not in keys:
+            return f"{alias!r} is another name of {target!r}, which is no tensor"
+    for both in keys & manifest.objects.keys() or manifest.aliases.keys() & manifest.objects.keys():
+        return f"{both!r} is both a tensor and an object"
+    return None
+
+
+def _file_fault(manifest: Manifest) -> str | None:
+    """Names are those that a save gives, so that no manifest makes us read or remove another's file."""
+    places: set[str] = set()
+    ranks: set[int] = set()
+    for record in manifest.files:
+        fault = _borrowed_fault(record) if record.folder else _own_fault(record, manifest)
+        if fault is not None:
+            return fault
+        if record.place in places or (not record.folder and record.rank in ranks):
+            return f"the file {record.place!r} is there twice"
+        places.add(record.place)
+        if not record.folder:
+            ranks.add(record.rank)
+    has_references = len(ranks) < len(manifest.files)
+    if has_references != (manifest.version > 1):
+        return f"it is of version {manifest.version}, but {'has' if has_references else 'has no'} references"
+    return _record_fault(manifest.index, index_name(manifest.attempt))
+
+
+def _own_fault(record: FileRecord, manifest: Manifest) -> str | None:
+    if not 0 <= record.rank < manifest.world_size:
+        return f"the file {record.name!r} is of rank {record.rank} of {manifest.world_size}"
+    return _record_fault(record, shard_name(record.rank, manifest.attempt))
+
+
+def _borrowed_fault(record: FileRecord) -> str | None:
+    """A reference leads to a shard file in a folder beside the checkpoint's own, and nowhere else."""
+    if not is_folder_name(record.folder):
+        return f"it refers to a file in {record.folder!r:.200}, which is no name of a step's folder"
+    found = parse_shard_name(record.name)
+    if found is None or found[0] != record.rank:
+        return f"it refers to {record.place!r:.400}, which is no shard file of rank {record.rank}"
+    return _record_fault(record, record.name)
+
+
+def _record_fault(record: FileRecord, name: str) -> str | None:
+    if record.name != name:
+        return f"it names the file {record.name!r:.200}, but that file is called {name!r}"
+    if not _HEX.fullmatch(record.digest):
+        return f"the digest {record.digest!r:.200} of {name!r} is not 32 hexadecimal digits"
+    if record.data_start > record.size:
+        return f"the data of {name!r} begin at byte {record.data_start} of {record.size}"
+    return None

@@ -26,12 +26,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardproof.dtypes import DTYPES
-from shardproof.planning.columns import Packed, pack, unpack
-from shardproof.planning.holders import Shared
+from shardproof.geometry import BoxTable
 from shardproof.planning.merge import Merged
-from shardproof.planning.mixed import MixedBoxes
-from shardproof.planning.proving import Distinct
-from shardproof.planning.structure import Structure
+from shardproof.planning.prove import Distinct
+from shardproof.planning.structure import Packed, Structure, pack, unpack
+from shardproof.planning.writers import Shared
 
 __all__ = ["SAMPLE_BYTES", "Replicas", "SharedPieces", "Slices", "find_replicas"]
 
@@ -58,7 +57,7 @@ class Slices:
     byte_count: _Ints
     turn: _Ints
     """(n,) the turn in which each is compared."""
-    boxes: MixedBoxes
+    boxes: BoxTable
     """The slices themselves: each is a box, too."""
 
 
@@ -92,7 +91,7 @@ class SharedPieces:
         itemsizes = np.array([DTYPES[name].itemsize for name in table.dtypes], np.int64)
         pieces = np.concatenate([_NONE, *(rows for _, rows in self.sets)])
         tensor = structure.box_tensor
-        held = MixedBoxes.of(ndims[tensor], structure.box_offsets, structure.box_sizes).take(pieces)
+        held = BoxTable.of(ndims[tensor], structure.box_offsets, structure.box_sizes).take(pieces)
         counts = np.array([len(rows) for _, rows in self.sets], np.int64)
         places = np.array([place for place, _ in self.sets], np.int64)
         slices = _cut(held, itemsizes[tensor[pieces]], counts, places, self.sample_bytes, self.turns)
@@ -105,7 +104,7 @@ class Replicas:
 
     sample_bytes: int
     turns: int
-    boxes: MixedBoxes
+    boxes: BoxTable
     tensor: _Ints
     """(m,) row of the merged tensor table."""
     itemsize: _Ints
@@ -190,7 +189,7 @@ def _by_set(shared: Shared, kept: _Ints) -> tuple[_Ints, _Ints]:
     return kept, np.diff(begins, append=len(kept))
 
 
-def _boxes(proved: Sequence[Distinct], rows: _Ints, ndim: _Ints) -> MixedBoxes:
+def _boxes(proved: Sequence[Distinct], rows: _Ints, ndim: _Ints) -> BoxTable:
     """Distinct boxes by their rows, which count through all numbers of dimensions."""
     start = np.append(0, np.cumsum(ndim))
     offsets, sizes = np.empty((2, int(start[-1])), np.int64)
@@ -201,7 +200,7 @@ def _boxes(proved: Sequence[Distinct], rows: _Ints, ndim: _Ints) -> MixedBoxes:
         at = start[chosen, None] + np.arange(distinct.boxes.ndim)
         offsets[at], sizes[at] = distinct.boxes.offsets[row[chosen]], distinct.boxes.sizes[row[chosen]]
         before += len(distinct.tensor)
-    return MixedBoxes(start, offsets, sizes)
+    return BoxTable(start, offsets, sizes)
 
 
 def _line(ranks: Sequence[_Ints], byte_count: Sequence[int], world_size: int) -> tuple[_Ints, int]:
@@ -215,7 +214,7 @@ def _line(ranks: Sequence[_Ints], byte_count: Sequence[int], world_size: int) ->
 
 
 def _cut(
-    boxes: MixedBoxes, itemsize: _Ints, counts: _Ints, places: _Ints, sample_bytes: int, turns: int
+    boxes: BoxTable, itemsize: _Ints, counts: _Ints, places: _Ints, sample_bytes: int, turns: int
 ) -> Slices:
     """Slices of boxes that stand set by set; each knows its turn by where it begins on the line."""
     slice_bytes = sample_bytes // _SLICES

@@ -23,7 +23,7 @@ from shardproof.format import (
     read_manifest,
     shard_header,
 )
-from shardproof.planning.chunks import ChunkTable
+from shardproof.planning.chunk_table import ChunkTable
 from shardproof.storage import LocalStorage
 from tests.unit.format.samples import manifest, table
 

@@ -20,7 +20,7 @@ from shardproof.planning import (
     WritePlan,
     plan_reads,
     plan_writes,
-    writing,
+    write_plan,
 )
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -155,7 +155,7 @@ def test_a_file_has_small_tensors_before_large_ones_of_their_alignment(
     run: Run, chunk_bytes: int, large: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writing, "LARGE_BYTES", large)
+        patch.setattr(write_plan, "LARGE_BYTES", large)
         plan = plan_writes(run.structures(), chunk_bytes=chunk_bytes)
     table, files = written(run, plan)
     largest = [int(table.byte_count[table.tensor == row].max(initial=0)) for row in range(len(run.shapes))]

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shardproof.geometry import Boxes, cut, stable_order
+from shardproof.geometry.boxes import Boxes, stable_order
+from shardproof.geometry.cut import cut
 
-__all__ = ["MixedBoxes"]
+__all__ = ["BoxTable"]
 
 _Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MixedBoxes:
+class BoxTable:
     """n boxes, none of them empty; box i has its entries at ``start[i]`` to ``start[i + 1]``."""
 
     start: _Ints
@@ -25,9 +26,9 @@ class MixedBoxes:
     sizes: _Ints
 
     @staticmethod
-    def of(ndim: _Ints, offsets: _Ints, sizes: _Ints) -> MixedBoxes:
+    def of(ndim: _Ints, offsets: _Ints, sizes: _Ints) -> BoxTable:
         """From the number of dimensions of each."""
-        return MixedBoxes(np.append(0, np.cumsum(ndim)), offsets, sizes)
+        return BoxTable(np.append(0, np.cumsum(ndim)), offsets, sizes)
 
     def __len__(self) -> int:
         return len(self.start) - 1
@@ -40,28 +41,28 @@ class MixedBoxes:
     def pair(self, row: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Offsets and sizes of one box.
 
-        >>> MixedBoxes.of(np.array([0, 2]), np.array([4, 5]), np.array([1, 2])).pair(1)
+        >>> BoxTable.of(np.array([0, 2]), np.array([4, 5]), np.array([1, 2])).pair(1)
         ((4, 5), (1, 2))
         """
         at = slice(int(self.start[row]), int(self.start[row + 1]))
         return tuple(self.offsets[at].tolist()), tuple(self.sizes[at].tolist())
 
-    def take(self, rows: _Ints) -> MixedBoxes:
+    def take(self, rows: _Ints) -> BoxTable:
         """The boxes of these rows, in their order.
 
-        >>> boxes = MixedBoxes.of(np.array([1, 2]), np.array([0, 4, 5]), np.array([9, 1, 2]))
+        >>> boxes = BoxTable.of(np.array([1, 2]), np.array([0, 4, 5]), np.array([9, 1, 2]))
         >>> boxes.take(np.array([1, 0])).offsets.tolist()
         [4, 5, 0]
         """
         ndim = self.ndim[rows]
         start = np.append(0, np.cumsum(ndim))
         at = np.repeat(self.start[rows] - start[:-1], ndim) + np.arange(int(start[-1]))
-        return MixedBoxes(start, self.offsets[at], self.sizes[at])
+        return BoxTable(start, self.offsets[at], self.sizes[at])
 
     def volumes(self) -> _Ints:
         """(n,) elements of each.
 
-        >>> MixedBoxes.of(np.array([0, 2]), np.array([4, 5]), np.array([3, 2])).volumes().tolist()
+        >>> BoxTable.of(np.array([0, 2]), np.array([4, 5]), np.array([3, 2])).volumes().tolist()
         [1, 6]
         """
         volumes = np.empty(len(self), np.int64)
@@ -69,7 +70,7 @@ class MixedBoxes:
             volumes[rows] = boxes.volumes()
         return volumes
 
-    def cut(self, max_elements: _Ints) -> tuple[MixedBoxes, _Ints, _Ints]:
+    def cut(self, max_elements: _Ints) -> tuple[BoxTable, _Ints, _Ints]:
         """Cuts them as `geometry.cut` does.
 
         Args:
@@ -79,7 +80,7 @@ class MixedBoxes:
             The parts, by box and in row-major order within it; of each part the row of the box; and its first
             element in the row-major order of the box.
 
-        >>> boxes = MixedBoxes.of(np.array([0, 2]), np.array([4, 0]), np.array([2, 3]))
+        >>> boxes = BoxTable.of(np.array([0, 2]), np.array([4, 0]), np.array([2, 3]))
         >>> parts, box, first = boxes.cut(np.array([9, 3]))
         >>> parts.offsets.tolist(), box.tolist(), first.tolist()
         ([4, 0, 5, 0], [0, 1, 1], [0, 0, 3])
@@ -94,7 +95,7 @@ class MixedBoxes:
             sizes.append(parts.sizes.reshape(-1))
             parents.append(rows[parent])
         of = np.concatenate(parents)
-        mixed = MixedBoxes.of(self.ndim[of], np.concatenate(offsets), np.concatenate(sizes))
+        mixed = BoxTable.of(self.ndim[of], np.concatenate(offsets), np.concatenate(sizes))
         order = stable_order(of)
         mixed, of = mixed.take(order), of[order]
         volume = mixed.volumes()

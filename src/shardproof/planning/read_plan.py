@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from shardproof.errors import FormatError, TilingError
 from shardproof.geometry import Boxes, intersect, overlapping_pairs, tiling_faults
-from shardproof.planning.chunks import ChunkTable
+from shardproof.planning.chunk_table import ChunkTable
 
 __all__ = ["ReadPlan", "Stored", "Wanted", "plan_reads", "prove_chunks"]
 

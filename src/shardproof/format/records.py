@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.format.index import decode_index
-from shardproof.format.manifest import MAX_MANIFEST, SEAL_LENGTH, Manifest, decode_manifest
+from shardproof.format.manifest import Manifest
+from shardproof.format.manifest_text import MAX_MANIFEST, SEAL_LENGTH, decode_manifest
 from shardproof.format.names import MANIFEST_NAME
 from shardproof.format.size_check import size_error, size_fault
 from shardproof.planning import ChunkTable
