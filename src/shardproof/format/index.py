@@ -15,6 +15,7 @@ from shardproof.format.digests import bytes_digest
 from shardproof.format.header import parse_header
 from shardproof.format.manifest import FORMAT_VERSION, Manifest, TensorRecord
 from shardproof.format.shards import encode_entries, shard_header
+from shardproof.geometry import row_pointers
 from shardproof.planning import ChunkTable
 
 __all__ = ["decode_index", "encode_index"]
@@ -43,7 +44,7 @@ def encode_index(table: ChunkTable) -> bytes:
         list(_COLUMNS),
         list(_COLUMNS.values()),
         [column.shape for column in data],
-        np.cumsum(counts) - counts,
+        row_pointers(counts)[:-1],
         counts,
     )
     head = shard_header(entries, {"shardproof": json.dumps({"version": FORMAT_VERSION, "index": len(table)})})
@@ -194,7 +195,7 @@ def _sum_fault(
     table: ChunkTable, tensors: tuple[TensorRecord, ...], nbytes_of: NDArray[np.int64]
 ) -> str | None:
     """Byte counts and sizes of tensors are in range each; sums of byte counts may not be."""
-    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(table.byte_count)])
+    ends = row_pointers(table.byte_count)
     if (ends[1:] < ends[:-1]).any():
         return "its chunks have 2^63 bytes or more together"
     found = np.diff(ends[np.searchsorted(table.tensor, np.arange(len(tensors) + 1))])

@@ -7,7 +7,9 @@ from shardproof.geometry.cut import cut
 from shardproof.geometry.flat import flat_range_boxes, flat_range_of
 from shardproof.geometry.index_map import IndexMap, axis_weights, compose, flat_shard, split_axes
 from shardproof.geometry.intersect import intersect, overlapping_pairs
-from shardproof.geometry.table import BoxTable as BoxTable  # not listed: of the engine, not public
+from shardproof.geometry.table import BoxTable as BoxTable  # not listed in __all__: internal
+from shardproof.geometry.table import consecutive as consecutive
+from shardproof.geometry.table import row_pointers as row_pointers
 from shardproof.geometry.tiling import TilingFault, deduplicate, tiling_faults
 
 __all__ = [

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from shardproof.geometry import BoxTable
+
 __all__ = ["ChunkTable"]
 
 
@@ -34,6 +36,11 @@ class ChunkTable:
     """(m,) global offsets, elements."""
     box_sizes: NDArray[np.int64]
     """(m,) sizes, elements."""
+
+    @property
+    def boxes(self) -> BoxTable:
+        """The box of each chunk."""
+        return BoxTable(self.box_start, self.box_offsets, self.box_sizes)
 
     def __len__(self) -> int:
         return len(self.tensor)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardproof.errors import FormatError, TilingError
-from shardproof.geometry import Boxes, intersect, overlapping_pairs, tiling_faults
+from shardproof.geometry import Boxes, BoxTable, consecutive, intersect, overlapping_pairs, tiling_faults
 from shardproof.planning.chunk_table import ChunkTable
 
 __all__ = ["ReadPlan", "Stored", "Wanted", "plan_reads", "prove_chunks"]
@@ -104,7 +104,7 @@ def prove_chunks(tensors: Sequence[Stored], table: ChunkTable, chosen: NDArray[n
         extents = np.fromiter(chain.from_iterable(shapes), np.int64)
         extents = extents.reshape(len(group), dimensions)
         try:
-            faults = tiling_faults(extents, local, _boxes(table.box_start, table, rows, dimensions))
+            faults = tiling_faults(extents, local, table.boxes.boxes(rows, dimensions))
         except ValueError as error:
             raise FormatError(f"the chunk index is no tiling that could have been saved: {error}") from error
         if faults:
@@ -135,16 +135,13 @@ def plan_reads(tensors: Sequence[Stored], table: ChunkTable, wanted: Wanted) -> 
     """
     prove_chunks(tensors, table, wanted.tensor)
     ndims = _ndims(tensors, wanted.tensor)
-    want_start = np.append(0, np.cumsum(ndims))
+    want_table = BoxTable.of(ndims, wanted.box_offsets, wanted.box_sizes)
     width = int(ndims.max(initial=0))
     parts = [_no_parts(width)]
     for dimensions in _distinct(ndims).tolist():
         wants = np.flatnonzero(ndims == dimensions)
         rows = _rows_of(table, _distinct(wanted.tensor[wants]))
-        want_boxes, chunk_boxes = (
-            _boxes(want_start, wanted, wants, dimensions),
-            _boxes(table.box_start, table, rows, dimensions),
-        )
+        want_boxes, chunk_boxes = want_table.boxes(wants, dimensions), table.boxes.boxes(rows, dimensions)
         of_want, of_chunk = _pairs(want_boxes, wanted.tensor[wants], chunk_boxes, table.tensor[rows])
         want, chunk = want_boxes.take(of_want), chunk_boxes.take(of_chunk)
         shared = intersect(want, chunk)
@@ -179,11 +176,10 @@ def _pairs(
     """
     first = np.searchsorted(chunk_tensor, want_tensor, "left")
     count = np.searchsorted(chunk_tensor, want_tensor, "right") - first
-    pairs = int(count.sum())
-    if pairs > _PAIRS_EACH * (len(wants) + len(chunks)):
+    if int(count.sum()) > _PAIRS_EACH * (len(wants) + len(chunks)):
         return overlapping_pairs(_with_tensor(wants, want_tensor), _with_tensor(chunks, chunk_tensor))
     of_want = np.repeat(np.arange(len(wants)), count)
-    of_chunk = np.repeat(first - (np.cumsum(count) - count), count) + np.arange(pairs)
+    of_chunk = consecutive(first, count)
     meet = intersect(wants.take(of_want), chunks.take(of_chunk)).nonempty()
     return of_want[meet], of_chunk[meet]
 
@@ -222,15 +218,7 @@ def _rows_of(table: ChunkTable, tensors: NDArray[np.int64]) -> NDArray[np.int64]
     """Rows of the chunks of some tensors (ascending); the table is sorted by tensor."""
     first = np.searchsorted(table.tensor, tensors, "left")
     count = np.searchsorted(table.tensor, tensors, "right") - first
-    before = np.cumsum(count) - count
-    return np.repeat(first - before, count) + np.arange(int(count.sum()))
-
-
-def _boxes(
-    start: NDArray[np.int64], columns: ChunkTable | Wanted, rows: NDArray[np.int64], dimensions: int
-) -> Boxes:
-    at = start[rows, None] + np.arange(dimensions)
-    return Boxes(columns.box_offsets[at], columns.box_sizes[at])
+    return consecutive(first, count)
 
 
 def _with_tensor(boxes: Boxes, tensor: NDArray[np.int64]) -> Boxes:

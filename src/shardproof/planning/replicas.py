@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardproof.dtypes import DTYPES
-from shardproof.geometry import BoxTable
+from shardproof.geometry import BoxTable, row_pointers
 from shardproof.planning.merge import Merged
 from shardproof.planning.prove import Distinct
 from shardproof.planning.structure import Packed, Structure, pack, unpack
@@ -173,7 +173,7 @@ def find_replicas(
         held = piece[rows]
         ranks.append(rank[rows[0]])
         pieces.append(held[:, :1].copy() if bool((held == held[:, :1]).all()) else held)
-    before = np.append(0, np.cumsum(boxes.volumes() * itemsize))
+    before = row_pointers(boxes.volumes() * itemsize)
     places, length = _line(ranks, (before[ends] - before[ends - counts]).tolist(), world_size)
     slice_bytes = sample_bytes // _SLICES
     turns = max(1, -(-(length - slice_bytes) // (sample_bytes - slice_bytes)))
@@ -191,16 +191,13 @@ def _by_set(shared: Shared, kept: _Ints) -> tuple[_Ints, _Ints]:
 
 def _boxes(proved: Sequence[Distinct], rows: _Ints, ndim: _Ints) -> BoxTable:
     """Distinct boxes by their rows, which count through all numbers of dimensions."""
-    start = np.append(0, np.cumsum(ndim))
-    offsets, sizes = np.empty((2, int(start[-1])), np.int64)
-    before = 0
+    groups, before = [], 0
     for distinct in proved:
         row = rows - before
         chosen = np.flatnonzero((row >= 0) & (row < len(distinct.tensor)))
-        at = start[chosen, None] + np.arange(distinct.boxes.ndim)
-        offsets[at], sizes[at] = distinct.boxes.offsets[row[chosen]], distinct.boxes.sizes[row[chosen]]
+        groups.append((chosen, distinct.boxes.take(row[chosen])))
         before += len(distinct.tensor)
-    return BoxTable(start, offsets, sizes)
+    return BoxTable.of_groups(ndim, groups)
 
 
 def _line(ranks: Sequence[_Ints], byte_count: Sequence[int], world_size: int) -> tuple[_Ints, int]:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardproof.dtypes import DTYPES
-from shardproof.geometry import Boxes, cut, stable_order
+from shardproof.geometry import Boxes, BoxTable, cut, row_pointers, stable_order
 from shardproof.planning.merge import Merged, merge
 from shardproof.planning.prove import Distinct, prove
 from shardproof.planning.replicas import SAMPLE_BYTES, Replicas, SharedPieces, find_replicas
@@ -159,20 +159,15 @@ def _lay_out(
     order = stable_order(writer * max(len(place), 1) + place[tensor])
     tensor, byte_count = tensor[order], byte_count[order]
     counts = np.bincount(writer, minlength=world_size)
-    writer_start = np.append(0, np.cumsum(counts))
-    before = np.append(0, np.cumsum(byte_count))
-    ndim = merged.ndims[tensor]
-    box_start = np.append(0, np.cumsum(ndim))
-    offsets, sizes = np.empty((2, int(box_start[-1])), np.int64)
+    writer_start = row_pointers(counts)
+    before = row_pointers(byte_count)
     number = np.empty(len(order), np.int64)  # of each chunk in the order of the files
     number[order] = np.arange(len(order))
-    first = 0
-    for part in parts:
-        at = box_start[number[first : first + len(part.tensor)]]
-        for k in range(part.boxes.ndim):
-            offsets[at], sizes[at] = part.boxes.offsets[:, k], part.boxes.sizes[:, k]
-            at += 1
-        first += len(part.tensor)
+    ends = np.cumsum([len(part.tensor) for part in parts])
+    rows = np.split(number, ends[:-1])
+    boxes = BoxTable.of_groups(
+        merged.ndims[tensor], [(at, part.boxes) for at, part in zip(rows, parts, strict=False)]
+    )
     return WritePlan(
         merged,
         tensor,
@@ -181,9 +176,9 @@ def _lay_out(
         _joined([part.start for part in parts])[order],
         before[:-1] - np.repeat(before[writer_start[:-1]], counts),
         byte_count,
-        box_start,
-        offsets,
-        sizes,
+        boxes.start,
+        boxes.offsets,
+        boxes.sizes,
         tuple(sorted({*np.flatnonzero(counts).tolist(), *merged.objects.values()})),
         replicas,
     )

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shardproof.geometry import stable_order
+from shardproof.geometry import consecutive, row_pointers, stable_order
 
 __all__ = ["Shared", "choose_writers", "find_shared"]
 
@@ -235,7 +235,7 @@ def find_shared(group: _Ints, rank: _Ints, world_size: int) -> Shared:
         holders = np.bincount(group[rows], minlength=boxes)
         rows = rows[holders[group[rows]] > 1]
     box = np.flatnonzero(holders > 1) if len(rows) else none
-    starts = np.append(0, np.cumsum(holders[box]))
+    starts = row_pointers(holders[box])
     return Shared(box, rows, starts, _sets(rank[rows], starts))
 
 
@@ -272,8 +272,7 @@ def _verified(ranks: _Ints, starts: _Ints, first: _Ints) -> _Ints:
     """(m,) `first`, the box with the same holders as each; the box itself where that turns out wrong."""
     counts = np.diff(starts)
     same = counts == counts[first]
-    within = np.arange(len(ranks)) - np.repeat(starts[:-1], counts)
-    expected = np.repeat(starts[:-1][first], counts) + within
+    expected = consecutive(starts[first], counts)
     differs = ranks != ranks[np.minimum(expected, len(ranks) - 1)]
     same &= np.add.reduceat(differs, starts[:-1], dtype=np.int64) == 0
     return np.where(same, first, np.arange(len(first)))
