@@ -1,4 +1,10 @@
-"""Structure and its digest, who writes what and where, and what to read. No tensor data, no communication."""
+"""The plans of saves and loads: which rank writes which chunk where, and which chunks a rank reads.
+
+The functions here see keys, shapes and boxes only. They touch no tensor data and do not communicate.
+
+A save, on the coordinator: `Structure` of each rank, then `plan_writes` (merge, prove, writers, replicas). A
+load, on each rank: `ChunkTable` from the index, then `plan_reads`.
+"""
 
 from shardproof.planning.chunk_table import ChunkTable
 from shardproof.planning.read_plan import ReadPlan, Wanted, plan_reads, prove_chunks

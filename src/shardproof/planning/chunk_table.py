@@ -1,4 +1,4 @@
-"""The chunk table: every stored box of every tensor, as columns."""
+"""The chunk table: all stored chunks of a checkpoint, as columns."""
 
 from __future__ import annotations
 
@@ -14,28 +14,24 @@ __all__ = ["ChunkTable"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkTable:
-    """Columns of one row a chunk, sorted by `tensor`.
-
-    The boxes are ragged, since tensors differ in dimension: row ``i`` has its offsets in
-    ``box_offsets[box_start[i]:box_start[i + 1]]`` and its sizes at the same place of ``box_sizes``.
-    """
+    """A row for each chunk, sorted by `tensor`. The last three columns are those of `boxes`."""
 
     tensor: NDArray[np.int64]
-    """(n,) row of the manifest's tensor table."""
+    """(n,) row of the chunk's tensor in the manifest."""
     file: NDArray[np.int64]
-    """(n,) row of the manifest's file table."""
+    """(n,) row of the chunk's file in the manifest."""
     byte_start: NDArray[np.int64]
-    """(n,) first byte in the file, counted from the file's beginning."""
+    """(n,) first byte of the chunk, counted from the first of the file."""
     byte_count: NDArray[np.int64]
-    """(n,) bytes."""
+    """(n,) bytes of the chunk."""
     digest: NDArray[np.uint64]
-    """(n, 2) high and low half of `shardproof.format.ChunkHasher` of the bytes."""
+    """(n, 2) high and low half of the chunk's digest (`shardproof.format.ChunkHasher`)."""
     box_start: NDArray[np.int64]
     """(n + 1,) row pointers."""
     box_offsets: NDArray[np.int64]
-    """(m,) global offsets, elements."""
+    """(m,) global offsets of the chunks, elements."""
     box_sizes: NDArray[np.int64]
-    """(m,) sizes, elements."""
+    """(m,) sizes of the chunks, elements."""
 
     @property
     def boxes(self) -> BoxTable:

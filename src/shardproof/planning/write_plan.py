@@ -1,13 +1,13 @@
-"""The plan of a save: which rank writes which boxes, and where in its file. Made by the coordinator alone.
+"""The plan of a save: which rank writes which chunks, and where in its file. The coordinator makes it.
 
-1. `merge`: one table of tensors, all declared boxes in columns.
-2. `prove`: the distinct boxes of each tensor tile it. Equal boxes are replicas by that fact.
-3. Cut boxes into chunks of at most `chunk_bytes`, each one run of its box, so that no large tensor has to be
-   read whole to be verified, nor written by one rank alone.
-4. `choose_writers`: one holder writes each chunk.
-5. `find_replicas`: what several ranks hold, for comparing it.
-6. Lay out each writer's file: by alignment, so that entries stay aligned for any reader, then small tensors
-   before large ones, then by tensor and box.
+1. `merge` builds one table of all tensors, and columns of all boxes that ranks hold.
+2. `prove` shows that the distinct boxes of each tensor tile it. Equal boxes are replicas.
+3. `_cut` cuts boxes into chunks of at most `chunk_bytes`. A chunk is contiguous in its box. So no reader has
+   to verify a large tensor whole, and no rank has to write one alone.
+4. `choose_writers` names one holder as the writer of each chunk.
+5. `find_replicas` lists the boxes that several ranks hold, for the replica check.
+6. `_lay_out` orders each writer's file: by alignment, so that entries are aligned for any reader, then small
+   tensors before large ones, then by tensor and box.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from shardproof.dtypes import DTYPES
 from shardproof.geometry import Boxes, BoxTable, cut, row_pointers, stable_order
-from shardproof.planning.merge import Merged, merge
-from shardproof.planning.prove import Distinct, prove
+from shardproof.planning.merge import MergedStructures, merge
+from shardproof.planning.prove import DistinctBoxes, prove
 from shardproof.planning.replicas import SAMPLE_BYTES, Replicas, SharedPieces, find_replicas
 from shardproof.planning.structure import Packed, Structure, pack, unpack
 from shardproof.planning.writers import choose_writers, find_shared
@@ -32,16 +32,16 @@ __all__ = ["CHUNK_BYTES", "LARGE_BYTES", "RankPlan", "WritePlan", "places_in_fil
 _Ints = NDArray[np.int64]
 
 CHUNK_BYTES = 16 << 20
-"""Upper bound of a chunk: small for even shares of writers and readers, large for the number of rows in the
-index. 16 MiB is 8,192 chunks for 128 GiB."""
+"""Bytes of a chunk, at most. Small chunks share bytes evenly among writers and readers; large ones keep the
+index short. 16 MiB gives 8,192 chunks for 128 GiB."""
 
 LARGE_BYTES = 64 << 10
-"""A chunk of so many bytes is large: it can be read on its own, straight into place. Below, a copy costs less
-than a read, so small ones share one."""
+"""Bytes from which a chunk is large: a load reads it on its own, straight into its destination. A smaller
+chunk shares its read with neighbours, since copying it costs less than a read."""
 
 _CELLS = 64
-"""Small boxes that several ranks hold stay together by so many parts of a chunk's upper bound: 256 KiB, which
-take about as long to read as a file takes to open."""
+"""Cells in `chunk_bytes` (see the note in `writers`). A cell of 256 KiB takes as long to read as a file takes
+to open."""
 
 
 def plan_writes(
@@ -55,13 +55,16 @@ def plan_writes(
 
     Args:
         structures: one for each rank.
-        chunk_bytes: upper bound of a chunk, bytes.
-        nodes: the node of each rank, by any numbers, over which bytes are balanced first; None: each rank is
-            one.
-        sample_bytes: of replicas that a rank compares in one save, at most, where not all are.
+        chunk_bytes: bytes of a chunk, at most.
+        nodes: node number of each rank. Bytes are balanced over nodes, then over the ranks of each node.
+            None: each rank is a node.
+        sample_bytes: bytes of replicas that a rank compares in one save of a sampled replica check, at most.
+
+    Returns:
+        The plan of all ranks. It depends on the arguments alone.
 
     Raises:
-        StructureError: ranks disagree on what a key is.
+        StructureError: ranks declare different dtypes, shapes or kinds for a key.
         TilingError: the boxes of a tensor do not cover it exactly once.
 
     >>> from shardproof.planning.structure import TensorTable
@@ -73,7 +76,7 @@ def plan_writes(
     """
     world_size = len(structures)
     if nodes is not None and len(nodes) != world_size:
-        raise ValueError(f"{len(nodes)} nodes are named for {world_size} ranks")
+        raise ValueError(f"nodes has {len(nodes)} entries, expected one for each of {world_size} ranks")
     merged, declared = merge(structures)
     proved = prove(merged, declared)
     del declared
@@ -92,19 +95,19 @@ def plan_writes(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Chunks:
-    """Chunks of one number of dimensions, by box, in row-major order within their box."""
+    """Chunks of one number of dimensions, sorted by box, then in row-major order of the box."""
 
     boxes: Boxes
     tensor: _Ints
     parent: _Ints
-    """(c,) the distinct box that each is cut from."""
+    """(c,) row of the distinct box that the chunk is cut from."""
     start: _Ints
-    """(c,) first element in the row-major order of that box."""
+    """(c,) first element of the chunk in the row-major order of that box."""
     byte_count: _Ints
 
 
-def _cut(merged: Merged, distinct: Distinct, chunk_bytes: int) -> _Chunks:
-    """Cuts the distinct boxes; those of aliases are not stored."""
+def _cut(merged: MergedStructures, distinct: DistinctBoxes, chunk_bytes: int) -> _Chunks:
+    """Cuts the distinct boxes into chunks, but for those of aliases, which are not stored."""
     boxes, tensor = distinct.boxes, distinct.tensor
     kept = np.arange(len(tensor))
     if merged.aliases:
@@ -122,10 +125,10 @@ def _cut(merged: Merged, distinct: Distinct, chunk_bytes: int) -> _Chunks:
     return _Chunks(chunks, tensor, kept[parent], start, volume * merged.itemsizes[tensor])
 
 
-def _holdings(proved: Sequence[Distinct]) -> tuple[_Ints, _Ints, _Ints]:
-    """Of every holding the distinct box, the rank, and the row of the box among the rank's pieces.
+def _holdings(proved: Sequence[DistinctBoxes]) -> tuple[_Ints, _Ints, _Ints]:
+    """For every holding its distinct box, its rank, and the row of the box among the rank's pieces.
 
-    Distinct boxes are counted through all numbers of dimensions.
+    Distinct boxes are numbered through all numbers of dimensions.
     """
     before = np.cumsum([0, *(len(distinct.tensor) for distinct in proved)])
     return (
@@ -135,8 +138,8 @@ def _holdings(proved: Sequence[Distinct]) -> tuple[_Ints, _Ints, _Ints]:
     )
 
 
-def _chunks_of(proved: Sequence[Distinct], parts: Sequence[_Chunks]) -> tuple[_Ints, _Ints]:
-    """Of every chunk the distinct box, counted as in `_holdings`, and the bytes."""
+def _chunks_of(proved: Sequence[DistinctBoxes], parts: Sequence[_Chunks]) -> tuple[_Ints, _Ints]:
+    """For every chunk its distinct box, numbered as in `_holdings`, and its bytes."""
     before = np.cumsum([0, *(len(distinct.tensor) for distinct in proved)])
     return (
         _joined([part.parent + count for part, count in zip(parts, before, strict=False)]),
@@ -145,14 +148,14 @@ def _chunks_of(proved: Sequence[Distinct], parts: Sequence[_Chunks]) -> tuple[_I
 
 
 def _lay_out(
-    merged: Merged,
+    merged: MergedStructures,
     parts: Sequence[_Chunks],
     writer: _Ints,
     piece: _Ints,
     world_size: int,
     replicas: Replicas,
 ) -> WritePlan:
-    """Orders the chunks of all dimensions as each writer's file has them, and gives each its bytes."""
+    """Sorts the chunks of all dimensions by writer and file order, and places each in its file."""
     tensor = _joined([part.tensor for part in parts])
     byte_count = _joined([part.byte_count for part in parts])
     place = places_in_files(merged.dtypes, tensor, byte_count)
@@ -185,15 +188,17 @@ def _lay_out(
 
 
 def places_in_files(dtypes: Sequence[str], tensor: _Ints, byte_count: _Ints) -> _Ints:
-    """The order of tensors in every file: by alignment, then small before large, then as they are given.
+    """The order of tensors in every file: by alignment, then small before large, then as given.
+
+    A tensor is large if it has a chunk of at least `LARGE_BYTES`.
 
     Args:
-        dtypes: of n tensors.
-        tensor: (c,) the tensor of each chunk.
+        dtypes: names of the dtypes of n tensors.
+        tensor: (c,) row of the tensor of each chunk.
         byte_count: (c,) bytes of each chunk.
 
     Returns:
-        (n,) place of each tensor. A tensor is large if it has a chunk of `LARGE_BYTES`.
+        (n,) position of each tensor in the order.
 
     >>> dtypes = ["uint8", "float32", "float32"]
     >>> places_in_files(dtypes, np.array([0, 1, 2]), np.array([9, 1 << 20, 4])).tolist()
@@ -226,31 +231,33 @@ _Wire = tuple[
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankPlan:
-    """What one rank writes: one row a chunk, in the order of its file."""
+    """What one rank writes: a row for each chunk, in the order of the rank's file."""
 
     piece: NDArray[np.int64]
-    """(n,) row of the rank's own pieces."""
+    """(n,) row of the piece that holds the chunk, among the rank's own pieces."""
     piece_start: NDArray[np.int64]
     """(n,) first element of the chunk in the row-major order of its piece."""
     byte_start: NDArray[np.int64]
-    """(n,) first byte, counted from the first byte of data in the file, where chunks stand without a gap."""
+    """(n,) first byte, counted from the first data byte of the file. Chunks leave no gap."""
     byte_count: NDArray[np.int64]
+    """(n,) bytes of each chunk."""
     box_offsets: NDArray[np.int64]
-    """Flat global offsets, as many for each chunk as its tensor has dimensions."""
+    """(m,) global offsets of the chunks, as in `BoxTable`."""
     box_sizes: NDArray[np.int64]
+    """(m,) sizes of the chunks."""
     objects: tuple[str, ...]
     """Keys of the objects that this rank stores."""
     files: int
     """Number of shard files of the whole checkpoint."""
     aliases: dict[str, str]
-    """Keys stored under another key."""
+    """Aliases: key to the key that is stored in its place."""
     empty: dict[str, tuple[str, tuple[int, ...]]]
-    """Tensors without an element, for which no chunk speaks, to dtype and shape; one writer declares them."""
+    """Tensors without elements, so without chunks: key to dtype and shape. Only the first writer has any."""
     shared: SharedPieces
-    """The pieces that other ranks hold too."""
+    """The pieces that other ranks hold, too."""
 
     def encode(self) -> bytes:
-        """This plan as bytes for the rendezvous."""
+        """The plan as bytes for the rendezvous."""
         columns = (self.piece, self.piece_start, self.byte_count, self.box_offsets, self.box_sizes)
         wire = [pack(column) for column in columns]
         rest = self.objects, self.files, self.aliases, self.empty, self.shared.wire()
@@ -268,33 +275,34 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WritePlan:
-    """What all ranks write: one row a chunk, by writer, then in the order of the writer's file."""
+    """What all ranks write: a row for each chunk, by writer, then in the order of the writer's file."""
 
-    merged: Merged
+    merged: MergedStructures
     tensor: NDArray[np.int64]
-    """(n,) row of `merged.keys`."""
+    """(n,) row of `merged.keys`, the tensor of the chunk."""
     writer_start: NDArray[np.int64]
-    """(world size + 1,) row pointers: rank r has rows writer_start[r] to writer_start[r + 1]."""
+    """(world size + 1,) row pointers: rank r writes the rows writer_start[r] to writer_start[r + 1]."""
     piece: NDArray[np.int64]
+    """(n,) as in `RankPlan`, like the next three columns."""
     piece_start: NDArray[np.int64]
     byte_start: NDArray[np.int64]
     byte_count: NDArray[np.int64]
     box_start: NDArray[np.int64]
-    """(n + 1,) row pointers into the box columns."""
+    """(n + 1,) row pointers into the next two columns, as in `BoxTable`."""
     box_offsets: NDArray[np.int64]
     box_sizes: NDArray[np.int64]
     writers: tuple[int, ...]
     """The ranks that write a file, ascending: those with a chunk or an object."""
     replicas: Replicas
-    """The boxes that several ranks hold, whoever of them writes."""
+    """The boxes that several ranks hold."""
 
     @property
     def is_stored(self) -> list[bool]:
-        """Of each merged tensor, whether it has a row of its own in the manifest (all but aliases)."""
+        """For each merged tensor: True if the manifest has a row for it, False for an alias."""
         return [key not in self.merged.aliases for key in self.merged.keys]
 
     def rank_plans(self) -> list[RankPlan]:
-        """The part of each rank."""
+        """The plan of each rank, in rank order."""
         owned: dict[int, list[str]] = {}
         for key, owner in self.merged.objects.items():
             owned.setdefault(owner, []).append(key)

@@ -1,20 +1,21 @@
-"""Which of the ranks that hold a box writes each chunk of it.
+"""Chooses the rank that writes each chunk, among the ranks that hold it.
 
-Note: How bytes are shared out
-------------------------------
-Boxes that the same ranks hold make a *set*. The chunks of a set, in the order of tensors and boxes, are one
-line of bytes, which is divided among its holders: each gets one stretch of it, so that what lies together in
-a tensor lies together in a file. How long the stretches are is found as if bytes were water, first for nodes
-and then for the ranks of each node: they are filled up to one common level on top of what they write already.
-What one rank alone holds is given first; then sets in turn, those with the fewest holders first. Where sets
-cross (a node is in several), each is poured again after the others: that lowers the sum of the squared loads
-every time, and its minimum is the fairest division of divisible bytes there is. The result depends on the
-input alone.
+Note: How bytes are balanced
+----------------------------
+Boxes that the same ranks hold make a *set*. The chunks of a set, in the order of tensors and boxes, form one
+line of bytes. Each holder gets one contiguous share of the line, so that neighbours in a tensor are
+neighbours in a file.
 
-Chunks are not divided. A chunk goes to the rank whose stretch holds the middle of the *cell* in which the
-chunk's middle lies: cells are equal parts of the line, so that small boxes of many holders fill few files
-instead of being strewn over all of them. A rank so gets at most a chunk and a cell more than its stretch of a
-set, and what it gets more is taken into account when the sets after it are divided.
+The lengths of the shares follow a water-filling rule, first for nodes, then for the ranks of each node: bytes
+raise the least loaded to one common level. Bytes that one rank alone holds come first, then the sets, those
+with the fewest holders first. Where sets cross (a node is in several), each set is filled again after the
+others, for at most `_ROUNDS` rounds. Each round lowers the sum of the squared loads; its minimum is the
+fairest division of divisible bytes. The result depends on the input alone.
+
+Chunks are not divided. The line is cut into equal *cells*. A chunk belongs to the cell that holds the chunk's
+middle, and goes to the rank whose share holds the middle of that cell. So small boxes of many holders fill
+few files. A rank gets at most a chunk and a cell more than its share of a set, and the sets that follow take
+this excess into account.
 """
 
 from __future__ import annotations
@@ -26,40 +27,40 @@ from numpy.typing import NDArray
 
 from shardproof.geometry import consecutive, row_pointers, stable_order
 
-__all__ = ["Shared", "choose_writers", "find_shared"]
+__all__ = ["SharedBoxes", "choose_writers", "find_shared"]
 
 _Floats = NDArray[np.float64]
 _Ints = NDArray[np.int64]
 
 _ROUNDS = 8
-"""Times that sets which cross are poured, at most."""
+"""Rounds of filling for sets that cross, at most."""
 
 
 def choose_writers(
     group: _Ints,
     rank: _Ints,
-    shared: Shared,
+    shared: SharedBoxes,
     chunk_group: _Ints,
     chunk_bytes: _Ints,
     nodes: _Ints,
     *,
     cell_bytes: int = 1,
 ) -> _Ints:
-    """Chooses one holder for each chunk: bytes as even as holders allow, first of nodes, then of ranks.
+    """Chooses one holder for each chunk, such that bytes are even over nodes, then over ranks.
 
-    The note above says how.
+    See the note "How bytes are balanced".
 
     Args:
-        group: (n,) for each holding, the row of its distinct box.
-        rank: (n,) for each holding, the rank.
-        shared: `find_shared` of these.
-        chunk_group: (c,) the distinct box of each chunk, ascending.
+        group: (n,) row of the distinct box of each holding.
+        rank: (n,) rank of each holding.
+        shared: result of `find_shared` for these holdings.
+        chunk_group: (c,) row of the distinct box of each chunk, ascending.
         chunk_bytes: (c,) bytes of each chunk.
-        nodes: (world size,) the node of each rank, any numbers.
-        cell_bytes: chunks of a set whose middles lie in one cell of so many bytes have one writer.
+        nodes: (world size,) node number of each rank.
+        cell_bytes: bytes of a cell. Chunks of one set and one cell have one writer.
 
     Returns:
-        (c,) for each chunk, the row (0 to n - 1) of the chosen holding.
+        (c,) row of the chosen holding of each chunk, 0 to n - 1.
 
     >>> group, rank = np.array([0, 0, 1, 1, 2]), np.array([0, 1, 0, 1, 0])
     >>> chunk_group, chunk_bytes = np.array([0, 0, 1, 2]), np.array([4, 4, 6, 3])
@@ -72,7 +73,7 @@ def choose_writers(
     holding = np.empty(boxes, np.int64)
     holding[group] = np.arange(len(group))
     chosen = holding[chunk_group]
-    at = np.full(boxes, -1, np.int64)  # of each box, its row among those that several ranks hold
+    at = np.full(boxes, -1, np.int64)  # row of each box among those that several ranks hold
     at[shared.box] = np.arange(len(shared.box))
     several = np.flatnonzero(at[chunk_group] >= 0)
     if len(several) == 0:
@@ -96,18 +97,18 @@ def choose_writers(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Set:
-    """Chunks that the same ranks hold, in line, and those ranks, node by node."""
+    """The chunks that the same ranks hold, in the order of the line, and those ranks by node."""
 
     chunks: _Ints
     """(c,) rows of the chunks, ascending."""
     byte_count: _Ints
     """(c,) bytes of each."""
     order: _Ints
-    """(k,) from the holders by node and rank to the holders by rank."""
+    """(k,) position of each entry of `ranks` among the holders by rank."""
     ranks: _Ints
-    """(k,) the holders by node and rank."""
+    """(k,) the holders, sorted by node, then by rank."""
     node_starts: _Ints
-    """(j,) where each node's ranks begin."""
+    """(j,) where the ranks of each node begin in `ranks`."""
 
     @staticmethod
     def of(chunks: _Ints, chunk_bytes: _Ints, ranks: _Ints, nodes: _Ints) -> _Set:
@@ -117,7 +118,7 @@ class _Set:
 
 
 def _places(sets: list[_Set], loads: _Floats, world_size: int, nodes: _Ints, cell_bytes: int) -> list[_Ints]:
-    """For each set, for each of its chunks, the place of its writer among the holders by rank."""
+    """For each set: (c,) position of each chunk's writer among the holders by rank."""
     _, node_of = np.unique(nodes, return_inverse=True)
     node_loads = _sums(node_of, loads, world_size)
     held_by = [node_of[line.ranks[line.node_starts]] for line in sets]
@@ -155,12 +156,12 @@ def _places(sets: list[_Set], loads: _Floats, world_size: int, nodes: _Ints, cel
 
 
 def _sums(at: _Ints, values: _Ints | _Floats, length: int) -> _Floats:
-    """(length,) the sum of the values at each place."""
+    """(length,) sum of the values of each index in `at`."""
     return np.bincount(at, weights=values, minlength=length).astype(np.float64)
 
 
 def _divide(line: _Set, loads: _Floats, node_loads: _Floats) -> _Floats:
-    """(k,) bytes for each holder of a set, nodes first."""
+    """(k,) bytes of the share of each holder of a set: over nodes first, then over ranks."""
     total = np.array([float(line.byte_count.sum())])
     shares = _filled(node_loads, np.zeros(1, np.int64), total)
     if len(line.node_starts) == len(line.ranks):
@@ -169,12 +170,15 @@ def _divide(line: _Set, loads: _Floats, node_loads: _Floats) -> _Floats:
 
 
 def _filled(loads: _Floats, starts: _Ints, totals: _Floats) -> _Floats:
-    """Water on top of loads: how much each gets so that, within a segment, those that get any end level.
+    """Water-filling: how much each load gets, such that those of a segment that get any end at one level.
 
     Args:
-        loads: (k,) what each has.
-        starts: (s,) where the segments begin.
-        totals: (s,) what is poured on each segment.
+        loads: (k,) loads before.
+        starts: (s,) where each segment begins.
+        totals: (s,) amount to divide in each segment.
+
+    Returns:
+        (k,) amount that each gets.
 
     >>> _filled(np.array([5.0, 1.0, 2.0, 0.0]), np.array([0, 3]), np.array([5.0, 2.0])).tolist()
     [0.0, 3.0, 2.0, 2.0]
@@ -186,7 +190,7 @@ def _filled(loads: _Floats, starts: _Ints, totals: _Floats) -> _Floats:
     before = np.cumsum(ascending) - ascending
     before -= before[starts][segment]
     within = np.arange(len(loads)) - starts[segment]
-    # To reach the load at a place, water has to fill all before it in the segment.
+    # To reach a load, water has to fill all lower ones of its segment.
     wet = ascending * within - before <= totals[segment]
     deepest = np.add.reduceat(wet, starts, dtype=np.int64)
     last = starts + deepest - 1
@@ -195,25 +199,25 @@ def _filled(loads: _Floats, starts: _Ints, totals: _Floats) -> _Floats:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Shared:
+class SharedBoxes:
     """The distinct boxes that two ranks or more hold: m boxes, h holdings."""
 
     box: _Ints
     """(m,) row of the distinct box, ascending."""
     rows: _Ints
-    """(h,) row of the holding, by box, then by rank; one for each rank, should a rank hold a box twice."""
+    """(h,) row of the holding, sorted by box, then by rank. A rank that holds a box twice counts once."""
     starts: _Ints
     """(m + 1,) row pointers into `rows`."""
     set: _Ints
-    """(m,) a number from 0 on, the same for boxes that the same ranks hold and for no others."""
+    """(m,) number of the box's set, from 0 on. Boxes have one number if the same ranks hold them."""
 
 
-def find_shared(group: _Ints, rank: _Ints, world_size: int) -> Shared:
-    """Finds the boxes that several ranks hold.
+def find_shared(group: _Ints, rank: _Ints, world_size: int) -> SharedBoxes:
+    """Finds the boxes that several ranks hold, and which of them have the same holders.
 
     Args:
-        group: (n,) for each holding, the row of its distinct box.
-        rank: (n,) for each holding, the rank.
+        group: (n,) row of the distinct box of each holding.
+        rank: (n,) rank of each holding.
         world_size: number of ranks.
 
     >>> shared = find_shared(np.array([0, 0, 1, 2, 2, 3, 3]), np.array([1, 0, 0, 0, 1, 1, 2]), 3)
@@ -223,7 +227,7 @@ def find_shared(group: _Ints, rank: _Ints, world_size: int) -> Shared:
     none = np.zeros(0, np.int64)
     boxes = int(group.max(initial=-1)) + 1
     if len(group) == boxes:  # nothing is held twice
-        return Shared(none, none, np.zeros(1, np.int64), none)
+        return SharedBoxes(none, none, np.zeros(1, np.int64), none)
     holders = np.bincount(group, minlength=boxes)
     rows = np.flatnonzero(holders[group] > 1)
     key = group[rows] * world_size + rank[rows]
@@ -236,18 +240,18 @@ def find_shared(group: _Ints, rank: _Ints, world_size: int) -> Shared:
         rows = rows[holders[group[rows]] > 1]
     box = np.flatnonzero(holders > 1) if len(rows) else none
     starts = row_pointers(holders[box])
-    return Shared(box, rows, starts, _sets(rank[rows], starts))
+    return SharedBoxes(box, rows, starts, _sets(rank[rows], starts))
 
 
 def _sets(ranks: _Ints, starts: _Ints) -> _Ints:
-    """A number for each box, the same for boxes with the same holders, in the order of first boxes.
+    """(m,) number of each box's set, in the order of the first box of each set.
 
-    Holders are compared by a sum of 64-bit hashes, and then with those of the first box of that sum. A box
-    whose sum is another set's by chance, which is next to impossible, gets a number of its own.
+    Boxes whose sums of 64-bit hashes of their holders are equal are compared with the first box of that sum.
+    A box with other holders but an equal sum gets a number of its own: correct, but a set more.
 
     Args:
-        ranks: (h,) the holders of one box after the other.
-        starts: (m + 1,) where each box begins in it.
+        ranks: (h,) holders of one box after the other.
+        starts: (m + 1,) row pointers into `ranks`.
     """
     if len(starts) == 1:
         return np.zeros(0, np.int64)
@@ -269,7 +273,7 @@ def _hashes(ranks: _Ints) -> NDArray[np.uint64]:
 
 
 def _verified(ranks: _Ints, starts: _Ints, first: _Ints) -> _Ints:
-    """(m,) `first`, the box with the same holders as each; the box itself where that turns out wrong."""
+    """(m,) the entry of `first` where that box has the same holders; else the box itself."""
     counts = np.diff(starts)
     same = counts == counts[first]
     expected = consecutive(starts[first], counts)

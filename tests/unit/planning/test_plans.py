@@ -271,7 +271,7 @@ def test_nodes_are_balanced_before_ranks() -> None:
 
 def test_there_is_a_node_for_each_rank() -> None:
     run = Run([(4,)], ["float32"], [[(0, ((0,), (4,)))]])
-    with pytest.raises(ValueError, match="2 nodes are named for 1 ranks"):
+    with pytest.raises(ValueError, match="nodes has 2 entries, expected one for each of 1 ranks"):
         plan_writes(run.structures(), nodes=[0, 1])
 
 

@@ -276,7 +276,7 @@ def test_a_rank_that_holds_a_box_twice_is_no_replica_of_itself() -> None:
 
 
 def test_a_sample_has_room_for_four_slices() -> None:
-    with pytest.raises(ValueError, match="sample_bytes is 64 or more, not 63"):
+    with pytest.raises(ValueError, match="sample_bytes must be 64 or more, found 63"):
         plans_of(Run([(4,)], ["uint8"], [[(0, ((0,), (4,)))]]), 63)
 
 
