@@ -1,4 +1,8 @@
-"""The files of a checkpoint, format version 1: manifest, chunk index and shard files. See docs/format.md."""
+"""The files of a checkpoint: manifest, chunk index and shard files. See docs/format.md.
+
+The manifest has version 1 if all shard files are the step's own, and version 2 if it refers to shard files of
+other steps. Index and shard files are the same in both.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text of the manifest file: JSON that ends with its own digest."""
+"""Encodes and decodes `manifest.json`, whose JSON ends with the digest of the text before it (the seal)."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ __all__ = [
 ]
 
 MAX_MANIFEST = 4 << 30
-"""Bytes that a manifest may have."""
+"""Bytes of a manifest, at most."""
 
 _Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _DIGEST = b',"digest":"'
 _SEAL = re.compile(rb',"digest":"([0-9a-f]{32})"}\n')
 SEAL_LENGTH = len(_DIGEST) + 32 + 3
-"""Bytes at the end of a manifest that hold its digest."""
+"""Bytes of the seal, the end of a manifest that holds its digest."""
 
 USUAL_BEGINNING = b'{"format":"shardproof","version":1,'
-"""How `encode_manifest` begins a manifest without references."""
+"""The first bytes of every manifest without references that `encode_manifest` wrote."""
 
 
 class _File(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
-    """A file record of version 1, and the index's in every version."""
+    """A file record of version 1; in all versions the record of the index."""
 
     name: str
     size: _Size
@@ -54,7 +54,7 @@ class _File(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unkno
 
 
 class _Placed(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
-    """A file record of a manifest with references: the same, and the folder."""
+    """A file record of version 2, which adds the folder."""
 
     name: str
     size: _Size
@@ -68,7 +68,7 @@ _FileForm = TypeVar("_FileForm", _File, _Placed)
 
 
 class _Wire(msgspec.Struct, Generic[_FileForm], frozen=True, forbid_unknown_fields=True):
-    """The manifest's JSON: every member required, in this order."""
+    """The JSON of the manifest: all members are required, in this order."""
 
     format: str
     version: int
@@ -118,13 +118,13 @@ def _record(form: _File | _Placed) -> FileRecord:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The text of `manifest.json`, which ends with the digest of what comes before it.
+    """Encodes the text of `manifest.json`.
 
-    The text is read back before it is given out: what cannot be read again as the same values is refused.
+    Decodes the text again before returning it, and refuses values that would change.
 
     Raises:
-        FormatError: a value that JSON would change (NaN, a tuple, a key that is no string), or a record
-            that `decode_manifest` would refuse.
+        FormatError: JSON would change a value (NaN, a tuple, a key that is not a string), or
+            `decode_manifest` would refuse a record.
 
     >>> index = FileRecord("index-a.safetensors", 0, 32 * "0")
     >>> manifest = Manifest(writer="shardproof 0.1.0", attempt="a", step=3, time=1.5, world_size=1,
@@ -141,35 +141,36 @@ def encode_manifest(manifest: Manifest) -> bytes:
     again = decode_manifest(data, MANIFEST_NAME)
     if again != manifest:
         where = _first_difference(msgspec.structs.asdict(manifest), msgspec.structs.asdict(again))
-        raise FormatError(f"the manifest would not read back as it is: {where}.", file=MANIFEST_NAME)
+        raise FormatError(f"the manifest would change when it is read: {where}.", file=MANIFEST_NAME)
     return data
 
 
 def decode_manifest(data: bytes, file: str) -> Manifest:
-    """The manifest that `data` is the text of, wholly checked.
+    """Decodes and checks the text of a manifest.
+
+    Memory and time are in proportion to the length of `data`, whatever it claims.
 
     Args:
         data: all bytes of the file.
-        file: for the messages.
+        file: name of the file in error messages.
 
     Raises:
-        FormatError: damaged, of another version, or not what the format says. Memory and time stay in
-            proportion to the length of `data`, whatever it says.
+        FormatError: the text is damaged, of another version, or breaks a rule of the format.
     """
     if len(data) > MAX_MANIFEST:
         raise FormatError(f"{file}: {len(data)} bytes, a manifest has at most {MAX_MANIFEST}.", file=file)
     seal = _SEAL.fullmatch(data, max(0, len(data) - SEAL_LENGTH))
     if seal is None:
         raise FormatError(
-            f"{file}: it does not end as a manifest does. It was cut short or edited; `shardproof repair` "
-            "can write it again from the shard files.",
+            f"{file}: the end is not that of a manifest. The file was cut short or edited; `shardproof "
+            "repair` can write it again from the shard files.",
             file=file,
         )
     found = bytes_digest(memoryview(data)[:-SEAL_LENGTH])
     if found != seal[1].decode():
         raise FormatError(
-            f"{file}: its bytes hash to {found}, but it says {seal[1].decode()}. It is damaged or was "
-            "edited; `shardproof repair` can write it again from the shard files.",
+            f"{file}: its bytes hash to {found}, expected {seal[1].decode()}. The file is damaged or "
+            "was edited; `shardproof repair` can write it again from the shard files.",
             file=file,
         )
     body = data[:-SEAL_LENGTH] + b"}"
@@ -184,7 +185,7 @@ def decode_manifest(data: bytes, file: str) -> Manifest:
 
 
 def is_foreign(data: bytes) -> bool:
-    """Whether a file called `manifest.json` is another program's: whole JSON that never claims to be ours.
+    """True if a file called `manifest.json` is another program's: valid JSON of another format.
 
     >>> is_foreign(b'{"name": "web app"}'), is_foreign(b'{"format":"shardproof","ver')
     (True, False)
@@ -198,25 +199,25 @@ def is_foreign(data: bytes) -> bool:
 
 
 def _version(body: bytes, file: str) -> int:
-    """The version that the text says it has, if this program reads it."""
+    """The version of the text, if this program reads it."""
     if body.startswith(USUAL_BEGINNING):
         return FORMAT_VERSION
     try:
-        said = msgspec.json.decode(body, type=_Version)
+        found = msgspec.json.decode(body, type=_Version)
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        return FORMAT_VERSION  # the strict decoder says what is wrong
-    if said.format != "shardproof" or said.version not in _DECODERS:
+        return FORMAT_VERSION  # the strict decoder reports the fault
+    if found.format != "shardproof" or found.version not in _DECODERS:
         raise FormatError(
-            f"{file}: format {said.format!r} version {said.version}, but this program reads "
+            f"{file}: format {found.format!r} version {found.version}, but this program reads "
             f"'shardproof' version {FORMAT_VERSION} and {REFERENCES_VERSION}. Use the version of "
             "shardproof that wrote it, or a newer one.",
             file=file,
         )
-    return said.version
+    return found.version
 
 
 def _first_difference(written: Any, read: Any, path: str = "") -> str:
-    """Where two values differ first, and how, in words.
+    """The first difference of two values, in words.
 
     >>> _first_difference({"metadata": {"loss": float("nan")}}, {"metadata": {"loss": None}})
     'metadata.loss is nan and would be read as None'
