@@ -30,7 +30,7 @@ import numpy as np
 from recording import STDOUT, json_option, record
 
 from shardproof._utils.gc_pause import no_garbage_collection
-from shardproof.planning import Structure, TensorTable, writing
+from shardproof.planning import Structure, TensorTable, write_plan
 from shardproof.saving.commit import Written, commit
 from shardproof.saving.prepare import Attempt
 
@@ -157,10 +157,10 @@ def measure(layout: str, ranks: int, tensors: int) -> dict[str, Any]:
         "find_replicas",
         "_lay_out",
     ):
-        setattr(writing, name, parts.timed(name.strip("_").replace("_", " "), getattr(writing, name)))
+        setattr(write_plan, name, parts.timed(name.strip("_").replace("_", " "), getattr(write_plan, name)))
     structures = parts.timed("decode", decoded)(posts)
     nodes = [rank // RANKS_A_NODE for rank in range(ranks)]
-    plan = parts.timed("other", writing.plan_writes)(structures, nodes=nodes)
+    plan = parts.timed("other", write_plan.plan_writes)(structures, nodes=nodes)
     del structures
     answers = parts.timed("answers", lambda: [part.encode() for part in plan.rank_plans()])()
     loads = np.bincount(np.repeat(np.arange(ranks), np.diff(plan.writer_start)), plan.byte_count, ranks)
@@ -215,7 +215,7 @@ def compare(ranks: int, tensors: int, repeats: int) -> dict[str, Any]:
 
     @no_garbage_collection()  # as the coordinator of a save does
     def ours() -> None:
-        plan = writing.plan_writes(decoded(posts))
+        plan = write_plan.plan_writes(decoded(posts))
         assert len([part.encode() for part in plan.rank_plans()]) == ranks
 
     seconds = [_seconds(ours) for _ in range(repeats)]

@@ -1,4 +1,8 @@
-"""The files of a checkpoint, format version 1: manifest, chunk index and shard files. See docs/format.md."""
+"""The files of a checkpoint: manifest, chunk index and shard files. See docs/format.md.
+
+The manifest has version 1 if all shard files are the step's own, and version 2 if it refers to shard files of
+other steps. Index and shard files are the same in both.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from shardproof.format.blocks import (
     block_counts,
     digest_of_blocks,
 )
+from shardproof.format.chunk_verifier import ChunkVerifier, block_digests, read_pieces
 from shardproof.format.digests import (
     bytes_digest,
     digests_as_bytes,
@@ -18,18 +23,16 @@ from shardproof.format.digests import (
 )
 from shardproof.format.header import HeaderEntry, ShardHeader, parse_header, read_shard_header
 from shardproof.format.index import decode_index, encode_index
-from shardproof.format.jsontext import decode_strictly
+from shardproof.format.json import decode_strictly
 from shardproof.format.manifest import (
     FORMAT_VERSION,
     REFERENCES_VERSION,
-    SEAL_LENGTH,
     FileRecord,
     Manifest,
     TensorRecord,
-    decode_manifest,
-    encode_manifest,
     manifest_version,
 )
+from shardproof.format.manifest_text import SEAL_LENGTH, decode_manifest, encode_manifest
 from shardproof.format.names import (
     MANIFEST_NAME,
     STEP_FOLDER,
@@ -42,7 +45,7 @@ from shardproof.format.names import (
     parse_shard_name,
     shard_name,
 )
-from shardproof.format.reading import files_of, lost_files, read_index, read_manifest, seal_of
+from shardproof.format.records import files_of, lost_files, read_index, read_manifest, seal_of
 from shardproof.format.references import (
     References,
     named_files,
@@ -62,6 +65,7 @@ from shardproof.format.shards import (
     shard_header,
     shard_tail,
 )
+from shardproof.format.size_check import check_size, size_error, size_fault
 
 __all__ = [
     "BLOCKS",
@@ -75,6 +79,7 @@ __all__ = [
     "SEAL_LENGTH",
     "STEP_FOLDER",
     "ChunkHasher",
+    "ChunkVerifier",
     "FileRecord",
     "HeaderEntry",
     "Manifest",
@@ -82,10 +87,12 @@ __all__ = [
     "ShardHeader",
     "TensorRecord",
     "block_counts",
+    "block_digests",
     "box_name",
     "bytes_digest",
     "chain_attempt",
     "chain_length",
+    "check_size",
     "chunk_name",
     "decode_index",
     "decode_manifest",
@@ -110,6 +117,7 @@ __all__ = [
     "read_chunk_digests",
     "read_index",
     "read_manifest",
+    "read_pieces",
     "read_shard_header",
     "referred_beside",
     "referred_in",
@@ -118,6 +126,8 @@ __all__ = [
     "shard_header",
     "shard_name",
     "shard_tail",
+    "size_error",
+    "size_fault",
     "unneeded",
     "why_kept",
 ]

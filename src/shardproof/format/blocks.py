@@ -1,8 +1,9 @@
-"""Blocks: what a chunk is hashed in, so that a part of it can be read and verified without the rest.
+"""Chunk digests, which are built from blocks so that a part of a chunk can be verified without the rest.
 
-The digest of a chunk of one block is that of its bytes, of a larger one that of the digests of its blocks: a
-hash tree of two levels (Merkle, "A Digital Signature Based on a Conventional Encryption Function", 1987). The
-index has the chunks' digests, each shard file those of its blocks, which need no further proof.
+The digest of a chunk of one block is the digest of its bytes. The digest of a larger chunk is the digest of
+its blocks' digests: a hash tree of two levels (Merkle, "A Digital Signature Based on a Conventional
+Encryption Function", 1987). The index holds the digests of chunks, and each shard file those of its blocks.
+The digest of a chunk proves the digests of its blocks.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from numpy.typing import NDArray
 __all__ = ["BLOCK_BYTES", "ChunkHasher", "block_counts", "digest_of_blocks"]
 
 BLOCK_BYTES = 256 << 10
-"""Bytes of a block, a multiple of every item size; a chunk's last one may have fewer. Small enough to be
-hashed while in the processor's cache, and 16 bytes of digest are nothing beside it: 64 MiB for a TiB."""
+"""Bytes of a block, a multiple of every item size; the last block of a chunk may have fewer. A block is
+hashed while it is in the processor's cache, and digests take 64 MiB for each TiB."""
 
 
 def block_counts(byte_count: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Blocks of which a shard file has the digests: those of chunks of more than one.
+    """How many block digests a shard file holds for each chunk.
 
     Args:
-        byte_count: (n,) bytes of chunks.
+        byte_count: (n,) bytes of each chunk.
 
     Returns:
-        (n,) number of blocks, 0 for a chunk of one.
+        (n,) number of blocks of each chunk; 0 for a chunk of one block, whose digest is the chunk's.
 
     >>> block_counts(np.array([0, BLOCK_BYTES, BLOCK_BYTES + 1])).tolist()
     [0, 0, 2]
@@ -37,15 +38,15 @@ def block_counts(byte_count: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def digest_of_blocks(digests: Sequence[bytes]) -> bytes:
-    """The digest of a chunk, 16 bytes, from those of all its blocks, at least one."""
+    """The digest of a chunk, 16 bytes, from the digests of all its blocks, at least one."""
     return digests[0] if len(digests) == 1 else xxhash.xxh3_128_digest(b"".join(digests))
 
 
 class ChunkHasher:
-    """The digest of a chunk whose bytes come in order.
+    """Computes the digest of a chunk whose bytes come in order.
 
     Args:
-        data: the first bytes.
+        data: the first bytes of the chunk.
 
     >>> ChunkHasher(b"ab").digest() == xxhash.xxh3_128_digest(b"ab")
     True
@@ -62,11 +63,11 @@ class ChunkHasher:
         self._ended: list[bytes] = []
         self._open = xxhash.xxh3_128()
         self._filled = 0
-        """Bytes of the block that is open."""
+        """Bytes in the open block, which is not full yet."""
         self.update(data)
 
     def update(self, data: bytes | memoryview) -> None:
-        """Takes the next bytes."""
+        """Hashes the next bytes."""
         begin = 0
         while begin < len(data):
             span = data[begin : begin + BLOCK_BYTES - self._filled]
@@ -81,11 +82,11 @@ class ChunkHasher:
                 self._open, self._filled = xxhash.xxh3_128(), 0
 
     def digest(self) -> bytes:
-        """Of the bytes so far, 16 bytes."""
+        """The digest of the bytes so far, 16 bytes."""
         return digest_of_blocks(self._digests())
 
     def blocks(self) -> list[bytes]:
-        """Digests of the blocks so far; none where there is only one."""
+        """Digests of the blocks so far, 16 bytes each; none if there is only one block."""
         digests = self._digests()
         return digests if len(digests) > 1 else []
 

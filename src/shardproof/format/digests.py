@@ -1,6 +1,6 @@
-"""Digests: XXH3 with 128 bits, over files and the manifest (https://xxhash.com). Chunks: see `blocks`.
+"""Digests of files, and their forms: XXH3 with 128 bits (https://xxhash.com). For chunks see `blocks`.
 
-They find damage, not forgery: whoever can write the files can write the digests.
+Digests find damage, not forgery: a program that can write the files can write matching digests.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def bytes_digest(data: bytes | bytearray | memoryview) -> str:
 
 
 def digests_as_bytes(digests: NDArray[np.uint64]) -> list[bytes]:
-    r"""Each digest as the 16 bytes that XXH3-128 gives.
+    r"""Each digest as the 16 bytes of its canonical form.
 
     Args:
-        digests: (n, 2), high and low half.
+        digests: (n, 2) uint64, high and low half of each.
 
     >>> digests_as_bytes(np.array([[1, 2]], np.uint64)) == [bytes(7) + b"\x01" + bytes(7) + b"\x02"]
     True
@@ -45,13 +45,13 @@ def digests_as_bytes(digests: NDArray[np.uint64]) -> list[bytes]:
 
 
 def digests_from_bytes(digests: Sequence[bytes]) -> NDArray[np.uint64]:
-    r"""What `digests_as_bytes` was made of.
+    r"""The inverse of `digests_as_bytes`.
 
     Args:
-        digests: n of them, 16 bytes each.
+        digests: n digests of 16 bytes.
 
     Returns:
-        (n, 2) high and low half.
+        (n, 2) uint64, high and low half of each.
 
     >>> digests_from_bytes([bytes(7) + b"\x01" + bytes(7) + b"\x02"]).tolist()
     [[1, 2]]
@@ -60,10 +60,10 @@ def digests_from_bytes(digests: Sequence[bytes]) -> NDArray[np.uint64]:
 
 
 def digests_as_table(digests: NDArray[np.uint64]) -> bytes:
-    """Digests as a shard file has them: high and low half of each, little-endian.
+    """Digests as a shard file holds them: high and low half of each, little-endian.
 
     Args:
-        digests: (n, 2), high and low half.
+        digests: (n, 2) uint64, high and low half of each.
 
     >>> digests_as_table(np.array([[1, 2]], np.uint64)).hex()
     '01000000000000000200000000000000'
@@ -72,7 +72,7 @@ def digests_as_table(digests: NDArray[np.uint64]) -> bytes:
 
 
 def digests_from_table(table: bytes) -> NDArray[np.uint64]:
-    """What `digests_as_table` was made of.
+    """The inverse of `digests_as_table`.
 
     >>> digests_from_table(digests_as_table(np.array([[1, 2]], np.uint64))).tolist()
     [[1, 2]]
@@ -81,14 +81,17 @@ def digests_from_table(table: bytes) -> NDArray[np.uint64]:
 
 
 def file_digest(header: bytes, digests: NDArray[Any]) -> str:
-    """Digest of a shard file: over its header and the digests of its chunks in byte order.
+    """The digest of a shard file: over its header and the digests of its chunks in byte order.
 
-    With the digests of the chunks checked it speaks for every byte of the file but the padding, which is
-    zero, without reading any of them a second time.
+    Together with verified chunks it covers every byte of the file but the padding, which is zero. The writer
+    needs no second pass over the data.
 
     Args:
-        header: the file's bytes before the data.
+        header: bytes of the file before the data.
         digests: (n, 2) uint64, high and low half of each chunk's digest.
+
+    Returns:
+        32 hexadecimal digits.
 
     >>> file_digest(b"", np.empty((0, 2), np.uint64)) == bytes_digest(b"")
     True

@@ -1,4 +1,4 @@
-"""The header of a safetensors file, read from a source that is not trusted."""
+"""Reads the header of a safetensors file, and trusts nothing in it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import msgspec
 from msgspec import Meta
 
 from shardproof.errors import FormatError, StorageError
-from shardproof.format.checking import MAX_NDIM
-from shardproof.format.jsontext import decode_strictly
+from shardproof.format.json import decode_strictly
 from shardproof.storage import Storage
 
-__all__ = ["MAX_HEADER", "HeaderEntry", "ShardHeader", "parse_header", "read_shard_header"]
+__all__ = ["MAX_HEADER", "MAX_NDIM", "HeaderEntry", "ShardHeader", "parse_header", "read_shard_header"]
 
 MAX_HEADER = 100_000_000
-"""Bytes of JSON that safetensors reads at most."""
+"""Bytes of JSON in a header, at most: the limit of the safetensors library."""
+
+MAX_NDIM = 64
+"""Dimensions that a tensor may have."""
 
 _LENGTH = 8
 _MAX_ENTRY = 8192
@@ -34,19 +36,20 @@ _BITS = {
 _Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 HeaderEntry = tuple[str, str, tuple[int, ...], int, int]
-"""Name, safetensors' code of the type, shape, first byte in the file and the byte after the last."""
+"""Name, safetensors' code of the dtype, shape, first byte in the file, and one past the last byte."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardHeader:
-    """What the header of a safetensors file says."""
+    """The header of a safetensors file."""
 
     metadata: dict[str, str]
     entries: list[HeaderEntry]
-    """In byte order. They fill the file from `data_start` to its end without a hole."""
+    """Entries in byte order. They fill the file from `data_start` to its end without a gap."""
     data_start: int
+    """First byte of the data."""
     raw: bytes
-    """The bytes before the data."""
+    """All bytes before the data."""
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True, gc=False):
@@ -61,17 +64,22 @@ _ENTRIES = msgspec.json.Decoder(dict[str, _Entry])
 
 
 def read_shard_header(storage: Storage, name: str) -> ShardHeader:
-    """The header of the safetensors file `name`, wholly checked.
+    """Reads and checks the header of a safetensors file.
+
+    Reads and allocates no more than the size of the header, at most `MAX_HEADER`, whatever the file claims.
+
+    Args:
+        storage: holds the file.
+        name: of the file.
 
     Raises:
-        FormatError: not what safetensors allows, or not fitting the file's size. No more is read or
-            allocated than the header has, which is at most `MAX_HEADER`, whatever it says.
-        StorageError: it cannot be read, or is not there.
+        FormatError: the header breaks a rule of safetensors, or does not fit the size of the file.
+        StorageError: the file is missing or unreadable.
     """
     size = storage.size(name)
     if size is None:
         raise StorageError(
-            f"{storage.location}/{name} is missing. Without it the checkpoint is not whole.",
+            f"{storage.location}/{name} is missing, so the checkpoint is incomplete.",
             file=name,
             missing=True,
         )
@@ -80,23 +88,28 @@ def read_shard_header(storage: Storage, name: str) -> ShardHeader:
 
 
 def parse_header(data: bytes, size: int, file: str) -> ShardHeader:
-    """The header that `data` begins with.
+    """Checks the header at the beginning of `data`.
 
     Args:
-        data: the file's first bytes, at least those of the header.
+        data: first bytes of the file, at least the whole header.
         size: bytes of the whole file.
-        file: for the messages.
+        file: name of the file in error messages.
+
+    Raises:
+        FormatError: the header breaks a rule of safetensors, or does not fit `size`.
     """
     data_start = _LENGTH + _header_length(data[:_LENGTH], size, file)
     raw = data[:data_start]
     text = raw[_LENGTH:]
     if not text.startswith(b"{"):
-        raise FormatError(f"{file}: its header is no JSON object. It is no safetensors file.", file=file)
+        raise FormatError(
+            f"{file}: the header is not a JSON object, so this is not a safetensors file.", file=file
+        )
     members = decode_strictly(_MEMBERS, text, file)
     metadata = members.pop("__metadata__", None)
     for name, member in members.items():
         if len(memoryview(member)) > _MAX_ENTRY:
-            raise FormatError(f"{file}: the entry {name!r:.200} is longer than any can be.", file=file)
+            raise FormatError(f"{file}: the entry {name!r:.200} has more than {_MAX_ENTRY} bytes.", file=file)
     entries = decode_strictly(_ENTRIES, msgspec.json.encode(members), file)
     ordered = sorted(entries.items(), key=lambda item: item[1].data_offsets)
     found: list[HeaderEntry] = []
@@ -120,8 +133,8 @@ def parse_header(data: bytes, size: int, file: str) -> ShardHeader:
         found.append((name, entry.dtype, entry.shape, data_start + start, data_start + stop))
     if data_start + end != size:
         raise FormatError(
-            f"{file}: {size} bytes, but its header speaks of {data_start + end}. "
-            "It was cut short or is another file.",
+            f"{file}: the file has {size} bytes, but its header describes "
+            f"{data_start + end}. It was cut short or is another file.",
             file=file,
         )
     texts = {} if metadata is None else decode_strictly(_METADATA, bytes(metadata), file)
@@ -130,12 +143,12 @@ def parse_header(data: bytes, size: int, file: str) -> ShardHeader:
 
 def _header_length(first: bytes, size: int, file: str) -> int:
     if len(first) < _LENGTH:
-        raise FormatError(f"{file}: {size} bytes, too short for a safetensors file.", file=file)
+        raise FormatError(f"{file}: {size} bytes are too few for a safetensors file.", file=file)
     length = int.from_bytes(first, "little")
     if length > min(MAX_HEADER, size - _LENGTH):
         raise FormatError(
-            f"{file}: it says that its header has {length} bytes, but the file has {size} and a header at "
-            f"most {MAX_HEADER}. It was cut short or is no safetensors file.",
+            f"{file}: the header claims {length} bytes, but the file has {size} and a header at most "
+            f"{MAX_HEADER}. The file was cut short or is not a safetensors file.",
             file=file,
         )
     return length

@@ -1,4 +1,4 @@
-"""The chunk index: the chunk table as columns of a safetensors file."""
+"""The index: the chunk table of a checkpoint as columns of a safetensors file."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from shardproof.format.digests import bytes_digest
 from shardproof.format.header import parse_header
 from shardproof.format.manifest import FORMAT_VERSION, Manifest, TensorRecord
 from shardproof.format.shards import encode_entries, shard_header
+from shardproof.geometry import row_pointers
 from shardproof.planning import ChunkTable
 
 __all__ = ["decode_index", "encode_index"]
@@ -34,7 +35,7 @@ _DTYPE = {"I64": np.dtype("<i8"), "U64": np.dtype("<u8")}
 
 
 def encode_index(table: ChunkTable) -> bytes:
-    """The bytes of the index file. The manifest's record of it holds their number and `bytes_digest`."""
+    """The bytes of the index. The manifest records their number and their `bytes_digest`."""
     columns = {name: getattr(table, name) for name in _COLUMNS if not name.startswith("digest")}
     columns |= {"digest_hi": table.digest[:, 0], "digest_lo": table.digest[:, 1]}
     data = [np.ascontiguousarray(columns[name], _DTYPE[code]) for name, code in _COLUMNS.items()]
@@ -43,7 +44,7 @@ def encode_index(table: ChunkTable) -> bytes:
         list(_COLUMNS),
         list(_COLUMNS.values()),
         [column.shape for column in data],
-        np.cumsum(counts) - counts,
+        row_pointers(counts)[:-1],
         counts,
     )
     head = shard_header(entries, {"shardproof": json.dumps({"version": FORMAT_VERSION, "index": len(table)})})
@@ -51,31 +52,36 @@ def encode_index(table: ChunkTable) -> bytes:
 
 
 def decode_index(data: bytes, manifest: Manifest, file: str) -> ChunkTable:
-    """The chunk table in `data`, checked against the manifest.
+    """Decodes the chunk table and checks it against the manifest.
 
-    Every row is in range: its tensor and file exist, its box lies inside the tensor, its bytes inside the
-    file and after the header, and there are as many as the box has. The chunks of each tensor have as many
-    bytes together as the tensor, so that no memory is taken for a tensor that is not stored. That boxes
-    cover their tensors once is for the tiling proof to say.
+    In a checked table
+
+    - the tensor and the file of every chunk exist;
+    - every box lies inside its tensor;
+    - the bytes of every chunk lie inside the data of its file, and are as many as its box needs;
+    - the chunks of a tensor have as many bytes as the tensor, so that a load takes no memory for a tensor
+      that is not stored.
+
+    `planning.prove_chunks` proves that boxes cover their tensors exactly once.
 
     Args:
-        data: all bytes of the index file.
-        manifest: it holds the size and the digest of `data`.
-        file: for the messages.
+        data: all bytes of the index.
+        manifest: manifest of the checkpoint, with size and digest of `data`.
+        file: name of the file in error messages.
 
     Raises:
-        FormatError: damaged, or not what format and manifest say.
+        FormatError: the index is damaged, or breaks a rule of the format.
     """
     if len(data) != manifest.index.size:
         raise FormatError(
-            f"{file}: {len(data)} bytes, but the manifest says {manifest.index.size}. It was cut short or "
+            f"{file}: expected {manifest.index.size} bytes, it has {len(data)}. It was cut short or "
             "belongs to another checkpoint; `shardproof repair` can write it again from the shard files.",
             file=file,
         )
     found = bytes_digest(data)
     if found != manifest.index.digest:
         raise FormatError(
-            f"{file}: its bytes hash to {found}, but the manifest says {manifest.index.digest}. It is "
+            f"{file}: its bytes hash to {found}, expected {manifest.index.digest}. It is "
             "damaged or belongs to another checkpoint; `shardproof repair` can write it again from the shard "
             "files.",
             file=file,
@@ -97,7 +103,7 @@ def _columns(data: bytes, file: str) -> dict[str, NDArray[Any]]:
     for name, code, shape, start, _ in header.entries:
         if _COLUMNS.get(name) != code or len(shape) != 1:
             raise FormatError(
-                f"{file}: {name!r} of type {code} and shape {list(shape)} is no column.", file=file
+                f"{file}: {name!r} of type {code} and shape {list(shape)} is not a column.", file=file
             )
         columns[name] = np.frombuffer(data, _DTYPE[code], shape[0], start)
     if columns.keys() != _COLUMNS.keys():
@@ -114,7 +120,7 @@ def _length_fault(columns: dict[str, NDArray[Any]]) -> str | None:
     if len(set(lengths.values())) > 1:
         return "its columns differ in length"
     if offsets != sizes:
-        return "its boxes have more offsets than sizes, or fewer"
+        return "its boxes have different numbers of offsets and sizes"
     return None
 
 
@@ -129,7 +135,7 @@ def _range_fault(table: ChunkTable, manifest: Manifest) -> str | None:
     sizes = np.array([record.size for record in manifest.files], np.int64)
     starts = np.array([record.data_start for record in manifest.files], np.int64)
     if len(file):
-        room = sizes[file] - table.byte_start  # no overflow: sizes are not negative, see the first condition
+        room = sizes[file] - table.byte_start  # overflows only for byte_start < 0, which the next line finds
         bad = (table.byte_start < starts[file]) | (table.byte_count < 0) | (table.byte_count > room)
         if bad.any():
             row = int(bad.argmax())
@@ -139,7 +145,7 @@ def _range_fault(table: ChunkTable, manifest: Manifest) -> str | None:
                 f"{manifest.files[file[row]].name}, whose data are the bytes "
                 f"{starts[file[row]]} to {sizes[file[row]]}"
             )
-        order = np.lexsort((table.byte_count, table.byte_start, file))  # what is empty before what follows it
+        order = np.lexsort((table.byte_count, table.byte_start, file))  # an empty chunk before its neighbour
         begin, end = table.byte_start[order], (table.byte_start + table.byte_count)[order]
         shared = (begin[1:] < end[:-1]) & (file[order][1:] == file[order][:-1])
         if shared.any():
@@ -193,8 +199,8 @@ def _box_fault(table: ChunkTable, manifest: Manifest) -> str | None:
 def _sum_fault(
     table: ChunkTable, tensors: tuple[TensorRecord, ...], nbytes_of: NDArray[np.int64]
 ) -> str | None:
-    """Byte counts and sizes of tensors are in range each; sums of byte counts may not be."""
-    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(table.byte_count)])
+    """The fault of a tensor whose chunks have too many or too few bytes. Sums of byte counts may overflow."""
+    ends = row_pointers(table.byte_count)
     if (ends[1:] < ends[:-1]).any():
         return "its chunks have 2^63 bytes or more together"
     found = np.diff(ends[np.searchsorted(table.tensor, np.arange(len(tensors) + 1))])
@@ -209,7 +215,7 @@ def _sum_fault(
 
 
 def _shapes(tensors: tuple[TensorRecord, ...], ndim: NDArray[np.int64], dims: int) -> NDArray[np.int64]:
-    """(tensors, dims) shapes of those with `dims` dimensions, at their rows; 0 elsewhere."""
+    """(tensors, dims) shapes of the tensors of `dims` dimensions; zeros in the rows of others."""
     shapes = np.zeros((len(tensors), dims), np.int64)
     rows = np.flatnonzero(ndim == dims)
     if len(rows) and dims:

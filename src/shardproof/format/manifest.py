@@ -1,52 +1,49 @@
-"""The manifest: what a checkpoint holds. Its presence is the commit."""
+"""The manifest: all that a checkpoint holds, and the rules for its records.
+
+A checkpoint is committed if and only if its manifest exists.
+"""
 
 from __future__ import annotations
 
+import math
+import operator
 import re
 from collections.abc import Iterable
-from typing import Annotated, Any, Generic, TypeVar
+from itertools import pairwise
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
+from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError
-from shardproof.format.checking import check_manifest, first_difference
-from shardproof.format.digests import bytes_digest
-from shardproof.format.jsontext import decode_strictly
-from shardproof.format.names import MANIFEST_NAME
+from shardproof.format.header import MAX_NDIM
+from shardproof.format.names import index_name, parse_shard_name, shard_name
 
 __all__ = [
     "FORMAT_VERSION",
     "REFERENCES_VERSION",
-    "SEAL_LENGTH",
     "FileRecord",
     "Manifest",
     "TensorRecord",
-    "decode_manifest",
-    "encode_manifest",
-    "is_foreign",
+    "check_manifest",
+    "is_folder_name",
     "manifest_version",
 ]
 
 FORMAT_VERSION = 1
 REFERENCES_VERSION = 2
-"""Of a manifest that names files of other steps, so that a reader which knows nothing of them refuses it."""
-
-MAX_MANIFEST = 4 << 30
-"""Bytes that a manifest may have."""
+"""The version of a manifest that refers to files of other steps; readers that know only version 1 refuse
+it."""
 
 _Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-_DIGEST = b',"digest":"'
-_SEAL = re.compile(rb',"digest":"([0-9a-f]{32})"}\n')
-SEAL_LENGTH = len(_DIGEST) + 32 + 3
-"""Bytes at the end of a manifest that hold its digest."""
-
-USUAL_BEGINNING = b'{"format":"shardproof","version":1,'
-"""How `encode_manifest` begins a manifest without references."""
+_ATTEMPT = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")
+_FOLDER = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,254}")
+_HEX = re.compile(r"[0-9a-f]{32}")
 
 
 class TensorRecord(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
-    """One tensor: its key, torch's name of its dtype and its global shape."""
+    """A tensor: its key, torch's name of its dtype, and its global shape."""
 
     key: str
     dtype: str
@@ -54,7 +51,7 @@ class TensorRecord(msgspec.Struct, frozen=True, array_like=True, gc=False, forbi
 
 
 class FileRecord(msgspec.Struct, frozen=True, gc=False):
-    """One file: its name in the checkpoint's folder, its bytes and what they must hash to.
+    """A file: its name in its folder, its size and its digest.
 
     >>> FileRecord("shards/00000-a.safetensors", 9, 32 * "0", 8, 0, "step-00000100").place
     'step-00000100/shards/00000-a.safetensors'
@@ -63,231 +60,175 @@ class FileRecord(msgspec.Struct, frozen=True, gc=False):
     name: str
     size: _Size
     digest: str
-    """Of a shard file: `file_digest`. Of the index: XXH3-128 of all its bytes. 32 hexadecimal digits."""
+    """32 hexadecimal digits: `file_digest` of a shard file, `bytes_digest` of the index."""
     data_start: _Size = 0
-    """Bytes before the data, which are the header."""
+    """Bytes of the header, which the data follow; 0 for the index."""
     rank: int = -1
-    """Who wrote it; -1 for the index."""
+    """Rank that wrote the file; -1 for the index."""
     folder: str = ""
-    """The folder beside the checkpoint's own that holds the file; empty for a file of its own."""
+    """Folder beside the checkpoint's own that holds the file; empty if the checkpoint's own does."""
 
     @property
     def place(self) -> str:
-        """The name, after the folder if it is another's: what it is called in messages."""
+        """The name for messages: with the folder if the file is another step's."""
         return f"{self.folder}/{self.name}" if self.folder else self.name
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a checkpoint holds."""
+    """All that a checkpoint holds. One object is one `manifest.json`."""
 
     version: int = FORMAT_VERSION
     writer: str
-    """Name and version of the program that wrote it."""
+    """Name and version of the program that wrote the checkpoint."""
     attempt: str
-    """Names the save, in the names of its files."""
+    """Name of the save, which is part of the names of its files."""
     step: int | None
     time: float
     """Seconds since 1970, UTC."""
     world_size: int
-    """Ranks that saved."""
+    """Number of ranks that saved."""
     repaired: bool = False
-    """Whether it was rebuilt from the shard files."""
+    """True if `shardproof repair` rebuilt the manifest from the shard files."""
     metadata: dict[str, Any]
-    """The user's own, plain JSON."""
+    """The user's metadata, plain JSON."""
     tensors: tuple[TensorRecord, ...]
-    """Sorted by key."""
+    """All stored tensors, sorted by key."""
     aliases: dict[str, str]
-    """Other keys of tied tensors, to the key under which each is stored."""
+    """Other keys of tied tensors: key to the key that is stored."""
     objects: dict[str, Any]
-    """Key to value, as the JSON of plain data."""
+    """Plain values: key to value, as JSON."""
     files: tuple[FileRecord, ...]
-    """The shard files."""
+    """The shard files, own and referred to."""
     index: FileRecord
-    """The file of the chunk table."""
+    """The index, the file of the chunk table."""
 
     @property
     def own_files(self) -> tuple[FileRecord, ...]:
-        """The shard files that this save wrote."""
+        """Shard files that this save wrote."""
         return tuple(record for record in self.files if not record.folder)
 
     @property
     def borrowed_files(self) -> tuple[FileRecord, ...]:
-        """Shard files of other steps that hold chunks of this one."""
+        """Shard files of other steps that hold chunks of this checkpoint."""
         return tuple(record for record in self.files if record.folder)
 
 
-class _File(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
-    """A file record of version 1, and the index's in every version."""
-
-    name: str
-    size: _Size
-    digest: str
-    data_start: _Size = 0
-    rank: int = -1
-
-
-class _Placed(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
-    """A file record of a manifest with references: the same, and the folder."""
-
-    name: str
-    size: _Size
-    digest: str
-    data_start: _Size
-    rank: int
-    folder: str
-
-
-_FileForm = TypeVar("_FileForm", _File, _Placed)
-
-
-class _Wire(msgspec.Struct, Generic[_FileForm], frozen=True, forbid_unknown_fields=True):
-    """The manifest's JSON: every member required, in this order."""
-
-    format: str
-    version: int
-    writer: str
-    attempt: str
-    step: int | None
-    time: float
-    world_size: int
-    repaired: bool
-    metadata: dict[str, Any]
-    tensors: tuple[TensorRecord, ...]
-    aliases: dict[str, str]
-    objects: dict[str, Any]
-    files: tuple[_FileForm, ...]
-    index: _File
-
-
-class _Format(msgspec.Struct):
-    format: str
-
-
-class _Version(msgspec.Struct):
-    format: str
-    version: int
-
-
-_DECODERS: dict[int, msgspec.json.Decoder[Any]] = {
-    FORMAT_VERSION: msgspec.json.Decoder(_Wire[_File]),
-    REFERENCES_VERSION: msgspec.json.Decoder(_Wire[_Placed]),
-}
-_FIELDS = tuple(name for name in _Wire.__struct_fields__ if name not in ("format", "files", "index"))
-
-
 def manifest_version(files: Iterable[FileRecord]) -> int:
-    """The version of a manifest with these files: without references it is what every reader knows."""
+    """The version of a manifest with these files: 2 if one is another step's, else 1."""
     return REFERENCES_VERSION if any(record.folder for record in files) else FORMAT_VERSION
 
 
-def _wire(manifest: Manifest) -> _Wire[Any]:
-    form = _Placed if manifest.version == REFERENCES_VERSION else _File
-    files = tuple(_formed(record, form) for record in manifest.files)
-    values = {name: getattr(manifest, name) for name in _FIELDS}
-    return _Wire(format="shardproof", **values, files=files, index=_formed(manifest.index, _File))
+def is_folder_name(name: str) -> bool:
+    """True if a file record may name this folder: one path component that leads nowhere else.
 
-
-def _formed(record: FileRecord, form: type[_File] | type[_Placed]) -> Any:
-    return form(*(getattr(record, name) for name in form.__struct_fields__))
-
-
-def _record(form: _File | _Placed) -> FileRecord:
-    return FileRecord(*msgspec.structs.astuple(form))
-
-
-def encode_manifest(manifest: Manifest) -> bytes:
-    """The text of `manifest.json`, which ends with the digest of what comes before it.
-
-    The text is read back before it is given out: what cannot be read again as the same values is refused.
-
-    Raises:
-        FormatError: a value that JSON would change (NaN, a tuple, a key that is no string), or a record
-            that `decode_manifest` would refuse.
-
-    >>> index = FileRecord("index-a.safetensors", 0, 32 * "0")
-    >>> manifest = Manifest(writer="shardproof 0.1.0", attempt="a", step=3, time=1.5, world_size=1,
-    ...     metadata={}, tensors=(TensorRecord("w", "float32", (2,)),), aliases={},
-    ...     objects={}, files=(), index=index)
-    >>> decode_manifest(encode_manifest(manifest), "manifest.json") == manifest
-    True
+    >>> [is_folder_name(name) for name in ("step-00000100", "..", "a/b", "")]
+    [True, False, False, False]
     """
-    try:
-        body = msgspec.json.encode(_wire(manifest))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise FormatError(f"the manifest cannot be written as JSON: {error}.", file=MANIFEST_NAME) from error
-    data = b"".join((body[:-1], _DIGEST, bytes_digest(body[:-1]).encode(), b'"}\n'))
-    again = decode_manifest(data, MANIFEST_NAME)
-    if again != manifest:
-        where = first_difference(msgspec.structs.asdict(manifest), msgspec.structs.asdict(again))
-        raise FormatError(f"the manifest would not read back as it is: {where}.", file=MANIFEST_NAME)
-    return data
+    return _FOLDER.fullmatch(name) is not None
 
 
-def decode_manifest(data: bytes, file: str) -> Manifest:
-    """The manifest that `data` is the text of, wholly checked.
+def check_manifest(manifest: Manifest, file: str) -> None:
+    """Checks that the records of a manifest fit each other and that every number is in range.
 
     Args:
-        data: all bytes of the file.
-        file: for the messages.
+        manifest: the manifest.
+        file: name of the file in error messages.
 
     Raises:
-        FormatError: damaged, of another version, or not what the format says. Memory and time stay in
-            proportion to the length of `data`, whatever it says.
+        FormatError: a rule is broken.
     """
-    if len(data) > MAX_MANIFEST:
-        raise FormatError(f"{file}: {len(data)} bytes, a manifest has at most {MAX_MANIFEST}.", file=file)
-    seal = _SEAL.fullmatch(data, max(0, len(data) - SEAL_LENGTH))
-    if seal is None:
-        raise FormatError(
-            f"{file}: it does not end as a manifest does. It was cut short or edited; `shardproof repair` "
-            "can write it again from the shard files.",
-            file=file,
-        )
-    found = bytes_digest(memoryview(data)[:-SEAL_LENGTH])
-    if found != seal[1].decode():
-        raise FormatError(
-            f"{file}: its bytes hash to {found}, but it says {seal[1].decode()}. It is damaged or was "
-            "edited; `shardproof repair` can write it again from the shard files.",
-            file=file,
-        )
-    body = data[:-SEAL_LENGTH] + b"}"
-    wire = decode_strictly(_DECODERS[_version(body, file)], body, file)
-    manifest = Manifest(
-        **{name: getattr(wire, name) for name in _FIELDS},
-        files=tuple(map(_record, wire.files)),
-        index=_record(wire.index),
-    )
-    check_manifest(manifest, file)
-    return manifest
+    fault = _head_fault(manifest) or _tensor_fault(manifest) or _key_fault(manifest) or _file_fault(manifest)
+    if fault is not None:
+        raise FormatError(f"{file}: {fault}.", file=file)
 
 
-def is_foreign(data: bytes) -> bool:
-    """Whether a file called `manifest.json` is another program's: whole JSON that never claims to be ours.
-
-    >>> is_foreign(b'{"name": "web app"}'), is_foreign(b'{"format":"shardproof","ver')
-    (True, False)
-    """
-    try:
-        return msgspec.json.decode(data, type=_Format).format != "shardproof"
-    except msgspec.ValidationError:
-        return True
-    except (msgspec.DecodeError, ValueError, RecursionError):
-        return False
+def _head_fault(manifest: Manifest) -> str | None:
+    if not _ATTEMPT.fullmatch(manifest.attempt):
+        return f"the attempt {manifest.attempt!r} must have only letters, digits, '.', '_' and '-'"
+    if manifest.step is not None and not 0 <= manifest.step < 2**63:
+        return f"the step is {manifest.step}, expected 0 or more"
+    if not 1 <= manifest.world_size < 2**31:
+        return f"the world size is {manifest.world_size}, expected 1 or more"
+    return None
 
 
-def _version(body: bytes, file: str) -> int:
-    """The version that the text says it has, if this program reads it."""
-    if body.startswith(USUAL_BEGINNING):
-        return FORMAT_VERSION
-    try:
-        said = msgspec.json.decode(body, type=_Version)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return FORMAT_VERSION  # the strict decoder says what is wrong
-    if said.format != "shardproof" or said.version not in _DECODERS:
-        raise FormatError(
-            f"{file}: format {said.format!r} version {said.version}, but this program reads "
-            f"'shardproof' version {FORMAT_VERSION} and {REFERENCES_VERSION}. Use the version of "
-            "shardproof that wrote it, or a newer one.",
-            file=file,
-        )
-    return said.version
+def _tensor_fault(manifest: Manifest) -> str | None:
+    kinds = {(record.dtype, record.shape) for record in manifest.tensors}  # few: most tensors are alike
+    faults = {kind: fault for kind in kinds if (fault := _kind_fault(*kind)) is not None}
+    if faults:
+        record = next(one for one in manifest.tensors if (one.dtype, one.shape) in faults)
+        return f"tensor {record.key!r} has {faults[record.dtype, record.shape]}"
+    keys = [record.key for record in manifest.tensors]
+    if any(map(operator.ge, keys, keys[1:])):
+        one, two = next(pair for pair in pairwise(keys) if pair[0] >= pair[1])
+        return f"tensor {two!r} {'is listed twice' if one == two else 'is out of order'}"
+    return None
+
+
+def _kind_fault(dtype: str, shape: tuple[int, ...]) -> str | None:
+    """The fault of tensors of a dtype and shape."""
+    if dtype not in DTYPES:
+        return f"the unknown dtype {dtype!r}"
+    if len(shape) > MAX_NDIM:
+        return f"{len(shape)} dimensions, at most {MAX_NDIM} are allowed"
+    # Dimensions of 0 count as 1, so that the volume of every box inside the shape is in range.
+    if math.prod([size or 1 for size in shape]) > (2**63 - 1) // DTYPES[dtype].itemsize:
+        return f"the impossible shape {list(shape)}"
+    return None
+
+
+def _key_fault(manifest: Manifest) -> str | None:
+    keys = {record.key for record in manifest.tensors}
+    for alias, target in manifest.aliases.items():
+        if alias in keys:
+            return f"{alias!r} is both a tensor and an alias of {target!r}"
+        if target not in keys:
+            return f"{alias!r} is an alias of {target!r}, which is not a tensor"
+    for both in keys & manifest.objects.keys() or manifest.aliases.keys() & manifest.objects.keys():
+        return f"{both!r} is both a tensor and an object"
+    return None
+
+
+def _file_fault(manifest: Manifest) -> str | None:
+    """Only names that a save gives are allowed: no manifest makes a reader read or remove other files."""
+    places: set[str] = set()
+    ranks: set[int] = set()
+    for record in manifest.files:
+        fault = _borrowed_fault(record) if record.folder else _own_fault(record, manifest)
+        if fault is not None:
+            return fault
+        if record.place in places or (not record.folder and record.rank in ranks):
+            return f"the file {record.place!r} is listed twice"
+        places.add(record.place)
+        if not record.folder:
+            ranks.add(record.rank)
+    has_references = len(ranks) < len(manifest.files)
+    if has_references != (manifest.version > 1):
+        return f"version {manifest.version} {'with' if has_references else 'without'} references is invalid"
+    return _record_fault(manifest.index, index_name(manifest.attempt))
+
+
+def _own_fault(record: FileRecord, manifest: Manifest) -> str | None:
+    if not 0 <= record.rank < manifest.world_size:
+        return f"the file {record.name!r} is of rank {record.rank} of {manifest.world_size}"
+    return _record_fault(record, shard_name(record.rank, manifest.attempt))
+
+
+def _borrowed_fault(record: FileRecord) -> str | None:
+    """A reference leads to a shard file in a folder beside the checkpoint's own and nowhere else."""
+    if not is_folder_name(record.folder):
+        return f"it refers to a file in {record.folder!r:.200}, which cannot be the folder of a step"
+    found = parse_shard_name(record.name)
+    if found is None or found[0] != record.rank:
+        return f"it refers to {record.place!r:.400}, which is not a shard file of rank {record.rank}"
+    return _record_fault(record, record.name)
+
+
+def _record_fault(record: FileRecord, name: str) -> str | None:
+    if record.name != name:
+        return f"it names the file {record.name!r:.200}, expected {name!r}"
+    if not _HEX.fullmatch(record.digest):
+        return f"the digest {record.digest!r:.200} of {name!r} is not 32 hexadecimal digits"
+    if record.data_start > record.size:
+        return f"the data of {name!r} begin at byte {record.data_start} of {record.size}"
+    return None

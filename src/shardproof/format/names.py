@@ -1,4 +1,4 @@
-"""Names: of the files of a checkpoint, and of the chunks in a shard file."""
+"""The names of a checkpoint's files, and of the chunks in a shard file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 MANIFEST_NAME = "manifest.json"
 
 STEP_FOLDER = re.compile(r"(step|suspect)-([0-9]{8,18})")
-"""Names of the folders of a run that hold a step or a suspect."""
+"""Matches names of a run's folders that hold a step or a suspect."""
 
 _ATTEMPT = r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}"
 _SHARD = re.compile(rf"shards/([0-9]{{5,10}})-({_ATTEMPT})\.safetensors")
@@ -30,11 +30,11 @@ _CHUNK = re.compile(r"(.*)\[((?:[0-9]+:[0-9]+)(?:,[0-9]+:[0-9]+)*)?\]", re.DOTAL
 
 
 def chain_attempt(name: str, length: int) -> str:
-    """The attempt of a save that may refer to an earlier step.
+    """The attempt name of an incremental save.
 
     Args:
-        name: of the attempt, without a dot.
-        length: saves since the last that was written in full, this one included.
+        name: name of the attempt, without a dot.
+        length: number of saves since the last full one, this one included.
 
     >>> chain_attempt("5f0c", 3), chain_length("5f0c.3"), chain_length("5f0c")
     ('5f0c.3', 3, None)
@@ -43,21 +43,21 @@ def chain_attempt(name: str, length: int) -> str:
 
 
 def chain_length(attempt: str) -> int | None:
-    """Saves since the last that was written in full; None where the attempt does not tell."""
+    """Number of saves since the last full one; None if the name of the attempt has none."""
     found = _CHAIN.fullmatch(attempt)
     return int(found[1]) if found is not None else None
 
 
 def index_name(attempt: str) -> str:
-    """Name of the file that holds the chunk table.
+    """The name of the index, the file of the chunk table.
 
-    It carries the attempt: while a save over a committed checkpoint goes on, the old one keeps its index.
+    It holds the attempt, so that a save over a committed checkpoint does not replace the index in use.
     """
     return f"index-{attempt}.safetensors"
 
 
 def shard_name(rank: int, attempt: str) -> str:
-    """Name of the shard file that `rank` writes.
+    """The name of the shard file that a rank writes.
 
     >>> shard_name(3, "5f0c")
     'shards/00003-5f0c.safetensors'
@@ -78,7 +78,7 @@ def parse_shard_name(name: str) -> tuple[int, str] | None:
 
 
 def chunk_name(key: str, offsets: Sequence[int], sizes: Sequence[int]) -> str:
-    """Name of the entry that holds a box of the tensor `key`: half-open ranges, one a dimension.
+    """The name of the entry that holds a box of a tensor: the key, and a half-open range for each dimension.
 
     >>> chunk_name("model.w", (0, 4), (16, 4)), chunk_name("step", (), ())
     ('model.w[0:16,4:8]', 'step[]')
@@ -96,10 +96,10 @@ def box_name(offsets: Sequence[int], sizes: Sequence[int]) -> str:
 
 
 def parse_chunk_name(name: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """Key, offsets and sizes of the box that `name` names.
+    """Key, offsets and sizes from the name of a chunk: the inverse of `chunk_name`.
 
     Raises:
-        ValueError: it is no name that `chunk_name` gives.
+        ValueError: `chunk_name` gives no such name.
 
     >>> parse_chunk_name("model.w[0:16,4:8]")
     ('model.w', (0, 4), (16, 4))

@@ -1,11 +1,12 @@
-"""Which files of a run are referred to by other steps than the one that wrote them.
+"""Which files of a step other steps refer to.
 
-Note "Who refers is asked of the manifests": a reference stands in the manifest of the step that needs it and
-nowhere else, so that there is nothing to keep in step with it. Before a file is removed, the manifests beside
-it are read. A manifest that cannot be read may refer to anything: then nothing that could be lent is removed.
-A folder of any name may have one, for steps can be renamed. Only what a file system calls ``lost+found`` has
-none: what is found again lies there under numbers, and most may not even look. A link that leads nowhere
-counts only under the name of a step.
+Note: Manifests hold all references
+-----------------------------------
+A reference is stored in the manifest of the step that needs the file and nowhere else, so no second record
+can disagree. Before removing a file, a program reads the manifests of all folders beside it. An unreadable
+manifest may refer to any file: then no file that another step could need is removed. Steps can be renamed, so
+a folder of any name may hold a manifest. Two exceptions: ``lost+found`` of a file system is skipped, and a
+dangling link counts only under the name of a step.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shardproof.errors import FormatError, NotCommittedError, StorageError
-from shardproof.format.manifest import MAX_MANIFEST, USUAL_BEGINNING, FileRecord, Manifest, is_foreign
+from shardproof.format.manifest import FileRecord, Manifest
+from shardproof.format.manifest_text import MAX_MANIFEST, USUAL_BEGINNING, is_foreign
 from shardproof.format.names import MANIFEST_NAME, STEP_FOLDER
-from shardproof.format.reading import read_manifest
+from shardproof.format.records import read_manifest
 from shardproof.storage import Storage
 
 __all__ = [
@@ -44,44 +46,44 @@ class References:
     """
 
     by_folder: dict[str, dict[str, list[str]]] = field(default_factory=dict)
-    """Folder to the names of its files that are referred to, each with the folders of those that refer."""
+    """Folder to file name to the folders of the steps that refer to the file."""
     unknown: list[str] = field(default_factory=list)
-    """Folders with a manifest that cannot be read: what they refer to is unknown."""
+    """Folders whose manifest cannot be read, so that their references are unknown."""
 
     def add(self, user: str, manifest: Manifest) -> None:
-        """Counts what the step in the folder `user` refers to."""
+        """Adds the references of the step in the folder `user`."""
         for record in manifest.files:
             if record.folder:
                 users = self.by_folder.setdefault(record.folder, {}).setdefault(record.name, [])
                 users.append(user)
 
     def files(self, folder: str) -> Collection[str]:
-        """Names of the files in a folder that other steps refer to."""
+        """Names of the files in a folder to which other steps refer."""
         return self.by_folder.get(folder, {}).keys()
 
     def users(self, folder: str) -> list[str]:
-        """Folders of the steps that refer to files of this one, sorted."""
+        """Folders of the steps that refer to files in a folder, sorted."""
         return sorted({user for users in self.by_folder.get(folder, {}).values() for user in users})
 
 
 def why_kept(unknown: Sequence[str]) -> str:
-    """Why files stay that nobody may need, and what to do.
+    """Why files stay because of unreadable manifests, and what to do, for messages.
 
     Args:
-        unknown: the folders whose manifests cannot be read.
+        unknown: folders whose manifests cannot be read.
     """
     return (
         f"the manifest in {', '.join(unknown)} cannot be read (no permission, or damaged) and may refer to "
         "them. Make it readable for this process, or move the folder elsewhere; then `shardproof prune` "
-        "removes what is left"
+        "removes the files"
     )
 
 
 def referred(places: Iterable[tuple[str, Storage]]) -> References:
-    """What the checkpoints among these folders refer to.
+    """The references of the checkpoints in some folders.
 
     Args:
-        places: name and storage of each folder. Those without a manifest refer to nothing.
+        places: name and storage of each folder. A folder without a manifest has no references.
     """
     found = References()
     for name, storage in places:
@@ -101,23 +103,23 @@ def referred(places: Iterable[tuple[str, Storage]]) -> References:
 
 
 def referred_in(run: Storage, *, without: Collection[str] = ()) -> References:
-    """What the checkpoints in the folders of `run` refer to, but for those named in `without`."""
+    """The references of the checkpoints in all folders of `run` but those named in `without`."""
     return referred((name, run.within(name)) for name in run.folders() if name not in without)
 
 
 def referred_beside(storage: Storage) -> References:
-    """What the checkpoints beside the one in `storage` refer to, its own references too."""
+    """The references of the checkpoint in `storage` and of all beside it."""
     return referred((name, storage.sibling(name)) for name in storage.siblings())
 
 
 def named_files(storage: Storage) -> set[str] | None:
-    """Files of its own that the manifest of a folder names, itself too.
+    """The files of a step in its own folder: manifest, index and own shard files.
 
     Returns:
-        Empty without a manifest; None where it cannot be read, so that what it names is unknown.
+        Names of the files; none without a manifest; None if the manifest is damaged.
 
     Raises:
-        StorageError: it is there and cannot be had just now.
+        StorageError: the manifest exists and the storage cannot read it now.
     """
     try:
         manifest = read_manifest(storage)
@@ -131,14 +133,14 @@ def named_files(storage: Storage) -> set[str] | None:
 def unneeded(
     borrowed: Iterable[FileRecord], references: References, folder: Callable[[str], Storage]
 ) -> list[FileRecord]:
-    """Of files that a removed manifest referred to, those that no manifest needs any more.
+    """The files to which only a removed manifest referred, and which may now be removed.
 
-    Files in linked folders are not among them (see `Storage.linked`).
+    Files in linked folders stay (see `Storage.linked`), and all files stay if a manifest is unreadable.
 
     Args:
         borrowed: file records of the removed manifest.
-        references: of the manifests that are left.
-        folder: the storage of the folder of this name.
+        references: references of the manifests that are left.
+        folder: gives the storage of a folder by its name.
     """
     if references.unknown:
         return []
@@ -164,16 +166,16 @@ def _is_foreign(storage: Storage) -> bool:
 
 
 def refers_to_none(storage: Storage) -> bool:
-    """Whether there is a checkpoint in `storage` that refers to no other, by the first bytes of its manifest.
+    """True if `storage` holds a checkpoint without references. Reads the first bytes of the manifest only.
 
     Raises:
-        StorageError: it is there and cannot be had just now.
+        StorageError: the manifest exists and the storage cannot read it now.
     """
     return storage.size(MANIFEST_NAME) is not None and not _may_refer(storage)
 
 
 def _may_refer(storage: Storage) -> bool:
-    """Whether there is a manifest, unless its first bytes say that it is of a version without references."""
+    """True if there is a manifest and its first bytes are not those of one without references."""
     size = storage.size(MANIFEST_NAME)
     if size is None:
         return False

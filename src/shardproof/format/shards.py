@@ -1,4 +1,4 @@
-"""Shard files: writing their headers, and reading the digests that they carry."""
+"""Shard files: encoding their header and tail, and reading the digests in them."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ __all__ = [
 ]
 
 PAGE_BYTES = 4096
-"""Bytes of a page of memory on most machines."""
+"""Bytes of a memory page on most machines."""
 
 PADDING = "@padding"
-"""Entry of zero bytes that aligns what comes after it."""
+"""Name of the entry of zero bytes that aligns the entries after it."""
 
 BLOCKS = "@blocks"
-"""Entry before the last: U64 [n, 2], high and low half of the digests of the blocks of those chunks that have
-several, in byte order; not there if no chunk has."""
+"""Name of the entry before the last: U64 [n, 2], high and low half of the block digests of all chunks of
+several blocks, in byte order. It is absent if no chunk has several blocks."""
 
 DIGESTS = "@digests"
-"""Last entry: U64 [n, 2], high and low half of the digests of the chunks before it, in byte order."""
+"""Name of the last entry: U64 [n, 2], high and low half of the digests of all chunks, in byte order."""
 
 
 class _Entry(msgspec.Struct, gc=False):
@@ -57,19 +57,19 @@ def encode_entries(
     starts: NDArray[Any],
     counts: NDArray[Any],
 ) -> bytes:
-    """Entries of a safetensors header, as the inside of a JSON object.
+    """Encodes the entries of a safetensors header, without the braces of the JSON object.
 
-    It depends on the structure alone: the same plan, the same bytes.
+    Equal plans give equal bytes.
 
     Args:
-        names: of n entries.
-        codes: safetensors' codes of their types.
-        shapes: their shapes.
+        names: names of n entries.
+        codes: safetensors' code of the dtype of each.
+        shapes: shape of each.
         starts: (n,) int64, first byte of each, counted from the first byte of the data.
-        counts: (n,) int64, bytes.
+        counts: (n,) int64, bytes of each.
 
     Raises:
-        FormatError: two entries of one name, or a name that is not valid Unicode.
+        FormatError: two entries have one name, or a name is not valid Unicode.
 
     >>> encode_entries(["w[0:2]"], ["F32"], [(2,)], np.array([0]), np.array([8]))
     b'"w[0:2]":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'
@@ -90,14 +90,14 @@ def shard_header(entries: bytes, metadata: dict[str, str], *, in_page: int = 0, 
     """All bytes of a shard file before its data.
 
     Args:
-        entries: from `encode_entries`.
-        metadata: texts, the file's ``__metadata__``.
-        in_page: byte of a page of `PAGE_BYTES` at which the data begin, a multiple of 8; what is left of the
-            header are spaces.
-        size: bytes that the header has instead, if they are enough; a multiple of 8.
+        entries: result of `encode_entries`.
+        metadata: texts of the file's ``__metadata__``.
+        in_page: byte of a page of `PAGE_BYTES` at which the data begin, a multiple of 8. Spaces fill the
+            header up to there.
+        size: bytes that the header gets instead, if they are enough; a multiple of 8.
 
     Raises:
-        FormatError: longer than any safetensors reader accepts.
+        FormatError: the header is longer than safetensors readers accept.
 
     >>> header = shard_header(b"", {"shardproof": "{}"})
     >>> len(header), header[8:46]
@@ -124,9 +124,9 @@ def shard_tail(padding: int, blocks: Sequence[bytes], digests: NDArray[np.uint64
     """All bytes of a shard file after its chunks.
 
     Args:
-        padding: zero bytes, fewer than 8.
-        blocks: digests of the blocks of chunks of several, in byte order, 16 bytes each.
-        digests: (n, 2) of the chunks, in byte order.
+        padding: number of zero bytes, fewer than 8.
+        blocks: block digests of all chunks of several blocks, in byte order, 16 bytes each.
+        digests: (n, 2) uint64, digests of the chunks in byte order.
 
     >>> len(shard_tail(4, [bytes(16)] * 2, np.zeros((3, 2), np.uint64)))
     84
@@ -136,7 +136,7 @@ def shard_tail(padding: int, blocks: Sequence[bytes], digests: NDArray[np.uint64
 
 
 def _largest_part(entries: bytes, metadata: dict[str, str]) -> tuple[str, int]:
-    """What takes most of a header, in words, and its bytes: down to one object where that can be told."""
+    """The largest part of a header, in words, and its bytes: one object or metadata value if possible."""
     sizes = {"the list of its chunks": len(entries)}
     for name, text in metadata.items():
         sizes[f"the metadata {name!r:.200}"] = len(text)
@@ -153,30 +153,38 @@ def _largest_part(entries: bytes, metadata: dict[str, str]) -> tuple[str, int]:
 
 
 def read_chunk_digests(storage: Storage, name: str, header: ShardHeader) -> NDArray[np.uint64]:
-    """Digests of the chunks of the shard file `name`, as the file itself carries them.
+    """Reads the digests of its chunks from a shard file, which is not trusted.
+
+    Args:
+        storage: holds the file.
+        name: of the file.
+        header: header of the file.
 
     Returns:
-        (n, 2) uint64, of the entries of `header` without the last ones: `PADDING`, `BLOCKS` and `DIGESTS`.
+        (n, 2) uint64, the digests of the first n entries of `header`: all but `PADDING`, `BLOCKS`, `DIGESTS`.
 
     Raises:
-        FormatError: there are none, their number or that of the blocks is wrong, or the padding is not zero.
+        FormatError: the file has no digests or a wrong number of them, or its padding is not zero.
+        StorageError: the file is missing, short or unreadable.
     """
     chunks = list(header.entries)
     if not chunks or chunks[-1][0] != DIGESTS:
-        raise FormatError(f"{name}: its last entry is not {DIGESTS!r}. It is no shard file.", file=name)
+        raise FormatError(
+            f"{name}: the last entry is not {DIGESTS!r}, so this is not a shard file.", file=name
+        )
     digests = chunks.pop()
     blocks = chunks.pop() if chunks and chunks[-1][0] == BLOCKS else None
     if chunks and chunks[-1][0] == PADDING:
         _, _, _, first, after = chunks.pop()
         if after - first >= 8 or any(storage.read(name, first, after)):
-            raise FormatError(f"{name}: the bytes {first} to {after} are padding, but not zero.", file=name)
+            raise FormatError(f"{name}: the padding at bytes {first} to {after} is not zero.", file=name)
     _check_digests(name, digests, len(chunks))
     counts = np.array([stop - start for _, _, _, start, stop in chunks], np.int64)
     expected = int(block_counts(counts).sum())
     if blocks is not None:
         _check_digests(name, blocks, expected)
     elif expected:
-        raise FormatError(f"{name}: there is no entry {BLOCKS!r} before the last.", file=name)
+        raise FormatError(f"{name}: the entry {BLOCKS!r} before the last is missing.", file=name)
     return digests_from_table(storage.read(name, *digests[3:]))
 
 

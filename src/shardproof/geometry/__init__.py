@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from shardproof.geometry.axes import axis_weights, split_axes
-from shardproof.geometry.boxes import Boxes, row_major_strides
+from shardproof.geometry.boxes import Boxes, row_major_strides, stable_order
 from shardproof.geometry.cut import cut
-from shardproof.geometry.deduplicate import deduplicate
 from shardproof.geometry.flat import flat_range_boxes, flat_range_of
-from shardproof.geometry.index_map import IndexMap, compose, flat_shard
+from shardproof.geometry.index_map import IndexMap, axis_weights, compose, flat_shard, split_axes
 from shardproof.geometry.intersect import intersect, overlapping_pairs
-from shardproof.geometry.ordering import stable_order
-from shardproof.geometry.tiling import TilingFault, tiling_faults
+from shardproof.geometry.table import BoxTable as BoxTable  # not listed in __all__: internal
+from shardproof.geometry.table import consecutive as consecutive
+from shardproof.geometry.table import row_pointers as row_pointers
+from shardproof.geometry.tiling import TilingFault, deduplicate, tiling_faults
 
 __all__ = [
     "Boxes",

@@ -1,11 +1,23 @@
-"""Structure and its digest, who writes what and where, and what to read. No tensor data, no communication."""
+"""The plans of saves and loads: which rank writes which chunk where, and which chunks a rank reads.
 
-from shardproof.planning.chunks import ChunkTable
-from shardproof.planning.plans import RankPlan, WritePlan
-from shardproof.planning.reading import ReadPlan, Wanted, plan_reads, prove_chunks
+The functions here see keys, shapes and boxes only. They touch no tensor data and do not communicate.
+
+A save, on the coordinator: `Structure` of each rank, then `plan_writes` (merge, prove, writers, replicas). A
+load, on each rank: `ChunkTable` from the index, then `plan_reads`.
+"""
+
+from shardproof.planning.chunk_table import ChunkTable
+from shardproof.planning.read_plan import ReadPlan, Wanted, plan_reads, prove_chunks
 from shardproof.planning.replicas import SAMPLE_BYTES, Replicas, SharedPieces, Slices
 from shardproof.planning.structure import Structure, TensorTable
-from shardproof.planning.writing import CHUNK_BYTES, LARGE_BYTES, places_in_files, plan_writes
+from shardproof.planning.write_plan import (
+    CHUNK_BYTES,
+    LARGE_BYTES,
+    RankPlan,
+    WritePlan,
+    places_in_files,
+    plan_writes,
+)
 
 __all__ = [
     "CHUNK_BYTES",

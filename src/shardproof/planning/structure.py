@@ -1,4 +1,8 @@
-"""What a rank holds, without values: keys, dtypes, shapes and boxes, and their digest."""
+"""The structure of a rank's state: keys, dtypes, shapes and boxes, without values.
+
+Each rank sends its structure to the coordinator, or its digest where the coordinator knows the structure.
+Integer columns travel packed (`pack`).
+"""
 
 from __future__ import annotations
 
@@ -12,26 +16,24 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shardproof.planning.columns import Packed, pack, unpack
-
 if TYPE_CHECKING:
     from shardproof.state import Collected
 
-__all__ = ["Structure", "TensorTable"]
+__all__ = ["Packed", "Structure", "TensorTable", "pack", "unpack"]
 
 
 class TensorTable(msgspec.Struct, frozen=True, array_like=True):
-    """The tensors that one rank declares, sorted by key. Row i of every column speaks of one tensor."""
+    """The tensors that one rank declares, sorted by key. Row ``i`` of every column describes one tensor."""
 
     keys: tuple[str, ...]
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     aliases: tuple[str, ...]
-    """The key that holds the same memory, or "" where there is none."""
+    """The key of the tensor that shares this tensor's memory; empty if none does."""
 
 
 class _Wire(msgspec.Struct, frozen=True, array_like=True):
-    """A structure as posted. The table is bytes in bytes, so that equal ones are decoded once."""
+    """The encoded form. The table is nested as bytes, so that equal tables are decoded once."""
 
     table: bytes
     objects: tuple[str, ...]
@@ -41,20 +43,20 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True):
 
 
 _LEVEL = 3
-"""Of compression. Keys have much in common: a 20th is left of them, at 500 MB/s."""
+"""Level of compression. It shrinks keys, which are alike, to a 20th at 500 MB/s."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Structure:
     """Keys, dtypes, shapes and boxes of one rank's state, and the keys of its objects.
 
-    Boxes are in the order of the rank's pieces; the box of row i belongs to tensor ``box_tensor[i]`` and
-    takes as many entries of the flat columns as that tensor has dimensions.
+    Boxes are in the order of the rank's pieces. Their columns are those of a `BoxTable`: box ``i`` has as
+    many dimensions as its tensor, ``box_tensor[i]``.
     """
 
     table: bytes
-    """An encoded and compressed `TensorTable`. Equal tables are equal bytes wherever the compressor is the
-    same; where it is not, they are decoded more often, and that is all."""
+    """An encoded and compressed `TensorTable`. Equal tables from equal compressors are equal bytes, which the
+    coordinator decodes once. Other compressors cost only time."""
     objects: tuple[str, ...]
     box_tensor: NDArray[np.int64]
     box_offsets: NDArray[np.int64]
@@ -84,7 +86,7 @@ class Structure:
         box_offsets: Sequence[int],
         box_sizes: Sequence[int],
     ) -> Structure:
-        """A structure from plain columns.
+        """A structure from plain columns, which are those of the class.
 
         >>> table = TensorTable(("w",), ("float32",), ((4, 2),), ("",))
         >>> Structure.build(table, [], [0], [0, 0], [4, 2]).digest().hex()[:8] != ""
@@ -99,7 +101,7 @@ class Structure:
         )
 
     def encode(self) -> bytes:
-        """This structure as bytes for the rendezvous."""
+        """The structure as bytes for the rendezvous."""
         return msgspec.msgpack.encode(
             _Wire(
                 self.table,
@@ -123,9 +125,54 @@ class Structure:
         )
 
     def digest(self) -> bytes:
-        """16 bytes that change with any key, dtype, shape, alias, box or object key."""
+        """16 bytes that differ if any key, dtype, shape, alias, box or object key does."""
         return xxhash.xxh3_128_digest(self.encode())
 
     def tensors(self) -> TensorTable:
         """The decoded table of tensors."""
         return msgspec.msgpack.decode(zlib.decompress(self.table), type=TensorTable)
+
+
+class Packed(msgspec.Struct, frozen=True, array_like=True):
+    """A column of int64, packed: either evenly spaced, or distances from its smallest value."""
+
+    base: int
+    """The first value if `width` is 0; else the smallest."""
+    step: int
+    """Distance between neighbours if `width` is 0; else 0."""
+    count: int
+    width: int
+    """Bytes of each distance in `data`; 0 if the column is evenly spaced."""
+    data: bytes
+
+
+def pack(column: NDArray[np.int64]) -> Packed:
+    """Packs a column: no data if it is evenly spaced, else as few bytes a value as all values fit in.
+
+    >>> pack(np.arange(5, 500)), pack(np.array([7, 300, 8])).data.hex()
+    (Packed(base=5, step=1, count=495, width=0, data=b''), '000025010100')
+    """
+    count = len(column)
+    if count == 0:
+        return Packed(0, 0, 0, 0, b"")
+    steps = np.diff(column[:2])
+    step = int(steps[0]) if len(steps) else 0
+    if bool((column[1:] - column[:-1] == step).all()):
+        return Packed(int(column[0]), step, count, 0, b"")
+    low, high = int(column.min()), int(column.max())
+    width = next(width for width in (1, 2, 4, 8) if high - low < 1 << 8 * width)
+    above = column - low  # a distance of 64 bits wraps around here, and back in `unpack`
+    return Packed(low, 0, count, width, above.astype(f"<u{width}").tobytes())
+
+
+def unpack(packed: Packed) -> NDArray[np.int64]:
+    """The column that `pack` was given.
+
+    >>> unpack(pack(np.array([7, 300, 8]))).tolist()
+    [7, 300, 8]
+    """
+    if packed.width == 0:
+        return np.arange(packed.count) * packed.step + packed.base
+    column = np.frombuffer(packed.data, f"<u{packed.width}").astype(np.int64)
+    column += packed.base
+    return column

@@ -33,7 +33,7 @@ from shardproof.format import (
     shard_header,
     shard_name,
 )
-from shardproof.planning.chunks import ChunkTable
+from shardproof.planning.chunk_table import ChunkTable
 from shardproof.storage import LocalStorage, Storage
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]

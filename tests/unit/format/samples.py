@@ -20,7 +20,7 @@ from shardproof.format import (
     encode_index,
     shard_header,
 )
-from shardproof.planning.chunks import ChunkTable
+from shardproof.planning.chunk_table import ChunkTable
 
 
 def table() -> ChunkTable:

@@ -90,7 +90,7 @@ def test_bad_references_are_refused(case: str) -> None:
 
 
 def test_a_reference_twice_is_refused() -> None:
-    with pytest.raises(FormatError, match="is there twice"):
+    with pytest.raises(FormatError, match="is listed twice"):
         encode_manifest(borrowing(LENT, LENT))
     other = msgspec.structs.replace(LENT, folder="step-00000101")
     assert decode_manifest(encode_manifest(borrowing(LENT, other)), "f").borrowed_files == (LENT, other)

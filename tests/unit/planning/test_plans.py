@@ -20,7 +20,7 @@ from shardproof.planning import (
     WritePlan,
     plan_reads,
     plan_writes,
-    writing,
+    write_plan,
 )
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -155,7 +155,7 @@ def test_a_file_has_small_tensors_before_large_ones_of_their_alignment(
     run: Run, chunk_bytes: int, large: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writing, "LARGE_BYTES", large)
+        patch.setattr(write_plan, "LARGE_BYTES", large)
         plan = plan_writes(run.structures(), chunk_bytes=chunk_bytes)
     table, files = written(run, plan)
     largest = [int(table.byte_count[table.tensor == row].max(initial=0)) for row in range(len(run.shapes))]
@@ -271,7 +271,7 @@ def test_nodes_are_balanced_before_ranks() -> None:
 
 def test_there_is_a_node_for_each_rank() -> None:
     run = Run([(4,)], ["float32"], [[(0, ((0,), (4,)))]])
-    with pytest.raises(ValueError, match="2 nodes are named for 1 ranks"):
+    with pytest.raises(ValueError, match="nodes has 2 entries, expected one for each of 1 ranks"):
         plan_writes(run.structures(), nodes=[0, 1])
 
 

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardproof.dtypes import DTYPES
-from shardproof.planning import RankPlan, Structure, TensorTable, WritePlan, holders, plan_writes
-from shardproof.planning.holders import find_shared
+from shardproof.planning import RankPlan, Structure, TensorTable, WritePlan, plan_writes, writers
+from shardproof.planning.writers import find_shared
 from shardproof.saving.replicas import chosen_slices, compare_replicas
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -215,7 +215,7 @@ def test_sets_are_those_of_the_same_holders(holdings: list[tuple[int, int]]) -> 
 
 
 def test_sets_whose_hashes_agree_by_chance_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holders, "_hashes", lambda ranks: ranks % 3)
+    monkeypatch.setattr(writers, "_hashes", lambda ranks: ranks % 3)
     group, rank = [], []
     pairs = list(itertools.combinations(range(30), 2))
     for box, pair in enumerate(pairs):
@@ -276,7 +276,7 @@ def test_a_rank_that_holds_a_box_twice_is_no_replica_of_itself() -> None:
 
 
 def test_a_sample_has_room_for_four_slices() -> None:
-    with pytest.raises(ValueError, match="sample_bytes is 64 or more, not 63"):
+    with pytest.raises(ValueError, match="sample_bytes must be 64 or more, found 63"):
         plans_of(Run([(4,)], ["uint8"], [[(0, ((0,), (4,)))]]), 63)
 
 

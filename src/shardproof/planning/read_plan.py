@@ -1,4 +1,4 @@
-"""The plan of a load on one rank: which stored chunks hold which part of which wanted box."""
+"""The plan of a load on one rank: which chunk holds which part of which requested box."""
 
 from __future__ import annotations
 
@@ -11,65 +11,68 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardproof.errors import FormatError, TilingError
-from shardproof.geometry import Boxes, intersect, overlapping_pairs, tiling_faults
-from shardproof.planning.chunks import ChunkTable
+from shardproof.geometry import Boxes, BoxTable, consecutive, intersect, overlapping_pairs, tiling_faults
+from shardproof.planning.chunk_table import ChunkTable
 
-__all__ = ["ReadPlan", "Stored", "Wanted", "plan_reads", "prove_chunks"]
+__all__ = ["ReadPlan", "TensorShape", "Wanted", "plan_reads", "prove_chunks"]
 
 
 _PAIRS_EACH = 16
-"""Pairs of a wanted box and a chunk that are compared for each box and chunk, at most, without a search."""
+"""`_pairs` compares all pairs if there are at most so many for each box and chunk; else it searches."""
 
 
-class Stored(Protocol):
-    """A tensor of a checkpoint."""
+class TensorShape(Protocol):
+    """Key and shape of a tensor in a checkpoint."""
 
     @property
     def key(self) -> str:
-        """Its name."""
+        """The key."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its global shape."""
+        """The global shape."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wanted:
-    """The boxes that a rank wants. A row has one entry for each dimension of its tensor."""
+    """The boxes that a rank requests. The last two columns are those of a `BoxTable`."""
 
     tensor: NDArray[np.int64]
-    """(w,) row of the manifest's tensor table."""
+    """(w,) row of the box's tensor in the manifest."""
     box_offsets: NDArray[np.int64]
+    """(m,) global offsets of the boxes."""
     box_sizes: NDArray[np.int64]
+    """(m,) sizes of the boxes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadPlan:
-    """One row for each part of a wanted box that one chunk holds, sorted by chunk."""
+    """A row for each part of a requested box that one chunk holds, sorted by chunk."""
 
     chunk: NDArray[np.int64]
     """(n,) row of the chunk table."""
     want: NDArray[np.int64]
-    """(n,) row of `Wanted`."""
+    """(n,) row of the requested box."""
     run_start: NDArray[np.int64]
-    """(n,) first element of the part in the row-major order of the wanted box; -1 if it is no run there."""
+    """(n,) first element of the part in the row-major order of the requested box; -1 if the part is not
+    contiguous there."""
     chunk_start: NDArray[np.int64]
     """(n,) first element of the part in the row-major order of the chunk."""
     chunk_stop: NDArray[np.int64]
-    """(n,) the one after its last there. The part is a run of the chunk if it has all elements between."""
+    """(n,) one past its last element there. The part is contiguous in the chunk if it has all between."""
     in_chunk: NDArray[np.int64]
-    """(n, width) offsets of the part from the chunk's first element; dimensions beyond the tensor's are 0."""
+    """(n, width) offsets of the part from the chunk's; 0 in dimensions that the tensor does not have."""
     in_want: NDArray[np.int64]
-    """(n, width) offsets of the part from the wanted box's first element."""
+    """(n, width) offsets of the part from the requested box's."""
     sizes: NDArray[np.int64]
-    """(n, width) sizes of the part; dimensions beyond the tensor's are 1."""
+    """(n, width) sizes of the part; 1 in dimensions that the tensor does not have."""
 
     def for_wants(self, want: NDArray[np.int64]) -> ReadPlan:
-        """The same parts for other destinations."""
+        """The same parts with other rows of requested boxes."""
         return replace(self, want=want)
 
     def only(self, rows: NDArray[np.bool_]) -> ReadPlan:
-        """The plan of some of the rows."""
+        """The plan of some rows, given as a mask."""
         return ReadPlan(
             self.chunk[rows],
             self.want[rows],
@@ -82,17 +85,17 @@ class ReadPlan:
         )
 
 
-def prove_chunks(tensors: Sequence[Stored], table: ChunkTable, chosen: NDArray[np.int64]) -> None:
+def prove_chunks(tensors: Sequence[TensorShape], table: ChunkTable, chosen: NDArray[np.int64]) -> None:
     """Proves that the stored chunks of some tensors tile them.
 
     Args:
-        tensors: all of the checkpoint.
-        table: all chunks.
+        tensors: all tensors of the checkpoint.
+        table: all chunks of the checkpoint.
         chosen: rows of the tensors to prove.
 
     Raises:
-        TilingError: naming the first tensor at fault.
-        FormatError: more boxes than a proof would hold in memory.
+        TilingError: the chunks of a tensor do not tile it. The error names the first such tensor.
+        FormatError: the chunks are so many that the proof would not fit in memory.
     """
     chosen = _distinct(chosen)
     ndims = _ndims(tensors, chosen)
@@ -104,7 +107,7 @@ def prove_chunks(tensors: Sequence[Stored], table: ChunkTable, chosen: NDArray[n
         extents = np.fromiter(chain.from_iterable(shapes), np.int64)
         extents = extents.reshape(len(group), dimensions)
         try:
-            faults = tiling_faults(extents, local, _boxes(table.box_start, table, rows, dimensions))
+            faults = tiling_faults(extents, local, table.boxes.boxes(rows, dimensions))
         except ValueError as error:
             raise FormatError(f"the chunk index is no tiling that could have been saved: {error}") from error
         if faults:
@@ -113,8 +116,8 @@ def prove_chunks(tensors: Sequence[Stored], table: ChunkTable, chosen: NDArray[n
             raise TilingError(
                 f"checkpoint: tensor {key!r} of shape {list(shape)}: {fault.kind} at offsets "
                 f"{list(fault.offsets)}, sizes {list(fault.sizes)}: the stored chunks do not cover "
-                "it exactly once. Restore another step, and report this: a checkpoint is proved before it is "
-                "written",
+                "it exactly once. Restore another step, and report this as a bug: each save proves that the "
+                "chunks cover their tensors",
                 key=key,
                 kind=fault.kind,
                 box=[list(fault.offsets), list(fault.sizes)],
@@ -122,29 +125,28 @@ def prove_chunks(tensors: Sequence[Stored], table: ChunkTable, chosen: NDArray[n
             )
 
 
-def plan_reads(tensors: Sequence[Stored], table: ChunkTable, wanted: Wanted) -> ReadPlan:
-    """Plans the reading of wanted boxes, and proves first that every element of them is stored once.
+def plan_reads(tensors: Sequence[TensorShape], table: ChunkTable, wanted: Wanted) -> ReadPlan:
+    """Plans which parts of which chunks fill the requested boxes.
+
+    Proves first that each element of the boxes is stored exactly once.
 
     Args:
-        tensors: all of the checkpoint. Only those that are wanted are looked at.
-        table: all chunks.
-        wanted: the boxes.
+        tensors: all tensors of the checkpoint. Only those of requested boxes are read.
+        table: all chunks of the checkpoint.
+        wanted: the requested boxes.
 
     Raises:
-        TilingError: the stored chunks of a wanted tensor do not tile it, or a wanted box is not covered.
+        TilingError: the chunks of a requested tensor do not tile it, or a box reaches outside its tensor.
     """
     prove_chunks(tensors, table, wanted.tensor)
     ndims = _ndims(tensors, wanted.tensor)
-    want_start = np.append(0, np.cumsum(ndims))
+    want_table = BoxTable.of(ndims, wanted.box_offsets, wanted.box_sizes)
     width = int(ndims.max(initial=0))
     parts = [_no_parts(width)]
     for dimensions in _distinct(ndims).tolist():
         wants = np.flatnonzero(ndims == dimensions)
         rows = _rows_of(table, _distinct(wanted.tensor[wants]))
-        want_boxes, chunk_boxes = (
-            _boxes(want_start, wanted, wants, dimensions),
-            _boxes(table.box_start, table, rows, dimensions),
-        )
+        want_boxes, chunk_boxes = want_table.boxes(wants, dimensions), table.boxes.boxes(rows, dimensions)
         of_want, of_chunk = _pairs(want_boxes, wanted.tensor[wants], chunk_boxes, table.tensor[rows])
         want, chunk = want_boxes.take(of_want), chunk_boxes.take(of_chunk)
         shared = intersect(want, chunk)
@@ -166,24 +168,23 @@ def plan_reads(tensors: Sequence[Stored], table: ChunkTable, wanted: Wanted) -> 
 def _pairs(
     wants: Boxes, want_tensor: NDArray[np.int64], chunks: Boxes, chunk_tensor: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Rows of wanted boxes and of chunks of the same tensor that share an element, by want, then chunk.
+    """Pairs of a requested box and a chunk of its tensor that share an element, sorted by box, then chunk.
 
-    Where tensors have few chunks (`_PAIRS_EACH`), every want is compared with every chunk of its tensor:
-    for 20,000 tensors in 2 chunks that takes 3 ms and the search of all boxes 25.
+    Where tensors have few chunks (`_PAIRS_EACH`), each box is compared with each chunk of its tensor. For
+    20,000 tensors of 2 chunks that takes 3 ms, and a search through all boxes 25 ms.
 
     Args:
-        wants: wanted boxes.
-        want_tensor: (wants,) their tensors.
-        chunks: stored boxes.
-        chunk_tensor: (chunks,) their tensors, ascending.
+        wants: requested boxes.
+        want_tensor: (wants,) row of the tensor of each.
+        chunks: boxes of the chunks.
+        chunk_tensor: (chunks,) row of the tensor of each, ascending.
     """
     first = np.searchsorted(chunk_tensor, want_tensor, "left")
     count = np.searchsorted(chunk_tensor, want_tensor, "right") - first
-    pairs = int(count.sum())
-    if pairs > _PAIRS_EACH * (len(wants) + len(chunks)):
+    if int(count.sum()) > _PAIRS_EACH * (len(wants) + len(chunks)):
         return overlapping_pairs(_with_tensor(wants, want_tensor), _with_tensor(chunks, chunk_tensor))
     of_want = np.repeat(np.arange(len(wants)), count)
-    of_chunk = np.repeat(first - (np.cumsum(count) - count), count) + np.arange(pairs)
+    of_chunk = consecutive(first, count)
     meet = intersect(wants.take(of_want), chunks.take(of_chunk)).nonempty()
     return of_want[meet], of_chunk[meet]
 
@@ -208,47 +209,39 @@ def _sorted_by_chunk(parts: Sequence[ReadPlan]) -> ReadPlan:
     )
 
 
-def _ndims(tensors: Sequence[Stored], rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """(rows,) dimensions of some tensors."""
+def _ndims(tensors: Sequence[TensorShape], rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """(rows,) dimensions of the tensors of these rows."""
     return np.fromiter([len(tensors[row].shape) for row in rows.tolist()], np.int64, len(rows))
 
 
 def _distinct(values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The distinct values, ascending, of small numbers such as rows and dimensions; faster than a sort."""
+    """The distinct values, ascending. For small integers (rows, dimensions) this is faster than a sort."""
     return np.flatnonzero(np.bincount(values))
 
 
 def _rows_of(table: ChunkTable, tensors: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Rows of the chunks of some tensors (ascending); the table is sorted by tensor."""
+    """Rows of the chunks of some tensors, whose rows ascend."""
     first = np.searchsorted(table.tensor, tensors, "left")
     count = np.searchsorted(table.tensor, tensors, "right") - first
-    before = np.cumsum(count) - count
-    return np.repeat(first - before, count) + np.arange(int(count.sum()))
-
-
-def _boxes(
-    start: NDArray[np.int64], columns: ChunkTable | Wanted, rows: NDArray[np.int64], dimensions: int
-) -> Boxes:
-    at = start[rows, None] + np.arange(dimensions)
-    return Boxes(columns.box_offsets[at], columns.box_sizes[at])
+    return consecutive(first, count)
 
 
 def _with_tensor(boxes: Boxes, tensor: NDArray[np.int64]) -> Boxes:
-    """The boxes with the tensor's row as a first dimension, so that boxes of different tensors never meet."""
+    """The boxes with the tensor's row as first dimension: boxes of different tensors never overlap."""
     return Boxes(
         np.column_stack((tensor, boxes.offsets)), np.column_stack((np.ones_like(tensor), boxes.sizes))
     )
 
 
 def _prove_covered(
-    tensors: Sequence[Stored],
+    tensors: Sequence[TensorShape],
     wanted: Wanted,
     wants: NDArray[np.int64],
     boxes: Boxes,
     of_want: NDArray[np.int64],
     shared: Boxes,
 ) -> None:
-    """Chunks of one tensor are disjoint, so a wanted box is covered when the volumes add up."""
+    """Chunks of a tensor are disjoint: they cover a box if the volumes of the parts add up to the box's."""
     found = np.zeros(len(wants), np.int64)
     np.add.at(found, of_want, shared.volumes())
     short = np.flatnonzero(found != boxes.volumes())
@@ -257,9 +250,9 @@ def _prove_covered(
         key = tensors[int(wanted.tensor[wants[row]])].key
         offsets, sizes = boxes.offsets[row].tolist(), boxes.sizes[row].tolist()
         raise TilingError(
-            f"tensor {key!r}: the wanted box at offsets {offsets}, sizes {sizes} has "
-            f"{int(boxes.volumes()[row])} "
-            f"elements, of which the checkpoint holds {int(found[row])}; the box reaches outside the tensor",
+            f"tensor {key!r}: the requested box at offsets {offsets}, sizes {sizes} has "
+            f"{int(boxes.volumes()[row])} elements, of which the checkpoint holds {int(found[row])}. The box "
+            "must lie within the tensor",
             key=key,
             kind="out of bounds",
             box=[offsets, sizes],
@@ -268,13 +261,13 @@ def _prove_covered(
 
 
 def _run_start(part: Boxes, parent: Boxes) -> NDArray[np.int64]:
-    """First element of each part in its parent's row-major order where the part is one run of it, else -1."""
+    """First element of each part in its parent's row-major order; -1 if the part is not contiguous there."""
     start, stop = _extent(part, parent)
     return np.where(stop - start == part.volumes(), start, -1)
 
 
 def _extent(part: Boxes, parent: Boxes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """First element of each part in its parent's row-major order, and the one after its last."""
+    """First element of each part in its parent's row-major order, and one past its last."""
     count, dimensions = part.sizes.shape
     strides = np.ones((count, dimensions), np.int64)
     if dimensions:

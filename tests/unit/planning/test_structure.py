@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardproof.planning.columns import pack, unpack
+from shardproof.planning.structure import pack, unpack
 
 LOW, HIGH = -(2**63), 2**63 - 1
 

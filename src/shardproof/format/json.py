@@ -1,9 +1,11 @@
-"""JSON as the format allows it: no name twice, bounded nesting, nothing that could be read two ways.
+"""Strict JSON: no duplicate names, bounded nesting, and one reading of every text.
 
-Note: how duplicates are found. A JSON parser that keeps the last of two equal names hides the first. But in
-a valid text every member has exactly one colon outside strings, so a text with a duplicate has more of them
-than the text of the value that came out of it. Counting colons (and brackets, for the nesting) is a pass over
-bytes that needs no parser and stays fast on hundreds of megabytes.
+Note: How duplicates are found
+------------------------------
+A JSON parser that keeps the last of two equal names hides the first. In a valid text every member has exactly
+one colon outside strings. So a text with a duplicate has more such colons than the encoding of the value that
+was parsed from it. Counting colons, and brackets for the nesting, is one pass over bytes without a parser. It
+is fast on hundreds of megabytes.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from shardproof.errors import FormatError
 __all__ = ["MAX_DEPTH", "decode_strictly", "shape_of_text"]
 
 MAX_DEPTH = 200
-"""Nesting of arrays and objects that a text may have."""
+"""Levels of nested arrays and objects in a text, at most."""
 
 _BLOCK = 1 << 22
 _QUOTE, _OPEN, _CLOSE, _COLON = 1, 2, 3, 4
@@ -30,16 +32,17 @@ T = TypeVar("T")
 
 
 def decode_strictly(decoder: msgspec.json.Decoder[T], text: bytes, file: str) -> T:
-    """The value of `text`.
+    """Decodes a JSON text and refuses what a lenient parser would accept.
 
     Args:
-        decoder: for a type whose fields are all required and that forbids unknown ones, so that encoding
-            the value gives every member of the text again.
+        decoder: decoder of a type that requires all its fields and forbids others, so that encoding the value
+            gives every member of the text again.
         text: JSON in UTF-8.
-        file: for the messages.
+        file: name of the file in error messages.
 
     Raises:
-        FormatError: not JSON, not of the type, a name twice in one object, or nested too deeply.
+        FormatError: the text is not JSON, not of the type, nested too deeply, or an object has one name
+        twice.
 
     >>> decode_strictly(msgspec.json.Decoder(dict[str, int]), b'{"a": 1}', "f")
     {'a': 1}
@@ -68,9 +71,9 @@ or was edited.
 
 
 def shape_of_text(text: bytes) -> tuple[int, int]:
-    """How deep the JSON `text` is nested, and how many members its objects have together.
+    """Levels of nesting in a JSON text, and the number of members of all its objects.
 
-    Of bytes that are no JSON it says nothing of use, in as little time.
+    For bytes that are not JSON the result means nothing, but the time is the same.
 
     >>> shape_of_text(b'{"a": [[], {"b:]": ":"}]}')
     (3, 2)

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardproof.planning.balance import choose_writers
-from shardproof.planning.holders import find_shared
+from shardproof.planning.writers import choose_writers, find_shared
 
 
 def written_by(

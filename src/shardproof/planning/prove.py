@@ -1,4 +1,4 @@
-"""The proof that the boxes which the ranks declare tile every tensor, and what to say where they do not."""
+"""The proof that the boxes of all ranks tile every tensor, and the error where they do not."""
 
 from __future__ import annotations
 
@@ -10,29 +10,36 @@ from numpy.typing import NDArray
 
 from shardproof.errors import TilingError
 from shardproof.geometry import Boxes, TilingFault, deduplicate, tiling_faults
-from shardproof.planning.merge import Declared, Merged
+from shardproof.planning.merge import HeldBoxes, MergedStructures
 
-__all__ = ["Distinct", "prove"]
+__all__ = ["DistinctBoxes", "prove"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Distinct:
-    """The distinct boxes of one number of dimensions, and which holding is of which."""
+class DistinctBoxes:
+    """The distinct boxes of one number of dimensions, and the holdings of each."""
 
     boxes: Boxes
-    """m boxes, sorted by tensor, offsets, sizes."""
+    """m boxes, sorted by tensor, then offsets, then sizes."""
     tensor: NDArray[np.int64]
     """(m,) row of the merged tensor table."""
     group: NDArray[np.int64]
-    """(n,) for each holding, the row of its distinct box."""
+    """(n,) row of the distinct box of each holding."""
     rank: NDArray[np.int64]
-    """(n,) the holder."""
+    """(n,) rank of each holding."""
     piece: NDArray[np.int64]
-    """(n,) row of the box in the holder's own structure."""
+    """(n,) row of the box in that rank's structure."""
 
 
-def prove(merged: Merged, declared: Mapping[int, Declared]) -> list[Distinct]:
-    """The distinct boxes by ascending number of dimensions, shown to tile every tensor.
+def prove(merged: MergedStructures, declared: Mapping[int, HeldBoxes]) -> list[DistinctBoxes]:
+    """Proves that the boxes of each tensor tile it, and returns the distinct boxes.
+
+    Args:
+        merged: tables of all tensors.
+        declared: boxes of all ranks by number of dimensions, from `merge`.
+
+    Returns:
+        The distinct boxes by ascending number of dimensions.
 
     Raises:
         TilingError: the boxes of a tensor do not cover it exactly once.
@@ -40,26 +47,33 @@ def prove(merged: Merged, declared: Mapping[int, Declared]) -> list[Distinct]:
     return [_proved(merged, dimensions, boxes) for dimensions, boxes in sorted(declared.items())]
 
 
-def _proved(merged: Merged, dimensions: int, declared: Declared) -> Distinct:
+def _proved(merged: MergedStructures, dimensions: int, declared: HeldBoxes) -> DistinctBoxes:
     first, group = deduplicate(declared.tensor, declared.boxes)
     boxes, tensor = declared.boxes, declared.tensor
     if len(first) < len(group) or (first[1:] < first[:-1]).any():
         boxes, tensor = boxes.take(first), tensor[first]
     of_this = np.flatnonzero(merged.ndims == dimensions)
     shapes = np.array([merged.shapes[row] for row in of_this.tolist()], np.int64)
-    local = np.zeros(len(merged.ndims), np.int64)  # of each tensor, its row among those of this number
+    local = np.zeros(
+        len(merged.ndims), np.int64
+    )  # row of each tensor among those of this number of dimensions
     local[of_this] = np.arange(len(of_this))
     faults = tiling_faults(shapes.reshape(len(of_this), dimensions), local[tensor], boxes)
     if faults:
         key = merged.keys[int(of_this[faults[0].tensor])]
         raise _tiling_error(key, merged, declared, group, faults[0], len(faults))
-    return Distinct(boxes, tensor, group, declared.rank, declared.piece)
+    return DistinctBoxes(boxes, tensor, group, declared.rank, declared.piece)
 
 
 def _tiling_error(
-    key: str, merged: Merged, declared: Declared, group: NDArray[np.int64], fault: TilingFault, faults: int
+    key: str,
+    merged: MergedStructures,
+    declared: HeldBoxes,
+    group: NDArray[np.int64],
+    fault: TilingFault,
+    faults: int,
 ) -> TilingError:
-    """The first fault in words: the boxes at fault and the ranks that hold them."""
+    """The error for the first fault. It names the boxes at fault and the ranks that hold them."""
     row = merged.keys.index(key)
     holders: dict[str, list[int]] = {}
     for distinct in fault.boxes:
@@ -68,20 +82,20 @@ def _tiling_error(
         holders[box] = sorted(set(declared.rank[held].tolist()))
     at = _interval(fault.offsets, fault.sizes)
     shape = list(merged.shapes[row])
-    said = ", ".join(f"{box} on {_ranks(ranks)}" for box, ranks in holders.items())
+    boxes = ", ".join(f"{box} on {_ranks(ranks)}" for box, ranks in holders.items())
     if fault.kind == "gap":
         had = sorted(set(declared.rank[declared.tensor == row].tolist()))
-        said = f"no rank holds {at}; pieces of it are on {_ranks(had)}" if had else "no rank holds any of it"
-        advice = "a rank that holds this part did not declare it, or offsets are wrong"
+        what = f"no rank holds {at}; {_ranks(had)} hold other parts" if had else "no rank holds any of it"
+        advice = "Check the offsets, and that every rank declares its part"
     elif fault.kind == "overlap":
-        said = f"{at} is held by different boxes: {said}"
-        advice = "replicas must be equal boxes; different boxes must not share an element"
+        what = f"different boxes hold {at}: {boxes}"
+        advice = "Replicas must be equal boxes; different boxes must not share an element"
     else:
-        said = f"the box {said} reaches outside"
-        advice = "offsets and sizes must lie within the global shape"
-    more = f" ({faults - 1} more tensors have such faults)" if faults > 1 else ""
+        what = f"the box {boxes} reaches outside"
+        advice = "Offsets and sizes must lie within the global shape"
+    more = f" ({faults - 1} more tensors have faults)" if faults > 1 else ""
     return TilingError(
-        f"tensor {key!r} of shape {shape}: {fault.kind}: {said}. Expected: boxes that cover it exactly once; "
+        f"tensor {key!r} of shape {shape}: {fault.kind}: {what}. Expected: boxes that cover it exactly once. "
         f"{advice}{more}",
         key=key,
         kind=fault.kind,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardproof.geometry import Boxes
-from shardproof.planning import reading
+from shardproof.planning import read_plan as reading
 
 
 @given(seed=st.integers(0, 10_000), tensors=st.integers(1, 12), each=st.integers(1, 5))

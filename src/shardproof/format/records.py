@@ -1,11 +1,13 @@
-"""Reading manifest and index from a storage."""
+"""Reads the manifest and the index of a checkpoint from its storage."""
 
 from __future__ import annotations
 
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.format.index import decode_index
-from shardproof.format.manifest import MAX_MANIFEST, SEAL_LENGTH, Manifest, decode_manifest
+from shardproof.format.manifest import Manifest
+from shardproof.format.manifest_text import MAX_MANIFEST, SEAL_LENGTH, decode_manifest
 from shardproof.format.names import MANIFEST_NAME
+from shardproof.format.size_check import size_error, size_fault
 from shardproof.planning import ChunkTable
 from shardproof.storage import Storage
 
@@ -13,18 +15,18 @@ __all__ = ["files_of", "lost_files", "read_index", "read_manifest", "seal_of"]
 
 
 def read_manifest(storage: Storage) -> Manifest:
-    """The manifest of the checkpoint in `storage`.
+    """Reads the manifest of the checkpoint in `storage`.
 
     Raises:
-        NotCommittedError: there is none, so there is no checkpoint.
-        FormatError: it is damaged.
-        StorageError: it cannot be read.
+        NotCommittedError: there is no manifest, so no committed checkpoint.
+        FormatError: the manifest is damaged.
+        StorageError: the manifest cannot be read.
     """
     size = storage.size(MANIFEST_NAME)
     try:
         if size is not None and size > MAX_MANIFEST:
             raise FormatError(
-                f"{storage.location}/{MANIFEST_NAME}: {size} bytes, a manifest has at most {MAX_MANIFEST}.",
+                f"{storage.location}/{MANIFEST_NAME}: {size} bytes; a manifest has at most {MAX_MANIFEST}.",
                 file=MANIFEST_NAME,
             )
         data = storage.read(MANIFEST_NAME)
@@ -33,42 +35,40 @@ def read_manifest(storage: Storage) -> Manifest:
             raise
         raise NotCommittedError(
             f"{storage.location} holds no committed checkpoint: there is no {MANIFEST_NAME}. The save "
-            "failed or still goes on, or the path is wrong. `shardproof repair` can commit a save whose "
-            "files are whole.",
+            "failed or is still running, or the path is wrong. `shardproof repair` can commit a save whose "
+            "files are complete.",
             path=storage.location,
         ) from error
     return decode_manifest(data, f"{storage.location}/{MANIFEST_NAME}")
 
 
 def read_index(storage: Storage, manifest: Manifest) -> ChunkTable:
-    """The chunk table of the checkpoint that `manifest` describes, checked against it.
+    """Reads the chunk table of a checkpoint and checks it against the manifest (see `decode_index`).
 
     Raises:
         FormatError: the index is missing, damaged or of another checkpoint.
-        StorageError: it cannot be read.
+        StorageError: the index cannot be read.
     """
     name = manifest.index.name
     file = f"{storage.location}/{name}"
-    size = storage.size(name)
-    if size != manifest.index.size:
-        found = "it is missing" if size is None else f"it has {size} bytes"
+    fault = size_fault(storage, name, manifest.index.size)
+    if fault is not None:
         raise FormatError(
-            f"{file}: {found}, but the manifest says {manifest.index.size} bytes. `shardproof repair` can "
-            "write it again from the shard files.",
+            f"{file}: {fault[0]}. `shardproof repair` can write it again from the shard files.",
             file=name,
-            missing=size is None,
+            missing=fault[1],
         )
     return decode_index(storage.read(name), manifest, file)
 
 
 def files_of(storage: Storage, manifest: Manifest) -> list[tuple[Storage, str]]:
-    """Where the shard files of a checkpoint are: for each row of `manifest.files` its storage and name.
+    """The storage and the name of each shard file, in the order of `manifest.files`.
 
-    Files of one folder share one storage, so closing each of them once closes all that reading opened.
+    Files of one folder share one storage. To close all files, close each storage once.
 
     Args:
-        storage: of the checkpoint.
-        manifest: of the checkpoint.
+        storage: storage of the checkpoint.
+        manifest: manifest of the checkpoint.
     """
     storages = {"": storage}
     for record in manifest.files:
@@ -78,31 +78,30 @@ def files_of(storage: Storage, manifest: Manifest) -> list[tuple[Storage, str]]:
 
 
 def lost_files(storage: Storage, manifest: Manifest) -> dict[str, str]:
-    """Shard files that are not as long as they were written, and so cannot be had back.
+    """Finds shard files that are missing or have another size than the manifest records. Reads no file.
 
     Returns:
-        Place (see `FileRecord.place`) to what was expected and found, in words. Nothing is read.
+        `FileRecord.place` of each such file, to the fault in words.
 
     Raises:
-        StorageError: the storage cannot tell.
+        StorageError: the storage cannot tell a size.
     """
     lost = {}
-    for (folder, name), record in zip(files_of(storage, manifest), manifest.files, strict=True):
-        size = folder.size(name)
-        if size != record.size:
-            found = "it is missing" if size is None else f"it has {size}"
-            lost[record.place] = f"{record.place}: expected {record.size} bytes, {found}"
+    for (folder, _), record in zip(files_of(storage, manifest), manifest.files, strict=True):
+        error = size_error(folder, record)
+        if error is not None:
+            lost[record.place] = error.message
     return lost
 
 
 def seal_of(storage: Storage) -> bytes | None:
-    """The digest at the end of a checkpoint's manifest, which tells one manifest from any other.
+    """Reads the last bytes of a manifest, which hold its digest and so identify the commit.
 
     Returns:
-        None where there is no manifest, or none that ends as one does.
+        The bytes; None if there is no manifest, or one that is too short to have a seal.
 
     Raises:
-        StorageError: it cannot be read.
+        StorageError: the manifest cannot be read.
     """
     size = storage.size(MANIFEST_NAME)
     if size is None or size < SEAL_LENGTH:

@@ -1,0 +1,337 @@
+"""The plan of a save: which rank writes which chunks, and where in its file. The coordinator makes it.
+
+1. `merge` builds one table of all tensors, and columns of all boxes that ranks hold.
+2. `prove` shows that the distinct boxes of each tensor tile it. Equal boxes are replicas.
+3. `_cut` cuts boxes into chunks of at most `chunk_bytes`. A chunk is contiguous in its box. So no reader has
+   to verify a large tensor whole, and no rank has to write one alone.
+4. `choose_writers` names one holder as the writer of each chunk.
+5. `find_replicas` lists the boxes that several ranks hold, for the replica check.
+6. `_lay_out` orders each writer's file: by alignment, so that entries are aligned for any reader, then small
+   tensors before large ones, then by tensor and box.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from shardproof.dtypes import DTYPES
+from shardproof.geometry import Boxes, BoxTable, cut, row_pointers, stable_order
+from shardproof.planning.merge import MergedStructures, merge
+from shardproof.planning.prove import DistinctBoxes, prove
+from shardproof.planning.replicas import SAMPLE_BYTES, Replicas, SharedPieces, find_replicas
+from shardproof.planning.structure import Packed, Structure, pack, unpack
+from shardproof.planning.writers import choose_writers, find_shared
+
+__all__ = ["CHUNK_BYTES", "LARGE_BYTES", "RankPlan", "WritePlan", "places_in_files", "plan_writes"]
+
+_Ints = NDArray[np.int64]
+
+CHUNK_BYTES = 16 << 20
+"""Bytes of a chunk, at most. Small chunks share bytes evenly among writers and readers; large ones keep the
+index short. 16 MiB gives 8,192 chunks for 128 GiB."""
+
+LARGE_BYTES = 64 << 10
+"""Bytes from which a chunk is large: a load reads it on its own, straight into its destination. A smaller
+chunk shares its read with neighbours, since copying it costs less than a read."""
+
+_CELLS = 64
+"""Cells in `chunk_bytes` (see the note in `writers`). A cell of 256 KiB takes as long to read as a file takes
+to open."""
+
+
+def plan_writes(
+    structures: Sequence[Structure],
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+    nodes: Sequence[int] | None = None,
+    sample_bytes: int = SAMPLE_BYTES,
+) -> WritePlan:
+    """Plans a save from the structures of all ranks, in rank order.
+
+    Args:
+        structures: one for each rank.
+        chunk_bytes: bytes of a chunk, at most.
+        nodes: node number of each rank. Bytes are balanced over nodes, then over the ranks of each node.
+            None: each rank is a node.
+        sample_bytes: bytes of replicas that a rank compares in one save of a sampled replica check, at most.
+
+    Returns:
+        The plan of all ranks. It depends on the arguments alone.
+
+    Raises:
+        StructureError: ranks declare different dtypes, shapes or kinds for a key.
+        TilingError: the boxes of a tensor do not cover it exactly once.
+
+    >>> from shardproof.planning.structure import TensorTable
+    >>> table = TensorTable(("w",), ("float32",), ((4, 2),), ("",))
+    >>> upper = Structure.build(table, [], [0], [0, 0], [2, 2])
+    >>> lower = Structure.build(table, [], [0], [2, 0], [2, 2])
+    >>> [plan.byte_count.tolist() for plan in plan_writes([upper, lower]).rank_plans()]
+    [[16], [16]]
+    """
+    world_size = len(structures)
+    if nodes is not None and len(nodes) != world_size:
+        raise ValueError(f"nodes has {len(nodes)} entries, expected one for each of {world_size} ranks")
+    merged, declared = merge(structures)
+    proved = prove(merged, declared)
+    del declared
+    parts = [_cut(merged, distinct, chunk_bytes) for distinct in proved]
+    places = np.arange(world_size) if nodes is None else np.asarray(nodes, np.int64)
+    group, rank, piece = _holdings(proved)
+    shared = find_shared(group, rank, world_size)
+    chosen = choose_writers(
+        group, rank, shared, *_chunks_of(proved, parts), places, cell_bytes=max(chunk_bytes // _CELLS, 1)
+    )
+    writers, pieces = rank[chosen], piece[chosen]
+    replicas = find_replicas(merged, proved, shared, rank, piece, world_size, sample_bytes)
+    del proved, group, rank, piece, shared, chosen
+    return _lay_out(merged, parts, writers, pieces, world_size, replicas)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Chunks:
+    """Chunks of one number of dimensions, sorted by box, then in row-major order of the box."""
+
+    boxes: Boxes
+    tensor: _Ints
+    parent: _Ints
+    """(c,) row of the distinct box that the chunk is cut from."""
+    start: _Ints
+    """(c,) first element of the chunk in the row-major order of that box."""
+    byte_count: _Ints
+
+
+def _cut(merged: MergedStructures, distinct: DistinctBoxes, chunk_bytes: int) -> _Chunks:
+    """Cuts the distinct boxes into chunks, but for those of aliases, which are not stored."""
+    boxes, tensor = distinct.boxes, distinct.tensor
+    kept = np.arange(len(tensor))
+    if merged.aliases:
+        stored = np.array([key not in merged.aliases for key in merged.keys], np.bool_)
+        kept = np.flatnonzero(stored[tensor])
+        boxes, tensor = boxes.take(kept), tensor[kept]
+    chunks, parent = cut(boxes, np.maximum(chunk_bytes // merged.itemsizes[tensor], 1))
+    volume = chunks.volumes()
+    if chunks is boxes:
+        return _Chunks(chunks, tensor, kept, np.zeros_like(kept), volume * merged.itemsizes[tensor])
+    before = np.cumsum(volume) - volume
+    begins = np.flatnonzero(np.diff(parent, prepend=-1))
+    start = before - np.repeat(before[begins], np.diff(begins, append=len(parent)))
+    tensor = tensor[parent]
+    return _Chunks(chunks, tensor, kept[parent], start, volume * merged.itemsizes[tensor])
+
+
+def _holdings(proved: Sequence[DistinctBoxes]) -> tuple[_Ints, _Ints, _Ints]:
+    """For every holding its distinct box, its rank, and the row of the box among the rank's pieces.
+
+    Distinct boxes are numbered through all numbers of dimensions.
+    """
+    before = np.cumsum([0, *(len(distinct.tensor) for distinct in proved)])
+    return (
+        _joined([distinct.group + count for distinct, count in zip(proved, before, strict=False)]),
+        _joined([distinct.rank for distinct in proved]),
+        _joined([distinct.piece for distinct in proved]),
+    )
+
+
+def _chunks_of(proved: Sequence[DistinctBoxes], parts: Sequence[_Chunks]) -> tuple[_Ints, _Ints]:
+    """For every chunk its distinct box, numbered as in `_holdings`, and its bytes."""
+    before = np.cumsum([0, *(len(distinct.tensor) for distinct in proved)])
+    return (
+        _joined([part.parent + count for part, count in zip(parts, before, strict=False)]),
+        _joined([part.byte_count for part in parts]),
+    )
+
+
+def _lay_out(
+    merged: MergedStructures,
+    parts: Sequence[_Chunks],
+    writer: _Ints,
+    piece: _Ints,
+    world_size: int,
+    replicas: Replicas,
+) -> WritePlan:
+    """Sorts the chunks of all dimensions by writer and file order, and places each in its file."""
+    tensor = _joined([part.tensor for part in parts])
+    byte_count = _joined([part.byte_count for part in parts])
+    place = places_in_files(merged.dtypes, tensor, byte_count)
+    order = stable_order(writer * max(len(place), 1) + place[tensor])
+    tensor, byte_count = tensor[order], byte_count[order]
+    counts = np.bincount(writer, minlength=world_size)
+    writer_start = row_pointers(counts)
+    before = row_pointers(byte_count)
+    number = np.empty(len(order), np.int64)  # of each chunk in the order of the files
+    number[order] = np.arange(len(order))
+    ends = np.cumsum([len(part.tensor) for part in parts])
+    rows = np.split(number, ends[:-1])
+    boxes = BoxTable.of_groups(
+        merged.ndims[tensor], [(at, part.boxes) for at, part in zip(rows, parts, strict=False)]
+    )
+    return WritePlan(
+        merged,
+        tensor,
+        writer_start,
+        piece[order],
+        _joined([part.start for part in parts])[order],
+        before[:-1] - np.repeat(before[writer_start[:-1]], counts),
+        byte_count,
+        boxes.start,
+        boxes.offsets,
+        boxes.sizes,
+        tuple(sorted({*np.flatnonzero(counts).tolist(), *merged.objects.values()})),
+        replicas,
+    )
+
+
+def places_in_files(dtypes: Sequence[str], tensor: _Ints, byte_count: _Ints) -> _Ints:
+    """The order of tensors in every file: by alignment, then small before large, then as given.
+
+    A tensor is large if it has a chunk of at least `LARGE_BYTES`.
+
+    Args:
+        dtypes: names of the dtypes of n tensors.
+        tensor: (c,) row of the tensor of each chunk.
+        byte_count: (c,) bytes of each chunk.
+
+    Returns:
+        (n,) position of each tensor in the order.
+
+    >>> dtypes = ["uint8", "float32", "float32"]
+    >>> places_in_files(dtypes, np.array([0, 1, 2]), np.array([9, 1 << 20, 4])).tolist()
+    [2, 1, 0]
+    """
+    alignment = np.array([DTYPES[name].alignment for name in dtypes], np.int64)
+    is_large = np.zeros(len(alignment), np.bool_)
+    is_large[tensor[byte_count >= LARGE_BYTES]] = True
+    rows = np.arange(len(alignment))
+    places = np.empty_like(rows)
+    places[np.lexsort((rows, is_large, -alignment))] = rows
+    return places
+
+
+def _joined(columns: Sequence[_Ints]) -> _Ints:
+    if len(columns) == 1:
+        return columns[0]
+    return np.concatenate([np.zeros(0, np.int64), *columns])
+
+
+_Wire = tuple[
+    list[Packed],
+    tuple[str, ...],
+    int,
+    dict[str, str],
+    dict[str, tuple[str, tuple[int, ...]]],
+    tuple[int, int, list[tuple[int, Packed]]],
+]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankPlan:
+    """What one rank writes: a row for each chunk, in the order of the rank's file."""
+
+    piece: NDArray[np.int64]
+    """(n,) row of the piece that holds the chunk, among the rank's own pieces."""
+    piece_start: NDArray[np.int64]
+    """(n,) first element of the chunk in the row-major order of its piece."""
+    byte_start: NDArray[np.int64]
+    """(n,) first byte, counted from the first data byte of the file. Chunks leave no gap."""
+    byte_count: NDArray[np.int64]
+    """(n,) bytes of each chunk."""
+    box_offsets: NDArray[np.int64]
+    """(m,) global offsets of the chunks, as in `BoxTable`."""
+    box_sizes: NDArray[np.int64]
+    """(m,) sizes of the chunks."""
+    objects: tuple[str, ...]
+    """Keys of the objects that this rank stores."""
+    files: int
+    """Number of shard files of the whole checkpoint."""
+    aliases: dict[str, str]
+    """Aliases: key to the key that is stored in its place."""
+    empty: dict[str, tuple[str, tuple[int, ...]]]
+    """Tensors without elements, so without chunks: key to dtype and shape. Only the first writer has any."""
+    shared: SharedPieces
+    """The pieces that other ranks hold, too."""
+
+    def encode(self) -> bytes:
+        """The plan as bytes for the rendezvous."""
+        columns = (self.piece, self.piece_start, self.byte_count, self.box_offsets, self.box_sizes)
+        wire = [pack(column) for column in columns]
+        rest = self.objects, self.files, self.aliases, self.empty, self.shared.wire()
+        return msgspec.msgpack.encode((wire, *rest))
+
+    @staticmethod
+    def decode(data: bytes) -> RankPlan:
+        """The plan that `encode` wrote."""
+        wire, objects, files, aliases, empty, shared = msgspec.msgpack.decode(data, type=_Wire)
+        piece, piece_start, byte_count, offsets, sizes = map(unpack, wire)
+        byte_start = np.cumsum(byte_count) - byte_count  # chunks follow each other without a gap
+        chunks = piece, piece_start, byte_start, byte_count, offsets, sizes
+        return RankPlan(*chunks, objects, files, aliases, empty, SharedPieces.of_wire(shared))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WritePlan:
+    """What all ranks write: a row for each chunk, by writer, then in the order of the writer's file."""
+
+    merged: MergedStructures
+    tensor: NDArray[np.int64]
+    """(n,) row of `merged.keys`, the tensor of the chunk."""
+    writer_start: NDArray[np.int64]
+    """(world size + 1,) row pointers: rank r writes the rows writer_start[r] to writer_start[r + 1]."""
+    piece: NDArray[np.int64]
+    """(n,) as in `RankPlan`, like the next three columns."""
+    piece_start: NDArray[np.int64]
+    byte_start: NDArray[np.int64]
+    byte_count: NDArray[np.int64]
+    box_start: NDArray[np.int64]
+    """(n + 1,) row pointers into the next two columns, as in `BoxTable`."""
+    box_offsets: NDArray[np.int64]
+    box_sizes: NDArray[np.int64]
+    writers: tuple[int, ...]
+    """The ranks that write a file, ascending: those with a chunk or an object."""
+    replicas: Replicas
+    """The boxes that several ranks hold."""
+
+    @property
+    def is_stored(self) -> list[bool]:
+        """For each merged tensor: True if the manifest has a row for it, False for an alias."""
+        return [key not in self.merged.aliases for key in self.merged.keys]
+
+    def rank_plans(self) -> list[RankPlan]:
+        """The plan of each rank, in rank order."""
+        owned: dict[int, list[str]] = {}
+        for key, owner in self.merged.objects.items():
+            owned.setdefault(owner, []).append(key)
+        empty = {
+            key: (dtype, shape)
+            for key, dtype, shape in zip(
+                self.merged.keys, self.merged.dtypes, self.merged.shapes, strict=True
+            )
+            if 0 in shape and key not in self.merged.aliases
+        }
+        box_starts = self.box_start[self.writer_start].tolist()
+        shared = self.replicas.of_ranks(len(self.writer_start) - 1)
+        plans = []
+        for rank, first in enumerate(self.writer_start[:-1].tolist()):
+            rows = slice(first, int(self.writer_start[rank + 1]))
+            boxes = slice(box_starts[rank], box_starts[rank + 1])
+            plans.append(
+                RankPlan(
+                    self.piece[rows],
+                    self.piece_start[rows],
+                    self.byte_start[rows],
+                    self.byte_count[rows],
+                    self.box_offsets[boxes],
+                    self.box_sizes[boxes],
+                    tuple(owned.get(rank, ())),
+                    len(self.writers),
+                    self.merged.aliases,
+                    empty if self.writers[:1] == (rank,) else {},
+                    shared[rank],
+                )
+            )
+        return plans
