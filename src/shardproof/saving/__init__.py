@@ -1,4 +1,7 @@
-"""Writing checkpoints."""
+"""Saves: the save of one state (`save`), and a saver that caches between saves (`Saver`).
+
+`save_protocol.py` has the protocol of a save, as a list of steps.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,13 @@ from typing import Any
 
 from shardproof.rendezvous import Rendezvous, connected
 from shardproof.saving.background import Workers
+from shardproof.saving.commit import publish, write_index
+from shardproof.saving.messages import Attempt
 from shardproof.saving.pending import PendingSave
+from shardproof.saving.placement import chunk_table
+from shardproof.saving.prepared_shard import PreparedShard, encode_chunks
 from shardproof.saving.repair import repair
-from shardproof.saving.replicas import CheckReplicas
+from shardproof.saving.replica_check import CheckReplicas
 from shardproof.saving.result import Divergence, SaveResult
 from shardproof.saving.saver import Saver, WhenBusy
 from shardproof.saving.standalone import make_standalone
@@ -16,17 +23,23 @@ from shardproof.state import open_all
 from shardproof.storage import LocalStorage, StrOrBytesPath
 
 __all__ = [
+    "Attempt",
     "CheckReplicas",
     "Divergence",
     "PendingSave",
+    "PreparedShard",
     "SaveResult",
     "Saver",
     "WhenBusy",
     "Workers",
+    "chunk_table",
+    "encode_chunks",
     "make_standalone",
     "open_all",
+    "publish",
     "repair",
     "save",
+    "write_index",
 ]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from shardproof.saving.device import DeviceCopies, copies_of
+from shardproof.saving.device_copy import DeviceCopies, copies_of
 from shardproof.saving.write_watch import WriteWatch
 from shardproof.state import Collected, ObjectEntry, Piece, Stepped
 

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from shardproof._utils.memcpy import read_words
-from shardproof.saving.device import DeviceCopies
+from shardproof.saving.device_copy import DeviceCopies
 from shardproof.state import Piece
 
 __all__ = ["MemorySample"]

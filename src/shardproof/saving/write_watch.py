@@ -7,7 +7,7 @@ from operator import attrgetter
 
 import torch
 
-from shardproof.saving.device import DeviceCopies
+from shardproof.saving.device_copy import DeviceCopies
 from shardproof.saving.memory_sample import MemorySample
 from shardproof.state import Piece, Stepped, memory_of, storage_owner
 

@@ -26,10 +26,10 @@ from shardproof.format import (
     shard_header,
 )
 from shardproof.planning import LARGE_BYTES, RankPlan, Structure
+from shardproof.saving.messages import Attempt
 
 __all__ = [
     "LARGE_IN_PAGE",
-    "Attempt",
     "Entries",
     "PreparedShard",
     "encode_chunks",
@@ -46,19 +46,6 @@ longer. Most large chunks have whole pages, so those of one alignment begin at o
 
 _STEP = 64
 """Bytes; data begin at a multiple of it."""
-
-
-class Attempt(msgspec.Struct, frozen=True):
-    """One try at saving, as the coordinator named it; the same on all ranks."""
-
-    id: str
-    time: float
-    """Seconds since 1970."""
-    step: int | None
-    world_size: int
-    metadata: dict[str, Any]
-    base: str = ""
-    """Folder of the step whose chunks are referred to where they have not changed; empty: none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
