@@ -86,7 +86,7 @@ def place_chunks(plan: WritePlan, reports: Sequence[WriteReport], base: Base | N
         count = int(planned[rank])
         if len(report.digests) != 16 * count or (report.rows and len(report.rows) != -(-count // 8)):
             raise StructureError(
-                f"rank {rank} speaks of {len(report.digests) // 16} chunks, but {count} were planned for it; "
+                f"rank {rank} reports {len(report.digests) // 16} chunks, but {count} were planned for it; "
                 "nothing was committed",
                 rank=rank,
             )

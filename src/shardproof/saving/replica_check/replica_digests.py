@@ -24,7 +24,7 @@ from shardproof.errors import StructureError
 from shardproof.planning import Slices, WritePlan
 from shardproof.saving.device_copy import copies_of
 from shardproof.saving.result import Divergence, SaveResult
-from shardproof.saving.source import Source
+from shardproof.saving.source import SliceSource
 from shardproof.saving.staging import StagingPool
 from shardproof.state import Piece
 from shardproof.storage import address
@@ -75,7 +75,7 @@ def hash_replicas(
     """
     boxes, byte_count = slices.boxes.take(rows), slices.byte_count[rows]
     columns = slices.box[rows], slices.start[rows], byte_count, boxes.offsets, boxes.sizes
-    source = Source(pieces, *columns, copies_of(piece.view for piece in pieces))
+    source = SliceSource(pieces, *columns, copies_of(piece.view for piece in pieces))
     digests, done = [], 0
     try:
         for row, count in enumerate(source.byte_counts):
