@@ -31,8 +31,8 @@ from recording import STDOUT, json_option, record
 
 from shardproof._utils.gc_pause import no_garbage_collection
 from shardproof.planning import Structure, TensorTable, write_plan
-from shardproof.saving.commit import Written, commit
-from shardproof.saving.prepare import Attempt
+from shardproof.saving.commit import commit
+from shardproof.saving.messages import Attempt, WriteReport
 
 MIB = 1 << 20
 RANKS_A_NODE = 8
@@ -195,7 +195,7 @@ def measure(layout: str, ranks: int, tensors: int) -> dict[str, Any]:
     }
 
 
-def _written(plan: Any) -> Iterator[Written]:
+def _written(plan: Any) -> Iterator[WriteReport]:
     """What the ranks post at the end, with random digests."""
     random = np.random.default_rng(0)
     writers = set(plan.writers)
@@ -204,7 +204,7 @@ def _written(plan: Any) -> Iterator[Written]:
         owned.setdefault(owner, {})[key] = b"1"
     for rank, count in enumerate(np.diff(plan.writer_start).tolist()):
         size, start, digest = (FILE_BYTES, DATA_START, "0" * 32) if rank in writers else (0, 0, "")
-        yield Written(size, start, digest, random.bytes(16 * count), owned.get(rank, {}), (), b"")
+        yield WriteReport(size, start, digest, random.bytes(16 * count), owned.get(rank, {}), (), b"")
 
 
 def compare(ranks: int, tensors: int, repeats: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 
 import shardproof as sp
 from shardproof.errors import RankFailure
-from shardproof.saving import session
+from shardproof.saving import save_protocol
 from tests.harness import Job, rank, reach, rendezvous, run_ranks
 from tests.perfetto import COMPLAINTS, ask_perfetto
 
@@ -157,7 +157,7 @@ def test_rank_0_hears_of_the_progress_of_those_it_waits_for() -> None:
 def save_beside_a_slow_rank(folder: str) -> tuple[dict[str, Any], str]:
     if rank() == 1:
         hours = (3600.0 * hour for hour in range(1_000))
-        session.time = SimpleNamespace(monotonic=lambda: next(hours))  # type: ignore[assignment]
+        save_protocol.time = SimpleNamespace(monotonic=lambda: next(hours))  # type: ignore[assignment]
     shown, facts = io.StringIO(), {}
 
     def hear(event: sp.events.Event) -> None:

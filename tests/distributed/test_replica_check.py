@@ -365,20 +365,20 @@ def test_rank_0_and_those_at_fault_are_told(tmp_path: Path) -> None:
 
 
 def hashing_fails(root: str, culprit: int) -> tuple[str, str]:
-    import shardproof.saving.session as session
+    from shardproof.saving import save_protocol
 
     saver = Saver(rendezvous(deadline=20.0))
-    hash_replicas = session.hash_replicas
+    hash_replicas = save_protocol.hash_replicas
     if rank() == culprit:
 
         def fails(*_: Any) -> bytes:
             raise MemoryError("no room to hash")
 
-        session.hash_replicas = fails  # type: ignore[assignment]
+        save_protocol.hash_replicas = fails  # type: ignore[assignment]
     pending = saver.begin(LocalStorage(f"{root}/0"), state_of(1.0), check_replicas="all")
     with pytest.raises(ShardproofError) as failed:
         pending.result(LIMIT)
-    session.hash_replicas = hash_replicas
+    save_protocol.hash_replicas = hash_replicas
     assert saver.begin(LocalStorage(f"{root}/1"), state_of(1.0), check_replicas="all").result(LIMIT)
     return type(failed.value).__name__, str(failed.value)
 
@@ -396,7 +396,7 @@ def test_a_rank_that_cannot_compare_fails_the_save_of_all(culprit: int, tmp_path
 
 def hashes_slowly(root: str) -> int:
     """Rank 1 takes longer for its replicas than a rank may be silent, but not for any one of them."""
-    import shardproof.saving.replicas as replicas
+    import shardproof.saving.replica_check.replica_digests as replicas
 
     meetings = rendezvous(deadline=20.0)
     saver = Saver(meetings)

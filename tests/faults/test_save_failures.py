@@ -131,7 +131,7 @@ def preparing_fails(run: Run, who: int) -> Callable[[int], Any]:
         error = MemoryError("no room for a header")
         if rank() != who:
             return run.checkpointer.save(step, changed).result()
-        with mock.patch("shardproof.saving.session.prepare_shard", side_effect=error):
+        with mock.patch("shardproof.saving.save_protocol.prepare_shard", side_effect=error):
             return run.checkpointer.save(step, changed).result()
 
     return save
@@ -380,7 +380,7 @@ def one_is_interrupted(root: str, within: str, begin: bool) -> tuple[Said | str,
     with ExitStack() as stack:
         if rank() == 1:
             error = KeyboardInterrupt(INTERRUPTED)
-            stack.enter_context(mock.patch(f"shardproof.saving.session.{within}", side_effect=error))
+            stack.enter_context(mock.patch(f"shardproof.saving.save_protocol.{within}", side_effect=error))
         try:
             said = attempt(save)
         except KeyboardInterrupt as caught:

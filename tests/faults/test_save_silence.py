@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import shardproof as sp
-from shardproof.saving.buffers import BufferPool
+from shardproof.saving.shard_writer import BufferPool
 from tests.faulty_storage import FaultyStorage
 from tests.harness import Job, Outcome, rank, reach, rendezvous, run_ranks, world_size
 from tests.scenarios.states import (
@@ -210,7 +210,7 @@ def one_writes_slowly(root: str, slow: int) -> Said:
     checkpointer = checkpointer_at(root, deadline=5.0)
     state = {"large": rows(whole((6 * 1024, 2), 1), 0, 6 * 1024 if rank() == slow else 0)}
     if rank() == slow:
-        checkpointer._saver._keep().pool = BufferPool(4096, 3)
+        checkpointer._saver._own_cache().buffers = BufferPool(4096, 3)
         checkpointer._storage = Gated(checkpointer._storage)  # type: ignore[assignment]
     return attempt(lambda: checkpointer.save(1, state).result())
 

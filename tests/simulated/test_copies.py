@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from shardproof.saving.device import DeviceCopies, pinned_buffer
+from shardproof.saving.device_copy import DeviceCopies, pinned_buffer
 from tests import simulated
 from tests.accelerator import first_device
 from tests.simulated.waiting import LIMIT, goes_on

@@ -1,4 +1,7 @@
-"""Writing checkpoints."""
+"""Saves: the save of one state (`save`), and a saver that caches between saves (`Saver`).
+
+`save_protocol.py` has the protocol of a save, as a list of steps.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,13 @@ from typing import Any
 
 from shardproof.rendezvous import Rendezvous, connected
 from shardproof.saving.background import Workers
+from shardproof.saving.commit import publish, write_index
+from shardproof.saving.messages import Attempt
 from shardproof.saving.pending import PendingSave
+from shardproof.saving.placement import chunk_table
+from shardproof.saving.prepared_shard import PreparedShard, encode_chunks
 from shardproof.saving.repair import repair
-from shardproof.saving.replicas import CheckReplicas
+from shardproof.saving.replica_check import CheckReplicas
 from shardproof.saving.result import Divergence, SaveResult
 from shardproof.saving.saver import Saver, WhenBusy
 from shardproof.saving.standalone import make_standalone
@@ -16,17 +23,23 @@ from shardproof.state import open_all
 from shardproof.storage import LocalStorage, StrOrBytesPath
 
 __all__ = [
+    "Attempt",
     "CheckReplicas",
     "Divergence",
     "PendingSave",
+    "PreparedShard",
     "SaveResult",
     "Saver",
     "WhenBusy",
     "Workers",
+    "chunk_table",
+    "encode_chunks",
     "make_standalone",
     "open_all",
+    "publish",
     "repair",
     "save",
+    "write_index",
 ]
 
 
@@ -41,32 +54,32 @@ def save(
     rendezvous: Rendezvous | None = None,
     deadline: float | None = None,
 ) -> SaveResult:
-    """Saves a state tree and returns once it is committed: durable, whole and proved. Called by every rank.
+    """Saves a state tree and returns once it is committed. All ranks call it.
 
     Args:
         path: the folder of the checkpoint.
         state: nested dicts, lists and tuples of tensors, modules, optimizers, objects with ``state_dict``,
-        plain values.
-        step: kept in the manifest.
-        metadata: plain data, kept in the manifest.
-        overwrite: whether to replace a committed checkpoint; it stays valid until the new one is committed.
+            and plain values.
+        step: stored in the manifest.
+        metadata: plain data, stored in the manifest.
+        overwrite: whether to replace a committed checkpoint. It stays valid until the new one is committed.
         check_replicas: whether ranks that hold the same boxes compare their bytes, ``"all"`` of them or a
-            ``"sample"``; what differs is in the result's `diverged`, and logged.
-        rendezvous: where the ranks meet; found by itself when None.
-        deadline: seconds that a rank may be silent before all ranks fail with `RankSilent`, in this call. It
-            bounds each wait for another rank, and the time to reach the store. It does not bound the call as
-            a whole: a rank that reports progress is waited for. None: the deadline of the rendezvous (300 s
-            unless set). Not together with `rendezvous`, which has its own.
+            ``"sample"``. Differences are in `SaveResult.diverged`, and logged.
+        rendezvous: where the ranks meet. None: the one that `shardproof.rendezvous.connect` finds.
+        deadline: seconds that a rank may be silent before all ranks fail with `RankSilent`. It bounds each
+            wait for another rank, and the time to reach the store. It does not bound the whole call: the
+            ranks wait for a rank that reports progress. None: the deadline of the rendezvous (300 s unless
+            set). Not together with `rendezvous`, which has its own.
 
     Returns:
-        What was committed.
+        The committed checkpoint.
 
     Raises:
-        ValueError: `deadline` is not positive, or `rendezvous` is given, too.
-        AlreadyCommittedError: a checkpoint is committed here and `overwrite` is False.
-        StructureError, TilingError, PlainDataError: the state cannot be kept; nothing was written.
-        RankFailure, RankSilent: some rank failed or fell silent; nothing was committed, unless the text says
-            so or it was the coordinator, which may have published.
+        ValueError: `deadline` is not positive, or is given together with `rendezvous`.
+        AlreadyCommittedError: `path` has a committed checkpoint and `overwrite` is False.
+        StructureError, TilingError, PlainDataError: the state cannot be stored; nothing was committed.
+        RankFailure, RankSilent: a rank failed or fell silent. Nothing was committed, unless the text says so,
+            or the coordinator fell silent, which may have committed.
         StorageError: the storage failed.
 
     Example:

@@ -1,10 +1,10 @@
-"""Threads that go on while the caller trains, and that a process does not leave behind.
+"""Threads that work while the caller trains, and that the end of the process waits for.
 
-Note "The end of the interpreter": threads of this module are daemons, so that one which hangs in a dead file
-system cannot keep the process for ever. What they have under way is waited for by a function that `atexit`
-calls, which comes after the last line of the program and before the interpreter is taken apart. By then no
-thread can be started and executors take no work, so these threads exist from the first save on and need
-nothing but a queue. A child made by fork has none of them, and waits for nothing.
+Note "The end of the interpreter": these threads are daemons, so a thread that hangs in a dead file system
+cannot keep the process alive. An `atexit` function waits for their work. It runs after the program's last
+line and before the interpreter shuts down. At that time no thread can be started and executors accept no
+work, so these threads exist from the first save on and need only a queue. A child made by fork has none of
+them, and waits for nothing.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ __all__ = ["Progress", "Workers", "wait_while_moving"]
 T = TypeVar("T")
 
 _log = logging.getLogger("shardproof")
-_LOOK = 0.2
-"""Seconds between two looks at whether something moves."""
+_POLL_SECONDS = 0.2
+"""Seconds between two checks for progress."""
 
 
 class Workers:
-    """A few threads that run what they are given, in the order in which it came.
+    """Threads that run tasks from one queue, in the order in which they were submitted.
 
     Args:
         name: of the threads.
-        count: how many.
+        count: of threads.
 
     >>> workers = Workers("shardproof-doctest", 1)
     >>> workers.submit(lambda: 6 * 7).result()
@@ -52,10 +52,10 @@ class Workers:
         weakref.finalize(self, _stop, self._tasks, count)
 
     def submit(self, work: Callable[[], T], future: Future[T] | None = None) -> Future[T]:
-        """Run `work` when a thread is free; an error of any kind is the future's.
+        """Runs `work` when a thread is free. Any error of it becomes the error of the future.
 
         Args:
-            work: to run.
+            work: the task.
             future: for its result; None: a new one.
         """
         result: Future[T] = Future() if future is None else future
@@ -67,7 +67,7 @@ def _run(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
     lower_io_priority()
     while (task := tasks.get()) is not None:
         task()
-        del task  # what it held must not live until the next one comes
+        del task  # or its references would live until the next task
 
 
 def _stop(tasks: SimpleQueue[Callable[[], None] | None], count: int) -> None:
@@ -85,39 +85,39 @@ def _fulfil(future: Future[T], work: Callable[[], T]) -> None:
 
 
 class Progress:
-    """How far a save has come. Any thread may say so; whoever waits looks whether it moves."""
+    """A counter of a save's progress. Any thread may advance it; waiting threads check that it moves."""
 
     def __init__(self) -> None:
         self.is_bounded = False
-        """Whether what goes on ends by itself: a meeting of ranks, which has deadlines of its own."""
+        """Whether the current step ends by itself: a meeting of ranks, which has deadlines of its own."""
         self._count = 0
 
     def moved(self) -> None:
-        """Something was done."""
+        """Counts one step of progress."""
         self._count += 1
 
     @property
     def count(self) -> int:
-        """Changes whenever something was done."""
+        """Steps so far."""
         return self._count
 
 
 def wait_while_moving(
     future: Future[Any], progress: Progress, patience: float, tick: Callable[[], None] | None = None
 ) -> bool:
-    """Wait for a future, as long as its work moves.
+    """Waits for a future while its work makes progress.
 
     Args:
         future: of the work.
         progress: of the work.
-        patience: seconds without progress after which it is given up.
-        tick: called whenever it moved.
+        patience: seconds without progress after which the wait ends.
+        tick: called after each progress.
 
     Returns:
         Whether the future is done.
     """
     seen, since = progress.count, time.monotonic()
-    while not _is_done(future, _LOOK):
+    while not _is_done(future, _POLL_SECONDS):
         if progress.is_bounded or progress.count != seen:
             seen, since = progress.count, time.monotonic()
             if tick is not None:
@@ -136,7 +136,7 @@ def _is_done(future: Future[Any], seconds: float) -> bool:
 
 
 class _Unfinished:
-    """The saves of this process that are under way, for the end of the interpreter."""
+    """The saves under way in this process, for the end of the interpreter."""
 
     def __init__(self) -> None:
         self._lock = forks.lock()
@@ -144,7 +144,7 @@ class _Unfinished:
         self._registered = False
 
     def add(self, future: Future[Any], progress: Progress, patience: float, what: str) -> None:
-        """Wait for this one, too. Called once its threads run: `atexit` calls the last function first."""
+        """Adds a save. Called after its threads started, since `atexit` calls the last function first."""
         with self._lock:
             self._saves[future] = os.getpid(), progress, patience, what
             if not self._registered:
@@ -157,7 +157,7 @@ class _Unfinished:
             self._saves.pop(future, None)
 
     def wait(self) -> None:
-        """Wait for all that moves."""
+        """Waits for each save that makes progress."""
         with self._lock:
             saves = list(self._saves.items())
         for future, (process, progress, patience, what) in saves:

@@ -1,4 +1,4 @@
-"""What a save takes note of while training waits. All the rest can be done beside it."""
+"""What a save records of the state while training waits."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from shardproof.saving.device import DeviceCopies, copies_of
+from shardproof.saving.device_copy import DeviceCopies, copies_of
 from shardproof.saving.write_watch import WriteWatch
 from shardproof.state import Collected, ObjectEntry, Piece, Stepped
 
 __all__ = ["Capture"]
 
-_LOOSE_BYTES = 1 << 20
-"""As many bytes that change outside of optimizers are copied before it is known which of them this rank
-writes."""
+_UNFENCED_BYTES = 1 << 20
+"""Bytes of unfenced tensors that a save copies before the ranks agree on who writes them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Capture:
-    """The state of one rank as of a save."""
+    """The state of one rank, as a save found it."""
 
     pieces: Sequence[Piece]
     """In the order of the structure."""
@@ -30,25 +29,25 @@ class Capture:
     objects: dict[str, bytes]
     """As JSON, by key."""
     copies: dict[torch.device, DeviceCopies]
-    """Of the values that the pieces have now."""
+    """Copies of the pieces' current values, by device."""
     watch: WriteWatch | None
-    """Of the pieces; None: nothing changes until the save is over."""
+    """Of the pieces; None: the caller waits, so no memory changes."""
     is_complete: bool
-    """Whether nothing changes any more but what the watch calls fenced."""
+    """Whether all unfenced memory is copied, so that only fenced memory can change."""
 
     @staticmethod
     def of(collected: Collected, stepped: Sequence[Stepped], *, guarded: bool, complete: bool) -> Capture:
-        """Takes note of what a walk has found.
+        """Records the collected state.
 
         Args:
             collected: of this rank.
-            stepped: the optimizers whose steps a fence stops.
+            stepped: the optimizers whose steps the fence stops.
             guarded: whether memory may change before the save is over.
-            complete: whether to copy all that no fence keeps from changing, if that is little and not all.
+            complete: whether to copy the unfenced memory, if it is small.
         """
         pieces = [piece for entry in collected.tensors for piece in entry.pieces]
         watch = WriteWatch(pieces, stepped) if guarded else None
-        is_complete = complete and _copy_loose(pieces, watch)
+        is_complete = complete and _copy_unfenced(pieces, watch)
         return Capture(
             pieces,
             [entry.key for entry in collected.tensors for _ in entry.pieces],
@@ -59,24 +58,24 @@ class Capture:
         )
 
 
-def _copy_loose(pieces: list[Piece], watch: WriteWatch | None) -> bool:
-    """Replaces the pieces that no fence keeps from changing with copies; False where that is too much."""
+def _copy_unfenced(pieces: list[Piece], watch: WriteWatch | None) -> bool:
+    """Replaces unfenced pieces with copies; False if they are too large, or none is fenced."""
     if not watch:
         return False
-    loose = [row for row in range(len(pieces)) if not watch.is_fenced(row)]
-    if sum(pieces[row].view.nbytes for row in loose) > _LOOSE_BYTES:
+    unfenced = [row for row in range(len(pieces)) if not watch.is_fenced(row)]
+    if sum(pieces[row].view.nbytes for row in unfenced) > _UNFENCED_BYTES:
         return False
     try:
-        for row in loose:
+        for row in unfenced:
             piece = pieces[row]
             pieces[row] = Piece.of(piece.view.clone(), piece.offsets, piece.sizes)
-    except torch.OutOfMemoryError:  # of a device: to stage through host memory takes none of it
+    except torch.OutOfMemoryError:  # staging through host memory takes no device memory
         return False
     return True
 
 
 def _encoded(objects: Sequence[ObjectEntry]) -> dict[str, bytes]:
-    """Objects as JSON, by key. Several keys may have one value, which is encoded once."""
+    """Objects as JSON, by key. A value that several keys share is encoded once."""
     known: dict[int, bytes] = {}
     for entry in objects:
         if id(entry.value) not in known:

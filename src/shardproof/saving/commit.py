@@ -1,4 +1,4 @@
-"""The coordinator's side of a commit: what was written is what was planned, then index and manifest."""
+"""The commit, on the coordinator: check the reports of the ranks, write the index, publish the manifest."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from itertools import compress
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from shardproof.errors import FormatError, NotCommittedError, StorageError, StructureError
 from shardproof.format import (
@@ -29,13 +28,14 @@ from shardproof.format import (
     unneeded,
     why_kept,
 )
-from shardproof.planning import ChunkTable, WritePlan
-from shardproof.saving.incremental import Base, Placed, Written, base_after, place
-from shardproof.saving.prepare import Attempt
+from shardproof.planning import WritePlan
+from shardproof.saving.incremental import Base
+from shardproof.saving.messages import Attempt, WriteReport
+from shardproof.saving.placement import place_chunks
 from shardproof.storage import Storage
 from shardproof.version import __version__
 
-__all__ = ["Written", "chunk_table", "commit", "publish", "write_index"]
+__all__ = ["commit", "publish", "write_index"]
 
 _log = logging.getLogger("shardproof")
 
@@ -44,39 +44,39 @@ def commit(
     storage: Storage,
     plan: WritePlan,
     attempt: Attempt,
-    written: Sequence[Written],
+    reports: Sequence[WriteReport],
     *,
     overwrite: bool,
     base: Base | None = None,
 ) -> tuple[Manifest, Base]:
-    """Checks that written equals planned, then writes the index and, last, the manifest.
+    """Checks that the ranks wrote what was planned, then writes the index and, last, the manifest.
 
     Args:
         storage: of the step.
         plan: of all ranks.
         attempt: see `Attempt`.
-        written: of each rank.
+        reports: of each rank.
         overwrite: whether to replace a committed checkpoint.
-        base: where chunks are that were not written.
+        base: stores the chunks that were not written.
 
     Returns:
-        The manifest; and the new step as the base of a next save by the same plan.
+        The manifest; and the new step as the base of the next save by the same plan.
 
     Raises:
-        StructureError: the value of an object differs between ranks that share it, or a rank wrote something
-            else than was planned.
+        StructureError: the value of an object differs between ranks that share it, or a rank did not write
+            what was planned.
         AlreadyCommittedError: another job committed here first.
         StorageError: the storage failed, or a file that is referred to is gone.
     """
-    _check_objects_agree(written)
-    _check_planned(plan, written)
-    placed = place(plan, written, base)
+    _check_objects_agree(reports)
+    _check_planned(plan, reports)
+    placed = place_chunks(plan, reports, base)
     own = tuple(
         FileRecord(
             shard_name(rank, attempt.id),
-            written[rank].size,
-            written[rank].digest,
-            written[rank].data_start,
+            reports[rank].size,
+            reports[rank].digest,
+            reports[rank].data_start,
             rank,
         )
         for rank in placed.writers
@@ -85,9 +85,9 @@ def commit(
     columns = (compress(column, stored) for column in (merged.keys, merged.dtypes, merged.shapes))
     tensors = tuple(map(TensorRecord, *columns))
     objects: dict[str, Any] = {}
-    for part in written:
-        objects |= {key: msgspec.json.decode(value) for key, value in part.objects.items()}
-    index = encode_index(_table_of(plan, placed))
+    for report in reports:
+        objects |= {key: msgspec.json.decode(value) for key, value in report.objects.items()}
+    index = encode_index(placed.table(plan))
     files = (*own, *placed.borrowed)
     manifest = Manifest(
         version=manifest_version(files),
@@ -105,7 +105,7 @@ def commit(
     )
     _check_visible(storage, manifest)
     seal = publish(storage, manifest, index, overwrite=overwrite)
-    return manifest, base_after(placed, manifest, storage.folder, seal)
+    return manifest, placed.as_base(manifest, storage.folder, seal)
 
 
 def publish(storage: Storage, manifest: Manifest, index: bytes, *, overwrite: bool) -> bytes:
@@ -128,7 +128,7 @@ def publish(storage: Storage, manifest: Manifest, index: bytes, *, overwrite: bo
 
 
 def write_index(storage: Storage, name: str, index: bytes) -> None:
-    """Writes an encoded index as a new file, flushed; nothing is left of it on an error."""
+    """Writes an encoded index as a new file and flushes it. On an error it removes the file."""
     sink = storage.create(name)
     try:
         sink.write_at(0, memoryview(index))
@@ -138,63 +138,22 @@ def write_index(storage: Storage, name: str, index: bytes) -> None:
         raise
 
 
-def chunk_table(
-    tensor: np.ndarray[Any, Any],
-    file: np.ndarray[Any, Any],
-    byte_start: np.ndarray[Any, Any],
-    byte_count: np.ndarray[Any, Any],
-    digest: np.ndarray[Any, Any],
-    box_start: np.ndarray[Any, Any],
-    box_offsets: np.ndarray[Any, Any],
-    box_sizes: np.ndarray[Any, Any],
-) -> ChunkTable:
-    """A chunk table from columns in any order of rows; rows of one tensor keep their order."""
-    order = np.argsort(tensor, kind="stable")
-    ndim = np.diff(box_start)[order]
-    starts = np.append(0, np.cumsum(ndim))
-    at = np.repeat(box_start[:-1][order] - starts[:-1], ndim) + np.arange(int(ndim.sum()))
-    return ChunkTable(
-        tensor[order],
-        file[order],
-        byte_start[order],
-        byte_count[order],
-        digest[order],
-        starts,
-        box_offsets[at],
-        box_sizes[at],
-    )
-
-
-def _table_of(plan: WritePlan, placed: Placed) -> ChunkTable:
-    row_of = np.cumsum(plan.is_stored) - 1  # in the manifest, of each merged tensor that is stored
-    return chunk_table(
-        row_of[plan.tensor],
-        placed.file,
-        placed.byte_start,
-        plan.byte_count,
-        placed.digest,
-        plan.box_start,
-        plan.box_offsets,
-        plan.box_sizes,
-    )
-
-
-def _check_planned(plan: WritePlan, written: Sequence[Written]) -> None:
-    """The objects that each rank wrote are those that were planned for it; `place` says so of the chunks."""
-    owned: list[set[str]] = [set() for _ in written]
+def _check_planned(plan: WritePlan, reports: Sequence[WriteReport]) -> None:
+    """Checks the objects that each rank wrote; `place_chunks` checks the chunks."""
+    owned: list[set[str]] = [set() for _ in reports]
     for key, owner in plan.merged.objects.items():
         owned[owner].add(key)
-    for rank, part in enumerate(written):
-        if set(part.objects) != owned[rank]:
+    for rank, report in enumerate(reports):
+        if set(report.objects) != owned[rank]:
             raise StructureError(
-                f"rank {rank} wrote the objects {sorted(part.objects)}, but {sorted(owned[rank])} were "
+                f"rank {rank} wrote the objects {sorted(report.objects)}, but {sorted(owned[rank])} were "
                 "planned; nothing was committed",
                 rank=rank,
             )
 
 
 def _check_visible(storage: Storage, manifest: Manifest) -> None:
-    """The shard files are where the coordinator, and so any reader, looks for them."""
+    """Checks that the coordinator, and so any reader, finds each shard file with its size."""
     for record, (folder, name) in zip(manifest.files, files_of(storage, manifest), strict=True):
         size = folder.size(name)
         if size == record.size:
@@ -214,30 +173,29 @@ def _check_visible(storage: Storage, manifest: Manifest) -> None:
         )
 
 
-def _check_objects_agree(written: Sequence[Written]) -> None:
-    """A value that several ranks have under one key must be the same on all of them."""
+def _check_objects_agree(reports: Sequence[WriteReport]) -> None:
+    """Checks that a key has the same value on all ranks that have it."""
     first: dict[str, tuple[bytes, int]] = {}
     seen: set[tuple[tuple[str, ...], bytes]] = set()
-    for rank, part in enumerate(written):
-        if (part.object_keys, part.object_digests) in seen:
+    for rank, report in enumerate(reports):
+        if (report.object_keys, report.object_digests) in seen:
             continue
-        seen.add((part.object_keys, part.object_digests))
-        for at, key in enumerate(part.object_keys):
-            digest = part.object_digests[16 * at : 16 * at + 16]
+        seen.add((report.object_keys, report.object_digests))
+        for at, key in enumerate(report.object_keys):
+            digest = report.object_digests[16 * at : 16 * at + 16]
             other, other_rank = first.setdefault(key, (digest, rank))
             if other != digest:
                 raise StructureError(
                     f"the value of {key!r} differs between rank {other_rank} and rank {rank}, and only one "
-                    f"of them "
-                    "could be kept. If each rank has its own, wrap it in sp.PerRank; if it should be the "
-                    "same, make it so before saving",
+                    "of them could be kept. If each rank has its own, wrap it in sp.PerRank; if it should be "
+                    "the same, make it so before saving",
                     key=key,
                     ranks=[other_rank, rank],
                 )
 
 
 def _committed(storage: Storage) -> Manifest | None:
-    """The checkpoint that is about to be replaced, if there is one that can be read."""
+    """The checkpoint that this commit replaces; None if there is none, or it cannot be read."""
     try:
         return read_manifest(storage)
     except NotCommittedError:
@@ -252,7 +210,7 @@ def _committed(storage: Storage) -> Manifest | None:
 
 
 def _remove_replaced(storage: Storage, old: Manifest, new: Manifest) -> None:
-    """Removes files that only a replaced manifest named. Failing costs space, not safety: it is logged."""
+    """Removes files that only the replaced manifest names; logs a failure, which costs space only."""
     try:
         references = referred_beside(storage)
         lent = references.files(storage.folder)

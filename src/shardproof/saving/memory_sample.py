@@ -1,8 +1,8 @@
-"""A few words of the memory of each tensor.
+"""A sample of the memory of each tensor: four words, compared to detect writes.
 
-torch counts only the writes that go through its own operations on the tensor itself. Writes through
-``.data``, through another tensor with the same storage, from numpy, from another process or by a replayed
-CUDA graph are not counted. Most of them change the words of this sample.
+torch counts only writes by its own operations on the tensor itself. It does not count writes through
+``.data``, through another tensor of the same storage, from numpy, from another process, or by a replayed CUDA
+graph. Most of these writes change a word of the sample.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ import torch
 from numpy.typing import NDArray
 
 from shardproof._utils.memcpy import read_words
-from shardproof.saving.device import DeviceCopies
+from shardproof.saving.device_copy import DeviceCopies
 from shardproof.state import Piece
 
 __all__ = ["MemorySample"]
 
 _WORDS = 4
-"""Samples of a tensor: words of 8 bytes in contiguous host memory, else elements."""
+"""Samples of a tensor: words of 8 bytes in contiguous host memory, elements in other memory."""
 
 _NBYTES = attrgetter("nbytes")
 _Ints = NDArray[np.int64]
 
 
 class MemorySample:
-    """The sampled memory of n pieces, as it is when this is made.
+    """Samples of the memory of n pieces, taken when this object is made.
 
-    The samples lie at equal distances from the first byte of a piece to its last. A write that leaves all of
-    them as they were does not show, for example one to a few rows of an embedding.
+    The samples have equal distances, from the first byte of a piece to its last. A write that misses all of
+    them does not show, for example one to a few rows of an embedding.
 
     Args:
         pieces: with at least one element each, on any device.
-        pointers: where the memory of each begins.
+        pointers: address of the memory of each.
 
     >>> one, two = torch.zeros(100), torch.zeros(100)
     >>> pieces = [Piece.of(tensor, (0,), (100,)) for tensor in (one, two)]
@@ -62,13 +62,13 @@ class MemorySample:
         self._host_rows = np.array(host, np.int64)
 
     def changed(self, copies: Mapping[torch.device, DeviceCopies]) -> list[int]:
-        """Read the samples again.
+        """Reads the samples again.
 
         Args:
             copies: for each device that a tensor is on.
 
         Returns:
-            The pieces whose samples differ, or which have other memory than before; in rising order.
+            Rows of the pieces whose samples or addresses differ, ascending.
         """
         rows = self._host_rows[self._host.changed()].tolist()
         for sample in self._device:
@@ -77,7 +77,7 @@ class MemorySample:
 
 
 class _HostSample:
-    """Of tensors in host memory."""
+    """Samples of tensors in host memory."""
 
     def __init__(self, pieces: Sequence[Piece], pointers: Sequence[int]) -> None:
         self._views = views = [piece.view for piece in pieces]
@@ -94,16 +94,16 @@ class _HostSample:
         self._addresses = np.linspace(first, last, _WORDS, axis=1, dtype=np.int64) & ~7
         """(m, _WORDS) of the words."""
         self._partial = np.flatnonzero((starts | stops) & 7)
-        """The ranges whose first or last word belongs to the tensor in part."""
+        """The ranges whose first or last word is only partly in the tensor."""
         self._mask = _mask(self._addresses[self._partial], starts[self._partial], stops[self._partial])
-        """The bits of their words that belong to it."""
+        """The bits of their words that are in the tensor."""
         self._words = self._read()
 
     def changed(self) -> NDArray[np.bool_]:
         """(n,) bool."""
         pointers = list(map(torch.Tensor.data_ptr, self._views))
         moved: NDArray[np.bool_] = np.array(pointers, np.int64) != np.array(self._pointers, np.int64)
-        if not moved.any():  # otherwise the memory may be gone
+        if not moved.any():  # memory of a moved tensor may be freed
             differ = np.any(self._read() != self._words, axis=1)
             moved[self._row[differ]] = True
         return moved
@@ -115,7 +115,7 @@ class _HostSample:
 
 
 def _mask(addresses: _Ints, starts: _Ints, stops: _Ints) -> NDArray[np.uint64]:
-    """Of little-endian words, the bytes in [start, stop)."""
+    """Masks of the bytes in [start, stop) of little-endian words."""
     ones = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
     before = np.clip(starts[:, None] - addresses, 0, 8).astype(np.uint64) * np.uint64(8)
     behind = np.clip(addresses + 8 - stops[:, None], 0, 8).astype(np.uint64) * np.uint64(8)
@@ -126,7 +126,7 @@ def _mask(addresses: _Ints, starts: _Ints, stops: _Ints) -> NDArray[np.uint64]:
 def _with_elements(
     views: Sequence[torch.Tensor], starts: _Ints, stops: _Ints, scattered: _Ints
 ) -> tuple[_Ints, _Ints, _Ints]:
-    """Ranges of bytes, in which each scattered tensor has some of its elements instead of one range."""
+    """Byte ranges; a scattered tensor has one range for each of its sampled elements."""
     single = np.ones(len(views), bool)
     single[scattered] = False
     begins, sizes, rows = [starts[single]], [(stops - starts)[single]], [np.flatnonzero(single)]
@@ -142,9 +142,9 @@ def _with_elements(
 
 
 def _diagonal(view: torch.Tensor) -> tuple[int, int]:
-    """How many elements to sample, and the distance between them in memory, in elements.
+    """The number of elements to sample and their distance in memory, in elements.
 
-    The samples lie on a diagonal of the box, which is within the tensor whatever its strides are.
+    The samples lie on a diagonal of the box, so they are within the tensor for any strides.
     """
     count = min(_WORDS, max(view.shape, default=1))
     between = max(count - 1, 1)
@@ -154,7 +154,7 @@ def _diagonal(view: torch.Tensor) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _DeviceSample:
-    """Of tensors of one dtype on one device. The words stay on the device until they are compared."""
+    """Samples of tensors of one dtype on one device; they stay on the device until `changed`."""
 
     rows: Sequence[int]
     parts: Sequence[torch.Tensor]

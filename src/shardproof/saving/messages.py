@@ -1,36 +1,53 @@
-"""What ranks and their coordinator say to each other before a save goes on in the background."""
+"""What the ranks and the coordinator send each other in a save: reports, and the answers to them."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from shardproof.saving.prepare import Attempt
-
-__all__ = ["Agreed", "Described"]
+__all__ = ["Agreement", "Attempt", "RankReport", "WriteReport", "pack_rows", "unpack_rows"]
 
 
-class Described(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank says of its state and of what it was asked for."""
+class Attempt(msgspec.Struct, frozen=True):
+    """One attempt at a save, named by the coordinator; the same on all ranks."""
+
+    id: str
+    time: float
+    """Seconds since 1970."""
+    step: int | None
+    world_size: int
+    metadata: dict[str, Any]
+    base: str = ""
+    """Folder of the base, whose unchanged chunks are referred to; empty: no base."""
+
+
+class RankReport(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank reports before the ranks agree: the structure of its state, and its caller's request."""
 
     digest: bytes
-    held: str
+    """Of the structure."""
+    cached_plan: str
+    """The attempt whose plan the rank has cached; empty: none."""
     step: int | None
     metadata: bytes
     overwrite: bool
     incremental: bool
-    known: str
-    """The attempt whose digests the rank knows."""
+    cached_digests: str
+    """The attempt whose chunk digests the rank has cached; empty: none."""
     node: int
-    """The same for all ranks of one host."""
+    """Equal on all ranks of one host."""
     check_replicas: str
-    """Empty: none are compared."""
+    """Empty: no replicas are compared."""
     failed: bytes = b""
-    """Why the save before failed, if the caller of this rank was not told yet."""
+    """The error of the save before, if this rank's caller has not seen it."""
     full_every: int | None = None
     """See `Request`."""
 
-    def asked(self) -> str:
-        """What was asked for, in words."""
+    def request_text(self) -> str:
+        """The caller's request, for messages."""
         how = f"overwrite={self.overwrite}, incremental={self.incremental}"
         if self.incremental:
             how += f", full_every={self.full_every}"
@@ -39,14 +56,55 @@ class Described(msgspec.Struct, frozen=True, array_like=True):
         return f"step {self.step}, {how}, metadata {self.metadata.decode()}"
 
 
-class Agreed(msgspec.Struct, frozen=True, array_like=True):
-    """What the coordinator answers."""
+class Agreement(msgspec.Struct, frozen=True, array_like=True):
+    """The coordinator's answer to the rank reports."""
 
     attempt: Attempt
-    reuse: bool
-    tell: bool
-    """Whether the ranks are told digests of a base that they do not know."""
+    reuse_plan: bool
+    """Whether all ranks write by the plan that they have cached."""
+    send_base: bool
+    """Whether the coordinator sends each rank the base's digests of its chunks, at a meeting of its own."""
     background: str
-    """Name of the rendezvous in the background: that of the coordinator's first save."""
+    """Name of the rendezvous in the background: the name of the coordinator's first attempt."""
     turn: int = 0
-    """Where a sample of replicas is compared: its number."""
+    """Number of the sample of replicas that this save compares."""
+
+
+class WriteReport(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank reports of its shard file. Without a file, `size` and `data_start` are 0."""
+
+    size: int
+    data_start: int
+    digest: str
+    digests: bytes
+    """(n, 2) uint64 of the planned chunks, in the order of the plan, written or not."""
+    objects: dict[str, bytes]
+    """The objects that this rank stores, as JSON."""
+    object_keys: tuple[str, ...]
+    """Keys of all objects in this rank's state."""
+    object_digests: bytes
+    """16 bytes for each of `object_keys`."""
+    rows: bytes = b""
+    """`pack_rows` of the planned chunks that the file holds; empty: all of them."""
+    replicas: bytes = b""
+    """Digests of the replicas that this rank compares."""
+    seconds: float = 0.0
+    """Time that the rank took to write."""
+
+
+def pack_rows(chosen: NDArray[np.bool_]) -> bytes:
+    r"""One bit a row, the first row in the lowest bit of the first byte.
+
+    >>> pack_rows(np.array([True, False, True]))
+    b'\x05'
+    """
+    return np.packbits(chosen, bitorder="little").tobytes()
+
+
+def unpack_rows(rows: bytes, count: int) -> NDArray[np.bool_]:
+    r"""Inverse of `pack_rows`, of `count` rows.
+
+    >>> unpack_rows(b"\x05", 3).tolist()
+    [True, False, True]
+    """
+    return np.unpackbits(np.frombuffer(rows, np.uint8), count=count, bitorder="little").astype(bool)

@@ -1,4 +1,4 @@
-"""A save that was begun: what came of it, and how long it held the caller."""
+"""The handle of a save that goes on in the background."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["PendingSave"]
 
 
 class PendingSave:
-    """A save that goes on while training does.
+    """A save that goes on in the background.
 
     >>> import shardproof as sp, tempfile, torch
     >>> pending = sp.Checkpointer(tempfile.mkdtemp()).save(7, {"w": torch.ones(2)})
@@ -31,46 +31,49 @@ class PendingSave:
         patience: float = 0.0,
     ) -> None:
         self.step = step
-        """The step that is saved."""
+        """The step of the save."""
         self.blocked = 0.0
-        """Seconds for which the call that began it held the caller."""
+        """Seconds that the call of `save` took."""
         self._future = future
         self._progress = progress or Progress()
         self._patience = patience
-        self._told = False
+        self._reported = False
         self._process = os.getpid()
 
     @property
     def skipped(self) -> bool:
-        """Whether nothing was saved, because another save was still under way."""
+        """Whether nothing was saved, because the save before was still under way."""
         return self._future is None
 
     def done(self) -> bool:
-        """Whether it is over: committed, failed or skipped."""
+        """Whether the save is over: committed, failed or skipped."""
         return self._future is None or self._future.done()
 
     def result(self, timeout: float | None = None) -> SaveResult:
-        """The committed checkpoint, once it is durable.
+        """Waits for the commit.
 
         Args:
-            timeout: seconds to wait at most; the save goes on in any case. None: as long as it moves, for a
-                save whose ranks fall silent fails by itself.
+            timeout: seconds to wait at most; the save goes on in any case. None: until the save is over or
+                makes no progress.
+
+        Returns:
+            The committed, durable checkpoint.
 
         Raises:
-            TimeoutError: it is still under way.
-            ReentrantCallError: a signal handler called it that interrupted a save or a load.
-            SaveSkipped: there is none.
-            RuntimeError: it was begun by the process that this one was forked from.
-            StorageError: it does not move any more, and cannot be ended: the storage hangs. It may be
-                committed, or yet be once the storage answers.
-            ShardproofError: the save failed on some rank. Nothing was committed, unless the text says so, or
-                the coordinator fell silent after it had published.
+            TimeoutError: the save is still under way.
+            ReentrantCallError: a signal handler that interrupted a save or a load called it.
+            SaveSkipped: the save was skipped.
+            RuntimeError: the parent of this forked process began the save.
+            StorageError: the save makes no progress, because the storage hangs. It may be committed, now or
+                when the storage answers.
+            ShardproofError: the save failed on a rank. Nothing was committed, unless the text says so, or the
+                coordinator fell silent after the commit.
         """
         refuse_inside("result")
         return self.outcome(timeout)
 
     def outcome(self, timeout: float | None = None) -> SaveResult:
-        """What `result` returns, also for a save that waits for itself."""
+        """`result` without the check for reentrant calls; a synchronous save calls it."""
         if self._future is None:
             raise SaveSkipped(
                 f"step {self.step} was not saved: the save before it was still under way, and when_busy is "
@@ -86,17 +89,17 @@ class PendingSave:
         try:
             return self._future.result(timeout)
         except ShardproofError:
-            self._told = True
+            self._reported = True
             raise
 
     def settle(self, tick: Callable[[], None] | None = None) -> None:
-        """Waits until it is over, whatever came of it, as long as it moves.
+        """Waits until the save is over, with any outcome, while it makes progress.
 
         Args:
-            tick: called whenever it moved.
+            tick: called after each progress.
 
         Raises:
-            StorageError: it does not move any more.
+            StorageError: the save makes no progress.
         """
         if self._future is not None and not wait_while_moving(
             self._future, self._progress, self._patience, tick
@@ -108,15 +111,15 @@ class PendingSave:
             )
 
     def tell(self) -> None:
-        """The caller learns of a failure by another way: nobody else needs to be told."""
-        self._told = True
+        """Marks a failure as reported, because the caller gets it in another way."""
+        self._reported = True
 
     def take_failure(self) -> ShardproofError | None:
-        """Why the save failed, the first time that anybody asks; None if it did not, or not yet."""
-        if self._told or self._future is None or not self._future.done():
+        """The error of the save, for one caller: None if it has none, or a caller has it already."""
+        if self._reported or self._future is None or not self._future.done():
             return None
         error = self._future.exception()
-        self._told = True
+        self._reported = True
         assert error is None or isinstance(error, ShardproofError)
         return error
 

@@ -1,4 +1,4 @@
-"""What a save leaves."""
+"""The result of a save."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Divergence", "SaveResult"]
 
 
 class Divergence(msgspec.Struct, frozen=True):
-    """Part of a tensor that several ranks hold, and of which they do not hold the same bytes.
+    """A box of a tensor whose replicas differ between ranks.
 
     >>> print(Divergence("w", (0, 4), (2, 4), (3,), (0, 1, 3), True))
     'w'[0:2,4:8]: rank 3 differs from the others of ranks 0-1, 3
@@ -22,14 +22,14 @@ class Divergence(msgspec.Struct, frozen=True):
 
     key: str
     offsets: tuple[int, ...]
-    """Of the box that differs somewhere, in elements of the global tensor."""
+    """Of the box, in elements of the global tensor."""
     sizes: tuple[int, ...]
     ranks: tuple[int, ...]
-    """Those that differ from the majority, ascending; all holders where there is none."""
+    """Ranks that differ from the majority, ascending; all holders if there is no majority."""
     holders: tuple[int, ...]
     """All ranks that hold the box, ascending."""
     by_majority: bool
-    """Whether more than half of the holders have the same bytes, so that the others are at fault."""
+    """Whether more than half of the holders have the same bytes."""
 
     def __str__(self) -> str:
         ends = zip(self.offsets, self.sizes, strict=True)
@@ -46,10 +46,10 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 class SaveResult(msgspec.Struct, frozen=True):
-    """A checkpoint that is durable and whole.
+    """A checkpoint that is committed, durable and complete.
 
-    Its own bytes were hashed as they were written, and flushed. Files of earlier steps that it refers to
-    (`reused`) have the right sizes. `Checkpointer` reads their bytes again in the background (`scrub`).
+    The bytes that the save wrote are hashed and flushed. Files of earlier steps that it refers to (`reused`)
+    have the recorded sizes; `Checkpointer` reads their bytes again in the background (`scrub`).
     """
 
     location: str
@@ -59,11 +59,11 @@ class SaveResult(msgspec.Struct, frozen=True):
     bytes: int
     """Size of all shard files that this save wrote."""
     reused: int = 0
-    """Bytes of chunks that earlier steps have, so that they were not written again (`incremental`)."""
+    """Bytes of chunks that earlier steps store, so that they were not written again (`incremental`)."""
     seconds: float = 0.0
     """From the call to the commit, on this rank."""
     diverged: tuple[Divergence, ...] = ()
-    """Where replicas differ, as far as they were compared (`check_replicas`); the same on all ranks. Of very
-    many the first, and those that name a rank which no other names."""
+    """Compared replicas that differ (`check_replicas`); the same on all ranks. Of more than 100, those behind
+    the first 100 are listed only if they name a rank that no other names."""
     diverged_count: int = 0
-    """How many there are, listed or not."""
+    """Number of divergences, listed or not."""

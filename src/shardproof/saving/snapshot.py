@@ -1,28 +1,29 @@
-"""The bytes that a save writes, safe from what training does after the save began.
+"""The bytes that a save writes, protected from what training writes after the save began.
 
 Note "Why no torn value can be written". The writer reads the chunks of a rank from the first to the last,
-span by span. A chunk is *live* while it would be read from the tensor's own memory, *staged* when it would be
-read from a copy, *copied* when the writer has all of it. Only a live chunk can be torn, and:
+part by part. A chunk is *live* while the writer would read it from the tensor's own memory, *staged* once
+there is a copy to read, and *copied* once the writer has all of it. Only a live chunk can be torn, and:
 
-1. Turning a chunk from live to staged, and reading a span, both hold one lock. So a span is read wholly
-   before its chunk is copied, or from the copy.
-2. Chunks of tensors that may change at any time are staged before `save` returns, or the tensors are copied
-   before it is known which chunks there are (see `Capture`).
-3. Other tensors are those that only an optimizer's step writes. Before any optimizer that shares memory with
-   them steps, before a load fills anything, and when the program says so (`fence`), all chunks that are
-   still live are staged, and only then does the step, the load or the program go on. The tensors still hold
-   the values of the save at that moment, for nothing wrote to them since. Where the ranks have not agreed
-   yet on what is written, that is waited for first.
-4. A write to such a tensor in another way fails the save. When the writer is done, and before any step, load
-   or `fence` goes on, version counters and a sample of the memory are compared with those of the save (see
-   `WriteWatch`). Only these writes do not show: one that torch does not count and that leaves all samples as
-   they were, and one operation that is still running when they are compared, since torch counts it when it
-   ends.
+1. One lock covers each change from live to staged, and each read of a part. So the writer reads a part either
+   before its chunk is staged, or from the copy.
+2. Chunks of tensors that may change at any time are staged before `save` returns. Or the tensors are copied
+before
+   the chunks are known (see `Capture`).
+3. Only an optimizer's step writes to the other tensors. Three events stage all live chunks first, and go on
+only
+   then: a step of any optimizer that shares memory with them, a load into the state, and `fence`. No write
+   has come before, so the tensors still have the values of the save. If the ranks have not agreed yet on the
+   chunks, these events wait for that, too.
+4. Any other write to such a tensor fails the save. The save compares version counters and a sample of the
+memory
+   with those of its begin (see `WriteWatch`): when the writer is done, and before a step, load or `fence`
+   goes on. Two writes do not show. One is not counted by torch and leaves all samples unchanged. The other is
+   an operation that still runs when the counters are compared, since torch counts it when it ends.
 
-The copy is made from the last chunk backwards, the writer comes from the front: they meet, and each byte is
-copied once. Where the budget for copies is used up, whoever stages waits for the writer to come nearer, or to
-be done with copies made before; if it does neither for as long as a rank may be silent, the save is given up
-and training goes on.
+Staging goes from the last chunk backwards, the writer from the first one forwards, so each byte is copied
+once. When the budget for copies is used up, the staging thread waits until the writer comes nearer or frees
+copies. If the writer makes no progress for as long as a rank may be silent, the save is given up, and
+training goes on.
 """
 
 from __future__ import annotations
@@ -38,26 +39,26 @@ from shardproof.errors import StorageError, StructureError
 from shardproof.planning import RankPlan
 from shardproof.saving.background import Progress, Workers
 from shardproof.saving.capture import Capture
-from shardproof.saving.source import Source
+from shardproof.saving.source import SliceSource
 from shardproof.saving.staging import Staged, StagingPool
 from shardproof.storage import address
 
 __all__ = ["Snapshot"]
 
 _log = logging.getLogger("shardproof")
-_LOOK = 0.1
-_TOGETHER = 256 << 10
-"""Bytes of small chunks that are staged while the lock is held: to take it costs as much as to copy 4 KiB."""
+_POLL_SECONDS = 0.1
+_BATCH_BYTES = 256 << 10
+"""Bytes of small chunks to stage under one lock: taking the lock costs as much as copying 4 KiB."""
 
 
 class Snapshot:
-    """What one rank writes in one save: the chunks of its plan, in the order of its file.
+    """The chunks that one rank writes in one save, in the order of its file.
 
     Args:
-        capture: this rank's pieces, in the order that the plan speaks of.
-        plan: the chunks.
-        pool: for copies.
-        toucher: the thread on which the pool grows.
+        capture: this rank's pieces, in the order of the plan.
+        plan: of the chunks.
+        pool: memory for copies.
+        toucher: the thread that allocates memory for the pool.
         patience: seconds without progress of the writer after which the save is given up.
         progress: of the save.
     """
@@ -82,14 +83,14 @@ class Snapshot:
         self._changed = pool.changed
         boxes = plan.box_offsets, plan.box_sizes
         columns = plan.piece, plan.piece_start, plan.byte_count, *boxes
-        self._source = Source(capture.pieces, *columns, capture.copies)
+        self._source = SliceSource(capture.pieces, *columns, capture.copies)
         self._count = self._source.byte_counts
         self._before = np.append(0, np.cumsum(plan.byte_count))
         self._watch = capture.watch
         self._copies = capture.copies
         self._staged: dict[int, Staged] = {}
         self._gathered = -1
-        """The chunk that the writer gathered last."""
+        """The chunk that is in the scratch memory."""
         self._scratch = 0
         self._front = 0
         self._over = self._watch is None
@@ -97,21 +98,21 @@ class Snapshot:
 
     @property
     def byte_counts(self) -> Sequence[int]:
-        """Of the chunks, in the order of the file."""
+        """Sizes of the chunks, in the order of the file."""
         return self._count
 
     def copy(self, row: int, start: int, count: int, to: int) -> None:
-        """Copies a span of a chunk. Spans come in order, and each chunk's last span ends it.
+        """Copies a part of a chunk. The writer asks for the parts in order.
 
         Args:
             row: the chunk.
-            start: first byte of the span in the chunk.
+            start: first byte of the part in the chunk.
             count: bytes.
             to: address.
 
         Raises:
-            StructureError: the tensor's memory was given back.
-            BaseException: what the save was given up for.
+            StructureError: the memory of the tensor was freed.
+            BaseException: the error for which the save was given up.
         """
         with self._changed:
             if self._failure is not None:
@@ -130,11 +131,11 @@ class Snapshot:
         self._progress.moved()
 
     def copy_whole(self, rows: range, to: int) -> None:
-        """Copies chunks, each whole, one after the other.
+        """Copies whole chunks.
 
         Args:
             rows: the chunks.
-            to: address of the first; each next one follows without a gap.
+            to: address of the first chunk; the others follow without gaps.
 
         Raises:
             StructureError, BaseException: as `copy`.
@@ -156,10 +157,10 @@ class Snapshot:
         self._progress.moved()
 
     def secure(self, *, fenced: bool) -> None:
-        """Returns when no chunk is read live any more: all are copied, staged, or the save was given up.
+        """Returns when no chunk is live: all are copied or staged, or the save was given up.
 
         Args:
-            fenced: also those of fenced tensors; otherwise only the others.
+            fenced: whether to include the chunks of fenced tensors.
         """
         begun = time.monotonic()
         try:
@@ -175,11 +176,11 @@ class Snapshot:
         self.waited += time.monotonic() - begun
 
     def check_unchanged(self) -> None:
-        """Checks that what was read live had the values of the save. Call it when nothing is live any more.
+        """Checks that live chunks had the values of the save. Called when no chunk is live any more.
 
         Raises:
-            StructureError: memory was written to by something that no fence stops.
-            BaseException: what the save was given up for.
+            StructureError: code that no fence stops wrote to the memory.
+            BaseException: the error for which the save was given up.
         """
         with self._changed:
             if self._failure is not None:
@@ -190,14 +191,14 @@ class Snapshot:
             raise self._was_changed(piece)
 
     def give_up(self, error: BaseException) -> None:
-        """Let the writer fail with this error, and whoever waits go on."""
+        """Makes the writer fail with this error, and ends the wait of staging threads."""
         with self._changed:
             if not self._over:
                 self._failure, self._over = error, True
             self._changed.notify_all()
 
     def end(self) -> None:
-        """The save is over: nothing is read any more."""
+        """Frees all copies and releases the state."""
         with self._changed:
             self._over = True
             for staged in self._staged.values():
@@ -208,20 +209,20 @@ class Snapshot:
         self._watch = None
 
     def _from_the_last(self, fenced: bool) -> Iterator[list[int]]:
-        """The chunks to stage, from the last to the first, small ones some together."""
-        watch, rows, together = self._watch, list[int](), 0
+        """The chunks to stage, from the last to the first; small ones in batches."""
+        watch, rows, size = self._watch, list[int](), 0
         for row in range(len(self._count) - 1, -1, -1):
             if fenced or watch is None or not watch.is_fenced(self._source.piece[row]):
-                if rows and together + self._count[row] > _TOGETHER:
+                if rows and size + self._count[row] > _BATCH_BYTES:
                     yield rows
-                    rows, together = [], 0
+                    rows, size = [], 0
                 rows.append(row)
-                together += self._count[row]
+                size += self._count[row]
         if rows:
             yield rows
 
     def _stage(self, rows: Sequence[int]) -> bool:
-        """Stages chunks, one after the other; False when nothing before the last of them is live either."""
+        """Stages chunks, in order; False if the chunks before them are not live either."""
         with self._changed:
             for row in rows:
                 if row >= self._front and not self._over and not self._try_to_stage(row):
@@ -231,7 +232,7 @@ class Snapshot:
         return True
 
     def _try_to_stage(self, row: int) -> bool:
-        """Stages a live chunk if there is memory for it. `changed` is held, as it is in `_wait_to_stage`."""
+        """Stages a live chunk if there is memory for it. The caller holds `changed`."""
         if row in self._staged:
             return True
         count = self._count[row]
@@ -249,7 +250,7 @@ class Snapshot:
         return True
 
     def _wait_to_stage(self, row: int) -> None:
-        """Returns when a chunk is staged, or live no more, or the save was given up."""
+        """Returns when a chunk is not live any more, or the save was given up. The caller holds `changed`."""
         self._ask_for_memory(row)
         seen, since, waiting = -1, time.monotonic(), 0.0
         while row >= self._front and not self._over and not self._try_to_stage(row):
@@ -263,11 +264,11 @@ class Snapshot:
                 self._over = True
                 break
             begun = time.monotonic()
-            self._changed.wait(_LOOK)
+            self._changed.wait(_POLL_SECONDS)
             waiting += time.monotonic() - begun
-        self._say(waiting)
+        self._warn_of_wait(waiting)
 
-    def _say(self, waiting: float) -> None:
+    def _warn_of_wait(self, waiting: float) -> None:
         if waiting > 0.5 and self._pool.size >= self._pool.budget:
             _log.warning(
                 "training waited %.1f s for a save to be written: host_memory_budget (%.2f GB) holds no more "
@@ -277,14 +278,14 @@ class Snapshot:
             )
 
     def _ask_for_memory(self, row: int) -> None:
-        """Lets the pool grow to what the chunks that are still live need."""
+        """Lets the pool grow to the size of all live and staged chunks."""
         live = int(self._before[row + 1] - self._before[self._front])
         staged = sum(self._count[other] for other in self._staged)
         size, largest = live + staged, max(self._count)
         self._toucher.submit(lambda: self._pool.grow(size, largest, lambda: not self._over))
 
     def _live(self, row: int) -> int:
-        """Where the writer finds the bytes of a live chunk: in the tensor, or gathered from it."""
+        """The address of the bytes of a live chunk: in the tensor, or in a gathered copy."""
         self._check_memory(row)
         if (there := self._source.addresses[row]) != 0:
             return there

@@ -1,4 +1,4 @@
-"""Runs of elements of a rank's pieces: where their bytes are, or copies of them."""
+"""Slices of a rank's pieces: the addresses of their bytes, or copies of them."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shardproof.saving.device import DeviceCopies
+from shardproof.saving.device_copy import DeviceCopies
 from shardproof.state import Piece
 
-__all__ = ["Source"]
+__all__ = ["SliceSource"]
 
 _Ints = NDArray[np.int64]
 
 
-class Source:
-    """n runs of elements, each a box within one piece.
+class SliceSource:
+    """n slices, each a box within one piece.
 
     Args:
         pieces: of the rank.
-        piece: (n,) row of the piece of each run.
-        start: (n,) first element of the run in the row-major order of the piece.
-        byte_count: (n,) bytes of the run.
-        offsets: flat global offsets of the run's box, as many as its piece has dimensions.
+        piece: (n,) row of the piece of each slice.
+        start: (n,) first element of the slice in the row-major order of the piece.
+        byte_count: (n,) bytes of the slice.
+        offsets: flat global offsets of the slice's box, one for each dimension of its piece.
         sizes: of the box.
-        copies: of the pieces that are not in host memory, by device.
+        copies: of the pieces in device memory, by device.
     """
 
     def __init__(
@@ -44,30 +44,30 @@ class Source:
         self.piece: list[int] = piece.tolist()
         self.byte_counts: list[int] = byte_count.tolist()
         self._pieces = pieces
-        # Asked anew: what is visited later in a walk may have moved what `held.address` is the place of.
+        # `held.address` may be stale: a later visit of the walk may have moved the tensor.
         self._places = [held.view.data_ptr() if held.is_plain else 0 for held in pieces]
         base = np.array(self._places, np.uint64)[piece]
         if start.any():
             itemsize = np.array([held.view.element_size() for held in pieces], np.int64)
             base = np.where(base != 0, base + (start * itemsize[piece]).astype(np.uint64), base)
         self.addresses: list[int] = base.tolist()
-        """Where the bytes of each run are in host memory; 0 if they have to be read from there."""
+        """Of the bytes of each slice in host memory; 0 if `read` has to gather them."""
         self._columns = piece, offsets, sizes
         self._devices = copies
 
     def is_in_place(self, row: int) -> bool:
-        """Whether the piece of a run still has the memory that it had when this was made.
+        """Whether the piece of a slice still has its memory.
 
-        A storage that was given back (`resize_(0)`) must not be read.
+        A freed storage (`resize_(0)`) must not be read.
         """
         place = self._places[at := self.piece[row]]
         return not place or self._pieces[at].view.data_ptr() == place
 
     def read(self, row: int, to: int) -> None:
-        """Copies a whole run.
+        """Copies a whole slice.
 
         Args:
-            row: of the run.
+            row: of the slice.
             to: address.
         """
         if (address := self.addresses[row]) != 0:
@@ -77,14 +77,14 @@ class Source:
 
     @cached_property
     def _boxes(self) -> tuple[list[int], list[int], list[int]]:
-        """Where each run's box begins in the flat columns of offsets and sizes, and these."""
+        """The row of each slice's box in the flat columns of offsets and sizes, and these columns."""
         piece, offsets, sizes = self._columns
         ndims = np.array([len(held.offsets) for held in self._pieces], np.int64)[piece]
         return np.append(0, np.cumsum(ndims)).tolist(), offsets.tolist(), sizes.tolist()
 
     @torch.no_grad()
     def _gather(self, row: int, to: int) -> None:
-        """Copies a run that is not in host memory, or not in this order."""
+        """Copies a slice that is in device memory, or in another order than row-major."""
         count = self.byte_counts[row]
         piece = self._pieces[self.piece[row]]
         part = piece.view
@@ -102,7 +102,7 @@ class Source:
             copies.copy(part, memoryview((ctypes.c_char * count).from_address(to)).cast("B"))
 
     def finish(self) -> None:
-        """Nothing is read any more."""
+        """Waits for all copies, and releases the pieces."""
         for copies in self._devices.values():
             copies.finish()
         self._pieces = ()

@@ -1,7 +1,7 @@
-"""Host memory in which copies of tensors wait until they are written, kept from save to save.
+"""Staging: host memory for copies of tensors that wait to be written, reused from save to save.
 
-Memory touched for the first time costs more than writing it, so segments are touched once, away from the
-training thread, and reused. A pool never holds more than its budget.
+The first touch of memory costs more than a write to it. So a thread of its own touches new segments, and
+later saves reuse them. A pool never holds more than its budget.
 """
 
 from __future__ import annotations
@@ -9,16 +9,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
+from shardproof._utils.topology import ranks_here
 from shardproof.storage import address
 
-__all__ = ["Staged", "StagingPool"]
+__all__ = ["Staged", "StagingPool", "default_budget"]
 
 _SMALLEST, _LARGEST = 1 << 20, 64 << 20
 """Bytes of a segment, a power of two: page-locked memory is handed out in such sizes."""
 _ALIGNMENT = 64
+_SHARE = 4
+_FALLBACK = 4 << 30
+"""Bytes for staging where the available memory is not known."""
 
 
 @dataclass(eq=False, slots=True)
@@ -27,7 +32,7 @@ class _Segment:
     address: int
     used: int = 0
     holds: int = 0
-    """Copies in it that are still needed."""
+    """Copies in use."""
 
 
 class Staged(msgspec.Struct, frozen=True, gc=False):
@@ -38,19 +43,19 @@ class Staged(msgspec.Struct, frozen=True, gc=False):
 
 
 class StagingPool:
-    """Segments of host memory, handed out piece by piece.
+    """Segments of host memory, each of which takes many copies.
 
-    All methods but `grow` are called with `changed` held.
+    Callers hold `changed` while they call any method except `grow`.
 
     Args:
-        budget: bytes that it may hold at most.
-        allocate: makes memory that has been touched (and is page-locked, for device memory).
+        budget: upper bound of the bytes of all segments.
+        allocate: returns memory that is touched and, for copies of device memory, page-locked.
     """
 
     def __init__(self, budget: int, allocate: Callable[[int], memoryview]) -> None:
         self.budget = budget
         self.changed = threading.Condition()
-        """Notified when memory comes free or is added."""
+        """Notified when memory becomes free."""
         self.size = 0
         """Bytes of all segments."""
         self._allocate = allocate
@@ -59,7 +64,7 @@ class StagingPool:
         self._scratch = memoryview(b"")
 
     def take(self, nbytes: int) -> Staged | None:
-        """Memory of `nbytes`, or None while there is none free."""
+        """Memory of `nbytes`; None if none is free."""
         segment = self._current
         if segment is None or segment.used + nbytes > len(segment.memory):
             at = next((at for at, free in enumerate(self._free) if len(free.memory) >= nbytes), None)
@@ -74,7 +79,7 @@ class StagingPool:
         return staged
 
     def give(self, staged: Staged) -> None:
-        """A copy that is needed no more."""
+        """Frees the memory of a copy."""
         segment = staged.segment
         segment.holds -= 1
         if not segment.holds:
@@ -85,7 +90,7 @@ class StagingPool:
             self.changed.notify_all()
 
     def scratch(self, nbytes: int) -> memoryview:
-        """Memory for one chunk on its way, beside the budget; the same at every call."""
+        """Memory for one chunk, outside of the budget; the same at every call."""
         if len(self._scratch) < nbytes:
             self._scratch = self._allocate(nbytes)
         return self._scratch
@@ -95,12 +100,12 @@ class StagingPool:
         self._free.append(segment)
 
     def grow(self, size: int, largest: int, wanted: Callable[[], bool]) -> None:
-        """Adds segments until the pool holds `size` bytes, or the budget is used up. Takes `changed` itself.
+        """Adds segments until the pool has `size` bytes or the budget is used up. Takes `changed` itself.
 
         Args:
-            size: bytes in all that would be of use.
+            size: bytes of all segments to reach.
             largest: bytes of the largest single copy.
-            wanted: asked before each segment whether somebody still waits.
+            wanted: called before each segment; False ends the growth.
         """
         while wanted():
             with self.changed:
@@ -126,3 +131,36 @@ def _power_of_two(useful: int, most: int) -> int:
     """The smallest power of two that holds `useful`, or the largest below `most`; 0 if there is none."""
     wanted = 1 << (useful - 1).bit_length()
     return wanted if wanted <= most else 1 << (most.bit_length() - 1) if most > 0 else 0
+
+
+def default_budget() -> int:
+    """Bytes: a quarter of the memory that is available, divided by the ranks of this node.
+
+    >>> default_budget() > 0
+    True
+    """
+    return max(1, min(_available(), *_limits())) // _SHARE // ranks_here()
+
+
+def _available() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass  # not Linux
+    return _FALLBACK * _SHARE
+
+
+def _limits() -> list[int]:
+    """Bytes that the limits of control groups leave to this process; one figure for each limit."""
+    found = []
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            found.append(max(0, int(Path(limit).read_text()) - int(Path(used).read_text())))
+        except (OSError, ValueError):
+            continue  # no such group, or "max"
+    return found or [_FALLBACK * _SHARE * 1024]

@@ -1,4 +1,4 @@
-"""Whether memory that only the step of an optimizer should write to was written to in another way."""
+"""Detects writes by other code to memory that only an optimizer's step may write."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from operator import attrgetter
 
 import torch
 
-from shardproof.saving.device import DeviceCopies
+from shardproof.saving.device_copy import DeviceCopies
 from shardproof.saving.memory_sample import MemorySample
 from shardproof.state import Piece, Stepped, memory_of, storage_owner
 
@@ -18,16 +18,14 @@ _NBYTES = attrgetter("nbytes")
 
 
 class WriteWatch:
-    """Which pieces change only in an optimizer's step, and whether one was changed since this was made.
+    """Tells which pieces only an optimizer's step writes, and whether other code wrote to one of them.
 
-    A piece is *fenced* when its storage is one that an optimizer steps, and when all writers of that storage
-    are known:
+    A piece is *fenced* if an optimizer steps its storage and all writers of that storage are known:
 
-    - A stepped tensor covers the whole storage, or the owner that is declared for it does. A parameter that
-      is a part of another buffer is not fenced: torch counts a write to the buffer on the buffer.
-    - torch allocated the memory, and no numpy array, other library or other process has it.
-    - torch keeps version counters of all tensors that are stepped there. Tensors made in inference mode have
-      none.
+    - A stepped tensor, or its declared owner, covers the whole storage. A parameter that is a part of another
+      buffer is not fenced: torch counts a write to the buffer on the buffer.
+    - torch allocated the memory, and no numpy array, other library or other process shares it.
+    - All tensors that are stepped there have version counters. Tensors made in inference mode have none.
     - The optimizer calls its hooks. A ``capturable`` step may be replayed without them.
 
     Version counters show the writes of torch's operations. A `MemorySample` shows most others.
@@ -55,16 +53,16 @@ class WriteWatch:
         ]
         views = [piece.view for piece in pieces]
         starts = memory_of(views) if hooked else []
-        # torch itself is asked, not what a subclass makes of the question. A DTensor makes nothing of it, and
-        # answers in half the time.
+        # Subclasses such as DTensor do not override these calls. Without their dispatch the calls take half
+        # the time.
         with torch._C.DisableTorchFunctionSubclass():
             counted, counted_starts, watched = _counted(hooked)
             self._rows = [
                 row for row, start in enumerate(starts) if start in watched and not views[row].is_inference()
             ]
-            """Of the fenced pieces."""
+            """Rows of the fenced pieces."""
             self._starts = [starts[row] for row in self._rows] + counted_starts
-            """Where the storage of each tensor in `_counted` begins."""
+            """Address of the storage of each tensor in `_counted`."""
             self._counted = [views[row] for row in self._rows] + counted
             self._versions = list(map(_VERSION, self._counted))
         self._fenced = frozenset(self._rows)
@@ -76,11 +74,11 @@ class WriteWatch:
         return bool(self._rows)
 
     def is_fenced(self, row: int) -> bool:
-        """Whether a piece changes only in an optimizer's step."""
+        """Whether only an optimizer's step writes to a piece."""
         return row in self._fenced
 
     def changed_piece(self, copies: Mapping[torch.device, DeviceCopies]) -> int | None:
-        """The row of a fenced piece that may have been written to since; None if there is none.
+        """The row of a fenced piece that other code wrote to; None if there is none.
 
         Args:
             copies: of the devices of the pieces.
@@ -96,10 +94,10 @@ class WriteWatch:
 
 
 def _counted(stepped: Sequence[Stepped]) -> tuple[list[torch.Tensor], list[int], frozenset[int]]:
-    """The tensors whose version counters are to be compared, and the storages whose writers are all known.
+    """The tensors whose version counters show writes, and the storages whose writers are all known.
 
     Returns:
-        The tensors; where the storage of each begins; where the storages begin whose writers are all known.
+        The tensors; the address of the storage of each; the addresses of the storages with known writers.
     """
     tensors, starts, watched, uncounted = list[torch.Tensor](), list[int](), set[int](), set[int]()
     for item in stepped:
@@ -116,7 +114,7 @@ def _counted(stepped: Sequence[Stepped]) -> tuple[list[torch.Tensor], list[int],
 
 
 def _writers(stepped: Stepped) -> Iterator[tuple[torch.Tensor, int]]:
-    """Each tensor through which memory that is stepped can be written, and where its storage begins."""
+    """Each tensor through which an operation can write stepped memory, and the address of its storage."""
     for tensor, held, start in zip(stepped.tensors, stepped.held, stepped.starts, strict=True):
         if start:
             yield held, start
@@ -127,7 +125,7 @@ def _writers(stepped: Stepped) -> Iterator[tuple[torch.Tensor, int]]:
 
 
 def _covered(stepped: Stepped) -> set[int]:
-    """Where the storages begin that one tensor covers, and that belong to torch alone."""
+    """Addresses of the storages that one tensor covers and torch alone owns."""
     rows = [row for row, start in enumerate(stepped.starts) if start]
     held = [stepped.held[row] for row in rows]
     storages = list(map(torch.Tensor.untyped_storage, held))

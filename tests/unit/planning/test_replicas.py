@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from shardproof.dtypes import DTYPES
 from shardproof.planning import RankPlan, Structure, TensorTable, WritePlan, plan_writes, writers
 from shardproof.planning.writers import find_shared
-from shardproof.saving.replicas import chosen_slices, compare_replicas
+from shardproof.saving.replica_check import chosen_slices, compare_replicas
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes."""

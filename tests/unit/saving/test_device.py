@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shardproof.saving.device import DeviceCopies, pinned_buffer
+from shardproof.saving.device_copy import DeviceCopies, pinned_buffer
 from shardproof.storage import ALIGNMENT, address
 from tests.accelerator import first_device, late_one
 from tests.logging_streams import LoggingStream, streams_that_log

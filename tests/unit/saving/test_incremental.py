@@ -19,7 +19,8 @@ from shardproof.errors import CorruptChunkError, FormatError, NotCommittedError,
 from shardproof.format import MANIFEST_NAME, read_manifest, read_shard_header
 from shardproof.loading import verify
 from shardproof.report import scan_run
-from shardproof.saving import incremental, make_standalone, repair
+from shardproof.saving import make_standalone, repair
+from shardproof.saving.incremental import match_base
 from shardproof.storage import ALIGNMENT, LocalStorage
 from shardproof.storage.sink import LocalSink
 
@@ -177,9 +178,10 @@ def test_a_new_saver_goes_on_from_what_is_stored(tmp_path: Path) -> None:
 
 def test_the_base_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     matched = []
-    real = incremental.match_base
+    real = match_base
     monkeypatch.setattr(
-        "shardproof.saving.bases.match_base", lambda *args: matched.append(args[3]) or real(*args)
+        "shardproof.saving.incremental.base_choice.match_base",
+        lambda *args: matched.append(args[3]) or real(*args),
     )
     save(saver(tmp_path), 1, state(0, 1))
     checkpointer = saver(tmp_path)

@@ -14,17 +14,9 @@ from hypothesis import strategies as st
 from shardproof.errors import StructureError
 from shardproof.format import FileRecord, Manifest, TensorRecord, manifest_version, shard_name
 from shardproof.planning import ChunkTable, WritePlan, plan_writes
-from shardproof.saving.commit import chunk_table
-from shardproof.saving.incremental import (
-    Base,
-    BaseDigests,
-    Placed,
-    Written,
-    base_after,
-    match_base,
-    pack_rows,
-    place,
-)
+from shardproof.saving.incremental import Base, BaseDigests, match_base
+from shardproof.saving.messages import WriteReport, pack_rows
+from shardproof.saving.placement import Placement, chunk_table, place_chunks
 from tests.unit.planning.test_plans import Run, runs, slices
 
 HEADER = 4096
@@ -45,7 +37,7 @@ class Disk:
 
     def save(
         self, number: int, run: Run, values: list[np.ndarray[Any, Any]], chunk_bytes: int, base: Base | None
-    ) -> tuple[WritePlan, Placed, Manifest, ChunkTable]:
+    ) -> tuple[WritePlan, Placement, Manifest, ChunkTable]:
         """As ranks and coordinator do it; chunks that the base has are not written."""
         plan = plan_writes(run.structures(), chunk_bytes=chunk_bytes)
         folder, attempt = f"step-{number:08d}", f"a{number}"
@@ -70,8 +62,8 @@ class Disk:
             columns = np.frombuffer(b"".join(digests), ">u8").astype(np.uint64).tobytes()
             size = at if any(chosen) else 0
             packed = b"" if all(chosen) else pack_rows(np.array(chosen, bool))
-            reports.append(Written(size, HEADER if size else 0, "", columns, {}, (), b"", packed))
-        placed = place(plan, reports, base)
+            reports.append(WriteReport(size, HEADER if size else 0, "", columns, {}, (), b"", packed))
+        placed = place_chunks(plan, reports, base)
         own = tuple(
             FileRecord(shard_name(rank, attempt), reports[rank].size, 32 * "0", HEADER, rank)
             for rank in placed.writers
@@ -148,7 +140,7 @@ def test_what_did_not_change_is_referred_to_and_all_else_is_written(
     disk = Disk()
     steps: list[tuple[int, Manifest, ChunkTable, list[Any]]] = []
     run, values, base = first, values_of(first, rng), None
-    last: tuple[WritePlan, Placed, Manifest, ChunkTable] | None = None
+    last: tuple[WritePlan, Placement, Manifest, ChunkTable] | None = None
     for number in range(1, 5):
         how = data.draw(st.sampled_from(["same", "some", "layout", "chunks"])) if number > 1 else "same"
         old_run, old_values = run, values
@@ -181,7 +173,7 @@ def test_what_did_not_change_is_referred_to_and_all_else_is_written(
             assert disk.written == sum(len(chunk[-1]) for chunk in now - known)
         if how in ("same", "some") and number > 1:
             again = match_base(plan, manifest, table, f"step-{number:08d}", b"seal")
-            kept = base_after(placed, manifest, f"step-{number:08d}", b"seal")
+            kept = placed.as_base(manifest, f"step-{number:08d}", b"seal")
             solid = plan.byte_count > 0
             assert again.files == kept.files
             assert (again.file == kept.file)[solid].all() and (again.digest == kept.digest)[solid].all()
@@ -211,13 +203,13 @@ def test_the_base_has_a_chunk_exactly_where_a_dict_says(run: Run, other: Run, ch
             assert row < 0 or base.digest[at].tolist() == table.digest[row].tolist()
 
 
-def two_ranks() -> tuple[WritePlan, Base, list[Written]]:
+def two_ranks() -> tuple[WritePlan, Base, list[WriteReport]]:
     """Two ranks, two chunks each; the base has all, and the ranks wrote the second of theirs."""
     run = Run([(4,)], ["float32"], [[(0, ((0,), (2,)))], [(0, ((2,), (2,)))]])
     disk = Disk()
     first = np.arange(4, dtype="<u4")
     plan, placed, manifest, _ = disk.save(1, run, [first], 4, None)
-    base = base_after(placed, manifest, "step-00000001", b"seal")
+    base = placed.as_base(manifest, "step-00000001", b"seal")
     second = first + np.array([0, 9, 0, 9], "<u4")
     digests = [
         np.frombuffer(xxhash.xxh3_128_digest(value.tobytes()), ">u8").astype("<u8").tobytes()
@@ -225,32 +217,32 @@ def two_ranks() -> tuple[WritePlan, Base, list[Written]]:
     ]
     rows = pack_rows(np.array([False, True]))
     written = [
-        Written(HEADER + 4, HEADER, "", digests[0] + digests[1], {}, (), b"", rows),
-        Written(HEADER + 4, HEADER, "", digests[2] + digests[3], {}, (), b"", rows),
+        WriteReport(HEADER + 4, HEADER, "", digests[0] + digests[1], {}, (), b"", rows),
+        WriteReport(HEADER + 4, HEADER, "", digests[2] + digests[3], {}, (), b"", rows),
     ]
     return plan, base, written
 
 
 def test_a_chunk_that_was_not_written_must_be_in_the_base() -> None:
     plan, base, written = two_ranks()
-    placed = place(plan, written, base)
+    placed = place_chunks(plan, written, base)
     assert placed.file.tolist() == [2, 0, 3, 1]
     assert [record.place for record in placed.borrowed] == [
         "step-00000001/shards/00000-a1.safetensors",
         "step-00000001/shards/00001-a1.safetensors",
     ]
     with pytest.raises(StructureError, match="rank 0 did not write a chunk of 't0'"):
-        place(plan, written, None)
+        place_chunks(plan, written, None)
     lost = base.without([1], "step-00000009")
     with pytest.raises(StructureError, match="rank 1 did not write a chunk of 't0'"):
-        place(plan, written, lost)
+        place_chunks(plan, written, lost)
     itself = base.without([], "step-00000001")
     assert (itself.file == -1).all()
     forged = bytearray(written[1].digests)
     forged[0] ^= 1
 
     with pytest.raises(StructureError, match="rank 1 did not write"):
-        place(plan, [written[0], msgspec.structs.replace(written[1], digests=bytes(forged))], base)
+        place_chunks(plan, [written[0], msgspec.structs.replace(written[1], digests=bytes(forged))], base)
 
 
 def test_reports_of_other_chunks_than_were_planned_are_refused() -> None:
@@ -258,4 +250,4 @@ def test_reports_of_other_chunks_than_were_planned_are_refused() -> None:
 
     for change in ({"digests": written[0].digests[:16]}, {"rows": b"\x01\x01"}, {"size": 0}):
         with pytest.raises(StructureError, match="rank 0"):
-            place(plan, [msgspec.structs.replace(written[0], **change), written[1]], base)
+            place_chunks(plan, [msgspec.structs.replace(written[0], **change), written[1]], base)

@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 from shardproof.planning import RankPlan, Structure, plan_writes
-from shardproof.saving.replicas import chosen_slices, hash_replicas
+from shardproof.saving.replica_check import chosen_slices, hash_replicas
 from shardproof.saving.staging import StagingPool
 from shardproof.state import collect
 from shardproof.storage import aligned_buffer

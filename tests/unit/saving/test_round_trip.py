@@ -20,7 +20,7 @@ from shardproof.format import parse_header
 from shardproof.loading import load_from, verify
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.saving import Saver
-from shardproof.saving.prepare import start_in_page
+from shardproof.saving.prepared_shard import start_in_page
 from shardproof.storage import LocalStorage
 
 

@@ -26,7 +26,7 @@ from shardproof.optim import HybridDeviceOptimizer
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.saving import background
 from shardproof.saving.background import unfinished
-from shardproof.saving.buffers import BufferPool
+from shardproof.saving.shard_writer import BufferPool
 from shardproof.state import collect
 from shardproof.storage.sink import LocalSink
 from tests.accelerator import first_device
@@ -100,7 +100,7 @@ def assert_saved(folder: Path, want: dict[str, torch.Tensor]) -> None:
 
 def small_buffers(checkpointer: sp.Checkpointer, nbytes: int = 4096) -> None:
     """So that a save of little is many writes."""
-    checkpointer._saver._keep().pool = BufferPool(nbytes, 3)
+    checkpointer._saver._own_cache().buffers = BufferPool(nbytes, 3)
 
 
 def folder_of(run: Path, step: int) -> Path:
@@ -162,13 +162,13 @@ def test_parameters_are_read_live_until_a_step(gate: Gate, tmp_path: Path) -> No
     checkpointer = sp.Checkpointer(tmp_path)
     small_buffers(checkpointer)
     pending = checkpointer.save(1, state)
-    session = checkpointer._saver._under_way.session
+    save = checkpointer._saver._under_way
     assert gate.reached.wait(LIMIT)
     buffers = sum(buffer.nbytes for buffer in net.buffers())
-    assert session._snapshot.staged_bytes <= buffers
+    assert save._snapshot.staged_bytes <= buffers
     assert not pending.done()
     train_step(net, optimizer)
-    assert session._snapshot.staged_bytes > buffers
+    assert save._snapshot.staged_bytes > buffers
     gate.open()
     pending.result(LIMIT)
     assert_saved(folder_of(tmp_path, 1), want)
@@ -198,7 +198,7 @@ def test_an_optimizer_that_is_not_saved_opens_the_fence_of_what_it_writes(gate: 
     checkpointer = sp.Checkpointer(tmp_path)
     small_buffers(checkpointer)
     pending = checkpointer.save(1, state)
-    snapshot = checkpointer._saver._under_way.session._snapshot
+    snapshot = checkpointer._saver._under_way._snapshot
     before = snapshot.staged_bytes
     net(torch.randn(8, 64)).sum().backward()
     stranger(torch.ones(1, 2)).sum().backward()
@@ -366,7 +366,7 @@ def test_copies_never_take_more_than_the_budget(budget: int, tmp_path: Path, del
         for value in state.values():
             value.add_(1)
         pending.result(LIMIT)
-        assert checkpointer._saver._keep().staging.size <= budget
+        assert checkpointer._saver._own_cache().staging.size <= budget
         assert_saved(folder_of(tmp_path, step), want)
 
 
@@ -397,7 +397,7 @@ def test_memory_for_copies_is_used_again(gate: Gate, tmp_path: Path) -> None:
         pending = checkpointer.save(step, state)
         gate.open()
         pending.result(LIMIT)
-        sizes.append(checkpointer._saver._keep().staging.size)
+        sizes.append(checkpointer._saver._own_cache().staging.size)
     assert sizes == [4 << 20] * 3
 
 
@@ -415,7 +415,7 @@ def test_memory_for_a_copy_that_fails_is_given_back(gate: Gate, tmp_path: Path) 
     gate.open()
     with pytest.raises(StructureError, match="was changed"):
         pending.result(LIMIT)
-    pool = checkpointer._saver._keep().staging
+    pool = checkpointer._saver._own_cache().staging
     assert pool.size and (pool._current is None or pool._current.holds == 0)
 
 
@@ -511,7 +511,7 @@ def test_a_child_made_by_fork_trains_without_the_parents_fence(gate: Gate, tmp_p
         train_step(net, optimizer)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    assert checkpointer._saver._under_way.session._snapshot.staged_bytes <= 4096
+    assert checkpointer._saver._under_way._snapshot.staged_bytes <= 4096
     gate.open()
     pending.result(LIMIT)
     assert_saved(folder_of(tmp_path, 1), want)

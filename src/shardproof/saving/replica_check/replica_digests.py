@@ -1,17 +1,17 @@
-"""Silent divergence: ranks that hold the same box hash their replicas of it, and the coordinator compares.
+"""Silent divergence: hashes of replicas on each rank, compared on the coordinator.
 
-    rank: SharedPieces --slices--> chosen --hash_replicas--> 16 bytes each, with the post of the commit
+    rank: SharedPieces --slices--> chosen --hash_replicas--> 16 bytes each, in the write report
     coordinator: Replicas --slices--> the same, chosen alike; digests --compare_replicas--> Divergence
 
-Nothing is sent that says which digest is whose: both sides derive it from the plan (see "The line" in
-`shardproof.planning.replicas`). Bytes are compared, so a NaN equals itself and 0.0 differs from -0.0.
-
-Replicas are hashed before `save` returns, so what is compared are the values of the save's step.
+The reports do not name the slice of a digest: both sides derive it from the plan (see "The line" in
+`shardproof.planning.replicas`). Bytes are compared, so a NaN equals itself and 0.0 differs from -0.0. Ranks
+hash before the caller goes on, so the values are those of the save's step.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -22,29 +22,32 @@ from numpy.typing import NDArray
 
 from shardproof.errors import StructureError
 from shardproof.planning import Slices, WritePlan
-from shardproof.saving.device import copies_of
-from shardproof.saving.result import Divergence
-from shardproof.saving.source import Source
+from shardproof.saving.device_copy import copies_of
+from shardproof.saving.result import Divergence, SaveResult
+from shardproof.saving.source import SliceSource
 from shardproof.saving.staging import StagingPool
 from shardproof.state import Piece
 from shardproof.storage import address
 
-__all__ = ["CheckReplicas", "chosen_slices", "compare_replicas", "hash_replicas"]
+__all__ = ["CheckReplicas", "chosen_slices", "compare_replicas", "hash_replicas", "warn_of_divergences"]
 
 CheckReplicas = Literal["sample", "all"]
-"""Which replicas a save compares: those of one turn, or all."""
+"""Which replicas a save compares: a sample, another one at each save, or all."""
 
 _LISTED = 100
-"""Divergences that are told to all ranks, but for those that name a rank for the first time."""
+"""Divergences in a result. More are listed only if they name a rank that no other names."""
+_SHOWN = 8
+"""Divergences in a warning."""
+_log = logging.getLogger("shardproof")
 
 
 def chosen_slices(slices: Slices, turns: int, turn: int | None) -> NDArray[np.int64]:
-    """Rows of the slices that are compared in one save, in their order.
+    """Rows of the slices that one save compares, in their order.
 
     Args:
         slices: all.
-        turns: how many there are before they begin again.
-        turn: number of the sample, from any on; None: all are compared.
+        turns: samples until the first one comes again.
+        turn: number of the sample; None: all slices are compared.
     """
     if turn is None:
         return np.arange(len(slices.box))
@@ -62,9 +65,9 @@ def hash_replicas(
 
     Args:
         pieces: of the rank.
-        slices: of these; `box` is the row of the piece.
-        rows: which of the slices.
-        pool: whose scratch memory is used.
+        slices: of these pieces; `box` is the row of the piece.
+        rows: of the slices to hash.
+        pool: of the scratch memory.
         progress: called with the bytes hashed so far.
 
     Returns:
@@ -72,7 +75,7 @@ def hash_replicas(
     """
     boxes, byte_count = slices.boxes.take(rows), slices.byte_count[rows]
     columns = slices.box[rows], slices.start[rows], byte_count, boxes.offsets, boxes.sizes
-    source = Source(pieces, *columns, copies_of(piece.view for piece in pieces))
+    source = SliceSource(pieces, *columns, copies_of(piece.view for piece in pieces))
     digests, done = [], 0
     try:
         for row, count in enumerate(source.byte_counts):
@@ -92,19 +95,18 @@ def hash_replicas(
 def compare_replicas(
     plan: WritePlan, turn: int | None, digests: Sequence[bytes]
 ) -> tuple[tuple[Divergence, ...], int]:
-    """Compares what the ranks hashed.
+    """Compares the digests of the ranks.
 
     Args:
         plan: of all ranks.
         turn: see `chosen_slices`.
-        digests: of each rank what `hash_replicas` gave.
+        digests: of each rank, the result of `hash_replicas`.
 
     Returns:
-        Where replicas differ, by set of holders, then by tensor; and how many there are, of which very many
-        are not all listed.
+        Where replicas differ, by set of holders, then by tensor; and how many such places there are.
 
     Raises:
-        StructureError: a rank hashed more or less than was asked for.
+        StructureError: a rank hashed more or fewer slices than requested.
     """
     replicas = plan.replicas
     slices = replicas.slices()
@@ -154,7 +156,7 @@ def _expected(
 
 
 def _verdict(ranks: Sequence[int], digests: NDArray[np.uint64]) -> tuple[tuple[int, ...], bool]:
-    """The ranks at fault, and whether a majority says so.
+    """The ranks at fault, and whether a majority of the holders agrees.
 
     Args:
         ranks: the holders.
@@ -170,3 +172,16 @@ def _verdict(ranks: Sequence[int], digests: NDArray[np.uint64]) -> tuple[tuple[i
     if 2 * count <= len(held):
         return tuple(ranks), False
     return tuple([rank for rank, digest in zip(ranks, held, strict=True) if digest != most]), True
+
+
+def warn_of_divergences(result: SaveResult, rank: int) -> None:
+    """Logs where replicas differ, on rank 0 and on the ranks at fault."""
+    concerns = [one for one in result.diverged if rank == 0 or rank in one.ranks]
+    if concerns:
+        _log.warning(
+            "%s: replicas differ in %d places: %s%s",
+            result.location,
+            result.diverged_count,
+            "; ".join(map(str, concerns[:_SHOWN])),
+            "; ..." if len(concerns) > _SHOWN else "",
+        )

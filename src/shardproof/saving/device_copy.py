@@ -1,25 +1,24 @@
-"""Copies of device memory to the host, beside what the device is doing for training.
+"""Copies of device memory to the host, concurrent with training on the device.
 
-Three parties: the *main* stream, on which the caller enqueues training; a *side* stream of each save; the
-host. Threads of the save and the caller's own may copy at the same time.
+Three parties take part: the *main* stream, on which the caller enqueues training; a *side* stream of each
+save; and the host. Several threads may copy at the same time.
 
 Note: Side waits for main, once
-    The values to be saved are those that main has written when the save begins. A mark is set on main then,
-    and side waits for it before its first copy; it waits for nothing that is enqueued later, so copies run
-    while the next forward and backward do. Work that the caller has on streams other than the current one
-    must have been joined to it, as any use of its results requires.
+    A save stores the values that main has written when the save begins. The save records an event on main
+    then, and side waits for it before its first copy. Side waits for no later work, so copies overlap the
+    next forward and backward. The caller joins work on other streams to the current one, as any use of its
+    results requires.
 
 Note: The host waits for each copy
-    `copy` returns when the bytes are in host memory. Whoever must not overwrite a tensor before it is copied
-    (see "Why no torn value can be written") waits on the host for the copy to return: main then gets the work
-    that overwrites it after the copy is done, and need not wait for side. For the same reason the caching
-    allocator need not be told that side reads a tensor: the caller holds a reference until `copy` returns,
-    and then nothing of side reads it.
+    `copy` returns when the bytes are in host memory. Code that overwrites a tensor after its copy (see "Why
+    no torn value can be written") waits on the host until `copy` returns. So main gets that work after the
+    copy is done, and does not wait for side. For the same reason no `record_stream` is needed: the caller
+    holds a reference until `copy` returns, and after that no work of side reads the tensor.
 
 Note: Temporaries belong to side
-    A strided, conjugated or negated tensor is first laid out in row-major order on the device. That memory is
-    allocated while side is the thread's current stream, so the allocator hands it out again to side only,
-    whose later work comes after the copy. It is no larger than what is copied at a time.
+    A strided, conjugated or negated tensor is first copied into row-major order on the device. Side is the
+    current stream of the thread when this memory is allocated. So the allocator reuses it only for side,
+    whose later work comes after the copy. It is no larger than one copied part.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ __all__ = ["DeviceCopies", "copies_of", "pinned_buffer"]
 
 
 class DeviceCopies:
-    """Copies of one device's tensors in one save: of their values when this was made.
+    """Copies of one device's tensors, with their values when this object was made.
 
-    Where the device has no streams, `copy` copies as anybody would.
+    On a device without streams, `copy` copies on the device's default order.
 
     Args:
         device: of the tensors.
@@ -58,14 +57,13 @@ class DeviceCopies:
             self._side.wait_event(torch.accelerator.current_stream(device).record_event())
 
     def copy(self, source: torch.Tensor, into: memoryview) -> None:
-        """Copy a tensor's elements in row-major order; returns when they are there.
+        """Copies a tensor's elements in row-major order; returns when they are in host memory.
 
-        Any thread may call this, and several at once. Page-locked memory (`pinned_buffer`) is filled fastest.
+        Several threads may call this at once. Page-locked memory (`pinned_buffer`) is fastest.
 
         Args:
-            source: on the device, of any layout in memory and any dtype. Nothing may write to it until
-                this returns.
-            into: writable, as many bytes as the elements take.
+            source: on the device, of any strides and dtype. No code may write to it until this returns.
+            into: writable memory of the size of the elements.
 
         Raises:
             torch.OutOfMemoryError: the device has no room for a row-major copy of a strided `source`.
@@ -85,7 +83,7 @@ class DeviceCopies:
         done.synchronize()
 
     def gathered(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Copies of 1-D tensors of one dtype, one behind the other, in host memory.
+        """The concatenation of 1-D tensors of one dtype, in host memory.
 
         Args:
             parts: on the device; as for `copy`.
@@ -96,23 +94,23 @@ class DeviceCopies:
             return torch.cat(list(parts)).cpu()
 
     def finish(self) -> None:
-        """Wait until nothing is being copied any more, also not for a `copy` that an error ended."""
+        """Waits for all copies, including those whose `copy` ended with an error."""
         if self._side is not None:
             self._side.synchronize()
 
 
 def copies_of(tensors: Iterable[torch.Tensor]) -> dict[torch.device, DeviceCopies]:
-    """Copies of the values that tensors have now, by the device that they are on; none for host memory."""
+    """A `DeviceCopies` for each device that a tensor is on; none for host memory."""
     devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
     return {device: DeviceCopies(device) for device in devices}
 
 
 def pinned_buffer(nbytes: int) -> memoryview:
-    """New memory that starts on a page: page-locked if this process uses an accelerator that can do so.
+    """New memory that starts on a page; page-locked if this process uses an accelerator that supports it.
 
-    Otherwise, and where the system lets no more memory be locked, it is `aligned_buffer(nbytes)`. An
-    accelerator that was not used yet is left alone: locking would bring its driver's memory into the process.
-    Its allocator may round up to a power of two, and keeps what is freed for the next one who asks.
+    Otherwise, and if the system refuses to lock more memory, it is `aligned_buffer(nbytes)`. An accelerator
+    that the process has not used stays unused, since locking would load its driver. The allocator may round
+    up to a power of two, and caches freed memory.
 
     >>> buffer = pinned_buffer(10_000)
     >>> len(buffer), buffer.readonly, address(buffer) % ALIGNMENT
@@ -133,7 +131,7 @@ def pinned_buffer(nbytes: int) -> memoryview:
 
 
 def _locks_pages() -> bool:
-    """Whether there is an accelerator that this process uses already."""
+    """Whether this process already uses an accelerator."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or not torch.accelerator.is_available():
         return False

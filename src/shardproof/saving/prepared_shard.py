@@ -1,4 +1,4 @@
-"""What a rank derives from its plan once and uses at every save: the lasting parts of its shard's header."""
+"""The header of a rank's shard file: the parts that stay the same while the plan does, and the rest."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from shardproof.format import (
     shard_header,
 )
 from shardproof.planning import LARGE_BYTES, RankPlan, Structure
+from shardproof.saving.messages import Attempt
 
 __all__ = [
     "LARGE_IN_PAGE",
-    "Attempt",
     "Entries",
     "PreparedShard",
     "encode_chunks",
@@ -38,27 +38,14 @@ __all__ = [
 ]
 
 LARGE_IN_PAGE = 1856
-"""Byte of a page near which large chunks should begin: about half a page from where allocators let large
-tensors begin in theirs (0 or 64). Copying between addresses that are nearly a multiple of 4096 bytes apart is
-slow, since processors compare the low 12 bits of a load with those of the stores before it (4K aliasing:
-Intel 64 and IA-32 Architectures Optimization Reference Manual): a read into such memory took up to a quarter
-longer. Most large chunks have whole pages, so those of one alignment begin at one byte of them."""
+"""Byte of a page near which large chunks begin: half a page from the byte where allocators place large
+tensors (0 or 64). A copy between addresses that differ by nearly a multiple of 4096 bytes is slow: processors
+compare the low 12 bits of a load with those of earlier stores (4K aliasing: Intel 64 and IA-32 Architectures
+Optimization Reference Manual). Most large chunks have whole pages, so all of one alignment begin at the same
+byte of a page."""
 
 _STEP = 64
 """Bytes; data begin at a multiple of it."""
-
-
-class Attempt(msgspec.Struct, frozen=True):
-    """One try at saving, as the coordinator named it; the same on all ranks."""
-
-    id: str
-    time: float
-    """Seconds since 1970."""
-    step: int | None
-    world_size: int
-    metadata: dict[str, Any]
-    base: str = ""
-    """Folder of the step whose chunks are referred to where they have not changed; empty: none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +62,7 @@ class Entries:
 def encode_chunks(
     names: Sequence[str], codes: Sequence[str], shapes: Sequence[Sequence[int]], byte_count: NDArray[Any]
 ) -> Entries:
-    """The entries of a shard file that holds these chunks, in this order and without gaps.
+    """The entries of a shard file with these chunks, in this order and without gaps.
 
     Args:
         names: of n chunks.
@@ -106,10 +93,10 @@ def encode_chunks(
 
 
 def start_in_page(byte_count: NDArray[np.int64]) -> int:
-    """Where in a page data should begin, so that most bytes of large chunks are near `LARGE_IN_PAGE`.
+    """The byte of a page at which data begin, so that most large chunks begin near `LARGE_IN_PAGE`.
 
     Args:
-        byte_count: (n,) bytes of the chunks, which follow each other.
+        byte_count: (n,) bytes of the chunks, in file order.
 
     Returns:
         A multiple of 64; 0 if no chunk is large.
@@ -128,22 +115,23 @@ def start_in_page(byte_count: NDArray[np.int64]) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedShard:
-    """The parts of a rank's shard that do not change while the plan holds."""
+    """The parts of a rank's shard that depend on the plan alone."""
 
     plan: RankPlan
     names: tuple[str, ...]
-    """Of the chunks' entries; so are `codes` and `shapes`."""
+    """Of the chunks' entries, as `codes` and `shapes`."""
     codes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     entries: Entries
     """Of a file with all chunks."""
     tensors: msgspec.Raw
-    """Encoded key to dtype and global shape, of what the file holds and of what it declares as empty."""
+    """Encoded: key to dtype and global shape, of the file's tensors and of the empty tensors that it
+    declares."""
     data_bytes: int
 
     @property
     def is_written(self) -> bool:
-        """Whether this rank writes a file at all."""
+        """Whether the plan gives this rank a file."""
         return len(self.plan.piece) > 0 or len(self.plan.objects) > 0
 
     @property
@@ -155,7 +143,7 @@ class PreparedShard:
         """The entries of a file with some of the chunks.
 
         Args:
-            written: (chunks,) whether the file holds the chunk.
+            written: (chunks,) whether the file stores the chunk.
         """
         if written.all():
             return self.entries
@@ -177,10 +165,10 @@ class PreparedShard:
 
         Args:
             attempt: see `Attempt`.
-            rank: the writer.
-            objects: those that it stores, as JSON.
-            entries: of what the file holds; None: of all chunks.
-            size: bytes that the header has, if they are enough.
+            rank: that writes the file.
+            objects: of the file, as JSON.
+            entries: of the file; None: of all chunks.
+            size: bytes to pad the header to, if it is shorter.
         """
         entries = self.entries if entries is None else entries
         declared = {
@@ -208,7 +196,7 @@ def prepare_shard(structure: Structure, plan: RankPlan) -> PreparedShard:
     table = structure.tensors()
     rows = structure.box_tensor[plan.piece].tolist()
     dtypes = {name: DTYPES[name] for name in set(table.dtypes)}
-    boxes: dict[tuple[int, ...], tuple[str, tuple[int, ...]]] = {}  # few: most tensors are cut as others are
+    boxes: dict[tuple[int, ...], tuple[str, tuple[int, ...]]] = {}  # few, since tensors are cut alike
     names: list[str] = []
     codes: list[str] = []
     shapes: list[tuple[int, ...]] = []

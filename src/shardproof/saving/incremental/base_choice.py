@@ -1,8 +1,8 @@
-"""The coordinator's side of an incremental save: which earlier step it builds on, and who knows what of that step.
+"""The coordinator's choice of the base: the earlier step that an incremental save refers to.
 
-Ranks and coordinator keep what they know of the last step that they committed together. While plan and step are
-the same, a save builds on it and nothing has to be read or sent; otherwise the coordinator reads the step's index
-and tells each rank the digests of its chunks there.
+The ranks cache the digests of the last step that they committed, and the coordinator caches where its chunks
+are. While plan and step stay the same, the next save uses these caches. Otherwise the coordinator reads the
+index of the base and sends each rank the digests of its chunks.
 """
 
 from __future__ import annotations
@@ -14,80 +14,80 @@ from dataclasses import dataclass
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.format import chain_length, read_index, read_manifest, refers_to_none, seal_of
 from shardproof.planning import WritePlan
-from shardproof.saving.incremental import Base, match_base, no_base
+from shardproof.saving.incremental.base_chunks import Base, match_base, no_base
 from shardproof.storage import Storage
 
-__all__ = ["BaseChoice", "FindBase", "KnownBase"]
+__all__ = ["BaseChoice", "CachedBase", "FindBase"]
 
 FindBase = Callable[[], Storage | None]
-"""Finds the earlier step that a save builds on, beside the new one; None: there is none."""
+"""Finds the base, beside the new step; None: there is no base."""
 
 _log = logging.getLogger("shardproof")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KnownBase:
-    """What the coordinator keeps of the last save."""
+class CachedBase:
+    """What the coordinator caches of the last save."""
 
     attempt: str
-    """Of that save. A rank that names it knows the digests of its chunks there."""
+    """Of that save. A rank that reports this attempt has the digests of its chunks cached."""
     base: Base
 
 
 class BaseChoice:
-    """The step that one save builds on.
+    """The base of one save.
 
-    Note "Chains end": a step that refers to its base shares bytes with it, and damage to these bytes takes
-    both. So a save is written in full, and begins a chain of its own, when the chain has the length that the
-    caller allows. The attempt of each save names the length of its chain, so the bound holds across restarts
-    and whatever retention removes. A save that replaces a step without references is written in full, too:
-    references must not take the place of an independent copy.
+    Note "Chains end": a step that refers to its base shares bytes with it, and damage to these bytes damages
+    both. So when a chain has the length that the caller allows, the next save is written in full and starts a
+    new chain. The attempt of each save contains the length of its chain, so the bound holds across restarts
+    and does not depend on what retention removes. A save that replaces a step without references is written
+    in full, too: references must not replace an independent copy.
 
     Args:
         storage: of the new step.
-        find: finds the step; None: everything is written.
-        kept: of the save before.
+        find: finds the base; None: all chunks are written.
+        cached: the base that the save before left.
     """
 
-    def __init__(self, storage: Storage, find: FindBase | None, kept: KnownBase | None) -> None:
+    def __init__(self, storage: Storage, find: FindBase | None, cached: CachedBase | None) -> None:
         self.base: Base | None = None
-        """What the step has of the planned chunks, once that is known."""
+        """The planned chunks in the base, once `take_cached` or `look_up` has found them."""
         self._storage = storage
-        self._kept = kept
+        self._cached = cached
         self._found = find() if find is not None else None
         self.length = 0
-        """Saves since the last that was written in full, this one included; see `bound_chain`."""
+        """Saves since the last full save, including this one; see `bound_chain`."""
 
     @property
     def folder(self) -> str:
-        """Of the step; empty where there is none."""
+        """Of the base; empty without a base."""
         return self._found.folder if self._found is not None else ""
 
-    def take_kept(self, known: Sequence[str]) -> bool:
-        """Takes what is kept, if it is still true of the step and of all ranks.
+    def take_cached(self, known: Sequence[str]) -> bool:
+        """Takes the cached base, if the step and the caches of all ranks still match it.
 
         Args:
-            known: the attempt whose digests each rank knows.
+            known: the attempt whose digests each rank has cached.
 
         Raises:
-            StorageError: the storage cannot tell.
+            StorageError: the storage failed.
         """
-        if self._found is None or self._kept is None or any(one != self._kept.attempt for one in known):
+        if self._found is None or self._cached is None or any(one != self._cached.attempt for one in known):
             return False
-        base = self._kept.base
+        base = self._cached.base
         if base.folder != self.folder or base.seal != seal_of(self._found) or self._lost(base):
             return False
         self.base = base
         return True
 
     def bound_chain(self, full_every: int | None) -> None:
-        """Gives up the step if the save has to be written in full (note "Chains end").
+        """Drops the base if the save has to be written in full (note "Chains end").
 
         Args:
-            full_every: of so many saves in a row, at least one is written in full; None: no bound.
+            full_every: at least one of this many saves in a row is written in full; None: no bound.
 
         Raises:
-            StorageError: the storage cannot tell.
+            StorageError: the storage failed.
         """
         if self._found is None:
             return
@@ -98,11 +98,11 @@ class BaseChoice:
             self._found = self.base = None
 
     def _length_before(self, found: Storage) -> int | None:
-        """Length of the chain that ends with the step; None if it is unknown."""
+        """Length of the chain that ends with the base; None if it is unknown."""
         if self.base is not None:
-            assert self._kept is not None
+            assert self._cached is not None
             has_references = any(record.folder != found.folder for record in self.base.files)
-            return chain_length(self._kept.attempt) if has_references else 0
+            return chain_length(self._cached.attempt) if has_references else 0
         try:
             manifest = read_manifest(found)
         except (FormatError, NotCommittedError):
@@ -110,7 +110,7 @@ class BaseChoice:
         return chain_length(manifest.attempt) if manifest.borrowed_files else 0
 
     def look_up(self, plan: WritePlan) -> Base:
-        """Finds the planned chunks in the step; one that cannot be read is as one that has none of them."""
+        """Finds the planned chunks in the base; a base that cannot be read stores none of them."""
         assert self._found is not None
         try:
             manifest, seal = read_manifest(self._found), seal_of(self._found) or b""
@@ -118,7 +118,7 @@ class BaseChoice:
             self.base = found.without(self._lost(found), self._storage.folder)
         except (FormatError, NotCommittedError, StorageError) as error:
             _log.warning(
-                "%s: all of it is written, for the step before it cannot be read: %s",
+                "%s: all chunks are written, because the base cannot be read: %s",
                 self._storage.location,
                 error,
             )
@@ -126,6 +126,6 @@ class BaseChoice:
         return self.base
 
     def _lost(self, base: Base) -> list[int]:
-        """Rows of the step's files that are not as long as they were written."""
+        """Rows of the base's files whose size differs from the recorded one."""
         sizes = [self._storage.sibling(record.folder).size(record.name) for record in base.files]
         return [row for row, record in enumerate(base.files) if record.size != sizes[row]]

@@ -1,0 +1,137 @@
+"""What one save leaves for the next: plans, digests, buffers and threads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardproof.planning import CHUNK_BYTES, SAMPLE_BYTES, Slices, Structure, WritePlan
+from shardproof.rendezvous import Rendezvous
+from shardproof.saving.background import Workers
+from shardproof.saving.failed_commit import Unconfirmed
+from shardproof.saving.incremental import BaseDigests, CachedBase, FindBase
+from shardproof.saving.prepared_shard import PreparedShard
+from shardproof.saving.replica_check import CheckReplicas
+from shardproof.saving.shard_writer import BufferPool
+from shardproof.saving.staging import StagingPool
+from shardproof.state import LastWalk
+
+__all__ = [
+    "CachedDigests",
+    "CachedPlan",
+    "CachedStructure",
+    "CoordinatorPlan",
+    "Limits",
+    "Request",
+    "SaveCache",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The caller's request, without the state. It must be the same on all ranks."""
+
+    step: Any
+    metadata: dict[str, Any]
+    overwrite: bool
+    base: FindBase | None = None
+    """Finds the base of an incremental save, on the coordinator. None: all chunks are written."""
+    check_replicas: CheckReplicas | None = None
+    full_every: int | None = None
+    """At least one of this many incremental saves in a row is written in full. None: no bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Upper bounds, in bytes."""
+
+    chunk_bytes: int = CHUNK_BYTES
+    """Of a stored chunk."""
+    sample_bytes: int = SAMPLE_BYTES
+    """Of the replicas that a rank hashes in one save with ``check_replicas="sample"``."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorPlan:
+    """The plan of all ranks, on the coordinator."""
+
+    id: str
+    """The attempt that the plan was made in."""
+    digests: tuple[bytes, ...]
+    """Of the structures that the plan was made from, by rank."""
+    plan: WritePlan
+
+
+@dataclass(slots=True)
+class CachedPlan:
+    """One rank's part of a plan."""
+
+    id: str
+    """The attempt that the plan was made in."""
+    shard: PreparedShard
+    digest: bytes
+    """Of the structure that the plan was made from."""
+    slices: Slices | None = None
+    """Of the pieces that other ranks hold too; made at the first replica check."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachedStructure:
+    """The structure of one rank's state, valid until the state has another token."""
+
+    token: object
+    """See `Collected.token`."""
+    structure: Structure
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CachedDigests:
+    """Digests of this rank's chunks in an earlier attempt."""
+
+    attempt: str
+    digests: BaseDigests
+
+
+@dataclass(slots=True)
+class SaveCache:
+    """What one save leaves for the next, in one process."""
+
+    writers: Workers
+    """Threads that write buffers."""
+    toucher: Workers
+    """The thread that allocates staging memory."""
+    staging: StagingPool
+    unconfirmed: Unconfirmed
+    """Coordinator: commits that are not known to be durable."""
+    coordinator_plan: CoordinatorPlan | None = None
+    plan: CachedPlan | None = None
+    walk: LastWalk = field(default_factory=LastWalk)
+    """Descriptions of this rank's tensors."""
+    structure: CachedStructure | None = None
+    succeeded: bool = False
+    """Whether this rank saw the last save succeed."""
+    buffers: BufferPool | None = None
+    """Absent during a save and after a failed one, which may have lost buffers."""
+    base: CachedBase | None = None
+    """Coordinator: the last step that was saved by `coordinator_plan`."""
+    digests: CachedDigests | None = None
+    """Of the chunks of `plan` in the last step."""
+    background_name: str = ""
+    """Coordinator: name of the rendezvous in the background."""
+    background: tuple[str, Rendezvous] | None = None
+    """That rendezvous and its name."""
+    turn: int | None = None
+    """Coordinator: number of the next sample of replicas."""
+
+    def background_rendezvous(self, rendezvous: Rendezvous, name: str) -> Rendezvous:
+        """The rendezvous beside `rendezvous` at which saves meet in the background.
+
+        Args:
+            rendezvous: of the saver.
+            name: the same on all ranks: that of the first save.
+        """
+        if self.background is None or self.background[0] != name:
+            self.background = name, rendezvous.beside(name)
+        self.background[1].deadline = rendezvous.deadline
+        return self.background[1]

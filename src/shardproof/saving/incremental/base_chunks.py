@@ -1,0 +1,204 @@
+"""The chunks that an earlier committed step, the base, already stores.
+
+    manifest and index of the base --match_base--> Base --part--> BaseDigests of each rank
+
+A planned chunk equals a chunk of the base if key, dtype, global shape, box and digest are equal. The new
+index then refers to the file that stores its bytes: a file of the base, or one of an older step that the base
+refers to. So a reader follows a reference once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from shardproof.format import FileRecord, Manifest
+from shardproof.planning import ChunkTable, WritePlan
+from shardproof.saving.messages import pack_rows, unpack_rows
+
+__all__ = ["Base", "BaseDigests", "match_base", "no_base", "with_folders"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BaseDigests:
+    """The base's digests of one rank's planned chunks, in the order of the plan."""
+
+    known: NDArray[np.bool_]
+    """(n,) whether the base stores the chunk."""
+    digest: NDArray[np.uint64]
+    """(n, 2) high and low half; 0 where the base does not store the chunk."""
+
+    @staticmethod
+    def of(digest: NDArray[np.uint64]) -> BaseDigests:
+        """Digests of a base that stores all chunks."""
+        return BaseDigests(np.ones(len(digest), bool), digest)
+
+    def encode(self) -> bytes:
+        """16 bytes for each chunk of the base, and one bit for each planned chunk."""
+        wire = (len(self.known), pack_rows(self.known), self.digest[self.known].tobytes())
+        return msgspec.msgpack.encode(wire)
+
+    @staticmethod
+    def decode(data: bytes) -> BaseDigests:
+        """Inverse of `encode`."""
+        count, rows, digests = msgspec.msgpack.decode(data, type=tuple[int, bytes, bytes])
+        known = unpack_rows(rows, count)
+        digest = np.zeros((count, 2), np.uint64)
+        digest[known] = np.frombuffer(digests, np.uint64).reshape(-1, 2)
+        return BaseDigests(known, digest)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Base:
+    """Where the base stores the chunks of a plan: one row a chunk, in the order of the plan."""
+
+    folder: str
+    """The base's folder, beside that of the new step."""
+    seal: bytes
+    """`shardproof.format.seal_of` the base."""
+    files: tuple[FileRecord, ...]
+    """The base's files, each with its folder."""
+    file: NDArray[np.int64]
+    """(n,) row of `files`; -1 where the base does not store the chunk."""
+    byte_start: NDArray[np.int64]
+    """(n,) first byte in the file."""
+    digest: NDArray[np.uint64]
+    """(n, 2) of the bytes."""
+
+    def part(self, plan: WritePlan, rank: int) -> BaseDigests:
+        """The digests for one rank."""
+        rows = slice(int(plan.writer_start[rank]), int(plan.writer_start[rank + 1]))
+        known = self.file[rows] >= 0
+        return BaseDigests(known, np.where(known[:, None], self.digest[rows], np.uint64(0)))
+
+    def without(self, lost: Sequence[int], folder: str) -> Base:
+        """This base without the chunks in `lost` files and in `folder`.
+
+        Args:
+            lost: rows of `files`.
+            folder: of the new step, since a step does not refer to itself.
+        """
+        bad = np.zeros(len(self.files) + 1, bool)
+        bad[list(lost)] = True
+        bad[[row for row, record in enumerate(self.files) if record.folder == folder]] = True
+        file = np.where(bad[self.file], -1, self.file)  # -1 is the last row, which is never bad
+        return Base(self.folder, self.seal, self.files, file, self.byte_start, self.digest)
+
+
+def match_base(plan: WritePlan, manifest: Manifest, table: ChunkTable, folder: str, seal: bytes) -> Base:
+    """Finds the chunks of a plan in an earlier step.
+
+    Args:
+        plan: of the new save, n chunks.
+        manifest: of the earlier step.
+        table: its chunks.
+        folder: its folder.
+        seal: `shardproof.format.seal_of` it.
+    """
+    merged = plan.merged
+    row_of = {(record.key, record.dtype, record.shape): row for row, record in enumerate(manifest.tensors)}
+    described = zip(merged.keys, merged.dtypes, map(tuple, merged.shapes), strict=True)
+    tensor_in_base = np.array([row_of.get(what, -1) for what in described], np.int64)[plan.tensor]
+    shapes = [record.shape for record in manifest.tensors]
+    same = _find(
+        _BoxRows(table.tensor, table.box_start, table.box_offsets, table.box_sizes),
+        _BoxRows(tensor_in_base, plan.box_start, plan.box_offsets, plan.box_sizes),
+        shapes,
+    )
+    found = same >= 0
+    file = np.full(len(same), -1, np.int64)
+    file[found] = table.file[same[found]]
+    byte_start, digest = np.zeros(len(same), np.int64), np.zeros((len(same), 2), np.uint64)
+    byte_start[found], digest[found] = table.byte_start[same[found]], table.digest[same[found]]
+    return Base(folder, seal, with_folders(manifest.files, folder), file, byte_start, digest)
+
+
+def no_base(plan: WritePlan, folder: str) -> Base:
+    """A base that stores no chunk of the plan."""
+    count = len(plan.tensor)
+    zeros = np.zeros(count, np.int64)
+    return Base(folder, b"", (), zeros - 1, zeros, np.zeros((count, 2), np.uint64))
+
+
+def with_folders(files: Sequence[FileRecord], folder: str) -> tuple[FileRecord, ...]:
+    """The files of a step's manifest, each with its folder: `folder` for the step's own."""
+    return tuple(msgspec.structs.replace(record, folder=record.folder or folder) for record in files)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _BoxRows:
+    """Boxes of tensors, one a row; a row with tensor -1 matches no row."""
+
+    tensor: NDArray[np.int64]
+    box_start: NDArray[np.int64]
+    box_offsets: NDArray[np.int64]
+    box_sizes: NDArray[np.int64]
+
+    def first_elements(self, shapes: Sequence[tuple[int, ...]]) -> NDArray[np.int64]:
+        """(n,) flat index of each box's first element in the row-major order of its tensor."""
+        strides = [np.array(_strides(shape), np.int64) for shape in shapes]
+        ndim = np.array([len(shape) for shape in shapes] + [0], np.int64)
+        first = np.append(0, np.cumsum(ndim[:-1]))
+        flat = np.concatenate([*strides, np.zeros(0, np.int64)])
+        of_box = np.diff(self.box_start)
+        known = self.tensor >= 0
+        dims = np.repeat(known, of_box)
+        tensor = np.repeat(self.tensor, of_box)[dims]
+        within = np.arange(len(self.box_offsets)) - np.repeat(self.box_start[:-1], of_box)
+        products = np.zeros(len(self.box_offsets) + 1, np.int64)
+        products[:-1][dims] = self.box_offsets[dims] * flat[first[tensor] + within[dims]]
+        ends = np.append(0, np.cumsum(products[:-1]))
+        result: NDArray[np.int64] = ends[self.box_start[1:]] - ends[self.box_start[:-1]]
+        return result
+
+
+def _strides(shape: tuple[int, ...]) -> list[int]:
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 1, 0, -1):
+        strides[dim - 1] = strides[dim] * shape[dim]
+    return strides
+
+
+def _find(old: _BoxRows, new: _BoxRows, shapes: Sequence[tuple[int, ...]]) -> NDArray[np.int64]:
+    """(new rows,) the row of `old` with the same tensor and box; -1 where there is none.
+
+    Boxes that tile a tensor differ in their first element. So both are sorted by tensor and first element.
+    Only the old box before a new one can equal it, and the two are compared as a whole. Rows of `old` that do
+    not tile may hide each other, but never match wrongly.
+    """
+    count = len(old.tensor)
+    tensor = np.concatenate([old.tensor, new.tensor])
+    first = np.concatenate([old.first_elements(shapes), new.first_elements(shapes)])
+    order = np.lexsort((first, tensor))  # stable: an old row comes before the new one that equals it
+    is_old = order < count
+    last_old = np.maximum.accumulate(np.where(is_old, np.arange(len(order)), -1))
+    candidate = np.full(len(new.tensor), -1, np.int64)
+    at = np.flatnonzero(~is_old & (last_old >= 0))
+    candidate[order[at] - count] = order[last_old[at]]
+    rows = np.flatnonzero((candidate >= 0) & (new.tensor >= 0))
+    rows = rows[old.tensor[candidate[rows]] == new.tensor[rows]]
+    rows = rows[_same_boxes(old, candidate[rows], new, rows)]
+    found = np.full(len(new.tensor), -1, np.int64)
+    found[rows] = candidate[rows]
+    return found
+
+
+def _same_boxes(
+    old: _BoxRows, a: NDArray[np.int64], new: _BoxRows, b: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    """(pairs,) whether the boxes of row a[i] of `old` and row b[i] of `new` are equal; of one tensor each."""
+    ndim = (new.box_start[1:] - new.box_start[:-1])[b]
+    ends = np.cumsum(ndim)
+    within = np.arange(int(ndim.sum())) - np.repeat(ends - ndim, ndim)
+    at_old = np.repeat(old.box_start[a], ndim) + within
+    at_new = np.repeat(new.box_start[b], ndim) + within
+    differs = (old.box_offsets[at_old] != new.box_offsets[at_new]) | (
+        old.box_sizes[at_old] != new.box_sizes[at_new]
+    )
+    before = np.append(0, np.cumsum(differs))
+    result: NDArray[np.bool_] = before[ends] == before[ends - ndim]
+    return result

@@ -1,0 +1,81 @@
+"""What a rank reports of its state and request before the ranks agree."""
+
+from __future__ import annotations
+
+import operator
+import socket
+import zlib
+from typing import Any, get_args
+
+import msgspec
+
+from shardproof.errors import ShardproofError, StructureError
+from shardproof.planning import Structure
+from shardproof.saving.cache import CachedStructure, Request, SaveCache
+from shardproof.saving.messages import RankReport
+from shardproof.saving.replica_check import CheckReplicas
+from shardproof.state import Collected, encode_plain
+
+__all__ = ["fits_cached_plan", "report_rank", "structure_of"]
+
+_LATEST_STEP = 10**18
+
+
+def structure_of(collected: Collected, cache: SaveCache) -> tuple[Structure, bytes]:
+    """The structure of a state and its digest, from the cache if the structure has not changed."""
+    cached = cache.structure
+    objects = tuple([entry.key for entry in collected.objects])
+    if cached is None or cached.token is not collected.token or cached.structure.objects != objects:
+        structure = Structure.of(collected)
+        cached = cache.structure = CachedStructure(collected.token, structure, structure.digest())
+    return cached.structure, cached.digest
+
+
+def fits_cached_plan(request: Request, cache: SaveCache, digest: bytes) -> bool:
+    """True if this rank can reuse its cached plan, and its request needs no other answer."""
+    is_plain = request.base is None and not request.check_replicas
+    return is_plain and cache.plan is not None and cache.plan.digest == digest
+
+
+def report_rank(request: Request, cache: SaveCache, digest: bytes, failed: ShardproofError | None) -> bytes:
+    """Encodes a rank's report.
+
+    Args:
+        request: of this rank's caller.
+        cache: of earlier saves.
+        digest: of the structure of the state.
+        failed: the error of the save before, if this rank's caller has not seen it.
+
+    Raises:
+        StructureError: the step or `check_replicas` is invalid.
+        PlainDataError: the metadata are no plain data.
+    """
+    report = RankReport(
+        digest,
+        cache.plan.id if cache.plan else "",
+        _checked_step(request.step),
+        msgspec.json.encode(encode_plain(request.metadata, "metadata")),
+        request.overwrite,
+        request.base is not None,
+        cache.digests.attempt if cache.digests else "",
+        zlib.crc32(socket.gethostname().encode()),
+        _checked_mode(request.check_replicas),
+        msgspec.json.encode(failed.to_wire()) if failed is not None else b"",
+        request.full_every,
+    )
+    return msgspec.msgpack.encode(report)
+
+
+def _checked_step(step: Any) -> int | None:
+    if step is None:
+        return None
+    is_index = not isinstance(step, bool) and hasattr(step, "__index__")
+    if not is_index or not 0 <= operator.index(step) < _LATEST_STEP:
+        raise StructureError(f"a step is an int from 0 to 10**18 - 1, got {step!r}")
+    return operator.index(step)
+
+
+def _checked_mode(check: Any) -> str:
+    if check not in (None, *get_args(CheckReplicas)):
+        raise StructureError(f"check_replicas is 'sample', 'all' or None, not {check!r}")
+    return check or ""

@@ -1,0 +1,517 @@
+"""The protocol of one save on one rank: `Save.start`.
+
+Two threads take the steps. The caller's thread collects and stages; the save thread, which no interrupt
+reaches, holds all meetings and writes. A rank *goes ahead* if it returns to its caller before the ranks
+agree. It does so if it can reuse its cached plan and has copied all memory that no fence protects. Each rank
+decides this for itself; the other ranks see no difference. After a failed save, the next save agrees
+synchronously, so that every rank reports the failure exactly once.
+
+Note "Fixed meetings": every rank takes part in every meeting, with its result or with its error. So the error
+of one rank is the answer to all, and no rank waits for one that gave up. The meetings before the caller goes
+on follow the order of the caller's own meetings. A save in the background writes and commits at a rendezvous
+of its own, so the caller's meetings do not wait for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from shardproof import events
+from shardproof._utils.gc_pause import no_garbage_collection
+from shardproof.errors import RankFailure, RankSilent, SaveSkipped, ShardproofError, StorageError
+from shardproof.format import shard_name
+from shardproof.planning import RankPlan, Structure
+from shardproof.rendezvous import Meetings, Operation, Rendezvous, Reservation
+from shardproof.saving.background import Progress, wait_while_moving
+from shardproof.saving.cache import CachedDigests, CachedPlan, Limits, Request, SaveCache
+from shardproof.saving.capture import Capture
+from shardproof.saving.coordinator import Coordinator
+from shardproof.saving.failed_commit import remove_own_files
+from shardproof.saving.incremental import BaseDigests
+from shardproof.saving.messages import Agreement, Attempt, WriteReport, pack_rows
+from shardproof.saving.pending import PendingSave
+from shardproof.saving.prepared_shard import Entries, prepare_shard
+from shardproof.saving.rank_report import fits_cached_plan, report_rank, structure_of
+from shardproof.saving.replica_check import chosen_slices, hash_replicas, warn_of_divergences
+from shardproof.saving.result import SaveResult
+from shardproof.saving.shard_writer import BufferPool, write_shard
+from shardproof.saving.snapshot import Snapshot
+from shardproof.state import Fence, collect
+from shardproof.storage import Storage
+
+__all__ = ["After", "Save"]
+
+After = Callable[[SaveResult, Callable[[int, int], None]], None]
+"""Called after the commit, with the result and a function that takes steps done and steps in all."""
+
+_log = logging.getLogger("shardproof")
+_NOTHING = Capture((), (), {}, {}, None, is_complete=False)
+
+
+class Save:
+    """One save on one rank.
+
+    Args:
+        rendezvous: where the ranks agree.
+        storage: of the step.
+        request: of the caller.
+        cache: of earlier saves; updated.
+        limits: see `Limits`.
+        failed: the error of the save before, if the caller has not seen it.
+    """
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        storage: Storage,
+        request: Request,
+        cache: SaveCache,
+        limits: Limits,
+        failed: ShardproofError | None = None,
+    ) -> None:
+        self.operation = f"save {storage.location}"
+        self.progress = Progress()
+        self.patience = 2 * rendezvous.deadline
+        """Seconds without progress after which a waiting thread gives up."""
+        self.future: Future[SaveResult] = Future()
+        self.pending = PendingSave(request.step, self.future, self.progress, self.patience)
+        self._begun = time.monotonic()
+        self._rendezvous = rendezvous
+        self._storage = storage
+        self._request = request
+        self._cache = cache
+        self._failed_before = failed
+        self._coordinator = Coordinator(storage, request, cache, limits)
+        self._store: object = None
+        """Keeps the rendezvous' store alive while the save needs it."""
+        self._capture = _NOTHING
+        self._structure: Structure
+        self._digest: bytes
+        self._report: bytes | BaseException
+        self._reservation: Reservation | None = None
+        self._goes_ahead = False
+        """Whether the caller goes on before the ranks agree."""
+        self._agreement: Agreement
+        self._refusal: BaseException | None = None
+        """Why the ranks do not agree."""
+        self._agreed: Future[None] = Future()
+        """Done when the ranks have agreed, or failed to."""
+        self._base: BaseDigests | None = None
+        self._replica_digests = b""
+        self._chunk_digests: NDArray[np.uint64] | None = None
+        self._snapshot: Snapshot | None = None
+        self._fence: Fence | None = None
+        self._problem: BaseException | None = None
+        """What ended the local steps of this rank; reported at the meeting of the commit."""
+        self._given_up: BaseException | None = None
+
+    def start(
+        self,
+        state: Any,
+        operation: Operation,
+        submit: Callable[[Callable[[], SaveResult]], None],
+        *,
+        background: bool,
+        stage_all: bool = False,
+        after: After | None = None,
+    ) -> None:
+        """Takes all steps of the save; returns once the caller may change the state.
+
+        Args:
+            state: the state tree.
+            operation: the place of the first meetings in the order of this rank's meetings.
+            submit: runs a function on the save thread, for `future`.
+            background: whether the caller goes on before the commit. Otherwise it waits for `future`.
+            stage_all: whether all memory is copied, and none left to the fence.
+            after: called after the commit.
+        """
+
+        def on_save_thread() -> SaveResult:
+            with ExitStack() as order:
+                order.enter_context(operation)
+                part = self._agree(keeps_turn=not background)  # meetings: collect [plan] [base]
+                self._prepare(part)  # local: the snapshot of what this rank writes
+                rendezvous = self._write_rendezvous(background)
+                self._hash_replicas(rendezvous)  # local
+                self.release_caller()
+                if background:
+                    order.close()  # the caller's next meeting may begin
+                report = self._write(rendezvous)  # local
+                result = self._commit(rendezvous, report)  # meeting: write
+                if after is not None:
+                    after(result, lambda _done, _total: self.progress.moved())
+            self._cache.succeeded = True
+            return result
+
+        self._collect(state, guarded=background, stage_all=stage_all)  # local
+        self._store = self._rendezvous.hold()
+        submit(partial(self._run, on_save_thread, operation, background))
+        self._wait_until_agreed()
+        self._stage()  # local, while the save thread writes
+
+    def _run(self, steps: Callable[[], SaveResult], operation: Operation, background: bool) -> SaveResult:
+        """Takes the steps of the save thread; makes any error one of this package."""
+        if not operation.claim():
+            raise SaveSkipped(f"{self._storage.location}: the save was interrupted before it began")
+        try:
+            return steps()
+        except BaseException as error:
+            failure = self._failure(error, logged=background and not self._is_refused)
+        finally:
+            self.end()
+        raise failure  # here, so that its context does not hold the state
+
+    def _collect(self, state: Any, *, guarded: bool, stage_all: bool) -> None:
+        """Collects the state, and reserves the turn in which `_agree` meets the other ranks.
+
+        Args:
+            state: the state tree.
+            guarded: whether memory may change before the save is over; staging and the fence protect it.
+            stage_all: whether nothing is left to the fence.
+        """
+        succeeded, self._cache.succeeded = self._cache.succeeded, False
+
+        def report() -> bytes:
+            with no_garbage_collection():
+                rank, world_size = self._rendezvous.rank, self._rendezvous.world_size
+                collected = collect(state, rank=rank, world_size=world_size, last=self._cache.walk)
+                self._structure, self._digest = structure_of(collected, self._cache)
+                stepped = () if stage_all else collected.stepped
+                may_go_ahead = succeeded and fits_cached_plan(self._request, self._cache, self._digest)
+                self._capture = Capture.of(collected, stepped, guarded=guarded, complete=may_go_ahead)
+                if self._capture.watch:
+                    self._fence = Fence(stepped, self._secure, partial(self._phase, "fence"))
+            return report_rank(self._request, self._cache, self._digest, self._failed_before)
+
+        with self._phase("collect") as phase:
+            self._report = _outcome(report, phase)
+        self._goes_ahead = self._capture.is_complete and isinstance(self._report, bytes)
+        self._reservation = self._rendezvous.reserve()
+
+    def _agree(self, *, keeps_turn: bool) -> bytes | None:
+        """Meets the other ranks in the reserved turn.
+
+        Args:
+            keeps_turn: whether no other meeting of this rank may come before the commit.
+
+        Returns:
+            This rank's part of a new plan; None: the cached plan is reused.
+        """
+        assert self._reservation is not None
+        self.progress.is_bounded = True  # meetings have deadlines, and so has the wait for a turn
+        try:
+            self._reservation.__enter__()
+            part = self._meet()
+            if not keeps_turn:
+                self._reservation.give_up()
+        except BaseException as error:
+            self._refusal = error
+            raise
+        finally:
+            self.progress.is_bounded = False
+        return part
+
+    def _meet(self) -> bytes | None:
+        meeting = Meetings(self._rendezvous, self.operation)
+        with self._phase("agree"):
+            report = partial(_result_of, self._report)
+            answer = meeting.meet("collect", report, self._unbounded(self._coordinator.agree))
+        agreement = self._agreement = msgspec.msgpack.decode(answer, type=Agreement)
+        part = None
+        if not agreement.reuse_plan:
+            self._cache.plan = self._cache.digests = None
+            with self._phase("plan"):
+                part = meeting.meet("plan", self._structure.encode, self._coordinator.plan)
+        if agreement.send_base:
+            with self._phase("plan"):
+                base = meeting.meet("base", lambda: b"", self._coordinator.send_base)
+                self._base = BaseDigests.decode(base)
+        elif agreement.attempt.base:
+            assert self._cache.digests is not None
+            self._base = self._cache.digests.digests
+        return part
+
+    def _prepare(self, part: bytes | None) -> None:
+        """Makes the snapshot, by a new part of the plan or the cached one. The commit reports an error."""
+        try:
+            with nullcontext() if self._goes_ahead else no_garbage_collection():  # not training's garbage
+                if part is not None:
+                    shard = prepare_shard(self._structure, RankPlan.decode(part))
+                    self._cache.plan = CachedPlan(self._attempt.id, shard, self._digest)
+                assert self._cache.plan is not None
+                self._snapshot = Snapshot(
+                    self._capture,
+                    self._cache.plan.shard.plan,
+                    self._cache.staging,
+                    self._cache.toucher,
+                    self._rendezvous.deadline,
+                    self.progress,
+                )
+            if self._given_up is not None:
+                self._snapshot.give_up(self._given_up)
+        except BaseException as error:
+            self._problem = error
+
+    def _write_rendezvous(self, background: bool) -> Rendezvous:
+        """Where the ranks meet to commit."""
+        if not background:
+            return self._rendezvous
+        return self._cache.background_rendezvous(self._rendezvous, self._agreement.background)
+
+    def _hash_replicas(self, rendezvous: Rendezvous) -> None:
+        """Hashes the replicas that the request asks for. The commit reports an error."""
+        if not self._request.check_replicas or self._problem is not None:
+            return
+        try:
+            rendezvous.arrive()  # other ranks may wait there already
+            with self._phase("replicas") as phase:
+                plan = self._cache.plan
+                assert plan is not None
+                shared = plan.shard.plan.shared
+                if plan.slices is None:
+                    plan.slices = shared.slices(self._structure)
+                turn = None if self._request.check_replicas == "all" else self._agreement.turn
+                rows = chosen_slices(plan.slices, shared.turns, turn)
+                moved = self._progress_of(rendezvous, phase, int(plan.slices.byte_count[rows].sum()))
+                self._replica_digests = hash_replicas(
+                    self._capture.pieces, plan.slices, rows, self._cache.staging, moved
+                )
+        except BaseException as error:
+            self._problem = error
+
+    def release_caller(self) -> None:
+        """Ends the wait of the caller, or of an optimizer's step, for the ranks to agree."""
+        if not self._agreed.done():
+            self._agreed.set_result(None)
+
+    def _wait_until_agreed(self) -> None:
+        """Returns when the ranks have agreed; at once if this rank goes ahead.
+
+        Raises:
+            BaseException: why the ranks do not agree, or the interrupt that ended a local step.
+        """
+        if self._goes_ahead:
+            return
+        if not wait_while_moving(self._agreed, self.progress, self.patience):
+            raise StorageError(
+                f"{self._storage.location}: the ranks have not agreed for {self.patience:.0f} s: the save is "
+                "given up. Look at the storage"
+            )
+        if self._refusal is not None:
+            raise self._refusal
+        if self._problem is not None and not isinstance(self._problem, Exception):
+            raise self._problem  # the save thread reports it to the other ranks
+
+    def _stage(self) -> None:
+        """Returns when all memory that no fence protects is copied. The commit reports an error."""
+        if self._snapshot is not None and not self._goes_ahead:
+            with self._phase("stage") as phase:
+                self._snapshot.secure(fenced=False)
+                phase.progress(self._snapshot.staged_bytes, self._snapshot.staged_bytes)
+
+    def _secure(self) -> int:
+        """For the fence: returns when no memory of the state is read any more; the bytes copied for it."""
+        if not wait_while_moving(self._agreed, self.progress, self.patience):
+            self.give_up(
+                StorageError(
+                    f"the ranks have not agreed for {self.patience:.0f} s while training waited for it: the "
+                    "save is given up, and training goes on. Look at the storage"
+                )
+            )
+        if self._snapshot is None:
+            return 0
+        before = self._snapshot.staged_bytes
+        self._snapshot.secure(fenced=True)
+        return self._snapshot.staged_bytes - before
+
+    def _write(self, rendezvous: Rendezvous) -> bytes | BaseException:
+        """Writes this rank's shard file, if it has one; the rank's report for the commit, or its error."""
+        with self._phase("write") as phase:
+            return _outcome(lambda: msgspec.msgpack.encode(self._write_shard(rendezvous, phase)), phase)
+
+    def _write_shard(self, rendezvous: Rendezvous, phase: events.Phase) -> WriteReport:
+        if self._problem is not None:
+            raise self._problem
+        self._check_given_up()
+        rendezvous.arrive()
+        assert self._cache.plan is not None and self._snapshot is not None
+        begun, shard = time.monotonic(), self._cache.plan.shard
+        objects = self._capture.objects
+        keys = tuple(objects)
+        object_digests = b"".join([xxhash.xxh3_128_digest(value) for value in objects.values()])
+        if self._request.base is not None:
+            self._chunk_digests = np.zeros((0, 2), np.uint64)
+        if not shard.is_written:
+            return WriteReport(0, 0, "", b"", {}, keys, object_digests, replicas=self._replica_digests)
+        owned = {key: objects[key] for key in shard.plan.objects}
+
+        def header(entries: Entries, size: int) -> bytes:
+            return shard.header(self._attempt, rendezvous.rank, owned, entries, size=size)
+
+        buffers, self._cache.buffers = self._cache.buffers or BufferPool(), None
+        file = write_shard(
+            partial(self._storage.create, shard_name(rendezvous.rank, self._attempt.id)),
+            shard,
+            header,
+            self._snapshot,
+            self._base,
+            buffers,
+            self._cache.writers,
+            self._progress_of(rendezvous, phase, shard.data_bytes),
+        )
+        self._check_given_up()
+        self._cache.buffers = buffers
+        self._snapshot.check_unchanged()
+        if self._request.base is not None:
+            self._chunk_digests = file.digests
+        phase.note(staged=self._snapshot.staged_bytes, waited=self._snapshot.waited)
+        return WriteReport(
+            file.size,
+            file.data_start,
+            file.digest,
+            file.digests.tobytes(),
+            owned,
+            keys,
+            object_digests,
+            b"" if file.written.all() else pack_rows(file.written),
+            self._replica_digests,
+            time.monotonic() - begun,
+        )
+
+    def _commit(self, rendezvous: Rendezvous, report: bytes | BaseException) -> SaveResult:
+        """Commits with the other ranks. After a refusal, this rank removes its files."""
+        meeting = Meetings(rendezvous, self.operation)
+        try:
+            with self._phase("commit") as phase:
+                self.progress.is_bounded = True
+                try:
+                    commit = self._unbounded(self._coordinator.commit)
+                    answer = meeting.meet("write", partial(_result_of, report), commit)
+                finally:
+                    self.progress.is_bounded = False
+                result = msgspec.msgpack.decode(answer, type=SaveResult)
+                phase.note(**self._coordinator.facts)
+                if self._request.check_replicas:
+                    phase.note(diverged=result.diverged_count)
+        except RankSilent:
+            raise  # note "Whose files" in `remove_own_files`
+        except ShardproofError as error:
+            if error.details.get("committed", False) is False:
+                remove_own_files(self._storage, self._rendezvous.rank, self._attempt.id)
+            raise
+        warn_of_divergences(result, self._rendezvous.rank)
+        if self._chunk_digests is not None:
+            self._cache.digests = CachedDigests(self._attempt.id, BaseDigests.of(self._chunk_digests))
+        return msgspec.structs.replace(result, seconds=time.monotonic() - self._begun)
+
+    def give_up(self, error: BaseException) -> None:
+        """Makes the save fail with this error: the caller may change memory that is not written yet."""
+        self._given_up = error
+        if self._snapshot is not None:
+            self._snapshot.give_up(error)
+
+    def open_fence(self) -> None:
+        """Returns when no memory of the state is read any more."""
+        if self._fence is not None:
+            self._fence.open()
+
+    def end(self) -> None:
+        """Releases the state, the turn and the store. Called at the end of every save, at least once."""
+        if self._reservation is not None:
+            self._reservation.give_up()
+        self.release_caller()
+        if self._fence is not None:
+            self._fence.close()
+        if self._snapshot is not None:
+            self._snapshot.end()
+        self._capture = _NOTHING
+        self._store = None
+
+    @property
+    def _attempt(self) -> Attempt:
+        return self._agreement.attempt
+
+    @property
+    def _is_refused(self) -> bool:
+        """Whether the ranks do not agree, and the caller still waits for the reason."""
+        return self._refusal is not None and not self._goes_ahead
+
+    def _phase(self, name: str) -> events.Phase:
+        step = self._request.step
+        return events.phase(
+            self.operation,
+            name,
+            rank=self._rendezvous.rank,
+            world_size=self._rendezvous.world_size,
+            step=step if isinstance(step, int) else None,
+        )
+
+    def _progress_of(self, rendezvous: Rendezvous, phase: events.Phase, total: int) -> Callable[[int], None]:
+        """A function that takes the bytes done, and fails once the save is given up."""
+
+        def moved(done: int) -> None:
+            self._check_given_up()
+            self.progress.moved()
+            rendezvous.progress(done, total)
+            phase.progress(done, total)
+
+        return moved
+
+    def _check_given_up(self) -> None:
+        """Fails if the caller went on with an error: bytes that were read since may be torn."""
+        if self._given_up is not None:
+            raise self._given_up
+
+    def _unbounded(self, decide: Callable[[Sequence[bytes]], bytes]) -> Callable[[Sequence[bytes]], bytes]:
+        """On the coordinator: storage may hang in `decide`, so waiting threads apply their patience."""
+
+        def decided(posts: Sequence[bytes]) -> bytes:
+            self.progress.is_bounded = False
+            try:
+                return decide(posts)
+            finally:
+                self.progress.is_bounded = True
+
+        return decided
+
+    def _failure(self, error: BaseException, *, logged: bool) -> ShardproofError:
+        """The error of the save as one of this package; logged if no caller waits for it."""
+        if self._is_refused and isinstance(error, ShardproofError):
+            # A copy: the frames of the error that the caller gets hold the state.
+            return ShardproofError.from_wire(error.to_wire())
+        location = self._storage.location
+        if logged:
+            _log.error("%s: the save failed: %s", location, error)
+        if isinstance(error, ShardproofError):
+            return error
+        rank, cause = self._rendezvous.rank, f"{type(error).__name__}: {error}"
+        text = f"{location}: rank {rank} failed: {cause}"
+        failure = RankFailure(text, phase="background", causes={str(rank): cause})
+        failure.__cause__ = None if self._is_refused else error
+        return failure
+
+
+def _outcome(work: Callable[[], bytes], phase: events.Phase) -> bytes | BaseException:
+    """The result of `work`, or its error, which the rank reports at the next meeting."""
+    try:
+        return work()
+    except BaseException as error:
+        phase.fail(error)
+        return error
+
+
+def _result_of(outcome: bytes | BaseException) -> bytes:
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
