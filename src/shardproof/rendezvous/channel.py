@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from shardproof.rendezvous import store_requests as on
+from shardproof.rendezvous import store_requests as requests
+from shardproof.rendezvous.heartbeat import Pulse, Watch
 from shardproof.rendezvous.keys import MeetingKeys
 from shardproof.rendezvous.link import Link, is_over, patiently
 from shardproof.rendezvous.membership import Membership
-from shardproof.rendezvous.pulse import Pulse
-from shardproof.rendezvous.records import Record, WrongBytes, checked_body, cut, part_keys, part_sizes
-from shardproof.rendezvous.watch import Watch
+from shardproof.rendezvous.wire import Record, WrongBytes, checked_body, cut, part_keys, part_sizes
 
 __all__ = ["Channel", "CoordinatorSilent", "View"]
 
@@ -219,14 +218,14 @@ class Channel:
         for one in [one for one in self._given_up if not one.is_told]:
             keys = self._keys(one.number)
             store.compare_set(keys.verdict, "", one.verdict)
-            on.set_all(store, {keys.wake: b"1", keys.ready: b"1"})
+            requests.set_all(store, {keys.wake: b"1", keys.ready: b"1"})
             one.is_told = True
 
     def _look_for_coordinator(self, store: Any) -> bytes | None:
         """The newest sign of life of the coordinator in the generation that this rank wants to join."""
         if not self._membership.generation:
             return None
-        return on.peek(store, MeetingKeys(self._membership.root, 0).beat(0))
+        return requests.peek(store, MeetingKeys(self._membership.root, 0).beat(0))
 
     def post(self, keys: MeetingKeys, record: bytes, body: bytes, others: int) -> None:
         """Post to the coordinator, and wake it if all `others` that it waits for are there."""
@@ -235,7 +234,7 @@ class Channel:
         items = {key: record} | self._trace(keys)
 
         def request(store: Any) -> None:
-            on.set_all(store, items)
+            requests.set_all(store, items)
             if store.add(keys.count, 1) == others:
                 store.set(keys.ready, b"1")
 
@@ -252,11 +251,11 @@ class Channel:
 
         def request(store: Any) -> dict[int, bytes]:
             self._membership.welcome_all(store)
-            on.wait(store, keys.ready)
-            if len(posts) <= on.FEW:
-                return on.present(store, posts)
+            requests.wait(store, keys.ready)
+            if len(posts) <= requests.FEW:
+                return requests.present(store, posts)
             # What all have posted is not asked for before it is read.
-            return on.values(store, posts) if store.add(keys.count, 0) >= len(posts) else {}
+            return requests.values(store, posts) if store.add(keys.count, 0) >= len(posts) else {}
 
         return self._waits.submit(request)
 
@@ -264,14 +263,14 @@ class Channel:
         """The verdict, once there is one; or None, when some rank calls `release` before."""
 
         def request(store: Any) -> bytes | None:
-            on.wait(store, keys.wake)
-            return on.peek(store, keys.verdict)
+            requests.wait(store, keys.wake)
+            return requests.peek(store, keys.verdict)
 
         return self._waits.submit(request)
 
     def until_read(self, keys: MeetingKeys) -> Future[None]:
         """Done when all ranks have read the verdict that asked for it."""
-        return self._waits.submit(lambda store: on.wait(store, keys.all_read))
+        return self._waits.submit(lambda store: requests.wait(store, keys.all_read))
 
     def acknowledge(self, keys: MeetingKeys, readers: int) -> None:
         """Say that this rank has read its answer; does not wait. The last thing said about a meeting."""
@@ -289,7 +288,7 @@ class Channel:
         keys = [key]
         if self.rank == 0 and not self._membership.is_complete:
             keys.append(self._membership.keys.all_joined(self._membership.generation))
-        self._requests.submit(lambda store: on.set_all(store, dict.fromkeys(keys, b"1")))
+        self._requests.submit(lambda store: requests.set_all(store, dict.fromkeys(keys, b"1")))
 
     def look(
         self, keys: MeetingKeys, posts_of: Iterable[int], signs_of: Iterable[int], known: int | None = None
@@ -306,9 +305,9 @@ class Channel:
                 self._membership.welcome(store)
             news = posts and (known is None or store.add(keys.count, 0) > known)
             return View(
-                on.present(store, {rank: keys.post(rank) for rank in posts}) if news else {},
-                on.present(store, {rank: keys.beat(rank) for rank in signs}),
-                on.peek(store, keys.verdict),
+                requests.present(store, {rank: keys.post(rank) for rank in posts}) if news else {},
+                requests.present(store, {rank: keys.beat(rank) for rank in signs}),
+                requests.peek(store, keys.verdict),
             )
 
         return self._requests.call(request, self.patience)
@@ -319,7 +318,7 @@ class Channel:
         Raises:
             WrongBytes: it is not.
         """
-        value = self._requests.call(lambda store: on.peek(store, key), self.patience)
+        value = self._requests.call(lambda store: requests.peek(store, key), self.patience)
         if value is None:
             raise WrongBytes(key, "a value that was written before", None)
         return value
@@ -348,7 +347,7 @@ class Channel:
             key = keys.answer(rank)
             self._remember(keys, [*self._write_parts(key, body), key])
             batch[key] = record
-            if len(batch) == on.BATCH:
+            if len(batch) == requests.BATCH:
                 self._set(batch)
                 batch = {}
         self._set(batch)
@@ -365,7 +364,7 @@ class Channel:
 
         def request(store: Any) -> bytes:
             standing = store.compare_set(keys.verdict, "", record)
-            on.set_all(store, items)
+            requests.set_all(store, items)
             return bytes(standing)
 
         return self._requests.submit(request)
@@ -382,8 +381,8 @@ class Channel:
         """Delete what this rank wrote before meeting `number`, in which all have posted. Does not wait."""
         old = [key for before, keys in self._litter if before < number for key in keys]
         self._litter = [(before, keys) for before, keys in self._litter if before >= number]
-        for start in range(0, len(old), on.BATCH):
-            batch = old[start : start + on.BATCH]
+        for start in range(0, len(old), requests.BATCH):
+            batch = old[start : start + requests.BATCH]
             self._requests.submit(partial(_delete, batch))
         if self._membership.has_old_keys:
             self._requests.submit(self._membership.clean)
@@ -410,7 +409,7 @@ class Channel:
         return written
 
     def _set(self, items: Mapping[str, bytes]) -> None:
-        self._requests.call(lambda store: on.set_all(store, items), self.patience)
+        self._requests.call(lambda store: requests.set_all(store, items), self.patience)
         self.pulse.tick()
 
     def _remember(self, keys: MeetingKeys, written: list[str]) -> None:
@@ -452,8 +451,8 @@ class _Idle:
 
 
 def _wait_for(key: str, store: Any) -> None:
-    on.wait(store, key)
+    requests.wait(store, key)
 
 
 def _delete(keys: Sequence[str], store: Any) -> None:
-    on.delete(store, keys)
+    requests.delete(store, keys)

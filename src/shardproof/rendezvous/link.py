@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from typing import Any, TypeAlias, TypeVar
 
-from shardproof.rendezvous.records import WrongBytes
+from shardproof.rendezvous.wire import WrongBytes
 
 __all__ = ["Link", "LinkLost", "is_over", "patiently"]
 

@@ -44,16 +44,15 @@ from typing import Any
 
 from shardproof.errors import ShardproofError
 from shardproof.reentrance import refuse_inside
-from shardproof.rendezvous import verdicts
+from shardproof.rendezvous import meeting_errors
 from shardproof.rendezvous.channel import Channel
+from shardproof.rendezvous.heartbeat import Pulse
 from shardproof.rendezvous.leaving import give_up_next
 from shardproof.rendezvous.link import LinkLost, patiently
 from shardproof.rendezvous.meeting import Meeting, PassedOver, attend
-from shardproof.rendezvous.operation import Operation
+from shardproof.rendezvous.ordering import Operation, Reservation, Turns
 from shardproof.rendezvous.protocol import Decide
-from shardproof.rendezvous.pulse import Pulse
-from shardproof.rendezvous.records import WrongBytes
-from shardproof.rendezvous.reservation import Reservation, Turns
+from shardproof.rendezvous.wire import WrongBytes
 
 __all__ = ["StoreRendezvous"]
 
@@ -107,7 +106,9 @@ class StoreRendezvous:
         self._channel: Channel | None = None
         self._number = 0
         self._turns = Turns(
-            self._pulse.evidence, lambda: 2 * self._deadline, lambda seconds: verdicts.stuck(rank, seconds)
+            self._pulse.evidence,
+            lambda: 2 * self._deadline,
+            lambda seconds: meeting_errors.stuck(rank, seconds),
         )
         self._entered: dict[int, Operation] = {}
         """Thread to the operation that it meets for."""
@@ -142,9 +143,9 @@ class StoreRendezvous:
                 try:
                     number = self._next_number()
                 except LinkLost as lost:
-                    raise verdicts.store_lost(operation, phase, str(lost), None) from lost
+                    raise meeting_errors.store_lost(operation, phase, str(lost), None) from lost
                 except WrongBytes as wrong:
-                    raise verdicts.wrong_bytes(operation, phase, str(wrong)) from wrong
+                    raise meeting_errors.wrong_bytes(operation, phase, str(wrong)) from wrong
                 first = number if whole.first is None else whole.first
                 purpose = operation, phase, self._deadline, self._stays, (whole.name, number - first)
                 try:

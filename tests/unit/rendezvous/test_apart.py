@@ -9,9 +9,8 @@ from torch.distributed import HashStore
 
 from shardproof.errors import RankSilent, ShardproofError
 from shardproof.rendezvous.channel import Channel
+from shardproof.rendezvous.heartbeat import Pulse, Watch
 from shardproof.rendezvous.meeting import Meeting, PassedOver, attend
-from shardproof.rendezvous.pulse import Pulse
-from shardproof.rendezvous.watch import Watch
 
 DEADLINE = 1.0
 

@@ -11,10 +11,10 @@ import pytest
 from torch.distributed import HashStore
 
 from shardproof.rendezvous.channel import Channel
+from shardproof.rendezvous.heartbeat import Pulse
 from shardproof.rendezvous.keys import MeetingKeys
 from shardproof.rendezvous.link import LinkLost
-from shardproof.rendezvous.pulse import Pulse
-from shardproof.rendezvous.records import INLINE, pack, unpack
+from shardproof.rendezvous.wire import INLINE, pack, unpack
 
 WORLD = 600
 LIMIT = 30.0

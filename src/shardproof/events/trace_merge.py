@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.errors import FormatError
-from shardproof.events.tracing import encoded, row_about
+from shardproof.events.trace_files import encoded, row_about
 
 __all__ = ["Merged", "merge_traces"]
 
@@ -148,7 +148,7 @@ def _put_in_lanes(phases: list[dict[str, Any]], before: int) -> int:
     """Gives phases lanes in which they lie beside each other or one inside the other.
 
     Phases of one thread do so in one lane. Where several threads of one name were at work at once, as in the
-    saves of two checkpointers, it takes more: see note "What Perfetto does not show" in `tracing`.
+    saves of two checkpointers, it takes more: see note "What Perfetto does not show" in `trace_files`.
 
     Args:
         phases: of threads of one name, in one rank.

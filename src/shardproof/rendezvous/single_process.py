@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from shardproof.rendezvous.operation import Operation
+from shardproof.rendezvous.ordering import Operation, Reservation, Turns
 from shardproof.rendezvous.protocol import Decide
-from shardproof.rendezvous.reservation import Reservation, Turns
 
 __all__ = ["LocalRendezvous"]
 
