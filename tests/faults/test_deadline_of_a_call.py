@@ -1,4 +1,4 @@
-"""A rank falls silent in a call with `deadline=`: the others fail after that deadline, not the default one."""
+"""A rank falls silent in a call with `deadline=`: the others fail after that deadline."""
 
 from __future__ import annotations
 

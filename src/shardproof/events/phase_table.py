@@ -1,4 +1,4 @@
-"""The phases of every operation, in one list: events and errors name them, and the documentation shows them."""
+"""The list of phases that events, errors and the documentation share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class KnownPhase:
     """
 
     operation: str
-    """First word of the operation: ``save``, ``load``, ...; ``any`` for a phase that each operation may have."""
+    """First word of the operation, as ``save``; ``any`` for a phase that every operation may have."""
     name: str
     kind: Literal["local", "meeting", "background"]
     """Work of one rank in the caller's thread; a meeting of the ranks; or work of the thread of saves."""

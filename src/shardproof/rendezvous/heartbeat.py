@@ -11,10 +11,10 @@ import msgspec
 
 from shardproof.rendezvous.wire import Sign, WrongBytes, checked
 
-__all__ = ["Pulse", "Watch", "amounts", "describe", "is_elsewhere"]
+__all__ = ["Heartbeat", "Watch", "amounts", "describe", "is_elsewhere"]
 
 
-class Pulse:
+class Heartbeat:
     """What a rank has to show for itself. Written by the rank's threads, read by the thread that posts it.
 
     Evidence is progress that was reported, a step of a wait that is itself bounded, and, while the coordinator

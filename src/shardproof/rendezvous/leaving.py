@@ -30,11 +30,11 @@ from shardproof.rendezvous.keys import MeetingKeys
 from shardproof.rendezvous.ordering import Operation
 from shardproof.rendezvous.wire import ERROR, GIVEN_UP, Record, pack, pack_error, unpack
 
-__all__ = ["GivenUp", "give_up_next"]
+__all__ = ["LeaveResult", "give_up_next"]
 
 
 @dataclass(frozen=True, slots=True)
-class GivenUp:
+class LeaveResult:
     """What the store has answered to a rank that left an operation."""
 
     following: int
@@ -49,7 +49,7 @@ class GivenUp:
 
 def give_up_next(
     channel: Channel, number: int, operation: Operation, world_size: int
-) -> Future[GivenUp] | None:
+) -> Future[LeaveResult] | None:
     """Gives up the next meeting in which other ranks may wait for this one. Does not wait for other ranks.
 
     Args:
@@ -71,12 +71,12 @@ def give_up_next(
 
     channel.begin(number)
     if channel.rank > 0 and not channel.is_member:
-        channel.give_up(number, record(0 if operation.first is None else number - operation.first))
+        channel.give_up_alone(number, record(0 if operation.first is None else number - operation.first))
         return None
     joined = channel.join(number)
     root, start = joined.root, joined.number
 
-    def request(store: Any) -> GivenUp:
+    def request(store: Any) -> LeaveResult:
         at, first = number, operation.first
         keys = MeetingKeys(root, start)
         if channel.rank > 0 and store.check([keys.post(channel.rank)]):
@@ -92,13 +92,13 @@ def give_up_next(
             at += 1
             same = standing.kind == GIVEN_UP and standing.whole == (operation.name, before)
             if standing.kind == ERROR or same or standing.renew is not None:
-                return GivenUp(
+                return LeaveResult(
                     at, standing.kind == ERROR or same, standing.renew is not None, _carried(standing)
                 )
             if standing.kind != GIVEN_UP and first is None:
                 first = at - 1
 
-    return channel.later(request)
+    return channel.submit(request)
 
 
 def _carried(verdict: Record) -> bytes | None:

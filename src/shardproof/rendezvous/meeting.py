@@ -65,49 +65,49 @@ class Meeting:
 @guarded("a meeting")
 def attend(channel: Channel, meeting: Meeting, post: bytes | BaseException, decide: Decide) -> bytes:
     """Take part in a meeting, leading it as rank 0; returns the answer or raises the common error."""
-    channel.pulse.enter(meeting.phase)
+    channel.heartbeat.enter(meeting.phase)
     cause = post if isinstance(post, BaseException) else None
     try:
         keys = channel.join(meeting.number)
-        channel.pulse.joined(keys.number)
+        channel.heartbeat.joined(keys.number)
         if channel.rank == 0:
-            return _lead(channel, meeting, keys, post, decide)
-        return _follow(channel, meeting, keys, post)
+            return _coordinate(channel, meeting, keys, post, decide)
+        return _take_part(channel, meeting, keys, post)
     except LinkLost as lost:
         error = meeting_errors.store_lost(meeting.operation, meeting.phase, str(lost), channel.last_heard(0))
         # A store that only slept finds this verdict when it wakes.
-        channel.give_up(meeting.number, meeting.record(GIVEN_UP, pack_error(error)))
+        channel.give_up_alone(meeting.number, meeting.record(GIVEN_UP, pack_error(error)))
         raise error from (cause or lost)
     except CoordinatorSilent as silent:
         error = _silence(channel, meeting, silent.watch, [0])
-        channel.give_up(meeting.number, meeting.record(GIVEN_UP, pack_error(error)))
+        channel.give_up_alone(meeting.number, meeting.record(GIVEN_UP, pack_error(error)))
         raise error from cause
     except WrongBytes as wrong:
         failure = meeting_errors.wrong_bytes(meeting.operation, meeting.phase, str(wrong))
-        channel.give_up(meeting.number, meeting.record(GIVEN_UP, pack_error(failure)))
+        channel.give_up_alone(meeting.number, meeting.record(GIVEN_UP, pack_error(failure)))
         raise failure from (cause or wrong)
     except ShardproofError as error:
         if cause is not None:
             raise error from cause
         raise
     finally:
-        channel.pulse.leave()
+        channel.heartbeat.leave()
 
 
-def _follow(channel: Channel, meeting: Meeting, keys: MeetingKeys, post: bytes | BaseException) -> bytes:
+def _take_part(channel: Channel, meeting: Meeting, keys: MeetingKeys, post: bytes | BaseException) -> bytes:
     kind, body = _as_post(post)
     channel.post(keys, meeting.record(kind, body), body, others=meeting.world_size - 1)
     waiting = channel.until_verdict(keys)
-    watch = Watch([0], time.monotonic(), 2 * channel.pulse.period)
+    watch = Watch([0], time.monotonic(), 2 * channel.heartbeat.period)
     try:
         verdict = None
         while verdict is None:
-            if is_over(waiting, channel.pulse.period):
+            if is_over(waiting, channel.heartbeat.period):
                 verdict = waiting.result()
                 if verdict is not None:
                     break
-                time.sleep(channel.pulse.period)  # woken by a rank that left before there was a verdict
-            channel.pulse.tick()
+                time.sleep(channel.heartbeat.period)  # woken by a rank that left before there was a verdict
+            channel.heartbeat.tick()
             view = channel.look(keys, posts_of=[], signs_of=[0])
             verdict = view.verdict
             _observe(channel, keys, watch, {0: view.signs.get(0)})
@@ -120,7 +120,7 @@ def _follow(channel: Channel, meeting: Meeting, keys: MeetingKeys, post: bytes |
     return _answer(channel, meeting, keys, verdict)
 
 
-def _lead(
+def _coordinate(
     channel: Channel, meeting: Meeting, keys: MeetingKeys, post: bytes | BaseException, decide: Decide
 ) -> bytes:
     found = _collect(channel, meeting, keys, post)
@@ -152,15 +152,15 @@ def _collect(
     posts = {0: Record(meeting.operation, meeting.phase, kind, body)}
     if meeting.world_size == 1:
         return posts
-    watch = Watch(range(1, meeting.world_size), time.monotonic(), 2 * channel.pulse.period)
+    watch = Watch(range(1, meeting.world_size), time.monotonic(), 2 * channel.heartbeat.period)
     waiting, is_read = channel.until_ready(keys, watch.ranks), False
     failed_at = time.monotonic() if kind == ERROR else None
     try:
         while watch.ranks:
-            takes = not is_read and is_over(waiting, channel.pulse.period)
+            takes = not is_read and is_over(waiting, channel.heartbeat.period)
             if is_read:
-                time.sleep(channel.pulse.period)  # all were counted, and a post was not there
-            channel.pulse.tick()
+                time.sleep(channel.heartbeat.period)  # all were counted, and a post was not there
+            channel.heartbeat.tick()
             asked = [] if takes else watch.ranks
             view = channel.look(keys, posts_of=asked, signs_of=asked, known=len(posts) - 1)
             if view.verdict is not None:
@@ -248,7 +248,7 @@ def _conclude(channel: Channel, meeting: Meeting, posts: Mapping[int, Record], d
     purposes = {rank: (post.operation, post.phase) for rank, post in posts.items()}
     if len(set(purposes.values())) > 1:
         return _Outcome(meeting_errors.disagreement(purposes))
-    channel.pulse.decide(True)
+    channel.heartbeat.decide(True)
     try:
         answer = decide([posts[rank].body for rank in range(meeting.world_size)])
         if isinstance(answer, bytes | bytearray | memoryview):
@@ -265,7 +265,7 @@ def _conclude(channel: Channel, meeting: Meeting, posts: Mapping[int, Record], d
             meeting_errors.failure(meeting.operation, meeting.phase, meeting.world_size, causes), error
         )
     finally:
-        channel.pulse.decide(False)
+        channel.heartbeat.decide(False)
 
 
 def _publish(channel: Channel, meeting: Meeting, keys: MeetingKeys, outcome: _Outcome) -> tuple[bytes, bytes]:

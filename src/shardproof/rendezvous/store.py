@@ -9,7 +9,7 @@ Rank 0 leads. Six facts bound every wait:
    The caller waits for both in steps of a fraction of the deadline, so a server that is dead or stopped is
    noticed like a rank.
 2. The coordinator watches the ranks that have not posted; the other ranks watch the coordinator. Watching means to
-   read, at each step, the sign of life that a rank's `Pulse` posts, and to add up the time without news.
+   read, at each step, the sign of life that a rank's `Heartbeat` posts, and to add up the time without news.
    Signs of life are evidence of work: a rank that hangs is as silent as one that is gone, and one that moves
    is waited for.
 3. Whoever gives up says so in the store, by compare-and-set on the meeting's one verdict. The first verdict
@@ -46,9 +46,9 @@ from shardproof.errors import ShardproofError
 from shardproof.reentrance import refuse_inside
 from shardproof.rendezvous import meeting_errors
 from shardproof.rendezvous.channel import Channel
-from shardproof.rendezvous.heartbeat import Pulse
+from shardproof.rendezvous.heartbeat import Heartbeat
 from shardproof.rendezvous.leaving import give_up_next
-from shardproof.rendezvous.link import LinkLost, patiently
+from shardproof.rendezvous.link import LinkLost, wait_in_steps
 from shardproof.rendezvous.meeting import Meeting, PassedOver, attend
 from shardproof.rendezvous.ordering import Operation, Reservation, Turns
 from shardproof.rendezvous.protocol import Decide
@@ -96,7 +96,7 @@ class StoreRendezvous:
             raise ValueError(f"rank {rank} is not in a world of {world_size}")
         self.rank = rank
         self.world_size = world_size
-        self._pulse = Pulse()
+        self._heartbeat = Heartbeat()
         self.deadline = deadline
         self._own_name = name
         self._name = f"{name}/{world_size}"
@@ -106,7 +106,7 @@ class StoreRendezvous:
         self._channel: Channel | None = None
         self._number = 0
         self._turns = Turns(
-            self._pulse.evidence,
+            self._heartbeat.evidence,
             lambda: 2 * self._deadline,
             lambda seconds: meeting_errors.stuck(rank, seconds),
         )
@@ -128,7 +128,7 @@ class StoreRendezvous:
             raise ValueError(f"a deadline is a positive number of seconds, not {seconds!r}")
         self._deadline = float(seconds)
         # Every rank looks at the coordinator's sign of life once a period: the store must not drown in that.
-        self._pulse.period = min(max(1.0, self.world_size / 2048), self._deadline / 8)
+        self._heartbeat.period = min(max(1.0, self.world_size / 2048), self._deadline / 8)
 
     def meet(self, operation: str, phase: str, post: bytes | BaseException, decide: Decide) -> bytes:
         """Post, and return the answer that rank 0 decides on. See `Rendezvous.meet`."""
@@ -210,8 +210,8 @@ class StoreRendezvous:
         if asked is None:
             left.following = self._number + 1
             return
-        ended = patiently(asked, self._deadline)
-        channel.gave_up(range(self._number, ended.following))
+        ended = wait_in_steps(asked, self._deadline)
+        channel.remember_verdicts(range(self._number, ended.following))
         if ended.renew:
             channel.leave(ended.following - 1, ended.carried)
         if ended.is_told:
@@ -225,11 +225,11 @@ class StoreRendezvous:
 
     def progress(self, done: int, total: int) -> None:
         """Say that this rank moves: bytes done, of so many. Costs one assignment."""
-        self._pulse.progress(done, total)
+        self._heartbeat.progress(done, total)
 
     def waits(self) -> None:
         """Say that this rank waits for another that moves: a step of a wait that is itself bounded."""
-        self._pulse.tick()
+        self._heartbeat.tick()
 
     def beside(self, name: str) -> StoreRendezvous:
         """Another rendezvous of these ranks at this store. See `Rendezvous.beside`."""
@@ -269,7 +269,7 @@ class StoreRendezvous:
     def _open(self) -> Channel:
         if self._channel is None:
             self._channel = Channel(
-                self._store, self._name, self.rank, self.world_size, self._pulse, self._deadline
+                self._store, self._name, self.rank, self.world_size, self._heartbeat, self._deadline
             )
             # also at interpreter exit, while threads can still be joined
             weakref.finalize(self, _close, self._channel, os.getpid())

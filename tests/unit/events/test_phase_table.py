@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -68,14 +69,18 @@ def phases_of(tree: ast.Module, functions: dict[str, set[int]]) -> Iterator[tupl
                 yield node.lineno, text
 
 
+@cache
 def phases_of_source() -> dict[str, list[str]]:
     """Each phase that the package names, with its places."""
-    trees = {path: ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
+    packages: dict[Path, dict[Path, ast.Module]] = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        packages.setdefault(path.parent, {})[path] = ast.parse(path.read_text())
     found: dict[str, list[str]] = {}
-    for path, tree in trees.items():
-        package = [other for place, other in trees.items() if place.parent == path.parent]
-        for line, name in phases_of(tree, passing_on(package)):
-            found.setdefault(name, []).append(f"{path.relative_to(SOURCE)}:{line}")
+    for trees in packages.values():
+        functions = passing_on(list(trees.values()))
+        for path, tree in trees.items():
+            for line, name in phases_of(tree, functions):
+                found.setdefault(name, []).append(f"{path.relative_to(SOURCE)}:{line}")
     return found
 
 

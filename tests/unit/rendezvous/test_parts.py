@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardproof.errors import ShardproofError
 from shardproof.rendezvous import meeting_errors, wire
-from shardproof.rendezvous.heartbeat import Pulse, Watch, describe
+from shardproof.rendezvous.heartbeat import Heartbeat, Watch, describe
 
 
 @given(st.text(max_size=20), st.text(max_size=20), st.binary(max_size=200))
@@ -54,32 +54,32 @@ def test_time_in_which_the_watcher_was_stopped_is_nobodys_silence() -> None:
 
 
 def test_only_evidence_makes_news() -> None:
-    pulse = Pulse()
-    assert pulse.news() is None
-    pulse.progress(1, 10)
-    assert pulse.news() is not None
-    assert pulse.news() is None
-    pulse.tick()
-    assert pulse.news() is not None
-    pulse.decide(True)
+    heartbeat = Heartbeat()
+    assert heartbeat.news() is None
+    heartbeat.progress(1, 10)
+    assert heartbeat.news() is not None
+    assert heartbeat.news() is None
+    heartbeat.tick()
+    assert heartbeat.news() is not None
+    heartbeat.decide(True)
     while time.thread_time() % 0.01 > 0.003:
         pass  # what little is done from here on stays within one of the spans that are counted
-    pulse.news()
+    heartbeat.news()
     time.sleep(0.05)
-    assert pulse.news() is None  # asleep while it decides
+    assert heartbeat.news() is None  # asleep while it decides
     ends = time.thread_time() + 0.05
     while time.thread_time() < ends:
         pass
-    assert pulse.news() is not None
-    pulse.decide(False)
-    pulse.leave()
-    assert pulse.news() is None
+    assert heartbeat.news() is not None
+    heartbeat.decide(False)
+    heartbeat.leave()
+    assert heartbeat.news() is None
 
 
 def test_signs_of_life_in_words() -> None:
-    pulse = Pulse()
-    pulse.enter("plan")
-    assert describe(pulse.news()) == "in the meeting of phase plan"
+    heartbeat = Heartbeat()
+    heartbeat.enter("plan")
+    assert describe(heartbeat.news()) == "in the meeting of phase plan"
     assert describe(None) == "no progress reported"
 
 

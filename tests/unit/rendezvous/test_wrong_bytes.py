@@ -125,7 +125,7 @@ def meet_at(store: Any) -> list[Any]:
 
     def run(rank: int) -> None:
         meetings = StoreRendezvous(store, rank, 2, deadline=DEADLINE)
-        meetings._pulse.period = 0.02
+        meetings._heartbeat.period = 0.02
         try:
             meetings.meet("save", "plan", large, lambda posts: [large, large + b"1"])
             ends[rank] = meetings.meet("save", "commit", b"%d" % rank, lambda posts: b"".join(posts))
