@@ -17,9 +17,9 @@ __all__ = ["Heartbeat", "Watch", "amounts", "describe", "is_elsewhere"]
 class Heartbeat:
     """What a rank has to show for itself. Written by the rank's threads, read by the thread that posts it.
 
-    Evidence is progress that was reported, a step of a wait that is itself bounded, and, while the coordinator
-    decides, processor time of the thread that decides. A process that lives but stands still (a hung file
-    system, a deadlock) has none, and falls silent like one that is gone.
+    Evidence is progress that was reported, a step of a wait that is itself bounded, and, while the
+    coordinator decides, processor time of the thread that decides. A process that lives but stands still (a
+    hung file system, a deadlock) has none, and falls silent like one that is gone.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """How posts, answers and other values look in the store, and the one decoder that checks them.
 
-A record is a line of JSON, then bytes. Stores limit one value (8 MiB in the one that torchrun serves), and a
-coordinator reads the records of many ranks in one request, so bytes beyond `INLINE` go to keys of their own, cut
-in parts, which are written before the record that counts them.
+A record is a line of JSON, then bytes. Stores limit one value (8 MiB in the one that torchrun serves), and
+a coordinator reads the records of many ranks in one request, so bytes beyond `INLINE` go to keys of their
+own, cut in parts, which are written before the record that counts them.
 
 Other programs may write to the same store. So every value that is read passes `checked` or `unpack`, and the
 bytes of a record pass `checked_body`: what does not fit raises `WrongBytes`, and nothing is allocated for a
@@ -47,8 +47,8 @@ __all__ = [
 ]
 
 BYTES, ERROR, ALL, EACH, GIVEN_UP = "bytes", "error", "all", "each", "given up"
-"""Kinds of records. A post is BYTES or ERROR. A verdict is ALL (one answer), EACH (one answer a rank), ERROR, or
-GIVEN_UP: an error that was decided before every rank had posted."""
+"""Kinds of records. A post is BYTES or ERROR. A verdict is ALL (one answer), EACH (one answer a rank), ERROR,
+or GIVEN_UP: an error that a rank decided before every rank had posted."""
 
 INLINE = 64 << 10
 """Bytes that a record itself may hold."""
