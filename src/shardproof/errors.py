@@ -91,7 +91,7 @@ class RankFailure(ShardproofError):
 
     @property
     def phase(self) -> str:
-        """The phase in which the ranks failed."""
+        """The phase in which the ranks failed, as `shardproof.events.PHASES` has it."""
         return str(self.details["phase"])
 
     @property
@@ -109,7 +109,7 @@ class RankSilent(ShardproofError):
 
     @property
     def phase(self) -> str:
-        """The phase in which the ranks fell silent."""
+        """The phase in which the ranks fell silent, as `shardproof.events.PHASES` has it."""
         return str(self.details["phase"])
 
     @property

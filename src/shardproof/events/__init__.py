@@ -16,17 +16,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from shardproof.events.merging import Merged, merge_traces
+from shardproof.events.display import Bars, show
+from shardproof.events.logs import JsonFormatter, facts_of, log_to
+from shardproof.events.phase_table import PHASES, KnownPhase
 from shardproof.events.phases import Event, Hub, Listener, Phase, Subscription, hub
-from shardproof.events.records import JsonFormatter, facts_of, log_to
-from shardproof.events.showing import Bars, show
-from shardproof.events.tracing import trace
+from shardproof.events.trace_files import trace
+from shardproof.events.trace_merge import Merged, merge_traces
 
 __all__ = [
+    "PHASES",
     "Bars",
     "Event",
     "Hub",
     "JsonFormatter",
+    "KnownPhase",
     "Merged",
     "Phase",
     "Subscription",

@@ -41,7 +41,7 @@ class Event:
     operation: str
     """What is done, and where: ``save runs/gpt/step-00001000``."""
     phase: str
-    """Part of the operation: ``collect``, ``agree``, ``plan``, ``stage``, ``write``, ``commit``, ..."""
+    """Part of the operation, as `PHASES` has it, or a phase of the program's own."""
     rank: int
     world_size: int
     step: int | None

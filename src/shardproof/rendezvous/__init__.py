@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from shardproof.rendezvous.connecting import check_deadline, check_group, connect, connected
-from shardproof.rendezvous.local import LocalRendezvous
-from shardproof.rendezvous.meetings import Meetings
-from shardproof.rendezvous.operation import Operation
-from shardproof.rendezvous.protocol import Decide, Rendezvous
-from shardproof.rendezvous.reservation import Reservation
+from shardproof.rendezvous.connection import check_deadline, check_group, connect, connected
+from shardproof.rendezvous.meeting_errors import fold
+from shardproof.rendezvous.ordering import Operation, Reservation
+from shardproof.rendezvous.protocol import Decide, Meetings, Rendezvous
+from shardproof.rendezvous.single_process import LocalRendezvous
 from shardproof.rendezvous.store import StoreRendezvous
-from shardproof.rendezvous.verdicts import fold
 
 __all__ = [
     "Decide",

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from shardproof.rendezvous import store_requests as on
+from shardproof.rendezvous import store_requests as requests
+from shardproof.rendezvous.heartbeat import Heartbeat, Watch
 from shardproof.rendezvous.keys import MeetingKeys
-from shardproof.rendezvous.link import Link, is_over, patiently
+from shardproof.rendezvous.link import Link, is_over, wait_in_steps
 from shardproof.rendezvous.membership import Membership
-from shardproof.rendezvous.pulse import Pulse
-from shardproof.rendezvous.records import Record, WrongBytes, checked_body, cut, part_keys, part_sizes
-from shardproof.rendezvous.watch import Watch
+from shardproof.rendezvous.wire import Record, WrongBytes, checked_body, cut, part_keys, part_sizes
 
 __all__ = ["Channel", "CoordinatorSilent", "View"]
 
@@ -40,12 +39,12 @@ class _Entry:
 
 
 @dataclass(slots=True)
-class _GivenUp:
+class _PendingVerdict:
     """A verdict of a rank that has not joined."""
 
     number: int
     verdict: bytes
-    is_told: bool = False
+    is_sent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +67,19 @@ class Channel:
     """
 
     def __init__(
-        self, store: Any, name: str, rank: int, world_size: int, pulse: Pulse, patience: float
+        self, store: Any, name: str, rank: int, world_size: int, heartbeat: Heartbeat, patience: float
     ) -> None:
         self.patience = patience
-        self.pulse = pulse
+        self.heartbeat = heartbeat
         self.rank = rank
         self._membership = Membership(name, rank, world_size)
-        self._idle = _Idle(self._membership, rank, pulse, self._tell_given_up)
-        self._requests = Link(store.clone, "shardproof-store", (self._idle, lambda: pulse.period))
+        self._idle = _Idle(self._membership, rank, heartbeat, self._send_pending_verdicts)
+        self._requests = Link(store.clone, "shardproof-store", (self._idle, lambda: heartbeat.period))
         self._waits = Link(store.clone, "shardproof-wait")
         self._heard: dict[int, float] = {}
-        self._litter: list[tuple[int, list[str]]] = []
+        self._written_keys: list[tuple[int, list[str]]] = []
         self._first: int | None = None
-        self._given_up: list[_GivenUp] = []
+        self._pending_verdicts: list[_PendingVerdict] = []
         self._entry: _Entry | None = None
 
     @property
@@ -115,11 +114,11 @@ class Channel:
             self._end_wait(self._entry)
             self._entry = None
         if self._membership.start:
-            self._first, self._given_up = number - self._membership.start, []
+            self._first, self._pending_verdicts = number - self._membership.start, []
             self._membership.start = 0
-        for one in self._given_up:
+        for one in self._pending_verdicts:
             self.propose_later(self._keys(one.number), one.verdict)
-        self._given_up = []
+        self._pending_verdicts = []
         return self._keys(number)
 
     def begin(self, number: int) -> None:
@@ -130,14 +129,14 @@ class Channel:
             self._requests.submit(self._membership.approach)  # opens the connection: a rank joins over it
         self._idle.arrived = True
 
-    def give_up(self, number: int, verdict: bytes) -> None:
+    def give_up_alone(self, number: int, verdict: bytes) -> None:
         """Propose a verdict of this rank alone; does not wait. It is kept until the rank has joined."""
         if self._first is None:
             return  # this rank has left the generation of that meeting
         if self.is_member:
             self.propose_later(self._keys(number), verdict)
         else:
-            self._given_up.append(_GivenUp(number, verdict))
+            self._pending_verdicts.append(_PendingVerdict(number, verdict))
 
     def leave(self, number: int, failed: bytes | None) -> None:
         """Leave the generation. This rank joins again, under another name, when it meets.
@@ -150,7 +149,7 @@ class Channel:
         def request(store: Any) -> None:  # an interrupt comes to another thread
             self._membership.leave(store)
             self._first = None if failed is None else number
-            self._given_up = [] if failed is None else [_GivenUp(number, failed)]
+            self._pending_verdicts = [] if failed is None else [_PendingVerdict(number, failed)]
 
         self._requests.call(request, self.patience)
 
@@ -172,8 +171,8 @@ class Channel:
 
     def _until_welcome(self) -> None:
         """Wait for the coordinator, in the generation that is announced; this may change meanwhile."""
-        membership, step = self._membership, self.pulse.period / 4
-        watch = Watch([0], time.monotonic(), 2 * self.pulse.period)
+        membership, step = self._membership, self.heartbeat.period / 4
+        watch = Watch([0], time.monotonic(), 2 * self.heartbeat.period)
         if self._entry is None:
             self._entry = self._wait_to_enter("", membership.keys.opened)
         try:
@@ -183,12 +182,12 @@ class Channel:
             ):
                 if membership.is_member:  # found between two requests
                     break
-                self.pulse.tick()
+                self.heartbeat.tick()
                 self._requests.call(membership.approach, self.patience)
                 if membership.generation != self._entry.generation:
                     self._end_wait(self._entry)
                     self._entry = self._wait_to_enter(membership.generation, membership.welcome_key)
-                    watch = Watch([0], time.monotonic(), 2 * self.pulse.period)
+                    watch = Watch([0], time.monotonic(), 2 * self.heartbeat.period)
                 elif self._entry.waiting.done():
                     time.sleep(step)  # another rank gave up before there was an announcement
                 sign = self._requests.call(self._look_for_coordinator, self.patience)
@@ -212,21 +211,21 @@ class Channel:
         if entry.key != self._membership.keys.opened:
             self._waits.submit(partial(_delete, [entry.key]))
 
-    def _tell_given_up(self, store: Any) -> None:
+    def _send_pending_verdicts(self, store: Any) -> None:
         """Propose the verdicts that are kept, once this rank has joined: it may not meet for long."""
         if not self.is_member or self._membership.start:
             return
-        for one in [one for one in self._given_up if not one.is_told]:
+        for one in [one for one in self._pending_verdicts if not one.is_sent]:
             keys = self._keys(one.number)
             store.compare_set(keys.verdict, "", one.verdict)
-            on.set_all(store, {keys.wake: b"1", keys.ready: b"1"})
-            one.is_told = True
+            requests.set_all(store, {keys.wake: b"1", keys.ready: b"1"})
+            one.is_sent = True
 
     def _look_for_coordinator(self, store: Any) -> bytes | None:
         """The newest sign of life of the coordinator in the generation that this rank wants to join."""
         if not self._membership.generation:
             return None
-        return on.peek(store, MeetingKeys(self._membership.root, 0).beat(0))
+        return requests.peek(store, MeetingKeys(self._membership.root, 0).beat(0))
 
     def post(self, keys: MeetingKeys, record: bytes, body: bytes, others: int) -> None:
         """Post to the coordinator, and wake it if all `others` that it waits for are there."""
@@ -235,7 +234,7 @@ class Channel:
         items = {key: record} | self._trace(keys)
 
         def request(store: Any) -> None:
-            on.set_all(store, items)
+            requests.set_all(store, items)
             if store.add(keys.count, 1) == others:
                 store.set(keys.ready, b"1")
 
@@ -252,11 +251,11 @@ class Channel:
 
         def request(store: Any) -> dict[int, bytes]:
             self._membership.welcome_all(store)
-            on.wait(store, keys.ready)
-            if len(posts) <= on.FEW:
-                return on.present(store, posts)
+            requests.wait(store, keys.ready)
+            if len(posts) <= requests.FEW:
+                return requests.present(store, posts)
             # What all have posted is not asked for before it is read.
-            return on.values(store, posts) if store.add(keys.count, 0) >= len(posts) else {}
+            return requests.values(store, posts) if store.add(keys.count, 0) >= len(posts) else {}
 
         return self._waits.submit(request)
 
@@ -264,14 +263,14 @@ class Channel:
         """The verdict, once there is one; or None, when some rank calls `release` before."""
 
         def request(store: Any) -> bytes | None:
-            on.wait(store, keys.wake)
-            return on.peek(store, keys.verdict)
+            requests.wait(store, keys.wake)
+            return requests.peek(store, keys.verdict)
 
         return self._waits.submit(request)
 
     def until_read(self, keys: MeetingKeys) -> Future[None]:
         """Done when all ranks have read the verdict that asked for it."""
-        return self._waits.submit(lambda store: on.wait(store, keys.all_read))
+        return self._waits.submit(lambda store: requests.wait(store, keys.all_read))
 
     def acknowledge(self, keys: MeetingKeys, readers: int) -> None:
         """Say that this rank has read its answer; does not wait. The last thing said about a meeting."""
@@ -289,7 +288,7 @@ class Channel:
         keys = [key]
         if self.rank == 0 and not self._membership.is_complete:
             keys.append(self._membership.keys.all_joined(self._membership.generation))
-        self._requests.submit(lambda store: on.set_all(store, dict.fromkeys(keys, b"1")))
+        self._requests.submit(lambda store: requests.set_all(store, dict.fromkeys(keys, b"1")))
 
     def look(
         self, keys: MeetingKeys, posts_of: Iterable[int], signs_of: Iterable[int], known: int | None = None
@@ -306,9 +305,9 @@ class Channel:
                 self._membership.welcome(store)
             news = posts and (known is None or store.add(keys.count, 0) > known)
             return View(
-                on.present(store, {rank: keys.post(rank) for rank in posts}) if news else {},
-                on.present(store, {rank: keys.beat(rank) for rank in signs}),
-                on.peek(store, keys.verdict),
+                requests.present(store, {rank: keys.post(rank) for rank in posts}) if news else {},
+                requests.present(store, {rank: keys.beat(rank) for rank in signs}),
+                requests.peek(store, keys.verdict),
             )
 
         return self._requests.call(request, self.patience)
@@ -319,7 +318,7 @@ class Channel:
         Raises:
             WrongBytes: it is not.
         """
-        value = self._requests.call(lambda store: on.peek(store, key), self.patience)
+        value = self._requests.call(lambda store: requests.peek(store, key), self.patience)
         if value is None:
             raise WrongBytes(key, "a value that was written before", None)
         return value
@@ -338,7 +337,7 @@ class Channel:
             if len(part) != size:
                 raise WrongBytes(part_key, f"{size} bytes", part)
             parts.append(part)
-            self.pulse.tick()
+            self.heartbeat.tick()
         return checked_body(key, record, b"".join(parts))
 
     def write_answers(self, keys: MeetingKeys, answers: Iterable[tuple[int, bytes, bytes]]) -> None:
@@ -348,7 +347,7 @@ class Channel:
             key = keys.answer(rank)
             self._remember(keys, [*self._write_parts(key, body), key])
             batch[key] = record
-            if len(batch) == on.BATCH:
+            if len(batch) == requests.BATCH:
                 self._set(batch)
                 batch = {}
         self._set(batch)
@@ -356,7 +355,7 @@ class Channel:
     def propose(self, keys: MeetingKeys, record: bytes, body: bytes = b"") -> bytes:
         """End the meeting with this verdict, unless it has one; returns the verdict that stands."""
         parts = self._write_parts(keys.verdict, body)
-        return patiently(self.propose_later(keys, record, parts), self.patience)
+        return wait_in_steps(self.propose_later(keys, record, parts), self.patience)
 
     def propose_later(self, keys: MeetingKeys, record: bytes, parts: Sequence[str] = ()) -> Future[bytes]:
         """The same without waiting for it, so that a store that hangs can take the verdict when it wakes."""
@@ -365,25 +364,25 @@ class Channel:
 
         def request(store: Any) -> bytes:
             standing = store.compare_set(keys.verdict, "", record)
-            on.set_all(store, items)
+            requests.set_all(store, items)
             return bytes(standing)
 
         return self._requests.submit(request)
 
-    def later(self, request: Callable[[Any], Answer]) -> Future[Answer]:
+    def submit(self, request: Callable[[Any], Answer]) -> Future[Answer]:
         """Run a request after those before it. Does not wait."""
         return self._requests.submit(request)
 
-    def gave_up(self, numbers: Iterable[int]) -> None:
+    def remember_verdicts(self, numbers: Iterable[int]) -> None:
         """Note the verdicts that this rank wrote to meetings which it gave up, for `sweep`."""
-        self._litter += [(number, self._keys(number).shared) for number in numbers]
+        self._written_keys += [(number, self._keys(number).shared) for number in numbers]
 
     def sweep(self, number: int) -> None:
         """Delete what this rank wrote before meeting `number`, in which all have posted. Does not wait."""
-        old = [key for before, keys in self._litter if before < number for key in keys]
-        self._litter = [(before, keys) for before, keys in self._litter if before >= number]
-        for start in range(0, len(old), on.BATCH):
-            batch = old[start : start + on.BATCH]
+        old = [key for before, keys in self._written_keys if before < number for key in keys]
+        self._written_keys = [(before, keys) for before, keys in self._written_keys if before >= number]
+        for start in range(0, len(old), requests.BATCH):
+            batch = old[start : start + requests.BATCH]
             self._requests.submit(partial(_delete, batch))
         if self._membership.has_old_keys:
             self._requests.submit(self._membership.clean)
@@ -410,18 +409,18 @@ class Channel:
         return written
 
     def _set(self, items: Mapping[str, bytes]) -> None:
-        self._requests.call(lambda store: on.set_all(store, items), self.patience)
-        self.pulse.tick()
+        self._requests.call(lambda store: requests.set_all(store, items), self.patience)
+        self.heartbeat.tick()
 
     def _remember(self, keys: MeetingKeys, written: list[str]) -> None:
         """Note keys of a meeting, for `sweep`."""
         assert self._first is not None
-        self._litter.append((keys.number + self._first, written))
+        self._written_keys.append((keys.number + self._first, written))
 
     def _trace(self, keys: MeetingKeys) -> dict[str, bytes]:
         """What is written beside a post or verdict, for the rank that takes the place of this one."""
         assert self._first is not None
-        oldest = min((number for number, _ in self._litter), default=0) - self._first
+        oldest = min((number for number, _ in self._written_keys), default=0) - self._first
         return self._membership.trace(min(max(oldest, 0), keys.number), keys.number)
 
 
@@ -429,13 +428,17 @@ class _Idle:
     """What the first connection does between requests, once the rank has arrived: join, and show life."""
 
     def __init__(
-        self, membership: Membership, rank: int, pulse: Pulse, tell_given_up: Callable[[Any], None]
+        self,
+        membership: Membership,
+        rank: int,
+        heartbeat: Heartbeat,
+        send_pending_verdicts: Callable[[Any], None],
     ) -> None:
         self.arrived = False
         self._membership = membership
         self._rank = rank
-        self._pulse = pulse
-        self._tell_given_up = tell_given_up
+        self._heartbeat = heartbeat
+        self._send_pending_verdicts = send_pending_verdicts
 
     def __call__(self, store: Any) -> None:
         if not self.arrived:
@@ -446,14 +449,14 @@ class _Idle:
         elif self._rank != 0 and not membership.is_member:
             membership.approach(store)
             membership.find_welcome(store)
-        self._tell_given_up(store)
-        if membership.is_member and (news := self._pulse.news()) is not None:
+        self._send_pending_verdicts(store)
+        if membership.is_member and (news := self._heartbeat.news()) is not None:
             store.set(MeetingKeys(membership.root, 0).beat(self._rank), news)
 
 
 def _wait_for(key: str, store: Any) -> None:
-    on.wait(store, key)
+    requests.wait(store, key)
 
 
 def _delete(keys: Sequence[str], store: Any) -> None:
-    on.delete(store, keys)
+    requests.delete(store, keys)

@@ -59,7 +59,7 @@ class JoinKeys:
 
 @dataclass(frozen=True, slots=True)
 class MeetingKeys:
-    """Keys of one meeting. A record's parts stand below the record's key, see `records.cut`.
+    """Keys of one meeting. A record's parts stand below the record's key, see `wire.cut`.
 
     >>> MeetingKeys("shardproof/4/0123456789abcdef", 7).post(3)
     'shardproof/4/0123456789abcdef/7/post/3'

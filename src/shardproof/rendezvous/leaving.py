@@ -23,19 +23,18 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from shardproof.rendezvous import store_requests as on
-from shardproof.rendezvous import verdicts
+from shardproof.rendezvous import meeting_errors
+from shardproof.rendezvous import store_requests as requests
 from shardproof.rendezvous.channel import Channel
 from shardproof.rendezvous.keys import MeetingKeys
-from shardproof.rendezvous.meeting import ERROR, GIVEN_UP, wire
-from shardproof.rendezvous.operation import Operation
-from shardproof.rendezvous.records import Record, pack, unpack
+from shardproof.rendezvous.ordering import Operation
+from shardproof.rendezvous.wire import ERROR, GIVEN_UP, Record, pack, pack_error, unpack
 
-__all__ = ["GivenUp", "give_up_next"]
+__all__ = ["LeaveResult", "give_up_next"]
 
 
 @dataclass(frozen=True, slots=True)
-class GivenUp:
+class LeaveResult:
     """What the store has answered to a rank that left an operation."""
 
     following: int
@@ -50,7 +49,7 @@ class GivenUp:
 
 def give_up_next(
     channel: Channel, number: int, operation: Operation, world_size: int
-) -> Future[GivenUp] | None:
+) -> Future[LeaveResult] | None:
     """Gives up the next meeting in which other ranks may wait for this one. Does not wait for other ranks.
 
     Args:
@@ -62,26 +61,26 @@ def give_up_next(
     Returns:
         The same each time that it is asked for. None: the verdict is kept until this rank has joined.
     """
-    error = verdicts.failure(
+    error = meeting_errors.failure(
         operation.name, operation.phase, world_size, {channel.rank: operation.cause or "it was interrupted"}
     )
 
     def record(before: int) -> bytes:
         whole = operation.name, before
-        return pack(operation.name, operation.phase, GIVEN_UP, wire(error), whole=whole)
+        return pack(operation.name, operation.phase, GIVEN_UP, pack_error(error), whole=whole)
 
     channel.begin(number)
     if channel.rank > 0 and not channel.is_member:
-        channel.give_up(number, record(0 if operation.first is None else number - operation.first))
+        channel.give_up_alone(number, record(0 if operation.first is None else number - operation.first))
         return None
     joined = channel.join(number)
     root, start = joined.root, joined.number
 
-    def request(store: Any) -> GivenUp:
+    def request(store: Any) -> LeaveResult:
         at, first = number, operation.first
         keys = MeetingKeys(root, start)
         if channel.rank > 0 and store.check([keys.post(channel.rank)]):
-            found = on.peek(store, keys.verdict)
+            found = requests.peek(store, keys.verdict)
             if found is None or unpack(keys.verdict, found).renew is None:
                 at, first = at + 1, at if first is None else first  # others may have passed it
         while True:
@@ -89,17 +88,17 @@ def give_up_next(
             before = 0 if first is None else at - first
             found = bytes(store.compare_set(keys.verdict, "", record(before)))
             standing = unpack(keys.verdict, found)
-            on.set_all(store, {keys.wake: b"1", keys.ready: b"1"})  # of the other ranks, and of rank 0
+            requests.set_all(store, {keys.wake: b"1", keys.ready: b"1"})  # of the other ranks, and of rank 0
             at += 1
             same = standing.kind == GIVEN_UP and standing.whole == (operation.name, before)
             if standing.kind == ERROR or same or standing.renew is not None:
-                return GivenUp(
+                return LeaveResult(
                     at, standing.kind == ERROR or same, standing.renew is not None, _carried(standing)
                 )
             if standing.kind != GIVEN_UP and first is None:
                 first = at - 1
 
-    return channel.later(request)
+    return channel.submit(request)
 
 
 def _carried(verdict: Record) -> bytes | None:

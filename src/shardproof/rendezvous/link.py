@@ -10,9 +10,9 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from typing import Any, TypeAlias, TypeVar
 
-from shardproof.rendezvous.records import WrongBytes
+from shardproof.rendezvous.wire import WrongBytes
 
-__all__ = ["Link", "LinkLost", "is_over", "patiently"]
+__all__ = ["Link", "LinkLost", "is_over", "wait_in_steps"]
 
 Answer = TypeVar("Answer")
 Idle: TypeAlias = "tuple[Callable[[Any], None], Callable[[], float]]"
@@ -54,7 +54,7 @@ class Link:
         Raises:
             LinkLost: it failed, or had no result after `patience` seconds.
         """
-        return patiently(self.submit(request), patience)
+        return wait_in_steps(self.submit(request), patience)
 
     def close(self, patience: float = 1.0) -> None:
         """End the thread once the requests before are done; wait for that, but not for long."""
@@ -66,7 +66,7 @@ class Link:
 _Request: TypeAlias = "tuple[Callable[[Any], Any], Future[Any]]"
 
 
-def patiently(future: Future[Answer], patience: float, steps: int = 8) -> Answer:
+def wait_in_steps(future: Future[Answer], patience: float, steps: int = 8) -> Answer:
     """The future's result, waited for in steps: a waiter that is stopped loses one step of its patience.
 
     Raises:
@@ -96,7 +96,7 @@ def is_over(waiting: Future[Any], seconds: float) -> bool:
     except NotYet:
         return False
     except Exception:
-        patiently(waiting, seconds)  # tells why
+        wait_in_steps(waiting, seconds)  # tells why
     return True
 
 

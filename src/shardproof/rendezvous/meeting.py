@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -10,21 +9,30 @@ from dataclasses import dataclass
 from shardproof import events
 from shardproof.errors import RankFailure, RankSilent, ShardproofError
 from shardproof.reentrance import guarded
-from shardproof.rendezvous import verdicts
+from shardproof.rendezvous import meeting_errors
 from shardproof.rendezvous.channel import Channel, CoordinatorSilent
+from shardproof.rendezvous.heartbeat import Watch, amounts, describe, is_elsewhere
 from shardproof.rendezvous.keys import MeetingKeys
 from shardproof.rendezvous.link import LinkLost, is_over
 from shardproof.rendezvous.protocol import Decide
-from shardproof.rendezvous.pulse import amounts, describe, is_elsewhere
-from shardproof.rendezvous.records import Record, WrongBytes, pack, unpack, unpack_error
-from shardproof.rendezvous.watch import Watch
+from shardproof.rendezvous.wire import (
+    ALL,
+    BYTES,
+    EACH,
+    ERROR,
+    GIVEN_UP,
+    Record,
+    WrongBytes,
+    pack,
+    pack_error,
+    unpack,
+    unpack_error,
+)
 
-__all__ = ["ERROR", "GIVEN_UP", "Meeting", "PassedOver", "attend", "wire"]
+__all__ = ["Meeting", "PassedOver", "attend"]
 
-# Kinds of records. A post is BYTES or ERROR. A verdict is ALL (one answer), EACH (one a rank), ERROR, or
-# GIVEN_UP: an error that was decided before every rank had posted.
 _LONGEST_STAY = 10.0
-BYTES, ERROR, ALL, EACH, GIVEN_UP = "bytes", "error", "all", "each", "given up"
+"""Seconds for which the coordinator waits at most until its verdict has been read."""
 
 
 class PassedOver(Exception):
@@ -57,62 +65,62 @@ class Meeting:
 @guarded("a meeting")
 def attend(channel: Channel, meeting: Meeting, post: bytes | BaseException, decide: Decide) -> bytes:
     """Take part in a meeting, leading it as rank 0; returns the answer or raises the common error."""
-    channel.pulse.enter(meeting.phase)
+    channel.heartbeat.enter(meeting.phase)
     cause = post if isinstance(post, BaseException) else None
     try:
         keys = channel.join(meeting.number)
-        channel.pulse.joined(keys.number)
+        channel.heartbeat.joined(keys.number)
         if channel.rank == 0:
-            return _lead(channel, meeting, keys, post, decide)
-        return _follow(channel, meeting, keys, post)
+            return _coordinate(channel, meeting, keys, post, decide)
+        return _take_part(channel, meeting, keys, post)
     except LinkLost as lost:
-        error = verdicts.store_lost(meeting.operation, meeting.phase, str(lost), channel.last_heard(0))
+        error = meeting_errors.store_lost(meeting.operation, meeting.phase, str(lost), channel.last_heard(0))
         # A store that only slept finds this verdict when it wakes.
-        channel.give_up(meeting.number, meeting.record(GIVEN_UP, wire(error)))
+        channel.give_up_alone(meeting.number, meeting.record(GIVEN_UP, pack_error(error)))
         raise error from (cause or lost)
     except CoordinatorSilent as silent:
         error = _silence(channel, meeting, silent.watch, [0])
-        channel.give_up(meeting.number, meeting.record(GIVEN_UP, wire(error)))
+        channel.give_up_alone(meeting.number, meeting.record(GIVEN_UP, pack_error(error)))
         raise error from cause
     except WrongBytes as wrong:
-        failure = verdicts.wrong_bytes(meeting.operation, meeting.phase, str(wrong))
-        channel.give_up(meeting.number, meeting.record(GIVEN_UP, wire(failure)))
+        failure = meeting_errors.wrong_bytes(meeting.operation, meeting.phase, str(wrong))
+        channel.give_up_alone(meeting.number, meeting.record(GIVEN_UP, pack_error(failure)))
         raise failure from (cause or wrong)
     except ShardproofError as error:
         if cause is not None:
             raise error from cause
         raise
     finally:
-        channel.pulse.leave()
+        channel.heartbeat.leave()
 
 
-def _follow(channel: Channel, meeting: Meeting, keys: MeetingKeys, post: bytes | BaseException) -> bytes:
+def _take_part(channel: Channel, meeting: Meeting, keys: MeetingKeys, post: bytes | BaseException) -> bytes:
     kind, body = _as_post(post)
     channel.post(keys, meeting.record(kind, body), body, others=meeting.world_size - 1)
     waiting = channel.until_verdict(keys)
-    watch = Watch([0], time.monotonic(), 2 * channel.pulse.period)
+    watch = Watch([0], time.monotonic(), 2 * channel.heartbeat.period)
     try:
         verdict = None
         while verdict is None:
-            if is_over(waiting, channel.pulse.period):
+            if is_over(waiting, channel.heartbeat.period):
                 verdict = waiting.result()
                 if verdict is not None:
                     break
-                time.sleep(channel.pulse.period)  # woken by a rank that left before there was a verdict
-            channel.pulse.tick()
+                time.sleep(channel.heartbeat.period)  # woken by a rank that left before there was a verdict
+            channel.heartbeat.tick()
             view = channel.look(keys, posts_of=[], signs_of=[0])
             verdict = view.verdict
             _observe(channel, keys, watch, {0: view.signs.get(0)})
             if verdict is None and watch.silent(meeting.deadline):
                 error = _silence(channel, meeting, watch, [0], keys)
                 renew = channel.rank if _needs_new_generation(channel, keys, watch, [0]) else None
-                verdict = channel.propose(keys, meeting.record(GIVEN_UP, wire(error), renew=renew))
+                verdict = channel.propose(keys, meeting.record(GIVEN_UP, pack_error(error), renew=renew))
     finally:
         channel.release(waiting, keys.wake)
     return _answer(channel, meeting, keys, verdict)
 
 
-def _lead(
+def _coordinate(
     channel: Channel, meeting: Meeting, keys: MeetingKeys, post: bytes | BaseException, decide: Decide
 ) -> bytes:
     found = _collect(channel, meeting, keys, post)
@@ -144,15 +152,15 @@ def _collect(
     posts = {0: Record(meeting.operation, meeting.phase, kind, body)}
     if meeting.world_size == 1:
         return posts
-    watch = Watch(range(1, meeting.world_size), time.monotonic(), 2 * channel.pulse.period)
+    watch = Watch(range(1, meeting.world_size), time.monotonic(), 2 * channel.heartbeat.period)
     waiting, is_read = channel.until_ready(keys, watch.ranks), False
     failed_at = time.monotonic() if kind == ERROR else None
     try:
         while watch.ranks:
-            takes = not is_read and is_over(waiting, channel.pulse.period)
+            takes = not is_read and is_over(waiting, channel.heartbeat.period)
             if is_read:
-                time.sleep(channel.pulse.period)  # all were counted, and a post was not there
-            channel.pulse.tick()
+                time.sleep(channel.heartbeat.period)  # all were counted, and a post was not there
+            channel.heartbeat.tick()
             asked = [] if takes else watch.ranks
             view = channel.look(keys, posts_of=asked, signs_of=asked, known=len(posts) - 1)
             if view.verdict is not None:
@@ -185,11 +193,11 @@ def _collect(
                     error = _silence(channel, meeting, watch, silent, keys)
                 verdict = meeting.record(
                     GIVEN_UP,
-                    wire(error),
+                    pack_error(error),
                     readers=len(posts) - 1,
                     renew=0 if _needs_new_generation(channel, keys, watch, silent) else None,
                 )
-                return channel.propose(keys, verdict, wire(error))
+                return channel.propose(keys, verdict, pack_error(error))
     finally:
         channel.release(waiting, keys.ready)
     for rank, record in posts.items():
@@ -218,7 +226,7 @@ def _read_parts(channel: Channel, meeting: Meeting, key: str, record: Record) ->
 
 
 def _as_failed(meeting: Meeting, wrong: WrongBytes) -> Record:
-    text = verdicts.cause_text(wrong)
+    text = meeting_errors.cause_text(wrong)
     return Record(meeting.operation, meeting.phase, ERROR, text.encode("utf-8", "replace"))
 
 
@@ -236,11 +244,11 @@ def _conclude(channel: Channel, meeting: Meeting, posts: Mapping[int, Record], d
     causes = {rank: post.body.decode(errors="replace") for rank, post in posts.items() if post.kind == ERROR}
     if causes:
         phase = posts[min(causes)].phase
-        return _Outcome(verdicts.failure(meeting.operation, phase, meeting.world_size, causes))
+        return _Outcome(meeting_errors.failure(meeting.operation, phase, meeting.world_size, causes))
     purposes = {rank: (post.operation, post.phase) for rank, post in posts.items()}
     if len(set(purposes.values())) > 1:
-        return _Outcome(verdicts.disagreement(purposes))
-    channel.pulse.decide(True)
+        return _Outcome(meeting_errors.disagreement(purposes))
+    channel.heartbeat.decide(True)
     try:
         answer = decide([posts[rank].body for rank in range(meeting.world_size)])
         if isinstance(answer, bytes | bytearray | memoryview):
@@ -252,16 +260,18 @@ def _conclude(channel: Channel, meeting: Meeting, posts: Mapping[int, Record], d
     except ShardproofError as error:
         return _Outcome(error=error, cause=error)
     except BaseException as error:
-        causes = {0: verdicts.cause_text(error)}
-        return _Outcome(verdicts.failure(meeting.operation, meeting.phase, meeting.world_size, causes), error)
+        causes = {0: meeting_errors.cause_text(error)}
+        return _Outcome(
+            meeting_errors.failure(meeting.operation, meeting.phase, meeting.world_size, causes), error
+        )
     finally:
-        channel.pulse.decide(False)
+        channel.heartbeat.decide(False)
 
 
 def _publish(channel: Channel, meeting: Meeting, keys: MeetingKeys, outcome: _Outcome) -> tuple[bytes, bytes]:
     """The verdict that this rank proposes, and the one that stands."""
     if outcome.error is not None:
-        kind, body = ERROR, wire(outcome.error)
+        kind, body = ERROR, pack_error(outcome.error)
     elif outcome.answers is not None:
         kind, body = EACH, b""
         channel.write_answers(
@@ -329,7 +339,7 @@ def _silence(
     channel: Channel, meeting: Meeting, watch: Watch, ranks: Iterable[int], keys: MeetingKeys | None = None
 ) -> RankSilent:
     ranks = list(ranks)
-    return verdicts.silence(
+    return meeting_errors.silence(
         meeting.operation,
         meeting.phase,
         meeting.world_size,
@@ -348,15 +358,10 @@ def _failure(
     }
     causes = {rank: body.decode(errors="replace") for rank, body in bodies.items()}
     phase = failed[min(failed)].phase
-    return verdicts.failure(meeting.operation, phase, meeting.world_size, causes, silent)
+    return meeting_errors.failure(meeting.operation, phase, meeting.world_size, causes, silent)
 
 
 def _as_post(post: bytes | BaseException) -> tuple[str, bytes]:
     if isinstance(post, BaseException):
-        return ERROR, verdicts.cause_text(post).encode("utf-8", "replace")
+        return ERROR, meeting_errors.cause_text(post).encode("utf-8", "replace")
     return BYTES, bytes(post)
-
-
-def wire(error: ShardproofError) -> bytes:
-    """An error as the body of a record."""
-    return json.dumps(error.to_wire(), default=str).encode()

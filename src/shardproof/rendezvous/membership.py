@@ -37,9 +37,9 @@ from typing import Any
 import msgspec
 
 from shardproof._utils import forks
-from shardproof.rendezvous import store_requests as on
+from shardproof.rendezvous import store_requests as requests
 from shardproof.rendezvous.keys import JoinKeys, MeetingKeys
-from shardproof.rendezvous.records import Count, Place, Token, WrongBytes, checked, part_keys, unpack
+from shardproof.rendezvous.wire import Count, Place, Token, WrongBytes, checked, part_keys, unpack
 
 __all__ = ["Membership"]
 
@@ -121,7 +121,7 @@ class Membership:
 
     def approach(self, store: Any) -> None:
         """Other ranks: say hello in the generation that is announced, unless that was done."""
-        value = on.peek(store, self.keys.announced)
+        value = requests.peek(store, self.keys.announced)
         if value is None:
             return
         generation = checked(self.keys.announced, value, Token)
@@ -139,20 +139,20 @@ class Membership:
         Until then it shows no sign of life: its former incarnation, which may be dead, has the same key.
         """
         if not self.is_member and self.generation and store.check([self.welcome_key]):
-            self.start = checked(self.welcome_key, on.peek(store, self.welcome_key), Count)
+            self.start = checked(self.welcome_key, requests.peek(store, self.welcome_key), Count)
             self.is_member = True
-            on.delete(store, [self.welcome_key])
+            requests.delete(store, [self.welcome_key])
         return self.is_member
 
     def is_superseded(self, store: Any) -> bool:
         """Other ranks: whether a newer generation is announced than the one that this rank is in."""
-        value = on.peek(store, self.keys.announced)
+        value = requests.peek(store, self.keys.announced)
         return value is not None and checked(self.keys.announced, value, Token) != self.generation
 
     def welcome_all(self, store: Any) -> None:
         """Coordinator: wait until as many hellos as there are other ranks were said, and welcome them."""
         if not self.is_complete:
-            on.wait(store, self.keys.all_joined(self.generation))
+            requests.wait(store, self.keys.all_joined(self.generation))
             self.welcome(store)
 
     @property
@@ -167,10 +167,10 @@ class Membership:
             if joined == self._joined:
                 return
             keys = {rank: self.keys.hello(self.generation, rank) for rank in range(1, self._world_size)}
-            hellos = on.present(store, keys)
+            hellos = requests.present(store, keys)
             incarnations = {rank: checked(keys[rank], hello, Token) for rank, hello in hellos.items()}
             new = {rank: name for rank, name in incarnations.items() if rank not in self._welcomed}
-            on.set_all(store, {self.keys.welcome(self.generation, name): b"0" for name in new.values()})
+            requests.set_all(store, {self.keys.welcome(self.generation, name): b"0" for name in new.values()})
             self._welcomed |= new
             self._returned = {
                 rank: name for rank, name in incarnations.items() if name != self._welcomed[rank]
@@ -186,7 +186,7 @@ class Membership:
             whether there are such ranks.
         """
         keys = [self.keys.welcome(self.generation, name) for name in self._returned.values()]
-        on.set_all(store, dict.fromkeys(keys, b"%d" % number))
+        requests.set_all(store, dict.fromkeys(keys, b"%d" % number))
         return bool(keys)
 
     def trace(self, first: int, last: int) -> dict[str, bytes]:
@@ -208,7 +208,7 @@ class Membership:
         """Leave a trace of a generation, and note the places of the incarnations before this one."""
         self._add_old()
         key = self.keys.trace(self._rank)
-        value = on.peek(store, key)
+        value = requests.peek(store, key)
         try:
             found = checked(key, value, list[Place]) if value is not None else []
         except WrongBytes:
@@ -217,7 +217,7 @@ class Membership:
         while len(self._old) > _OLD_PLACES:
             self._delete_place(store, self._old.pop(0))
         self._meetings = (0, 0, False)
-        on.set_all(store, self._trace(generation))
+        requests.set_all(store, self._trace(generation))
 
     def _add_old(self) -> None:
         if self.generation:
@@ -234,7 +234,7 @@ class Membership:
                 self.keys.hello(generation, self._rank),
                 self.keys.welcome(generation, place.incarnation),
             ]
-        on.delete(store, keys)
+        requests.delete(store, keys)
         if self._rank and not place.took_part:
             return  # another rendezvous of this rank may take part
         # The meeting after the last one that a coordinator ended may have begun.
@@ -242,7 +242,7 @@ class Membership:
             meeting = MeetingKeys(root, number)
             if self._rank == 0:
                 _delete_record(store, meeting.verdict)
-                on.delete(store, meeting.shared)
+                requests.delete(store, meeting.shared)
             else:
                 _delete_record(store, meeting.post(self._rank))
                 _delete_record(store, meeting.answer(self._rank))
@@ -250,7 +250,7 @@ class Membership:
 
 def _delete_record(store: Any, key: str) -> None:
     """Delete a record and its parts."""
-    value = on.peek(store, key)
+    value = requests.peek(store, key)
     if value is None:
         return
     try:
@@ -258,7 +258,7 @@ def _delete_record(store: Any, key: str) -> None:
     except WrongBytes:
         parts = 0  # of a dead rank, and never read
     for part in part_keys(key, parts):
-        if on.peek(store, part) is None:
+        if requests.peek(store, part) is None:
             break
-        on.delete(store, [part])
-    on.delete(store, [key])
+        requests.delete(store, [part])
+    requests.delete(store, [key])

@@ -1,35 +1,37 @@
 """Meetings of many processes over the key-value store that their launcher already runs.
 
-Note: Why ranks cannot wait for ever
-------------------------------------
-Rank 0 leads. Six facts bound every wait:
+Note: Why no rank waits for ever
+--------------------------------
+Rank 0 is the coordinator. Six facts bound every wait:
 
-1. No caller is ever inside the store's client. Requests run on the threads of two `Link`s, one for requests
-   that the server answers at once and one for the single long wait of a meeting, and for what it waits for.
-   The caller waits for both in steps of a fraction of the deadline, so a server that is dead or stopped is
-   noticed like a rank.
-2. The coordinator watches the ranks that have not posted; the other ranks watch the coordinator. Watching means to
-   read, at each step, the sign of life that a rank's `Pulse` posts, and to add up the time without news.
-   Signs of life are evidence of work: a rank that hangs is as silent as one that is gone, and one that moves
-   is waited for.
-3. Whoever gives up says so in the store, by compare-and-set on the meeting's one verdict. The first verdict
-   is the only one: a coordinator that was stopped, was given up by the others and wakes finds that verdict, and
-   not its own.
-4. Ranks join a generation (the note in `membership`). In it each rank numbers its meetings for itself, from
-   the first one for which it joined. A number is used up by the result of its meeting, be it an error. So a
-   rank that comes too late finds the verdict under the number that the others used, and is in step again. A
-   rank that left out a whole operation sees by the verdict's operation that it was not meant, and takes the
-   next number. A rank that leaves an operation gives up its next meeting (note "One order after an interrupt"
-   in `leaving`).
-   Threads of one rank meet one at a time, in the order in which they took their places (`Turns`). Who waits
-   for another thread does so as long as the rank's signs of life go on.
+1. The caller never enters the store's client. Requests run on the threads of two `Link`s: one for requests
+   that the server answers at once, one for the single long wait of a meeting and for reading its result.
+   The caller waits for both threads in steps of a fraction of the deadline. So it notices a server that is
+   dead or stopped like a silent rank.
+2. The coordinator watches the ranks that have not posted; the other ranks watch the coordinator. At each
+   step, the watcher reads the sign of life that the rank's `Heartbeat` posts, and adds up the time without
+   news. A sign of life is evidence of work. A rank that hangs is as silent as one that is dead, and the
+   watcher waits for a rank that makes progress.
+3. A rank that gives up writes its verdict to the meeting's one verdict key, by compare-and-set. The first
+   verdict is the only one. A coordinator that was stopped, and that the others gave up, finds their verdict
+   when it wakes, and not its own.
+4. Ranks join a generation (the note in `membership`). In a generation, each rank numbers its meetings by
+   itself, from the first meeting for which it joined. The result of a meeting uses up its number, even if
+   it is an error. So a rank that comes too late finds the verdict under the number that the others used,
+   and is in step again. A rank that left out a whole operation sees from the verdict's operation that the
+   verdict concerns another operation, and takes the next number. A rank that leaves an operation gives up
+   its next meeting (the note "One order after an interrupt" in `leaving`). Threads of one rank meet one at
+   a time, in the order in which they took their places (`Turns`). A thread waits for another thread as long
+   as the rank shows signs of life.
 5. A sign of life names the meeting that its rank is in. A rank that waits in another meeting counts as
-   silent, so two ranks that both live cannot keep each other waiting. The verdict then tells all ranks to
-   join a new generation, in which they count from the same meeting.
-6. A coordinator whose process may serve the store stays until the others have read its verdict, but not for ever.
+   silent. So two live ranks cannot keep each other waiting. The verdict then tells all ranks to join a new
+   generation, in which they count from the same meeting.
+6. A coordinator whose process may serve the store waits until the other ranks have read its verdict, for a
+   limited time.
 
-What this cannot give: should the coordinator be given up while it decides, what it did by then is done. A decision
-that acts on the world (the commit of a checkpoint) may have taken effect although all ranks get `RankSilent`.
+What this cannot give: the ranks may give up the coordinator while it decides. What the coordinator did by
+then stays done. A decision that acts on the world (the commit of a checkpoint) may have taken effect
+although all ranks raise `RankSilent`.
 """
 
 from __future__ import annotations
@@ -44,16 +46,15 @@ from typing import Any
 
 from shardproof.errors import ShardproofError
 from shardproof.reentrance import refuse_inside
-from shardproof.rendezvous import verdicts
+from shardproof.rendezvous import meeting_errors
 from shardproof.rendezvous.channel import Channel
+from shardproof.rendezvous.heartbeat import Heartbeat
 from shardproof.rendezvous.leaving import give_up_next
-from shardproof.rendezvous.link import LinkLost, patiently
+from shardproof.rendezvous.link import LinkLost, wait_in_steps
 from shardproof.rendezvous.meeting import Meeting, PassedOver, attend
-from shardproof.rendezvous.operation import Operation
+from shardproof.rendezvous.ordering import Operation, Reservation, Turns
 from shardproof.rendezvous.protocol import Decide
-from shardproof.rendezvous.pulse import Pulse
-from shardproof.rendezvous.records import WrongBytes
-from shardproof.rendezvous.reservation import Reservation, Turns
+from shardproof.rendezvous.wire import WrongBytes
 
 __all__ = ["StoreRendezvous"]
 
@@ -63,24 +64,28 @@ _log = logging.getLogger("shardproof")
 class StoreRendezvous:
     """The ranks of a job meet over a `torch.distributed` store.
 
-    Any store will do (TCPStore, HashStore, FileStore, PrefixStore). It is cloned, never waited on, so that
-    its other users are not held up. Meetings of one process may be called from several threads but are held
-    one at a time, and all ranks must call them in the same order.
+    Every store works (TCPStore, HashStore, FileStore, PrefixStore). The rendezvous clones the store, so its
+    waits do not block the other users of the store. Several threads of one process may call meetings. The
+    meetings run one at a time, and all ranks must call them in the same order.
 
     Args:
-        store: the store, shared by all ranks.
-        rank: of this process.
-        world_size: number of ranks.
-        deadline: seconds of silence after which a rank is given up.
-        name: keys begin with it. Two rendezvous of the same ranks at one store need different names, or must
-            meet first in the same order on every rank.
-        server: the store that `store` is a clone of, which may serve it.
+        store: the store that all ranks share.
+        rank: the rank of this process.
+        world_size: the number of ranks.
+        deadline: seconds of silence after which the others give up a rank.
+        name: the prefix of all keys. Two rendezvous of the same ranks at one store need different names, or
+            their first meetings in the same order on every rank.
+        server: the store that `store` is a clone of, if that one may serve it.
 
-    >>> from torch.distributed import HashStore
-    >>> alone = StoreRendezvous(HashStore(), rank=0, world_size=1, deadline=10.0)
-    >>> alone.meet("save", "plan", b"two", lambda posts: posts[0] * 2)
-    b'twotwo'
-    >>> alone.close()
+    Raises:
+        ValueError: `rank` is outside the world, or `deadline` is not positive.
+
+    Example:
+        >>> from torch.distributed import HashStore
+        >>> alone = StoreRendezvous(HashStore(), rank=0, world_size=1, deadline=10.0)
+        >>> alone.meet("save", "plan", b"two", lambda posts: posts[0] * 2)
+        b'twotwo'
+        >>> alone.close()
     """
 
     def __init__(
@@ -97,7 +102,7 @@ class StoreRendezvous:
             raise ValueError(f"rank {rank} is not in a world of {world_size}")
         self.rank = rank
         self.world_size = world_size
-        self._pulse = Pulse()
+        self._heartbeat = Heartbeat()
         self.deadline = deadline
         self._own_name = name
         self._name = f"{name}/{world_size}"
@@ -107,18 +112,20 @@ class StoreRendezvous:
         self._channel: Channel | None = None
         self._number = 0
         self._turns = Turns(
-            self._pulse.evidence, lambda: 2 * self._deadline, lambda seconds: verdicts.stuck(rank, seconds)
+            self._heartbeat.evidence,
+            lambda: 2 * self._deadline,
+            lambda seconds: meeting_errors.stuck(rank, seconds),
         )
         self._entered: dict[int, Operation] = {}
-        """Thread to the operation that it meets for."""
+        """The operation that each thread meets for."""
         self._left: deque[Operation] = deque()
-        """Operations that this rank left, and whose next meeting is not given up yet."""
+        """Operations that this rank left before it has given up their next meeting."""
         self._closed = False
         self._process = os.getpid()
 
     @property
     def deadline(self) -> float:
-        """Seconds of silence after which a rank is given up."""
+        """Seconds of silence after which the others give up a rank."""
         return self._deadline
 
     @deadline.setter
@@ -126,8 +133,8 @@ class StoreRendezvous:
         if not seconds > 0:
             raise ValueError(f"a deadline is a positive number of seconds, not {seconds!r}")
         self._deadline = float(seconds)
-        # Every rank looks at the coordinator's sign of life once a period: the store must not drown in that.
-        self._pulse.period = min(max(1.0, self.world_size / 2048), self._deadline / 8)
+        # Every rank reads the coordinator's sign of life once a period: this bounds the requests a second.
+        self._heartbeat.period = min(max(1.0, self.world_size / 2048), self._deadline / 8)
 
     def meet(self, operation: str, phase: str, post: bytes | BaseException, decide: Decide) -> bytes:
         """Post, and return the answer that rank 0 decides on. See `Rendezvous.meet`."""
@@ -142,9 +149,9 @@ class StoreRendezvous:
                 try:
                     number = self._next_number()
                 except LinkLost as lost:
-                    raise verdicts.store_lost(operation, phase, str(lost), None) from lost
+                    raise meeting_errors.store_lost(operation, phase, str(lost), None) from lost
                 except WrongBytes as wrong:
-                    raise verdicts.wrong_bytes(operation, phase, str(wrong)) from wrong
+                    raise meeting_errors.wrong_bytes(operation, phase, str(wrong)) from wrong
                 first = number if whole.first is None else whole.first
                 purpose = operation, phase, self._deadline, self._stays, (whole.name, number - first)
                 try:
@@ -164,7 +171,7 @@ class StoreRendezvous:
         return Operation(name, self)
 
     def enter(self, operation: Operation) -> None:
-        """Meetings of this thread belong to this operation. One that it was interrupted in is left.
+        """Assign the meetings of this thread to this operation. See `Order.enter`.
 
         If another thread carries that out, it is not left: the interrupt did not reach that thread.
         """
@@ -179,7 +186,7 @@ class StoreRendezvous:
             del self._entered[threading.get_ident()]
 
     def leave(self, operation: Operation) -> None:
-        """Take no part in the rest of an operation. The other ranks learn it now, if no thread meets."""
+        """Leave an operation. The other ranks learn it now, unless a thread of this rank is in a meeting."""
         self._left.append(operation)
         if self.closed:
             return
@@ -193,7 +200,7 @@ class StoreRendezvous:
             place.give_up()
 
     def _next_number(self) -> int:
-        """Of the next meeting: after those that are given up for operations that this rank left."""
+        """The number of the next meeting, after the meetings that this rank gave up by leaving operations."""
         while self._left:
             left = self._left[0]
             while left.following is None:
@@ -203,14 +210,14 @@ class StoreRendezvous:
         return self._number
 
     def _give_up_meetings(self, left: Operation) -> None:
-        """Give up meetings of an operation in the generation of this rank, and leave that with the others."""
+        """Give up meetings of an operation. Leave the generation if the verdict says so."""
         channel = self._open()
         asked = give_up_next(channel, self._number, left, self.world_size)
         if asked is None:
             left.following = self._number + 1
             return
-        ended = patiently(asked, self._deadline)
-        channel.gave_up(range(self._number, ended.following))
+        ended = wait_in_steps(asked, self._deadline)
+        channel.remember_verdicts(range(self._number, ended.following))
         if ended.renew:
             channel.leave(ended.following - 1, ended.carried)
         if ended.is_told:
@@ -223,12 +230,12 @@ class StoreRendezvous:
         return self._turns.reserve()
 
     def progress(self, done: int, total: int) -> None:
-        """Say that this rank moves: bytes done, of so many. Costs one assignment."""
-        self._pulse.progress(done, total)
+        """Report progress in bytes. Costs one assignment."""
+        self._heartbeat.progress(done, total)
 
     def waits(self) -> None:
-        """Say that this rank waits for another that moves: a step of a wait that is itself bounded."""
-        self._pulse.tick()
+        """Report one step of a wait that has its own bound. See `Rendezvous.waits`."""
+        self._heartbeat.tick()
 
     def beside(self, name: str) -> StoreRendezvous:
         """Another rendezvous of these ranks at this store. See `Rendezvous.beside`."""
@@ -251,24 +258,24 @@ class StoreRendezvous:
                 _log.warning("the store of the rendezvous cannot be reached: %s", error)
 
     def hold(self) -> object:
-        """The process group's own store, which serves this one while it is held."""
+        """The process group's store, which serves this one as long as a reference to it exists."""
         return self._server() if self._server is not None else None
 
     def close(self) -> None:
-        """End the background threads. Further meetings raise RuntimeError."""
+        """End the background threads. Later meetings raise RuntimeError."""
         self._closed = True
         if self._channel is not None and self._process == os.getpid():
             self._channel.close()
 
     @property
     def closed(self) -> bool:
-        """Whether this rendezvous can be used no more: closed, or made before this process was forked."""
+        """True after `close`, and in a child that was forked after this rendezvous was made."""
         return self._closed or self._process != os.getpid()
 
     def _open(self) -> Channel:
         if self._channel is None:
             self._channel = Channel(
-                self._store, self._name, self.rank, self.world_size, self._pulse, self._deadline
+                self._store, self._name, self.rank, self.world_size, self._heartbeat, self._deadline
             )
             # also at interpreter exit, while threads can still be joined
             weakref.finalize(self, _close, self._channel, os.getpid())
@@ -276,7 +283,7 @@ class StoreRendezvous:
         return self._channel
 
     def _check(self) -> None:
-        """Whether this thread may take a turn."""
+        """Refuse a call that may not take a turn."""
         if self._closed:
             raise RuntimeError("this rendezvous is closed")
         if self._process != os.getpid():
@@ -290,13 +297,13 @@ class StoreRendezvous:
 
 
 def _close(channel: Channel, process: int) -> None:
-    """Closes a channel of this process: a child made by fork has none of its threads."""
+    """Close a channel of this process: a forked child has none of its threads."""
     if process == os.getpid():
         channel.close()
 
 
 def _ends_with_this_process(store: Any) -> bool:
-    """Whether rank 0 may be the one that serves this store (a client cannot be asked)."""
+    """True if rank 0 may serve this store. A client object does not tell."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return type(store).__name__ == "TCPStore" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from shardproof import events
 from shardproof.events.phases import Hub
-from shardproof.events.tracing import Tracer
+from shardproof.events.trace_files import Tracer
 from tests.perfetto import COMPLAINTS, ask_perfetto
-from tests.unit.events.test_tracing import overlap
+from tests.unit.events.test_trace_files import overlap
 
 
 def test_threads_of_one_name_lose_nothing(tmp_path: Path) -> None:

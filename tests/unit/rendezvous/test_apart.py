@@ -9,9 +9,8 @@ from torch.distributed import HashStore
 
 from shardproof.errors import RankSilent, ShardproofError
 from shardproof.rendezvous.channel import Channel
+from shardproof.rendezvous.heartbeat import Heartbeat, Watch
 from shardproof.rendezvous.meeting import Meeting, PassedOver, attend
-from shardproof.rendezvous.pulse import Pulse
-from shardproof.rendezvous.watch import Watch
 
 DEADLINE = 1.0
 
@@ -20,9 +19,9 @@ class Rank:
     """A rank that numbers its meetings as the test says."""
 
     def __init__(self, store: Any, rank: int) -> None:
-        pulse = Pulse()
-        pulse.period = DEADLINE / 8
-        self.channel = Channel(store, "apart", rank, 2, pulse, DEADLINE)
+        heartbeat = Heartbeat()
+        heartbeat.period = DEADLINE / 8
+        self.channel = Channel(store, "apart", rank, 2, heartbeat, DEADLINE)
         self.number = 0
 
     def meet(self, operation: str) -> bytes:

@@ -11,10 +11,10 @@ import pytest
 from torch.distributed import HashStore
 
 from shardproof.rendezvous.channel import Channel
+from shardproof.rendezvous.heartbeat import Heartbeat
 from shardproof.rendezvous.keys import MeetingKeys
 from shardproof.rendezvous.link import LinkLost
-from shardproof.rendezvous.pulse import Pulse
-from shardproof.rendezvous.records import INLINE, pack, unpack
+from shardproof.rendezvous.wire import INLINE, pack, unpack
 
 WORLD = 600
 LIMIT = 30.0
@@ -49,9 +49,9 @@ def store() -> Asked:
 
 
 def channel_of(store: Any, rank: int, world_size: int, patience: float = 10.0) -> Channel:
-    pulse = Pulse()
-    pulse.period = 0.01  # a rank is welcome after that
-    return Channel(store, "job", rank, world_size, pulse, patience)
+    heartbeat = Heartbeat()
+    heartbeat.period = 0.01  # a rank is welcome after that
+    return Channel(store, "job", rank, world_size, heartbeat, patience)
 
 
 Open = Callable[..., list[Channel]]
@@ -167,7 +167,7 @@ def welcome_the_second_hello(coordinator: Channel) -> None:
     """The first one is of an incarnation that gave up: its rank joins again under another name."""
     keys, ends = coordinator.join(0), time.monotonic() + LIMIT
     joined = f"{keys.root}/joined"
-    while coordinator.later(lambda store: store.add(joined, 0)).result(LIMIT) < 2:
+    while coordinator.submit(lambda store: store.add(joined, 0)).result(LIMIT) < 2:
         assert time.monotonic() < ends
     coordinator.look(keys, [], [1])
 
@@ -178,7 +178,7 @@ def test_a_rank_whose_join_was_answered_late_has_joined_once(rank: int) -> None:
     late = channel_of(store, rank, 2, patience=0.2)
     other = channel_of(store.store, 1 - rank, 2)
     if rank == 1:
-        other.pulse.period = LIMIT  # it looks for hellos when it is told to
+        other.heartbeat.period = LIMIT  # it looks for hellos when it is told to
         other.arrive()
     try:
         with pytest.raises(LinkLost, match="no answer"):

@@ -75,13 +75,13 @@ def leave(meetings: StoreRendezvous, operation: str, after: int) -> None:
 
 def interrupt_while_joining(meetings: StoreRendezvous, operation: str) -> None:
     """Ctrl-C while this rank waits for its coordinator, which is not there yet."""
-    tick = meetings._pulse.tick
+    tick = meetings._heartbeat.tick
 
     def interrupt() -> None:
-        meetings._pulse.tick = tick  # type: ignore[method-assign]
+        meetings._heartbeat.tick = tick  # type: ignore[method-assign]
         raise KeyboardInterrupt
 
-    meetings._pulse.tick = interrupt  # type: ignore[method-assign]
+    meetings._heartbeat.tick = interrupt  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         meet(meetings, operation)
 

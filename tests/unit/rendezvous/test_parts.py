@@ -10,30 +10,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardproof.errors import ShardproofError
-from shardproof.rendezvous import records, verdicts
-from shardproof.rendezvous.pulse import Pulse, describe
-from shardproof.rendezvous.watch import Watch
+from shardproof.rendezvous import meeting_errors, wire
+from shardproof.rendezvous.heartbeat import Heartbeat, Watch, describe
 
 
 @given(st.text(max_size=20), st.text(max_size=20), st.binary(max_size=200))
 def test_small_records_survive(operation: str, phase: str, body: bytes) -> None:
-    record = records.unpack("k", records.pack(operation, phase, "bytes", body, readers=3))
+    record = wire.unpack("k", wire.pack(operation, phase, "bytes", body, readers=3))
     assert (record.operation, record.phase, record.body, record.parts) == (operation, phase, body, 0)
     assert (record.size, record.readers) == (len(body), 3)
 
 
-@pytest.mark.parametrize(
-    "size", [records.INLINE, records.INLINE + 1, records.PART, records.PART + 1, 3 * records.PART]
-)
+@pytest.mark.parametrize("size", [wire.INLINE, wire.INLINE + 1, wire.PART, wire.PART + 1, 3 * wire.PART])
 def test_large_records_are_cut_below_the_store_limit(size: int) -> None:
     body = bytes(range(256)) * (size // 256 + 1)
     body = body[:size]
-    value = records.pack("save", "plan", "bytes", body)
-    record = records.unpack("k", value)
-    parts = dict(records.cut("k", body))
+    value = wire.pack("save", "plan", "bytes", body)
+    record = wire.unpack("k", value)
+    parts = dict(wire.cut("k", body))
     assert len(value) < 7 << 20 and all(len(part) <= 7 << 20 for part in parts.values())
-    assert list(parts) == list(records.part_keys("k", record.parts))
-    assert [len(part) for part in parts.values()] == (list(records.part_sizes(record)) if parts else [])
+    assert list(parts) == list(wire.part_keys("k", record.parts))
+    assert [len(part) for part in parts.values()] == (list(wire.part_sizes(record)) if parts else [])
     assert (b"".join(parts.values()) if record.parts else record.body) == body
 
 
@@ -57,41 +54,45 @@ def test_time_in_which_the_watcher_was_stopped_is_nobodys_silence() -> None:
 
 
 def test_only_evidence_makes_news() -> None:
-    pulse = Pulse()
-    assert pulse.news() is None
-    pulse.progress(1, 10)
-    assert pulse.news() is not None
-    assert pulse.news() is None
-    pulse.tick()
-    assert pulse.news() is not None
-    pulse.decide(True)
+    heartbeat = Heartbeat()
+    assert heartbeat.news() is None
+    heartbeat.progress(1, 10)
+    assert heartbeat.news() is not None
+    assert heartbeat.news() is None
+    heartbeat.tick()
+    assert heartbeat.news() is not None
+    heartbeat.decide(True)
     while time.thread_time() % 0.01 > 0.003:
         pass  # what little is done from here on stays within one of the spans that are counted
-    pulse.news()
+    heartbeat.news()
     time.sleep(0.05)
-    assert pulse.news() is None  # asleep while it decides
+    assert heartbeat.news() is None  # asleep while it decides
     ends = time.thread_time() + 0.05
     while time.thread_time() < ends:
         pass
-    assert pulse.news() is not None
-    pulse.decide(False)
-    pulse.leave()
-    assert pulse.news() is None
+    assert heartbeat.news() is not None
+    heartbeat.decide(False)
+    heartbeat.leave()
+    assert heartbeat.news() is None
 
 
 def test_signs_of_life_in_words() -> None:
-    pulse = Pulse()
-    pulse.enter("plan")
-    assert describe(pulse.news()) == "in the meeting of phase plan"
+    heartbeat = Heartbeat()
+    heartbeat.enter("plan")
+    assert describe(heartbeat.news()) == "in the meeting of phase plan"
     assert describe(None) == "no progress reported"
 
 
 def test_the_errors_name_ranks_phase_and_cause_and_travel() -> None:
-    failed = verdicts.failure("save a", "write", 4, {3: "OSError: full", 1: "ValueError: x"}, silent=[2])
-    silent = verdicts.silence(
+    failed = meeting_errors.failure(
+        "save a", "write", 4, {3: "OSError: full", 1: "ValueError: x"}, silent=[2]
+    )
+    silent = meeting_errors.silence(
         "save a", "write", 4, 3.0, {2: 3.25, 1: None}, {2: "1.0 MiB of 2.0 MiB", 1: "none"}
     )
-    apart = verdicts.disagreement({0: ("save a", "write"), 1: ("load b", "plan"), 2: ("load b", "plan")})
+    apart = meeting_errors.disagreement(
+        {0: ("save a", "write"), 1: ("load b", "plan"), 2: ("load b", "plan")}
+    )
     for error, parts in [
         (failed, ["ranks 1, 3 of 4", "rank 3: OSError: full", "phase write", "rank 2"]),
         (
@@ -112,14 +113,14 @@ def test_a_cause_without_a_text_and_one_without_end() -> None:
         def __str__(self) -> str:
             raise RuntimeError("no")
 
-    assert verdicts.cause_text(Mute()) == "Mute: (its text cannot be made)"
-    assert verdicts.cause_text(KeyboardInterrupt()) == "KeyboardInterrupt"
-    assert len(verdicts.cause_text(ValueError("x" * 10**6))) < 5000
+    assert meeting_errors.cause_text(Mute()) == "Mute: (its text cannot be made)"
+    assert meeting_errors.cause_text(KeyboardInterrupt()) == "KeyboardInterrupt"
+    assert len(meeting_errors.cause_text(ValueError("x" * 10**6))) < 5000
 
 
 def test_many_ranks_are_folded() -> None:
     text = str(
-        verdicts.silence(
+        meeting_errors.silence(
             "save", "write", 4096, 3.0, dict.fromkeys(range(4096)), dict.fromkeys(range(4096), "x")
         )
     )

@@ -121,7 +121,7 @@ def test_a_coordinator_that_was_given_up_does_not_decide(monkeypatch: pytest.Mon
 
     def work(meetings: StoreRendezvous) -> bytes:
         if meetings.rank == 0:
-            meetings._pulse.period = 60.0  # it moves no more
+            meetings._heartbeat.period = 60.0  # it moves no more
             return meetings.meet("save", "write", b"0", lambda posts: decided.append(b"") or b"")
         try:
             return meetings.meet("save", "write", b"1", join)

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from shardproof.errors import RankFailure, RankSilent, ShardproofError
-from shardproof.rendezvous import StoreRendezvous, records
-from shardproof.rendezvous.pulse import amounts, describe
-from shardproof.rendezvous.records import Place, Sign, Token, WrongBytes
+from shardproof.rendezvous import StoreRendezvous, wire
+from shardproof.rendezvous.heartbeat import amounts, describe
+from shardproof.rendezvous.wire import Place, Sign, Token, WrongBytes
 
 DEADLINE = 5.0
 HUGE = 10**15
 
 Corrupt = Callable[[str, bytes], bytes]
 
-record = records.pack("save", "plan", "bytes", b"post")
+record = wire.pack("save", "plan", "bytes", b"post")
 head = msgspec.json.decode(record.partition(b"\n")[0])
 
 
@@ -43,7 +43,7 @@ WRONG = [
     record[:-1],
     record + b"more",
     with_head(size=HUGE),
-    with_head(size=HUGE, parts=-(-HUGE // records.PART)),
+    with_head(size=HUGE, parts=-(-HUGE // wire.PART)),
     with_head(size=-1),
     with_head(parts="3"),
     with_head(readers=-1),
@@ -59,15 +59,15 @@ def test_every_value_is_decoded_or_refused(value: bytes) -> None:
     refusals: list[str] = []
     for kind in (Token, Place, list[Place], Sign, int):
         try:
-            records.checked("key", value, kind)
+            wire.checked("key", value, kind)
         except WrongBytes as wrong:
             refusals.append(str(wrong))
     try:
-        assert records.unpack("key", value).operation == "save"
+        assert wire.unpack("key", value).operation == "save"
     except WrongBytes as wrong:
         refusals.append(str(wrong))
     try:
-        assert isinstance(records.unpack_error("key", value), ShardproofError)
+        assert isinstance(wire.unpack_error("key", value), ShardproofError)
     except WrongBytes as wrong:
         refusals.append(str(wrong))
     assert all("'key'" in text and len(text) < 1000 for text in refusals)
@@ -80,7 +80,7 @@ def test_a_changed_byte_of_a_record_does_not_change_its_body(at: int, by: int) -
     changed = bytearray(record)
     changed[at] ^= by
     try:
-        assert records.unpack("key", bytes(changed)).body == b"post"
+        assert wire.unpack("key", bytes(changed)).body == b"post"
     except WrongBytes:
         pass
 
@@ -121,11 +121,11 @@ class Corrupted:
 def meet_at(store: Any) -> list[Any]:
     """What two ranks had of their meetings: the answers, or the error of the first that failed."""
     ends: list[Any] = [None] * 2
-    large = bytes(records.INLINE + 1)
+    large = bytes(wire.INLINE + 1)
 
     def run(rank: int) -> None:
         meetings = StoreRendezvous(store, rank, 2, deadline=DEADLINE)
-        meetings._pulse.period = 0.02
+        meetings._heartbeat.period = 0.02
         try:
             meetings.meet("save", "plan", large, lambda posts: [large, large + b"1"])
             ends[rank] = meetings.meet("save", "commit", b"%d" % rank, lambda posts: b"".join(posts))
@@ -149,7 +149,7 @@ RECORDS = ["/0/post/1", "/0/post/1/0", "/1/post/1", "/1/verdict"]
 @given(st.sampled_from(RECORDS), st.sampled_from(WRONG) | st.binary(max_size=60))
 @example("/1/verdict", b"{}")
 @example("/1/verdict", with_head(size=HUGE))
-@example("/0/post/1", with_head(size=HUGE, parts=-(-HUGE // records.PART)))
+@example("/0/post/1", with_head(size=HUGE, parts=-(-HUGE // wire.PART)))
 def test_wrong_bytes_for_a_record_are_one_error_on_all_ranks(suffix: str, value: bytes) -> None:
     store = Corrupted(HashStore(), suffix, value)
     ends = meet_at(store)

@@ -25,7 +25,7 @@ from torch.distributed import HashStore
 import shardproof as sp
 from shardproof.errors import RankFailure
 from shardproof.rendezvous import Operation, StoreRendezvous
-from shardproof.rendezvous.reservation import Turns
+from shardproof.rendezvous.ordering import Turns
 from shardproof.saving.background import unfinished
 from shardproof.storage import LocalStorage
 

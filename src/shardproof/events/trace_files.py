@@ -73,7 +73,7 @@ class Tracer:
     Args:
         path: as for `trace`.
         wall: seconds since 1970 of the moment at which the monotonic clock showed `clock`. Times in a file
-            are microseconds since then: see note "One clock for all ranks" in `merging`.
+            are microseconds since then: see note "One clock for all ranks" in `trace_merge`.
         clock: seconds of `time.perf_counter`.
     """
 

@@ -1,8 +1,8 @@
 """How posts, answers and other values look in the store, and the one decoder that checks them.
 
-A record is a line of JSON, then bytes. Stores limit one value (8 MiB in the one that torchrun serves), and a
-coordinator reads the records of many ranks in one request, so bytes beyond `INLINE` go to keys of their own, cut
-in parts, which are written before the record that counts them.
+A record is a line of JSON, then bytes. Stores limit one value (8 MiB in the one that torchrun serves), and
+a coordinator reads the records of many ranks in one request, so bytes beyond `INLINE` go to keys of their
+own, cut in parts, which are written before the record that counts them.
 
 Other programs may write to the same store. So every value that is read passes `checked` or `unpack`, and the
 bytes of a record pass `checked_body`: what does not fit raises `WrongBytes`, and nothing is allocated for a
@@ -11,6 +11,7 @@ size that a value only claims.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, TypeVar
@@ -21,6 +22,11 @@ import xxhash
 from shardproof.errors import ShardproofError
 
 __all__ = [
+    "ALL",
+    "BYTES",
+    "EACH",
+    "ERROR",
+    "GIVEN_UP",
     "INLINE",
     "PART",
     "Count",
@@ -33,15 +39,23 @@ __all__ = [
     "checked_body",
     "cut",
     "pack",
+    "pack_error",
     "part_keys",
     "part_sizes",
     "unpack",
     "unpack_error",
 ]
 
+BYTES, ERROR, ALL, EACH, GIVEN_UP = "bytes", "error", "all", "each", "given up"
+"""Kinds of records. A post is BYTES or ERROR. A verdict is ALL (one answer), EACH (one answer a rank), ERROR,
+or GIVEN_UP: an error that a rank decided before every rank had posted."""
+
 INLINE = 64 << 10
+"""Bytes that a record itself may hold."""
 PART = 7 << 20
+"""Bytes in one part, below the limit of the store that torchrun serves."""
 _SHOWN = 40
+"""Bytes of a wrong value that an error message shows."""
 
 Value = TypeVar("Value")
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -201,6 +215,11 @@ def unpack_error(key: str, body: bytes) -> ShardproofError:
     if {"self", "message"} & wire.details.keys():
         raise WrongBytes(key, "an error with details of other names", body)
     return ShardproofError.from_wire({"type": wire.type, "message": wire.message, "details": wire.details})
+
+
+def pack_error(error: ShardproofError) -> bytes:
+    """An error as the body of a record."""
+    return json.dumps(error.to_wire(), default=str).encode()
 
 
 def part_keys(key: str, parts: int) -> Iterator[str]:

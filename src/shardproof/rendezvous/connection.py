@@ -12,10 +12,10 @@ from typing import Any
 from shardproof._utils import forks
 from shardproof.errors import StructureError
 from shardproof.reentrance import guarded, refuse_inside
-from shardproof.rendezvous.local import LocalRendezvous
+from shardproof.rendezvous.meeting_errors import store_lost
 from shardproof.rendezvous.protocol import Rendezvous
+from shardproof.rendezvous.single_process import LocalRendezvous
 from shardproof.rendezvous.store import StoreRendezvous
-from shardproof.rendezvous.verdicts import store_lost
 
 __all__ = ["check_deadline", "check_group", "connect", "connected"]
 

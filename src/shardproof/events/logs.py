@@ -6,8 +6,8 @@ import json
 import logging
 from typing import Any
 
+from shardproof.events.display import finished
 from shardproof.events.phases import Event, Subscription, hub
-from shardproof.events.showing import finished
 
 __all__ = ["JsonFormatter", "facts_of", "log_to"]
 

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from shardproof import events
-from shardproof.events.showing import Bars, Lines
+from shardproof.events.display import Bars, Lines
 from tests.unit.events.hubs import Bench
 
 

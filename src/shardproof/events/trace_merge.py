@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.errors import FormatError
-from shardproof.events.tracing import encoded, row_about
+from shardproof.events.phase_table import PHASES
+from shardproof.events.trace_files import encoded, row_about
 
 __all__ = ["Merged", "merge_traces"]
 
-MEETINGS = ("agree", "plan", "commit", "match", "apply")
+_MEETINGS = {phase.name for phase in PHASES if phase.compares_clocks}
 """Phases that all ranks end together."""
 _SAME = 5e-4
 """Microseconds: half of the unit in which times are kept."""
@@ -148,7 +149,7 @@ def _put_in_lanes(phases: list[dict[str, Any]], before: int) -> int:
     """Gives phases lanes in which they lie beside each other or one inside the other.
 
     Phases of one thread do so in one lane. Where several threads of one name were at work at once, as in the
-    saves of two checkpointers, it takes more: see note "What Perfetto does not show" in `tracing`.
+    saves of two checkpointers, it takes more: see note "What Perfetto does not show" in `trace_files`.
 
     Args:
         phases: of threads of one name, in one rank.
@@ -195,7 +196,7 @@ class _Counts:
         args = row["args"]
         if args.get("unfinished"):
             self.unfinished += 1
-        elif row["name"] in MEETINGS:
+        elif row["name"] in _MEETINGS:
             meeting = (args["operation"], args["step"], row["name"])
             self._times[row["pid"], *meeting] += 1  # the same again, as a checkpoint that is written over
             if "error" not in args:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
-from shardproof.rendezvous.records import Sign, WrongBytes, checked
+from shardproof.rendezvous.wire import Sign, WrongBytes, checked
 
-__all__ = ["Pulse", "amounts", "describe", "is_elsewhere"]
+__all__ = ["Heartbeat", "Watch", "amounts", "describe", "is_elsewhere"]
 
 
-class Pulse:
+class Heartbeat:
     """What a rank has to show for itself. Written by the rank's threads, read by the thread that posts it.
 
-    Evidence is progress that was reported, a step of a wait that is itself bounded, and, while the coordinator
-    decides, processor time of the thread that decides. A process that lives but stands still (a hung file
-    system, a deadlock) has none, and falls silent like one that is gone.
+    Evidence is progress that was reported, a step of a wait that is itself bounded, and, while the
+    coordinator decides, processor time of the thread that decides. A process that lives but stands still (a
+    hung file system, a deadlock) has none, and falls silent like one that is gone.
     """
 
     def __init__(self) -> None:
@@ -80,6 +81,75 @@ class Pulse:
         except OSError:  # the thread that decides has ended: no evidence
             busy = 0
         return (self._progress, self._ticks, self._phase, busy)
+
+
+class Watch:
+    """Silence of the ranks that one rank waits for, in one meeting.
+
+    A rank's sign of life is any value that changes. What the first look finds, be it nothing, only sets what
+    later ones are compared with: it may be old. Time in which the watcher itself did not run (stopped,
+    starved) is nobody's silence: one step counts for at most `longest_step` seconds.
+
+    >>> watch = Watch([1, 2], now=0.0, longest_step=1.0)
+    >>> watch.observe(1, b"first seen")
+    False
+    >>> watch.step(1.0)
+    >>> watch.observe(1, b"changed")
+    True
+    >>> watch.step(1.5)
+    >>> watch.silence(1), watch.silence(2), watch.silent(for_seconds=1.5)
+    (0.5, 1.5, [2])
+    """
+
+    def __init__(self, ranks: Iterable[int], now: float, longest_step: float) -> None:
+        self._silence = dict.fromkeys(ranks, 0.0)
+        self._seen: dict[int, bytes | None] = {}
+        self._now = now
+        self._longest_step = longest_step
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks still waited for."""
+        return list(self._silence)
+
+    def step(self, now: float) -> None:
+        """Let time pass."""
+        passed = min(max(now - self._now, 0.0), self._longest_step)
+        self._now = now
+        for rank in self._silence:
+            self._silence[rank] += passed
+
+    def observe(self, rank: int, sign: bytes | None, *, is_elsewhere: bool = False) -> bool:
+        """Take what a look found of a rank's signs of life; True when it is news.
+
+        Args:
+            rank: that was looked at.
+            sign: its newest sign of life.
+            is_elsewhere: whether the sign tells that the rank waits in another meeting. It is no news then.
+        """
+        looked = rank in self._seen
+        before = self._seen.get(rank)
+        self._seen[rank] = sign
+        if not looked or before == sign or rank not in self._silence or is_elsewhere:
+            return False
+        self._silence[rank] = 0.0
+        return True
+
+    def sign(self, rank: int) -> bytes | None:
+        """The newest sign of life of a rank, if one was seen."""
+        return self._seen.get(rank)
+
+    def arrived(self, rank: int) -> None:
+        """A rank is here: wait for it no longer."""
+        self._silence.pop(rank, None)
+
+    def silence(self, rank: int) -> float:
+        """Seconds for which a rank has been silent."""
+        return self._silence[rank]
+
+    def silent(self, for_seconds: float) -> list[int]:
+        """The ranks that have been silent for at least so long, ascending."""
+        return sorted(rank for rank, seconds in self._silence.items() if seconds >= for_seconds)
 
 
 def amounts(sign: bytes | None) -> tuple[int, int]:

@@ -1,16 +1,15 @@
-"""The rendezvous of a job with one process: over nothing."""
+"""The rendezvous of a job with one process. It needs no store."""
 
 from __future__ import annotations
 
-from shardproof.rendezvous.operation import Operation
+from shardproof.rendezvous.ordering import Operation, Reservation, Turns
 from shardproof.rendezvous.protocol import Decide
-from shardproof.rendezvous.reservation import Reservation, Turns
 
 __all__ = ["LocalRendezvous"]
 
 
 class LocalRendezvous:
-    """One process meets itself. An exception that is posted, or raised by `decide`, is raised as it is.
+    """A rendezvous of one rank. It raises a posted exception, and one that `decide` raises, unchanged.
 
     >>> LocalRendezvous().meet("save", "plan", b"two", lambda posts: posts[0] * 2)
     b'twotwo'
@@ -22,7 +21,7 @@ class LocalRendezvous:
         self.deadline = deadline
 
     def meet(self, operation: str, phase: str, post: bytes | BaseException, decide: Decide) -> bytes:
-        """Decide on the one post there is. See `Rendezvous.meet`."""
+        """Decide on the only post. See `Rendezvous.meet`."""
         if isinstance(post, BaseException):
             raise post
         answer = decide([bytes(post)])
@@ -32,29 +31,29 @@ class LocalRendezvous:
         return bytes(only)
 
     def operation(self, name: str) -> Operation:
-        """Meetings that nobody else waits for."""
+        """An operation without other ranks. See `Rendezvous.operation`."""
         return Operation(name)
 
     def reserve(self) -> Reservation:
-        """A place without others: one process has nobody to keep an order with."""
+        """A reservation that never waits. See `Rendezvous.reserve`."""
         return Turns(lambda: None, lambda: self.deadline, RuntimeError).reserve()
 
     def progress(self, done: int, total: int) -> None:
-        """Nobody else waits: nothing to do."""
+        """Does nothing: no other rank waits."""
 
     def waits(self) -> None:
-        """Nobody else waits: nothing to do."""
+        """Does nothing: no other rank waits."""
 
     def beside(self, name: str) -> LocalRendezvous:
-        """Another one, as good as this."""
+        """A new rendezvous of this process. See `Rendezvous.beside`."""
         return LocalRendezvous(deadline=self.deadline)
 
     def arrive(self) -> None:
-        """Nobody watches: nothing to do."""
+        """Does nothing: no other rank watches."""
 
     def hold(self) -> object:
-        """There is no store."""
+        """None: there is no store."""
         return None
 
     def close(self) -> None:
-        """Nothing runs in the background: nothing to do."""
+        """Does nothing: there are no background threads."""

@@ -16,7 +16,7 @@ import pytest
 from shardproof import events
 from shardproof.errors import FormatError
 from shardproof.events.phases import Hub
-from shardproof.events.tracing import Tracer
+from shardproof.events.trace_files import Tracer
 from tests.unit.events.hubs import Bench
 
 

@@ -1,0 +1,154 @@
+"""The list of phases that events, errors and the documentation share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["PHASES", "KnownPhase"]
+
+
+@dataclass(frozen=True, slots=True)
+class KnownPhase:
+    """One phase of one operation.
+
+    Example:
+        >>> [phase.name for phase in PHASES if phase.operation == "load" and phase.in_events]
+        ['match', 'read', 'apply']
+    """
+
+    operation: str
+    """First word of the operation, as ``save``; ``any`` for a phase that every operation may have."""
+    name: str
+    kind: Literal["local", "meeting", "background"]
+    """Work of one rank in the caller's thread; a meeting of the ranks; or work of the thread of saves."""
+    text: str
+    """What a rank does in it, in one line of Markdown."""
+    in_events: bool = True
+    """Whether events name it."""
+    in_errors: bool = True
+    """Whether errors and ``heard`` events name it."""
+    reported_in: str = ""
+    """The phase of events in which the ranks report its outcome, where that is another one."""
+    compares_clocks: bool = False
+    """Whether all ranks end it within moments, so that `merge_traces` compares their clocks by it."""
+
+
+def _event(
+    operation: str,
+    name: str,
+    kind: Literal["local", "meeting", "background"],
+    text: str,
+    *,
+    compares_clocks: bool = False,
+) -> KnownPhase:
+    return KnownPhase(operation, name, kind, text, in_errors=False, compares_clocks=compares_clocks)
+
+
+def _error(
+    operation: str,
+    name: str,
+    kind: Literal["local", "meeting", "background"],
+    text: str,
+    reported_in: str = "",
+) -> KnownPhase:
+    return KnownPhase(operation, name, kind, text, in_events=False, reported_in=reported_in)
+
+
+_PLAN = "reports its structure; rank 0 proves the tilings and shares out the writing. Only after a change"
+_BASE = "learns the digests of the step that an incremental save refers to. Only if it does not have them"
+_COMMIT = "reports its digests; rank 0 checks them and publishes the manifest: the commit"
+_APPLY = "replaces plain values and calls `load_state_dict`. Only if a rank has such"
+_AGAIN = "votes on that run, where a suspect came back to the same device"
+
+PHASES: tuple[KnownPhase, ...] = (
+    _error("any", "connect", "local", "connects to the store that the environment names"),
+    _error("any", "begin", "local", "works before the first meeting of the operation"),
+    _error("any", "turn", "local", "waits until another of its threads has left its meeting"),
+    _event("save", "blocked", "local", "spans all that the caller of `Checkpointer.save` waits for"),
+    _error("save", "busy", "meeting", 'agrees whether to skip the save (`when_busy="skip"`)', "blocked"),
+    KnownPhase(
+        "save",
+        "collect",
+        "local",
+        "describes its state; your `state_dict` methods run here",
+        reported_in="agree",
+    ),
+    _event(
+        "save",
+        "agree",
+        "meeting",
+        "reports its structure digest and learns whether the plan of the save before still holds",
+        compares_clocks=True,
+    ),
+    KnownPhase("save", "plan", "meeting", _PLAN, compares_clocks=True),
+    _error("save", "base", "meeting", _BASE, "plan"),
+    _event(
+        "save",
+        "replicas",
+        "background",
+        "hashes what other ranks hold too, while training waits. Only with `check_replicas`",
+    ),
+    _event("save", "stage", "local", "copies what may change outside of an optimizer's step"),
+    _event(
+        "save",
+        "fence",
+        "local",
+        "holds the step of an optimizer, a load or `fence` until what they write to is copied",
+    ),
+    KnownPhase("save", "write", "background", "hashes and writes its file", reported_in="commit"),
+    KnownPhase("save", "commit", "meeting", _COMMIT, compares_clocks=True),
+    _event("save", "retain", "background", "removes old steps. Only on rank 0"),
+    _error(
+        "save",
+        "background",
+        "background",
+        "fails where the ranks do not meet any more: retention, or an interrupt",
+    ),
+    _error(
+        "restore",
+        "choose",
+        "meeting",
+        "reports the newest step that it sees; rank 0 chooses the newest readable one",
+    ),
+    _error(
+        "restore",
+        "compare",
+        "meeting",
+        "compares which keys the chosen step lacks. Only after a damaged step had overwritten some",
+    ),
+    KnownPhase(
+        "load",
+        "match",
+        "local",
+        "compares its tree with what is stored; nothing is touched",
+        compares_clocks=True,
+    ),
+    _error(
+        "load",
+        "share",
+        "meeting",
+        "agrees who reads what several ranks want. Only with `read_once`",
+        "match",
+    ),
+    _error(
+        "load", "measure", "meeting", 'measures storage and network. Only with `read_once="auto"`', "match"
+    ),
+    KnownPhase("load", "read", "local", "reads, verifies and fills tensors; the target changes from here on"),
+    KnownPhase("load", "apply", "local", _APPLY, compares_clocks=True),
+    _event("verify", "read", "local", "reads and verifies every chunk"),
+    _event("diff", "read", "local", "reads what may differ"),
+    _event("copy", "read", "local", "copies the files of a step (`convert --standalone`)"),
+    _error("settle", "settle", "meeting", "agrees on the verdict of a suspect, which rank 0 writes"),
+    _error("validate", "initial run", "meeting", "votes on the first run of a step"),
+    _error("validate", "rerunning in place", "meeting", "votes on the second run, in the same process"),
+    _error(
+        "validate",
+        "will rerun from checkpoint",
+        "meeting",
+        "takes up a step that a checkpoint was made for",
+    ),
+    _error("validate", "rerunning from checkpoint", "meeting", "votes on that run, on another device"),
+    _error("validate", "rerunning again from checkpoint", "meeting", _AGAIN),
+)
+"""Every phase that this package names, in the order in which a rank goes through it."""
