@@ -2,7 +2,7 @@
 
 Note: one thread, at a bounded rate
     A save writes past the page cache, so nothing of it is there. After the commit each rank reads the file
-    that it wrote, in a thread of its own at the lowest I/O priority, at most `BYTES_PER_SECOND`. The next
+    that it wrote, in a thread of its own, at most `BYTES_PER_SECOND`. The next
     save ends that. The thread stops where memory that nobody uses becomes scarce (`_SPARE`): pages of the
     cache are the first that the kernel gives to a program that asks, but reading must not displace what
     training has cached. When a newer step is committed, the pages of the older one are dropped.
@@ -15,7 +15,7 @@ import threading
 from pathlib import Path
 
 from shardproof.errors import StorageError
-from shardproof.storage import LocalStorage, lower_io_priority
+from shardproof.storage import LocalStorage
 
 __all__ = ["BYTES_PER_SECOND", "NewestStep", "free_memory"]
 
@@ -84,7 +84,6 @@ class NewestStep:
     def _run(
         self, storage: LocalStorage, name: str, older: tuple[LocalStorage, str] | None, stop: threading.Event
     ) -> None:
-        lower_io_priority()
         try:
             if older is not None:
                 _drop(*older)
