@@ -13,15 +13,12 @@ import pytest
 import torch
 
 from shardproof.demo import DemoError, DemoReport, print_report, run_demo
-from shardproof.demo.data import TextLoader
 from shardproof.demo.evidence import RunRecords, compare_draws, compare_losses, compare_tensors
 from shardproof.demo.fault_story import FAULTS
 from shardproof.demo.launch import Job
-from shardproof.demo.layout import OPTIMIZERS, SHARDINGS, Layout
-from shardproof.demo.model import ModelSize, Transformer
+from shardproof.demo.model import ModelSize, TextLoader, Transformer
 from shardproof.demo.run import TEXT
-from shardproof.demo.story import Story
-from shardproof.demo.task import Record, Task
+from shardproof.demo.story import OPTIMIZERS, SHARDINGS, Layout, Record, Story, Task
 
 
 def check(report: DemoReport, ranks: int, resume_ranks: tuple[int, ...], *, loss: float = 4.0) -> None:

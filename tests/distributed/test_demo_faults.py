@@ -20,7 +20,7 @@ from shardproof.demo import FaultReport, print_fault_report, run_fault_demo
 from shardproof.demo.evidence import RunRecords
 from shardproof.demo.fault_claims import FaultRunFacts, claims_of
 from shardproof.demo.fault_story import FAULTS, FaultStory
-from shardproof.demo.task import Record
+from shardproof.demo.story import Record
 
 CODES = {"transient": [0], "persistent": [16, 16, 0], "correct": [16, 17, 0]}
 

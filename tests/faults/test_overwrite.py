@@ -45,7 +45,7 @@ def salt_found(root: Path) -> int:
 
 def save_over(root: Path, meetings: Any, number: int, deadly: Deadly) -> str:
     """Saves the step again with values of its own."""
-    checkpointer = sp.Checkpointer(root, rendezvous=meetings)
+    checkpointer = sp.Checkpointer(root, rendezvous=meetings, cache="none")
     if not checkpointer.steps():
         checkpointer.save(STEP, plain_state(rank(), world_size(), 1)).result()
     salt = number + 2

@@ -25,7 +25,7 @@ from shardproof.format import MANIFEST_NAME
 from shardproof.rendezvous import StoreRendezvous
 from shardproof.saving import Saver
 from shardproof.storage import LocalStorage
-from shardproof.storage.failures import storage_error
+from shardproof.storage.paths import storage_error
 from tests.faulty_storage import FaultyStorage
 from tests.harness import rank, rendezvous, run_ranks, world_size
 from tests.scenarios.states import (

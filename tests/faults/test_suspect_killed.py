@@ -37,7 +37,7 @@ def folder(root: Path, number: int) -> Path:
 
 
 def checkpointer_of(root: Path, meetings: Any, number: int, **options: Any) -> sp.Checkpointer:
-    checkpointer = sp.Checkpointer(folder(root, number), rendezvous=meetings, **options)
+    checkpointer = sp.Checkpointer(folder(root, number), rendezvous=meetings, cache="none", **options)
     checkpointer.save(1, state(1), overwrite=True).result()
     checkpointer.save(2, state(2), suspect=True).result()
     return checkpointer

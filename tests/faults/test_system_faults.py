@@ -108,7 +108,7 @@ class Trial:
         self.count += 1
         root = self.top / str(self.count)
         way, folder = self.way, root / self.way.folder
-        checkpointer = sp.Checkpointer(root, **way.options)
+        checkpointer = sp.Checkpointer(root, cache="none", **way.options)
         checkpointer.save(1, state(1)).result()
         if way.before:
             checkpointer.save(2, state(9)).result()

@@ -17,7 +17,7 @@ import shardproof as sp
 from shardproof.errors import StorageError
 from shardproof.saving import CheckReplicas
 from shardproof.storage import LocalStorage
-from shardproof.storage.failures import storage_error
+from shardproof.storage.paths import storage_error
 from tests.describing import watch_described
 
 

@@ -9,12 +9,17 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["copy_runs", "read_words"]
+__all__ = ["address", "copy_runs", "read_words"]
 
 _SHORT = 16 << 10
 _copy_short = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
     ("memmove", ctypes.PyDLL(None))
 )
+
+
+def address(buffer: memoryview) -> int:
+    """The address of the first byte of `buffer`; 0 for an empty buffer."""
+    return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]) if len(buffer) else 0
 
 
 def copy_runs(into: Sequence[int], out_of: Sequence[int], counts: Sequence[int]) -> None:

@@ -1,8 +1,8 @@
 """The newest step of a run in the page cache, so that a restart on the same node reads it from memory.
 
 Note: one thread, at a bounded rate
-    A save writes past the page cache. After the commit each rank reads the file that it wrote, in a thread
-    at the lowest I/O priority, at most `BYTES_PER_SECOND`. The next save stops the thread. It also stops if
+    A save writes past the page cache. After the commit each rank reads the file that it wrote, in a thread,
+    at most `BYTES_PER_SECOND`. The next save stops the thread. It also stops if
     less than `1 / _SPARE` of the node's memory is free, and so displaces nothing that training has cached.
     After the commit of a newer step, the pages of the older one are dropped.
 
@@ -20,7 +20,7 @@ import threading
 from pathlib import Path
 
 from shardproof.errors import StorageError
-from shardproof.storage import LocalStorage, lower_io_priority
+from shardproof.storage import LocalStorage
 
 __all__ = ["BYTES_PER_SECOND", "NewestStep", "free_memory", "is_on_local_disk"]
 
@@ -110,7 +110,6 @@ class NewestStep:
     def _run(
         self, storage: LocalStorage, name: str, older: tuple[LocalStorage, str] | None, stop: threading.Event
     ) -> None:
-        lower_io_priority()
         try:
             if older is not None:
                 _drop(*older)

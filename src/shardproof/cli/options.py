@@ -54,10 +54,10 @@ def _folder(_context: click.Context, parameter: click.Parameter, path: str) -> s
 
 def _shown(path: str) -> str:
     """A path as it was given and, if that is relative or has parts to resolve, what it stands for."""
-    from shardproof.storage import absolute, printable
+    from shardproof.storage import LocalStorage
 
-    whole = absolute(path) if path else None
-    return f"{path!r}" + (f" ({printable(whole)})" if whole is not None and str(whole) != path else "")
+    whole = LocalStorage(path).location if path else path
+    return f"{path!r}" + (f" ({whole})" if whole != path else "")
 
 
 def _checkpoint(context: click.Context, parameter: click.Parameter, path: str) -> str:

@@ -1,12 +1,30 @@
-"""What the records of the demo's runs prove: comparisons, and nothing but comparisons."""
+"""Facts and comparisons of the demo's runs, computed from the records that the ranks wrote.
+
+`DemoReport` holds all of them. The table for a person and the JSON for a program both show this value.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
-from shardproof.demo.task import Record, Task, read_records
+from shardproof.demo.story import Record, Task, read_records
 
-__all__ = ["RunRecords", "TensorComparison", "compare_draws", "compare_losses", "compare_tensors"]
+__all__ = [
+    "DemoReport",
+    "KillFacts",
+    "RunFacts",
+    "RunRecords",
+    "StoredFacts",
+    "TensorComparison",
+    "compare_draws",
+    "compare_losses",
+    "compare_tensors",
+    "facts_of",
+    "stored_facts",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,3 +138,204 @@ def compare_draws(reference: RunRecords, run: RunRecords, ranks: int) -> bool:
         if not found or any(expected.get(step) != draws for step, draws in found.items()):
             return False
     return True
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """One run of the trainer. None: there was nothing of the kind to compare."""
+
+    name: str
+    layout: str
+    method: str
+    """The optimizer."""
+    ranks: int
+    first_step: int
+    last_step: int
+    seconds: float
+    saves: dict[int, float]
+    """Step to seconds from the call to the commit."""
+    last_loss: float
+    loss_difference: float | None
+    """Largest relative difference to the uninterrupted run."""
+    loss_tolerance: float
+    """What is allowed; 0.0 where the layout is the same, and every bit has to be."""
+    restored_step: int | None = None
+    restore_seconds: float = 0.0
+    passed_over: dict[str, str] | None = None
+    """Newer checkpoints that were not restored, and why."""
+    expected_step: int | None = None
+    """The step that it had to restore."""
+    restored: TensorComparison | None = None
+    """The state after the restore with the state that was saved."""
+    end: TensorComparison | None = None
+    """The state at the end with that of the uninterrupted run, where the layout is the same."""
+    draws_identical: bool | None = None
+    """Whether random generators went on as in the uninterrupted run, on every rank that both have."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything that was compared is as it has to be."""
+        return (
+            self.restored_step == self.expected_step
+            and (self.restored is None or self.restored.ok)
+            and (self.end is None or self.end.ok)
+            and self.draws_identical is not False
+            and (self.loss_difference is None or self.loss_difference <= self.loss_tolerance)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class KillFacts:
+    """What the kill in the middle of a save left."""
+
+    step: int
+    workers: int
+    """Processes that SIGKILL ended."""
+    files: int
+    """Shard files of the unfinished save, as the kill left them."""
+    bytes: int
+    committed: bool
+
+    @property
+    def ok(self) -> bool:
+        """Whether it was a kill in the middle: data had been written, nothing was committed."""
+        return self.workers > 0 and self.files > 0 and self.bytes > 0 and not self.committed
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFacts:
+    """The last checkpoint, as one process without a process group finds it."""
+
+    step: int
+    location: str
+    verified: bool
+    faults: tuple[str, ...]
+    chunks: int
+    bytes: int
+    seconds: float
+    read: TensorComparison
+    """What `shardproof.open` reads with what was saved."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether it verified and reads as saved."""
+        return self.verified and self.read.ok
+
+
+@dataclass(frozen=True, slots=True)
+class DemoReport:
+    """All that the demo found."""
+
+    versions: dict[str, str]
+    text: str
+    text_bytes: int
+    device: str
+    optimizer: str
+    sharding: str
+    parameters: int
+    steps: int
+    save_every: int
+    runs: tuple[RunFacts, ...]
+    kill: KillFacts
+    stored: StoredFacts
+    steps_left: tuple[int, ...]
+    """Committed steps in the run folder at the end."""
+    folder: str | None
+    """Where everything is; None if it was removed."""
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether every claim held."""
+        return all(run.ok for run in self.runs) and self.kill.ok and self.stored.ok
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain JSON values, with the verdicts; a number that is not finite as its text."""
+        values = asdict(self) | {"ok": self.ok}
+        for run, facts in zip(values["runs"], self.runs, strict=True):
+            run["ok"] = facts.ok
+            run["saves"] = {str(step): seconds for step, seconds in facts.saves.items()}
+            for name in ("last_loss", "loss_difference"):
+                if run[name] is not None and not math.isfinite(run[name]):
+                    run[name] = str(run[name])
+        values["kill"]["ok"] = self.kill.ok
+        values["stored"]["ok"] = self.stored.ok
+        return values
+
+
+def facts_of(
+    task: Task,
+    records: RunRecords,
+    seconds: float,
+    *,
+    expected_step: int | None = None,
+    restored: TensorComparison | None = None,
+    end: TensorComparison | None = None,
+    draws_identical: bool | None = None,
+    loss_difference: float | None = None,
+    loss_tolerance: float = 0.0,
+) -> RunFacts:
+    """The facts of a run: what its records say, and what the caller compared."""
+    losses = records.losses()
+    restore = next(iter(records.all("restored")), None)
+    return RunFacts(
+        name=task.name,
+        layout=str(task.layout),
+        method=task.layout.method,
+        ranks=task.layout.ranks,
+        first_step=min(losses, default=0),
+        last_step=max(losses, default=0),
+        seconds=seconds,
+        saves={record["step"]: record["seconds"] for record in records.all("saved")},
+        last_loss=losses[max(losses)] if losses else float("nan"),
+        loss_difference=loss_difference,
+        loss_tolerance=loss_tolerance,
+        restored_step=restore["step"] if restore else None,
+        restore_seconds=restore["seconds"] if restore else 0.0,
+        passed_over=restore["passed_over"] if restore else None,
+        expected_step=expected_step,
+        restored=restored,
+        end=end,
+        draws_identical=draws_identical,
+    )
+
+
+def stored_facts(checkpoints: Path, step: int, saved: RunRecords) -> StoredFacts:
+    """Verify the checkpoint of a step, and compare what `shardproof.open` reads with what its run saved."""
+    from shardproof.loading import verify
+    from shardproof.storage import LocalStorage
+
+    folder = checkpoints / f"step-{step:08d}"
+    found = verify(LocalStorage(folder))
+    return StoredFacts(
+        step=step,
+        location=str(folder),
+        verified=found.ok,
+        faults=tuple(str(fault) for fault in found.faults),
+        chunks=found.chunks,
+        bytes=found.bytes,
+        seconds=found.seconds,
+        read=_read(folder, step, saved),
+    )
+
+
+def _read(folder: Path, step: int, saved: RunRecords) -> TensorComparison:
+    import shardproof as sp
+    from shardproof.demo.sharding import digest_of
+
+    record = saved.digests("saved", step)
+    expected = record["tensors"] if record else {}
+    differing = []
+    with sp.open(folder) as checkpoint:
+        keys: list[str] = checkpoint.keys()
+        stored = {key for key in keys if key.startswith(("model.", "optimizer."))}
+        for name, (digest, _) in expected.items():
+            parameter, _, slot = name.partition(" · ")
+            key = f"optimizer.{parameter}.{slot}" if slot else f"model.{parameter}"
+            if key not in stored or digest_of(checkpoint[key].read())[0] != digest:
+                differing.append(name)
+            stored.discard(key)
+        # Options of parameter groups are plain values; any other key is of a tensor that nobody saved.
+        differing += sorted(key for key in stored if not key.endswith(".@options"))
+    size = sum(int(size) for _, size in expected.values())
+    return TensorComparison(len(expected), len(expected) - len(differing), size, tuple(differing))

@@ -1,4 +1,4 @@
-"""What the runs of a fault's story have to show, each claim next to what their records say."""
+"""The claims that the fault demo checks, each with what the records of the runs show."""
 
 from __future__ import annotations
 

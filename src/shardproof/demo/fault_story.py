@@ -1,6 +1,6 @@
-"""The stories of the faults: what is injected, on which node each run is started, and how each has to end.
+"""The runs of the fault demo: the injected fault, the node of each run and its expected end.
 
-No torch here: the parent needs none.
+This module imports no torch, because the parent process needs none.
 """
 
 from __future__ import annotations
@@ -8,9 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardproof.demo.layout import Layout
-from shardproof.demo.story import Story
-from shardproof.demo.task import Task
+from shardproof.demo.story import Layout, Story, Task
 
 __all__ = ["FAILED", "FAULTS", "RESTART", "FaultRun", "FaultStory", "FaultTask"]
 

@@ -1,9 +1,8 @@
-"""Starting the trainer's processes, following them, and ending them: always with a limit, and only these.
+"""Starts the trainer's processes, follows them and ends them within a time limit.
 
-Note "Whose processes": torchrun gives each worker a session of its own, so that a signal to torchrun's
-process group does not reach the workers, and a torchrun that is killed leaves them behind. Every worker
-therefore records its process id as its first act, and these are ended one by one, after a look that the id
-still is a worker of this task.
+Note "Worker processes": torchrun starts each worker in its own session. A signal to torchrun's process group
+does not reach the workers, and a killed torchrun leaves them running. So each worker first records its
+process id. `Job.kill` ends these ids one by one, after it checks that each id still is a worker of this task.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 import shardproof
-from shardproof.demo.task import Record, Task, read_records
+from shardproof.demo.story import Record, Task, read_records
 from shardproof.errors import ShardproofError
 
 __all__ = ["DemoError", "Job"]

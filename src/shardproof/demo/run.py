@@ -1,4 +1,4 @@
-"""The demo from end to end: runs the story's parts one after the other and puts the evidence together."""
+"""The recovery demo from start to end: runs the story's parts in order and collects the evidence."""
 
 from __future__ import annotations
 
@@ -11,13 +11,19 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import shardproof as sp
-from shardproof.demo.evidence import RunRecords, compare_draws, compare_losses, compare_tensors
+from shardproof.demo.evidence import (
+    DemoReport,
+    KillFacts,
+    RunFacts,
+    RunRecords,
+    compare_draws,
+    compare_losses,
+    compare_tensors,
+    facts_of,
+    stored_facts,
+)
 from shardproof.demo.launch import DemoError, Job
-from shardproof.demo.layout import Layout
-from shardproof.demo.report import DemoReport, KillFacts, RunFacts, facts_of
-from shardproof.demo.stored import stored_facts
-from shardproof.demo.story import LOSS_TOLERANCE, Story
-from shardproof.demo.task import Record, Task
+from shardproof.demo.story import LOSS_TOLERANCE, Layout, Record, Story, Task
 
 __all__ = ["DemoEvent", "demo_folder", "ignore", "run_demo"]
 

@@ -1,11 +1,10 @@
-"""The demo's report and progress for a person."""
+"""Prints the progress and the report of the recovery demo."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardproof.demo.evidence import TensorComparison
-from shardproof.demo.report import DemoReport, RunFacts
+from shardproof.demo.evidence import DemoReport, RunFacts, TensorComparison
 from shardproof.demo.story import LOSS_TOLERANCE
 
 if TYPE_CHECKING:

@@ -1,13 +1,94 @@
-"""The demo's story: which runs there are, in which order, and which step each starts from and ends at."""
+"""The plan of the recovery demo: layouts, runs and the task that each run's workers read.
+
+A task is a JSON file. Each worker appends its records as lines of JSON to its own file and flushes each line,
+so the records of a killed run are complete up to the kill. This module imports no torch, because the parent
+process needs none.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Self
 
-from shardproof.demo.layout import Layout
+__all__ = ["LOSS_TOLERANCE", "OPTIMIZERS", "SHARDINGS", "Layout", "Record", "Story", "Task", "read_records"]
 
-__all__ = ["LOSS_TOLERANCE", "Story"]
+OPTIMIZERS = ("adamw", "distributed", "hybrid")
+"""torch's AdamW; AdamW under `optim.DistributedOptimizer`; AdamW under `optim.HybridDeviceOptimizer`."""
+
+SHARDINGS = ("fsdp2", "flat", "none")
+"""How data-parallel ranks hold the parameters: torch's FSDP2, `shardproof.fsdp`, or each rank all of them."""
+
+_SHARDING_NAMES = {"fsdp2": "FSDP2", "flat": "flat", "none": "DP"}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """So many data-parallel by so many tensor-parallel ranks, and what they do with their share."""
+
+    data: int
+    tensor: int = 1
+    sharding: str = "fsdp2"
+    """One of `SHARDINGS`."""
+    optimizer: str = "adamw"
+    """One of `OPTIMIZERS`."""
+    cpu_fraction: float = 0.5
+    """Of the elements, those whose step the hybrid optimizer does on the CPU."""
+
+    @classmethod
+    def of(cls, ranks: int, sharding: str = "fsdp2", optimizer: str = "adamw") -> Layout:
+        """Data-parallel ranks alone.
+
+        Raises:
+            ValueError: no such choice, or the two do not go together.
+        """
+        for what, value, choices in (
+            ("sharding", sharding, SHARDINGS),
+            ("optimizer", optimizer, OPTIMIZERS),
+        ):
+            if value not in choices:
+                raise ValueError(f"{what} {value!r}: choose one of {', '.join(choices)}")
+        if optimizer == "distributed" and sharding != "none":
+            raise ValueError(
+                f"the distributed optimizer shards the state of parameters that every rank has whole, and "
+                f"{sharding} shards the parameters: use --optimizer distributed with --sharding none, or "
+                f"--sharding {sharding} with --optimizer adamw or hybrid"
+            )
+        return cls(ranks, sharding=sharding, optimizer=optimizer)
+
+    def widest(self) -> Layout:
+        """As many ranks, two by two tensor parallel from 4 ranks on, where the number is even.
+
+        >>> str(Layout(4).widest()), str(Layout(3).widest()), str(Layout(1).widest())
+        ('4 ranks, FSDP2 2 × TP 2', '3 ranks, FSDP2', '1 rank')
+        """
+        ranks = self.ranks
+        return replace(self, data=ranks // 2, tensor=2) if ranks >= 4 and ranks % 2 == 0 else self
+
+    @property
+    def ranks(self) -> int:
+        """All ranks."""
+        return self.data * self.tensor
+
+    @property
+    def method(self) -> str:
+        """The optimizer, for a person.
+
+        >>> Layout(2, optimizer="hybrid", cpu_fraction=0.25).method
+        'hybrid, 25% on CPU'
+        """
+        return f"hybrid, {self.cpu_fraction:.0%} on CPU" if self.optimizer == "hybrid" else self.optimizer
+
+    def __str__(self) -> str:
+        if self.ranks == 1:
+            return "1 rank"
+        sharding = _SHARDING_NAMES[self.sharding]
+        if self.tensor == 1:
+            return f"{self.ranks} ranks, {sharding}"
+        return f"{self.ranks} ranks, {sharding} {self.data} × TP {self.tensor}"
+
 
 LOSS_TOLERANCE = 1e-4
 """Relative difference of a loss that another layout may make: its float32 sums run in another order, and the
@@ -95,3 +176,62 @@ class Story:
         return tuple(
             self.restored_step + self.save_every * (saves * (part + 1) // parts) for part in range(parts)
         )
+
+
+Record = dict[str, Any]
+"""One line. Events: "start", "model", "restored", "step", "digests", "saving", "saved", "done", "failed"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One run of the trainer."""
+
+    name: str
+    folder: str
+    """Where the records go."""
+    text: str
+    """File with the text to train on."""
+    device: str
+    layout: Layout
+    checkpoints: str
+    """The run folder of the `Checkpointer`."""
+    horizon: int
+    """Steps over which the learning rate falls, whatever part of them this run does."""
+    stop: int
+    """Last step of this run."""
+    save_every: int = 0
+    """Save after each so many steps; 0: never."""
+    restore: bool = False
+    """Start from the newest checkpoint."""
+    die_in_save_of: int = 0
+    """The step in whose save the last rank stops, once some of its bytes are written; 0: none."""
+    seed: int = 0
+    """Of the weights before the first step and of the generators."""
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """The task in a file that `write` made."""
+        values = json.loads(path.read_text())
+        return cls(**values | {"layout": Layout(**values["layout"])})
+
+    def write(self) -> Path:
+        """Store the task in its folder and say where."""
+        path = Path(self.folder) / f"{self.name}.json"
+        path.write_text(json.dumps(asdict(self), indent=1))
+        return path
+
+    def records(self, rank: int) -> Path:
+        """Where a rank's records go."""
+        return Path(self.folder) / f"{self.name}.{rank}.jsonl"
+
+    @property
+    def stalled(self) -> Path:
+        """The file whose presence says that the last rank has stopped in the middle of a save."""
+        return Path(self.folder) / f"{self.name}.stalled"
+
+
+def read_records(path: Path) -> list[Record]:
+    """The whole lines of a record file; a line that a kill cut short is left out."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]

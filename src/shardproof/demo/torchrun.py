@@ -1,7 +1,6 @@
-"""torchrun that ends as its workers did: ``python -m shardproof.demo.torchrun`` takes torchrun's arguments.
+"""torchrun with the exit code of its workers: ``python -m shardproof.demo.torchrun ARGUMENTS``.
 
-torchrun itself ends with exit code 1, whatever the code of the worker that failed, so that whoever started it
-cannot see that the workers asked for a restart.
+torchrun itself exits with 1 for any failed worker, which hides the exit code that asks for a restart.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""The demo's trainer, one process of it: ``python -m shardproof.demo.train TASK.json`` under torchrun.
+"""One trainer process of the demo: ``python -m shardproof.demo.train TASK.json`` under torchrun.
 
-What a training script does with shardproof is `Trainer.__init__` (name the state, restore) and one line in
-`Trainer.run` (save). The rest is training, and the records from which the demo draws its conclusions.
+`Trainer.__init__` and `Trainer.save` show all that a training script does with shardproof: name the state,
+restore, save. The rest is training, and the records that the demo evaluates.
+
+A kill at a random time would miss a save that takes milliseconds. So the last rank stops in the middle of a
+write (`stop_in_the_middle`). The parent waits for that, and then kills the whole job.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import math
 import os
 import random
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,16 +28,64 @@ import torch.nn.functional as F
 
 import shardproof as sp
 from shardproof._utils.topology import ranks_here
-from shardproof.demo.accident import stop_in_the_middle
-from shardproof.demo.data import TextLoader
-from shardproof.demo.digests import state_digests
-from shardproof.demo.model import ModelSize, Transformer
-from shardproof.demo.optimizers import clip_gradients, finish_gradients, make_optimizer
-from shardproof.demo.parallel import Place, spread
-from shardproof.demo.story import BATCH
-from shardproof.demo.task import Task
+from shardproof.demo.model import ModelSize, TextLoader, Transformer
+from shardproof.demo.sharding import (
+    Place,
+    clip_gradients,
+    finish_gradients,
+    make_optimizer,
+    spread,
+    state_digests,
+)
+from shardproof.demo.story import BATCH, Task
+from shardproof.storage import LocalStorage, Sink
 
-__all__ = ["Trainer", "draws", "leave", "run_task"]
+__all__ = ["Trainer", "draws", "leave", "run_task", "stop_in_the_middle"]
+
+PATIENCE = 300.0
+"""Seconds that a stopped rank waits for its end, should nobody come to kill it."""
+
+
+def stop_in_the_middle(folder_name: str, mark: Path) -> None:
+    """From now on, this process stops inside its first write into a checkpoint folder of that name.
+
+    It does so from outside, by replacing a method of the storage: the engine has no switch for accidents.
+
+    Args:
+        folder_name: of the step, as ``step-00000012``.
+        mark: file to make once the bytes are written.
+    """
+    create = LocalStorage.create
+
+    def create_doomed(storage: LocalStorage, name: str) -> Sink:
+        sink = create(storage, name)
+        return _Unfinished(sink, mark) if folder_name in f"{storage.location}/{name}" else sink
+
+    setattr(LocalStorage, "create", create_doomed)  # noqa: B010 (mypy refuses to assign a method)
+
+
+class _Unfinished:
+    """A file whose first write gets half way."""
+
+    def __init__(self, sink: Sink, mark: Path) -> None:
+        self._sink = sink
+        self._mark = mark
+
+    def write_at(self, start: int, buffer: memoryview) -> None:
+        whole_blocks = len(buffer) // 2 // 4096 * 4096
+        self._sink.write_at(start, buffer[: whole_blocks or len(buffer)])
+        self._mark.touch()
+        threading.Event().wait(PATIENCE)
+        raise TimeoutError(
+            f"stopped in the middle of a write for the demo, and not killed within {PATIENCE:.0f} s"
+        )
+
+    def finish(self, size: int) -> None:
+        self._sink.finish(size)
+
+    def abort(self) -> None:
+        self._sink.abort()
+
 
 WARM_UP = 4
 DEADLINE = 60.0

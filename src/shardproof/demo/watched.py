@@ -1,6 +1,6 @@
-"""The demo's trainer under the rerun machine: ``python -m shardproof.demo.watched TASK.json`` under torchrun.
+"""The trainer under the rerun machine: ``python -m shardproof.demo.watched TASK.json`` under torchrun.
 
-What a training script does with the machine is `WatchedTrainer.run_step`, and to name it in the state.
+`WatchedTrainer.run_step` shows all that a training script does with the machine.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from shardproof._utils import forks
-from shardproof.storage import lower_io_priority
 
 __all__ = ["Progress", "Workers", "wait_while_moving"]
 
@@ -64,7 +63,6 @@ class Workers:
 
 
 def _run(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
-    lower_io_priority()
     while (task := tasks.get()) is not None:
         task()
         del task  # or its references would live until the next task

@@ -1,17 +1,14 @@
-"""Where bytes are kept: create, read a range, list, delete and publish, on a local directory."""
+"""Storages: create, read, list, delete and publish files; `LocalStorage` does so in a folder."""
 
 from __future__ import annotations
 
-from shardproof.storage.buffers import ALIGNMENT, address, aligned_buffer
-from shardproof.storage.failures import printable
-from shardproof.storage.interface import CachedStorage, Sink, Storage
+from shardproof._utils.memcpy import address as address
+from shardproof.storage.base import CachedStorage, Sink, Storage, check_name
+from shardproof.storage.direct_io import ALIGNMENT, aligned_buffer, memory_for
 from shardproof.storage.local import LocalStorage
-from shardproof.storage.names import check_name
-from shardproof.storage.past_cache import UncachedStorage
-from shardproof.storage.paths import StrOrBytesPath, absolute
-from shardproof.storage.priority import lower_io_priority
+from shardproof.storage.paths import StrOrBytesPath
 from shardproof.storage.sink import LocalSink
-from shardproof.storage.uncached import memory_for
+from shardproof.storage.uncached import UncachedStorage
 
 __all__ = [
     "ALIGNMENT",
@@ -22,11 +19,7 @@ __all__ = [
     "Storage",
     "StrOrBytesPath",
     "UncachedStorage",
-    "absolute",
-    "address",
     "aligned_buffer",
     "check_name",
-    "lower_io_priority",
     "memory_for",
-    "printable",
 ]

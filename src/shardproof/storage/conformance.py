@@ -1,6 +1,6 @@
-"""What every storage must do, as tests: subclass `StorageConformance` and give it a `storage` fixture.
+"""The tests that every storage must pass: subclass `StorageConformance` and provide a `storage` fixture.
 
-It needs pytest, which the package itself does not:
+This module needs pytest, which the package itself does not:
 
     class TestMyStorage(StorageConformance):
         @pytest.fixture
@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from shardproof.errors import AlreadyCommittedError, StorageError
-from shardproof.storage.buffers import ALIGNMENT, aligned_buffer
-from shardproof.storage.interface import Sink, Storage
+from shardproof.storage.base import Sink, Storage
+from shardproof.storage.direct_io import ALIGNMENT, aligned_buffer
 
 __all__ = ["StorageConformance"]
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from shardproof._utils import forks
 from shardproof.errors import AlreadyCommittedError, StorageError
+from shardproof.storage.base import check_folder, check_name
+from shardproof.storage.direct_io import PageCache, UncachedReader
 from shardproof.storage.durable import (
     flush_file,
     flush_folders,
@@ -17,12 +19,17 @@ from shardproof.storage.durable import (
     unlink_quietly,
     write_all,
 )
-from shardproof.storage.failures import printable, storage_error, unconfirmed_error
-from shardproof.storage.names import check_folder, check_name
-from shardproof.storage.paths import StrOrBytesPath, absolute, leads_beside, lost_link
+from shardproof.storage.paths import (
+    StrOrBytesPath,
+    absolute,
+    leads_beside,
+    lost_link,
+    printable,
+    storage_error,
+    unconfirmed_error,
+)
 from shardproof.storage.probe import Probes, users_choice
 from shardproof.storage.sink import LocalSink
-from shardproof.storage.uncached import PageCache, UncachedReader
 
 __all__ = ["LocalStorage"]
 

@@ -1,15 +1,23 @@
-"""Paths of folders as users give them: absolute, printable, and behind symbolic links."""
+"""Paths of local files, and the errors that the operating system reports about them."""
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import TypeAlias
 
 from shardproof.errors import StorageError
-from shardproof.storage.failures import printable, storage_error
 
-__all__ = ["StrOrBytesPath", "absolute", "leads_beside", "lost_link"]
+__all__ = [
+    "StrOrBytesPath",
+    "absolute",
+    "leads_beside",
+    "lost_link",
+    "printable",
+    "storage_error",
+    "unconfirmed_error",
+]
 
 StrOrBytesPath: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
@@ -68,3 +76,68 @@ def _encoding_fault(text: str) -> str | None:
     except UnicodeEncodeError:
         return "it is not valid Unicode"
     return None
+
+
+_ADVICE = {
+    errno.ENOSPC: "The disk is full: free space (`shardproof prune` removes leftovers), then save again.",
+    errno.EDQUOT: "The quota is used up: free space or ask for more, then save again.",
+    errno.EFBIG: "The file is larger than allowed: raise the limit (`ulimit -f`) or that of the file system.",
+    errno.EROFS: "The file system is mounted read-only: remount it or choose another place.",
+    errno.EACCES: "The process may not do this here: check owner and mode of the file and its folders.",
+    errno.EPERM: "The process may not do this here: check owner, mode and attributes of the file.",
+    errno.ENOENT: "There is no such file: check the path, and whether it is mounted on this node.",
+    errno.ENOTDIR: "A file stands where a folder is needed: check the path.",
+    errno.EISDIR: "A folder stands where a file is needed: check the path.",
+    errno.EEXIST: "There is already a file of this name: another save wrote it.",
+    errno.EIO: "The device failed: see the kernel log (`dmesg`), do not trust this disk.",
+    errno.ESTALE: "The file was removed or moved on the file server while it was open: try again.",
+    errno.ENOTCONN: "The mount is lost: see `mount` and the kernel log (`dmesg`), and mount it again.",
+    errno.EMFILE: "Too many open files: raise the limit (`ulimit -n`).",
+    errno.ENFILE: "Too many open files on this machine: raise `fs.file-max`.",
+    errno.ENAMETOOLONG: "The path is too long for this file system: choose a shorter one.",
+    errno.ELOOP: "The path has a circle of symbolic links: check it.",
+}
+
+
+def printable(path: str | Path) -> str:
+    r"""A path in valid Unicode, for messages: a byte that is not UTF-8 becomes an escape.
+
+    >>> import os
+    >>> printable(os.fsdecode(b"/runs/caf\xe9"))
+    '/runs/caf\\xe9'
+    """
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+def storage_error(cause: OSError, doing: str, path: str | Path) -> StorageError:
+    """The error to raise from `cause`, which came up while `doing` ("write", "read") the file at `path`.
+
+    >>> error = storage_error(OSError(errno.ENOENT, "No such file or directory"), "read", "/runs/a/0")
+    >>> print(error)
+    cannot read /runs/a/0: No such file or directory (ENOENT). There is no such file: check the path, \
+and whether it is mounted on this node.
+    >>> error.details
+    {'file': '/runs/a/0', 'errno': 'ENOENT', 'missing': True}
+    """
+    code, path = cause.errno or 0, printable(path)
+    name = errno.errorcode.get(code, str(code))
+    text = f"cannot {doing} {path}: {cause.strerror or cause} ({name}). {_ADVICE.get(code, '')}".rstrip()
+    return StorageError(text, file=path, errno=name, missing=code == errno.ENOENT)
+
+
+def unconfirmed_error(cause: OSError, path: str | Path) -> StorageError:
+    """The error to raise where the file at `path` got its name, and `cause` came up while that was flushed.
+
+    >>> error = unconfirmed_error(OSError(errno.EIO, "Input/output error"), "/runs/a/manifest.json")
+    >>> print(error)
+    cannot flush the name of /runs/a/manifest.json: Input/output error (EIO). The device failed: see the \
+kernel log (`dmesg`), do not trust this disk. The file is in place and readers see it, but a crash of the \
+machine may undo that.
+    >>> error.details["in_place"]
+    True
+    """
+    error = storage_error(cause, "flush the name of", path)
+    text = (
+        f"{error.message} The file is in place and readers see it, but a crash of the machine may undo that."
+    )
+    return StorageError(text, **error.details, in_place=True)

@@ -1,19 +1,18 @@
-"""Which way of writing is faster on a file system: past the page cache (direct) or through it (buffered).
+"""Chooses the faster way to write to a file system: past the page cache (direct) or through it (buffered).
 
 Note: a probe of real writes
-    The probe writes nothing of its own. Where nobody has chosen and nothing is known, windows of the files
-    that are being saved go one way and the other in turn (direct, buffered, buffered, direct), each is timed
-    until the disk has taken its bytes, and from then on everything goes the faster way. So the probe costs no
-    bytes and leaves no file behind, and it measures what counts: large writes, by all ranks of the node at
-    once, beside the training. A probe with a file of its own would either measure the probes of the other
-    ranks or wait for them. The first 64 MiB of every file go direct and are not timed, so small saves never
-    take part.
+    The probe writes no bytes of its own and leaves no file behind. Each process measures anew. Where the user
+    has not chosen, windows of the files under save alternate between the two ways (direct, buffered,
+    buffered, direct). Each window is timed until the disk has taken its bytes; then all writes go the faster
+    way. So the probe measures what counts: large writes, by all ranks of the node at once, beside training.
+    A probe with its own file would measure the probes of other ranks, or wait for them. The first 64 MiB of
+    every file go direct and are not timed, so small saves take no part.
 
 Note: one window at a time
-    Several threads write one file. A write that would begin the next window waits for those of the current
-    one, so that both ways are never underway together in this file. A window's clock runs only while
-    something is being written: time spent making the bytes is nobody's fault. The writes of a buffered window
-    are written back early, as always, and the last one waits for the disk before the clock stops.
+    Several threads write one file. A write that would begin the next window waits for the writes of the
+    current one, so the two ways never overlap in one file. A window's clock runs only during writes: it does
+    not count the time spent to produce the bytes. The last write of a buffered window waits for the disk
+    before the clock stops.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from shardproof._utils import forks
-from shardproof.storage.known import Speeds, recall, remember
 
 __all__ = ["VARIABLE", "Probe", "Probes", "Trial", "users_choice"]
 
@@ -70,19 +68,13 @@ class Probe:
     def __init__(self, device: int) -> None:
         self._device = device
         self._lock = forks.lock()
-        self._asked = False
         self._windows: dict[bool, list[tuple[int, float]]] = {True: [], False: []}
         self.answer: bool | None = None
         """Whether direct writes are the faster ones; None while that is not known."""
 
     def next_window(self) -> bool:
-        """Whether the next window goes direct. The first question asks what earlier processes remembered."""
+        """Whether the next window goes direct."""
         with self._lock:
-            if not self._asked:
-                self._asked = True
-                known = recall(self._device)
-                if known is not None:
-                    self.answer = _faster(known)
             if self.answer is not None:
                 return self.answer
             direct, buffered = len(self._windows[True]), len(self._windows[False])
@@ -94,17 +86,16 @@ class Probe:
             self._windows[direct].append((count, seconds))
             if self.answer is not None or any(len(found) < _EACH for found in self._windows.values()):
                 return
-            speeds = Speeds(*(_speed(self._windows[way]) for way in (True, False)))
-            self.answer = _faster(speeds)
+            direct_speed, buffered_speed = (_speed(self._windows[way]) for way in (True, False))
+            self.answer = buffered_speed < _WORTH * direct_speed
         _log.info(
             "device %d:%d takes %.2f GB/s past the page cache, %.2f GB/s through it; further writes go %s",
             os.major(self._device),
             os.minor(self._device),
-            speeds.direct / 1e9,
-            speeds.buffered / 1e9,
+            direct_speed / 1e9,
+            buffered_speed / 1e9,
             "past it" if self.answer else "through it",
         )
-        remember(self._device, speeds)
 
     def refuse(self) -> None:
         """The file system takes no direct writes."""
@@ -196,11 +187,6 @@ class Trial:
         self._direct = self._probe.next_window()
         self._begun, self._busy = 0, 0.0
         self._turn.notify_all()
-
-
-def _faster(speeds: Speeds) -> bool:
-    """Whether direct writes are the better choice."""
-    return speeds.buffered < _WORTH * speeds.direct
 
 
 def _speed(windows: list[tuple[int, float]]) -> float:

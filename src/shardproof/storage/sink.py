@@ -1,4 +1,4 @@
-"""Writing one new file of a local storage."""
+"""Writes one new file of a local storage."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import errno
 import os
 from pathlib import Path
 
+from shardproof._utils.memcpy import address
 from shardproof.errors import StorageError
-from shardproof.storage.buffers import ALIGNMENT, address
-from shardproof.storage.durable import flush_folders, open_new, unlink_quietly, write_all
-from shardproof.storage.failures import printable, storage_error
+from shardproof.storage.direct_io import ALIGNMENT
+from shardproof.storage.durable import WriteBack, flush_folders, open_new, unlink_quietly, write_all
+from shardproof.storage.paths import printable, storage_error
 from shardproof.storage.probe import Probe, Probes, Trial
-from shardproof.storage.writeback import WriteBack
 
 __all__ = ["LocalSink"]
 

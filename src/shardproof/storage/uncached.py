@@ -1,134 +1,71 @@
-"""Reading a file past the page cache, and whether the page cache has it.
-
-Note: O_DIRECT and the page cache
-    A read past the cache (O_DIRECT) needs offset, length and address to be multiples of `ALIGNMENT`. So it
-    begins at the page of its first byte and ends with the page of its last. The kernel writes dirty pages of
-    the range to the disk first, so the bytes are those of the file either way; only time depends on the way.
-    Where a file system refuses the flag or the read (tmpfs before Linux 6.6, some overlays and network file
-    systems), and where a read is cut short at a byte that is not aligned, the rest goes through the cache.
-"""
+"""A storage that reads the bytes of the device and not those of the page cache."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import errno
-import mmap
-import os
-from pathlib import Path
+from collections.abc import Callable
 
-import numpy as np
+from shardproof.storage.base import check_folder
+from shardproof.storage.direct_io import aligned_buffer, memory_for
+from shardproof.storage.local import LocalStorage
+from shardproof.storage.paths import StrOrBytesPath, printable
 
-from shardproof.storage import libc
-from shardproof.storage.buffers import ALIGNMENT
+__all__ = ["UncachedStorage"]
 
-__all__ = ["PageCache", "UncachedReader", "memory_for"]
-
-_O_DIRECT: int = getattr(os, "O_DIRECT", 0)
-"""0 where the system has no such flag."""
-_REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-_SAMPLES = 4
-"""Pages of a range that are looked at, evenly spread, the first and the last among them."""
+PIECE = 4 << 20
+"""Bytes of one read at most."""
 
 
-def memory_for(count: int) -> int:
-    """Bytes of aligned memory that a read of `count` bytes at any offset takes.
+class UncachedStorage(LocalStorage):
+    """Files in a folder and below it, read from the device and not from the page cache.
 
-    >>> memory_for(10) == 10 + 2 * ALIGNMENT
-    True
-    """
-    return count + 2 * ALIGNMENT
-
-
-class PageCache:
-    """The pages of one file that are in memory.
-
-    The system answers by `mincore`, without reading anything. It tells only owners and writers of the file
-    (Linux 5.2); to others all pages look cached.
+    A file is read past the page cache (O_DIRECT). Where the file system refuses that, the kernel is asked to
+    drop the file's pages first. A file system in memory has no other bytes than its pages, and the server of
+    a network file system may answer from its own memory.
 
     Args:
-        descriptor: of the file, open for reading.
+        root: the folder.
+        before_read: called before each read, with its bytes. Its error ends the read.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     storage = UncachedStorage(folder)
+    ...     storage.publish("manifest.json", b"bytes")
+    ...     storage.read("manifest.json", 1, 3)
+    b'yt'
     """
 
-    def __init__(self, descriptor: int) -> None:
-        self._size = self._address = 0
-        self._map: mmap.mmap | None = None
-        if libc.has("mincore"):
-            with contextlib.suppress(OSError, ValueError):  # it is empty, or its file system has no mappings
-                self._size = os.fstat(descriptor).st_size
-                self._map = mmap.mmap(descriptor, self._size, prot=mmap.PROT_READ)
-                self._address = int(np.frombuffer(self._map, np.uint8).__array_interface__["data"][0])
+    def __init__(self, root: StrOrBytesPath, *, before_read: Callable[[int], None] | None = None) -> None:
+        super().__init__(root)
+        self._before_read = before_read
 
-    def has(self, start: int, count: int) -> bool:
-        """Whether most of the pages that are looked at are in memory. False where the system cannot tell.
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Bytes `start` to `stop` of the file; see `Storage.read`."""
+        size = self.size(name)
+        if size is None or not 0 <= start <= (size if stop is None else stop) <= size:
+            return super().read(name, start, stop)  # which raises the error
+        data = bytearray((size if stop is None else stop) - start)
+        self.read_into(name, start, memoryview(data))
+        return bytes(data)
 
-        Args:
-            start: first byte of the range.
-            count: bytes of it, at least 1.
-        """
-        stop = min(start + count, self._size)
-        if self._map is None or start >= stop:
-            return False
-        first, last = start // mmap.PAGESIZE, (stop - 1) // mmap.PAGESIZE
-        pages = {first + (last - first) * number // (_SAMPLES - 1) for number in range(_SAMPLES)}
-        try:
-            return 2 * sum(map(self._has_page, pages)) > len(pages)
-        except OSError:
-            return False
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` from byte `start` on; see `Storage.read_into`."""
+        data = buffer.cast("B") if buffer.format != "B" or buffer.ndim != 1 else buffer
+        memory = aligned_buffer(memory_for(min(PIECE, len(data))))
+        for done in range(0, len(data), PIECE):
+            part = data[done : done + PIECE]
+            part[:] = self.read_uncached(name, start + done, len(part), memory)
 
-    def _has_page(self, page: int) -> bool:
-        found = ctypes.c_ubyte(0)
-        libc.call(
-            "mincore",
-            ctypes.c_void_p(self._address + page * mmap.PAGESIZE),
-            ctypes.c_size_t(mmap.PAGESIZE),
-            ctypes.byref(found),
-        )
-        return bool(found.value & 1)
+    def read_uncached(self, name: str, start: int, count: int, memory: memoryview) -> memoryview:
+        """Read a range from the device; see `CachedStorage.read_uncached`."""
+        if self._before_read is not None:
+            self._before_read(count)
+        return self._read_past_cache(name, start, count, memory, drop=True)
 
+    def within(self, prefix: str) -> UncachedStorage:
+        """The storage in the folder `prefix` of this one."""
+        return UncachedStorage(self._path(prefix), before_read=self._before_read)
 
-class UncachedReader:
-    """One file, open for reads past the page cache if its file system has them.
-
-    Args:
-        path: of the file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._number = -1
-        if _O_DIRECT:
-            with contextlib.suppress(OSError):  # refused, or gone: the read through the cache tells which
-                self._number = os.open(path, os.O_RDONLY | _O_DIRECT | os.O_CLOEXEC | os.O_NONBLOCK)
-
-    def read(self, start: int, count: int, memory: memoryview) -> tuple[int, int]:
-        """Read what can be read past the cache.
-
-        Args:
-            start: first byte in the file.
-            count: bytes wanted.
-            memory: aligned, at least `memory_for(count)` bytes.
-
-        Returns:
-            Where byte `start` is in `memory`, and how many bytes from there on were read, at most `count`.
-
-        Raises:
-            OSError: the device failed.
-        """
-        lead = start % ALIGNMENT
-        stop = -(-(lead + count) // ALIGNMENT) * ALIGNMENT
-        done = 0
-        while self._number >= 0 and done < lead + count:
-            try:
-                found = os.preadv(self._number, [memory[done:stop]], start - lead + done)
-            except OSError as error:
-                if error.errno not in _REFUSED:
-                    raise
-                break
-            done += found
-            if found == 0 or found % ALIGNMENT:  # the file ends, or a limit: what is left is not aligned
-                break
-        return lead, max(0, min(done - lead, count))
-
-    def __del__(self) -> None:
-        if self._number >= 0:
-            os.close(self._number)
+    def sibling(self, folder: str) -> UncachedStorage:
+        """The storage in the folder of this name beside this one's root; see `Storage.sibling`."""
+        above = self.path.parent
+        return UncachedStorage(above / check_folder(folder, printable(above)), before_read=self._before_read)

@@ -24,7 +24,7 @@ from shardproof.loading.overlap import SAMPLES, Sketch, reads_twice
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.saving import Saver
 from shardproof.storage import LocalStorage, memory_for
-from shardproof.storage.failures import storage_error
+from shardproof.storage.paths import storage_error
 from tests.faulty_storage import FaultyStorage
 from tests.small_blocks import blocks_of
 

@@ -7,7 +7,9 @@ import resource
 
 import pytest
 
-from shardproof.storage import ALIGNMENT, address, aligned_buffer, libc
+from shardproof._utils import libc
+from shardproof._utils.memcpy import address
+from shardproof.storage import ALIGNMENT, aligned_buffer
 
 NBYTES = 16 << 20
 

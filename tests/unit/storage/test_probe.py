@@ -1,8 +1,7 @@
-"""Which way of writing is chosen, and what is remembered of it."""
+"""Which way of writing is chosen."""
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -11,20 +10,16 @@ from pathlib import Path
 import pytest
 
 from shardproof.errors import StorageError
-from shardproof.storage import ALIGNMENT, LocalStorage, aligned_buffer, known, probe, sink
-from shardproof.storage.known import Speeds, recall, remember
+from shardproof.storage import ALIGNMENT, LocalStorage, aligned_buffer, probe, sink
 from shardproof.storage.probe import Probe, Probes, Trial, users_choice
 
 DEVICE = os.makedev(259, 7)
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's cache folder."""
-    folder = tmp_path / "cache"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+def no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of the test run makes no choice."""
     monkeypatch.delenv(probe.VARIABLE, raising=False)
-    return folder
 
 
 class Clock:
@@ -70,17 +65,6 @@ def test_the_way_that_proved_faster_is_kept(direct: float, buffered: float, expe
     way = "d" if expected else "b"
     assert disk.ways == "d" * 8 + "d" * 8 + "b" * 16 + "d" * 8 + way * 8
     assert found.answer is expected
-    speeds = recall(DEVICE)
-    assert speeds is not None
-    assert speeds.direct == pytest.approx(direct * probe.WINDOW)
-    assert speeds.buffered == pytest.approx(buffered * probe.WINDOW)
-
-
-def test_what_was_remembered_is_used_after_the_first_window() -> None:
-    remember(DEVICE, Speeds(1e9, 2e9))
-    disk = Disk(10, 1)
-    disk.run(Trial(Probe(DEVICE), disk.wait, disk.clock), 24)
-    assert disk.ways == "d" * 8 + "b" * 16
 
 
 def test_files_share_a_probe_and_windows_of_several_files_add_up() -> None:
@@ -91,14 +75,11 @@ def test_files_share_a_probe_and_windows_of_several_files_add_up() -> None:
     assert probes.of(DEVICE + 1).answer is None
 
 
-def test_a_small_file_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(device: int) -> None:
-        raise AssertionError("a small save looked into the cache folder")
-
-    monkeypatch.setattr(probe, "recall", fail)
-    disk = Disk(1, 10)
-    disk.run(Trial(Probe(DEVICE), disk.wait, disk.clock), 7)
+def test_a_small_file_takes_no_part() -> None:
+    found, disk = Probe(DEVICE), Disk(1, 10)
+    disk.run(Trial(found, disk.wait, disk.clock), 7)
     assert disk.ways == "d" * 7
+    assert found.answer is None
 
 
 def test_windows_do_not_overlap() -> None:
@@ -171,11 +152,9 @@ def test_a_file_written_both_ways_is_whole(tmp_path: Path, monkeypatch: pytest.M
     other = storage.within("other").create("b")
     assert not other.direct, "the answer holds in every part of the storage"
     other.abort()
-    assert recall(os.stat(tmp_path).st_dev) is not None
 
 
 def test_the_user_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    remember(os.stat(tmp_path).st_dev, Speeds(1e9, 9e9))
     can = LocalStorage(tmp_path).create("probe").direct
     for value, direct, expected in [
         ("0", None, False),
@@ -203,7 +182,6 @@ def test_a_choice_of_the_user_is_not_tried_out(tmp_path: Path, direct: bool) -> 
         file.write_at(at * ALIGNMENT, data)
         assert file.direct is direct
     file.finish(32 * ALIGNMENT)
-    assert recall(os.stat(tmp_path).st_dev) is None
 
 
 def test_a_choice_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,88 +201,3 @@ def test_a_system_without_the_flag_writes_buffered(tmp_path: Path, monkeypatch: 
     with pytest.raises(StorageError, match="no direct writes"):
         LocalStorage(tmp_path, direct=True).create("b")
     assert LocalStorage(tmp_path).list() == []
-
-
-class TestMemory:
-    def test_file_systems_are_kept_apart(self, cache: Path) -> None:
-        remember(1, Speeds(1.0, 2.0))
-        remember(2, Speeds(3.0, 4.0))
-        assert (recall(1), recall(2), recall(3)) == (Speeds(1.0, 2.0), Speeds(3.0, 4.0), None)
-        assert len(list(cache.rglob("*.json"))) == len([p for p in cache.rglob("*") if p.is_file()]) == 1
-
-    def test_it_ends_after_a_week(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        remember(1, Speeds(1.0, 2.0))
-        now = known.time.time()
-        for days, there in [(6.9, True), (7.1, False), (-1, False)]:
-            monkeypatch.setattr(known.time, "time", lambda days=days: now + days * 86400)
-            assert (recall(1) is not None) is there, days
-
-    def test_it_ends_when_the_node_starts_anew(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        remember(1, Speeds(1.0, 2.0))
-        other = tmp_path / "boot"
-        other.write_text("another start")
-        monkeypatch.setattr(known, "_BOOT", other)
-        assert recall(1) is None
-        remember(2, Speeds(3.0, 4.0))
-        assert recall(1) is None and recall(2) == Speeds(3.0, 4.0)
-
-    def test_nodes_that_share_a_folder_do_not_share_speeds(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        remember(1, Speeds(1.0, 2.0))
-        monkeypatch.setattr(known.platform, "node", lambda: "../other node")
-        assert recall(1) is None
-
-    @pytest.mark.parametrize(
-        "damage",
-        [
-            b"",
-            b"\xff\xfe",
-            b"[]",
-            b"{" * 100_000,
-            b"[" * 100_000,
-            b'{"boot": 1}',
-            "entries",
-            "texts",
-            "negative",
-        ],
-    )
-    def test_damage_is_measured_again(self, cache: Path, damage: bytes | str) -> None:
-        remember(1, Speeds(1.0, 2.0))
-        (file,) = cache.rglob("*.json")
-        if isinstance(damage, str):
-            content = json.loads(file.read_bytes())
-            entry = content["file_systems"]["1"]
-            if damage == "entries":
-                content["file_systems"] = ["1"]
-            else:
-                entry["direct"] = "fast" if damage == "texts" else -1.0
-            damage = json.dumps(content).encode()
-        file.write_bytes(damage)
-        assert recall(1) is None
-        remember(1, Speeds(7.0, 8.0))
-        assert recall(1) == Speeds(7.0, 8.0)
-
-    def test_a_folder_that_cannot_be_written_is_done_without(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        (tmp_path / "file").write_bytes(b"")
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-        remember(1, Speeds(1.0, 2.0))
-        assert recall(1) is None
-
-    def test_a_user_without_a_home_is_done_without(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delenv("XDG_CACHE_HOME")
-
-        def homeless() -> Path:
-            raise RuntimeError("Could not determine home directory.")
-
-        monkeypatch.setattr(known.Path, "home", homeless)
-        remember(1, Speeds(1.0, 2.0))
-        assert recall(1) is None
-
-    def test_the_home_is_used_where_no_folder_is_named(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("HOME", str(tmp_path / "home"))
-        monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-        remember(1, Speeds(1.0, 2.0))
-        assert list((tmp_path / "home" / ".cache" / "shardproof").iterdir())

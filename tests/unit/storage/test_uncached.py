@@ -1,205 +1,125 @@
-"""Reads past the page cache: the same bytes and the same errors as through it, at any range of any file."""
+"""UncachedStorage: the conformance suite, and that it reads the device."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import os
-from collections.abc import Callable
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from shardproof.errors import StorageError
-from shardproof.storage import ALIGNMENT, CachedStorage, LocalStorage, aligned_buffer, memory_for
-from shardproof.storage import uncached as uncached_module
-
-SIZE = 3 * ALIGNMENT + 17
-DATA = bytes(number % 251 for number in range(SIZE))
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file whose tail is no multiple of a page, and of which the page cache has nothing."""
-    folder = tmp_path_factory.mktemp("written")
-    (folder / "a").write_bytes(DATA)
-    drop(folder / "a")
-    return folder
+from shardproof.storage import ALIGNMENT, LocalStorage, UncachedStorage
+from shardproof.storage.conformance import StorageConformance
+from shardproof.storage.uncached import PIECE
+from tests.harness import open_files
 
 
-def drop(path: Path, start: int = 0, count: int = 0) -> None:
-    """Drops pages of a file from the page cache."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), start, count, os.POSIX_FADV_DONTNEED)
+class TestUncached(StorageConformance):
+    @pytest.fixture
+    def storage(self, tmp_path: Path) -> UncachedStorage:
+        return UncachedStorage(tmp_path / "root")
 
 
-def read(storage: LocalStorage, start: int, count: int) -> bytes:
-    memory = aligned_buffer(memory_for(count))
-    return bytes(storage.read_uncached("a", start, count, memory))
-
-
-def reads_past_cache(path: Path) -> bool:
-    try:
-        os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
-    except (OSError, AttributeError):
-        return False
-    return True
-
-
-def test_a_local_storage_knows_the_page_cache(tmp_path: Path) -> None:
-    assert isinstance(LocalStorage(tmp_path), CachedStorage)
-
-
-@given(start=st.integers(0, SIZE), count=st.integers(0, SIZE))
-def test_any_range_has_the_bytes_of_the_file(written: Path, start: int, count: int) -> None:
-    count = min(count, SIZE - start)
-    assert read(LocalStorage(written), start, count) == DATA[start : start + count]
-
-
-def test_a_read_past_the_cache_leaves_no_pages_in_it(written: Path) -> None:
-    if not reads_past_cache(written / "a"):
-        pytest.skip("this file system has no reads past the page cache")
-    drop(written / "a")
-    storage = LocalStorage(written)
-    assert not storage.is_cached("a", 0, SIZE)
-    read(storage, 5, 2 * ALIGNMENT)
-    assert not storage.is_cached("a", 0, SIZE)
-
-
-def test_what_the_page_cache_has_is_known_by_range(tmp_path: Path) -> None:
-    half = 64 * ALIGNMENT
-    (tmp_path / "a").write_bytes(bytes(2 * half))
-    storage = LocalStorage(tmp_path)
-    assert storage.is_cached("a", 0, 2 * half)
-    drop(tmp_path / "a")
-    if storage.is_cached("a", 0, 2 * half):
-        pytest.skip("this file system keeps pages when it is told that they are not needed")
-    with (tmp_path / "a").open("rb", buffering=0) as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # nothing is read ahead
-        file.read(half)
-    assert storage.is_cached("a", 0, half) and not storage.is_cached("a", half, half)
-    assert storage.is_cached("a", half - 1, 1) and not storage.is_cached("a", half, 1)
-    assert storage.is_cached("a", 3, half // 2) and not storage.is_cached("a", half + 3, half // 2)
-
-
-def test_a_range_beyond_the_end_is_not_cached(written: Path) -> None:
-    assert not LocalStorage(written).is_cached("a", SIZE + ALIGNMENT, 10)
-
-
-def test_an_empty_file_is_not_cached(tmp_path: Path) -> None:
-    (tmp_path / "a").touch()
-    assert not LocalStorage(tmp_path).is_cached("a", 0, 1)
-
-
-@pytest.mark.parametrize(
-    ("start", "count", "found"), [(0, SIZE + 1, SIZE), (ALIGNMENT + 3, SIZE, SIZE), (SIZE, 1, 0)]
-)
-def test_a_file_that_is_too_short_is_an_error(written: Path, start: int, count: int, found: int) -> None:
-    with pytest.raises(StorageError, match="too short") as caught:
-        read(LocalStorage(written), start, count)
-    assert caught.value.details["byte_start"] == start
-    assert caught.value.details["byte_count"] == count
-
-
-def test_a_file_that_is_missing_is_an_error(tmp_path: Path) -> None:
-    for ask in (lambda s: s.is_cached("a", 0, 1), lambda s: read(s, 0, 1)):
-        with pytest.raises(StorageError) as caught:
-            ask(LocalStorage(tmp_path))
-        assert caught.value.details["missing"]
-
-
-def refusing(code: int) -> Callable[..., int]:
-    def refuse(*arguments: object) -> int:
-        raise OSError(code, os.strerror(code))
-
-    return refuse
-
-
-@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP])
-def test_where_the_flag_is_refused_reads_go_through_the_cache(
-    written: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
+def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a file system without direct reads does."""
     real = os.open
 
-    def refuse_direct(path: str, flags: int, *rest: int) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(code, os.strerror(code))
-        return real(path, flags, *rest)
+    def opened(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        if flags & os.O_DIRECT and not flags & os.O_CREAT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *args, **options)
 
-    monkeypatch.setattr(uncached_module.os, "open", refuse_direct)
-    assert read(LocalStorage(written), 7, 2 * ALIGNMENT) == DATA[7 : 7 + 2 * ALIGNMENT]
-
-
-class Reads:
-    """Stands for `os.preadv`; what reads past the cache do is given for each, those through it are real."""
-
-    def __init__(self, *answers: int | OSError | None) -> None:
-        self._real, self._answers = os.preadv, list(answers)
-        self.direct = 0
-
-    def __call__(self, descriptor: int, buffers: list[memoryview], offset: int) -> int:
-        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
-            self.direct += 1
-            answer = self._answers.pop(0) if self._answers else None
-            if isinstance(answer, OSError):
-                raise answer
-            if answer is not None:
-                return self._real(descriptor, [buffers[0][:answer]], offset) if answer else 0
-        return self._real(descriptor, buffers, offset)
+    monkeypatch.setattr(os, "open", opened)
 
 
-@pytest.mark.parametrize(
-    "answers",
-    [
-        (OSError(errno.EINVAL, "refused"),),
-        (ALIGNMENT, OSError(errno.EINVAL, "refused")),
-        (ALIGNMENT,),
-        (0,),
-    ],
-    ids=["refused", "refused later", "short", "nothing"],
-)
-def test_what_a_read_past_the_cache_leaves_out_is_read_through_it(
-    written: Path, monkeypatch: pytest.MonkeyPatch, answers: tuple[int | OSError, ...]
+class TestUncachedWithoutDirectReads(StorageConformance):
+    @pytest.fixture
+    def storage(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> UncachedStorage:
+        refuse_direct(monkeypatch)
+        return UncachedStorage(tmp_path / "root")
+
+
+def read_from_device() -> int:
+    """Bytes that this thread has read from block devices."""
+    text = Path(f"/proc/self/task/{threading.get_native_id()}/io").read_text()
+    return int(dict(line.split(": ") for line in text.splitlines())["read_bytes"])
+
+
+@pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "cache dropped"])
+def test_bytes_come_from_the_device_although_the_cache_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_direct: bool
 ) -> None:
-    if not reads_past_cache(written / "a"):
-        pytest.skip("this file system has no reads past the page cache")
-    reads = Reads(*answers)
-    monkeypatch.setattr(uncached_module.os, "preadv", reads)
-    assert read(LocalStorage(written), 9, SIZE - 9) == DATA[9:]
-    assert reads.direct
+    data = os.urandom(8 << 20)
+    cached = LocalStorage(tmp_path, direct=False)
+    cached.publish("a", data)
+    assert cached.read("a") == data  # the page cache has all of it now
+    before = read_from_device()
+    assert cached.read("a") == data
+    if read_from_device() != before:
+        pytest.skip("this file system keeps no pages")
+    if not is_direct:
+        refuse_direct(monkeypatch)
+    assert UncachedStorage(tmp_path).read("a") == data
+    count = read_from_device() - before
+    if count == 0 and os.major(tmp_path.stat().st_dev) == 0:
+        pytest.skip("this file system has no device")
+    assert count >= len(data)
 
 
-def test_a_read_that_ends_inside_a_page_is_gone_on_with_through_the_cache(
-    written: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not reads_past_cache(written / "a"):
-        pytest.skip("this file system has no reads past the page cache")
-    real = os.preadv
+def test_direct_reads_that_are_refused_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some file systems open a file for direct reads and refuse the first of them."""
+    data = os.urandom(3 * ALIGNMENT + 17)
+    (tmp_path / "a").write_bytes(data)
+    real, refused = os.preadv, list[int]()
 
-    def short(descriptor: int, buffers: list[memoryview], offset: int) -> int:
-        return min(real(descriptor, buffers, offset), 100 if offset == 0 else SIZE)
+    def read(number: int, buffers: Any, start: int) -> int:
+        if fcntl.fcntl(number, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(number)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(number, buffers, start)
 
-    monkeypatch.setattr(uncached_module.os, "preadv", short)
-    assert read(LocalStorage(written), 9, SIZE - 9) == DATA[9:]
-
-
-def test_a_device_that_fails_is_an_error(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not reads_past_cache(written / "a"):
-        pytest.skip("this file system has no reads past the page cache")
-    monkeypatch.setattr(uncached_module.os, "preadv", Reads(OSError(errno.EIO, "Input/output error")))
-    with pytest.raises(StorageError, match="EIO") as caught:
-        read(LocalStorage(written), 0, SIZE)
-    assert caught.value.details["file"] == str(written / "a")
+    monkeypatch.setattr(os, "preadv", read)
+    before = open_files()
+    assert UncachedStorage(tmp_path).read("a") == data
+    assert len(refused) == 1 and open_files() == before
 
 
-def test_closing_gives_back_every_descriptor(written: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    storage = LocalStorage(written)
-    storage.is_cached("a", 0, 1)
-    read(storage, 0, SIZE)
-    assert len(os.listdir("/proc/self/fd")) > before
-    storage.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+@pytest.mark.parametrize("start", [0, 1, ALIGNMENT - 1, PIECE - 3, PIECE + 5])
+@pytest.mark.parametrize("count", [0, 1, ALIGNMENT, PIECE + 17])
+def test_any_range_in_pieces_that_are_announced(tmp_path: Path, start: int, count: int) -> None:
+    data = os.urandom(2 * PIECE + 100)
+    (tmp_path / "step").mkdir()
+    (tmp_path / "step" / "a").write_bytes(data)
+    announced: list[int] = []
+    storage = UncachedStorage(tmp_path, before_read=announced.append)
+    for part in (storage.within("step"), storage.within("other").sibling("step")):
+        announced.clear()
+        buffer = bytearray(count)
+        part.read_into("a", start, memoryview(buffer))
+        assert bytes(buffer) == data[start : start + count]
+        assert sum(announced) == count and all(0 < piece <= PIECE for piece in announced)
+
+
+def test_an_error_before_a_read_ends_it_and_leaves_nothing_open(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(bytes(3 * PIECE))
+    reads: list[int] = []
+
+    def stop_at_the_second(count: int) -> None:
+        reads.append(count)
+        if len(reads) == 2:
+            raise InterruptedError
+
+    before = open_files()
+    with pytest.raises(InterruptedError):
+        UncachedStorage(tmp_path, before_read=stop_at_the_second).read("a")
+    assert len(reads) == 2 and open_files() == before
+
+
+def test_a_file_that_was_cut(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(bytes(5000))
+    with pytest.raises(StorageError, match="too short: expected 100 bytes from byte 4950 on, found 50"):
+        UncachedStorage(tmp_path).read_into("a", 4950, memoryview(bytearray(100)))

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from shardproof._utils import libc
 from shardproof.errors import StorageError
-from shardproof.storage import LocalStorage, libc, writeback
-from shardproof.storage.writeback import WriteBack
+from shardproof.storage import LocalStorage
+from shardproof.storage.durable import WriteBack
 
 MIB = 1 << 20
 
@@ -35,7 +36,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
         _, start, count, how = (argument.value for argument in arguments)
         made.append(({2: "begin", 7: "wait"}[how], start, start + count))
 
-    monkeypatch.setattr(writeback.libc, "call", call)
+    monkeypatch.setattr(libc, "call", call)
     monkeypatch.setattr(os, "fdatasync", lambda descriptor: made.append(("flush", 0, 0)))
     return made
 
@@ -84,8 +85,8 @@ def test_where_ranges_cannot_be_handed_over_the_file_is_flushed(
     def refuse(name: str, *arguments: object) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
 
-    monkeypatch.setattr(writeback.libc, "has", lambda name: there)
-    monkeypatch.setattr(writeback.libc, "call", refuse)
+    monkeypatch.setattr(libc, "has", lambda name: there)
+    monkeypatch.setattr(libc, "call", refuse)
     write_back = WriteBack(descriptor)
     for at in range(0, 1024, 8):
         write_back.wrote(at * MIB, 8 * MIB)
@@ -101,7 +102,7 @@ def test_an_error_of_the_disk_is_told_at_once(tmp_path: Path, monkeypatch: pytes
     def fail(name: str, *arguments: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(writeback.libc, "call", fail)
+    monkeypatch.setattr(libc, "call", fail)
     with pytest.raises(StorageError, match="EIO"):
         file.write_at(0, memoryview(bytes(8 * MIB)))
     file.abort()
@@ -119,7 +120,7 @@ def test_a_buffered_file_is_on_its_way_before_it_is_finished(
         begun.append(arguments[2].value if arguments[3].value == 2 else 0)
         original(name, *arguments)
 
-    monkeypatch.setattr(writeback.libc, "call", call)
+    monkeypatch.setattr(libc, "call", call)
     storage = LocalStorage(tmp_path, direct=False)
     file = storage.create("a")
     part = memoryview(os.urandom(4 * MIB))

@@ -1,0 +1,180 @@
+"""Direct I/O: aligned buffers, reads past the page cache, and which pages the cache has.
+
+Note: O_DIRECT and the page cache
+    A direct read (O_DIRECT) needs offset, length and address to be multiples of `ALIGNMENT`. So it begins at
+    the page of its first byte and ends with the page of its last. The kernel first writes dirty pages of the
+    range to the disk, so direct and buffered reads return the same bytes. A read goes through the cache
+    where the file system refuses the flag or the read (tmpfs before Linux 6.6, some overlays and network file
+    systems), and after the kernel cuts a read short at an unaligned byte.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+
+from shardproof._utils import libc
+from shardproof._utils.memcpy import address
+
+__all__ = ["ALIGNMENT", "PageCache", "UncachedReader", "aligned_buffer", "memory_for"]
+
+ALIGNMENT = max(4096, mmap.PAGESIZE)
+"""Bytes. Offset, length and address of an unbuffered write are multiples of it.
+
+Never less than a page: a page is then written either through the page cache or past it, never both.
+"""
+
+_MADV_POPULATE_WRITE = 23
+
+
+def aligned_buffer(nbytes: int) -> memoryview:
+    """New writable memory of `nbytes` bytes that starts on a page, with its pages already in place.
+
+    >>> buffer = aligned_buffer(10_000)
+    >>> len(buffer), buffer.readonly, address(buffer) % ALIGNMENT
+    (10000, False, 0)
+    """
+    if nbytes < 0:
+        raise ValueError(f"a buffer cannot have {nbytes} bytes")
+    length = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
+    memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:
+            pass  # the kernel has no huge pages: small ones do
+    whole = memoryview(memory)
+    _populate(whole)
+    return whole[:nbytes]
+
+
+def _populate(memory: memoryview) -> None:
+    """Put the pages of `memory` in place, a third faster than by touching them where the kernel can (5.14).
+
+    Python's own `madvise` would hold the interpreter's lock meanwhile, and with it the training.
+    """
+    try:
+        libc.call(
+            "madvise",
+            ctypes.c_void_p(address(memory)),
+            ctypes.c_size_t(len(memory)),
+            ctypes.c_int(_MADV_POPULATE_WRITE),
+        )
+    except OSError:  # an older kernel, or another system
+        np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 0
+
+
+_O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+"""0 where the system has no such flag."""
+_REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+_SAMPLES = 4
+"""Pages of a range that are looked at, evenly spread, the first and the last among them."""
+
+
+def memory_for(count: int) -> int:
+    """Bytes of aligned memory that a read of `count` bytes at any offset takes.
+
+    >>> memory_for(10) == 10 + 2 * ALIGNMENT
+    True
+    """
+    return count + 2 * ALIGNMENT
+
+
+class PageCache:
+    """The pages of one file that are in memory.
+
+    The system answers by `mincore`, without reading anything. It tells only owners and writers of the file
+    (Linux 5.2); to others all pages look cached.
+
+    Args:
+        descriptor: of the file, open for reading.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._size = self._address = 0
+        self._map: mmap.mmap | None = None
+        if libc.has("mincore"):
+            with contextlib.suppress(OSError, ValueError):  # it is empty, or its file system has no mappings
+                self._size = os.fstat(descriptor).st_size
+                self._map = mmap.mmap(descriptor, self._size, prot=mmap.PROT_READ)
+                self._address = int(np.frombuffer(self._map, np.uint8).__array_interface__["data"][0])
+
+    def has(self, start: int, count: int) -> bool:
+        """Whether most of the pages that are looked at are in memory. False where the system cannot tell.
+
+        Args:
+            start: first byte of the range.
+            count: bytes of it, at least 1.
+        """
+        stop = min(start + count, self._size)
+        if self._map is None or start >= stop:
+            return False
+        first, last = start // mmap.PAGESIZE, (stop - 1) // mmap.PAGESIZE
+        pages = {first + (last - first) * number // (_SAMPLES - 1) for number in range(_SAMPLES)}
+        try:
+            return 2 * sum(map(self._has_page, pages)) > len(pages)
+        except OSError:
+            return False
+
+    def _has_page(self, page: int) -> bool:
+        found = ctypes.c_ubyte(0)
+        libc.call(
+            "mincore",
+            ctypes.c_void_p(self._address + page * mmap.PAGESIZE),
+            ctypes.c_size_t(mmap.PAGESIZE),
+            ctypes.byref(found),
+        )
+        return bool(found.value & 1)
+
+
+class UncachedReader:
+    """One file, open for reads past the page cache if its file system has them.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._number = -1
+        if _O_DIRECT:
+            with contextlib.suppress(OSError):  # refused, or gone: the read through the cache tells which
+                self._number = os.open(path, os.O_RDONLY | _O_DIRECT | os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def read(self, start: int, count: int, memory: memoryview) -> tuple[int, int]:
+        """Read what can be read past the cache.
+
+        Args:
+            start: first byte in the file.
+            count: bytes wanted.
+            memory: aligned, at least `memory_for(count)` bytes.
+
+        Returns:
+            Where byte `start` is in `memory`, and how many bytes from there on were read, at most `count`.
+
+        Raises:
+            OSError: the device failed.
+        """
+        lead = start % ALIGNMENT
+        stop = -(-(lead + count) // ALIGNMENT) * ALIGNMENT
+        done = 0
+        while self._number >= 0 and done < lead + count:
+            try:
+                found = os.preadv(self._number, [memory[done:stop]], start - lead + done)
+            except OSError as error:
+                if error.errno not in _REFUSED:
+                    raise
+                break
+            done += found
+            if found == 0 or found % ALIGNMENT:  # the file ends, or a limit: what is left is not aligned
+                break
+        return lead, max(0, min(done - lead, count))
+
+    def __del__(self) -> None:
+        if self._number >= 0:
+            os.close(self._number)
