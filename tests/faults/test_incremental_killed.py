@@ -47,7 +47,9 @@ def alone(step: int) -> dict[str, Any]:
 
 def go_on(root: Path, meetings: Any, number: int, deadly: Deadly) -> str:
     """Restores, saves one step (which catches up on retention), and dies in the save of the step after."""
-    checkpointer = sp.Checkpointer(root, rendezvous=meetings, cache="none", incremental=True, keep=sp.KeepLatest(2))
+    checkpointer = sp.Checkpointer(
+        root, rendezvous=meetings, cache="none", incremental=True, keep=sp.KeepLatest(2)
+    )
     target = blanked(state(0))
     restored = checkpointer.restore(target)
     if restored is not None:
