@@ -107,7 +107,7 @@ def work() -> None:
     done("import torch")
     import shardproof as sp
     from shardproof import events
-    from shardproof.loading import loader
+    from shardproof.loading import load_protocol as loader
 
     done("import shardproof")
     dist.init_process_group("gloo")

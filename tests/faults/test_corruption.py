@@ -298,7 +298,7 @@ def test_large_chunks_are_read_in_place_and_the_message_says_what_was_overwritte
 def test_verify_hashes_a_chunk_larger_than_its_buffer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules["shardproof.loading.verify"], "_BATCH_BYTES", 1000)
+    monkeypatch.setattr(sys.modules["shardproof.maintenance.verification"], "_BATCH_BYTES", 1000)
     save(
         tmp_path, {"a": torch.arange(1000.0), "b": torch.arange(3.0)}, 1, LocalRendezvous(), chunk_bytes=4096
     )

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof.loading import loader
+from shardproof.loading import load_protocol as loader
 from tests import simulated
 from tests.accelerator import first_device
 from tests.simulated.waiting import LIMIT, goes_on
@@ -32,7 +32,7 @@ def test_a_load_waits_for_what_its_caller_enqueued(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And what the caller enqueues next waits for it, where the device is to lay out what has arrived."""
-    monkeypatch.setattr("shardproof.loading.loader.reading_threads", lambda: threads)
+    monkeypatch.setattr("shardproof.loading.load_protocol.reading_threads", lambda: threads)
     sp.save(tmp_path / "c", {str(number): torch.full(SHAPE, float(number)) for number in range(COUNT)})
     own = torch.Stream(first_device())
     reads = threading.Event()

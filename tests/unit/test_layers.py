@@ -97,7 +97,7 @@ COLLECTIVES = {
 # Words with other meanings too: meant only when they come from torch.distributed.
 COLLECTIVES_OF_TORCH = {"gather", "irecv", "isend", "recv", "reduce", "scatter", "send"}
 NOT_TORCH = {"functools", "np", "numpy"}
-HANDING_ON = {"loading/exchange.py": {"dist.all_reduce", "dist.all_to_all_single"}}
+HANDING_ON = {"loading/read_once/group_collectives.py": {"dist.all_reduce", "dist.all_to_all_single"}}
 """What a load may call over the training's group, where the user asked for tensors to be handed on."""
 
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from shardproof.loading.checkpoint import Checkpoint, StoredTensor
 from shardproof.loading.checkpoint import open_checkpoint as open  # noqa: A004 the public name is sp.open
-from shardproof.loading.loader import LoadReport, load_from
+from shardproof.loading.load_protocol import LoadReport, load_from
 from shardproof.loading.matching import Options, ReadOnce, from_rank
 from shardproof.loading.selection import Cast, Patterns
-from shardproof.loading.sharing import UNREADABLE
-from shardproof.loading.verify import VerifyReport, verify
+from shardproof.loading.read_once.agreement import UNREADABLE
+from shardproof.maintenance.verification import VerifyReport, verify
 from shardproof.reentrance import refuse_inside
 from shardproof.rendezvous import Rendezvous, connected
 from shardproof.storage import LocalStorage, StrOrBytesPath

@@ -14,8 +14,8 @@ import torch
 from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError, StorageError
 from shardproof.format import MANIFEST_NAME, Manifest, files_of, read_index, read_manifest
-from shardproof.loading.blocks import BlockDigests
-from shardproof.loading.place import Destination, read_planned
+from shardproof.loading.block_reader import BlockDigests
+from shardproof.loading.read_executor import Destination, read_planned
 from shardproof.planning import ChunkTable, Wanted, plan_reads
 from shardproof.state import Catalogue, decode_plain
 from shardproof.storage import LocalStorage, Storage, StrOrBytesPath

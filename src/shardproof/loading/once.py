@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shardproof.loading.exchange import Exchange, Underway
+from shardproof.loading.read_once.group_collectives import Exchange, Underway
 from shardproof.loading.once_receive import Receiver
 from shardproof.loading.once_send import Sender
 

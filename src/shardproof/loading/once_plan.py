@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardproof.loading.once_orders import Int64s, Loads, Orders, Wish
-from shardproof.loading.once_units import UNIT_BYTES, Units, joined, ranges, wire
+from shardproof.loading.read_once.units import UNIT_BYTES, Units, joined, ranges, wire
 from shardproof.planning import ChunkTable
 
 __all__ = ["ROUND_BYTES", "plan_once"]

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from shardproof.format import Manifest
-from shardproof.loading.blocks import Files
-from shardproof.loading.chunks import Chunks
+from shardproof.loading.block_reader import Files
+from shardproof.loading.chunk_reader import Chunks
 from shardproof.loading.once_orders import Orders
 from shardproof.loading.placing import Placing, part_of, shaped
 from shardproof.loading.threads import in_threads

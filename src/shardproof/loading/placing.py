@@ -15,7 +15,7 @@ from shardproof._utils.streams import CurrentStreams
 from shardproof.dtypes import DTYPES
 from shardproof.format import Manifest
 from shardproof.geometry import row_major_strides
-from shardproof.loading.blocks import Extents
+from shardproof.loading.block_reader import Extents
 from shardproof.planning import ChunkTable, ReadPlan
 from shardproof.state import is_plain_memory
 

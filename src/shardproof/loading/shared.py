@@ -9,7 +9,7 @@ import torch
 
 from shardproof.errors import StructureError
 from shardproof.loading.checkpoint import Checkpoint
-from shardproof.loading.place import Destination, read_planned
+from shardproof.loading.read_executor import Destination, read_planned
 from shardproof.planning import ReadPlan
 from shardproof.state import as_bytes
 

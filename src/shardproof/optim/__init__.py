@@ -1,7 +1,7 @@
 """Optimizers whose state is spread out (over ranks, over CPU and device), and kept whole.
 
 They train with any torch optimizer class, and describe their state without communication (see
-`shardproof.state.slots`).
+`shardproof.state.optimizer.slots`).
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from shardproof.state.collecting import hoisted_tensor
-from shardproof.state.decoding import decode as decode_plain
+from shardproof.state.plain.decode import decode as decode_plain
 from shardproof.state.dtensor import LOCAL, dtensor_index_map, is_dtensor, local_tensor
-from shardproof.state.entries import (
+from shardproof.state.records import (
     Binding,
     Catalogue,
     Collected,
@@ -17,19 +17,19 @@ from shardproof.state.entries import (
     is_plain_memory,
     memory_of,
 )
-from shardproof.state.explicit import FlatShard, LocalShards
+from shardproof.state.local_shards import FlatShard, LocalShards
 from shardproof.state.fence import Fence, open_all
 from shardproof.state.generators import RandomState
 from shardproof.state.last_walk import LastWalk
 from shardproof.state.layout import LAYOUTS, Layout, declare, local_layout
-from shardproof.state.naming import inside, number_expert, rename, share
-from shardproof.state.optimizer_slots import receiver, slots_of
-from shardproof.state.optimizers import OptimizerState
+from shardproof.state.module_names import inside, number_expert, rename, share
+from shardproof.state.optimizer.slot_sources import receiver, slots_of
+from shardproof.state.optimizer.collect import OptimizerState
 from shardproof.state.parts import parts_of
 from shardproof.state.per_rank import PerRank, owner_of
-from shardproof.state.plain import encode as encode_plain
-from shardproof.state.registered import register_dataclass, register_enum
-from shardproof.state.slots import (
+from shardproof.state.plain.encode import encode as encode_plain
+from shardproof.state.plain.registry import register_dataclass, register_enum
+from shardproof.state.optimizer.slots import (
     MASTER,
     LocalRange,
     ParameterSlots,

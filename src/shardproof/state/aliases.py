@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from shardproof.state.entries import TensorEntry
+from shardproof.state.records import TensorEntry
 from shardproof.state.tensors import same_memory
 
 __all__ = ["tie"]

@@ -11,10 +11,10 @@ from msgspec.structs import replace
 
 from shardproof.errors import StructureError
 from shardproof.state.aliases import tie
-from shardproof.state.entries import Collected, ObjectEntry, Piece, Stepped, TensorEntry, describe
-from shardproof.state.explicit import LocalShards, described
+from shardproof.state.records import Collected, ObjectEntry, Piece, Stepped, TensorEntry, describe
+from shardproof.state.local_shards import LocalShards, described
 from shardproof.state.last_walk import LastWalk
-from shardproof.state.plain import encode
+from shardproof.state.plain.encode import encode
 from shardproof.state.tensors import tensor_of_array
 from shardproof.state.visiting import Place, Visitor, check_name, join
 
@@ -194,7 +194,7 @@ class Hoister:
         self.taken: set[str] = set()
 
     def __call__(self, path: str, kind: str, value: Any) -> str:
-        """See `shardproof.state.plain.Hoist`."""
+        """See `shardproof.state.plain.encode.Hoist`."""
         if "@" in path:
             check_name(path, self.key, _path(self.origin))
         key = hoisted_key(self.key, path, self.taken)

@@ -13,7 +13,7 @@ from operator import attrgetter
 import torch
 
 from shardproof.state.dtensor import Layouts, Where
-from shardproof.state.entries import Piece, TensorEntry
+from shardproof.state.records import Piece, TensorEntry
 from shardproof.state.tensors import check_memory, dtype_name, locals_of
 
 __all__ = ["blocks", "describe_tensors"]

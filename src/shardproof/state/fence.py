@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardproof import events
 from shardproof._utils import forks
 from shardproof.state.dtensor import local_tensor
-from shardproof.state.entries import Stepped, memory_of
+from shardproof.state.records import Stepped, memory_of
 
 __all__ = ["Fence", "open_all"]
 

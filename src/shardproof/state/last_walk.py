@@ -28,7 +28,7 @@ import torch
 
 from shardproof.state.describing import blocks
 from shardproof.state.dtensor import LOCAL, is_dtensor, local_tensor, shard_order
-from shardproof.state.entries import Piece, TensorEntry
+from shardproof.state.records import Piece, TensorEntry
 from shardproof.state.tensors import are_plain
 
 __all__ = ["LastWalk"]

@@ -35,7 +35,7 @@ from shardproof.geometry import (
     split_axes,
 )
 from shardproof.state.dtensor import dtensor_index_map, is_dtensor
-from shardproof.state.explicit import LocalShards
+from shardproof.state.local_shards import LocalShards
 
 __all__ = ["LAYOUTS", "Layout", "declare", "declared", "local_layout"]
 

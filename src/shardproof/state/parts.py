@@ -7,7 +7,7 @@ from typing import Any
 from shardproof.errors import StructureError
 from shardproof.state.binding import Binder
 from shardproof.state.collecting import Collector
-from shardproof.state.decoding import decode, references
+from shardproof.state.plain.decode import decode, references
 from shardproof.state.visiting import Place, is_per_rank, join
 
 __all__ = ["PART", "SEGMENT", "has_state_tree", "parts_of"]

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from shardproof.errors import StructureError
 from shardproof.state.binding import Binder
 from shardproof.state.collecting import Collector
-from shardproof.state.decoding import references
+from shardproof.state.plain.decode import references
 from shardproof.state.generators import RandomState
 from shardproof.state.statefuls import STATEFUL
 from shardproof.state.tensors import torch_dtype

@@ -11,7 +11,7 @@ from shardproof._utils.gc_pause import no_garbage_collection
 from shardproof.errors import StructureError
 from shardproof.state.binding import Binder
 from shardproof.state.collecting import Collector
-from shardproof.state.entries import Binding, Catalogue, Collected
+from shardproof.state.records import Binding, Catalogue, Collected
 from shardproof.state.last_walk import LastWalk
 from shardproof.state.visiting import Place
 from shardproof.state.walk import handler_of

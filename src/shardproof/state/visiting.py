@@ -15,12 +15,12 @@ import torch
 from shardproof.errors import StructureError
 from shardproof.state.describing import describe_tensors
 from shardproof.state.dtensor import Layouts
-from shardproof.state.entries import TensorEntry
+from shardproof.state.records import TensorEntry
 
 if TYPE_CHECKING:
     from shardproof.state.binding import Binder
     from shardproof.state.collecting import Collector
-    from shardproof.state.naming import NamedModule
+    from shardproof.state.module_names import NamedModule
 
 __all__ = ["Handler", "OwnedParameters", "Place", "Visitor", "check_name", "is_per_rank", "join"]
 

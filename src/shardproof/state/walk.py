@@ -13,7 +13,7 @@ import torch
 from shardproof.errors import StructureError
 from shardproof.state.binding import MISSING, Binder
 from shardproof.state.collecting import Collector
-from shardproof.state.explicit import EXPLICIT, FlatShard, LocalShards
+from shardproof.state.local_shards import EXPLICIT, FlatShard, LocalShards
 from shardproof.state.generators import (
     GENERATOR,
     NUMPY_GENERATOR,
@@ -22,7 +22,7 @@ from shardproof.state.generators import (
     RandomState,
 )
 from shardproof.state.modules import MODULE
-from shardproof.state.optimizers import OPTIMIZER, OptimizerState
+from shardproof.state.optimizer.collect import OPTIMIZER, OptimizerState
 from shardproof.state.parts import PART, has_state_tree
 from shardproof.state.per_rank import PER_RANK, PerRank
 from shardproof.state.statefuls import STATEFUL, is_stateful

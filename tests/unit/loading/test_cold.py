@@ -18,7 +18,7 @@ from shardproof.errors import CorruptChunkError, StorageError
 from shardproof.format import read_manifest
 from shardproof.loading import LoadReport, fetch, load_from, place
 from shardproof.loading.checkpoint import Checkpoint
-from shardproof.loading.chunks import Chunks
+from shardproof.loading.chunk_reader import Chunks
 from shardproof.loading.fetch import MEMORY_BYTES, MOST_THREADS, Fetcher
 from shardproof.loading.overlap import SAMPLES, Sketch, reads_twice
 from shardproof.rendezvous import LocalRendezvous

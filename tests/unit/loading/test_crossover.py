@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardproof.loading import crossover
-from shardproof.loading.crossover import Sampled, pays, sample, worth_measuring
+from shardproof.loading.read_once import cost_model as crossover
+from shardproof.loading.read_once.cost_model import Sampled, pays, sample, worth_measuring
 from shardproof.loading.once_orders import Loads
 
 GIGA = 10**9

@@ -277,7 +277,7 @@ def test_every_way_of_reading_gives_the_same(
 ) -> None:
     monkeypatch.setattr(place, "LARGE_BYTES", direct)
     monkeypatch.setattr(place, "_BATCH_BYTES", 1 << 12)
-    monkeypatch.setattr("shardproof.loading.loader.reading_threads", lambda: threads)
+    monkeypatch.setattr("shardproof.loading.load_protocol.reading_threads", lambda: threads)
     state = {f"t{n}": torch.randn(n * 37 % 50 + 1, n % 9 + 1) for n in range(60)}
     state |= {f"u{n}": torch.randint(0, 255, (n * 3 + 1,), dtype=torch.uint8) for n in range(20)}
     target = {key: torch.zeros_like(value) for key, value in state.items()}

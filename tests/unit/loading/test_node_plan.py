@@ -17,11 +17,11 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shardproof.loading import node_memory
+from shardproof.loading.read_once import shared_memory as node_memory
 from shardproof.loading.node_mail import Message, Said
-from shardproof.loading.node_memory import NodeMemory, PeerMemory
-from shardproof.loading.node_plan import AHEAD, _ring, plan_node
-from shardproof.loading.once_node import MOST_RANKS
+from shardproof.loading.read_once.shared_memory import NodeMemory, PeerMemory
+from shardproof.loading.read_once.node_plan import AHEAD, _ring, plan_node
+from shardproof.loading.read_once.node_transfer import MOST_RANKS
 from shardproof.loading.once_orders import Wish
 from shardproof.planning import ChunkTable
 from tests.harness import open_files
@@ -126,7 +126,7 @@ def test_another_process_sees_the_memory_and_none_that_is_not_it() -> None:
     script = (
         "import torch\n"
         "from shardproof.loading.node_mail import Message, Said\n"
-        "from shardproof.loading.node_memory import Handle, PeerMemory\n"
+        "from shardproof.loading.read_once.shared_memory import Handle, PeerMemory\n"
         f"peer = PeerMemory.opened(Handle(*{tuple(msgspec.structs.astuple(handle))!r}))\n"
         "mapped = peer.map(3000)\n"
         "assert torch.equal(mapped, (torch.arange(3000) % 251).to(torch.uint8))\n"

@@ -20,7 +20,7 @@ import shardproof as sp
 from shardproof.errors import CorruptChunkError
 from shardproof.loading import load_from, place
 from shardproof.loading.checkpoint import Checkpoint
-from shardproof.loading.chunks import GAP, Chunks
+from shardproof.loading.chunk_reader import GAP, Chunks
 from shardproof.loading.threads import in_threads
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.saving import Saver

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import shardproof as sp
 from shardproof.optim import HybridDeviceOptimizer
-from shardproof.state.slots import MASTER
+from shardproof.state.optimizer.slots import MASTER
 from tests.harness import process_group, rank, run_ranks
 
 SIZES = ((5, 3), (3, 1), (1, 2))

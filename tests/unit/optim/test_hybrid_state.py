@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardproof.optim import HybridDeviceOptimizer
-from shardproof.state.slots import MASTER, Receipt, SlotKeeper, StoredSlot
+from shardproof.state.optimizer.slots import MASTER, Receipt, SlotKeeper, StoredSlot
 from tests.unit.optim.hybrid_samples import RULES, equal, hybrid, late_copies, model_of, plain, train, values
 
 FRACTIONS = [0.0, 0.5, 1.0]

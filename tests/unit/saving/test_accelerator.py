@@ -35,7 +35,7 @@ def test_a_load_is_ordered_with_what_its_caller_enqueues(
     threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a stream of the caller's own. What is strided the device lays out after the bytes arrived."""
-    monkeypatch.setattr("shardproof.loading.loader.reading_threads", lambda: threads)
+    monkeypatch.setattr("shardproof.loading.load_protocol.reading_threads", lambda: threads)
     device = first_device()
     with on_stream(torch.Stream(device), device):
         wanted = {str(number): torch.full((600, 300), float(number), device=device) for number in range(8)}

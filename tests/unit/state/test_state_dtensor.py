@@ -22,8 +22,8 @@ from shardproof.errors import StructureError
 from shardproof.state import collect
 from shardproof.state.dtensor import Layouts, _are_alike
 from shardproof.state.placements import local_segments, order_of_sharding
-from shardproof.state.slot_layouts import SlotLayouts
-from shardproof.state.slots import StoredSlot
+from shardproof.state.optimizer.slot_layouts import SlotLayouts
+from shardproof.state.optimizer.slots import StoredSlot
 from tests.unit.state.fake_checkpoint import FakeCheckpoint
 
 

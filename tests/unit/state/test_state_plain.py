@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from shardproof.errors import PlainDataError
 from shardproof.state import collect, decode_plain, encode_plain, register_dataclass, register_enum
-from shardproof.state.decoding import references
+from shardproof.state.plain.decode import references
 from tests.unit.state.fake_checkpoint import saved
 
 

@@ -13,7 +13,7 @@ import torch
 import shardproof as sp
 from shardproof.errors import KeyMismatchError, StructureError
 from shardproof.state import Catalogue, Layout, OptimizerState, PerRank, bind, collect, declare
-from shardproof.state.naming import rename, share
+from shardproof.state.module_names import rename, share
 
 
 def module_with(name: str, tensor: torch.Tensor | None = None) -> torch.nn.Module:

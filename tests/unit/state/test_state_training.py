@@ -16,8 +16,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from shardproof.errors import StructureError
 from shardproof.state import OptimizerState, bind, collect
-from shardproof.state.optimizer_slots import _new_slot
-from shardproof.state.slots import StoredSlot
+from shardproof.state.optimizer.slot_sources import _new_slot
+from shardproof.state.optimizer.slots import StoredSlot
 from tests.unit.state.fake_checkpoint import FakeCheckpoint, saved
 
 DDP = nn.parallel.DistributedDataParallel

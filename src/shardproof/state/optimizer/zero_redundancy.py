@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from shardproof.errors import StructureError
-from shardproof.state.slots import ParameterSlots, Receipt, Receiver, StoredSlot, options_of
+from shardproof.state.optimizer.slots import ParameterSlots, Receipt, Receiver, StoredSlot, options_of
 
 __all__ = ["inner_optimizer", "is_zero_redundancy", "owned_receiver", "owned_slots"]
 

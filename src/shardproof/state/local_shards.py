@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardproof.errors import StructureError
-from shardproof.state.entries import Piece
+from shardproof.state.records import Piece
 from shardproof.state.tensors import PLAIN_TYPES, check_memory, dtype_name
 from shardproof.state.visiting import Place
 

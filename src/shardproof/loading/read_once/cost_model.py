@@ -34,7 +34,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from shardproof._utils.topology import processors
-from shardproof.loading.chunks import Chunks
+from shardproof.loading.chunk_reader import Chunks
 from shardproof.loading.once_orders import Loads
 from shardproof.loading.threads import reading_threads
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardproof.state.dtensor import local_tensor
-from shardproof.state.slots import (
+from shardproof.state.optimizer.slots import (
     MASTER,
     LocalRange,
     ParameterSlots,
@@ -21,7 +21,7 @@ from shardproof.state.slots import (
     options_of,
 )
 from shardproof.state.tensors import empty_like_layout
-from shardproof.state.zero_redundancy import is_zero_redundancy, owned_receiver, owned_slots
+from shardproof.state.optimizer.zero_redundancy import is_zero_redundancy, owned_receiver, owned_slots
 
 __all__ = ["receiver", "slots_of"]
 

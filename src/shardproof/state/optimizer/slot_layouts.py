@@ -10,10 +10,10 @@ import torch
 
 from shardproof.errors import StructureError
 from shardproof.state.dtensor import LOCAL, is_dtensor, local_tensor
-from shardproof.state.explicit import LocalShards
+from shardproof.state.local_shards import LocalShards
 from shardproof.state.layout import Layout, local_layout
-from shardproof.state.naming import NamedModule
-from shardproof.state.slots import LocalRange, StoredSlot
+from shardproof.state.module_names import NamedModule
+from shardproof.state.optimizer.slots import LocalRange, StoredSlot
 from shardproof.state.tensors import check_memory, local_of
 from shardproof.state.visiting import OwnedParameters, join
 

@@ -1,4 +1,4 @@
-"""Plain data as JSON values. `shardproof.state.decoding` is the way back.
+"""Plain data as JSON values. `shardproof.state.plain.decode` is the way back.
 
 None, booleans, integers of 64 bits, finite floats, strings, lists, and dicts with string keys stand for
 themselves. Everything else is an object with one member whose name starts with ``$``:
@@ -49,7 +49,7 @@ import torch
 import xxhash
 
 from shardproof.errors import PlainDataError
-from shardproof.state.registered import name_of
+from shardproof.state.plain.registry import name_of
 from shardproof.state.tensors import array_dtype, as_bytes, check_memory, is_in_host_memory
 
 __all__ = ["DEPTH", "FACTORIES", "INLINE_BYTES", "Hoist", "encode"]

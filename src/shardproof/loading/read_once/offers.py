@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from shardproof.loading.matching import Asked, agree
-from shardproof.loading.node_memory import Handle
-from shardproof.loading.once_node import MOST_RANKS
+from shardproof.loading.read_once.shared_memory import Handle
+from shardproof.loading.read_once.node_transfer import MOST_RANKS
 from shardproof.loading.overlap import Sketch, reads_twice
 
 __all__ = ["Answer", "Offer", "answer", "post", "taken_up"]

@@ -30,20 +30,20 @@ from shardproof import events
 from shardproof._utils.gc_pause import no_garbage_collection
 from shardproof.errors import ShardproofError
 from shardproof.format import Manifest
-from shardproof.loading import offering
+from shardproof.loading.read_once import offers as offering
 from shardproof.loading.checkpoint import Checkpoint
-from shardproof.loading.chunks import Chunks
-from shardproof.loading.exchange import can_exchange
+from shardproof.loading.chunk_reader import Chunks
+from shardproof.loading.read_once.group_collectives import can_exchange
 from shardproof.loading.fetch import Cold
 from shardproof.loading.matching import DEFAULTS, Asked, Matched, Options, from_rank, match
-from shardproof.loading.node_memory import Handle, NodeMemory
+from shardproof.loading.read_once.shared_memory import Handle, NodeMemory
 from shardproof.loading.once import PeerFailed
 from shardproof.loading.overlap import Sketch
-from shardproof.loading.place import read_chunks
+from shardproof.loading.read_executor import read_chunks
 from shardproof.loading.placing import Placing
 from shardproof.loading.selection import selects
 from shardproof.loading.shared import check_shared_memory
-from shardproof.loading.sharing import UNREADABLE, Sharing
+from shardproof.loading.read_once.agreement import UNREADABLE, Sharing
 from shardproof.loading.threads import reading_threads
 from shardproof.planning import ReadPlan
 from shardproof.reentrance import guarded

@@ -1,4 +1,4 @@
-"""JSON values to the plain data that they stand for; `shardproof.state.plain` has the table.
+"""JSON values to the plain data that they stand for; `shardproof.state.plain.encode` has the table.
 
 Nothing in a checkpoint can make this run code: a name in it means a class only where the program has
 registered one.
@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from shardproof.errors import PlainDataError
-from shardproof.state.plain import DEPTH, FACTORIES
-from shardproof.state.registered import registered_dataclass, registered_enum
+from shardproof.state.plain.encode import DEPTH, FACTORIES
+from shardproof.state.plain.registry import registered_dataclass, registered_enum
 from shardproof.state.tensors import array_dtype, torch_dtype
 
 __all__ = ["decode", "references"]

@@ -17,14 +17,14 @@ from shardproof.errors import (
     TilingError,
 )
 from shardproof.loading.checkpoint import Checkpoint
-from shardproof.loading.chunks import Chunks
-from shardproof.loading.crossover import Sampled, memory_speed, pays, sample, worth_measuring
-from shardproof.loading.exchange import Exchange, can_exchange
+from shardproof.loading.chunk_reader import Chunks
+from shardproof.loading.read_once.cost_model import Sampled, memory_speed, pays, sample, worth_measuring
+from shardproof.loading.read_once.group_collectives import Exchange, can_exchange
 from shardproof.loading.matching import Options, from_rank
-from shardproof.loading.node_memory import Handle, NodeMemory, PeerMemory
-from shardproof.loading.node_plan import NodeOrders, plan_node
+from shardproof.loading.read_once.shared_memory import Handle, NodeMemory, PeerMemory
+from shardproof.loading.read_once.node_plan import NodeOrders, plan_node
 from shardproof.loading.once import through_group
-from shardproof.loading.once_node import tell_failed, through_memory
+from shardproof.loading.read_once.node_transfer import tell_failed, through_memory
 from shardproof.loading.once_orders import Int64s, Loads, Orders, Wish
 from shardproof.loading.once_plan import plan_once
 from shardproof.loading.once_receive import Receiver

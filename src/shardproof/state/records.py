@@ -115,7 +115,7 @@ class TensorEntry(msgspec.Struct, frozen=True, gc=False):
 
 
 class ObjectEntry(msgspec.Struct, frozen=True):
-    """A value that is not a tensor, as plain JSON data (see `shardproof.state.plain`)."""
+    """A value that is not a tensor, as plain JSON data (see `shardproof.state.plain.encode`)."""
 
     key: str
     value: Any

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from shardproof.loading.once_orders import Int64s, Loads, Wish
-from shardproof.loading.once_units import UNIT_BYTES, Units, ranges, wire
+from shardproof.loading.read_once.units import UNIT_BYTES, Units, ranges, wire
 from shardproof.planning import ChunkTable
 
 __all__ = ["AHEAD", "RING_BYTES", "ROUND_BYTES", "NodeOrders", "plan_node"]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from shardproof.errors import StructureError
-from shardproof.state.naming import NamedModule, clean_name
+from shardproof.state.module_names import NamedModule, clean_name
 from shardproof.state.visiting import OwnedParameters, Place, check_name, join
 
 __all__ = ["Names"]

@@ -19,18 +19,18 @@ from shardproof.errors import StructureError
 from shardproof.state.binding import Binder
 from shardproof.state.collecting import Collector, Hoister
 from shardproof.state.dtensor import local_tensor
-from shardproof.state.entries import Stepped
+from shardproof.state.records import Stepped
 from shardproof.state.modules import named
-from shardproof.state.names import Names
-from shardproof.state.naming import NamedModule
-from shardproof.state.optimizer_binding import EXTRA, SHARED, OptimizerBinding
-from shardproof.state.optimizer_slots import slots_of
-from shardproof.state.options import Options
-from shardproof.state.plain import encode
-from shardproof.state.slot_layouts import SlotLayouts
-from shardproof.state.slots import LocalRange, ParameterSlots, SlotKeeper
+from shardproof.state.optimizer.parameter_names import Names
+from shardproof.state.module_names import NamedModule
+from shardproof.state.optimizer.bind import EXTRA, SHARED, OptimizerBinding
+from shardproof.state.optimizer.slot_sources import slots_of
+from shardproof.state.optimizer.group_options import Options
+from shardproof.state.plain.encode import encode
+from shardproof.state.optimizer.slot_layouts import SlotLayouts
+from shardproof.state.optimizer.slots import LocalRange, ParameterSlots, SlotKeeper
 from shardproof.state.visiting import Place, Visitor, check_name, join
-from shardproof.state.zero_redundancy import is_zero_redundancy
+from shardproof.state.optimizer.zero_redundancy import is_zero_redundancy
 
 __all__ = ["OPTIMIZER", "OptimizerState"]
 

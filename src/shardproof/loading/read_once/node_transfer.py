@@ -27,11 +27,11 @@ import numpy as np
 import torch
 
 from shardproof.format import Manifest
-from shardproof.loading.blocks import Files
-from shardproof.loading.chunks import Chunks
+from shardproof.loading.block_reader import Files
+from shardproof.loading.chunk_reader import Chunks
 from shardproof.loading.node_mail import Message, Said
-from shardproof.loading.node_memory import NodeMemory, PeerMemory
-from shardproof.loading.node_plan import NodeOrders
+from shardproof.loading.read_once.shared_memory import NodeMemory, PeerMemory
+from shardproof.loading.read_once.node_plan import NodeOrders
 from shardproof.loading.node_taking import Takings
 from shardproof.loading.once import PeerFailed
 from shardproof.loading.placing import Placing
