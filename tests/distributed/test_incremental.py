@@ -11,7 +11,7 @@ import torch
 import shardproof as sp
 from shardproof.checkpointer.folders import step_name
 from shardproof.format import read_manifest
-from shardproof.maintenance import verification as verify
+from shardproof.loading import verify
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.saving import make_standalone
 from shardproof.storage import LocalStorage

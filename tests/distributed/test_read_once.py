@@ -22,9 +22,9 @@ import shardproof as sp
 from shardproof.errors import CorruptChunkError, RankFailure, ShardproofError
 from shardproof.loading import LoadReport, Options, crossover, load_from, loader, node_taking, sharing
 from shardproof.loading.checkpoint import Checkpoint
-from shardproof.loading.read_once.shared_memory import PeerMemory
+from shardproof.loading.read_once.group_plan import plan_once
 from shardproof.loading.read_once.node_plan import plan_node
-from shardproof.loading.once_plan import plan_once
+from shardproof.loading.read_once.shared_memory import PeerMemory
 from shardproof.rendezvous import LocalRendezvous, connect
 from shardproof.saving import Saver
 from shardproof.storage import LocalStorage

@@ -20,8 +20,8 @@ import torch
 import shardproof as sp
 from shardproof.errors import ShardproofError
 from shardproof.format import MANIFEST_NAME, read_manifest
-from shardproof.maintenance import verification as verify
-from shardproof.maintenance import rebuild as repair
+from shardproof.loading import verify
+from shardproof.saving import repair
 from shardproof.storage import LocalStorage
 from tests.faults.damage import target_like, values_of
 from tests.faults.forgeries import CASES, SHARDS, VALUES, Forge, a_large_tensor, cut_along_all, with_value

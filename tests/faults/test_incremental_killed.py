@@ -16,7 +16,7 @@ import pytest
 import shardproof as sp
 from shardproof.checkpointer.folders import parse_step, step_name
 from shardproof.checkpointer.retention import leftovers, remove_leftover
-from shardproof.maintenance import verification as verify
+from shardproof.loading import verify
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.storage import LocalStorage
 from tests.faults.dying import Deadly, die_at_every_operation

@@ -26,7 +26,7 @@ import shardproof as sp
 from shardproof.checkpointer.retention import leftovers, plan_removal
 from shardproof.errors import FormatError, ShardproofError
 from shardproof.format import MANIFEST_NAME, read_manifest
-from shardproof.maintenance import verification as verify
+from shardproof.loading import verify
 from shardproof.saving import make_standalone, repair
 from shardproof.storage import LocalStorage
 from tests.faults.damage import target_like

@@ -22,7 +22,7 @@ from shardproof.errors import (
 )
 from shardproof.format import MANIFEST_NAME, Manifest, index_name, read_manifest, shard_name
 from shardproof.rendezvous import LocalRendezvous
-from shardproof.maintenance import rebuild as repair
+from shardproof.saving import repair
 from shardproof.storage import LocalStorage
 from tests.faults.damage import (
     faults_of,

@@ -13,7 +13,7 @@ import shardproof as sp
 from shardproof import events
 from shardproof.checkpointer.folders import step_name
 from shardproof.format import MANIFEST_NAME, Manifest, encode_manifest, read_manifest
-from shardproof.maintenance import verification as verify
+from shardproof.loading import verify
 from shardproof.storage import LocalStorage
 from tests.harness import rank, rendezvous, run_ranks
 from tests.scenarios.states import Phases

@@ -21,7 +21,7 @@ from shardproof.checkpointer.folders import step_name
 from shardproof.checkpointer.retention import delete_steps
 from shardproof.checkpointer.scrub import Scrub
 from shardproof.format import read_manifest
-from shardproof.maintenance import verification as verify
+from shardproof.loading import verify
 from shardproof.storage import LocalStorage
 from tests.harness import rank, rendezvous, run_ranks
 from tests.scenarios.test_rot_in_a_base import FROZEN_BYTES, flip_bit, same, shard_of, state

@@ -15,7 +15,7 @@ from shardproof.checkpointer.folders import parse_folder
 from shardproof.checkpointer.retention import leftovers, remove_leftover
 from shardproof.errors import StorageError
 from shardproof.format import MANIFEST_NAME, read_manifest
-from shardproof.maintenance import verification as verify
+from shardproof.loading import verify
 from shardproof.report import scan_run
 from shardproof.storage import LocalStorage
 from tests.faulty_storage import FaultyStorage

@@ -24,7 +24,7 @@ from shardproof.checkpointer.damage import Damage
 from shardproof.checkpointer.folders import parse_folder
 from shardproof.errors import FormatError, NotCommittedError, ShardproofError, StorageError
 from shardproof.format import read_index, read_manifest, refers_to_none, seal_of
-from shardproof.maintenance import verification as verify
+from shardproof.loading import verify
 from shardproof.saving import Workers
 from shardproof.storage import LocalStorage, UncachedStorage
 

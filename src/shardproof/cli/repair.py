@@ -22,7 +22,7 @@ def command(ckpt: str, as_json: bool) -> int:
     from shardproof.cli.words import counted, gigabytes
     from shardproof.errors import AlreadyCommittedError
     from shardproof.report import tensor_bytes
-    from shardproof.maintenance import rebuild as repair
+    from shardproof.saving import repair
     from shardproof.storage import UncachedStorage
 
     storage = UncachedStorage(ckpt)

@@ -8,11 +8,10 @@ size 1, so any layout of a tensor loads into any other.
 from __future__ import annotations
 
 from shardproof.layouts import experts
-from shardproof.layouts.attention import latent_attention, query_key_value
-from shardproof.layouts.delta import gated_delta_net
+from shardproof.layouts.attention import gated_delta_net, latent_attention, query_key_value
 from shardproof.layouts.fused import fused, swiglu
-from shardproof.layouts.layers import layers, shared
 from shardproof.layouts.parts import Part
+from shardproof.layouts.pipeline import layers, shared
 from shardproof.layouts.vocabulary import vocabulary
 from shardproof.state import rename
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from shardproof.errors import StructureError
-from shardproof.layouts.owned import Owned, segments_held
+from shardproof.layouts.module_tensors import Owned, segments_held
 from shardproof.layouts.parts import Part, Segments, blocks_of, index_map_of
 from shardproof.state import Layout, declare, number_expert
 

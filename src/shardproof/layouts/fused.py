@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from shardproof.layouts.owned import declare_along
+from shardproof.layouts.module_tensors import declare_along
 from shardproof.layouts.parts import Part, blocks_of
 
 __all__ = ["fused", "swiglu"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardproof.errors import StructureError
-from shardproof.layouts.owned import Owned
+from shardproof.layouts.module_tensors import Owned
 from shardproof.layouts.parts import Segments, check_rank, index_map_of
 from shardproof.state import Layout, is_dtensor
 

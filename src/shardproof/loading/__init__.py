@@ -9,9 +9,9 @@ from shardproof.loading.checkpoint import Checkpoint, StoredTensor
 from shardproof.loading.checkpoint import open_checkpoint as open  # noqa: A004 the public name is sp.open
 from shardproof.loading.load_protocol import LoadReport, load_from
 from shardproof.loading.matching import Options, ReadOnce, from_rank
-from shardproof.loading.selection import Cast, Patterns
 from shardproof.loading.read_once.agreement import UNREADABLE
-from shardproof.maintenance.verification import VerifyReport, verify
+from shardproof.loading.selection import Cast, Patterns
+from shardproof.loading.verify import VerifyReport, verify
 from shardproof.reentrance import refuse_inside
 from shardproof.rendezvous import Rendezvous, connected
 from shardproof.storage import LocalStorage, StrOrBytesPath
@@ -68,7 +68,7 @@ def load(
         path: the folder of the checkpoint.
         state: the tree to fill.
         strict: whether a key that only one side has is an error. A shape or dtype that differs always
-            is; an object with ``state_tree`` (see `shardproof.state.parts`) may be on one side alone.
+            is; an object with ``state_tree`` (see `shardproof.state.handlers.stateful_objects`) may be on one side alone.
         include: patterns (`fnmatch`, over the whole key or the keys above it) of the keys to load; None for
         all.
         exclude: patterns of the keys to leave as they are.

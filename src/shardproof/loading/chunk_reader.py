@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from shardproof.errors import CorruptChunkError
 from shardproof.format import BLOCK_BYTES, Manifest, digest_of_blocks, digests_as_bytes
 from shardproof.loading.block_reader import BlockDigests, Extents, Files
-from shardproof.loading.fetch import is_cached
+from shardproof.loading.cold_reads import is_cached
 from shardproof.planning import ChunkTable
 from shardproof.storage import Storage
 

@@ -30,20 +30,19 @@ from shardproof import events
 from shardproof._utils.gc_pause import no_garbage_collection
 from shardproof.errors import ShardproofError
 from shardproof.format import Manifest
-from shardproof.loading.read_once import offers as offering
 from shardproof.loading.checkpoint import Checkpoint
 from shardproof.loading.chunk_reader import Chunks
-from shardproof.loading.read_once.group_collectives import can_exchange
-from shardproof.loading.fetch import Cold
+from shardproof.loading.cold_reads import Cold, Sketch
+from shardproof.loading.destinations import Placing
 from shardproof.loading.matching import DEFAULTS, Asked, Matched, Options, from_rank, match
-from shardproof.loading.read_once.shared_memory import Handle, NodeMemory
-from shardproof.loading.once import PeerFailed
-from shardproof.loading.overlap import Sketch
 from shardproof.loading.read_executor import read_chunks
-from shardproof.loading.placing import Placing
-from shardproof.loading.selection import selects
-from shardproof.loading.shared import check_shared_memory
+from shardproof.loading.read_once import offers as offering
 from shardproof.loading.read_once.agreement import UNREADABLE, Sharing
+from shardproof.loading.read_once.group_collectives import can_exchange
+from shardproof.loading.read_once.group_transfer import PeerFailed
+from shardproof.loading.read_once.shared_memory import Handle, NodeMemory
+from shardproof.loading.selection import selects
+from shardproof.loading.shared_destinations import check_shared_memory
 from shardproof.loading.threads import reading_threads
 from shardproof.planning import ReadPlan
 from shardproof.reentrance import guarded

@@ -21,8 +21,8 @@ from shardproof._utils.gc_pause import no_garbage_collection
 from shardproof._utils.memcpy import copy_runs
 from shardproof.format import BLOCK_BYTES
 from shardproof.loading.chunk_reader import Chunks
-from shardproof.loading.fetch import REQUEST_BYTES, Cold, Fetcher, is_cached
-from shardproof.loading.placing import Destination, Placing
+from shardproof.loading.cold_reads import REQUEST_BYTES, Cold, Fetcher, is_cached
+from shardproof.loading.destinations import Destination, Placing
 from shardproof.loading.threads import in_threads
 from shardproof.planning import LARGE_BYTES, ReadPlan
 from shardproof.storage import address as address_of

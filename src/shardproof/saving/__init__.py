@@ -14,11 +14,11 @@ from shardproof.saving.messages import Attempt
 from shardproof.saving.pending import PendingSave
 from shardproof.saving.placement import chunk_table
 from shardproof.saving.prepared_shard import PreparedShard, encode_chunks
-from shardproof.maintenance.rebuild import repair
+from shardproof.saving.repair import repair
 from shardproof.saving.replica_check import CheckReplicas
 from shardproof.saving.result import Divergence, SaveResult
 from shardproof.saving.saver import Saver, WhenBusy
-from shardproof.maintenance.standalone_copy import make_standalone
+from shardproof.saving.standalone import make_standalone
 from shardproof.state import open_all
 from shardproof.storage import LocalStorage, StrOrBytesPath
 

@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
-from shardproof.state.collecting import hoisted_tensor
-from shardproof.state.plain.decode import decode as decode_plain
+from shardproof.state.collector import hoisted_tensor
 from shardproof.state.dtensor import LOCAL, dtensor_index_map, is_dtensor, local_tensor
+from shardproof.state.fence import Fence, open_all
+from shardproof.state.handlers.generators import RandomState
+from shardproof.state.handlers.per_rank import PerRank, owner_of
+from shardproof.state.handlers.stateful_objects import parts_of
+from shardproof.state.last_walk import LastWalk
+from shardproof.state.layout import LAYOUTS, Layout, declare, local_layout
+from shardproof.state.local_shards import FlatShard, LocalShards
+from shardproof.state.module_names import inside, number_expert, rename, share
+from shardproof.state.optimizer.collect import OptimizerState
+from shardproof.state.optimizer.slot_sources import receiver, slots_of
+from shardproof.state.optimizer.slots import (
+    MASTER,
+    LocalRange,
+    ParameterSlots,
+    Receipt,
+    SlotKeeper,
+    StoredSlot,
+    options_of,
+)
+from shardproof.state.plain.decode import decode as decode_plain
+from shardproof.state.plain.encode import encode as encode_plain
+from shardproof.state.plain.registry import register_dataclass, register_enum
 from shardproof.state.records import (
     Binding,
     Catalogue,
@@ -16,27 +37,6 @@ from shardproof.state.records import (
     TensorEntry,
     is_plain_memory,
     memory_of,
-)
-from shardproof.state.local_shards import FlatShard, LocalShards
-from shardproof.state.fence import Fence, open_all
-from shardproof.state.generators import RandomState
-from shardproof.state.last_walk import LastWalk
-from shardproof.state.layout import LAYOUTS, Layout, declare, local_layout
-from shardproof.state.module_names import inside, number_expert, rename, share
-from shardproof.state.optimizer.slot_sources import receiver, slots_of
-from shardproof.state.optimizer.collect import OptimizerState
-from shardproof.state.parts import parts_of
-from shardproof.state.per_rank import PerRank, owner_of
-from shardproof.state.plain.encode import encode as encode_plain
-from shardproof.state.plain.registry import register_dataclass, register_enum
-from shardproof.state.optimizer.slots import (
-    MASTER,
-    LocalRange,
-    ParameterSlots,
-    Receipt,
-    SlotKeeper,
-    StoredSlot,
-    options_of,
 )
 from shardproof.state.storage_owner import declare_storage_owner, storage_owner
 from shardproof.state.tensors import as_bytes

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from shardproof.state.describing import blocks
+from shardproof.state.descriptions import blocks
 from shardproof.state.dtensor import LOCAL, is_dtensor, local_tensor, shard_order
 from shardproof.state.records import Piece, TensorEntry
 from shardproof.state.tensors import are_plain

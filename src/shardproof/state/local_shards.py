@@ -10,12 +10,12 @@ import torch
 from shardproof.errors import StructureError
 from shardproof.state.records import Piece
 from shardproof.state.tensors import PLAIN_TYPES, check_memory, dtype_name
-from shardproof.state.visiting import Place
+from shardproof.state.visitor import Place
 
 if TYPE_CHECKING:
     from shardproof.geometry import IndexMap
-    from shardproof.state.binding import Binder
-    from shardproof.state.collecting import Collector
+    from shardproof.state.binder import Binder
+    from shardproof.state.collector import Collector
 
 __all__ = ["EXPLICIT", "FlatShard", "LocalShards", "described"]
 

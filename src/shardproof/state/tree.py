@@ -9,11 +9,11 @@ import torch
 
 from shardproof._utils.gc_pause import no_garbage_collection
 from shardproof.errors import StructureError
-from shardproof.state.binding import Binder
-from shardproof.state.collecting import Collector
-from shardproof.state.records import Binding, Catalogue, Collected
+from shardproof.state.binder import Binder
+from shardproof.state.collector import Collector
 from shardproof.state.last_walk import LastWalk
-from shardproof.state.visiting import Place
+from shardproof.state.records import Binding, Catalogue, Collected
+from shardproof.state.visitor import Place
 from shardproof.state.walk import handler_of
 
 __all__ = ["bind", "collect"]
@@ -27,7 +27,7 @@ def collect(tree: Any, *, rank: int = 0, world_size: int = 1, last: LastWalk | N
 
     Args:
         tree: nested dicts, lists and tuples of tensors, modules, optimizers, objects with state_dict and
-            load_state_dict, or with state_tree (see `shardproof.state.parts`), and plain values.
+            load_state_dict, or with state_tree (see `shardproof.state.handlers.stateful_objects`), and plain values.
         rank: of this process; per-rank values are stored under it.
         world_size: number of ranks.
         last: what is known of the walk before, over this tree or another; changed.

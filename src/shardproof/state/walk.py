@@ -11,23 +11,22 @@ import numpy as np
 import torch
 
 from shardproof.errors import StructureError
-from shardproof.state.binding import MISSING, Binder
-from shardproof.state.collecting import Collector
-from shardproof.state.local_shards import EXPLICIT, FlatShard, LocalShards
-from shardproof.state.generators import (
+from shardproof.state.binder import MISSING, Binder
+from shardproof.state.collector import Collector
+from shardproof.state.handlers.generators import (
     GENERATOR,
     NUMPY_GENERATOR,
     NUMPY_RANDOM_STATE,
     PYTHON_GENERATOR,
     RandomState,
 )
-from shardproof.state.modules import MODULE
+from shardproof.state.handlers.modules import MODULE
+from shardproof.state.handlers.per_rank import PER_RANK, PerRank
+from shardproof.state.handlers.stateful_objects import PART, STATEFUL, has_state_tree, is_stateful
+from shardproof.state.local_shards import EXPLICIT, FlatShard, LocalShards
 from shardproof.state.optimizer.collect import OPTIMIZER, OptimizerState
-from shardproof.state.parts import PART, has_state_tree
-from shardproof.state.per_rank import PER_RANK, PerRank
-from shardproof.state.statefuls import STATEFUL, is_stateful
 from shardproof.state.tensors import PLAIN_TYPES, array_dtype, tensor_of_array
-from shardproof.state.visiting import Handler, Place, check_name
+from shardproof.state.visitor import Handler, Place, check_name
 
 __all__ = ["handler_of"]
 

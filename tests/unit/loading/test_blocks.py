@@ -12,7 +12,7 @@ import torch
 import shardproof as sp
 from shardproof.errors import CorruptChunkError, FormatError, StorageError
 from shardproof.format import MANIFEST_NAME, read_manifest, read_shard_header
-from shardproof.loading import LoadReport, place, verify
+from shardproof.loading import LoadReport, verify
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.saving import Saver, make_standalone, repair
 from shardproof.storage import LocalStorage
@@ -74,13 +74,13 @@ def test_of_several_parts_all_between_the_first_and_the_last(saved: Path) -> Non
 
 def test_a_part_takes_memory_for_its_blocks_only(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
-    scratch = place._Job._scratch
+    scratch = read_executor._Job._scratch
 
-    def noted(job: place._Job, count: int) -> Any:
+    def noted(job: read_executor._Job, count: int) -> Any:
         taken.append(count)
         return scratch(job, count)
 
-    monkeypatch.setattr(place._Job, "_scratch", noted)
+    monkeypatch.setattr(read_executor._Job, "_scratch", noted)
     with sp.open(saved) as opened:
         assert torch.equal(opened["w"][11:14, 3:9], VALUE[11:14, 3:9])
     assert taken == [2 * BLOCK], "its block, and room for what the rest of a block passes through"

@@ -19,8 +19,7 @@ from shardproof.format import read_manifest
 from shardproof.loading import LoadReport, fetch, load_from, place
 from shardproof.loading.checkpoint import Checkpoint
 from shardproof.loading.chunk_reader import Chunks
-from shardproof.loading.fetch import MEMORY_BYTES, MOST_THREADS, Fetcher
-from shardproof.loading.overlap import SAMPLES, Sketch, reads_twice
+from shardproof.loading.cold_reads import MEMORY_BYTES, MOST_THREADS, SAMPLES, Fetcher, Sketch, reads_twice
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.saving import Saver
 from shardproof.storage import LocalStorage, memory_for

@@ -10,7 +10,7 @@ import pytest
 
 from shardproof.loading.read_once import cost_model as crossover
 from shardproof.loading.read_once.cost_model import Sampled, pays, sample, worth_measuring
-from shardproof.loading.once_orders import Loads
+from shardproof.loading.read_once.orders import Loads
 
 GIGA = 10**9
 WORK = 0.25

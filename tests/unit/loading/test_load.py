@@ -13,7 +13,7 @@ import torch
 
 import shardproof as sp
 from shardproof.errors import KeyMismatchError, ShardproofError, StructureError
-from shardproof.loading import load_from, place
+from shardproof.loading import load_from
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.saving import Saver
 from shardproof.storage import LocalStorage
@@ -275,8 +275,8 @@ def test_tied_targets_take_tied_values_and_refuse_two(tmp_path: Path) -> None:
 def test_every_way_of_reading_gives_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int, direct: int
 ) -> None:
-    monkeypatch.setattr(place, "LARGE_BYTES", direct)
-    monkeypatch.setattr(place, "_BATCH_BYTES", 1 << 12)
+    monkeypatch.setattr(read_executor, "LARGE_BYTES", direct)
+    monkeypatch.setattr(read_executor, "_BATCH_BYTES", 1 << 12)
     monkeypatch.setattr("shardproof.loading.load_protocol.reading_threads", lambda: threads)
     state = {f"t{n}": torch.randn(n * 37 % 50 + 1, n % 9 + 1) for n in range(60)}
     state |= {f"u{n}": torch.randint(0, 255, (n * 3 + 1,), dtype=torch.uint8) for n in range(20)}

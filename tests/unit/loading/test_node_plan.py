@@ -18,11 +18,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardproof.loading.read_once import shared_memory as node_memory
-from shardproof.loading.node_mail import Message, Said
-from shardproof.loading.read_once.shared_memory import NodeMemory, PeerMemory
+from shardproof.loading.read_once.node_messages import Message, Said
 from shardproof.loading.read_once.node_plan import AHEAD, _ring, plan_node
 from shardproof.loading.read_once.node_transfer import MOST_RANKS
-from shardproof.loading.once_orders import Wish
+from shardproof.loading.read_once.orders import Wish
+from shardproof.loading.read_once.shared_memory import NodeMemory, PeerMemory
 from shardproof.planning import ChunkTable
 from tests.harness import open_files
 from tests.unit.loading.test_once_plan import jobs, shared_chunks
@@ -125,7 +125,7 @@ def test_another_process_sees_the_memory_and_none_that_is_not_it() -> None:
     handle = memory.handle
     script = (
         "import torch\n"
-        "from shardproof.loading.node_mail import Message, Said\n"
+        "from shardproof.loading.read_once.node_messages import Message, Said\n"
         "from shardproof.loading.read_once.shared_memory import Handle, PeerMemory\n"
         f"peer = PeerMemory.opened(Handle(*{tuple(msgspec.structs.astuple(handle))!r}))\n"
         "mapped = peer.map(3000)\n"

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 
 import shardproof as sp
 from shardproof.loading.checkpoint import Checkpoint
+from shardproof.loading.destinations import Placing
 from shardproof.loading.matching import Options, match
-from shardproof.loading.once_orders import Orders, Wish
-from shardproof.loading.once_plan import plan_once
-from shardproof.loading.once_receive import Receiver
-from shardproof.loading.once_send import Sender
-from shardproof.loading.placing import Placing
+from shardproof.loading.read_once.group_plan import plan_once
+from shardproof.loading.read_once.group_transfer import Receiver, Sender
+from shardproof.loading.read_once.orders import Orders, Wish
 from shardproof.planning import ChunkTable, ReadPlan
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.saving import Saver

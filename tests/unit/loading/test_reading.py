@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import shardproof as sp
 from shardproof.errors import CorruptChunkError
-from shardproof.loading import load_from, place
+from shardproof.loading import load_from
 from shardproof.loading.checkpoint import Checkpoint
 from shardproof.loading.chunk_reader import GAP, Chunks
 from shardproof.loading.threads import in_threads
@@ -113,7 +113,9 @@ def test_a_large_chunk_is_read_straight_into_its_place(
 ) -> None:
     state = {"w": torch.randn(600, 600), "v": torch.randn(600, 600)}
     sp.save(tmp_path, state)
-    monkeypatch.setattr(place._Job, "_read_through_scratch", lambda self, batch, span: pytest.fail("a copy"))
+    monkeypatch.setattr(
+        read_executor._Job, "_read_through_scratch", lambda self, batch, span: pytest.fail("a copy")
+    )
     target = {key: torch.zeros(600, 600) for key in state}
     sp.load(tmp_path, target)
     assert all(torch.equal(target[key], state[key]) for key in state)
@@ -216,7 +218,7 @@ def test_runs_of_chunks_are_read_into_place_and_the_rest_is_verified(
     height = data.draw(st.integers(1, rows - top))
     patches = pytest.MonkeyPatch.context()
     with tempfile.TemporaryDirectory() as folder, patches as patch, blocks_of(block):
-        patch.setattr(place, "LARGE_BYTES", direct)
+        patch.setattr(read_executor, "LARGE_BYTES", direct)
         Saver(LocalRendezvous(), chunk_bytes=chunk_bytes).save(LocalStorage(folder), {"w": value})
 
         def load() -> tuple[torch.Tensor, int]:

@@ -17,7 +17,7 @@ from shardproof.checkpointer.folders import step_name
 from shardproof.checkpointer.retention import delete_steps, leftovers, remove_leftover
 from shardproof.errors import CorruptChunkError, FormatError, NotCommittedError, StorageError
 from shardproof.format import MANIFEST_NAME, read_manifest, read_shard_header
-from shardproof.maintenance import verification as verify
+from shardproof.loading import verify
 from shardproof.report import scan_run
 from shardproof.saving import make_standalone, repair
 from shardproof.saving.incremental import match_base

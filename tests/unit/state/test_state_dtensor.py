@@ -21,9 +21,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from shardproof.errors import StructureError
 from shardproof.state import collect
 from shardproof.state.dtensor import Layouts, _are_alike
-from shardproof.state.placements import local_segments, order_of_sharding
 from shardproof.state.optimizer.slot_layouts import SlotLayouts
 from shardproof.state.optimizer.slots import StoredSlot
+from shardproof.state.placements import local_segments, order_of_sharding
 from tests.unit.state.fake_checkpoint import FakeCheckpoint
 
 

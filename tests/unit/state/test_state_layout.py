@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from shardproof.errors import StructureError
 from shardproof.geometry import Boxes, IndexMap
 from shardproof.state import collect
-from shardproof.state.local_shards import LocalShards
 from shardproof.state.layout import Layout, declare, declared, local_layout
+from shardproof.state.local_shards import LocalShards
 from shardproof.state.tensors import empty_like_layout
 from tests.unit.state.test_state_dtensor import as_rank
 

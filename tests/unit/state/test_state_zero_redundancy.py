@@ -18,7 +18,12 @@ from shardproof.errors import StructureError
 from shardproof.optim import HybridDeviceOptimizer
 from shardproof.state import Catalogue, bind
 from shardproof.state.optimizer.slots import ParameterSlots, Receipt, Receiver, StoredSlot
-from shardproof.state.optimizer.zero_redundancy import inner_optimizer, is_zero_redundancy, owned_receiver, owned_slots
+from shardproof.state.optimizer.zero_redundancy import (
+    inner_optimizer,
+    is_zero_redundancy,
+    owned_receiver,
+    owned_slots,
+)
 from tests.unit.state.fake_checkpoint import saved
 
 RANKS = 3

@@ -18,18 +18,16 @@ from shardproof.errors import (
 )
 from shardproof.loading.checkpoint import Checkpoint
 from shardproof.loading.chunk_reader import Chunks
+from shardproof.loading.destinations import Placing
+from shardproof.loading.matching import Options, from_rank
 from shardproof.loading.read_once.cost_model import Sampled, memory_speed, pays, sample, worth_measuring
 from shardproof.loading.read_once.group_collectives import Exchange, can_exchange
-from shardproof.loading.matching import Options, from_rank
-from shardproof.loading.read_once.shared_memory import Handle, NodeMemory, PeerMemory
+from shardproof.loading.read_once.group_plan import plan_once
+from shardproof.loading.read_once.group_transfer import Receiver, Sender, through_group
 from shardproof.loading.read_once.node_plan import NodeOrders, plan_node
-from shardproof.loading.once import through_group
 from shardproof.loading.read_once.node_transfer import tell_failed, through_memory
-from shardproof.loading.once_orders import Int64s, Loads, Orders, Wish
-from shardproof.loading.once_plan import plan_once
-from shardproof.loading.once_receive import Receiver
-from shardproof.loading.once_send import Sender
-from shardproof.loading.placing import Placing
+from shardproof.loading.read_once.orders import Int64s, Loads, Orders, Wish
+from shardproof.loading.read_once.shared_memory import Handle, NodeMemory, PeerMemory
 from shardproof.planning import ReadPlan
 from shardproof.rendezvous import Meetings, Rendezvous
 

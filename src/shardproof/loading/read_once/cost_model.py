@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from shardproof._utils.topology import processors
 from shardproof.loading.chunk_reader import Chunks
-from shardproof.loading.once_orders import Loads
+from shardproof.loading.read_once.orders import Loads
 from shardproof.loading.threads import reading_threads
 
 __all__ = ["Sampled", "expected", "memory_speed", "pays", "sample", "worth_measuring"]

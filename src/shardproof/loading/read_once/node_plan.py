@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from shardproof.loading.once_orders import Int64s, Loads, Wish
+from shardproof.loading.read_once.orders import Int64s, Loads, Wish
 from shardproof.loading.read_once.units import UNIT_BYTES, Units, ranges, wire
 from shardproof.planning import ChunkTable
 

@@ -29,12 +29,11 @@ import torch
 from shardproof.format import Manifest
 from shardproof.loading.block_reader import Files
 from shardproof.loading.chunk_reader import Chunks
-from shardproof.loading.node_mail import Message, Said
-from shardproof.loading.read_once.shared_memory import NodeMemory, PeerMemory
+from shardproof.loading.destinations import Placing
+from shardproof.loading.read_once.group_transfer import PeerFailed
+from shardproof.loading.read_once.node_messages import Message, Said, Takings
 from shardproof.loading.read_once.node_plan import NodeOrders
-from shardproof.loading.node_taking import Takings
-from shardproof.loading.once import PeerFailed
-from shardproof.loading.placing import Placing
+from shardproof.loading.read_once.shared_memory import NodeMemory, PeerMemory
 from shardproof.planning import ChunkTable
 
 __all__ = ["MOST_RANKS", "through_memory"]

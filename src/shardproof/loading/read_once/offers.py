@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+from shardproof.loading.cold_reads import Sketch, reads_twice
 from shardproof.loading.matching import Asked, agree
-from shardproof.loading.read_once.shared_memory import Handle
 from shardproof.loading.read_once.node_transfer import MOST_RANKS
-from shardproof.loading.overlap import Sketch, reads_twice
+from shardproof.loading.read_once.shared_memory import Handle
 
 __all__ = ["Answer", "Offer", "answer", "post", "taken_up"]
 
@@ -38,7 +38,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     handles: tuple[Handle, ...]
     """See `taken_up`."""
     reads_twice: bool
-    """See `shardproof.loading.overlap.reads_twice`."""
+    """See `shardproof.loading.cold_reads.reads_twice`."""
 
 
 class _Post(msgspec.Struct, frozen=True, array_like=True):

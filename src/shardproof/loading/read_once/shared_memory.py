@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from shardproof.errors import StorageError
-from shardproof.loading.node_mail import Inbox, Outbox
+from shardproof.loading.read_once.node_messages import Inbox, Outbox
 
 __all__ = ["Handle", "NodeMemory", "PeerMemory"]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shardproof.loading.once_orders import Int64s, Loads, Wish
+from shardproof.loading.read_once.orders import Int64s, Loads, Wish
 from shardproof.planning import ChunkTable
 
 __all__ = ["UNIT_BYTES", "Units", "joined", "ranges", "sums", "wire"]

@@ -21,15 +21,15 @@ from typing import Any
 import torch
 
 from shardproof.errors import StructureError
-from shardproof.state.binding import MISSING, Binder
+from shardproof.state.binder import MISSING, Binder
 from shardproof.state.dtensor import local_tensor
-from shardproof.state.optimizer.parameter_names import Names
-from shardproof.state.optimizer.slot_sources import receiver
 from shardproof.state.optimizer.group_options import Options
+from shardproof.state.optimizer.parameter_names import Names
 from shardproof.state.optimizer.slot_layouts import SlotLayout, SlotLayouts
+from shardproof.state.optimizer.slot_sources import receiver
 from shardproof.state.optimizer.slots import MASTER, LocalRange, Receipt, Receiver, SlotKeeper, StoredSlot
 from shardproof.state.tensors import empty_like_layout, local_of, torch_dtype
-from shardproof.state.visiting import Place, check_name, join
+from shardproof.state.visitor import Place, check_name, join
 
 __all__ = ["EXTRA", "SHARED", "OptimizerBinding"]
 

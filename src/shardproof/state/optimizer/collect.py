@@ -16,21 +16,21 @@ from typing import Any
 import torch
 
 from shardproof.errors import StructureError
-from shardproof.state.binding import Binder
-from shardproof.state.collecting import Collector, Hoister
+from shardproof.state.binder import Binder
+from shardproof.state.collector import Collector, Hoister
 from shardproof.state.dtensor import local_tensor
-from shardproof.state.records import Stepped
-from shardproof.state.modules import named
-from shardproof.state.optimizer.parameter_names import Names
+from shardproof.state.handlers.modules import named
 from shardproof.state.module_names import NamedModule
 from shardproof.state.optimizer.bind import EXTRA, SHARED, OptimizerBinding
-from shardproof.state.optimizer.slot_sources import slots_of
 from shardproof.state.optimizer.group_options import Options
-from shardproof.state.plain.encode import encode
+from shardproof.state.optimizer.parameter_names import Names
 from shardproof.state.optimizer.slot_layouts import SlotLayouts
+from shardproof.state.optimizer.slot_sources import slots_of
 from shardproof.state.optimizer.slots import LocalRange, ParameterSlots, SlotKeeper
-from shardproof.state.visiting import Place, Visitor, check_name, join
 from shardproof.state.optimizer.zero_redundancy import is_zero_redundancy
+from shardproof.state.plain.encode import encode
+from shardproof.state.records import Stepped
+from shardproof.state.visitor import Place, Visitor, check_name, join
 
 __all__ = ["OPTIMIZER", "OptimizerState"]
 

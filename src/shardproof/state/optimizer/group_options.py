@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from shardproof.state.binding import Binder
+from shardproof.state.binder import Binder
+from shardproof.state.optimizer.slots import options_of
 from shardproof.state.plain.decode import decode
 from shardproof.state.plain.encode import encode
-from shardproof.state.optimizer.slots import options_of
 from shardproof.state.tensors import local_of
 
 __all__ = ["Options"]

@@ -8,7 +8,7 @@ import torch
 
 from shardproof.errors import StructureError
 from shardproof.state.module_names import NamedModule, clean_name
-from shardproof.state.visiting import OwnedParameters, Place, check_name, join
+from shardproof.state.visitor import OwnedParameters, Place, check_name, join
 
 __all__ = ["Names"]
 

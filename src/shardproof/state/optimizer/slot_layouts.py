@@ -10,12 +10,12 @@ import torch
 
 from shardproof.errors import StructureError
 from shardproof.state.dtensor import LOCAL, is_dtensor, local_tensor
-from shardproof.state.local_shards import LocalShards
 from shardproof.state.layout import Layout, local_layout
+from shardproof.state.local_shards import LocalShards
 from shardproof.state.module_names import NamedModule
 from shardproof.state.optimizer.slots import LocalRange, StoredSlot
 from shardproof.state.tensors import check_memory, local_of
-from shardproof.state.visiting import OwnedParameters, join
+from shardproof.state.visitor import OwnedParameters, join
 
 __all__ = ["SlotLayout", "SlotLayouts"]
 

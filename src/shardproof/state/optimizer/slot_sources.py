@@ -20,8 +20,8 @@ from shardproof.state.optimizer.slots import (
     StoredSlot,
     options_of,
 )
-from shardproof.state.tensors import empty_like_layout
 from shardproof.state.optimizer.zero_redundancy import is_zero_redundancy, owned_receiver, owned_slots
+from shardproof.state.tensors import empty_like_layout
 
 __all__ = ["receiver", "slots_of"]
 

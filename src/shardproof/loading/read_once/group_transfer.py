@@ -1,8 +1,20 @@
-"""What a rank reads for others: units in memory for as long as messages need them, packed round by round."""
+"""What a rank reads for others: units in memory for as long as messages need them, packed round by round.
+
+What other ranks read for this one: messages unpacked into their destinations.
+
+Reading once and handing on over a process group: the rounds, by the orders that the coordinator made.
+
+    for each round:  read and verify units  ->  wait for the round before, and place it
+                     ->  did any rank fail?  ->  start to hand on
+
+While a round is handed on the next units are read. What a rank receives was verified by the rank that read
+it; on its way it is protected as all tensors of the training are.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -10,13 +22,14 @@ import torch
 from shardproof.format import Manifest
 from shardproof.loading.block_reader import Files
 from shardproof.loading.chunk_reader import Chunks
-from shardproof.loading.once_orders import Orders
-from shardproof.loading.placing import Placing, part_of, shaped
+from shardproof.loading.destinations import Placing, part_of, shaped
+from shardproof.loading.read_once.group_collectives import Exchange, Underway
+from shardproof.loading.read_once.orders import Orders
 from shardproof.loading.threads import in_threads
 from shardproof.planning import ChunkTable
 from shardproof.state import as_bytes
 
-__all__ = ["Sender"]
+__all__ = ["PeerFailed", "Receiver", "Sender", "through_group"]
 
 
 class Sender:
@@ -161,3 +174,118 @@ class Sender:
         else:
             into.view(dtype).view(sizes).copy_(part)
         return part.nbytes
+
+
+class Receiver:
+    """Places what is received, round by round.
+
+    Args:
+        table: the chunks of the checkpoint.
+        placing: of this rank's read plan.
+        orders: of this rank.
+        world_size: number of ranks.
+    """
+
+    def __init__(self, table: ChunkTable, placing: Placing, orders: Orders, world_size: int) -> None:
+        self.received = 0
+        """Bytes placed so far."""
+        self.sizes = [[0] * world_size for _ in range(orders.rounds)]
+        """Bytes from each rank, by round."""
+        self._placing = placing
+        received = np.frombuffer(orders.received, np.int64).reshape(-1, 4)
+        chunks = np.frombuffer(orders.received_chunks, np.int64).reshape(-1, 2)
+        self._chunks: list[list[int]] = chunks.tolist()
+        self._count: list[int] = table.byte_count[chunks[:, 0]].tolist()
+        self._parts = placing.parts_of(chunks[:, 0].tolist())
+        self._messages: list[list[tuple[int, range]]] = [[] for _ in range(orders.rounds)]
+        done = 0
+        for rank, number, nbytes, count in received.tolist():
+            self._messages[number].append((rank, range(done, done + count)))
+            self.sizes[number][rank] += nbytes
+            done += count
+        most = max((sum(sizes) for sizes in self.sizes), default=0)
+        self.buffer = torch.empty(most, dtype=torch.uint8, device="cpu")
+
+    def place(self, number: int) -> int:
+        """Places a round that has been received.
+
+        Returns:
+            Its bytes.
+        """
+        done = 0
+        # A rank's messages keep their order, which is that in which it packed them.
+        for _, rows in sorted(self._messages[number], key=lambda message: message[0]):
+            for row in rows:
+                chunk, cut = self._chunks[row]
+                if not cut:
+                    count = self._count[row]
+                    self._placing.put(chunk, self._parts[row], self.buffer[done : done + count])
+                    done += count
+                    continue
+                for part in self._parts[row]:
+                    count = int(self._placing.part_bytes[part])
+                    self._placing.put_part(part, self.buffer[done : done + count])
+                    done += count
+        self.received += done
+        return done
+
+
+class PeerFailed(Exception):
+    """Another rank failed, so all left together. That rank says why."""
+
+
+def through_group(
+    make: Callable[[], tuple[Sender, Receiver]],
+    exchange: Exchange,
+    rounds: int,
+    moved: Callable[[int], None],
+) -> tuple[int, int]:
+    """Reads, hands on and places what several ranks want. Called by every rank, for the same rounds.
+
+    A rank that fails goes on to the next point where all leave: nobody waits for it in an exchange.
+
+    Args:
+        make: makes this rank's parts.
+        exchange: over all ranks.
+        rounds: the same on all ranks.
+        moved: called with bytes read, sent or placed since the call before.
+
+    Returns:
+        Bytes read and bytes received.
+
+    Raises:
+        CorruptChunkError, StorageError: what stopped this rank.
+        PeerFailed: another rank was stopped.
+    """
+    error: BaseException | None = None
+    parts: tuple[Sender, Receiver] | None = None
+    underway: Underway | None = None
+    try:
+        parts = make()
+        exchange.reserve(len(parts[0].buffer(0)), len(parts[1].buffer))
+    except BaseException as caught:
+        error = caught
+    for number in range(rounds + 1):
+        try:
+            if error is None and parts is not None and number < rounds:
+                moved(parts[0].pack(number))
+        except BaseException as caught:
+            error = caught
+        if underway is not None:
+            underway.wait()
+        try:
+            if error is None and parts is not None and number:
+                moved(parts[1].place(number - 1))
+        except BaseException as caught:
+            error = caught
+        if number < rounds and exchange.any_failed(error is not None) and error is None:
+            raise PeerFailed
+        if error is not None:
+            raise error
+        assert parts is not None
+        sender, receiver = parts
+        if number < rounds:
+            underway = exchange.start(
+                sender.buffer(number), sender.sizes[number], receiver.buffer, receiver.sizes[number]
+            )
+    return sender.read, receiver.received

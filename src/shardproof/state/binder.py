@@ -12,15 +12,14 @@ from typing import Any
 import torch
 
 from shardproof.errors import PlainDataError, StructureError
-from shardproof.state.aliases import tie
-from shardproof.state.collecting import hoisted_key
-from shardproof.state.plain.decode import decode, references
-from shardproof.state.describing import blocks
-from shardproof.state.records import Binding, Catalogue, Mismatch, Piece, TensorEntry, describe
+from shardproof.state.collector import hoisted_key, tie
+from shardproof.state.descriptions import blocks
 from shardproof.state.local_shards import LocalShards, described
+from shardproof.state.plain.decode import decode, references
 from shardproof.state.plain.encode import encode
+from shardproof.state.records import Binding, Catalogue, Mismatch, Piece, TensorEntry, describe
 from shardproof.state.tensors import check_destination, empty_like_layout, torch_dtype
-from shardproof.state.visiting import Place, Visitor
+from shardproof.state.visitor import Place, Visitor
 
 __all__ = ["MISSING", "Binder"]
 

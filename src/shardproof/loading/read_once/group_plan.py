@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardproof.loading.once_orders import Int64s, Loads, Orders, Wish
+from shardproof.loading.read_once.orders import Int64s, Loads, Orders, Wish
 from shardproof.loading.read_once.units import UNIT_BYTES, Units, joined, ranges, wire
 from shardproof.planning import ChunkTable
 

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from shardproof.errors import StructureError
-from shardproof.state.binding import MISSING, Binder
-from shardproof.state.collecting import Collector
+from shardproof.state.binder import MISSING, Binder
+from shardproof.state.collector import Collector
 from shardproof.state.dtensor import local_tensor
-from shardproof.state.local_shards import LocalShards
 from shardproof.state.layout import Layout, local_layout
+from shardproof.state.local_shards import LocalShards
 from shardproof.state.module_names import PARALLEL, NamedModule, inside
 from shardproof.state.storage_owner import declare_fsdp2_owners
 from shardproof.state.tensors import empty_like_layout, local_of, storage_of
-from shardproof.state.visiting import OwnedParameters, Place, Visitor, check_name
+from shardproof.state.visitor import OwnedParameters, Place, Visitor, check_name
 
 __all__ = ["MODULE", "named"]
 

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from shardproof.errors import StructureError
-from shardproof.state.describing import describe_tensors
+from shardproof.state.descriptions import describe_tensors
 from shardproof.state.dtensor import Layouts
 from shardproof.state.records import TensorEntry
 
 if TYPE_CHECKING:
-    from shardproof.state.binding import Binder
-    from shardproof.state.collecting import Collector
+    from shardproof.state.binder import Binder
+    from shardproof.state.collector import Collector
     from shardproof.state.module_names import NamedModule
 
 __all__ = ["Handler", "OwnedParameters", "Place", "Visitor", "check_name", "is_per_rank", "join"]
@@ -112,7 +112,7 @@ class Visitor:
     later: list[Callable[[], None]] = field(default_factory=list)
     """What needs all modules to be known."""
     named: dict[int, NamedModule] = field(default_factory=dict)
-    """By identity, the modules that were asked for their names: see `shardproof.state.modules.named`."""
+    """By identity, the modules that were asked for their names: see `shardproof.state.handlers.modules.named`."""
     layouts: Layouts = field(default_factory=Layouts)
     """Of the DTensors visited so far."""
     anchors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -124,7 +124,7 @@ class Visitor:
         """What this rank holds of plain tensors and DTensors; see `describe_tensors`.
 
         Raises:
-            StructureError: one cannot be kept; see `shardproof.state.describing`.
+            StructureError: one cannot be kept; see `shardproof.state.descriptions`.
         """
         entries, empty = describe_tensors(keys, tensors, self.layouts, detach=detach)
         self.anchors |= empty

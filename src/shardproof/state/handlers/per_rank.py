@@ -7,13 +7,13 @@ from functools import partial
 from typing import Any, Literal
 
 from shardproof.errors import StructureError
-from shardproof.state.binding import Binder
-from shardproof.state.collecting import Collector
+from shardproof.state.binder import Binder
+from shardproof.state.collector import Collector
+from shardproof.state.handlers.generators import RandomState
+from shardproof.state.handlers.stateful_objects import STATEFUL
 from shardproof.state.plain.decode import references
-from shardproof.state.generators import RandomState
-from shardproof.state.statefuls import STATEFUL
 from shardproof.state.tensors import torch_dtype
-from shardproof.state.visiting import Place, is_per_rank, join
+from shardproof.state.visitor import Place, is_per_rank, join
 
 __all__ = ["PER_RANK", "PerRank", "owner_of"]
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from shardproof.state.statefuls import Stateful
+from shardproof.state.handlers.stateful_objects import Stateful
 
 __all__ = ["GENERATOR", "NUMPY_GENERATOR", "NUMPY_RANDOM_STATE", "PYTHON_GENERATOR", "RandomState"]
 

@@ -24,7 +24,7 @@ from shardproof.format import (
 from shardproof.planning import ChunkTable, prove_chunks
 from shardproof.saving.commit import write_index
 from shardproof.saving.placement import chunk_table
-from shardproof.maintenance.found_shards import FoundShard, VerifiedShard, find_shard, verify_shard
+from shardproof.saving.stored import FoundShard, VerifiedShard, find_shard, verify_shard
 from shardproof.storage import Storage
 from shardproof.version import __version__
 

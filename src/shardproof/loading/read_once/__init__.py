@@ -1,0 +1,1 @@
+"""Reading once: one rank reads what several want, and hands it to the others."""

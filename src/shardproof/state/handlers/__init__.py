@@ -1,0 +1,1 @@
+"""Handlers of the kinds of objects that a state tree may have."""

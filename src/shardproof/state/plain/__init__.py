@@ -1,0 +1,1 @@
+"""Plain data as JSON values, and back."""
