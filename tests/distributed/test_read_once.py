@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import shardproof as sp
 from shardproof.errors import CorruptChunkError, RankFailure, ShardproofError
-from shardproof.loading import LoadReport, Options, crossover, load_from, loader, node_taking, sharing
+from shardproof.loading import LoadReport, Options, crossover, load_from, loader, sharing
 from shardproof.loading.checkpoint import Checkpoint
 from shardproof.loading.read_once.group_plan import plan_once
 from shardproof.loading.read_once.node_plan import plan_node
@@ -98,7 +98,7 @@ def small_rounds(round_bytes: int) -> None:
     over_group: Any = partial(plan_once, round_bytes=round_bytes, unit_bytes=512)
     on_node: Any = partial(plan_node, round_bytes=round_bytes, ring_bytes=3 * round_bytes, unit_bytes=512)
     sharing.plan_once, sharing.plan_node = over_group, on_node  # type: ignore[attr-defined]
-    node_taking.CUT_BYTES = 64
+    node_messages.CUT_BYTES = 64
 
 
 def go_through(way: str) -> None:

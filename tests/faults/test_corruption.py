@@ -16,7 +16,7 @@ import torch
 import shardproof as sp
 from shardproof.errors import CorruptChunkError, FormatError, NotCommittedError, ShardproofError
 from shardproof.format import MANIFEST_NAME, read_index, read_manifest
-from shardproof.loading import verify
+from shardproof.loading import read_executor, verify
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.storage import LocalStorage
 from tests.faults.damage import (

@@ -12,7 +12,7 @@ import torch
 import shardproof as sp
 from shardproof.errors import CorruptChunkError, FormatError, StorageError
 from shardproof.format import MANIFEST_NAME, read_manifest, read_shard_header
-from shardproof.loading import LoadReport, verify
+from shardproof.loading import LoadReport, read_executor, verify
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.saving import Saver, make_standalone, repair
 from shardproof.storage import LocalStorage

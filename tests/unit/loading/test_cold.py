@@ -217,7 +217,7 @@ def test_one_request_takes_no_more_memory_than_the_longest(
 ) -> None:
     made: list[int] = []
     real = fetch.aligned_buffer
-    monkeypatch.setattr(fetch, "aligned_buffer", lambda count: made.append(count) or real(count))
+    monkeypatch.setattr(cold_reads, "aligned_buffer", lambda count: made.append(count) or real(count))
     load(Uncached(folder), {"w0": torch.zeros(ROWS, COLUMNS)}, strict=False)
     assert made and max(made) <= memory_for(300_000)
 

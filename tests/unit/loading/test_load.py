@@ -13,7 +13,7 @@ import torch
 
 import shardproof as sp
 from shardproof.errors import KeyMismatchError, ShardproofError, StructureError
-from shardproof.loading import load_from
+from shardproof.loading import load_from, read_executor
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.saving import Saver
 from shardproof.storage import LocalStorage

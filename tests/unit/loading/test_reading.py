@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import shardproof as sp
 from shardproof.errors import CorruptChunkError
-from shardproof.loading import load_from
+from shardproof.loading import load_from, read_executor
 from shardproof.loading.checkpoint import Checkpoint
 from shardproof.loading.chunk_reader import GAP, Chunks
 from shardproof.loading.threads import in_threads
