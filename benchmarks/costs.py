@@ -43,7 +43,7 @@ import shardproof.loading  # what is timed must be imported before it is replace
 import shardproof.saving
 from shardproof.geometry import tiling_faults
 
-HASH_CHUNKS = ("format.blocks", "saving.shard", "loading.chunks")
+HASH_CHUNKS = ("format.blocks", "saving.shard_writer", "loading.chunks")
 """Modules that hash the bytes of chunks."""
 
 

@@ -62,47 +62,51 @@ class Coordinator:
 
     def agree(self, posts: Sequence[bytes]) -> bytes:
         """Checks that the requests agree, names the attempt, and decides which caches the ranks use."""
-        location = self._storage.location
         reports = [msgspec.msgpack.decode(post, type=RankReport) for post in posts]
-        for other in reports:
-            if other.failed:
-                raise ShardproofError.from_wire(msgspec.json.decode(other.failed))
-        for rank, other in enumerate(reports):
-            if other.request_text() != reports[0].request_text():
-                raise StructureError(
-                    f"{location}: rank 0 was asked for {reports[0].request_text()}; rank {rank} for "
-                    f"{other.request_text()}. "
-                    "All ranks must be asked for the same; what differs by rank belongs into the state, in "
-                    "sp.PerRank",
-                    ranks=[0, rank],
-                )
-        self._replace = reports[0].overwrite or self._cache.unconfirmed.may_replace(self._storage)
-        if not self._replace and self._storage.size(MANIFEST_NAME) is not None:
-            raise AlreadyCommittedError(
-                f"{location} holds a committed checkpoint; save under another step, or pass overwrite=True "
-                "to replace it (the old one stays valid until the new one is committed)",
-                path=location,
-            )
-        planned = self._cache.coordinator_plan
-        reuse = (
-            planned is not None
-            and tuple(one.digest for one in reports) == planned.digests
-            and all(one.cached_plan == planned.id for one in reports)
+        self._check_requests(reports)
+        cached = self._cache.coordinator_plan
+        reuse_plan = (
+            cached is not None
+            and tuple(report.digest for report in reports) == cached.digests
+            and all(report.cached_plan == cached.id for report in reports)
         )
-        self._nodes = [one.node for one in reports]
+        self._nodes = [report.node for report in reports]
         metadata = msgspec.json.decode(reports[0].metadata)
-        choice = BaseChoice(self._storage, self._request.base, self._cache.base if reuse else None)
-        is_known = choice.take_cached([one.cached_digests for one in reports])
+        choice = BaseChoice(self._storage, self._request.base, self._cache.base if reuse_plan else None)
+        is_cached = choice.take_cached([report.cached_digests for report in reports])
         choice.bound_chain(self._request.full_every)
-        send_base, self._choice = bool(choice.folder) and not is_known, choice
+        send_base, self._choice = bool(choice.folder) and not is_cached, choice
         name, now = secrets.token_hex(8), time.time()
         attempt = chain_attempt(name, choice.length) if choice.folder else name
         self._attempt = Attempt(attempt, now, reports[0].step, len(reports), metadata, choice.folder)
         self._cache.background_name = self._cache.background_name or name
         turn = self._turn() if self._request.check_replicas else 0
         return msgspec.msgpack.encode(
-            Agreement(self._attempt, reuse, send_base, self._cache.background_name, turn)
+            Agreement(self._attempt, reuse_plan, send_base, self._cache.background_name, turn)
         )
+
+    def _check_requests(self, reports: Sequence[RankReport]) -> None:
+        """Raises a failure that a rank reports, and checks that the requests are equal and allowed."""
+        location = self._storage.location
+        for report in reports:
+            if report.failed:
+                raise ShardproofError.from_wire(msgspec.json.decode(report.failed))
+        first = reports[0]
+        for rank, report in enumerate(reports):
+            if report.request_text() != first.request_text():
+                raise StructureError(
+                    f"{location}: rank 0 was asked for {first.request_text()}; rank {rank} for "
+                    f"{report.request_text()}. All ranks must be asked for the same; what differs by rank "
+                    "belongs into the state, in sp.PerRank",
+                    ranks=[0, rank],
+                )
+        self._replace = first.overwrite or self._cache.unconfirmed.may_replace(self._storage)
+        if not self._replace and self._storage.size(MANIFEST_NAME) is not None:
+            raise AlreadyCommittedError(
+                f"{location} holds a committed checkpoint; save under another step, or pass overwrite=True "
+                "to replace it (the old one stays valid until the new one is committed)",
+                path=location,
+            )
 
     @no_garbage_collection()
     def plan(self, posts: Sequence[bytes]) -> list[bytes]:

@@ -115,9 +115,8 @@ def write_shard(
     """
     counts = snapshot.byte_counts
     in_base = [b""] * len(counts) if base is None else _in_base(base)
-    scratch = buffers.scratch(
-        max([count for count, old in zip(counts, in_base, strict=True) if old], default=0)
-    )
+    compared = [] if base is None else [count for count, old in zip(counts, in_base, strict=True) if old]
+    scratch = buffers.scratch(max(compared, default=0))
     head, spaces = header(shard.entries, 0), b""
     # The header of some of the chunks may be longer by one entry of padding, and by nothing else.
     reserved = -(-(len(head) + _PADDING_ENTRY) // ALIGNMENT) * ALIGNMENT
@@ -155,6 +154,8 @@ def write_shard(
                     stream.blocks += hasher.blocks()
                     digests.append(hasher.digest())
                 else:
+                    if base is None:
+                        end = len(counts)
                     while end < len(counts) and not in_base[end]:
                         end += 1
                     digests += stream.put_chunks(snapshot, range(row, end))
