@@ -1,4 +1,8 @@
-"""Boxes in a tensor's index space, and arithmetic on many of them at once. numpy only."""
+"""Boxes in a tensor's index space, and arithmetic on many of them at once. It needs numpy only.
+
+`Boxes` holds boxes of one number of dimensions, `BoxTable` boxes of several. The functions cut, intersect and
+compare them, prove that they tile tensors, and map them from local to global arrays (`IndexMap`).
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> type[IndexMap]:
-    """`Embedding`, the earlier name of `IndexMap`."""
+    """The deprecated name `Embedding` of `IndexMap`."""
     if name == "Embedding":
         import warnings
 
