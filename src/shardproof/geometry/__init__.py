@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from shardproof.geometry.boxes import Boxes, row_major_strides, stable_order
 from shardproof.geometry.cut import cut
-from shardproof.geometry.flat import flat_range_boxes, flat_range_of
+from shardproof.geometry.flat_range import flat_range_boxes, flat_range_of
 from shardproof.geometry.index_map import IndexMap, axis_weights, compose, flat_shard, split_axes
 from shardproof.geometry.intersect import intersect, overlapping_pairs
 from shardproof.geometry.table import BoxTable as BoxTable  # not listed in __all__: internal

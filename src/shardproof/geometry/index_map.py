@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 
 from shardproof.geometry.boxes import Boxes, Int64s, row_major_strides
-from shardproof.geometry.flat import flat_range_boxes
+from shardproof.geometry.flat_range import flat_range_boxes
 from shardproof.geometry.intersect import intersect, overlapping_pairs
 
 __all__ = ["IndexMap", "axis_weights", "compose", "flat_shard", "split_axes"]
