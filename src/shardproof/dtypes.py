@@ -1,9 +1,9 @@
-"""The element types that a checkpoint can hold, by torch's names, without importing torch.
+"""The dtypes that a checkpoint can hold, by torch's names, without importing torch.
 
-A dtype that safetensors knows is stored under its safetensors code. The others are stored as a code of the
-same bytes: complex numbers that safetensors lacks as pairs of their parts (one more trailing dimension of
-2), packed pairs of 4-bit floats as U8 (F4 counts half bytes: shapes would not be those of the boxes).
-The manifest keeps the true name.
+A shard file declares a dtype by its safetensors code, or by another code of the same bytes if there is none.
+complex32 and complex128 are declared as pairs of floats, with one more dimension of 2. Packed pairs of 4-bit
+floats are declared as U8, since F4 counts half bytes and would change the shape. The manifest has torch's
+name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["DTYPES", "DType"]
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """One element type: torch's name, bytes an element, and how a safetensors entry declares it."""
+    """A dtype: torch's name, bytes of an element, and the code that a safetensors entry declares."""
 
     name: str
     itemsize: int
@@ -25,7 +25,7 @@ class DType:
 
     @property
     def alignment(self) -> int:
-        """Bytes to which a safetensors reader wants the entry's first byte aligned."""
+        """Alignment of an entry's first byte that safetensors readers expect, bytes."""
         return self.itemsize // self.parts
 
 

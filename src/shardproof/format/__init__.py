@@ -12,6 +12,7 @@ from shardproof.format.blocks import (
     block_counts,
     digest_of_blocks,
 )
+from shardproof.format.checkpoint_files import files_of, lost_files, read_index, read_manifest, seal_of
 from shardproof.format.chunk_verifier import ChunkVerifier, block_digests, read_pieces
 from shardproof.format.digests import (
     bytes_digest,
@@ -20,6 +21,18 @@ from shardproof.format.digests import (
     digests_from_bytes,
     digests_from_table,
     file_digest,
+)
+from shardproof.format.file_names import (
+    MANIFEST_NAME,
+    STEP_FOLDER,
+    box_name,
+    chain_attempt,
+    chain_length,
+    chunk_name,
+    index_name,
+    parse_chunk_name,
+    parse_shard_name,
+    shard_name,
 )
 from shardproof.format.header import HeaderEntry, ShardHeader, parse_header, read_shard_header
 from shardproof.format.index import decode_index, encode_index
@@ -33,19 +46,6 @@ from shardproof.format.manifest import (
     manifest_version,
 )
 from shardproof.format.manifest_text import SEAL_LENGTH, decode_manifest, encode_manifest
-from shardproof.format.names import (
-    MANIFEST_NAME,
-    STEP_FOLDER,
-    box_name,
-    chain_attempt,
-    chain_length,
-    chunk_name,
-    index_name,
-    parse_chunk_name,
-    parse_shard_name,
-    shard_name,
-)
-from shardproof.format.records import files_of, lost_files, read_index, read_manifest, seal_of
 from shardproof.format.references import (
     References,
     named_files,

@@ -17,8 +17,8 @@ from msgspec import Meta
 
 from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError
+from shardproof.format.file_names import index_name, parse_shard_name, shard_name
 from shardproof.format.header import MAX_NDIM
-from shardproof.format.names import index_name, parse_shard_name, shard_name
 
 __all__ = [
     "FORMAT_VERSION",

@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from shardproof.errors import FormatError
 from shardproof.format.digests import bytes_digest
+from shardproof.format.file_names import MANIFEST_NAME
 from shardproof.format.json import decode_strictly
 from shardproof.format.manifest import (
     FORMAT_VERSION,
@@ -19,7 +20,6 @@ from shardproof.format.manifest import (
     TensorRecord,
     check_manifest,
 )
-from shardproof.format.names import MANIFEST_NAME
 
 __all__ = [
     "MAX_MANIFEST",

@@ -15,10 +15,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shardproof.errors import FormatError, NotCommittedError, StorageError
+from shardproof.format.checkpoint_files import read_manifest
+from shardproof.format.file_names import MANIFEST_NAME, STEP_FOLDER
 from shardproof.format.manifest import FileRecord, Manifest
 from shardproof.format.manifest_text import MAX_MANIFEST, USUAL_BEGINNING, is_foreign
-from shardproof.format.names import MANIFEST_NAME, STEP_FOLDER
-from shardproof.format.records import read_manifest
 from shardproof.storage import Storage
 
 __all__ = [

@@ -1,10 +1,14 @@
-"""Boxes in a tensor's index space, and arithmetic on many of them at once. numpy only."""
+"""Boxes in a tensor's index space, and arithmetic on many of them at once. It needs numpy only.
+
+`Boxes` holds boxes of one number of dimensions, `BoxTable` boxes of several. The functions cut, intersect and
+compare them, prove that they tile tensors, and map them from local to global arrays (`IndexMap`).
+"""
 
 from __future__ import annotations
 
 from shardproof.geometry.boxes import Boxes, row_major_strides, stable_order
 from shardproof.geometry.cut import cut
-from shardproof.geometry.flat import flat_range_boxes, flat_range_of
+from shardproof.geometry.flat_range import flat_range_boxes, flat_range_of
 from shardproof.geometry.index_map import IndexMap, axis_weights, compose, flat_shard, split_axes
 from shardproof.geometry.intersect import intersect, overlapping_pairs
 from shardproof.geometry.table import BoxTable as BoxTable  # not listed in __all__: internal
@@ -33,7 +37,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> type[IndexMap]:
-    """`Embedding`, the earlier name of `IndexMap`."""
+    """The deprecated name `Embedding` of `IndexMap`."""
     if name == "Embedding":
         import warnings
 

@@ -1,4 +1,4 @@
-"""Boxes as columns: half-open intervals in a tensor's index space, many at a time."""
+"""Boxes as columns: many half-open intervals in a tensor's index space."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Int64s: TypeAlias = NDArray[np.int64]
 INT64_MAX = int(np.iinfo(np.int64).max)
 
 _SHOWN = 4
-"""Boxes that a repr spells out."""
+"""Boxes in a repr, at most."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -58,7 +58,7 @@ class Boxes:
 
     @staticmethod
     def empty(ndim: int) -> Boxes:
-        """No boxes, of `ndim` dimensions.
+        """Zero boxes of `ndim` dimensions.
 
         >>> len(Boxes.empty(3)), Boxes.empty(3).ndim
         (0, 3)
@@ -67,7 +67,7 @@ class Boxes:
 
     @staticmethod
     def whole(shape: Sequence[int]) -> Boxes:
-        """The one box that is the whole of a tensor of this shape.
+        """One box, which covers a tensor of this shape.
 
         >>> Boxes.whole((3, 4))
         Boxes([0:3, 0:4])
@@ -76,7 +76,7 @@ class Boxes:
 
     @staticmethod
     def of(*pairs: tuple[Sequence[int], Sequence[int]]) -> Boxes:
-        """Boxes from pairs of offsets and sizes, at least one, all of one dimension.
+        """Boxes from pairs of offsets and sizes: at least one pair, all of one number of dimensions.
 
         >>> Boxes.of(((1,), (2,)), ((5,), (0,)))
         Boxes([1:3] [5:5])
@@ -90,7 +90,7 @@ class Boxes:
 
     @staticmethod
     def concatenate(parts: Sequence[Boxes]) -> Boxes:
-        """All boxes of the parts, in order. At least one part, all of one dimension.
+        """All boxes of the parts, in order: at least one part, all of one number of dimensions.
 
         >>> Boxes.concatenate([Boxes.whole((2,)), Boxes.empty(1), Boxes.of(((2,), (3,)))])
         Boxes([0:2] [2:5])
@@ -151,7 +151,7 @@ class Boxes:
     def inside(self, shapes: Sequence[int] | Int64s) -> NDArray[np.bool_]:
         """(n,) whether each box lies within a tensor of this shape, or box ``i`` within ``shapes[i]``.
 
-        No sum is taken that could overflow, so columns read from a file may be asked.
+        No sum can overflow, so columns from an untrusted file are allowed.
 
         >>> Boxes.of(((0,), (2,)), ((4,), (2,)), ((-1,), (1,))).inside((5,)).tolist()
         [True, False, False]
@@ -178,7 +178,7 @@ class Boxes:
 
 
 def suffix_volumes(sizes: Int64s) -> Int64s:
-    """(n, d + 1): column ``k`` is the product of ``sizes[:, k:]``, held at `INT64_MAX` where it is larger.
+    """(n, d + 1): column ``k`` is the product of ``sizes[:, k:]``, or `INT64_MAX` where that is larger.
 
     >>> suffix_volumes(np.array([[2, 3, 4]])).tolist()
     [[24, 12, 4, 1]]
@@ -199,7 +199,7 @@ def suffix_volumes(sizes: Int64s) -> Int64s:
 def row_major_strides(shape: Sequence[int]) -> list[int]:
     """Elements between neighbours along each dimension of a dense row-major array.
 
-    Without elements there are no neighbours: the strides are then 1, which cannot overflow.
+    The strides of an array without elements are 1, which cannot overflow.
 
     >>> row_major_strides((2, 3, 4))
     [12, 4, 1]
@@ -213,10 +213,10 @@ def row_major_strides(shape: Sequence[int]) -> list[int]:
 
 
 def stable_order(keys: Int64s) -> Int64s:
-    """The order that sorts `keys`, equal ones in their order: ``np.argsort(keys, kind="stable")``.
+    """The order that sorts `keys`, stable: equal to ``np.argsort(keys, kind="stable")``.
 
-    numpy sorts plain integers with vector instructions and pairs of them without, so where a key and a row
-    number fit into 63 bits together, they are sorted as one integer.
+    numpy sorts plain integers with vector instructions, but not their order. So where a key and a row number
+    fit into 63 bits, both are sorted as one integer, which is several times faster.
 
     Args:
         keys: (n,) int64.

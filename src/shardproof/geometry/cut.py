@@ -1,4 +1,4 @@
-"""Cutting boxes into pieces of bounded size."""
+"""Cuts boxes into pieces of bounded size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["cut"]
 
 
 def cut(boxes: Boxes, max_elements: int | Int64s) -> tuple[Boxes, Int64s]:
-    """Cuts every box into pieces of at most `max_elements`, each one run of its box's own dense elements.
+    """Cuts every box into pieces of at most `max_elements`, each contiguous in its box's row-major order.
 
     A box is cut along dimension 0 into blocks of as many whole rows as fit. Where one row does not fit, each
     row is cut along dimension 1 in the same way, and so on. All pieces of a box thus have one index along the
@@ -18,7 +18,7 @@ def cut(boxes: Boxes, max_elements: int | Int64s) -> tuple[Boxes, Int64s]:
 
     Args:
         boxes: n boxes.
-        max_elements: the limit, one for all boxes or (n,), at least 1.
+        max_elements: limit for all boxes, or (n,) limits; at least 1.
 
     Returns:
         The pieces, and (m,) int64, the row of the box that each comes from. Pieces keep the order of the

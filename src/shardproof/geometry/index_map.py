@@ -1,4 +1,4 @@
-"""Layouts of layouts: an index space embedded in another by translating boxes."""
+"""Maps a local index space into a global one by translating boxes, and sees axes as several."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 
 from shardproof.geometry.boxes import Boxes, Int64s, row_major_strides
-from shardproof.geometry.flat import flat_range_boxes
+from shardproof.geometry.flat_range import flat_range_boxes
 from shardproof.geometry.intersect import intersect, overlapping_pairs
 
 __all__ = ["IndexMap", "axis_weights", "compose", "flat_shard", "split_axes"]
@@ -17,9 +17,9 @@ __all__ = ["IndexMap", "axis_weights", "compose", "flat_shard", "split_axes"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IndexMap:
-    """Where the elements of a local array lie in a global one: each local box, moved whole.
+    """The position of a local array's elements in a global one: each local box is translated.
 
-    Local elements in no box (padding) lie nowhere. No element may be in two boxes.
+    Local elements in no box are padding and have no position. No element may be in two boxes.
 
     Args:
         local_shape: shape of the local array.
@@ -58,7 +58,7 @@ class IndexMap:
 
     @staticmethod
     def whole(shape: Sequence[int]) -> IndexMap:
-        """The index map of an array to itself.
+        """The identity of an array.
 
         >>> IndexMap.whole((2, 3)).placed
         Boxes([0:2, 0:3])
@@ -72,14 +72,14 @@ class IndexMap:
 
 
 def compose(outer: IndexMap, inner: IndexMap) -> IndexMap:
-    """Embeds the local array of `inner` in the global array of `outer`.
+    """Maps the local array of `inner` into the global array of `outer`.
 
     Args:
-        outer: its local array is the global one of `inner`.
-        inner: what of it lies in no box of `outer` lies nowhere in the result.
+        outer: index map whose local array is the global one of `inner`.
+        inner: index map; its elements in no box of `outer` are padding in the result.
 
     Raises:
-        ValueError: the array between the two has two shapes.
+        ValueError: the shapes of the array between the two maps differ.
 
     >>> fused = IndexMap((4,), (8,), Boxes.of(((0,), (2,)), ((2,), (2,))), np.array([[2], [6]]))
     >>> middle = IndexMap((2,), (4,), Boxes.whole((2,)), np.array([[1]]))
@@ -99,10 +99,10 @@ def compose(outer: IndexMap, inner: IndexMap) -> IndexMap:
 
 
 def flat_shard(index_map: IndexMap, start: int, stop: int) -> tuple[Boxes, Int64s, Int64s]:
-    """Describes a 1-D buffer that holds a range of the row-major elements of an embedded array.
+    """Describes a 1-D buffer that holds a range of the row-major elements of a local array.
 
     Args:
-        index_map: of the local array in the global one; `IndexMap.whole` if they are the same.
+        index_map: from the local array to the global one; `IndexMap.whole` if they are the same.
         start: first element of the local array that the buffer holds.
         stop: one past the last.
 
@@ -129,14 +129,16 @@ def flat_shard(index_map: IndexMap, start: int, stop: int) -> tuple[Boxes, Int64
 
 
 def split_axes(boxes: Boxes, factors: Sequence[Sequence[int]]) -> tuple[Boxes, Int64s]:
-    """Boxes in the axes as seen. One that cuts rows of an axis seen as several becomes several.
+    """Converts boxes to an array whose axes are split into several: 12 rows to 3 groups of 4.
+
+    A box that does not consist of whole groups becomes several boxes.
 
     Args:
-        boxes: in the axes themselves.
-        factors: for each axis the sizes of those as which it is seen, slowest first.
+        boxes: boxes in the original axes.
+        factors: for each axis the sizes of its factors, slowest first.
 
     Returns:
-        The boxes, and for each the row of the box that it is part of.
+        The boxes in the split axes, and for each the row of the box that it is a part of.
 
     >>> boxes, rows = split_axes(Boxes.of(((2, 0), (9, 2))), ((3, 4), (2,)))
     >>> boxes, rows.tolist()
@@ -154,7 +156,7 @@ def split_axes(boxes: Boxes, factors: Sequence[Sequence[int]]) -> tuple[Boxes, I
 
 
 def _split(boxes: Boxes, axis: int, length: int) -> tuple[Boxes, Int64s]:
-    """Boxes of which one axis is seen as rows: the end of a row, whole rows, and a row's beginning."""
+    """Splits one axis into rows: a box becomes the end of a row, whole rows, and the beginning of a row."""
     start, stop = boxes.offsets[:, axis], boxes.ends[:, axis]
     row = start // max(length, 1)
     column = start - row * length
@@ -181,7 +183,7 @@ def _split(boxes: Boxes, axis: int, length: int) -> tuple[Boxes, Int64s]:
 
 
 def axis_weights(factors: Sequence[Sequence[int]]) -> Int64s:
-    """(axes as seen, axes) int64: an index in the axes as seen, times this, is the index in the axes.
+    """(split axes, axes) int64: an index in the split axes, times this matrix, is the index in the axes.
 
     >>> (np.array([2, 1, 1]) @ axis_weights(((3, 4), (2,)))).tolist()
     [9, 1]

@@ -1,4 +1,4 @@
-"""Intersection of boxes: row by row, and the search for all pairs that share an element."""
+"""Intersects boxes row by row, and finds all pairs of boxes that share an element."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _FANOUT = 4
 """Children of a node in the tree of bounding boxes."""
 _FEW_BOXES = 16
 _FEW_PAIRS = 1 << 14
-"""With so few boxes on a side, or pairs, testing all pairs is faster than planting a tree."""
+"""Up to so many boxes on a side, or pairs, testing all pairs is faster than building a tree."""
 _BATCH_PAIRS = 1 << 15
-"""Pairs that enter the tree together; bounds the memory of a search."""
+"""Pairs that are searched together, which bounds the memory of a search."""
 
 
 def intersect(a: Boxes, b: Boxes) -> Boxes:
@@ -38,7 +38,7 @@ def overlapping_pairs(a: Boxes, b: Boxes) -> tuple[Int64s, Int64s]:
     and Edgington, 1997), which the boxes of `a` descend level by level, many together. For boxes that overlap
     few others, as tilings do, this takes n log n.
 
-    Several tensors are searched at once if boxes get one more dimension: the tensor's number, of size 1.
+    To search several tensors at once, give the boxes one more dimension: the tensor's number, of size 1.
 
     Args:
         a: boxes of d dimensions.
@@ -85,7 +85,7 @@ def _tree(boxes: Boxes, queries: int) -> tuple[Int64s, list[tuple[Int64s, Int64s
     """Packs boxes into a tree: their order, and each level's low and high corners, root first.
 
     Node ``i`` of a level bounds nodes ``i * _FANOUT`` and following of the next; the last level is the boxes
-    themselves. Where a tree does not pay for this many queries, that is the only level.
+    themselves. For few boxes or queries it is the only level.
     """
     n = len(boxes)
     if min(n, queries) <= _FEW_BOXES or n * queries <= _FEW_PAIRS:
@@ -108,11 +108,11 @@ def _tiled_order(boxes: Boxes) -> Int64s:
     """
     n, d = len(boxes), boxes.ndim
     centres = boxes.offsets + boxes.sizes // 2
-    slab = np.zeros(n, np.int64)  # of each box
+    slab = np.zeros(n, np.int64)  # slab of each box
     order = np.arange(n)
     for k in range(d):
         order = np.lexsort((centres[:, k], slab))
-        # Boxes of a leaf's parent, shared evenly among the dimensions that are left.
+        # The boxes of one leaf's parent are shared evenly among the remaining dimensions.
         splits = max(1, round((n / _FANOUT / (slab.max(initial=0) + 1)) ** (1 / (d - k))))
         counts = np.bincount(slab)
         within = np.arange(n) - np.repeat(np.cumsum(counts) - counts, counts)

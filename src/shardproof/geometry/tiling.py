@@ -1,4 +1,4 @@
-"""The proof that boxes cover tensors exactly once, and what to say where they do not.
+"""Proves that boxes cover tensors exactly once, or finds the fault. Finds equal boxes.
 
 Note: Why corners prove a tiling
 --------------------------------
@@ -31,32 +31,33 @@ from shardproof.geometry.boxes import INT64_MAX, Boxes, Int64s, stable_order
 __all__ = ["TilingFault", "deduplicate", "tiling_faults"]
 
 _MOST_CORNERS = 1 << 27
+"""Corners that are compared at once, 1 GiB. Tensors are proved in parts below this limit. A single tensor
+above it (a few boxes of many dimensions) is refused."""
 _MOST_LARGE_CORNERS = 1 << 22
-"""Corners that are compared at once, 1 GiB of them, and of the larger ones that int64 cannot count. Tensors
-are taken in parts that stay below. A few boxes of many dimensions could ask for more: they are refused."""
+"""The same limit where int64 cannot count the points, so that a corner is a Python integer."""
 
 
 @dataclass(frozen=True, slots=True)
 class TilingFault:
-    """Where the boxes of a tensor fail to cover it exactly once."""
+    """A place where the boxes of a tensor do not cover it exactly once."""
 
     tensor: int
     """Row of the tensor."""
     kind: Literal["gap", "overlap", "out of bounds"]
     offsets: tuple[int, ...]
-    """Offsets of a box that nothing covers, that several boxes share, or that is out of bounds."""
+    """Offsets of a region that no box covers, that several boxes share, or that is out of bounds."""
     sizes: tuple[int, ...]
-    """Its sizes."""
+    """Sizes of the region."""
     boxes: tuple[int, ...]
     """Rows of the offending boxes, ascending; none for a gap."""
 
 
 def tiling_faults(shapes: Int64s, tensor: Int64s, boxes: Boxes) -> list[TilingFault]:
-    """Proves that the boxes of each tensor cover it exactly once, or tells where they do not.
+    """Proves that the boxes of each tensor cover it exactly once, or finds where they do not.
 
     Empty boxes count for nothing, so a tensor without elements needs no boxes; a scalar needs exactly one.
-    Takes n 2**d log n (note "Why corners prove a tiling"), where d counts only the dimensions along which
-    some box does not span its tensor.
+    The time is in n 2**d log n (note "Why corners prove a tiling"), where d counts only dimensions along
+    which some box does not span its tensor.
 
     Args:
         shapes: (t, d) int64, shapes of the tensors.
@@ -103,12 +104,12 @@ def tiling_faults(shapes: Int64s, tensor: Int64s, boxes: Boxes) -> list[TilingFa
 
 
 def _at(column: Int64s, rows: Int64s) -> Int64s:
-    """These rows, ascending, of a column: without a copy where they are all."""
+    """Ascending rows of a column; no copy if all rows are chosen."""
     return column if len(rows) == len(column) else column[rows]
 
 
 def _of(boxes: Boxes, rows: Int64s) -> Boxes:
-    """These rows, ascending, of boxes: without a copy where they are all."""
+    """Ascending rows of boxes; no copy if all rows are chosen."""
     return boxes if len(rows) == len(boxes) else boxes.take(rows)
 
 
@@ -126,14 +127,14 @@ def _left_over(shapes: Int64s, tensor: Int64s, boxes: Boxes) -> list[tuple[int, 
 
     All boxes and tensors hold elements, all boxes lie within their tensor.
     """
-    # A dimension that every box spans whole adds nothing to the proof. Where there is no other, boxes equal
-    # their tensor (scalars too), and count like boxes of one element in a line of one element.
+    # A dimension that every box spans adds nothing to the proof. If there is no other, all boxes equal their
+    # tensor (scalars too) and count as boxes of one element in a line of one element.
     split = [k for k in range(boxes.ndim) if (boxes.sizes[:, k] != shapes[tensor, k]).any()]
     lengths = shapes[:, split] if split else np.ones((len(shapes), 1), np.int64)
 
-    # A corner is the number of its point among all points of all tensors, so that it sorts by tensor,
-    # then lexicographically. Where int64 cannot count them, Python's integers do.
-    # Floating point says so with a margin that is wider than its error.
+    # A corner is the number of its point among all points of all tensors, so that it sorts by tensor, then
+    # lexicographically. If int64 cannot count the points, Python's integers do. The test is in floating
+    # point, with a margin wider than its error.
     fits = bool((lengths + 1.0).prod(axis=1).sum() < 2.0**62)
     corners = (len(boxes) + len(shapes)) << lengths.shape[1]
     if corners > (_MOST_CORNERS if fits else _MOST_LARGE_CORNERS):
@@ -169,7 +170,7 @@ def _left_over(shapes: Int64s, tensor: Int64s, boxes: Boxes) -> list[tuple[int, 
 
 
 def _left_over_in_parts(shapes: Int64s, tensor: Int64s, boxes: Boxes) -> list[tuple[int, Int64s]]:
-    """What `_left_over` finds, for one half of the tensors after the other."""
+    """The result of `_left_over`, computed for each half of the tensors."""
     half = len(shapes) // 2
     if half == 0:
         raise ValueError(
@@ -186,7 +187,7 @@ def _corners(first: NDArray[Any], spans: list[NDArray[Any]]) -> tuple[NDArray[An
 
     Args:
         first: (n,) the lowest corner of each box.
-        spans: for each dimension, (n,) from a low border to the high one.
+        spans: for each dimension, (n,) distance from the low border to the high one.
 
     >>> even, odd = _corners(np.array([0]), [np.array([10]), np.array([1])])
     >>> even.tolist(), odd.tolist()
@@ -199,7 +200,7 @@ def _corners(first: NDArray[Any], spans: list[NDArray[Any]]) -> tuple[NDArray[An
 
 
 def _fault_at(point: Int64s, tensor: int, shape: Int64s, rows: Int64s, boxes: Boxes) -> TilingFault:
-    """The fault at a point that is covered not once, among these rows of one tensor."""
+    """The fault at a point that the boxes of these rows, all of one tensor, do not cover exactly once."""
     own = boxes.take(rows)
     holds = ((own.offsets <= point) & (point < own.ends)).all(axis=1)
     if holds.any():
@@ -220,14 +221,15 @@ def _fault_at(point: Int64s, tensor: int, shape: Int64s, rows: Int64s, boxes: Bo
 
 
 def deduplicate(tensor: Int64s, boxes: Boxes) -> tuple[Int64s, Int64s]:
-    """Finds the distinct boxes of many tensors, as ``np.unique`` would, sorted by tensor, offsets, sizes.
+    """Finds the distinct boxes of many tensors, sorted by tensor, then offsets, then sizes.
 
     Args:
         tensor: (n,) int64, the tensor that each box belongs to.
         boxes: n boxes.
 
     Returns:
-        (m,) the first row of each distinct (tensor, box), and (n,) for each row which of these it equals.
+        (m,) first row of each distinct (tensor, box); (n,) for each row the position of its equal among
+        those.
 
     >>> rows, inverse = deduplicate(np.array([1, 0, 1]), Boxes.of(((0,), (4,)), ((0,), (4,)), ((0,), (4,))))
     >>> rows.tolist(), inverse.tolist()

@@ -1,4 +1,4 @@
-"""Ranges of a tensor's row-major elements as boxes, and boxes as runs of elements."""
+"""Converts ranges of a tensor's row-major elements to boxes, and boxes to ranges."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Boxes
         stop: one past the last.
 
     Returns:
-        The boxes in row-major order, each a contiguous run of the range, and (k,) int64, where each run
-        starts, counted from the range's start: its place in a buffer that holds the range.
+        The boxes in row-major order, each contiguous in the range; and (k,) int64, the first element of each,
+        counted from the start of the range: its position in a buffer that holds the range.
 
     Raises:
         ValueError: the range does not lie within the tensor.
@@ -59,11 +59,11 @@ def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Boxes
 
 
 def flat_range_of(shape: Sequence[int], boxes: Boxes) -> tuple[int, int]:
-    """Finds the range of row-major elements that boxes make up together: `flat_range_boxes` undone.
+    """Finds the range of row-major elements that boxes form together: the inverse of `flat_range_boxes`.
 
     Args:
         shape: of the tensor.
-        boxes: in any order. Empty ones are ignored; of no others, the range is (0, 0).
+        boxes: in any order. Empty boxes are ignored; without others, the range is (0, 0).
 
     Returns:
         First element, and one past the last.

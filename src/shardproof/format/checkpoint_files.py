@@ -1,12 +1,12 @@
-"""Reads the manifest and the index of a checkpoint from its storage."""
+"""Reads manifest and index of a checkpoint, and finds its shard files."""
 
 from __future__ import annotations
 
 from shardproof.errors import FormatError, NotCommittedError, StorageError
+from shardproof.format.file_names import MANIFEST_NAME
 from shardproof.format.index import decode_index
 from shardproof.format.manifest import Manifest
 from shardproof.format.manifest_text import MAX_MANIFEST, SEAL_LENGTH, decode_manifest
-from shardproof.format.names import MANIFEST_NAME
 from shardproof.format.size_check import size_error, size_fault
 from shardproof.planning import ChunkTable
 from shardproof.storage import Storage
