@@ -1,10 +1,12 @@
 """How a rank leaves an operation before its last meeting.
 
-Note: One order after an interrupt ---------------------------------- Meetings have numbers, and a rank
-posts once to each meeting. An interrupt, or a failure between two meetings, leaves a rank without knowledge
-of how far the other ranks are. But the other ranks cannot pass a meeting to which this rank has not posted.
-So the rank gives up the first such meeting, by compare-and-set on its verdict, and goes on after it. Ranks
-of the same operation find the reason there. Ranks of another operation pass over that meeting.
+Note: One order after an interrupt
+----------------------------------
+Meetings have numbers, and a rank posts once to each meeting. An interrupt, or a failure between two
+meetings, leaves a rank without knowledge of how far the other ranks are. But the other ranks cannot pass a
+meeting to which this rank has not posted. So the rank gives up the first such meeting, by compare-and-set
+on its verdict, and goes on after it. Ranks of the same operation find the reason there. Ranks of another
+operation pass over that meeting.
 
 The rank's count of meetings changes only after a meeting has a result. An operation that the rank left
 stays on a list until the store has answered. So an interrupt between two steps only makes the rank repeat
