@@ -1,8 +1,8 @@
 """Every error that shardproof raises, in one tree.
 
-An error says what was expected, what was found, where (key, rank, file, byte) and what to do next. Because
-one rank's failure is everyone's answer, an error must survive a trip through the rendezvous:
-`to_wire` and `from_wire` carry the class, the message and the details as plain JSON values.
+An error message says what was expected, what was found, where (key, rank, file, byte), and what to do next.
+All ranks raise the failure of one rank, so an error must survive the way through the rendezvous: `to_wire`
+and `from_wire` carry the class, the message and the details as plain JSON values.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class ShardproofError(Exception):
     """Root of all errors of this package.
 
     Args:
-        message: the whole text for a person.
-        details: plain JSON values that a program may read, for example ``key="model.weight"``.
+        message: the whole text for people.
+        details: the same facts for programs as plain JSON values, for example ``key="model.weight"``.
 
     >>> error = StructureError("shapes differ", key="w")
     >>> again = ShardproofError.from_wire(error.to_wire())
@@ -54,7 +54,7 @@ class ShardproofError(Exception):
 
     @staticmethod
     def from_wire(wire: dict[str, Any]) -> ShardproofError:
-        """The error that `to_wire` described."""
+        """The error that `to_wire` encoded."""
         return _rebuild(wire["type"], wire["message"], wire["details"])
 
 
@@ -66,21 +66,21 @@ class TilingError(ShardproofError):
 
 
 class StructureError(ShardproofError):
-    """The state of one rank, or of several taken together, is not a state that can be kept.
+    """A checkpoint cannot hold the state of one rank, or the states of several ranks together.
 
-    Details: ``key`` where one key is meant.
+    Details: ``key``, if the error is about one key.
     """
 
 
 class KeyMismatchError(StructureError):
-    """What a load asks for and what the checkpoint holds differ.
+    """The keys, shapes or dtypes that a load asks for are not those of the checkpoint.
 
     Details: ``missing``, ``unexpected``, ``mismatched`` (lists).
     """
 
 
 class PlainDataError(ShardproofError):
-    """A value that cannot be stored as plain data. Details: ``path``."""
+    """A value cannot be stored as plain data. Details: ``path``."""
 
 
 class RankFailure(ShardproofError):
@@ -96,12 +96,12 @@ class RankFailure(ShardproofError):
 
     @property
     def causes(self) -> dict[int, str]:
-        """Rank to the text of its error."""
+        """The text of the error of each failed rank."""
         return {int(rank): text for rank, text in self.details["causes"].items()}
 
 
 class RankSilent(ShardproofError):
-    """Some ranks were not heard from within the deadline.
+    """Some ranks showed no sign of life for the deadline.
 
     Details: ``phase``, ``ranks``, ``last_heard`` (rank, as a string, to seconds ago or None if never) and
     ``progress`` (rank, as a string, to a text).
@@ -119,22 +119,22 @@ class RankSilent(ShardproofError):
 
 
 class SaveSkipped(ShardproofError):
-    """A save was asked for its result, and had been skipped because the one before was still under way."""
+    """A skipped save has no result. It was skipped because the save before it was still under way."""
 
 
 class ReentrantCallError(ShardproofError):
-    """A signal handler or a callback called what the thread that it interrupted is inside of.
+    """A signal handler or a callback made a call inside a call of the same thread.
 
-    Nothing was begun. Details: ``call`` and ``inside``.
+    The inner call did nothing. Details: ``call`` (the inner one) and ``inside`` (the outer one).
     """
 
 
 class NotCommittedError(ShardproofError):
-    """There is no committed checkpoint at this place. Details: ``path``."""
+    """The folder holds no committed checkpoint. Details: ``path``."""
 
 
 class FormatError(ShardproofError):
-    """A file of a checkpoint is not what the format says. Details: ``file``."""
+    """A file of a checkpoint does not follow the format. Details: ``file``."""
 
 
 class CorruptChunkError(ShardproofError):
@@ -142,15 +142,15 @@ class CorruptChunkError(ShardproofError):
 
 
 class StorageError(ShardproofError):
-    """The storage refused or failed an operation.
+    """The storage refused an operation, or failed in it.
 
-    Details: ``file``, and where they tell something ``errno``, ``missing``, and ``damaged``: false where the
-    checkpoint may be whole all the same.
+    Details: ``file``; if known, ``errno`` and ``missing``; and ``damaged``, which is false if the
+    checkpoint may be whole.
     """
 
 
 class AlreadyCommittedError(StorageError):
-    """A committed checkpoint is in the way and overwriting was not asked for. Details: ``path``."""
+    """The folder holds a committed checkpoint, and the save does not overwrite. Details: ``path``."""
 
 
 def _subclasses(root: type[ShardproofError]) -> dict[str, type[ShardproofError]]:

@@ -1,7 +1,7 @@
 """Calls that a thread must not make from inside another one: from a signal handler, or a callback.
 
-A handler runs on top of whatever the main thread does, so what that holds is held until the handler returns.
-A save that it begins there would wait for itself. Such a call is refused at once.
+A handler runs on top of the main thread's call, which keeps its locks until the handler returns. A save
+that the handler begins would wait for itself. So `refuse_inside` refuses such a call at once.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ __all__ = ["guarded", "refuse_inside"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _guarded: dict[CodeType, str] = {}
-"""The code of each guarded function, and what people call it."""
+"""The code of each guarded function, and its name in messages."""
 
 
 def guarded(name: str) -> Callable[[Function], Function]:
     """Marks a function inside which `refuse_inside` refuses.
 
-    The stack of the thread says whether the function runs. A flag would stay set where an interrupt comes
-    between setting it and the block that resets it.
+    `refuse_inside` looks for the function on the stack of the thread. A flag would not do: an interrupt may
+    come between setting it and the block that resets it.
 
     Args:
-        name: for people.
+        name: the name of the function in messages.
     """
 
     def mark(function: Function) -> Function:
@@ -42,8 +42,8 @@ def refuse_inside(call: str, *functions: str) -> None:
     """Refuses a call that this thread makes from inside a guarded function.
 
     Args:
-        call: for people.
-        functions: names of the guarded functions that are meant; none: all.
+        call: the name of the call in the message.
+        functions: names of the guarded functions to look for; none for all.
 
     Raises:
         ReentrantCallError: a guarded function is on this thread's stack, below the caller.

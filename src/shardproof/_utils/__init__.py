@@ -1,1 +1,1 @@
-"""Small helpers that know nothing of checkpoints. Each module is imported by its own name."""
+"""Small helpers without knowledge of checkpoints. Import each module by its own name."""

@@ -1,11 +1,11 @@
-"""What a child made by `os.fork` must not take over from its parent.
+"""Locks that are free in a child made by `os.fork`.
 
-A child has one thread: the one that forked. A lock that another thread held at that moment is never released
-in the child. So locks that outlive a call are made here, and are free in every child. The state that they
-guard is whole: it is replaced or changed by single steps of the interpreter.
+A child has one thread: the one that forked. If another thread held a lock at that moment, the child never
+releases it. So this module makes all locks that outlive a call, and frees them in every child. The state that
+they guard is whole, because single steps of the interpreter replace or change it.
 
-Nothing else is renewed at the fork: threads, saves and connections of the parent are told by its process
-number, and the child makes its own when it first needs them.
+The fork renews nothing else. The child knows threads, saves and connections of its parent by the process
+number, and makes its own when it needs them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pausing Python's garbage collector around code that makes many objects and no garbage."""
+"""Pauses Python's garbage collector around code that makes many objects and no garbage."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ __all__ = ["no_garbage_collection"]
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """A large state makes several small objects a tensor; looking for garbage among them triples the time.
+    """Turns the collector off until the context ends.
 
-    Reference counting goes on, so only cycles that other threads drop meanwhile wait for its end.
+    A large state makes several small objects a tensor, and the search for garbage among them triples the
+    time. Reference counting goes on: only cycles that other threads drop meanwhile wait for the end.
 
     >>> with no_garbage_collection():
     ...     gc.isenabled()

@@ -1,4 +1,4 @@
-"""Numbers and names as people read them."""
+"""Numbers and names as text for people."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["gigabytes", "gigabytes_per_second", "printable", "span"]
 
 
 def gigabytes(count: float) -> str:
-    """A number of bytes in GB (10^9 bytes), with three digits that mean something; small ones in kB.
+    """A number of bytes in GB (10^9 bytes) with three significant digits; small numbers in kB or B.
 
     >>> gigabytes(12_345_678_901), gigabytes(5_123_456), gigabytes(20_480), gigabytes(12)
     ('12.3 GB', '0.00512 GB', '20.5 kB', '12 B')
@@ -22,7 +22,7 @@ def gigabytes(count: float) -> str:
 
 
 def gigabytes_per_second(count: float, seconds: float) -> str:
-    """A speed.
+    """A speed in GB/s.
 
     >>> gigabytes_per_second(3e9, 2.0)
     '1.50 GB/s'
@@ -31,7 +31,7 @@ def gigabytes_per_second(count: float, seconds: float) -> str:
 
 
 def span(seconds: float) -> str:
-    """A span of time, as long as it takes to say it.
+    """A duration in the unit that suits it.
 
     >>> span(0.0042), span(0.5), span(42.3), span(5000), span(1e6)
     ('4.2 ms', '0.50 s', '42.3 s', '83 min', '278 h')
@@ -44,7 +44,7 @@ def span(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    r"""The text with every character that a terminal would act on, or not show, written as an escape.
+    r"""The text with an escape for every character that a terminal obeys or does not show.
 
     Keys and file names come from the checkpoint, and a hostile one may try to steer the reader's terminal.
 

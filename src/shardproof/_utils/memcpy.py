@@ -1,4 +1,4 @@
-"""Host memory, by address."""
+"""Copies and reads of host memory by address."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def address(buffer: memoryview) -> int:
 def copy_runs(into: Sequence[int], out_of: Sequence[int], counts: Sequence[int]) -> None:
     """Copies many short runs of bytes, in their order.
 
-    Where none has more than 16 KiB, no other thread of Python runs meanwhile: to let them takes longer than
-    to copy so much.
+    If every run has at most 16 KiB, the call keeps Python's global lock. To release the lock takes longer
+    than such a copy.
 
     Args:
-        into: addresses, one a run.
-        out_of: addresses, one a run.
-        counts: bytes, one a run.
+        into: the address that each run is copied to.
+        out_of: the address that each run is copied from.
+        counts: the bytes of each run.
 
     >>> one, two = bytearray(b"ab"), bytearray(2)
     >>> source, target = (ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in (one, two))
@@ -45,10 +45,13 @@ def copy_runs(into: Sequence[int], out_of: Sequence[int], counts: Sequence[int])
 
 
 def read_words(addresses: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """The words of 8 bytes at these addresses, in the order of this machine's bytes.
+    """The words of 8 bytes at these addresses, in this machine's byte order.
 
     Args:
-        addresses: of any shape, multiples of 8, of memory that this process may read.
+        addresses: multiples of 8, in memory that this process may read. Any shape.
+
+    Returns:
+        The words, in the shape of `addresses`.
 
     >>> values = np.array([3, 5, 7], np.uint64)
     >>> read_words(values.ctypes.data + np.array([16, 0]))

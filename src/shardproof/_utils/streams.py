@@ -1,17 +1,16 @@
-"""A device's queues of work.
+"""The current streams of threads.
 
 Note: Current streams belong to threads
-    A stream is made the current one of the calling thread for a while, and what was current before is
-    current again afterwards. A thread that never chose a device has device 0: going back to it must not make
-    a context there, which is what the device modules' own guards take care of. (`with stream:` would keep
-    what to go back to in the stream, where threads would find each other's; torch has it from 2.7 on.)
+    `on_stream` makes a stream the current one of the calling thread, and restores the former one
+    afterwards. A thread that never chose a device has device 0. Going back to device 0 must not make a
+    context there, which the guards of the device modules ensure. (`with stream:`, which torch has from 2.7
+    on, keeps the former stream in the stream object, which several threads share.)
 
 Note: Helpers work on their caller's streams
-    A new thread's current stream is the device's default one. What it enqueues there is not ordered with
-    what its caller has enqueued on a stream of its own: a copy of the helper's may be overwritten by work
-    that the caller gave the device before, or still be under way when the caller reads its target, for the
-    host waits for the bytes to arrive and not for the kernel that lays them out. So whoever helps makes the
-    caller's streams its own.
+    A new thread's current stream is the device's default one. The device does not order work there with
+    work on the caller's stream. So earlier work of the caller may overwrite a copy of the helper. And the
+    copy may still run when the caller reads its target: the host waits for the bytes to arrive, and not for
+    the kernel that lays them out. So a helper thread makes the caller's streams its own.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ __all__ = ["CurrentStreams", "has_streams", "on_stream"]
 
 @contextmanager
 def on_stream(stream: torch.Stream, device: torch.device) -> Iterator[None]:
-    """Makes a stream of a device this thread's current one; see "Current streams belong to threads"."""
+    """Makes a stream the current one of this thread. See "Current streams belong to threads"."""
     guard = getattr(torch.get_device_module(device), "device", None)
     with nullcontext() if guard is None else guard(device):
         before = torch.accelerator.current_stream(device)
@@ -38,7 +37,7 @@ def on_stream(stream: torch.Stream, device: torch.device) -> Iterator[None]:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether the device is an accelerator with more than one queue of work."""
+    """True if the device is an accelerator with streams."""
     accelerator = torch.accelerator.current_accelerator()
     return (
         accelerator is not None
@@ -48,10 +47,10 @@ def has_streams(device: torch.device) -> bool:
 
 
 class CurrentStreams:
-    """The current streams of the thread that makes this; see "Helpers work on their caller's streams".
+    """The current streams of the thread that makes this object. See "Helpers work on their caller's streams".
 
     Args:
-        devices: whose streams; those that have none are left out.
+        devices: the devices; those without streams are left out.
 
     >>> streams = CurrentStreams([torch.device("cpu")])
     >>> with streams.entered():
@@ -65,7 +64,7 @@ class CurrentStreams:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Makes them this thread's current ones. Any thread may, and several at once."""
+        """Makes them the current streams of the calling thread. Several threads may do so at once."""
         with ExitStack() as stack:
             for stream, device in self._streams:
                 stack.enter_context(on_stream(stream, device))

@@ -1,4 +1,4 @@
-"""What this rank may take of the computer that it shares with the other ranks of its node."""
+"""The ranks of a node, and the processors that each may use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["processors", "ranks_here"]
 
 
 def ranks_here() -> int:
-    """Ranks of this job on this node, as torchrun, Slurm, Open MPI or MPICH says; 1 if none does."""
+    """Ranks of this job on this node, from torchrun, Slurm, Open MPI or MPICH; 1 without any of them."""
     for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
         found = os.environ.get(name, "")
         if found.isdecimal() and int(found) > 0:
@@ -20,7 +20,7 @@ def ranks_here() -> int:
 
 
 def processors() -> float:
-    """Processors that this rank may use: its own, or a share where ranks must have some in common.
+    """Processors that this rank may use: its own, or its share of those that ranks have in common.
 
     >>> processors() > 0
     True
@@ -31,11 +31,11 @@ def processors() -> float:
 
 
 def _tasks_of_slurm(tasks: str, node: str) -> int:
-    """Tasks of a step on one of its nodes.
+    """Slurm's tasks of a job step on one of its nodes.
 
     Args:
-        tasks: by node, for example "4(x2),3".
-        node: its number in the step.
+        tasks: Slurm's list of tasks by node, for example "4(x2),3".
+        node: the number of the node in the step.
 
     >>> [_tasks_of_slurm("4(x2),3", str(node)) for node in range(3)]
     [4, 4, 3]

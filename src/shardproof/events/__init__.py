@@ -1,7 +1,7 @@
-"""What a save or load does, as it happens: for logs, terminals, traces and dashboards.
+"""Events of saves and loads, for logs, terminals, traces and dashboards.
 
-Every operation is a sequence of phases on each rank. A listener is called with each phase's begin, progress
-and end. Without a listener a phase costs microseconds.
+On each rank, every operation is a sequence of phases (`PHASES`). A listener gets an event when a phase
+begins, makes progress, and ends. Without a listener a phase costs microseconds.
 
 >>> from shardproof import events
 >>> seen = []
@@ -45,29 +45,41 @@ __all__ = [
 
 
 def phase(operation: str, name: str, *, rank: int = 0, world_size: int = 1, step: int | None = None) -> Phase:
-    """A phase of an operation on this rank, as a context. An exception that ends it is told and passes on.
+    """A phase of an operation on this rank, as a context. An exception ends it as failed, and passes on.
 
     Args:
-        operation: what is done and where, a verb and a place: ``"save runs/gpt/step-00001000"``.
-        name: the part of it: ``"write"``.
-        rank: of this process.
-        world_size: number of ranks.
-        step: of the run, if there is one.
+        operation: a verb and a place: ``"save runs/gpt/step-00001000"``.
+        name: the name of the phase: ``"write"``.
+        rank: the rank of this process.
+        world_size: the number of ranks.
+        step: the step of the run, if there is one.
 
-    >>> with phase("load runs/a", "read") as reading:
-    ...     reading.progress(512, 2048)
+    Returns:
+        The phase, which begins when the caller enters it.
+
+    Example:
+        >>> with phase("load runs/a", "read") as reading:
+        ...     reading.progress(512, 2048)
     """
     return hub.phase(operation, name, rank=rank, world_size=world_size, step=step)
 
 
 def subscribe(listener: Listener) -> Subscription:
-    """Calls `listener(event)` with every event from now on, until the result is called or left as a context.
+    """Calls `listener(event)` with every event from now on.
 
-    It is called in the thread that saves or loads, so it should be quick; of one phase it gets at most ten
-    progress events a second. One that raises is logged and gets no more events: it never breaks a save.
+    The call runs in the thread that saves or loads, so the listener should be quick. It gets at most ten
+    progress events a second for one phase. If the listener raises, the error is logged and the subscription
+    ends. A listener never breaks a save.
 
-    >>> unsubscribe = subscribe(print)
-    >>> unsubscribe()
+    Args:
+        listener: gets each event.
+
+    Returns:
+        The subscription. It ends when the caller calls it, or leaves it as a context.
+
+    Example:
+        >>> unsubscribe = subscribe(print)
+        >>> unsubscribe()
     """
     return hub.subscribe(listener)
 
@@ -75,15 +87,15 @@ def subscribe(listener: Listener) -> Subscription:
 def heard(
     operation: str, phase: str, world_size: int, ranks: Callable[[], Mapping[int, tuple[int, int]]]
 ) -> None:
-    """Tells listeners what this rank, while it waits for others, has heard of their progress.
+    """Publishes the progress of the ranks for which this rank waits.
 
     Args:
-        operation: that they are all in.
-        phase: that this rank waits in.
-        world_size: number of ranks.
-        ranks: gives the ranks still waited for, each with its bytes done and bytes in all; called only if
-            somebody listens.
+        operation: the operation of all these ranks.
+        phase: the phase in which this rank waits.
+        world_size: the number of ranks.
+        ranks: gives bytes done and bytes in all of each missing rank. Called only if there is a listener.
 
-    >>> heard("save runs/a", "commit", 4, lambda: {3: (100, 200)})
+    Example:
+        >>> heard("save runs/a", "commit", 4, lambda: {3: (100, 200)})
     """
     hub.heard(operation, phase, world_size, ranks)

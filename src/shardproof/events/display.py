@@ -1,4 +1,4 @@
-"""Progress for people: one line a phase, with GB, GB/s, what is left, and the slowest rank."""
+"""Progress for people: lines and bars with GB, GB/s, time left, and the slowest rank."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ __all__ = ["Bars", "Lines", "finished", "moving", "show"]
 
 
 def show(file: TextIO | None = None, *, every: float = 5.0) -> Subscription:
-    """Shows what rank 0 does on `file`, until the result is called or left as a context.
+    """Shows the phases of rank 0 on `file`.
 
-    On a terminal: a bar for each phase that takes longer than a moment, and a line when it has ended.
-    Elsewhere: the lines alone, and one on the way every few seconds. On other ranks than 0: nothing, so every
-    rank may call it. While rank 0 waits for others, it shows the slowest of those that it has heard of.
+    On a terminal, each phase longer than a moment has a bar, and each phase leaves a line. Elsewhere there
+    are only lines, one every few seconds for a phase under way. Other ranks than 0 show nothing, so every
+    rank may call it. While rank 0 waits for others, it shows the slowest of them.
 
     Args:
-        file: where to; standard error unless told.
-        every: seconds from one line of a phase under way to the next, at least; not for a terminal.
+        file: the text file to write to; None for standard error.
+        every: least seconds between two lines for phases under way. Not for a terminal.
+
+    Returns:
+        The subscription. It ends when the caller calls it, or leaves it as a context.
 
     >>> from shardproof import events
     >>> with events.show(sys.stdout), events.phase("save runs/a", "write") as phase:
@@ -43,7 +46,7 @@ def show(file: TextIO | None = None, *, every: float = 5.0) -> Subscription:
 
 
 def finished(event: Event) -> str:
-    """A phase that has ended, in one line.
+    """The line for a phase that has ended.
 
     >>> facts = {"slowest_rank": 3, "slowest_seconds": 1.25}
     >>> finished(Event("end", "save a", "commit", 0, 4, 7, 0.0, 0.0, "", 1.5, 0, 0, facts))
@@ -69,7 +72,7 @@ def finished(event: Event) -> str:
 
 
 def moving(event: Event) -> str:
-    """How far a phase is: amount, speed, and how long it will take at that speed.
+    """The progress of a phase: amount, speed, and time left at that speed.
 
     >>> moving(Event("progress", "save a", "write", 0, 4, 7, 0.0, 0.0, "", 2.0, 3 * 10**9, 6 * 10**9))
     '3.00 GB of 6.00 GB, 1.50 GB/s, ETA 2.00 s'
@@ -84,14 +87,14 @@ def moving(event: Event) -> str:
 
 
 class _Others:
-    """Of the ranks that rank 0 waits for: which is slowest, and when it is done at the speed seen so far."""
+    """The slowest of the ranks that rank 0 waits for, and the time left at its speed so far."""
 
     def __init__(self) -> None:
         self._operation = ""
         self._first: dict[int, tuple[float, int]] = {}
 
     def text(self, event: Event) -> str:
-        """What a `heard` event says, in words."""
+        """The text for a `heard` event."""
         ranks: dict[int, tuple[int, int]] = event.facts["ranks"]
         if self._operation != event.operation:
             self._operation, self._first = event.operation, {}
@@ -108,11 +111,11 @@ class _Others:
 
 
 class Lines:
-    """A listener that writes lines: one when a phase of rank 0 has ended, and some on the way.
+    """A listener that writes a line when a phase of rank 0 ends, and lines for a phase under way.
 
     Args:
         write: gets each line.
-        every: seconds between two lines on the way, and before the first of a phase.
+        every: least seconds between two lines for phases under way, and before the first of a phase.
     """
 
     def __init__(self, write: Callable[[str], object], every: float = 5.0) -> None:
@@ -123,7 +126,7 @@ class Lines:
         self._lock = threading.Lock()
 
     def __call__(self, event: Event) -> None:
-        """Takes an event."""
+        """Shows an event."""
         if event.rank != 0 or event.kind == "begin":
             return
         with self._lock:
@@ -143,13 +146,13 @@ class Lines:
 
 
 class Bars:
-    """A listener that draws on a terminal: a bar for each phase of rank 0 under way, a line at its end.
+    """A listener that draws a bar for each phase of rank 0 under way, and writes a line at its end.
 
-    Nothing runs in the background until a phase has lasted for a moment and reports progress.
+    It starts no thread before a phase has lasted for a moment and reports progress.
 
     Args:
-        console: of rich, on the terminal.
-        lines: whether the lines are written.
+        console: a console of rich on the terminal.
+        lines: write a line at the end of each phase.
         at_once: draw a bar as soon as a phase begins.
     """
 
@@ -163,7 +166,7 @@ class Bars:
         self._lock = threading.Lock()
 
     def __call__(self, event: Event) -> None:
-        """Takes an event."""
+        """Shows an event."""
         if event.rank != 0:
             return
         with self._lock:
@@ -172,7 +175,7 @@ class Bars:
             elif event.kind == "heard":
                 self._draw(event.operation, event, self._others.text(event))
             elif event.kind in ("end", "failed"):
-                if event.id in self._rows:  # the last numbers are seen, if for a moment
+                if event.id in self._rows:  # shows the last numbers for a moment
                     self._draw(event.id, event, moving(event))
                     self._progress.refresh()
                 self._drop(event.id)
@@ -181,7 +184,7 @@ class Bars:
                     self._console.print(finished(event))
 
     def close(self) -> None:
-        """Takes all bars away."""
+        """Removes all bars."""
         with self._lock:
             for row in list(self._rows):
                 self._drop(row)

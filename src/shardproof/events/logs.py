@@ -1,4 +1,4 @@
-"""Events as records of `logging`, for people and for machines."""
+"""Events as records of `logging`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ __all__ = ["JsonFormatter", "facts_of", "log_to"]
 
 
 def log_to(logger: logging.Logger, level: int = logging.INFO) -> Subscription:
-    """Logs one record for each phase that ends on this rank, until the result is called or left as a context.
+    """Logs one record for each phase that ends on this rank. A phase that failed is logged as an error.
 
-    The message is for people. What it says, as plain values, is the record's attribute `shardproof`, a dict
-    (see `facts_of`), which a formatter such as `JsonFormatter` may print. A phase that failed is logged as an
-    error.
+    The message is for people. The record's attribute `shardproof` has the same facts as a dict (see
+    `facts_of`), which a formatter such as `JsonFormatter` may print.
 
     Args:
         logger: gets the records.
-        level: of phases that ended well.
+        level: the level of phases that did not fail.
+
+    Returns:
+        The subscription. It ends when the caller calls it, or leaves it as a context.
 
     >>> import sys
     >>> from shardproof import events
@@ -46,7 +48,7 @@ def log_to(logger: logging.Logger, level: int = logging.INFO) -> Subscription:
 
 
 def facts_of(event: Event) -> dict[str, Any]:
-    """What an event says, as plain values; what was noted stands beside the rest.
+    """The fields of an event as plain values, with its facts beside them.
 
     >>> event = Event("end", "save a", "write", 0, 4, 7, 1e9, 0.0, "main", 2.0, 10**9, 10**9, {"files": 1})
     >>> facts = facts_of(event)

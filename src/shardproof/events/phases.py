@@ -1,12 +1,12 @@
-"""What happens while state is saved or loaded, as it happens: phases, and who listens to them.
+"""Phases, the events that they publish, and the hub that hands events to listeners.
 
 Note: What a listener may count on
 ----------------------------------
-Listeners are called in the thread that reports, one after another. Of one phase they see begin, progress and
-end in this order and never two at a time: all three are published under the phase's lock. `Phase.progress`
-only tries the lock, so a thread that copies or writes never waits for a listener that is busy with another
-thread's report; its numbers are kept and go out with the next one. The end waits for a report under way.
-A listener that subscribes in the middle of a phase sees the rest of it, without a begin.
+The thread that reports calls the listeners, one after another. For one phase, listeners get begin, progress
+and end in this order and never two at a time, because the phase's lock covers each of them.
+`Phase.progress` only tries the lock. So a thread that copies or writes never waits for a listener that
+handles another thread's report; the next report carries its numbers. The end of a phase waits for a report
+under way. A listener that subscribes in the middle of a phase gets the rest of it, without a begin.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardproof._utils import forks
 __all__ = ["Event", "Hub", "Kind", "Listener", "Phase", "Subscription", "hub"]
 
 PERIOD = 0.1
-"""Seconds between two progress events of one phase, at least."""
+"""Least seconds between two progress events of one phase."""
 
 Kind: TypeAlias = Literal["begin", "progress", "end", "failed", "heard"]
 _log = logging.getLogger("shardproof")
@@ -33,38 +33,38 @@ _log = logging.getLogger("shardproof")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that happened in a phase of an operation, on one rank."""
+    """One event of a phase of an operation, on one rank."""
 
     kind: Kind
-    """``begin``, ``progress``, ``end``, ``failed`` (ended by an exception), or ``heard``: what rank 0, while
-    it waits, has heard of the progress of other ranks (`facts["ranks"]`: rank to bytes done and in all)."""
+    """``begin``, ``progress``, ``end``, ``failed`` (an exception ended it), or ``heard``: rank 0 waits, and
+    `facts["ranks"]` has the bytes done and bytes in all of each rank that it waits for."""
     operation: str
-    """What is done, and where: ``save runs/gpt/step-00001000``."""
+    """A verb and a place: ``save runs/gpt/step-00001000``."""
     phase: str
-    """Part of the operation, as `PHASES` has it, or a phase of the program's own."""
+    """The name of the phase: one of `PHASES`, or one of the caller's program."""
     rank: int
     world_size: int
     step: int | None
     time: float
     """Seconds since 1970, by this machine's clock."""
     clock: float
-    """Seconds of `time.perf_counter` of this process: for spans of time."""
+    """Seconds of this process's `time.perf_counter`, for durations."""
     thread: str
     """Name of the thread in which the phase began."""
     seconds: float
-    """Since the phase began."""
+    """Seconds since the phase began."""
     done: int
-    """Bytes, as last reported."""
+    """Bytes done, from the last report."""
     total: int
-    """Bytes in all, 0 if nobody said."""
+    """Bytes in all; 0 if unknown."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What was noted (`Phase.note`); complete in the last event of a phase."""
+    """Facts from `Phase.note`, complete in the last event of a phase."""
     error: str | None = None
-    """Of ``failed``: the exception's class and text, as in ``StorageError: no space left``."""
+    """Class and text of the exception in a ``failed`` event: ``StorageError: no space left``."""
     id: int = 0
-    """The same for all events of one phase, and for no other phase of this process."""
+    """The number of the phase: equal for all its events, and unique in this process."""
     thread_id: int = 0
-    """Of that thread, `threading.get_ident`: several at once may have one name."""
+    """`threading.get_ident` of that thread. Several threads may have one name."""
 
     @property
     def action(self) -> str:
@@ -80,7 +80,7 @@ Listener: TypeAlias = Callable[[Event], object]
 
 
 class Subscription:
-    """Ends a subscription when it is called, closed, or left as a context. More than once does no harm."""
+    """A subscription. Call it, close it, or leave it as a context to end it; any number of times."""
 
     __slots__ = ("_hub", "_last", "listener")
 
@@ -90,11 +90,11 @@ class Subscription:
         self.listener = listener
 
     def __call__(self) -> None:
-        """No more events from now on."""
+        """End the subscription."""
         self.close()
 
     def close(self) -> None:
-        """No more events from now on."""
+        """End the subscription."""
         self._hub.remove(self)
         self._last()
 
@@ -106,7 +106,7 @@ class Subscription:
 
 
 class Phase:
-    """A part of an operation on this rank, from entering the context to leaving it. Made by `phase`."""
+    """A part of an operation on this rank. It lasts from entering this context to leaving it. See `phase`."""
 
     __slots__ = (
         "_begun",
@@ -165,11 +165,11 @@ class Phase:
             self._publish("end" if text is None else "failed", self._hub.clock(), text)
 
     def progress(self, done: int, total: int) -> None:
-        """Says how far this phase is. Cheap, from any thread, as often as there is news.
+        """Reports the progress of this phase. Cheap; any thread may call it at any rate.
 
         Args:
             done: bytes done.
-            total: bytes in all; 0 if it is not known.
+            total: bytes in all; 0 if unknown.
         """
         self._progress = (done, total)
         if not self._hub.listeners or self._hub.clock() < self._due:
@@ -184,11 +184,11 @@ class Phase:
                 self._lock.release()
 
     def note(self, **facts: Any) -> None:
-        """Adds plain facts, which the last event of the phase carries."""
+        """Adds plain facts to the last event of the phase."""
         self._facts.update(facts)
 
     def fail(self, error: BaseException) -> None:
-        """Says that the phase failed, where the error itself takes another way than through the context."""
+        """Marks the phase as failed by an error that does not pass through the context."""
         self._error = error
 
     def _publish(self, kind: Kind, now: float, error: str | None = None) -> None:
@@ -217,11 +217,11 @@ class Phase:
 
 
 class Hub:
-    """Where events come in and go out. A process uses one, `hub`; tests make their own, with their own clock.
+    """Hands events to listeners. A process uses one, `hub`; tests make their own, with their own clock.
 
     Args:
-        clock: seconds, for spans of time.
-        wall: seconds since 1970.
+        clock: gives seconds, for durations.
+        wall: gives seconds since 1970.
     """
 
     def __init__(
@@ -231,24 +231,24 @@ class Hub:
         self.wall = wall
         self.ids = itertools.count(1)
         self.listeners: tuple[Subscription, ...] = ()
-        """Replaced, never changed: read without the lock."""
+        """Replaced and never changed, so threads read it without the lock."""
         self._lock = forks.lock()
 
     def phase(
         self, operation: str, name: str, *, rank: int = 0, world_size: int = 1, step: int | None = None
     ) -> Phase:
-        """A phase, not yet begun. See `shardproof.events.phase`."""
+        """A phase that has not begun. See `shardproof.events.phase`."""
         return Phase(self, operation, name, rank, world_size, step)
 
     def subscribe(self, listener: Listener, last: Callable[[], object] = lambda: None) -> Subscription:
-        """Calls `listener` with every event from now on, `last` when that ends. See `events.subscribe`."""
+        """Calls `listener` with every event, and `last` at the end. See `shardproof.events.subscribe`."""
         subscription = Subscription(self, listener, last)
         with self._lock:
             self.listeners = (*self.listeners, subscription)
         return subscription
 
     def remove(self, subscription: Subscription) -> None:
-        """No more events for this one."""
+        """Ends a subscription."""
         with self._lock:
             self.listeners = tuple(one for one in self.listeners if one is not subscription)
 
@@ -259,7 +259,7 @@ class Hub:
         world_size: int,
         ranks: Callable[[], Mapping[int, tuple[int, int]]],
     ) -> None:
-        """Publishes what rank 0 has heard of others. See `shardproof.events.heard`."""
+        """Publishes the progress of other ranks. See `shardproof.events.heard`."""
         if not self.listeners or not (found := dict(ranks())):
             return
         done, total = (sum(one[side] for one in found.values()) for side in (0, 1))
@@ -281,7 +281,7 @@ class Hub:
         self.publish(event)
 
     def publish(self, event: Event) -> None:
-        """Hands an event to every listener. One that raises is logged and gets no more events."""
+        """Hands an event to every listener. Logs the error of a listener that raises, and removes it."""
         for subscription in self.listeners:
             try:
                 subscription.listener(event)
@@ -298,4 +298,4 @@ class Hub:
 
 
 hub = Hub()
-"""The process's own."""
+"""The hub of this process."""

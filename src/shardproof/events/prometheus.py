@@ -15,10 +15,10 @@ _SECONDS = (0.001, 0.01, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 
 
 def export(registry: CollectorRegistry | None = None) -> Subscription:
-    """Keeps metrics of this process's saves and loads, until the result is called or left as a context.
+    """Keeps metrics of this process's saves and loads.
 
-    It serves nothing: do that as you do it for other metrics (`prometheus_client.start_http_server`, or a
-    push). Ranks are told apart by their instance, as targets are. The metrics, with labels in brackets:
+    It does not serve them: serve the registry as for other metrics (`prometheus_client.start_http_server`,
+    or a push). Prometheus tells ranks apart by their instance. The metrics, with labels in brackets:
 
     - ``shardproof_phase_seconds`` [action, phase], histogram: time of phases that ended well;
     - ``shardproof_bytes_total`` [action, phase], counter: bytes of phases that ended well;
@@ -28,11 +28,14 @@ def export(registry: CollectorRegistry | None = None) -> Subscription:
     - ``shardproof_last_committed_step`` and ``shardproof_last_commit_timestamp_seconds``, gauges.
 
     Args:
-        registry: where the metrics are registered; the client's default one unless told.
+        registry: the registry of the metrics; None for the client's default one.
+
+    Returns:
+        The subscription. It ends when the caller calls it, or leaves it as a context.
 
     Raises:
         ImportError: prometheus-client is not installed.
-        ValueError: the registry has these metrics already: export once a process.
+        ValueError: the registry has these metrics already. Call `export` once a process.
 
     >>> from prometheus_client import CollectorRegistry
     >>> from shardproof import events

@@ -1,7 +1,7 @@
 """Scalars of this rank's saves and loads for TensorBoard, by step.
 
-Nothing is imported here: the caller brings the writer, torch's (which needs ``pip install
-'shardproof[tensorboard]'``) or any other with `add_scalar`.
+This module imports no TensorBoard. The caller brings the writer: torch's (which needs ``pip install
+'shardproof[tensorboard]'``), or any object with `add_scalar`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["Writer", "write_to"]
 
 
 class Writer(Protocol):
-    """What is needed of a `torch.utils.tensorboard.SummaryWriter`."""
+    """The part of `torch.utils.tensorboard.SummaryWriter` that `write_to` uses."""
 
     def add_scalar(self, tag: str, scalar_value: Any, global_step: Any = None) -> object:
         """Adds one value."""
@@ -22,15 +22,18 @@ class Writer(Protocol):
 
 
 def write_to(writer: Writer) -> Subscription:
-    """Adds scalars for each phase that ends on this rank, until the result is called or left as a context.
+    """Adds scalars for each phase that ends on this rank.
 
-    For a phase ``write`` of a ``save``: ``shardproof/save/write/seconds`` and, where bytes moved,
-    ``shardproof/save/write/GB`` and ``shardproof/save/write/GB_per_second``; a failed one adds
-    ``shardproof/save/write/failed``, 1. The step is the operation's; phases of operations without one
-    are counted from 0.
+    A phase ``write`` of a ``save`` adds ``shardproof/save/write/seconds``. If bytes moved, it also adds
+    ``shardproof/save/write/GB`` and ``shardproof/save/write/GB_per_second``. A failed phase adds
+    ``shardproof/save/write/failed``, 1. The step is that of the operation. Without a step, phases count
+    from 0.
 
     Args:
-        writer: of the caller, who closes it; on one rank, or one with a folder of its own on each.
+        writer: the writer, which the caller closes. Use it on one rank, or give each rank a folder.
+
+    Returns:
+        The subscription. It ends when the caller calls it, or leaves it as a context.
 
     >>> class Printer:
     ...     def add_scalar(self, tag, scalar_value, global_step=None):

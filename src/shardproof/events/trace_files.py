@@ -1,24 +1,26 @@
-"""Traces that open in Perfetto: a file for each operation on each rank, whole after every event.
+"""Trace files for Perfetto: one for each operation on each rank, valid after every event.
 
-The format is Chromium's Trace Event Format (JSON), which Perfetto reads: a process a rank, a lane a thread, a
-complete event ("X") a phase, a counter ("C") with two curves for its bytes.
+The format is Chromium's Trace Event Format (JSON). A rank is a process and a thread is a lane. A phase is a
+complete event ("X"), with a counter ("C") of two curves for its bytes.
 
 Note: What Perfetto does not show
 ---------------------------------
-It drops a phase that overlaps another of its lane without lying inside it, and counts it in its table `stats`
-as `slice_drop_overlapping_complete_event`. So threads that are at work at the same time have lanes of their
-own, even if they have one name, and times are whole nanoseconds, its unit: what ends together in our clock
-ends together in its. It drops the facts of a phase from the first one on that is NaN or infinite, which JSON
-does not have, or holds half a surrogate pair: numbers of that kind are written as text, such halves as "?".
-It may show the escape of a letter as it stands: text is UTF-8. It names a curve by its counter and its key,
-`save write` and `GB`.
+Perfetto drops a phase that overlaps another of its lane without being nested in it. It counts such phases
+in its table `stats` as `slice_drop_overlapping_complete_event`. So threads that work at the same time have
+different lanes, even with one name. Times are whole nanoseconds, which is Perfetto's unit, so that equal
+ends stay equal.
+
+Perfetto drops the facts of a phase from the first one that is NaN or infinite, which JSON does not have, or
+that holds half a surrogate pair. So the file has such numbers as text, and such halves as "?". Perfetto may
+show the escape of a letter literally, so text is UTF-8. It names a curve by its counter and its key: `save
+write`, `GB`.
 
 Note: A trace that survives its process
 ---------------------------------------
-A file is changed by one write, which begins where the finished events end. It holds the newly finished
-events, then every open phase, as long as it is so far and marked ``unfinished``, then the end of the
-document, then spaces up to the length that the file had. So nothing of an earlier tail is left, and whenever
-the process is killed the file is valid JSON and says which phase it was in.
+One write changes the file. It begins where the finished events end. It holds the newly finished events,
+every open phase with its duration so far and the mark ``unfinished``, the end of the document, and spaces
+up to the former length of the file. So nothing of an earlier tail remains. Whenever the process is killed,
+the file is valid JSON and names the open phases.
 """
 
 from __future__ import annotations
@@ -42,16 +44,19 @@ _END = "\n]}\n"
 
 
 def trace(path: str | os.PathLike[str]) -> Subscription:
-    """Writes a trace of every operation of this rank, until the result is called or left as a context.
+    """Writes a trace of every operation of this rank.
 
-    Open a file at https://ui.perfetto.dev, or first put those of all ranks together: `merge_traces`, or
-    ``shardproof trace FOLDER -o all.json``. The files are written as the operations go on, so what a job that
-    died was doing can be read too.
+    Open a file at https://ui.perfetto.dev. To see all ranks, merge their files first: `merge_traces`, or
+    ``shardproof trace FOLDER -o all.json``. The files grow as the operations go on, so they also show what a
+    job that died was doing.
 
     Args:
-        path: a folder, made if it is not there: one file for each operation and rank. Or a name that ends in
-            ``.json``: one file for all operations of this process (where there are several ranks, the rank is
-            put before the ``.json``); a file that is there is written over.
+        path: a folder, for one file an operation and rank; it is made if missing. Or a name that ends in
+            ``.json``, for one file of all operations of this process; an existing file is overwritten. With
+            several ranks, the rank stands before the ``.json``.
+
+    Returns:
+        The subscription. It ends when the caller calls it, or leaves it as a context.
 
     >>> import json, tempfile
     >>> from pathlib import Path
@@ -72,8 +77,8 @@ class Tracer:
 
     Args:
         path: as for `trace`.
-        wall: seconds since 1970 of the moment at which the monotonic clock showed `clock`. Times in a file
-            are microseconds since then: see note "One clock for all ranks" in `trace_merge`.
+        wall: the wall clock's seconds since 1970 at the moment `clock`. Times in a file are microseconds
+            since that moment. See the note "One clock for all ranks" in `trace_merge`.
         clock: seconds of `time.perf_counter`.
     """
 
@@ -85,14 +90,14 @@ class Tracer:
         self._lock = threading.Lock()
 
     def __call__(self, event: Event) -> None:
-        """Takes an event."""
-        if event.kind == "heard":  # the other rank's own file has it
+        """Writes an event."""
+        if event.kind == "heard":  # the file of the other rank has it
             return
         with self._lock:
             self._file(event).take(event, (event.clock - self._clock) * 1e6)
 
     def close(self) -> None:
-        """Cuts the spare room off the files."""
+        """Cuts the spaces off the ends of the files."""
         with self._lock:
             while self._files:
                 self._files.popitem()[1].close()
@@ -120,16 +125,16 @@ class Tracer:
 
 
 class _File:
-    """One trace file: what is finished, how far it reaches, and the phases that are open."""
+    """One trace file: where its finished events end, and the open phases."""
 
     def __init__(self, path: Path, event: Event, wall: float) -> None:
         self._path = path
         self._rank = event.rank
         self._first_phase = event.phase
         self._open: dict[int, tuple[dict[str, Any], int]] = {}
-        """Of each open phase its row and its thread."""
+        """The row and the thread of each open phase."""
         self._lanes: list[str] = []
-        """Name of the threads in each lane, which are counted from 1."""
+        """The name of the threads of each lane. Lanes count from 1."""
         self._counted: dict[int, tuple[float, int]] = {}
         said = {
             "rank": event.rank,
@@ -138,7 +143,7 @@ class _File:
             "process": os.getpid(),
         }
         head = f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(said)}, "traceEvents": [\n'
-        # A name and a place in the order of ranks.
+        # The name of the rank, and its place in the order of ranks.
         head += json.dumps(row_about("process_name", event.rank, 0, {"name": f"rank {event.rank}"}))
         head += ",\n" + json.dumps(row_about("process_sort_index", event.rank, 0, {"sort_index": event.rank}))
         self._path.write_text(head + _END)
@@ -146,11 +151,11 @@ class _File:
         self._length = self._end + len(_END)
 
     def begins_again(self, event: Event) -> bool:
-        """Whether this is the start of a new operation of the same name."""
+        """True if this event begins a new operation of the same name."""
         return event.kind == "begin" and event.phase == self._first_phase and not self._open
 
     def take(self, event: Event, at: float) -> None:
-        """Adds an event that happened `at` microseconds."""
+        """Writes an event of the time `at`, in microseconds."""
         new = []
         row, _ = self._open.pop(event.id, (None, 0))
         if row is None:
@@ -173,7 +178,7 @@ class _File:
         self._write(new)
 
     def close(self) -> None:
-        """Cuts the spare room off."""
+        """Cuts the spaces off the end of the file."""
         os.truncate(self._path, self._write([]))
 
     def _row(self, event: Event, at: float) -> dict[str, Any]:
@@ -187,7 +192,7 @@ class _File:
         }
 
     def _lane(self, event: Event) -> int:
-        """The lane in which the event's thread is at work, else a free one of its name, else a new one."""
+        """The lane in which the event's thread works; or a free lane of its name; or a new one."""
         at_work = {row["tid"]: thread for row, thread in self._open.values()}
         named = [lane for lane, name in enumerate(self._lanes, 1) if name == event.thread]
         own = [lane for lane in named if at_work.get(lane) == event.thread_id]
@@ -198,14 +203,14 @@ class _File:
         return (own or free)[0]
 
     def _counters(self, event: Event, at: float) -> list[dict[str, Any]]:
-        """Bytes done so far, and the speed since the last time."""
+        """Counter rows: bytes done, and the speed since the last event."""
         before, done = self._counted.pop(event.id, (at - event.seconds * 1e6, 0))
         if event.kind == "begin" or not event.done:
             return []
         if event.kind == "progress":
             self._counted[event.id] = (at, event.done)
         speed = (event.done - done) / max(at - before, 1e-3) / 1e3
-        # A phase that is over lets its curves fall to nothing.
+        # At the end of a phase its curves fall to zero.
         curves = [{"GB": event.done / 1e9, "GB/s": max(speed, 0.0)}]
         curves += [] if event.kind == "progress" else [{"GB": 0.0, "GB/s": 0.0}]
         return [
@@ -221,7 +226,7 @@ class _File:
         ]
 
     def _write(self, new: list[dict[str, Any]]) -> int:
-        """Writes finished events and the tail in one go (see the note); returns where the tail ends."""
+        """Writes finished events and the tail in one write (see the note). Returns the end of the tail."""
         finished = b"".join(b",\n" + encoded(row) for row in new)
         tail = b"".join(b",\n" + encoded(row) for row, _ in self._open.values()) + _END.encode()
         ends = self._end + len(finished) + len(tail)
@@ -237,7 +242,7 @@ class _File:
 
 
 def encoded(row: dict[str, Any]) -> bytes:
-    """A row as JSON in UTF-8 that Perfetto shows in full: see note "What Perfetto does not show".
+    """A row as JSON in UTF-8 that Perfetto shows in full. See the note "What Perfetto does not show".
 
     >>> encoded({"args": {"loss": float("nan"), "step": 7, "speeds": [1.5, float("inf")]}})
     b'{"args": {"loss": "nan", "step": 7, "speeds": [1.5, "inf"]}}'
@@ -250,7 +255,7 @@ def encoded(row: dict[str, Any]) -> bytes:
 
 
 def _as_text(value: Any) -> Any:
-    """The same with NaN and infinities as text."""
+    """The same value, with NaN and infinities as text."""
     if isinstance(value, dict):
         return {key: _as_text(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -259,12 +264,12 @@ def _as_text(value: Any) -> Any:
 
 
 def row_about(name: str, rank: int, lane: int, args: dict[str, Any]) -> dict[str, Any]:
-    """A row that says something of a process or of one of its lanes."""
+    """A metadata row of a process or of one of its lanes."""
     return {"ph": "M", "name": name, "pid": rank, "tid": lane, "args": args}
 
 
 def _name_of(event: Event) -> str:
-    """A file name: what, where, when, which rank.
+    """A file name from action, place, time and rank.
 
     >>> _name_of(Event("begin", "save runs/a b/step-7", "collect", 3, 4, 7, 1e9, 0.0, "", 0.0, 0, 0))
     'save-step-7-20010909T014640.000-rank00003.json'

@@ -1,13 +1,13 @@
-"""The traces of many ranks as one.
+"""Merges the traces of many ranks into one.
 
 Note: One clock for all ranks
 -----------------------------
-Times in a trace file come from its process's monotonic clock, which is exact but starts anywhere. Each file
-tells the wall clock's time of one moment of it (`wall_seconds`), taken when tracing began. Merging shifts
-every file by the difference between those moments, so spans of time within a rank stay as measured, and ranks
-lie beside each other as well as the wall clocks of their machines agree: within microseconds on one machine,
-and as well as NTP or PTP keeps them on several. `Merged.spread` says how far apart at most the ranks left the
-same meeting, by these clocks. All leave a meeting within moments, so clocks are hardly further off.
+Times in a trace file come from the monotonic clock of its process, which is exact but starts anywhere. Each
+file has the wall clock's time of one moment (`wall_seconds`), read when tracing began. The merge shifts
+every file by the difference between those moments. So durations within a rank stay exact. Ranks are aligned
+as well as the wall clocks of their machines agree: within microseconds on one machine, and as well as NTP
+or PTP keeps them on several. `Merged.spread` is the largest time, by these clocks, between two ranks that
+left the same meeting. All ranks leave a meeting within moments, so it bounds the error of the clocks.
 """
 
 from __future__ import annotations
@@ -34,29 +34,32 @@ _SAME = 5e-4
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """What became one trace."""
+    """The result of a merge."""
 
     path: str
     files: int
     ranks: int
     phases: int
     unfinished: int
-    """Phases that had not ended when their process did."""
+    """Phases that were open when their process ended."""
     spread: float
-    """Seconds between the first and the last rank to leave the same meeting, at most (see the note)."""
+    """Most seconds between the first and the last rank to leave one meeting (see the note)."""
     skipped: tuple[str, ...]
-    """Files that are no trace of ours."""
+    """Files that are not traces of shardproof."""
 
 
 def merge_traces(files: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Merged:
-    """Puts trace files of many ranks and operations into one, on one time line.
+    """Merges trace files of many ranks and operations into one, on one time line.
 
     Args:
-        files: as `trace` writes them.
-        out: name of the new file.
+        files: the files that `trace` wrote.
+        out: the name of the new file.
+
+    Returns:
+        What was merged, and what was skipped.
 
     Raises:
-        FormatError: none of the files is a trace.
+        FormatError: none of the files is a trace of shardproof.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -103,7 +106,7 @@ def merge_traces(files: Iterable[str | os.PathLike[str]], out: str | os.PathLike
 
 
 def _read(name: str) -> dict[str, Any] | None:
-    """A trace file's document, or None if it is none."""
+    """The document of a trace file, or None for any other file."""
     try:
         document = json.loads(Path(name).read_bytes())
         about, rows = document["otherData"], document["traceEvents"]
@@ -115,7 +118,7 @@ def _read(name: str) -> dict[str, Any] | None:
 
 
 def _rows(by_rank: Sequence[Sequence[str]], origin: float) -> Iterator[dict[str, Any]]:
-    """All events, rank by rank, at times since `origin`."""
+    """All rows, rank by rank, with times since `origin`."""
     lanes = 0
     for names in by_rank:
         rows: list[dict[str, Any]] = []
@@ -123,7 +126,7 @@ def _rows(by_rank: Sequence[Sequence[str]], origin: float) -> Iterator[dict[str,
         phases: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
         for name in names:
             document = _read(name)
-            if document is None:  # it changed since we looked
+            if document is None:  # the file has changed since the first read
                 continue
             shift = round((document["otherData"]["wall_seconds"] - origin) * 1e6, 3)
             threads: dict[int, str] = {}
@@ -146,17 +149,17 @@ def _rows(by_rank: Sequence[Sequence[str]], origin: float) -> Iterator[dict[str,
 
 
 def _put_in_lanes(phases: list[dict[str, Any]], before: int) -> int:
-    """Gives phases lanes in which they lie beside each other or one inside the other.
+    """Gives each phase a lane, so that phases of one lane are apart or nested.
 
-    Phases of one thread do so in one lane. Where several threads of one name were at work at once, as in the
-    saves of two checkpointers, it takes more: see note "What Perfetto does not show" in `trace_files`.
+    Phases of one thread need one lane. Several threads of one name may work at once, as in the saves of two
+    checkpointers: they need more lanes. See the note "What Perfetto does not show" in `trace_files`.
 
     Args:
-        phases: of threads of one name, in one rank.
-        before: lanes that are taken.
+        phases: the phases of all threads of one name in one rank.
+        before: the number of lanes in use.
 
     Returns:
-        Lanes taken now.
+        The number of lanes in use afterwards.
 
     >>> phases = [{"ts": 0.0, "dur": 9.0}, {"ts": 5.0, "dur": 8.0}, {"ts": 6.0, "dur": 3.0}]
     >>> _put_in_lanes(phases, 10), [phase["tid"] for phase in phases]
@@ -178,7 +181,7 @@ def _put_in_lanes(phases: list[dict[str, Any]], before: int) -> int:
 
 
 class _Counts:
-    """What is said of a merged trace, gathered while it is written."""
+    """The numbers of a merged trace, counted while it is written."""
 
     def __init__(self) -> None:
         self.ranks: set[int] = set()
@@ -188,7 +191,7 @@ class _Counts:
         self._times: Counter[tuple[Any, ...]] = Counter()
 
     def take(self, row: dict[str, Any]) -> None:
-        """Takes an event of the merged trace."""
+        """Counts a row of the merged trace."""
         self.ranks.add(row["pid"])
         if row["ph"] != "X":
             return
@@ -198,11 +201,11 @@ class _Counts:
             self.unfinished += 1
         elif row["name"] in _MEETINGS:
             meeting = (args["operation"], args["step"], row["name"])
-            self._times[row["pid"], *meeting] += 1  # the same again, as a checkpoint that is written over
+            self._times[row["pid"], *meeting] += 1  # an operation may repeat: an overwritten checkpoint
             if "error" not in args:
                 ends = self._ends.setdefault((*meeting, self._times[row["pid"], *meeting]), [])
                 ends.append(row["ts"] + row["dur"])
 
     def spread(self) -> float:
-        """Seconds, at most, between the ends of one meeting."""
+        """Most seconds between the ends of one meeting."""
         return max(((max(ends) - min(ends)) / 1e6 for ends in self._ends.values()), default=0.0)

@@ -1,4 +1,4 @@
-"""Where ranks meet: post, decide, answer, with deadlines and named culprits. No tensor data moves here."""
+"""Meetings of ranks: each rank posts, rank 0 decides, each rank gets an answer. Moves no tensor data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank's way to the store, in the terms of a meeting."""
+"""The operations of a meeting on the store: join, post, wait, propose a verdict, delete old keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Answer = TypeVar("Answer")
 
 
 class CoordinatorSilent(Exception):
-    """This rank cannot join: the coordinator showed no sign of life for the deadline."""
+    """This rank cannot join, because the coordinator showed no sign of life for the deadline."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class CoordinatorSilent(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """The wait for the announcement of a generation, or for the welcome in one."""
+    """The wait for the announcement of a generation, or for the welcome into one."""
 
     generation: str
     key: str
@@ -40,7 +40,7 @@ class _Entry:
 
 @dataclass(slots=True)
 class _PendingVerdict:
-    """A verdict of a rank that has not joined."""
+    """A verdict that this rank sends once it has joined."""
 
     number: int
     verdict: bytes
@@ -49,7 +49,7 @@ class _PendingVerdict:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the store shows of a meeting: posts that came in, signs of life, the verdict once there is one."""
+    """The state of a meeting in the store: posts by rank, signs of life by rank, and the verdict or None."""
 
     posts: Mapping[int, bytes]
     signs: Mapping[int, bytes]
@@ -57,13 +57,13 @@ class View:
 
 
 class Channel:
-    """Two connections to the store: for requests answered at once, and for the one long wait of a meeting.
+    """Two connections to the store: one for requests answered at once, one for the long wait of a meeting.
 
-    What a meeting waits for is read over the connection of the wait: to wake another thread for it costs as
-    much as a trip to the server.
+    The connection of the wait also reads the value it waited for. To wake another thread for that would
+    cost as much as a trip to the server.
 
-    Every call is bounded by `patience` seconds and raises `LinkLost`. Between requests the first connection
-    joins, once this rank has arrived, and posts its signs of life.
+    Every call takes at most `patience` seconds and then raises `LinkLost`. Between requests, the first
+    connection joins a generation, once this rank has arrived, and posts the rank's signs of life.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class Channel:
 
     @property
     def is_member(self) -> bool:
-        """Whether this rank has joined."""
+        """True if this rank has joined a generation."""
         return self._membership.is_member
 
     def arrive(self) -> None:
-        """Begin to join and to show signs of life; other ranks need not be there."""
+        """Begin to join and to show signs of life. Does not need the other ranks."""
         self._idle.arrived = True
         if self.rank == 0:
             self._announce()
@@ -96,9 +96,9 @@ class Channel:
             self._requests.call(self._membership.approach, self.patience)
 
     def join(self, number: int) -> MeetingKeys:
-        """The keys of a meeting in the generation of this rank, which it joins first if it is in none.
+        """The keys of a meeting. Joins a generation first, if this rank is in none.
 
-        Meetings are counted in each generation from the one for which this rank joined it.
+        Each generation counts meetings from the one for which this rank joined it.
 
         Raises:
             CoordinatorSilent: the coordinator did not welcome this rank.
@@ -122,31 +122,31 @@ class Channel:
         return self._keys(number)
 
     def begin(self, number: int) -> None:
-        """Begin to join with this meeting, unless that was done. Does not wait."""
+        """Begin to join, with this meeting as the first. Does nothing on later calls. Does not wait."""
         if self._first is None:
             self._first = number
         if self.rank > 0 and not self._idle.arrived:
-            self._requests.submit(self._membership.approach)  # opens the connection: a rank joins over it
+            self._requests.submit(self._membership.approach)  # opens the connection over which a rank joins
         self._idle.arrived = True
 
     def give_up_alone(self, number: int, verdict: bytes) -> None:
-        """Propose a verdict of this rank alone; does not wait. It is kept until the rank has joined."""
+        """Propose a verdict of this rank alone. Keeps it until the rank has joined. Does not wait."""
         if self._first is None:
-            return  # this rank has left the generation of that meeting
+            return  # this rank left that generation
         if self.is_member:
             self.propose_later(self._keys(number), verdict)
         else:
             self._pending_verdicts.append(_PendingVerdict(number, verdict))
 
     def leave(self, number: int, failed: bytes | None) -> None:
-        """Leave the generation. This rank joins again, under another name, when it meets.
+        """Leave the generation. At its next meeting, this rank joins again under another name.
 
         Args:
-            number: of the meeting that was given up.
-            failed: its verdict, if the coordinator of the next generation is to be told.
+            number: the number of the meeting that was given up.
+            failed: its verdict, if the coordinator of the next generation has to get it.
         """
 
-        def request(store: Any) -> None:  # an interrupt comes to another thread
+        def request(store: Any) -> None:  # runs on the link's thread, which gets no interrupts
             self._membership.leave(store)
             self._first = None if failed is None else number
             self._pending_verdicts = [] if failed is None else [_PendingVerdict(number, failed)]
@@ -154,7 +154,7 @@ class Channel:
         self._requests.call(request, self.patience)
 
     def needs_new_generation(self, keys: MeetingKeys) -> bool:
-        """Whether a rank waits for a new generation. Asked before a meeting is given up."""
+        """True if a rank waits for a new generation. Call it before giving up a meeting."""
         if self.rank == 0:
             return self._requests.call(
                 lambda store: self._membership.dismiss(store, keys.number), self.patience
@@ -166,11 +166,11 @@ class Channel:
         return MeetingKeys(self._membership.root, number - self._first)
 
     def _announce(self) -> None:
-        """Announce a generation once: a store that did not answer in time still does it when it wakes."""
+        """Announce a generation once. A store that is stopped still takes the request when it goes on."""
         self._requests.call(self._membership.announce, self.patience)
 
     def _until_welcome(self) -> None:
-        """Wait for the coordinator, in the generation that is announced; this may change meanwhile."""
+        """Wait for the coordinator in the announced generation. The announcement may change meanwhile."""
         membership, step = self._membership, self.heartbeat.period / 4
         watch = Watch([0], time.monotonic(), 2 * self.heartbeat.period)
         if self._entry is None:
@@ -180,7 +180,7 @@ class Channel:
                 is_over(self._entry.waiting, step)
                 and self._requests.call(membership.find_welcome, self.patience)
             ):
-                if membership.is_member:  # found between two requests
+                if membership.is_member:  # the idle task found the welcome
                     break
                 self.heartbeat.tick()
                 self._requests.call(membership.approach, self.patience)
@@ -196,23 +196,25 @@ class Channel:
                     self.heard(0)
                 if watch.silent(self.patience):
                     raise CoordinatorSilent(watch)
-        except Exception:  # after an interrupt the same wait goes on: the coordinator may know this rank
+        except (
+            Exception
+        ):  # not after an interrupt: the same wait goes on, as the coordinator may know this rank
             self._end_wait(self._entry)
             self._entry = None
-            self._requests.submit(membership.leave)  # the welcome that ends the wait is no coordinator's
+            self._requests.submit(membership.leave)  # this rank set the welcome key itself
             raise
 
     def _wait_to_enter(self, generation: str, key: str) -> _Entry:
         return _Entry(generation, key, self._waits.submit(partial(_wait_for, key)))
 
     def _end_wait(self, entry: _Entry) -> None:
-        """End the wait for a welcome and delete it."""
+        """End the wait for a welcome, and delete the welcome."""
         self.release(entry.waiting, entry.key)
         if entry.key != self._membership.keys.opened:
             self._waits.submit(partial(_delete, [entry.key]))
 
     def _send_pending_verdicts(self, store: Any) -> None:
-        """Propose the verdicts that are kept, once this rank has joined: it may not meet for long."""
+        """Propose the pending verdicts once this rank has joined. Its next meeting may be far away."""
         if not self.is_member or self._membership.start:
             return
         for one in [one for one in self._pending_verdicts if not one.is_sent]:
@@ -222,13 +224,13 @@ class Channel:
             one.is_sent = True
 
     def _look_for_coordinator(self, store: Any) -> bytes | None:
-        """The newest sign of life of the coordinator in the generation that this rank wants to join."""
+        """The coordinator's newest sign of life in the generation that this rank wants to join."""
         if not self._membership.generation:
             return None
         return requests.peek(store, MeetingKeys(self._membership.root, 0).beat(0))
 
     def post(self, keys: MeetingKeys, record: bytes, body: bytes, others: int) -> None:
-        """Post to the coordinator, and wake it if all `others` that it waits for are there."""
+        """Post to the coordinator, and wake it if this is the last of `others` posts."""
         key = keys.post(self.rank)
         self._remember(keys, [*self._write_parts(key, body), key])
         items = {key: record} | self._trace(keys)
@@ -241,11 +243,11 @@ class Channel:
         self._requests.call(request, self.patience)
 
     def until_ready(self, keys: MeetingKeys, ranks: Iterable[int]) -> Future[dict[int, bytes]]:
-        """What all other ranks posted, once they have; or perhaps less, when `release` is called.
+        """The posts of all other ranks, once they are there. A call of `release` may end it with fewer.
 
         Args:
-            keys: of the meeting.
-            ranks: all but this one.
+            keys: the keys of the meeting.
+            ranks: all ranks but this one.
         """
         posts = {rank: keys.post(rank) for rank in ranks}
 
@@ -254,13 +256,13 @@ class Channel:
             requests.wait(store, keys.ready)
             if len(posts) <= requests.FEW:
                 return requests.present(store, posts)
-            # What all have posted is not asked for before it is read.
+            # All have posted, so the keys need no check before the read.
             return requests.values(store, posts) if store.add(keys.count, 0) >= len(posts) else {}
 
         return self._waits.submit(request)
 
     def until_verdict(self, keys: MeetingKeys) -> Future[bytes | None]:
-        """The verdict, once there is one; or None, when some rank calls `release` before."""
+        """The verdict, once there is one; or None, if a rank calls `release` earlier."""
 
         def request(store: Any) -> bytes | None:
             requests.wait(store, keys.wake)
@@ -269,11 +271,11 @@ class Channel:
         return self._waits.submit(request)
 
     def until_read(self, keys: MeetingKeys) -> Future[None]:
-        """Done when all ranks have read the verdict that asked for it."""
+        """A future that is done once all ranks have acknowledged the verdict."""
         return self._waits.submit(lambda store: requests.wait(store, keys.all_read))
 
     def acknowledge(self, keys: MeetingKeys, readers: int) -> None:
-        """Say that this rank has read its answer; does not wait. The last thing said about a meeting."""
+        """Report that this rank has read its answer: its last request of a meeting. Does not wait."""
 
         def request(store: Any) -> None:
             if store.add(keys.read, 1) == readers:
@@ -282,7 +284,7 @@ class Channel:
         self._requests.submit(request)
 
     def release(self, waiting: Future[Any], key: str) -> None:
-        """End a wait that nobody needs any more, and with it that of all ranks that wait for this key."""
+        """End a wait that this rank no longer needs, and the waits of all ranks for this key."""
         if waiting.done():
             return
         keys = [key]
@@ -293,10 +295,10 @@ class Channel:
     def look(
         self, keys: MeetingKeys, posts_of: Iterable[int], signs_of: Iterable[int], known: int | None = None
     ) -> View:
-        """What is there now, of those ranks.
+        """The present posts and signs of life of these ranks, and the verdict.
 
-        Posts are looked for unless no more than `known` were counted: to ask for thousands of keys that are
-        not there takes a second, and ranks that write have no news for long.
+        Reads no posts if the count of posts is at most `known`. To ask for thousands of missing keys takes a
+        second, and ranks that write post nothing for a long time.
         """
         posts, signs = list(posts_of), list(signs_of)
 
@@ -313,10 +315,10 @@ class Channel:
         return self._requests.call(request, self.patience)
 
     def read(self, key: str) -> bytes:
-        """A value that is known to be there.
+        """The value of a key that a rank has written.
 
         Raises:
-            WrongBytes: it is not.
+            WrongBytes: the key does not exist.
         """
         value = self._requests.call(lambda store: requests.peek(store, key), self.patience)
         if value is None:
@@ -324,10 +326,10 @@ class Channel:
         return value
 
     def body(self, key: str, record: Record) -> bytes:
-        """The bytes of the record at `key`, put together from its parts.
+        """The bytes of the record at `key`, joined from its parts.
 
         Raises:
-            WrongBytes: they are not what the record tells.
+            WrongBytes: the bytes do not have the size or the digest of the record.
         """
         if not record.parts:
             return record.body
@@ -341,7 +343,7 @@ class Channel:
         return checked_body(key, record, b"".join(parts))
 
     def write_answers(self, keys: MeetingKeys, answers: Iterable[tuple[int, bytes, bytes]]) -> None:
-        """Write what ranks are answered, ahead of the verdict: rank, record and body of each."""
+        """Write one answer a rank, before the verdict: rank, record and body of each."""
         batch: dict[str, bytes] = {}
         for rank, record, body in answers:
             key = keys.answer(rank)
@@ -353,12 +355,12 @@ class Channel:
         self._set(batch)
 
     def propose(self, keys: MeetingKeys, record: bytes, body: bytes = b"") -> bytes:
-        """End the meeting with this verdict, unless it has one; returns the verdict that stands."""
+        """Propose this verdict. Returns the verdict that stands: this one, or an earlier one."""
         parts = self._write_parts(keys.verdict, body)
         return wait_in_steps(self.propose_later(keys, record, parts), self.patience)
 
     def propose_later(self, keys: MeetingKeys, record: bytes, parts: Sequence[str] = ()) -> Future[bytes]:
-        """The same without waiting for it, so that a store that hangs can take the verdict when it wakes."""
+        """Propose a verdict without waiting. A store that is stopped takes it when it goes on."""
         self._remember(keys, [*parts, *keys.shared])
         items = {keys.wake: b"1"} | self._trace(keys)
 
@@ -370,15 +372,15 @@ class Channel:
         return self._requests.submit(request)
 
     def submit(self, request: Callable[[Any], Answer]) -> Future[Answer]:
-        """Run a request after those before it. Does not wait."""
+        """Run a request after the earlier ones. Does not wait."""
         return self._requests.submit(request)
 
     def remember_verdicts(self, numbers: Iterable[int]) -> None:
-        """Note the verdicts that this rank wrote to meetings which it gave up, for `sweep`."""
+        """Note the keys of the meetings that this rank gave up, for `sweep`."""
         self._written_keys += [(number, self._keys(number).shared) for number in numbers]
 
     def sweep(self, number: int) -> None:
-        """Delete what this rank wrote before meeting `number`, in which all have posted. Does not wait."""
+        """Delete the keys that this rank wrote before meeting `number`, once all have posted to it."""
         old = [key for before, keys in self._written_keys if before < number for key in keys]
         self._written_keys = [(before, keys) for before, keys in self._written_keys if before >= number]
         for start in range(0, len(old), requests.BATCH):
@@ -388,11 +390,11 @@ class Channel:
             self._requests.submit(self._membership.clean)
 
     def heard(self, rank: int) -> None:
-        """A rank showed a sign of life just now."""
+        """Note that a rank showed a sign of life now."""
         self._heard[rank] = time.monotonic()
 
     def last_heard(self, rank: int) -> float | None:
-        """Seconds since a rank was heard; None if it never was."""
+        """Seconds since the last sign of life of a rank; None if it showed none."""
         return time.monotonic() - self._heard[rank] if rank in self._heard else None
 
     def close(self) -> None:
@@ -413,19 +415,19 @@ class Channel:
         self.heartbeat.tick()
 
     def _remember(self, keys: MeetingKeys, written: list[str]) -> None:
-        """Note keys of a meeting, for `sweep`."""
+        """Note the keys that this rank wrote for a meeting, for `sweep`."""
         assert self._first is not None
         self._written_keys.append((keys.number + self._first, written))
 
     def _trace(self, keys: MeetingKeys) -> dict[str, bytes]:
-        """What is written beside a post or verdict, for the rank that takes the place of this one."""
+        """The trace that goes with a post or verdict, for the rank that takes the place of this one."""
         assert self._first is not None
         oldest = min((number for number, _ in self._written_keys), default=0) - self._first
         return self._membership.trace(min(max(oldest, 0), keys.number), keys.number)
 
 
 class _Idle:
-    """What the first connection does between requests, once the rank has arrived: join, and show life."""
+    """The task of the first connection between requests, once the rank has arrived: join, and show life."""
 
     def __init__(
         self,

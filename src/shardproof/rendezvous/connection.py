@@ -1,4 +1,4 @@
-"""The rendezvous of this process, found without being told."""
+"""The rendezvous that this process finds by itself."""
 
 from __future__ import annotations
 
@@ -23,34 +23,42 @@ _DEADLINE = 300.0
 
 
 def connect(*, deadline: float | None = None) -> Rendezvous:
-    """The place where the ranks of this job meet.
+    """The rendezvous of the ranks of this job.
 
-    It is, in this order: the store of the default process group, if that is initialised (its collectives stay
-    unused); the store that torchrun serves, or that `MASTER_ADDR` and `MASTER_PORT` name, if the environment
-    tells of more than one rank; otherwise this process alone. One process has one rendezvous for each store,
-    and all callers share it, so that ranks stay in step whoever meets.
+    It uses the first of these that exists:
+
+    - the store of the default process group (it calls no collectives);
+    - the store that torchrun serves, or that `MASTER_ADDR` and `MASTER_PORT` name, if `WORLD_SIZE` is above
+       1;
+    - this process alone.
+
+    A process has one rendezvous a store. All callers share it, so that ranks stay in step.
 
     Args:
-        deadline: seconds of silence after which a rank is given up (300 unless told); holds from now on for
-            all who share the rendezvous.
+        deadline: seconds of silence after which the others give up a rank, from now on, for all callers that
+            share the rendezvous. None: 300, or the deadline that the rendezvous has.
+
+    Returns:
+        The rendezvous.
 
     Raises:
-        RankSilent: the store that the environment names cannot be reached within the deadline.
-        ValueError: the environment names ranks but is incomplete.
+        RankSilent: this process cannot reach the store that the environment names within the deadline.
+        ValueError: the environment names more than one rank, but lacks a variable.
 
-    >>> connect().world_size
-    1
+    Example:
+        >>> connect().world_size
+        1
     """
     return _connect(deadline, lasting=True)
 
 
 @contextmanager
 def connected(rendezvous: Rendezvous | None, deadline: float | None) -> Iterator[Rendezvous]:
-    """The rendezvous of one call: the one that is given, or the one that `connect` finds.
+    """The rendezvous of one call: the given one, or the one that `connect` finds.
 
     Args:
-        rendezvous: the given one; None to find one.
-        deadline: of the found one, until the context ends; None: the one that it has.
+        rendezvous: the rendezvous to use; None to find one.
+        deadline: the deadline of the found rendezvous until the context ends; None to keep its deadline.
 
     Raises:
         ValueError: see `check_deadline`.
@@ -77,7 +85,7 @@ def connected(rendezvous: Rendezvous | None, deadline: float | None) -> Iterator
 
 
 def check_deadline(rendezvous: Rendezvous | None, deadline: float | None) -> None:
-    """Refuses a deadline that is no number of seconds, or that comes with a rendezvous.
+    """Refuse a deadline that is not positive, or that comes with a rendezvous.
 
     Raises:
         ValueError: the deadline is not positive, or both arguments are given.
@@ -92,15 +100,14 @@ def check_deadline(rendezvous: Rendezvous | None, deadline: float | None) -> Non
 
 
 def _connect(deadline: float | None, *, lasting: bool) -> Rendezvous:
-    """See `connect`. A deadline that does not last is used to reach the store, and changes nothing else."""
+    """See `connect`. A deadline that does not last only bounds the time to reach the store."""
     refuse_inside("connect", "connect")
     group = _process_group()
     if group is not None:
         store, rank, world_size = group
         if world_size == 1:
             return LocalRendezvous(deadline=deadline or _DEADLINE)
-        # A clone is a client only: the group's own server ends when the group is destroyed, as it would
-        # without us, unless a save under way holds it.
+        # A clone is only a client: the group's server still ends with the group, unless a save holds it.
         return _shared.get(
             store,
             deadline,
@@ -115,10 +122,10 @@ def _connect(deadline: float | None, *, lasting: bool) -> Rendezvous:
 
 
 def check_group(rendezvous: Rendezvous) -> None:
-    """Refuse a rendezvous that `connect` found for another process group than the current one.
+    """Refuse a rendezvous that belongs to another process group than the current one.
 
     Raises:
-        StructureError: the process group that is initialised has another rank or world size.
+        StructureError: the current process group has another rank or world size.
     """
     group = _process_group()
     if group is None or group[1:] == (rendezvous.rank, rendezvous.world_size):
@@ -168,25 +175,25 @@ def _from_environment(environment: Mapping[str, str], deadline: float) -> StoreR
         text = f"{host}:{port}, {type(error).__name__}: " + str(error).strip().split("\n", 1)[0]
         raise store_lost("connecting", "connect", text, None) from error
     if served_by_agent:
-        # Workers that torchrun started again must not find what the former ones wrote.
+        # Workers that torchrun started again must not find the keys of the former workers.
         store = PrefixStore(f"/worker/attempt_{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     return StoreRendezvous(store, rank, world_size, deadline=deadline)
 
 
 class _Shared:
-    """The rendezvous of this process, by store: two for one store would number their meetings apart."""
+    """The rendezvous of this process, one a store: two at one store would count meetings separately."""
 
     def __init__(self) -> None:
         self._lock = forks.lock()
         self._known: list[tuple[weakref.ref[Any] | None, StoreRendezvous]] = []
         self._lent: weakref.WeakKeyDictionary[StoreRendezvous, list[float]] = weakref.WeakKeyDictionary()
-        """The lasting deadline, then those of the calls under way, where there are any."""
+        """The lasting deadline, then the deadlines of the calls under way, oldest first."""
 
     @guarded("connect")
     def get(
         self, store: Any, deadline: float | None, lasting: bool, make: Callable[[float], StoreRendezvous]
     ) -> StoreRendezvous:
-        """The rendezvous at this store (None: the environment's), made if there is none that can be used."""
+        """The rendezvous at this store (None: that of the environment). Makes it if there is no open one."""
         with self._lock:
             self._known = [
                 (reference, known)
@@ -208,14 +215,14 @@ class _Shared:
 
     @guarded("connect")
     def lend(self, rendezvous: StoreRendezvous, deadline: float) -> None:
-        """Gives a rendezvous the deadline of one call. The last call that began decides."""
+        """Give a rendezvous the deadline of one call. Of several calls, the newest decides."""
         with self._lock:
             self._lent.setdefault(rendezvous, [rendezvous.deadline]).append(deadline)
             rendezvous.deadline = deadline
 
     @guarded("connect")
     def take_back(self, rendezvous: StoreRendezvous, deadline: float) -> None:
-        """Ends a call that `lend` began."""
+        """End a call that `lend` began."""
         with self._lock:
             lasting, *calls = self._lent.pop(rendezvous)
             calls.remove(deadline)

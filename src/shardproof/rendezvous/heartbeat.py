@@ -1,4 +1,4 @@
-"""A rank's own signs of life: evidence that it works, not that its process exists."""
+"""Signs of life: a rank posts evidence that it works, and other ranks measure how long it is silent."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["Heartbeat", "Watch", "amounts", "describe", "is_elsewhere"]
 
 
 class Heartbeat:
-    """What a rank has to show for itself. Written by the rank's threads, read by the thread that posts it.
+    """The evidence of work of this rank. The rank's threads write it, and the thread of a `Link` posts it.
 
-    Evidence is progress that was reported, a step of a wait that is itself bounded, and, while the
-    coordinator decides, processor time of the thread that decides. A process that lives but stands still (a
-    hung file system, a deadlock) has none, and falls silent like one that is gone.
+    Three things are evidence: reported progress, a step of a wait that has its own bound, and processor
+    time of the thread in which the coordinator decides. A live process that stands still (a hung file
+    system, a deadlock) has no evidence. It falls silent like a dead one.
     """
 
     def __init__(self) -> None:
@@ -34,37 +34,37 @@ class Heartbeat:
         self._count = 0
 
     def progress(self, done: int, total: int) -> None:
-        """Bytes done, of so many, in the current phase."""
+        """Report bytes done and bytes in all of the current phase."""
         self._progress = (done, total)
 
     def tick(self) -> None:
-        """One more bounded step was made."""
+        """Report one step of a wait that has its own bound."""
         self._ticks += 1
 
     def enter(self, phase: str) -> None:
-        """A meeting begins."""
+        """Begin a meeting."""
         self._phase = phase
         self._ticks += 1
 
     def joined(self, meeting: int) -> None:
-        """The rank is in this meeting of its generation until it leaves."""
+        """Note the meeting of the generation that the rank is in, until `leave`."""
         self._meeting = meeting
 
     def leave(self) -> None:
-        """A meeting is over, and so is what was done before it."""
+        """End a meeting, and with it the progress reported before it."""
         self._phase, self._meeting = "", None
         self._progress = (0, 0)
         self._posted = self.evidence()
 
     def decide(self, active: bool) -> None:
-        """The calling thread starts or ends a decision: its processor time counts as a sign of life."""
+        """Begin or end a decision of the calling thread. Its processor time is evidence meanwhile."""
         if active and hasattr(time, "pthread_getcpuclockid"):
             self._clock = time.pthread_getcpuclockid(threading.get_ident())
         else:
             self._clock = None
 
     def news(self) -> bytes | None:
-        """The value to post, or None when there is nothing new since the last one."""
+        """The value to post, or None if there is no new evidence since the last one."""
         evidence = self.evidence()
         if evidence == self._posted:
             return None
@@ -74,7 +74,7 @@ class Heartbeat:
         return msgspec.json.encode(Sign(self._count, self._phase, done, total, self._meeting))
 
     def evidence(self) -> tuple[Any, ...]:
-        """Another value whenever there is something new to show."""
+        """A value that changes with each new piece of evidence."""
         clock = self._clock
         try:
             busy = int(time.clock_gettime(clock) * 100) if clock is not None else 0
@@ -84,11 +84,12 @@ class Heartbeat:
 
 
 class Watch:
-    """Silence of the ranks that one rank waits for, in one meeting.
+    """How long each rank that one rank waits for has been silent, in one meeting.
 
-    A rank's sign of life is any value that changes. What the first look finds, be it nothing, only sets what
-    later ones are compared with: it may be old. Time in which the watcher itself did not run (stopped,
-    starved) is nobody's silence: one step counts for at most `longest_step` seconds.
+    It only computes: the caller brings the signs of life and the time. A sign of life is a value that
+    changes. The first look only sets the value for the comparison, because that value may be old. The
+    watcher itself may not run for a while (stopped, starved). So one step adds at most `longest_step`
+    seconds of silence.
 
     >>> watch = Watch([1, 2], now=0.0, longest_step=1.0)
     >>> watch.observe(1, b"first seen")
@@ -109,23 +110,23 @@ class Watch:
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks still waited for."""
+        """The ranks that have not arrived."""
         return list(self._silence)
 
     def step(self, now: float) -> None:
-        """Let time pass."""
+        """Add the time since the last step to the silence of every rank."""
         passed = min(max(now - self._now, 0.0), self._longest_step)
         self._now = now
         for rank in self._silence:
             self._silence[rank] += passed
 
     def observe(self, rank: int, sign: bytes | None, *, is_elsewhere: bool = False) -> bool:
-        """Take what a look found of a rank's signs of life; True when it is news.
+        """Note the newest sign of life of a rank. Returns True if it ends the rank's silence.
 
         Args:
-            rank: that was looked at.
-            sign: its newest sign of life.
-            is_elsewhere: whether the sign tells that the rank waits in another meeting. It is no news then.
+            rank: the rank.
+            sign: its newest sign of life; None if it has shown none.
+            is_elsewhere: True if the sign says that the rank waits in another meeting, and so is silent here.
         """
         looked = rank in self._seen
         before = self._seen.get(rank)
@@ -136,11 +137,11 @@ class Watch:
         return True
 
     def sign(self, rank: int) -> bytes | None:
-        """The newest sign of life of a rank, if one was seen."""
+        """The newest sign of life of a rank, or None."""
         return self._seen.get(rank)
 
     def arrived(self, rank: int) -> None:
-        """A rank is here: wait for it no longer."""
+        """Stop watching a rank, because it has arrived."""
         self._silence.pop(rank, None)
 
     def silence(self, rank: int) -> float:
@@ -153,7 +154,7 @@ class Watch:
 
 
 def amounts(sign: bytes | None) -> tuple[int, int]:
-    """Bytes done and bytes in all, as a sign of life tells; zeros where there is none.
+    """Bytes done and bytes in all, from a sign of life; zeros without one.
 
     >>> amounts(b'{"beat": 7, "phase": "", "done": 3, "total": 8}')
     (3, 8)
@@ -163,7 +164,7 @@ def amounts(sign: bytes | None) -> tuple[int, int]:
 
 
 def is_elsewhere(sign: bytes | None, meeting: int) -> bool:
-    """Whether a sign of life tells that its rank is in another meeting than this one.
+    """True if a sign of life says that its rank is in another meeting than this one.
 
     >>> is_elsewhere(b'{"beat": 7, "phase": "", "done": 0, "total": 0, "meeting": 4}', 3)
     True
@@ -173,7 +174,7 @@ def is_elsewhere(sign: bytes | None, meeting: int) -> bool:
 
 
 def describe(sign: bytes | None, meeting: int | None = None) -> str:
-    """A sign of life in words, for a rank that waits in a meeting.
+    """A sign of life as text, for an error message about a meeting.
 
     >>> describe(b'{"beat": 7, "phase": "", "done": 3145728, "total": 8388608}')
     '3.0 MiB of 8.0 MiB'
@@ -189,7 +190,7 @@ def describe(sign: bytes | None, meeting: int | None = None) -> str:
 
 
 def _read(sign: bytes | None) -> Sign | None:
-    """What a sign of life tells. It is only shown to people, so wrong bytes fail no meeting."""
+    """The decoded sign of life. Wrong bytes count as none: they must not fail a meeting."""
     try:
         return None if sign is None else checked("beat", sign, Sign)
     except WrongBytes:

@@ -1,4 +1,4 @@
-"""The names of a rendezvous's keys in the store."""
+"""The keys of a rendezvous in the store."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["JoinKeys", "MeetingKeys", "beat_key"]
 
 
 def beat_key(root: str, rank: int) -> str:
-    """Where a rank posts its signs of life, whatever the meeting."""
+    """The key of a rank's signs of life, one for all meetings."""
     return f"{root}/beat/{rank}"
 
 
@@ -24,20 +24,20 @@ class JoinKeys:
 
     @property
     def announced(self) -> str:
-        """The newest generation. The coordinator writes it."""
+        """The newest generation, written by the coordinator."""
         return f"{self.base}/announced"
 
     @property
     def opened(self) -> str:
-        """Set after the first announcement. Ranks wait for this key, because they look at the other."""
+        """Set after the first announcement. Ranks wait for this key, because they peek at the other."""
         return f"{self.base}/opened"
 
     def root(self, generation: str) -> str:
-        """What the keys of a generation begin with."""
+        """The prefix of the keys of a generation."""
         return f"{self.base}/{generation}"
 
     def hello(self, generation: str, rank: int) -> str:
-        """The random name of the rank that asks to join."""
+        """The incarnation of the rank that asks to join."""
         return f"{self.base}/{generation}/hello/{rank}"
 
     def welcome(self, generation: str, incarnation: str) -> str:
@@ -45,15 +45,15 @@ class JoinKeys:
         return f"{self.base}/{generation}/welcome/{incarnation}"
 
     def joined(self, generation: str) -> str:
-        """How many hellos were said. A hint to look at them: an incarnation may count for a dead one."""
+        """The number of hellos. Only a hint to read them, because a dead incarnation counts, too."""
         return f"{self.base}/{generation}/joined"
 
     def all_joined(self, generation: str) -> str:
-        """Set when as many hellos were said as there are other ranks: the coordinator wakes."""
+        """Set with the last hello of all other ranks. It wakes the coordinator."""
         return f"{self.base}/{generation}/all joined"
 
     def trace(self, rank: int) -> str:
-        """Where a rank has keys in the store, for the rank that takes its place."""
+        """The places of a rank's keys, for the rank that takes its place."""
         return f"{self.base}/trace/{rank}"
 
 
@@ -69,51 +69,52 @@ class MeetingKeys:
     number: int
 
     def post(self, rank: int) -> str:
-        """What a rank posted."""
+        """The post of a rank."""
         return f"{self.root}/{self.number}/post/{rank}"
 
     def answer(self, rank: int) -> str:
-        """What a rank is answered, where every rank has an answer of its own."""
+        """The answer of a rank, if each rank has its own answer."""
         return f"{self.root}/{self.number}/answer/{rank}"
 
     def beat(self, rank: int) -> str:
-        """Where a rank posts its signs of life."""
+        """The key of a rank's signs of life."""
         return beat_key(self.root, rank)
 
     @property
     def shared(self) -> list[str]:
-        """The keys that belong to no single rank."""
+        """The keys that all ranks share."""
         return [self.count, self.ready, self.verdict, self.wake, self.read, self.all_read]
 
     @property
     def count(self) -> str:
-        """How many ranks have posted."""
+        """The number of ranks that have posted."""
         return f"{self.root}/{self.number}/count"
 
     @property
     def ready(self) -> str:
-        """Set by the rank that posts last: the coordinator wakes."""
+        """Set by the rank that posts last. It wakes the coordinator."""
         return f"{self.root}/{self.number}/ready"
 
     @property
     def verdict(self) -> str:
-        """How the meeting ended. Set once, by compare-and-set."""
+        """The result of the meeting. Set once, by compare-and-set."""
         return f"{self.root}/{self.number}/verdict"
 
     @property
     def read(self) -> str:
-        """How many ranks have read the verdict."""
+        """The number of ranks that have read the verdict."""
         return f"{self.root}/{self.number}/read"
 
     @property
     def all_read(self) -> str:
-        """Set by the rank that reads the verdict last: the coordinator, and the store with it, may go."""
+        """Set by the rank that reads the verdict last. Now the coordinator may end, and the store with it."""
         return f"{self.root}/{self.number}/all read"
 
     @property
     def wake(self) -> str:
-        """Set after the verdict: everybody wakes. Compare-and-set does not wake waiters in every server.
+        """Set after the verdict. It wakes all ranks, because compare-and-set wakes none on some servers.
 
-        A rank that leaves the meeting early sets it too, so that its own wait ends: who wakes has to look.
+        A rank that leaves the meeting early sets it, too, to end its own wait. So a woken rank reads the
+        verdict key, which may still be empty.
         """
         return f"{self.root}/{self.number}/wake"

@@ -1,20 +1,25 @@
-"""What a rank does that leaves an operation before its last meeting.
+"""How a rank leaves an operation before its last meeting.
 
-Note "One order after an interrupt". Meetings have numbers, and a rank posts once to each. A rank that is
-interrupted, or fails where no meeting tells of it, does not know how far the other ranks have come. But they
-cannot pass a meeting to which it has not posted. So it gives up the first such meeting, by compare-and-set on
-its verdict, and goes on after it. Ranks of the same operation find the reason there, and ranks of
-another one pass over it. What a rank counts changes only after the result of a meeting is there, and an
-operation that it left stays on a list until the store has answered. So an interrupt between two steps repeats
-them, and each can be repeated.
+Note: One order after an interrupt
+----------------------------------
+Meetings have numbers, and a rank posts once to each meeting. An interrupt, or a failure between two
+meetings, leaves a rank without knowledge of how far the other ranks are. But the other ranks cannot pass a
+meeting to which this rank has not posted. So the rank gives up the first such meeting, by compare-and-set
+on its verdict, and goes on after it. Ranks of the same operation find the reason there. Ranks of another
+operation pass over that meeting.
 
-Two ranks are in the same operation if its name is the same and it took as many meetings before the one that
-is given up. Ranks compare this in one meeting, so it is the same in whichever generation each began to count.
+The rank's count of meetings changes only after a meeting has a result. An operation that the rank left
+stays on a list until the store has answered. So an interrupt between two steps only makes the rank repeat
+these steps, and each step can be repeated.
 
-A verdict that stands may tell all ranks to join again (the note in `membership`). Then this rank leaves the
-generation too. If that verdict is about another operation, the rank gives up a meeting of the new generation:
-the first, or the one after the verdict that the new coordinator has to be told. A rank that has not joined
-has posted to no meeting. It keeps its verdict until it has joined.
+Two ranks are in the same operation if two things are equal: the name of the operation, and the number of its
+meetings before the meeting that is given up. Ranks compare both for one meeting, so they are equal in every
+generation, whatever meeting a rank began to count from.
+
+A standing verdict may tell all ranks to join again (the note in `membership`). Then this rank leaves the
+generation, too. If that verdict is about another operation, the rank gives up a meeting of the new
+generation: the first, or the one after the verdict that it has to carry to the new coordinator. A rank that
+has not joined has posted to no meeting. It keeps its verdict until it has joined.
 """
 
 from __future__ import annotations
@@ -35,31 +40,31 @@ __all__ = ["LeaveResult", "give_up_next"]
 
 @dataclass(frozen=True, slots=True)
 class LeaveResult:
-    """What the store has answered to a rank that left an operation."""
+    """The answer of the store to a rank that left an operation."""
 
     following: int
-    """Number of the meeting after those that are given up."""
+    """The number of the meeting after those that this rank gave up."""
     is_told: bool
-    """Whether the ranks of the operation find there that it failed."""
+    """True if the ranks of the operation find there that it failed."""
     renew: bool
-    """Whether the ranks join again, in a new generation."""
+    """True if all ranks join again, in a new generation."""
     carried: bytes | None = None
-    """The verdict that says so, if the coordinator of the new generation is to be told of it."""
+    """The verdict that says so, if the coordinator of the new generation has to get it."""
 
 
 def give_up_next(
     channel: Channel, number: int, operation: Operation, world_size: int
 ) -> Future[LeaveResult] | None:
-    """Gives up the next meeting in which other ranks may wait for this one. Does not wait for other ranks.
+    """Give up the next meeting in which other ranks may wait for this one. Does not wait for them.
 
     Args:
-        channel: of this rank.
-        number: of the first meeting whose result this rank has not seen.
-        operation: that this rank left.
-        world_size: number of ranks.
+        channel: the channel of this rank.
+        number: the number of the first meeting whose result this rank has not seen.
+        operation: the operation that this rank left.
+        world_size: the number of ranks.
 
     Returns:
-        The same each time that it is asked for. None: the verdict is kept until this rank has joined.
+        The answer of the store, equal for each call. None: the rank keeps the verdict until it has joined.
     """
     error = meeting_errors.failure(
         operation.name, operation.phase, world_size, {channel.rank: operation.cause or "it was interrupted"}
@@ -82,13 +87,13 @@ def give_up_next(
         if channel.rank > 0 and store.check([keys.post(channel.rank)]):
             found = requests.peek(store, keys.verdict)
             if found is None or unpack(keys.verdict, found).renew is None:
-                at, first = at + 1, at if first is None else first  # others may have passed it
+                at, first = at + 1, at if first is None else first  # the other ranks may have passed it
         while True:
             keys = MeetingKeys(root, start + at - number)
             before = 0 if first is None else at - first
             found = bytes(store.compare_set(keys.verdict, "", record(before)))
             standing = unpack(keys.verdict, found)
-            requests.set_all(store, {keys.wake: b"1", keys.ready: b"1"})  # of the other ranks, and of rank 0
+            requests.set_all(store, {keys.wake: b"1", keys.ready: b"1"})  # wakes the other ranks, and rank 0
             at += 1
             same = standing.kind == GIVEN_UP and standing.whole == (operation.name, before)
             if standing.kind == ERROR or same or standing.renew is not None:
@@ -102,8 +107,8 @@ def give_up_next(
 
 
 def _carried(verdict: Record) -> bytes | None:
-    """A verdict as each rank that saw it proposes it in the new generation, to the first meeting there."""
+    """The verdict for the first meeting of the new generation, as each rank that saw it proposes it."""
     if not verdict.renew or verdict.parts:
-        return None  # the coordinator itself said so
+        return None  # the coordinator itself wrote it
     whole = verdict.whole
     return pack(verdict.operation, verdict.phase, GIVEN_UP, verdict.body, whole=whole)

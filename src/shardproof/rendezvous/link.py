@@ -1,4 +1,4 @@
-"""One connection to the store with a thread of its own."""
+"""One connection to the store, and the thread that runs its requests."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ class LinkLost(Exception):
 
 
 class Link:
-    """Runs requests on one connection, in order, so that no other thread is ever inside the store's client.
+    """Runs requests on one connection, in order. No other thread enters the store's client.
 
-    The client holds a lock while it waits for the server, and it waits without limit for a server that is
-    stopped. Callers therefore wait for a future, which they can give up, and which Ctrl-C interrupts. The
-    thread is a daemon: a request that never returns does not keep the process alive.
+    The client holds a lock while it waits for the server, and waits without limit for a stopped server. So
+    callers wait for a future, which they can give up, and which Ctrl-C interrupts. The thread is a daemon: a
+    request that never returns does not keep the process alive.
 
     Args:
-        open_connection: makes the connection; called on the link's thread, and kept no longer than that.
-        name: of the thread.
-        idle: what to do with the connection between requests, and how many seconds apart.
+        open_connection: makes the connection on the link's thread. The link then drops its reference to it.
+        name: the name of the thread.
+        idle: a function that runs on the connection between requests, and one that gives the seconds between
+            two runs.
     """
 
     def __init__(self, open_connection: Callable[[], Any], name: str, idle: Idle | None = None) -> None:
@@ -43,7 +44,7 @@ class Link:
         self._thread.start()
 
     def submit(self, request: Callable[[Any], Answer]) -> Future[Answer]:
-        """Run a request when those before it are done. Nobody has to wait for it."""
+        """Run a request after the earlier ones. Does not wait."""
         future: Future[Answer] = Future()
         self._requests.put((request, future))
         return future
@@ -52,12 +53,12 @@ class Link:
         """Run a request and wait for its result.
 
         Raises:
-            LinkLost: it failed, or had no result after `patience` seconds.
+            LinkLost: the request failed, or had no result after `patience` seconds.
         """
         return wait_in_steps(self.submit(request), patience)
 
     def close(self, patience: float = 1.0) -> None:
-        """End the thread once the requests before are done; wait for that, but not for long."""
+        """End the thread after the earlier requests. Waits for it, at most `patience` seconds."""
         self._requests.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join(patience)
@@ -67,11 +68,11 @@ _Request: TypeAlias = "tuple[Callable[[Any], Any], Future[Any]]"
 
 
 def wait_in_steps(future: Future[Answer], patience: float, steps: int = 8) -> Answer:
-    """The future's result, waited for in steps: a waiter that is stopped loses one step of its patience.
+    """Wait for the future's result in steps. A stopped process loses one step of its patience.
 
     Raises:
         LinkLost: the request failed, or had no result after `patience` seconds.
-        WrongBytes: what it read is not what this package writes.
+        WrongBytes: the request read a value that this package does not write.
     """
     for _ in range(steps):
         try:
@@ -86,17 +87,17 @@ def wait_in_steps(future: Future[Answer], patience: float, steps: int = 8) -> An
 
 
 def is_over(waiting: Future[Any], seconds: float) -> bool:
-    """Whether the wait ends within so many seconds.
+    """True if the wait ends within so many seconds.
 
     Raises:
-        LinkLost, WrongBytes: it failed.
+        LinkLost, WrongBytes: the request failed.
     """
     try:
         waiting.result(seconds)
     except NotYet:
         return False
     except Exception:
-        wait_in_steps(waiting, seconds)  # tells why
+        wait_in_steps(waiting, seconds)  # raises the reason
     return True
 
 
@@ -123,11 +124,11 @@ def _serve(
                 future.set_result(request(connection))
             except BaseException as error:
                 future.set_exception(error)
-            del item, request, future  # keep nothing alive while waiting for the next one
+            del item, request, future  # keep no object alive while this thread waits
         if idle is not None and time.monotonic() - last >= idle[1]():
             last = time.monotonic()
             if connection is not None:
                 try:
                     idle[0](connection)
                 except Exception:
-                    pass  # a lost connection shows in the next request, which has somebody to tell
+                    pass  # the next request reports a lost connection to its caller

@@ -1,4 +1,4 @@
-"""One meeting: what the coordinator does, and what everybody else does. See the note in `store`."""
+"""One meeting: the part of the coordinator, and the part of the other ranks. See the note in `store`."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _LONGEST_STAY = 10.0
 
 
 class PassedOver(Exception):
-    """This meeting was given up without this rank and was about something else: go on to the next one."""
+    """The others gave up this meeting, which was for another operation. This rank goes on to the next one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What ranks meet for."""
+    """The number and the purpose of one meeting."""
 
     number: int
     world_size: int
@@ -50,10 +50,10 @@ class Meeting:
     deadline: float
 
     stays: bool
-    """Whether the coordinator waits until its verdict has been read: the store may end with its process."""
+    """True if the coordinator waits until the ranks have read its verdict: it may serve the store."""
 
     whole: tuple[str, int]
-    """The operation that it belongs to, and how many meetings that took before: equal on all ranks."""
+    """Its operation, and the number of earlier meetings of that operation. Equal on all ranks."""
 
     def record(self, kind: str, body: bytes, readers: int = 0, *, renew: int | None = None) -> bytes:
         """A record of this meeting."""
@@ -64,7 +64,7 @@ class Meeting:
 
 @guarded("a meeting")
 def attend(channel: Channel, meeting: Meeting, post: bytes | BaseException, decide: Decide) -> bytes:
-    """Take part in a meeting, leading it as rank 0; returns the answer or raises the common error."""
+    """Take part in a meeting, on rank 0 as its coordinator. Returns the answer or raises the common error."""
     channel.heartbeat.enter(meeting.phase)
     cause = post if isinstance(post, BaseException) else None
     try:
@@ -75,7 +75,7 @@ def attend(channel: Channel, meeting: Meeting, post: bytes | BaseException, deci
         return _take_part(channel, meeting, keys, post)
     except LinkLost as lost:
         error = meeting_errors.store_lost(meeting.operation, meeting.phase, str(lost), channel.last_heard(0))
-        # A store that only slept finds this verdict when it wakes.
+        # A store that was only stopped takes this verdict when it goes on.
         channel.give_up_alone(meeting.number, meeting.record(GIVEN_UP, pack_error(error)))
         raise error from (cause or lost)
     except CoordinatorSilent as silent:
@@ -106,7 +106,7 @@ def _take_part(channel: Channel, meeting: Meeting, keys: MeetingKeys, post: byte
                 verdict = waiting.result()
                 if verdict is not None:
                     break
-                time.sleep(channel.heartbeat.period)  # woken by a rank that left before there was a verdict
+                time.sleep(channel.heartbeat.period)  # a rank that left set the wake key: no verdict yet
             channel.heartbeat.tick()
             view = channel.look(keys, posts_of=[], signs_of=[0])
             verdict = view.verdict
@@ -140,14 +140,14 @@ def _coordinate(
         if outcome.cause is None:
             raise
         if not isinstance(outcome.cause, Exception):
-            raise outcome.cause from None  # an interrupt or exit stays one on the rank that it came to
+            raise outcome.cause from None  # an interrupt or exit keeps its class on its own rank
         raise error from outcome.cause
 
 
 def _collect(
     channel: Channel, meeting: Meeting, keys: MeetingKeys, post: bytes | BaseException
 ) -> dict[int, Record] | bytes:
-    """All posts by rank, or the verdict that stands because the meeting was given up."""
+    """All posts by rank; or the standing verdict, if a rank gave up the meeting."""
     kind, body = _as_post(post)
     posts = {0: Record(meeting.operation, meeting.phase, kind, body)}
     if meeting.world_size == 1:
@@ -159,7 +159,7 @@ def _collect(
         while watch.ranks:
             takes = not is_read and is_over(waiting, channel.heartbeat.period)
             if is_read:
-                time.sleep(channel.heartbeat.period)  # all were counted, and a post was not there
+                time.sleep(channel.heartbeat.period)  # the count was complete, but a post was missing
             channel.heartbeat.tick()
             asked = [] if takes else watch.ranks
             view = channel.look(keys, posts_of=asked, signs_of=asked, known=len(posts) - 1)
@@ -182,8 +182,7 @@ def _collect(
                 lambda: {rank: amounts(watch.sign(rank)) for rank in watch.ranks},
             )
             silent = watch.silent(meeting.deadline)
-            # Once a rank has failed there is no success to wait for: others get a deadline to add their
-            # causes.
+            # After a failed post the meeting fails. The other ranks have one deadline to add their causes.
             late = failed_at is not None and time.monotonic() - failed_at >= meeting.deadline
             if watch.ranks and (silent or late):
                 error: ShardproofError
@@ -207,7 +206,7 @@ def _collect(
 
 
 def _read_post(meeting: Meeting, key: str, value: bytes) -> Record:
-    """What a rank posted. Wrong bytes count as the failure of that rank, so that all ranks are told."""
+    """The record that a rank posted. Wrong bytes count as the failure of that rank."""
     try:
         record = unpack(key, value)
         if record.kind not in (BYTES, ERROR):
@@ -218,7 +217,7 @@ def _read_post(meeting: Meeting, key: str, value: bytes) -> Record:
 
 
 def _read_parts(channel: Channel, meeting: Meeting, key: str, record: Record) -> Record:
-    """The same post with its bytes in one piece."""
+    """The same post, with its parts read and joined."""
     try:
         return Record(record.operation, record.phase, record.kind, channel.body(key, record))
     except WrongBytes as wrong:
@@ -232,7 +231,7 @@ def _as_failed(meeting: Meeting, wrong: WrongBytes) -> Record:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What the coordinator has decided: an error, one answer, or one answer a rank."""
+    """The decision of the coordinator: an error, one answer, or one answer a rank."""
 
     error: ShardproofError | None = None
     cause: BaseException | None = None
@@ -269,7 +268,7 @@ def _conclude(channel: Channel, meeting: Meeting, posts: Mapping[int, Record], d
 
 
 def _publish(channel: Channel, meeting: Meeting, keys: MeetingKeys, outcome: _Outcome) -> tuple[bytes, bytes]:
-    """The verdict that this rank proposes, and the one that stands."""
+    """The verdict that this rank proposes, and the verdict that stands."""
     if outcome.error is not None:
         kind, body = ERROR, pack_error(outcome.error)
     elif outcome.answers is not None:
@@ -288,20 +287,20 @@ def _publish(channel: Channel, meeting: Meeting, keys: MeetingKeys, outcome: _Ou
 
 
 def _stay(channel: Channel, meeting: Meeting, keys: MeetingKeys) -> None:
-    """Wait until all who live have read the verdict; not for ever, for it stands whoever reads it."""
+    """Wait until all live ranks have read the verdict, for a limited time: the verdict stands anyway."""
     waiting = channel.until_read(keys)
     is_over(waiting, min(meeting.deadline, _LONGEST_STAY))
     channel.release(waiting, keys.all_read)
 
 
 def _answer(channel: Channel, meeting: Meeting, keys: MeetingKeys, verdict: bytes) -> bytes:
-    """This rank's part of a verdict."""
+    """This rank's answer in a verdict, or the error that the verdict carries."""
     channel.heard(0)
     key, record = keys.verdict, unpack(keys.verdict, verdict)
     readers = record.readers
     if record.kind == GIVEN_UP:
         if record.renew is not None:
-            # A new coordinator has not seen this meeting: it is told, so that no rank is ahead of it.
+            # A new coordinator has not seen this meeting: it gets this verdict, so no rank is ahead of it.
             carries = record.renew > 0 and record.whole == meeting.whole and not record.parts
             failed = meeting.record(GIVEN_UP, record.body) if carries else None
             channel.leave(meeting.number, failed)
@@ -330,7 +329,7 @@ def _observe(channel: Channel, keys: MeetingKeys, watch: Watch, signs: Mapping[i
 
 
 def _needs_new_generation(channel: Channel, keys: MeetingKeys, watch: Watch, ranks: Iterable[int]) -> bool:
-    """Whether the ranks join again once this meeting is given up: they count meetings anew then."""
+    """True if the ranks must join a new generation after this meeting, and count meetings anew."""
     apart = any(is_elsewhere(watch.sign(rank), keys.number) for rank in ranks)
     return channel.needs_new_generation(keys) or apart
 

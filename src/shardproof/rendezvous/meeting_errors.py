@@ -1,4 +1,4 @@
-"""What is said when a meeting fails: the errors, worded for the person who reads one rank's log at night."""
+"""The errors of failed meetings. Each text suffices for a person who reads the log of one rank."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from shardproof.errors import RankFailure, RankSilent, StructureError
 __all__ = ["cause_text", "disagreement", "failure", "fold", "silence", "store_lost", "stuck", "wrong_bytes"]
 
 _LISTED = 16
+"""Ranks that a message lists with their own text."""
 _LONGEST_CAUSE = 4000
+"""Characters of a cause."""
 
 
 def cause_text(error: BaseException) -> str:
-    """An exception in one piece of text.
+    """The class and text of an exception.
 
     >>> cause_text(ValueError("not positive"))
     'ValueError: not positive'
@@ -27,7 +29,7 @@ def cause_text(error: BaseException) -> str:
 
 
 def fold(ranks: Iterable[int]) -> str:
-    """Ranks in words.
+    """Ranks as ranges of numbers.
 
     >>> fold([3, 0, 1, 2, 7])
     '0-3, 7'
@@ -44,7 +46,7 @@ def fold(ranks: Iterable[int]) -> str:
 def failure(
     operation: str, phase: str, world_size: int, causes: Mapping[int, str], silent: Iterable[int] = ()
 ) -> RankFailure:
-    """Some ranks failed; others may have fallen silent meanwhile."""
+    """The error of a meeting in which ranks failed. Other ranks may have fallen silent meanwhile."""
     silent = sorted(silent)
     lines = [
         f"{operation}, phase {phase}: {_ranks(causes)} of {world_size} failed, so it failed on every rank."
@@ -72,7 +74,7 @@ def silence(
     last_heard: Mapping[int, float | None],
     progress: Mapping[int, str],
 ) -> RankSilent:
-    """Some ranks showed no sign of life for the deadline."""
+    """The error of a meeting in which ranks showed no sign of life for the deadline."""
     said = {}
     for rank, seconds in sorted(last_heard.items()):
         said[rank] = "never heard" if seconds is None else f"last heard {seconds:.1f} s ago"
@@ -97,7 +99,7 @@ def silence(
 
 
 def store_lost(operation: str, phase: str, text: str, last_heard: float | None) -> RankSilent:
-    """The store itself is gone, and with it the way to every other rank."""
+    """The error of a rank that lost the store, and so reaches no other rank."""
     message = (
         f"{operation}, phase {phase}: the store through which the ranks meet is lost ({text}). Rank 0 or the "
         "launcher on its host serves it: look there first. The store of a process group ends with the group: "
@@ -115,7 +117,7 @@ def store_lost(operation: str, phase: str, text: str, last_heard: float | None) 
 
 
 def wrong_bytes(operation: str, phase: str, text: str) -> RankFailure:
-    """A value of the meeting in the store is not what a rank wrote."""
+    """The error of a meeting in which the store has a value that no rank wrote."""
     return RankFailure(
         f"{operation}, phase {phase}: wrong bytes in the store through which the ranks meet.\n  {text}\n"
         "Another program may write to these keys, or the ranks may run different versions of shardproof. "
@@ -127,7 +129,7 @@ def wrong_bytes(operation: str, phase: str, text: str) -> RankFailure:
 
 
 def disagreement(meetings: Mapping[int, tuple[str, str]]) -> StructureError:
-    """Ranks came to one meeting for different things."""
+    """The error of a meeting to which ranks came for different operations."""
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, meeting in sorted(meetings.items()):
         groups.setdefault(meeting, []).append(rank)
@@ -153,7 +155,7 @@ def _listed(texts: Mapping[int, str]) -> list[str]:
 
 
 def stuck(rank: int, seconds: float) -> RankSilent:
-    """Another thread of this rank is in a meeting, and does not come out of it."""
+    """The error of a thread that waits for another thread of its rank, which hangs in a meeting."""
     return RankSilent(
         f"rank {rank} cannot meet: a meeting of another of its threads has made no progress for "
         f"{seconds:.0f} s. Look at the storage of the save under way, in which its decision may hang",

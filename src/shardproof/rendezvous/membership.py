@@ -1,32 +1,31 @@
-"""Which generation of meetings a rank belongs to.
+"""How ranks join a generation of meetings.
 
 Note: Why ranks find each other in a store that outlives them
 -------------------------------------------------------------
 A store may hold keys of earlier processes, of ranks that died at any moment, and of rendezvous that this
-process made and closed. No rank can tell from a key whether its writer lives, and no count of earlier
-joins is the same for all ranks. So the ranks agree on a random name, the generation, and each proves
-to the other that it lives:
+process made and closed. No rank can tell from a key whether its writer lives. No count of earlier joins is
+equal on all ranks. So the ranks agree on a random name, the generation. The coordinator and each other rank
+prove to each other that they live:
 
-1. The coordinator draws a new generation whenever it joins, and announces it under one fixed key. All keys
+1. Each time the coordinator joins, it draws a new generation and announces it under one fixed key. All keys
    of meetings begin with the generation, so none of them is old.
-2. Each other rank reads the announcement and says hello in that generation with its incarnation: a name that
-   it drew itself. The announcement may be that of a dead coordinator, so the rank waits to be welcomed.
+2. Each other rank reads the announcement and writes a hello in that generation. The hello holds the rank's
+   incarnation: a random name that the rank drew itself. A dead coordinator may have written the announcement,
+   so the rank waits for a welcome.
 3. The coordinator welcomes each incarnation that it reads. A welcome names the incarnation, which did not
-   exist while an earlier coordinator lived. A rank that is welcome therefore shares the generation with a
-   coordinator that lives.
-4. A rank that waits to be welcomed looks at the announcement again at each step, and says hello anew when
-   it has changed. A rank that is welcome stays, because another announcement may be that of a second
-   rendezvous of the same ranks.
-5. When a meeting is given up for silence, and the coordinator has read a second incarnation of some rank, or
-   another rank has read a newer announcement, then the verdict tells all ranks to join again. The second
-   incarnation is welcomed to that one meeting, so that no rank is ahead of the others.
+   exist while an earlier coordinator lived. So a welcome rank shares the generation with a live coordinator.
+4. A rank that waits for a welcome reads the announcement again at each step, and writes a new hello after a
+   change. A welcome rank stays, because a second rendezvous of the same ranks may write another announcement.
+5. When ranks give up a meeting for silence, the verdict may tell all ranks to join again. It does so if the
+   coordinator has read a second incarnation of a rank, or if another rank has read a newer announcement. The
+   coordinator welcomes the second incarnation to that one meeting, so that no rank is ahead of the others.
 
-Every wait here ends with the deadline of a meeting, like every other one. The coordinator reads all hellos
-when their count has changed, which takes a few requests for thousands of ranks.
+Every wait here ends with the deadline of a meeting. The coordinator reads all hellos when their count has
+changed, which takes a few requests for thousands of ranks.
 
-Old keys: each rank keeps a trace, under one key, of the generations and the meetings that it has keys in. The
-rank that takes its place deletes those keys after its own first meeting, when all ranks have left those
-generations.
+Old keys: under one key, each rank keeps a trace of the generations and the meetings in which it has keys.
+The rank that takes its place deletes those keys after its own first meeting. By then all ranks have left
+those generations.
 """
 
 from __future__ import annotations
@@ -44,31 +43,33 @@ from shardproof.rendezvous.wire import Count, Place, Token, WrongBytes, checked,
 __all__ = ["Membership"]
 
 _OLD_MEETINGS = 64
-"""Of one generation, so many meetings are cleaned at most: a trace is a claim, not a fact."""
+"""Meetings of one generation that a rank cleans at most. It bounds the work for a wrong trace."""
 _OLD_PLACES = 8
-"""Generations in a trace. Ranks that fail before their first meeting add one each time."""
+"""Generations in a trace at most. A rank that fails before its first meeting adds one each time."""
 
 _alive: set[str] = set()
-"""Incarnations of this process. What they wrote is in use; in a child made by fork, by its parent."""
+"""Incarnations of this process, whose keys are in use. In a forked child, the parent uses them."""
 
 
 class Membership:
-    """The part of one rank in the current generation. Methods that take a store run on threads of links.
+    """The membership of one rank in the current generation.
+
+    Methods that take a store run on threads of links.
 
     Args:
-        base: what the keys begin with.
-        rank: of this process.
-        world_size: number of ranks.
+        base: the prefix of the keys.
+        rank: the rank of this process.
+        world_size: the number of ranks.
     """
 
     def __init__(self, base: str, rank: int, world_size: int) -> None:
         self.keys = JoinKeys(base)
         self.generation = ""
-        """The one that this rank has announced, or said hello in; empty before."""
+        """The generation that this rank announced, or wrote its hello in; empty before."""
         self.is_member = False
-        """Whether the generation has a coordinator that lives and knows this rank."""
+        """True if the generation has a live coordinator that knows this rank."""
         self.start = 0
-        """The meeting with which this rank begins."""
+        """The first meeting of this rank in the generation."""
         self._rank = rank
         self._world_size = world_size
         self._incarnation = ""
@@ -82,21 +83,21 @@ class Membership:
 
     @property
     def root(self) -> str:
-        """What the keys of the generation begin with."""
+        """The prefix of the keys of the generation."""
         return self.keys.root(self.generation)
 
     @property
     def welcome_key(self) -> str:
-        """What a rank that is not welcome yet waits for."""
+        """The key that a rank waits for until it is welcome."""
         return self.keys.welcome(self.generation, self._incarnation)
 
     @property
     def has_old_keys(self) -> bool:
-        """Whether there is something for `clean` to do."""
+        """True if `clean` has keys to delete."""
         return bool(self._old)
 
     def leave(self, _store: Any) -> None:
-        """Forget the generation. The next join is that of another incarnation."""
+        """Leave the generation. The next join uses another incarnation."""
         self.close()
         self._add_old()
         self._incarnation = secrets.token_hex(8)
@@ -104,7 +105,7 @@ class Membership:
         self.generation, self.is_member = "", False
 
     def close(self) -> None:
-        """This incarnation ends: what it wrote may be deleted."""
+        """End this incarnation: other incarnations may delete its keys."""
         _alive.discard(self._incarnation)
 
     def announce(self, store: Any) -> None:
@@ -120,7 +121,7 @@ class Membership:
             self.generation, self.is_member = generation, True
 
     def approach(self, store: Any) -> None:
-        """Other ranks: say hello in the generation that is announced, unless that was done."""
+        """Other ranks: write the hello in the announced generation, unless it is written."""
         value = requests.peek(store, self.keys.announced)
         if value is None:
             return
@@ -134,9 +135,9 @@ class Membership:
         self.generation = generation
 
     def find_welcome(self, store: Any) -> bool:
-        """Other ranks: whether this rank is welcome, and so takes part.
+        """Other ranks: True if this rank is welcome, and so takes part.
 
-        Until then it shows no sign of life: its former incarnation, which may be dead, has the same key.
+        Until then it shows no sign of life, because its former incarnation, maybe dead, has the same key.
         """
         if not self.is_member and self.generation and store.check([self.welcome_key]):
             self.start = checked(self.welcome_key, requests.peek(store, self.welcome_key), Count)
@@ -145,23 +146,23 @@ class Membership:
         return self.is_member
 
     def is_superseded(self, store: Any) -> bool:
-        """Other ranks: whether a newer generation is announced than the one that this rank is in."""
+        """Other ranks: True if the announced generation is not the one that this rank is in."""
         value = requests.peek(store, self.keys.announced)
         return value is not None and checked(self.keys.announced, value, Token) != self.generation
 
     def welcome_all(self, store: Any) -> None:
-        """Coordinator: wait until as many hellos as there are other ranks were said, and welcome them."""
+        """Coordinator: wait for as many hellos as there are other ranks, and welcome these ranks."""
         if not self.is_complete:
             requests.wait(store, self.keys.all_joined(self.generation))
             self.welcome(store)
 
     @property
     def is_complete(self) -> bool:
-        """Coordinator: whether all other ranks are welcome."""
+        """Coordinator: True if all other ranks are welcome."""
         return len(self._welcomed) == self._world_size - 1
 
     def welcome(self, store: Any) -> None:
-        """Coordinator: welcome the ranks that said hello since it was called last."""
+        """Coordinator: welcome the ranks that wrote a hello since the last call."""
         with self._lock:
             joined = store.add(self.keys.joined(self.generation), 0)
             if joined == self._joined:
@@ -178,24 +179,24 @@ class Membership:
             self._joined = joined
 
     def dismiss(self, store: Any, number: int) -> bool:
-        """Coordinator: let the ranks of which a second incarnation asks to join take part in one meeting.
+        """Coordinator: welcome the second incarnations that ask to join, to one meeting.
 
-        It is given up, and its verdict tells all ranks to join again.
+        The coordinator gives up that meeting, and its verdict tells all ranks to join again.
 
         Returns:
-            whether there are such ranks.
+            True if there are such ranks.
         """
         keys = [self.keys.welcome(self.generation, name) for name in self._returned.values()]
         requests.set_all(store, dict.fromkeys(keys, b"%d" % number))
         return bool(keys)
 
     def trace(self, first: int, last: int) -> dict[str, bytes]:
-        """The key and the value that tell where this rank has keys: from one meeting to another."""
+        """The key and value of this rank's trace: it has keys in the meetings from `first` to `last`."""
         self._meetings = first, last, True
         return self._trace(self.generation)
 
     def clean(self, store: Any) -> None:
-        """Delete what this rank has in generations that all ranks have left."""
+        """Delete the keys of this rank in generations that all ranks have left."""
         old, self._old = self._old, []
         for place in old:
             self._delete_place(store, place)
@@ -205,14 +206,14 @@ class Membership:
         return {self.keys.trace(self._rank): msgspec.json.encode(places)}
 
     def _find_trace(self, store: Any, generation: str) -> None:
-        """Leave a trace of a generation, and note the places of the incarnations before this one."""
+        """Write the trace of a generation, and note the places of the earlier incarnations."""
         self._add_old()
         key = self.keys.trace(self._rank)
         value = requests.peek(store, key)
         try:
             found = checked(key, value, list[Place]) if value is not None else []
         except WrongBytes:
-            found = []  # it only tells what to delete
+            found = []  # a trace only says what to delete
         self._old += [place for place in found if place.incarnation not in _alive and place not in self._old]
         while len(self._old) > _OLD_PLACES:
             self._delete_place(store, self._old.pop(0))
@@ -236,7 +237,7 @@ class Membership:
             ]
         requests.delete(store, keys)
         if self._rank and not place.took_part:
-            return  # another rendezvous of this rank may take part
+            return  # another rendezvous of this rank may use that generation
         # The meeting after the last one that a coordinator ended may have begun.
         for number in range(max(place.first, place.last - _OLD_MEETINGS), place.last + 2):
             meeting = MeetingKeys(root, number)
@@ -256,7 +257,7 @@ def _delete_record(store: Any, key: str) -> None:
     try:
         parts = unpack(key, value).parts
     except WrongBytes:
-        parts = 0  # of a dead rank, and never read
+        parts = 0  # a dead rank wrote it, and no rank reads it
     for part in part_keys(key, parts):
         if requests.peek(store, part) is None:
             break

@@ -1,4 +1,4 @@
-"""The order of meetings in one process: places in it are taken by one thread and may be used by another."""
+"""The order of meetings on one rank: operations, and the places that its threads take in the order."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from shardproof.rendezvous import meeting_errors
 __all__ = ["Operation", "Order", "Reservation", "Turns"]
 
 _LOOK = 1.0
-"""Seconds between two looks at whether whoever has the turn moves."""
+"""Seconds between two looks at whether the thread that has the turn makes progress."""
 
 
 class Reservation:
-    """A place in the order of meetings. Whoever enters it waits for its turn, and holds it until leaving.
+    """A place in the order of meetings. One thread may take it, and another may use it.
 
-    It counts until it is left, or given up, or nobody refers to it any more.
+    A thread that enters the reservation waits for its turn and has the turn until it leaves. The place ends
+    when a thread leaves it or gives it up, or when the last reference to it goes.
 
     >>> from shardproof.rendezvous import LocalRendezvous
     >>> alone = LocalRendezvous()
@@ -32,7 +33,7 @@ class Reservation:
 
     def __init__(self, turns: Turns) -> None:
         self.thread: int | None = None
-        """That has entered it."""
+        """The thread that has entered it."""
         self._turns = turns
 
     def __enter__(self) -> None:
@@ -40,25 +41,25 @@ class Reservation:
             self._turns.wait_for(self)
             self.thread = threading.get_ident()
         except BaseException:
-            self.give_up()  # an error keeps its frames, and these would keep the place
+            self.give_up()  # else the frames of the error keep the place
             raise
 
     def __exit__(self, *error: object) -> None:
         self.give_up()
 
     def give_up(self) -> None:
-        """Lets the next one meet. Nothing to do where it was left already."""
+        """Let the next place have the turn. Calling it again does nothing."""
         self.thread = None
         self._turns.leave(self)
 
 
 class Turns:
-    """Places in the order in which they were taken.
+    """The places of one rank, in the order in which its threads took them.
 
     Args:
-        evidence: changes as long as whoever has the turn moves.
-        patience: seconds without a change after which nobody waits any more.
-        stuck: makes the error that is raised then, of these seconds.
+        evidence: gives a value that changes while the thread that has the turn makes progress.
+        patience: gives the seconds without a change after which the waiting threads fail.
+        stuck: makes the error of these threads from the seconds.
     """
 
     def __init__(
@@ -75,32 +76,32 @@ class Turns:
         self._order: list[weakref.ref[Reservation]] = []
 
     def reserve(self) -> Reservation:
-        """The next place. Does not wait."""
+        """Take the next place. Does not wait."""
         reservation = Reservation(self)
         try:
-            # Not `_changed`, which an interrupt may enter and not leave: it is entered in Python.
+            # Not `_changed`: it is entered in Python, where an interrupt may come before the block begins.
             with self._lock:
                 self._order.append(weakref.ref(reservation))
             return reservation
         except BaseException:
-            reservation.give_up()  # an error keeps its frames, and these would keep the place
+            reservation.give_up()  # else the frames of the error keep the place
             raise
 
     def is_mine(self) -> bool:
-        """Whether this thread has the turn."""
+        """True if this thread has the turn."""
         first = self._first()
         return first is not None and first.thread == threading.get_ident()
 
     def is_next(self, reservation: Reservation) -> bool:
-        """Whether nobody else has the turn, or has it before this place."""
+        """True if this place is the first: no other thread has the turn, or gets it earlier."""
         return self._first() is reservation
 
     def wait_for(self, reservation: Reservation) -> None:
-        """Returns when it is the turn of a place.
+        """Return when it is the turn of a place.
 
         Raises:
-            RuntimeError: the place was left before.
-            Exception: what `stuck` makes.
+            RuntimeError: a thread has left the place.
+            Exception: `stuck` made it, because the thread that has the turn makes no progress.
         """
         seen, since = self._evidence(), time.monotonic()
         while not self._is_first(reservation, min(_LOOK, self._patience())):
@@ -112,13 +113,13 @@ class Turns:
                 raise self._stuck(silent)
 
     def leave(self, reservation: Reservation) -> None:
-        """Takes a place out of the order."""
+        """Remove a place from the order."""
         with self._lock:
             self._order = [place for place in self._order if place() not in (None, reservation)]
             self._changed.notify_all()
 
     def _is_first(self, reservation: Reservation, seconds: float) -> bool:
-        """Whether its turn comes within so many seconds."""
+        """True if the turn of this place comes within so many seconds."""
         with self._lock:
             return self._changed.wait_for(lambda: self._first() is reservation, seconds)
 
@@ -127,45 +128,49 @@ class Turns:
 
 
 class Order(Protocol):
-    """Keeps the order of the meetings of a rank."""
+    """What keeps the order of the meetings of a rank."""
 
     def enter(self, operation: Operation) -> None:
-        """Meetings of this thread belong to this operation."""
+        """Assign the meetings of this thread to this operation.
+
+        The thread may have been interrupted in an earlier operation, which this rank leaves then.
+        """
 
     def exit(self, operation: Operation) -> None:
-        """They do not any more."""
+        """End the assignment."""
 
     def leave(self, operation: Operation) -> None:
-        """This rank takes no part in the rest of this operation."""
+        """Take no part in the rest of this operation."""
 
 
 class Operation:
-    """What all ranks do together, in one meeting or several. Left with an error, it fails on all ranks.
+    """What all ranks do together, in one meeting or several.
 
-    A thread that enters it meets for it. Another thread may claim it, and enter it after that.
+    The meetings of the thread that enters it belong to it. An error that leaves the context makes the
+    operation fail on all ranks. Another thread may claim the operation first, and enter it after that.
 
     Args:
         name: the same on all ranks.
-        order: of the meetings of this rank; None where no other rank waits.
+        order: what keeps the order of this rank's meetings; None if no other rank waits.
     """
 
     def __init__(self, name: str, order: Order | None = None) -> None:
         self.name = name
         self.phase = "begin"
-        """Of its last meeting."""
+        """The phase of its last meeting."""
         self.first: int | None = None
-        """Number of its first meeting, once that had a result."""
+        """The number of its first meeting, once that meeting has a result."""
         self.is_over = False
-        """Whether its last meeting failed, on all ranks alike."""
+        """True if its last meeting failed, equally on all ranks."""
         self.cause = ""
-        """Why this rank left it."""
+        """The text of the error with which this rank left it."""
         self.following: int | None = None
-        """Number of the meeting after those that were given up for it."""
+        """The number of the meeting after those that this rank gave up for it."""
         self._order = order
         self._owner: dict[str, int] = {}
 
     def claim(self) -> bool:
-        """Whether the calling thread is the first that claims it, which then carries it out or leaves it."""
+        """True if the calling thread claims it first. That thread then carries it out or leaves it."""
         return self._owner.setdefault("thread", threading.get_ident()) == threading.get_ident()
 
     def __enter__(self) -> Self:

@@ -123,5 +123,5 @@ class Meetings:
             return self._rendezvous.meet(self._operation, phase, post, decide)
         except ShardproofError:
             if isinstance(post, BaseException) and not isinstance(post, Exception):
-                raise post from None  # an interrupt or exit stays one on the rank that it came to
+                raise post from None  # an interrupt or exit keeps its class on its own rank
             raise

@@ -11,13 +11,12 @@ __all__ = ["BATCH", "FEW", "delete", "peek", "present", "set_all", "values", "wa
 
 BATCH = 256
 """Keys in one request."""
-_LONG_WAIT = timedelta(
-    hours=1
-)  # the client writes warnings when a wait times out: ours end because a key is set
+_LONG_WAIT = timedelta(hours=1)
+"""The client logs a warning for each wait that times out. A set key ends our waits much earlier."""
 FEW = 3
-"""As many keys are looked at one by one, a trip to the server each: all together take three at least."""
+"""At most so many keys are read one by one, a trip to the server each. A batch takes three or more."""
 _NOTHING = "(nothing)"
-"""Neither a record nor a sign of life."""
+"""A value that is neither a record nor a sign of life."""
 
 
 def wait(store: Any, key: str) -> None:
@@ -28,24 +27,24 @@ def wait(store: Any, key: str) -> None:
             store.wait([key], _LONG_WAIT)
             return
         except RuntimeError:
-            # A timeout and a lost connection look alike in older stores; only the first takes its time.
+            # Older stores raise one error for a timeout and for a lost connection. Only a timeout takes long.
             if time.monotonic() - began < 0.9 * _LONG_WAIT.total_seconds():
                 raise
 
 
 def peek(store: Any, key: str) -> bytes | None:
-    """The value of a key if it exists. One trip to the server, where to check for it and to get it are three.
+    """The value of a key, or None. One trip to the server, where a check and a read are three.
 
-    To compare with a value that no key has changes none, and every store answers what is there instead, or
-    for a key that does not exist the very value that was asked for. It may end a wait for the key though (of
-    the server of `TCPStore` on libuv), so nobody may wait for a key that is looked at like this.
+    Compare-and-set with a value that no key has changes no key. Every store answers with the value of the
+    key, or with the given value if the key does not exist. It may end a wait for the key (on the libuv
+    server of `TCPStore`). So no rank may wait for a key that any rank peeks at.
     """
     found = bytes(store.compare_set(key, _NOTHING, _NOTHING))
     return None if found == _NOTHING.encode() else found
 
 
 def present(store: Any, keys: Mapping[int, str]) -> dict[int, bytes]:
-    """The values of those keys that exist, found by halving: few requests if few are missing."""
+    """The values of those keys that exist, found by halving: few requests if few keys are missing."""
     if len(keys) <= FEW:
         peeked = {rank: peek(store, key) for rank, key in keys.items()}
         return {rank: value for rank, value in peeked.items() if value is not None}
@@ -79,6 +78,6 @@ def set_all(store: Any, items: Mapping[str, bytes]) -> None:
 
 
 def delete(store: Any, keys: Sequence[str]) -> None:
-    """Delete keys, whether they exist or not."""
+    """Delete keys. A key may be missing."""
     for key in keys:
         store.delete_key(key)

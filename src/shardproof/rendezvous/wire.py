@@ -1,12 +1,12 @@
-"""How posts, answers and other values look in the store, and the one decoder that checks them.
+"""The encoding of all values in the store, and the one decoder that checks them.
 
 A record is a line of JSON, then bytes. Stores limit one value (8 MiB in the one that torchrun serves), and
-a coordinator reads the records of many ranks in one request, so bytes beyond `INLINE` go to keys of their
-own, cut in parts, which are written before the record that counts them.
+a coordinator reads the records of many ranks in one request. So more than `INLINE` bytes go to keys of their
+own, in parts. A rank writes the parts before the record that counts them.
 
-Other programs may write to the same store. So every value that is read passes `checked` or `unpack`, and the
-bytes of a record pass `checked_body`: what does not fit raises `WrongBytes`, and nothing is allocated for a
-size that a value only claims.
+Other programs may write to the same store. So `checked` or `unpack` decodes every value, and `checked_body`
+checks the bytes of a record. They raise `WrongBytes` for a wrong value, and allocate no memory for a size
+that a value only claims.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ _SHOWN = 40
 Value = TypeVar("Value")
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Token = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
-"""Random name of a generation, or of one rank's life."""
+"""The random name of a generation or of an incarnation."""
 
 
 class WrongBytes(Exception):
-    """A value in the store is not what this package writes under its key."""
+    """A key has a value that this package does not write."""
 
     def __init__(self, key: str, expected: str, found: bytes | None) -> None:
         shown = "nothing" if found is None else f"{len(found)} bytes that begin with {found[:_SHOWN]!r}"
@@ -72,7 +72,7 @@ class WrongBytes(Exception):
 
 
 class Sign(msgspec.Struct):
-    """A sign of life: progress in the phase of a rank, and the meeting of its generation that it is in."""
+    """A sign of life: the progress of a rank in its phase, and its present meeting."""
 
     beat: int
     phase: str
@@ -82,14 +82,14 @@ class Sign(msgspec.Struct):
 
 
 class Place(msgspec.Struct):
-    """Where a rank has keys: a generation, its own random name there, and its oldest and newest meeting."""
+    """Where a rank has keys: a generation, its incarnation there, and its oldest and newest meeting."""
 
     generation: Token
     incarnation: Token
     first: Count
     last: Count
     took_part: bool
-    """False: the rank said hello there, and wrote for no meeting."""
+    """False if the rank only wrote its hello there, and nothing for a meeting."""
 
 
 class _Head(msgspec.Struct):
@@ -112,7 +112,7 @@ class _Error(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One post or answer: what the meeting is for, the kind, and the bytes or the number of their parts."""
+    """One post, answer or verdict: purpose of the meeting, kind, and bytes or number of parts."""
 
     operation: str
     phase: str
@@ -122,18 +122,18 @@ class Record:
     size: int = 0
     digest: str = ""
     readers: int = 0
-    """Of a verdict: how many ranks shall say that they have read it; the coordinator waits for them."""
+    """Of a verdict: the number of ranks that acknowledge it. The coordinator waits for them."""
     renew: int | None = None
-    """Of a verdict: the rank that asks all ranks to join again, in a new generation."""
+    """Of a verdict: the rank that tells all ranks to join a new generation; None if they stay."""
     whole: tuple[str, int] = ("", 0)
-    """Of a meeting that was given up: its operation, and how many meetings that took before this one."""
+    """Of kind GIVEN_UP: the operation, and the number of its meetings before this one."""
 
 
 def checked(key: str, value: bytes | None, kind: type[Value]) -> Value:
-    """The value of a key, decoded and validated.
+    """Decode and validate the value of a key.
 
     Raises:
-        WrongBytes: it is not JSON of this type.
+        WrongBytes: the value is not JSON of this type.
 
     >>> checked("job/announced", b'"0123456789abcdef"', Token)
     '0123456789abcdef'
@@ -154,7 +154,7 @@ def pack(
     renew: int | None = None,
     whole: tuple[str, int] = ("", 0),
 ) -> bytes:
-    """The record's value. Bytes beyond `INLINE` are left to the parts, see `cut`.
+    """Encode a record. More than `INLINE` bytes go to parts, see `cut`.
 
     >>> record = unpack("key", pack("save", "plan", "bytes", b"hello"))
     >>> record.operation, record.phase, record.kind, record.body
@@ -168,10 +168,10 @@ def pack(
 
 
 def unpack(key: str, value: bytes) -> Record:
-    """The record that `pack` wrote.
+    """Decode a record that `pack` encoded.
 
     Raises:
-        WrongBytes: it is no record, or its bytes are not those that were packed.
+        WrongBytes: the value is no record, or its bytes do not have the record's size and digest.
     """
     line, _, body = value.partition(b"\n")
     head = checked(key, line, _Head)
@@ -195,7 +195,7 @@ def unpack(key: str, value: bytes) -> Record:
 
 
 def checked_body(key: str, record: Record, body: bytes) -> bytes:
-    """The bytes of a record, compared with its size and digest.
+    """Check the bytes of a record against its size and digest, and return them.
 
     Raises:
         WrongBytes: they differ.
@@ -206,10 +206,10 @@ def checked_body(key: str, record: Record, body: bytes) -> bytes:
 
 
 def unpack_error(key: str, body: bytes) -> ShardproofError:
-    """The error that a record carries, see `ShardproofError.to_wire`.
+    """Decode the error that a record carries, see `ShardproofError.to_wire`.
 
     Raises:
-        WrongBytes: it is none.
+        WrongBytes: the bytes are no error.
     """
     wire = checked(key, body, _Error)
     if {"self", "message"} & wire.details.keys():
@@ -223,7 +223,7 @@ def pack_error(error: ShardproofError) -> bytes:
 
 
 def part_keys(key: str, parts: int) -> Iterator[str]:
-    """The keys of the parts that belong to the record at `key`."""
+    """The keys of the parts of the record at `key`."""
     return (f"{key}/{part}" for part in range(parts))
 
 
@@ -233,7 +233,7 @@ def part_sizes(record: Record) -> Iterator[int]:
 
 
 def cut(key: str, body: bytes) -> Iterator[tuple[str, bytes]]:
-    """The parts of a record's bytes with their keys; none when the record itself holds them."""
+    """The keys and bytes of a record's parts; none if the record itself holds the bytes."""
     if len(body) > INLINE:
         for part, start in enumerate(range(0, len(body), PART)):
             yield f"{key}/{part}", body[start : start + PART]
