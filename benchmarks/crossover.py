@@ -48,7 +48,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardproof as sp
-from shardproof.loading import Options, crossover, load_from, sharing
+from shardproof.loading import Options, load_from
+from shardproof.loading.read_once import agreement, cost_model
 from shardproof.rendezvous import connect
 from shardproof.storage import LocalStorage
 
@@ -174,7 +175,7 @@ def row(kind: str, speed: float | None, found: dict[str, Any]) -> list[str]:
     """A row of the table."""
     times = found["times"]
     best = min(times["all"].median, times["once"].median)
-    said = [crossover.expected(loads, of, through_memory=memory) for loads, of, memory in found["said"]]
+    said = [cost_model.expected(loads, of, through_memory=memory) for loads, of, memory in found["said"]]
     expected = [f"{np.median(column):.3f}" for column in zip(*said, strict=True)] if said else ["", ""]
     once = found["once"]
     reads = "once" if once == found["of"] else "all" if not once else f"once in {once} of {found['of']}"
@@ -198,17 +199,17 @@ def order(point: tuple[str, float | None]) -> tuple[str, float]:
 def recorded() -> Iterator[list[tuple[Any, Any, bool]]]:
     """What rank 0 goes by whenever it chooses."""
     said: list[tuple[Any, Any, bool]] = []
-    pays = sharing.pays
+    pays = agreement.pays
 
     def noting(loads: Any, found: Any, *, through_memory: bool) -> bool:
         said.append((loads, found, through_memory))
         return pays(loads, found, through_memory=through_memory)
 
-    sharing.pays = noting  # type: ignore[attr-defined]
+    agreement.pays = noting  # type: ignore[attr-defined]
     try:
         yield said
     finally:
-        sharing.pays = pays  # type: ignore[attr-defined]
+        agreement.pays = pays  # type: ignore[attr-defined]
 
 
 def rule(said: list[tuple[Any, Any, bool]]) -> None:
@@ -225,7 +226,7 @@ def rule(said: list[tuple[Any, Any, bool]]) -> None:
                 first = max(sampled.nbytes * len(found) / speed / GIB, sampled.work)
                 again = first if kind == "uncached" else sampled.work
                 samples.append((structs.replace(sampled, begun=0.0, first=first, again=again), handing))
-            once.append(crossover.pays(loads, samples, through_memory=through_memory))
+            once.append(cost_model.pays(loads, samples, through_memory=through_memory))
         spans = []
         for chosen, run in groupby(zip(once, speeds, strict=True), key=itemgetter(0)):
             within = [speed for _, speed in run]

@@ -20,8 +20,9 @@ import torch.distributed as dist
 
 import shardproof as sp
 from shardproof.errors import CorruptChunkError, RankFailure, ShardproofError
-from shardproof.loading import LoadReport, Options, crossover, load_from, loader, sharing
+from shardproof.loading import LoadReport, Options, load_from, load_protocol
 from shardproof.loading.checkpoint import Checkpoint
+from shardproof.loading.read_once import agreement, cost_model
 from shardproof.loading.read_once.group_plan import plan_once
 from shardproof.loading.read_once.node_plan import plan_node
 from shardproof.loading.read_once.shared_memory import PeerMemory
@@ -97,7 +98,7 @@ def small_rounds(round_bytes: int) -> None:
     """From now on this process plans rounds of so many bytes, memory for three of them, and units of 512."""
     over_group: Any = partial(plan_once, round_bytes=round_bytes, unit_bytes=512)
     on_node: Any = partial(plan_node, round_bytes=round_bytes, ring_bytes=3 * round_bytes, unit_bytes=512)
-    sharing.plan_once, sharing.plan_node = over_group, on_node  # type: ignore[attr-defined]
+    agreement.plan_once, agreement.plan_node = over_group, on_node  # type: ignore[attr-defined]
     node_messages.CUT_BYTES = 64
 
 
@@ -169,7 +170,7 @@ def seen_from_outside(folder: str, way: str) -> tuple[list[str], int, LoadReport
     """Phases of the meetings, and bytes that were reported as they moved."""
     phases: list[str] = []
     counts: list[int] = []
-    meet, moved = loader.Meetings.meet, loader._Moved.__call__
+    meet, moved = load_protocol.Meetings.meet, load_protocol._Moved.__call__
 
     def noted(self: Any, phase: str, *rest: Any) -> bytes:
         phases.append(phase)
@@ -179,8 +180,8 @@ def seen_from_outside(folder: str, way: str) -> tuple[list[str], int, LoadReport
         counts.append(count)
         moved(self, count)
 
-    loader.Meetings.meet = noted  # type: ignore[method-assign]
-    loader._Moved.__call__ = counted  # type: ignore[method-assign]
+    load_protocol.Meetings.meet = noted  # type: ignore[method-assign]
+    load_protocol._Moved.__call__ = counted  # type: ignore[method-assign]
     report, _ = load_layout(folder, way, 1, False, False, 600)
     return phases, sum(counts), report
 
@@ -194,7 +195,7 @@ def test_ranks_of_a_node_meet_once_to_share_out_and_all_that_moves_is_reported(t
 
 
 def with_threads(folder: str, threads: int) -> LoadReport:
-    loader.reading_threads = lambda: threads  # type: ignore[attr-defined]
+    load_protocol.reading_threads = lambda: threads  # type: ignore[attr-defined]
     return load_layout(folder, "memory", 1, False, False, 600)[0]
 
 
@@ -422,7 +423,7 @@ def test_who_waits_for_a_rank_that_moves_is_not_silent(way: str, tmp_path: Path)
 
 def failing_before(folder: str, way: str) -> dict[str, Any]:
     if rank() == 1:
-        loader._Loader._own_chunks = _no_room  # type: ignore[method-assign]
+        load_protocol._Loader._own_chunks = _no_room  # type: ignore[method-assign]
     return failing(folder, way, 600, None)
 
 
@@ -439,8 +440,8 @@ def test_a_rank_that_fails_before_it_hands_on_takes_nobody_into_a_hang(way: str,
 
 
 def choosing(folder: str, pays: bool, worth: int) -> tuple[bool, int]:
-    sharing.pays = lambda loads, found, through_memory: pays  # type: ignore[attr-defined]
-    crossover.WORTH_BYTES = worth
+    agreement.pays = lambda loads, found, through_memory: pays  # type: ignore[attr-defined]
+    cost_model.WORTH_BYTES = worth
     with process_group():
         target = {key: torch.zeros_like(value) for key, value in stored().items()}
         report = sp.load(folder, target, read_once="auto")
@@ -460,7 +461,7 @@ def test_the_choice_is_one_for_all_ranks(tmp_path: Path, pays: bool, worth: int,
 
 def without_reach(folder: str, read_once: Any) -> tuple[bool, int]:
     """Rank 1 cannot open the memory of the others, as in a container of its own."""
-    crossover.WORTH_BYTES = 0
+    cost_model.WORTH_BYTES = 0
     if rank() == 1:
         PeerMemory.opened = staticmethod(lambda handle: None)  # type: ignore[method-assign]
     with process_group():
@@ -476,7 +477,7 @@ def without_files(folder: str, read_once: Any) -> tuple[bool, int]:
     def refused(*given: Any) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    crossover.WORTH_BYTES = 1 << 40  # over a group "auto" would measure
+    cost_model.WORTH_BYTES = 1 << 40  # over a group "auto" would measure
     if rank() == 1:
         os.memfd_create = refused
     with process_group():
@@ -536,7 +537,9 @@ def test_memory_is_let_go_of_after_each_load(tmp_path: Path) -> None:
 def peers_open(folder: str) -> dict[str, tuple[bool, int]]:
     """Whether tensors were handed on, and how many processes were watched while this rank read."""
     watched: list[int] = []
-    loader.check_shared_memory = lambda *given: watched.append(open_files().count("anon_inode:[pidfd]"))  # type: ignore[assignment]
+    load_protocol.check_shared_memory = lambda *given: watched.append(
+        open_files().count("anon_inode:[pidfd]")
+    )  # type: ignore[assignment]
     found = {}
     with process_group():
         for read_once in ("auto", True):
@@ -557,7 +560,7 @@ def failing_to_place(folder: str) -> str:
         raise MemoryError("no room")
 
     if rank() == 1:
-        loader.Placing = refused  # type: ignore[assignment, misc]
+        load_protocol.Placing = refused  # type: ignore[assignment, misc]
     with pytest.raises(RankFailure) as caught:
         sp.load(folder, {key: torch.zeros_like(value) for key, value in stored().items()})
     return caught.value.message

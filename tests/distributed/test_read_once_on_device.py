@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardproof._utils.streams import on_stream
 from shardproof.errors import RankFailure
-from shardproof.loading import Options, crossover, exchange, load_from, loader
+from shardproof.loading import Options, load_from, load_protocol
+from shardproof.loading.read_once import cost_model, group_collectives
 from shardproof.rendezvous import LocalRendezvous, connect
 from shardproof.saving import Saver
 from shardproof.storage import LocalStorage
@@ -31,7 +32,7 @@ def value(number: int) -> torch.Tensor:
 
 def load_late(folder: str, way: str) -> bool:
     simulated.load()
-    loader.reading_threads = lambda: 3  # type: ignore[attr-defined]
+    load_protocol.reading_threads = lambda: 3  # type: ignore[attr-defined]
     go_through(way)
     small_rounds(4096)
     own = torch.Stream("simulated:0")
@@ -62,7 +63,7 @@ def test_a_load_is_ordered_with_what_its_caller_enqueues(way: str, tmp_path: Pat
         assert outcome.value
 
 
-PROBE = exchange._PROBE_BYTES
+PROBE = group_collectives._PROBE_BYTES
 
 
 class Full(TorchDispatchMode):
@@ -105,14 +106,14 @@ def over_the_device() -> None:
         return Over()
 
     dist.all_reduce, dist.all_to_all_single = reduce, exchanged  # type: ignore[assignment]
-    exchange._device_of = lambda group: torch.device("simulated", 0)
+    group_collectives._device_of = lambda group: torch.device("simulated", 0)
 
 
 def load_over_the_device(folder: str, read_once: Any, full: range) -> tuple[str, dict[str, str]]:
     simulated.load()
     go_through("group")
     small_rounds(600)
-    crossover.WORTH_BYTES = 0
+    cost_model.WORTH_BYTES = 0
     with process_group():
         over_the_device()
         state = {str(number): torch.empty(SHAPE) for number in range(COUNT)}

@@ -16,7 +16,7 @@ import torch
 import shardproof as sp
 from shardproof.errors import CorruptChunkError, StorageError
 from shardproof.format import read_manifest
-from shardproof.loading import LoadReport, fetch, load_from, place
+from shardproof.loading import LoadReport, cold_reads, load_from, read_executor
 from shardproof.loading.checkpoint import Checkpoint
 from shardproof.loading.chunk_reader import Chunks
 from shardproof.loading.cold_reads import MEMORY_BYTES, MOST_THREADS, SAMPLES, Fetcher, Sketch, reads_twice
@@ -41,7 +41,7 @@ def stored() -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("saved") / "step"
-    Saver(LocalRendezvous(), chunk_bytes=300_000).save(LocalStorage(place), stored())
+    Saver(LocalRendezvous(), chunk_bytes=300_000).save(LocalStorage(read_executor), stored())
     return place
 
 
@@ -83,7 +83,7 @@ def load(storage: Any, state: Any, **options: Any) -> LoadReport:
 def test_every_kind_of_destination_gets_the_stored_values(
     folder: Path, monkeypatch: pytest.MonkeyPatch, way: str, request_bytes: int
 ) -> None:
-    monkeypatch.setattr(place, "REQUEST_BYTES", request_bytes)
+    monkeypatch.setattr(read_executor, "REQUEST_BYTES", request_bytes)
     state = stored()
     targets: list[dict[str, Any]] = [
         {key: torch.zeros_like(value) for key, value in state.items()},
@@ -216,7 +216,7 @@ def test_one_request_takes_no_more_memory_than_the_longest(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []
-    real = fetch.aligned_buffer
+    real = cold_reads.aligned_buffer
     monkeypatch.setattr(cold_reads, "aligned_buffer", lambda count: made.append(count) or real(count))
     load(Uncached(folder), {"w0": torch.zeros(ROWS, COLUMNS)}, strict=False)
     assert made and max(made) <= memory_for(300_000)
