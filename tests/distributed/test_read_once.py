@@ -22,7 +22,7 @@ import shardproof as sp
 from shardproof.errors import CorruptChunkError, RankFailure, ShardproofError
 from shardproof.loading import LoadReport, Options, load_from, load_protocol
 from shardproof.loading.checkpoint import Checkpoint
-from shardproof.loading.read_once import agreement, cost_model
+from shardproof.loading.read_once import agreement, cost_model, node_messages
 from shardproof.loading.read_once.group_plan import plan_once
 from shardproof.loading.read_once.node_plan import plan_node
 from shardproof.loading.read_once.shared_memory import PeerMemory
