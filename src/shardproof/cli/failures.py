@@ -1,4 +1,4 @@
-"""Errors for a person, or as JSON: on standard error, never a traceback."""
+"""Exit codes and errors of the command line: text or JSON on standard error, never a traceback."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import click
 
-from shardproof.cli.words import printable
+from shardproof._utils.humanize import printable
 from shardproof.errors import ShardproofError
 
 __all__ = [

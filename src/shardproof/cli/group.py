@@ -1,6 +1,6 @@
-"""The group of commands, each loaded from its own file, and what becomes of their errors.
+"""The group of commands, loaded on demand, and the exit code of every outcome.
 
-The files of the commands import click and nothing heavier; what a command needs, it imports when it runs. So
+The modules of the commands import click and nothing heavier. A command imports what it needs when it runs, so
 ``--help`` needs neither torch nor numpy nor rich.
 """
 
@@ -28,21 +28,33 @@ from shardproof.errors import ShardproofError
 
 __all__ = ["run"]
 
-COMMANDS = ("ls", "inspect", "verify", "diff", "convert", "repair", "prune", "trace", "demo")
+COMMANDS = {
+    "ls": "look",
+    "inspect": "look",
+    "verify": "check",
+    "diff": "check",
+    "convert": "rewrite",
+    "repair": "rewrite",
+    "prune": "clean",
+    "trace": "extras",
+    "demo": "extras",
+}
+"""Each command, and the module of this package that has it as ``<name>_command``."""
 
 
 class Commands(click.Group):
-    """Commands found by name in the files of this folder."""
+    """The commands of `COMMANDS`, imported on demand."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The names, in the order of the help."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command, imported from the file of its name."""
+        """The command of this name; None if there is none."""
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = importlib.import_module(f"shardproof.cli.{cmd_name}").command
+        module = importlib.import_module(f"shardproof.cli.{COMMANDS[cmd_name]}")
+        command: click.Command = getattr(module, f"{cmd_name}_command")
         return command
 
 

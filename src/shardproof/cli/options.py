@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import click
 
 from shardproof.cli.failures import BadPath
-from shardproof.cli.words import seconds_of
 
 __all__ = ["checkpoint_argument", "folder_argument", "json_option", "print_json", "span"]
 
@@ -20,6 +19,24 @@ MANIFEST = "manifest.json"
 """As in `shardproof.format`, which would import numpy."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+
+
+def seconds_of(text: str) -> float:
+    """A span of time: a number with s, m, h, d or w; a bare number is in seconds.
+
+    Raises:
+        ValueError: it is not of that form.
+
+    >>> seconds_of("90"), seconds_of("1.5h"), seconds_of("2d")
+    (90.0, 5400.0, 172800.0)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhdw]?)", text.strip(), re.ASCII)
+    if match is None:
+        raise ValueError(f"{text!r} is not a span of time; write 90s, 30m, 1h, 2d or 1w")
+    return float(match[1]) * _UNITS[match[2] or "s"]
 
 
 def span(_context: click.Context, _parameter: click.Parameter, value: str) -> float:

@@ -1,4 +1,4 @@
-"""What people see: tables on standard output, progress on standard error."""
+"""Tables on standard output and progress bars on standard error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardproof.cli.words import printable
+from shardproof._utils.humanize import printable
 from shardproof.events import Bars, Hub
 
 __all__ = ["bytes_progress", "console", "table"]

@@ -1,8 +1,8 @@
-"""Comparing one tensor in two checkpoints that cut it differently, a chunk at a time.
+"""Compares one tensor in two checkpoints with different chunks, a chunk at a time.
 
-Every chunk of the first is read once and held against the chunks of the second that share elements with it.
-Those are kept in a cache of bounded size, so memory is that cache and one chunk, whatever the tensor's size.
-Chunks are read whole, so every byte that takes part is checked against its digest.
+`compare_chunks` reads each chunk of the first checkpoint once, and the chunks of the second that overlap it. A
+bounded cache holds the latter, so the comparison needs that cache and one chunk of memory for any tensor.
+Chunks are read whole, so every byte is checked against its digest.
 """
 
 from __future__ import annotations

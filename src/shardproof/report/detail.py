@@ -1,4 +1,4 @@
-"""One key of a checkpoint: where its bytes lie, or its plain value."""
+"""One key of a checkpoint: the chunks of a tensor, or a plain value."""
 
 from __future__ import annotations
 

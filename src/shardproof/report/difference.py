@@ -1,10 +1,9 @@
-"""How two checkpoints differ: in structure, in plain values, in the values of their tensors.
+"""The difference of two checkpoints: structure, plain values, and the bits of tensors.
 
-Tensors are compared by the digests of their chunks where both checkpoints cut them into the same boxes, so
-that nothing is read. Where the layouts differ, `compare_chunks` reads both, a chunk at a time. Bits are
-compared in both cases: a NaN equals itself, and 0.0 is not -0.0.
+The digests of the chunks decide where both checkpoints cut a tensor into the same boxes; nothing is read.
+Otherwise `compare_chunks` reads both. Bits count in both cases: a NaN equals itself, and 0.0 is not -0.0.
 
-What is compared is the state. Step, time, metadata and layout are not differences.
+The state is compared. Step, time, metadata and layout are not differences.
 """
 
 from __future__ import annotations

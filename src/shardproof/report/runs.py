@@ -1,4 +1,4 @@
-"""What a run's folder holds, step by step."""
+"""The checkpoints and leftovers in a run's folder, step by step."""
 
 from __future__ import annotations
 

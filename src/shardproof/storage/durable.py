@@ -1,10 +1,10 @@
 """File operations that survive a loss of power, and early write-back.
 
 Note: durable names
-    `fsync` of a file keeps its bytes, not its name. The name is an entry of the folder, which is a file of its
-    own: it needs a flush too, and so does the folder above a new folder. The process that made a folder may
-    have died before it flushed it. Therefore the commit (`publish`) flushes every folder up to the mount
-    point. Other files flush those up to the one above the storage's root, whichever process made them.
+    `fsync` of a file keeps its bytes, not its name. The name is an entry of the folder, and the folder needs a
+    flush of its own; so does the folder above a new folder. The process that made a folder may have died
+    before it flushed it. Therefore the commit (`publish`) flushes every folder up to the mount point. Other
+    files flush those up to the one above the storage's root, whichever process made them.
 
 Note: early write-back
     Bytes written through the page cache stay in memory until a flush. A single flush at the end would take as

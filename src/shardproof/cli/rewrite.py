@@ -1,4 +1,4 @@
-"""``shardproof convert``: copy a checkpoint in another form."""
+"""``shardproof convert`` and ``shardproof repair``: copy a checkpoint, rebuild a manifest."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import click
 from shardproof.cli.failures import YES
 from shardproof.cli.options import checkpoint_argument, json_option, print_json
 
-__all__ = ["command"]
+__all__ = ["convert_command", "repair_command"]
 
 
 @click.command("convert", short_help="Copy a step so that it needs no other.")
@@ -15,7 +15,7 @@ __all__ = ["command"]
 @click.argument("dst", type=click.Path())
 @click.option("--standalone", is_flag=True, help="Make the copy refer to no other step.")
 @json_option
-def command(src: str, dst: str, standalone: bool, as_json: bool) -> int:
+def convert_command(src: str, dst: str, standalone: bool, as_json: bool) -> int:
     """Copy the checkpoint SRC to the folder DST, every chunk verified on its way.
 
     With --standalone a step that was saved incrementally becomes whole: the copy has all its bytes, and can
@@ -53,10 +53,56 @@ def command(src: str, dst: str, standalone: bool, as_json: bool) -> int:
         )
         return YES
 
-    from shardproof.cli.words import counted, gigabytes, gigabytes_per_second
+    from shardproof._utils.humanize import counted, gigabytes, gigabytes_per_second
 
     click.echo(
         f"copied to {target.location}: {gigabytes(size)} in {counted(len(manifest.files), 'file')}, "
         f"{gigabytes_per_second(size, seconds)}; it refers to no other step"
     )
+    return YES
+
+
+@click.command("repair", short_help="Rebuild a lost manifest from the shard files.")
+@checkpoint_argument("ckpt")
+@json_option
+def repair_command(ckpt: str, as_json: bool) -> int:
+    """Rebuild the manifest and index of CKPT from its shard files, and commit it.
+
+    Every chunk is read and checked against the digest that its file carries. Where manifest and index are
+    readable there is nothing to repair: use verify. Exit code 1: it cannot be repaired, with the reason.
+    """
+    from shardproof._utils.humanize import counted, gigabytes
+    from shardproof.errors import AlreadyCommittedError
+    from shardproof.report import tensor_bytes
+    from shardproof.saving import repair
+    from shardproof.storage import UncachedStorage
+
+    storage = UncachedStorage(ckpt)
+    try:
+        manifest = repair(storage)
+    except AlreadyCommittedError as error:
+        if as_json:
+            print_json({"location": storage.location, "repaired": False, "reason": error.message})
+        else:
+            click.echo(error.message)
+        return YES
+    size = sum(tensor_bytes(record) for record in manifest.tensors)
+    if as_json:
+        print_json(
+            {
+                "location": storage.location,
+                "repaired": True,
+                "step": manifest.step,
+                "attempt": manifest.attempt,
+                "tensors": len(manifest.tensors),
+                "objects": len(manifest.objects),
+                "bytes": size,
+                "files": len(manifest.files),
+            }
+        )
+    else:
+        click.echo(
+            f"repaired: {storage.location}: {counted(len(manifest.tensors), 'tensor')}, {gigabytes(size)}, "
+            f"from {counted(len(manifest.files), 'shard file')}, every chunk verified"
+        )
     return YES

@@ -1,4 +1,4 @@
-"""``shardproof demo``: the engine at its main job."""
+"""``shardproof trace`` and ``shardproof demo``: merge the traces of all ranks, show the engine at work."""
 
 from __future__ import annotations
 
@@ -11,9 +11,43 @@ import click
 from click.core import ParameterSource
 
 from shardproof.cli.failures import BAD, YES
-from shardproof.cli.options import json_option, print_json
+from shardproof.cli.options import folder_argument, json_option, print_json
 
-__all__ = ["command"]
+__all__ = ["demo_command", "trace_command"]
+
+
+@click.command("trace", short_help="Put the traces of all ranks together, for Perfetto.")
+@folder_argument("folder")
+@click.option(
+    "-o", "--output", type=click.Path(dir_okay=False), required=True, help="The new file, such as all.json."
+)
+@json_option
+def trace_command(folder: str, output: str, as_json: bool) -> int:
+    """Put the trace files in FOLDER, of `sp.events.trace`, together on one time line.
+
+    Open the new file at https://ui.perfetto.dev. Exit code 1: there is no trace in FOLDER.
+    """
+    from dataclasses import asdict
+    from pathlib import Path
+
+    from shardproof._utils.humanize import counted, printable, span
+    from shardproof.events import merge_traces
+
+    merged = merge_traces(sorted(Path(folder).glob("*.json")), output)
+    if as_json:
+        print_json(asdict(merged))
+        return YES
+    click.echo(
+        printable(
+            f"{merged.path}: {counted(merged.phases, 'phase')} of {counted(merged.ranks, 'rank')}, from "
+            f"{counted(merged.files, 'file')}; ranks leave their meetings within {span(merged.spread)}"
+        )
+    )
+    if merged.unfinished:
+        click.echo(f"{counted(merged.unfinished, 'phase')} never ended: marked unfinished")
+    for name in merged.skipped:
+        click.echo(printable(f"left out, no trace of a rank: {name}"), err=True)
+    return YES
 
 
 def _numbers(_context: click.Context, _parameter: click.Parameter, value: str) -> tuple[int, ...]:
@@ -71,7 +105,7 @@ def _numbers(_context: click.Context, _parameter: click.Parameter, value: str) -
 @click.option("--keep", is_flag=True, help="Keep the temporary folder.")
 @json_option
 @click.pass_context
-def command(
+def demo_command(
     context: click.Context, /, as_json: bool, fault: str | None, resume_ranks: tuple[int, ...], **options: Any
 ) -> int:
     """Train, save, be killed in the middle of a save, resume on other layouts, and compare every bit.
