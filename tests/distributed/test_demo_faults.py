@@ -209,7 +209,7 @@ def test_a_report_with_a_claim_that_does_not_hold_says_so(seen: Seen) -> None:
 def test_ranks_to_resume_on_are_refused_beside_a_fault() -> None:
     done = CliRunner().invoke(demo_command, ["--inject", "transient", "--resume-ranks", "1"])
     assert done.exit_code == 2
-    assert "--resume-ranks has no meaning with --inject" in done.output
+    assert "--resume-ranks does not go with --inject" in done.output
 
 
 def test_what_makes_no_story_is_refused(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def printable(text: str) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """A number of things.
+    """A number with its noun.
 
     >>> counted(1, "rank"), counted(1200, "chunk"), counted(0, "file")
     ('1 rank', '1,200 chunks', '0 files')
@@ -66,7 +66,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def age(seconds: float) -> str:
-    """How long ago, to one unit.
+    """An age, in one unit.
 
     >>> age(5), age(7300), age(1e6), age(-3)
     ('5 s', '2 h', '11 d', 'in the future')

@@ -21,10 +21,10 @@ FAULTS_SHOWN = 20
 @checkpoint_argument("ckpt")
 @json_option
 def verify_command(ckpt: str, as_json: bool) -> int:
-    """Read every byte of CKPT and compare it with what was saved; prove that the chunks tile every tensor.
+    """Compare every byte of CKPT with what was saved; prove that the chunks tile every tensor.
 
-    Exit code 0: it is whole. 1: it is not, or not committed; each fault is named. 3: it could not be read,
-    and may be whole.
+    Exit code 0: whole. 1: damaged or not committed; the output names each fault. 3: the checkpoint could not
+    be read and may be whole.
     """
     from shardproof.cli.terminal import bytes_progress
     from shardproof.errors import NotCommittedError
@@ -36,7 +36,7 @@ def verify_command(ckpt: str, as_json: bool) -> int:
 
         try:
             report: dict[str, Any] = verify(storage, on_progress).to_json()
-        except NotCommittedError as error:  # an answer too, and here the answer is the output
+        except NotCommittedError as error:  # an answer too, so it goes to standard output
             report = _nothing_there(storage.location, error.to_wire())
     if as_json:
         print_json(report)
@@ -84,7 +84,9 @@ def _show_report(report: dict[str, Any]) -> None:
     if len(faults) > FAULTS_SHOWN:
         click.echo(f"  and {len(faults) - FAULTS_SHOWN:,} more (--json lists all)")
     if title != "BAD":
-        click.echo("It could not be read, which says nothing about the checkpoint: it may be whole.")
+        click.echo(
+            "The checkpoint could not be read and may be whole. Mend what the faults name, then verify again."
+        )
 
 
 LONGEST_VALUE = 100
@@ -99,8 +101,8 @@ _NOUNS = {"digest": "chunk", "read": "element"}
 def diff_command(a: str, b: str, as_json: bool) -> int:
     """Compare the states in A and B: keys, dtypes, shapes, plain values, and every tensor to the bit.
 
-    Tensors are compared by digest where both are cut into the same chunks, and read where the layouts
-    differ. Step, time, metadata and layout are not differences. Exit code 0: the same state. 1: they differ.
+    Digests decide where both checkpoints have the same chunks. Tensors of other layouts are read. Step,
+    time, metadata and layout are not differences. Exit code 0: the same state. 1: they differ.
     """
     from shardproof.cli.terminal import bytes_progress
     from shardproof.report import diff

@@ -57,8 +57,8 @@ def prune_command(
     if (keep is not None or damaged) and not (yes or dry_run or sys.stdin.isatty()):
         option = "--keep" if keep is not None else "--damaged"
         raise click.UsageError(
-            f"{option} removes committed steps, and there is no terminal to ask on: add --yes to remove "
-            "them, or --dry-run to see which"
+            f"{option} removes committed steps, and standard input is no terminal to confirm on: add --yes "
+            "to remove them, or --dry-run to list them"
         )
     storage = LocalStorage(run)
     now = time.time()
@@ -102,7 +102,7 @@ def _agreed(plan: PrunePlan) -> bool:
 
 
 def _carry_out(storage: Storage, plan: PrunePlan) -> list[str]:
-    """Removes what is planned, but for folders that were committed since then: it gives these."""
+    """Removes what is planned; returns the folders that it left because a save committed them meanwhile."""
     from shardproof.checkpointer import delete_steps, read_settled, remove_leftover
 
     spared = [leftover.folder for leftover in plan.leftovers if not remove_leftover(storage, leftover)]
@@ -123,14 +123,14 @@ def _is_lost(step: Storage) -> bool:
 
 
 def _remove_empty_folders(run: str, older_than: float, now: float) -> None:
-    """Folders in which a save died before its first file: no file, so no storage tells of them."""
+    """Removes the empty folders of saves that died before their first file. Storages list files only."""
     from shardproof.checkpointer import parse_folder
 
     for name in os.listdir(run):
         top = os.path.join(run, name)
         if parse_folder(name) is None or os.path.islink(top):
             continue
-        # Both ages before the first removal, which makes the folder above it young.
+        # Read both ages before the first removal, which changes the time of the folder above.
         folders = [folder for folder in (os.path.join(top, "shards"), top) if os.path.isdir(folder)]
         if all(now - os.stat(folder).st_mtime >= older_than for folder in folders):
             for folder in folders:

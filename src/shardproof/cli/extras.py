@@ -51,7 +51,7 @@ def trace_command(folder: str, output: str, as_json: bool) -> int:
 
 
 def _numbers(_context: click.Context, _parameter: click.Parameter, value: str) -> tuple[int, ...]:
-    """From a text such as "3,1"; a usage error if it is none."""
+    """Numbers from a text such as "3,1"; a usage error for another form."""
     words = [word.strip() for word in value.split(",")]
     if not all(word.isdecimal() and len(word) < 7 and int(word) > 0 for word in words):
         raise click.BadParameter(f"{value!r} is not a list of whole numbers of at least 1; write 3,1")
@@ -108,12 +108,12 @@ def _numbers(_context: click.Context, _parameter: click.Parameter, value: str) -
 def demo_command(
     context: click.Context, /, as_json: bool, fault: str | None, resume_ranks: tuple[int, ...], **options: Any
 ) -> int:
-    """Train, save, be killed in the middle of a save, resume on other layouts, and compare every bit.
+    """Train, save, kill the job in the middle of a save, resume on other layouts, and compare every bit.
 
-    With --inject: train with a wrong result on one rank, be restarted, and say whether it is the device or
-    the data.
+    With --inject: train with a wrong result on one rank, restart, and attribute the result to the device or
+    to the data.
 
-    Exit code 0: every claim held. 1: one did not; the report says which.
+    Exit code 0: every claim held. 1: the report names the claims that did not.
     """
     from rich.console import Console
 
@@ -129,7 +129,9 @@ def demo_command(
     )
 
     if fault and context.get_parameter_source("resume_ranks") is not ParameterSource.DEFAULT:
-        raise click.UsageError("--resume-ranks has no meaning with --inject: every run is on --ranks ranks")
+        raise click.UsageError(
+            "--resume-ranks does not go with --inject, where every run has --ranks ranks: leave one out"
+        )
     out = Console(width=None if sys.stdout.isatty() else WIDTH_OFF_TERMINAL)
     on_event = None if as_json else partial(print_event, console=out)
     report: DemoReport | FaultReport

@@ -76,7 +76,7 @@ def _show_version(ctx: click.Context, _parameter: click.Parameter, asked: bool) 
     help="Show the version and exit.",
 )
 def commands() -> None:
-    """Checkpoints of PyTorch training runs: look at them, prove them whole, compare, repair, tidy up.
+    """Inspect, verify, compare, repair and prune checkpoints of PyTorch training runs.
 
     Exit codes: 0 yes, 1 the checkpoint is bad (diff: they differ), 2 bad usage, 3 an unexpected failure.
     """
@@ -88,7 +88,7 @@ def run(arguments: Sequence[str]) -> int:
     Args:
         arguments: without the program's name.
     """
-    # Known before parsing: an error of parsing is printed as JSON too.
+    # Before parsing, because a parsing error is printed as JSON too.
     as_json = "--json" in arguments
     try:
         result: Any = commands.main(list(arguments), prog_name="shardproof", standalone_mode=False)
@@ -103,8 +103,8 @@ def run(arguments: Sequence[str]) -> int:
         show_failure(error, as_json)
         return UNEXPECTED if tells_nothing(error.details) else BAD
     except (BrokenPipeError, SystemExit):
-        # The reader, `head` for one, has seen enough; click and rich make an exit of it. The answer may not
-        # have been found yet, so this is neither a yes nor a no.
+        # The reader (such as `head`) closed the output; click and rich turn that into an exit. The command
+        # may not have its answer yet, so this is neither a yes nor a no.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CUT_OFF
     except Exception as error:

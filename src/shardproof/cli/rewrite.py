@@ -16,15 +16,16 @@ __all__ = ["convert_command", "repair_command"]
 @click.option("--standalone", is_flag=True, help="Make the copy refer to no other step.")
 @json_option
 def convert_command(src: str, dst: str, standalone: bool, as_json: bool) -> int:
-    """Copy the checkpoint SRC to the folder DST, every chunk verified on its way.
+    """Copy the checkpoint SRC to the folder DST and verify every chunk.
 
-    With --standalone a step that was saved incrementally becomes whole: the copy has all its bytes, and can
-    be moved anywhere. It loads as SRC does: the same tensors, plain values, step, time, metadata and world
-    size. Exit code 0: copied. 1: SRC is damaged or not committed, or DST holds a checkpoint; nothing is left
-    in DST.
+    With --standalone, the copy of an incremental step has all its bytes and can be moved anywhere. It loads
+    as SRC does: the same tensors, plain values, step, time, metadata and world size. Exit code 0: copied. 1:
+    SRC is damaged or not committed, or DST holds a checkpoint; DST is unchanged.
     """
     if not standalone:
-        raise click.UsageError("say what to make of it: --standalone, a copy that refers to no other step")
+        raise click.UsageError(
+            "no form of copy given: add --standalone for a copy that refers to no other step"
+        )
 
     import time
 
@@ -68,8 +69,8 @@ def convert_command(src: str, dst: str, standalone: bool, as_json: bool) -> int:
 def repair_command(ckpt: str, as_json: bool) -> int:
     """Rebuild the manifest and index of CKPT from its shard files, and commit it.
 
-    Every chunk is read and checked against the digest that its file carries. Where manifest and index are
-    readable there is nothing to repair: use verify. Exit code 1: it cannot be repaired, with the reason.
+    Every chunk is checked against the digest in its file. If manifest and index are readable, there is
+    nothing to repair: use verify. Exit code 1: CKPT cannot be repaired, with the reason.
     """
     from shardproof._utils.humanize import counted, gigabytes
     from shardproof.errors import AlreadyCommittedError

@@ -133,7 +133,7 @@ def tensor_bytes(record: TensorRecord) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TensorRow:
-    """Stored tensors of one folded key, dtype and shape."""
+    """The stored tensors of one folded key, dtype and shape."""
 
     key: str
     count: int
@@ -154,18 +154,18 @@ class PartRow:
 
 @dataclass(frozen=True, slots=True)
 class WriterRow:
-    """What one rank wrote into one file."""
+    """The chunks that one rank wrote into one file."""
 
     rank: int
     file: str
-    """Its name, after the folder where it is another step's."""
+    """Its name, with the folder in front if another step's save wrote it."""
     tensors: int
     """Tensors that it wrote a part of."""
     chunks: int
     bytes: int
     """Of the chunks; the file is a little larger."""
     borrowed: bool
-    """Whether another save wrote the file: an earlier step, which this one refers to."""
+    """Whether the save of an earlier step wrote the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ class Summary:
 
 
 def is_below(key: str, prefix: str | None) -> bool:
-    """Whether a key is a part of the tree, or lies in it.
+    """Whether `key` is `prefix` or below it; True for every key if `prefix` is None.
 
     >>> is_below("model.w", "model"), is_below("model2.w", "model"), is_below("x", None)
     (True, False, True)
