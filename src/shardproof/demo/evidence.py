@@ -321,7 +321,7 @@ def stored_facts(checkpoints: Path, step: int, saved: RunRecords) -> StoredFacts
 
 def _read(folder: Path, step: int, saved: RunRecords) -> TensorComparison:
     import shardproof as sp
-    from shardproof.demo.sharding import digest_of
+    from shardproof.demo.parallel import digest_of
 
     record = saved.digests("saved", step)
     expected = record["tensors"] if record else {}

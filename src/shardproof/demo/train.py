@@ -29,7 +29,7 @@ import torch.nn.functional as F
 import shardproof as sp
 from shardproof._utils.topology import ranks_here
 from shardproof.demo.model import ModelSize, TextLoader, Transformer
-from shardproof.demo.sharding import (
+from shardproof.demo.parallel import (
     Place,
     clip_gradients,
     finish_gradients,
