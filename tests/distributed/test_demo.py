@@ -116,10 +116,10 @@ def test_a_distributed_optimizer_of_sharded_parameters_is_refused(sharding: str)
 def test_the_command_offers_every_choice() -> None:
     from click import Choice
 
-    from shardproof.cli.demo import command
+    from shardproof.cli.extras import demo_command
 
     offered = {
-        each.name: tuple(each.type.choices) for each in command.params if isinstance(each.type, Choice)
+        each.name: tuple(each.type.choices) for each in demo_command.params if isinstance(each.type, Choice)
     }
     assert offered == {"optimizer": OPTIMIZERS, "sharding": SHARDINGS, "fault": tuple(FAULTS)}
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from shardproof.cli.demo import command
+from shardproof.cli.extras import demo_command
 from shardproof.demo import FaultReport, print_fault_report, run_fault_demo
 from shardproof.demo.evidence import RunRecords
 from shardproof.demo.fault_claims import FaultRunFacts, claims_of
@@ -207,9 +207,9 @@ def test_a_report_with_a_claim_that_does_not_hold_says_so(seen: Seen) -> None:
 
 
 def test_ranks_to_resume_on_are_refused_beside_a_fault() -> None:
-    done = CliRunner().invoke(command, ["--inject", "transient", "--resume-ranks", "1"])
+    done = CliRunner().invoke(demo_command, ["--inject", "transient", "--resume-ranks", "1"])
     assert done.exit_code == 2
-    assert "--resume-ranks has no meaning with --inject" in done.output
+    assert "--resume-ranks does not go with --inject" in done.output
 
 
 def test_what_makes_no_story_is_refused(tmp_path: Path) -> None:

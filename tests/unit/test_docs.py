@@ -23,13 +23,13 @@ NOT_IMPORTED = {"__main__", "conformance"}
 
 
 def module_names() -> list[str]:
-    """Every module that a person may import: no file or folder of its path starts with an underscore."""
+    """Every module whose path has no underscore at the start of a part, and `_utils`."""
     names = []
     for path in sorted(SOURCE.rglob("*.py")):
         parts = list(path.relative_to(SOURCE).with_suffix("").parts)
         if parts[-1] == "__init__":
             parts.pop()
-        if not any(part.startswith("_") or part in NOT_IMPORTED for part in parts):
+        if not any((part.startswith("_") and part != "_utils") or part in NOT_IMPORTED for part in parts):
             names.append(".".join(parts))
     return names
 

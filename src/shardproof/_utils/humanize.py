@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["gigabytes", "gigabytes_per_second", "printable", "span"]
+__all__ = ["age", "counted", "gigabytes", "gigabytes_per_second", "printable", "span"]
 
 
 def gigabytes(count: float) -> str:
@@ -54,3 +54,26 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def counted(count: int, noun: str) -> str:
+    """A number with its noun.
+
+    >>> counted(1, "rank"), counted(1200, "chunk"), counted(0, "file")
+    ('1 rank', '1,200 chunks', '0 files')
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def age(seconds: float) -> str:
+    """An age, in one unit.
+
+    >>> age(5), age(7300), age(1e6), age(-3)
+    ('5 s', '2 h', '11 d', 'in the future')
+    """
+    if seconds < 0:
+        return "in the future"
+    for unit, length, limit in (("s", 1, 120), ("min", 60, 7200), ("h", 3600, 172800)):
+        if seconds < limit:
+            return f"{seconds // length:.0f} {unit}"
+    return f"{seconds // 86400:.0f} d"

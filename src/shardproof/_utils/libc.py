@@ -1,4 +1,4 @@
-"""Calls of the C library that Python does not offer. They run without the interpreter's lock."""
+"""Functions of the C library that Python lacks. They run without the interpreter's lock."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The command line: ``shardproof`` and ``python -m shardproof``.
 
 Exit codes: 0 yes; 1 the checkpoint is bad (for diff: they differ); 2 bad usage; 3 an unexpected failure,
-which says nothing about the checkpoint; 130 interrupted, 141 nobody reads the output any more.
+which says nothing about the checkpoint; 130 interrupted; 141 the reader closed the output.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Errors for a person, or as JSON: on standard error, never a traceback."""
+"""Exit codes and errors of the command line: text or JSON on standard error, never a traceback."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import click
 
-from shardproof.cli.words import printable
+from shardproof._utils.humanize import printable
 from shardproof.errors import ShardproofError
 
 __all__ = [
@@ -27,21 +27,21 @@ __all__ = [
 
 YES, BAD, USAGE, UNEXPECTED = 0, 1, 2, 3
 INTERRUPTED, CUT_OFF = 130, 141
-"""As a shell reports SIGINT, and SIGPIPE: nobody reads the output any more."""
+"""As a shell reports SIGINT and SIGPIPE (the reader closed the output)."""
 
 
 class BadPath(click.UsageError):
-    """A path on the command line that is not what the command needs. It is shown without the usage."""
+    """A path on the command line that the command cannot use. It is shown without the usage."""
 
 
 TRACEBACK = "SHARDPROOF_TRACEBACK"
-"""Environment variable: show where an unexpected failure came from."""
+"""Environment variable: print the traceback of an unexpected failure."""
 
 
 def tells_nothing(details: Mapping[str, object]) -> bool:
-    """Whether an error is of the system that reads, and not of the checkpoint, as a missing file would be.
+    """Whether an error comes from the system that reads, and so says nothing about the checkpoint.
 
-    No permission, a file server that is gone, too many open files: the checkpoint may be whole.
+    Examples: no permission, a lost file server, too many open files. A missing file is no such error.
 
     >>> tells_nothing({"errno": "EACCES", "missing": False})
     True
@@ -52,7 +52,7 @@ def tells_nothing(details: Mapping[str, object]) -> bool:
 
 
 def show_usage(error: click.UsageError, as_json: bool) -> None:
-    """Prints what is wrong with the command line, with the usage of the command."""
+    """Prints a usage error, with the usage of the command."""
     if as_json:
         _show_json("UsageError", error.format_message(), {})
         return
@@ -66,7 +66,7 @@ def show_usage(error: click.UsageError, as_json: bool) -> None:
 
 
 def show_failure(error: Exception, as_json: bool) -> None:
-    """Prints an error: one of shardproof's in its own words, any other as a failure of the program."""
+    """Prints an error: a `ShardproofError` with its message, any other as an unexpected failure."""
     if isinstance(error, ShardproofError):
         kind, message, details = type(error).__name__, error.message, error.details
         if tells_nothing(details):
@@ -74,8 +74,8 @@ def show_failure(error: Exception, as_json: bool) -> None:
     else:
         kind, details = type(error).__name__, {}
         message = (
-            f"unexpected {kind}: {error}. This says nothing about the checkpoint. If the text does not make "
-            f"the cause plain, it is a defect of shardproof; {TRACEBACK}=1 in the environment shows where."
+            f"unexpected {kind}: {error}. This says nothing about the checkpoint. If the cause is unclear, "
+            f"this is a defect of shardproof: run with {TRACEBACK}=1 in the environment and report it."
         )
         if os.environ.get(TRACEBACK):
             traceback.print_exception(error)

@@ -1,6 +1,6 @@
-"""The group of commands, each loaded from its own file, and what becomes of their errors.
+"""The group of commands, loaded on demand, and the exit code of every outcome.
 
-The files of the commands import click and nothing heavier; what a command needs, it imports when it runs. So
+The modules of the commands import click and nothing heavier. A command imports what it needs when it runs, so
 ``--help`` needs neither torch nor numpy nor rich.
 """
 
@@ -28,21 +28,33 @@ from shardproof.errors import ShardproofError
 
 __all__ = ["run"]
 
-COMMANDS = ("ls", "inspect", "verify", "diff", "convert", "repair", "prune", "trace", "demo")
+COMMANDS = {
+    "ls": "look",
+    "inspect": "look",
+    "verify": "check",
+    "diff": "check",
+    "convert": "rewrite",
+    "repair": "rewrite",
+    "prune": "clean",
+    "trace": "extras",
+    "demo": "extras",
+}
+"""Each command, and the module of this package that has it as ``<name>_command``."""
 
 
 class Commands(click.Group):
-    """Commands found by name in the files of this folder."""
+    """The commands of `COMMANDS`, imported on demand."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The names, in the order of the help."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command, imported from the file of its name."""
+        """The command of this name; None if there is none."""
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = importlib.import_module(f"shardproof.cli.{cmd_name}").command
+        module = importlib.import_module(f"shardproof.cli.{COMMANDS[cmd_name]}")
+        command: click.Command = getattr(module, f"{cmd_name}_command")
         return command
 
 
@@ -64,7 +76,7 @@ def _show_version(ctx: click.Context, _parameter: click.Parameter, asked: bool) 
     help="Show the version and exit.",
 )
 def commands() -> None:
-    """Checkpoints of PyTorch training runs: look at them, prove them whole, compare, repair, tidy up.
+    """Inspect, verify, compare, repair and prune checkpoints of PyTorch training runs.
 
     Exit codes: 0 yes, 1 the checkpoint is bad (diff: they differ), 2 bad usage, 3 an unexpected failure.
     """
@@ -76,7 +88,7 @@ def run(arguments: Sequence[str]) -> int:
     Args:
         arguments: without the program's name.
     """
-    # Known before parsing: an error of parsing is printed as JSON too.
+    # Before parsing, because a parsing error is printed as JSON too.
     as_json = "--json" in arguments
     try:
         result: Any = commands.main(list(arguments), prog_name="shardproof", standalone_mode=False)
@@ -91,8 +103,8 @@ def run(arguments: Sequence[str]) -> int:
         show_failure(error, as_json)
         return UNEXPECTED if tells_nothing(error.details) else BAD
     except (BrokenPipeError, SystemExit):
-        # The reader, `head` for one, has seen enough; click and rich make an exit of it. The answer may not
-        # have been found yet, so this is neither a yes nor a no.
+        # The reader (such as `head`) closed the output; click and rich turn that into an exit. The command
+        # may not have its answer yet, so this is neither a yes nor a no.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CUT_OFF
     except Exception as error:

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import click
 
 from shardproof.cli.failures import BadPath
-from shardproof.cli.words import seconds_of
 
 __all__ = ["checkpoint_argument", "folder_argument", "json_option", "print_json", "span"]
 
@@ -22,8 +21,26 @@ MANIFEST = "manifest.json"
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+
+
+def seconds_of(text: str) -> float:
+    """Seconds of a span of time: a number with s, m, h, d or w. A bare number means seconds.
+
+    Raises:
+        ValueError: `text` has another form.
+
+    >>> seconds_of("90"), seconds_of("1.5h"), seconds_of("2d")
+    (90.0, 5400.0, 172800.0)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhdw]?)", text.strip(), re.ASCII)
+    if match is None:
+        raise ValueError(f"{text!r} is not a span of time; write 90s, 30m, 1h, 2d or 1w")
+    return float(match[1]) * _UNITS[match[2] or "s"]
+
+
 def span(_context: click.Context, _parameter: click.Parameter, value: str) -> float:
-    """For an option's `callback`: seconds, from a text such as "1h"; a usage error if it is none."""
+    """Callback of an option: seconds from a text such as "1h"; a usage error for another form."""
     try:
         return seconds_of(value)
     except ValueError as error:
@@ -31,12 +48,12 @@ def span(_context: click.Context, _parameter: click.Parameter, value: str) -> fl
 
 
 def folder_argument(name: str) -> Callable[[Function], Function]:
-    """A folder that must exist. A path that does not is bad usage, exit code 2."""
+    """An argument for a folder. A missing folder is bad usage (exit code 2)."""
     return click.argument(name, callback=_folder)
 
 
 def checkpoint_argument(name: str) -> Callable[[Function], Function]:
-    """A folder that must exist and not be a run's, which has checkpoints in it."""
+    """An argument for a checkpoint. A missing folder, or the folder of a run, is bad usage (exit code 2)."""
     return click.argument(name, callback=_checkpoint)
 
 
@@ -45,7 +62,7 @@ def _folder(_context: click.Context, parameter: click.Parameter, path: str) -> s
         mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError) as error:
         raise BadPath(f"{parameter.human_readable_name}: {_shown(path)} does not exist") from error
-    except OSError:  # the storage tells of it
+    except OSError:  # the storage reports it with its cause
         return path
     if not stat.S_ISDIR(mode):
         raise BadPath(f"{parameter.human_readable_name}: {_shown(path)} is a file, and a folder is needed")
@@ -53,7 +70,7 @@ def _folder(_context: click.Context, parameter: click.Parameter, path: str) -> s
 
 
 def _shown(path: str) -> str:
-    """A path as it was given and, if that is relative or has parts to resolve, what it stands for."""
+    """The path as given, and its absolute form if that differs."""
     from shardproof.storage import LocalStorage
 
     whole = LocalStorage(path).location if path else path
@@ -63,7 +80,7 @@ def _shown(path: str) -> str:
 def _checkpoint(context: click.Context, parameter: click.Parameter, path: str) -> str:
     try:
         names = os.listdir(_folder(context, parameter, path))
-    except OSError:  # the storage tells of it
+    except OSError:  # the storage reports it with its cause
         return path
     steps = [name for name in names if re.fullmatch(r"step-[0-9]{8,18}", name)]
     if steps and MANIFEST not in names and "shards" not in names:

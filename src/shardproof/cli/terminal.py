@@ -1,4 +1,4 @@
-"""What people see: tables on standard output, progress on standard error."""
+"""Tables on standard output and progress bars on standard error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardproof.cli.words import printable
+from shardproof._utils.humanize import printable
 from shardproof.events import Bars, Hub
 
 __all__ = ["bytes_progress", "console", "table"]
@@ -20,14 +20,14 @@ WIDTH_OFF_TERMINAL = 200
 
 
 def console(stream: TextIO | None = None) -> Console:
-    """A console that prints texts as they are, without markup; wide where there is no terminal."""
+    """A console without markup; wide where the output is no terminal."""
     stream = stream or sys.stdout
     width = None if stream.isatty() else WIDTH_OFF_TERMINAL
     return Console(file=stream, width=width, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = ()) -> Table:
-    """A plain table, cells shown as they are; the columns named in `right` are flush right."""
+    """A plain table. The columns named in `right` are flush right."""
     drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for heading in headings:
         drawn.add_column(heading, justify="right" if heading in right else "left", overflow="fold")
@@ -41,12 +41,12 @@ def bytes_progress(title: str, *, shown: bool) -> Iterator[Callable[[int, int], 
     """A progress bar with GB and GB/s on standard error, if `shown` and that is a terminal.
 
     Yields:
-        To be called with bytes done and bytes in all, from any thread.
+        A function to call with the bytes done and the total, from any thread.
     """
     if not shown or not sys.stderr.isatty():
         yield lambda done, total: None
         return
-    hub = Hub()  # of its own: the bar is of this command, whatever else goes on in it
+    hub = Hub()  # a separate hub, so that the bar shows this command alone
     bars = Bars(console(sys.stderr), lines=False, at_once=True)
     with hub.subscribe(bars, bars.close), hub.phase(title, "read") as phase:
         yield phase.progress

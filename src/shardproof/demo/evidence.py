@@ -64,7 +64,7 @@ class RunRecords:
 
 @dataclass(frozen=True, slots=True)
 class TensorComparison:
-    """Tensors before and after, by the digests of all their bits."""
+    """A comparison of tensors by the digests of all their bits."""
 
     compared: int
     identical: int
@@ -84,9 +84,9 @@ class TensorComparison:
 def compare_tensors(
     before: RunRecords, when_before: str, after: RunRecords, when_after: str, step: int
 ) -> TensorComparison:
-    """Every tensor of `before` at a step with every tensor of `after`, as each rank of either saw it.
+    """Compare every tensor of `before` at a step with every tensor of `after`, over all ranks of both.
 
-    A tensor that two ranks of one run saw differently is one that differs: replicas must be equal as well.
+    A tensor whose digests differ between two ranks of one run counts as different: replicas must be equal.
     """
     sides = [_seen(before, when_before, step), _seen(after, when_after, step)]
     names = sorted({name for side in sides for name in side[0]})
@@ -321,7 +321,7 @@ def stored_facts(checkpoints: Path, step: int, saved: RunRecords) -> StoredFacts
 
 def _read(folder: Path, step: int, saved: RunRecords) -> TensorComparison:
     import shardproof as sp
-    from shardproof.demo.sharding import digest_of
+    from shardproof.demo.parallel import digest_of
 
     record = saved.digests("saved", step)
     expected = record["tensors"] if record else {}

@@ -27,7 +27,7 @@ GRACE = 5.0
 
 
 class DemoError(ShardproofError):
-    """A run of the demo did not do what the next one builds on. Details: ``log``."""
+    """A run of the demo failed, so that the next one cannot start. Details: ``log``."""
 
 
 class Job:
@@ -161,7 +161,7 @@ class Job:
 
 
 def _outline(lines: list[str]) -> list[str]:
-    """A log's begin, which has a process's last words, and its end, which has what torchrun made of them."""
+    """The beginning of a log, with the worker's error, and its end, with torchrun's summary."""
     return lines if len(lines) <= 30 else [*lines[:12], f"({len(lines) - 27} more lines)", *lines[-15:]]
 
 

@@ -220,15 +220,15 @@ class TextLoader:
         return both[:, :-1], both[:, 1:]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands."""
+        """The position of the loader."""
         return {"seed": self._seed, "taken": self._taken, "text": self._digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where another loader stood."""
+        """Continue from the position of another loader."""
         if state["text"] != self._digest:
             raise ValueError(
                 f"the saved position is in another text (digest {state['text'][:12]}) than this loader's "
-                f"({self._digest[:12]}): resume with the text that the run was started with"
+                f"({self._digest[:12]}): resume with the text of the first run"
             )
         self._seed = state["seed"]
         self._taken = state["taken"]

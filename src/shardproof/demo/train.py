@@ -29,7 +29,7 @@ import torch.nn.functional as F
 import shardproof as sp
 from shardproof._utils.topology import ranks_here
 from shardproof.demo.model import ModelSize, TextLoader, Transformer
-from shardproof.demo.sharding import (
+from shardproof.demo.parallel import (
     Place,
     clip_gradients,
     finish_gradients,
@@ -43,13 +43,13 @@ from shardproof.storage import LocalStorage, Sink
 __all__ = ["Trainer", "draws", "leave", "run_task", "stop_in_the_middle"]
 
 PATIENCE = 300.0
-"""Seconds that a stopped rank waits for its end, should nobody come to kill it."""
+"""Seconds that a stopped rank waits for the kill."""
 
 
 def stop_in_the_middle(folder_name: str, mark: Path) -> None:
-    """From now on, this process stops inside its first write into a checkpoint folder of that name.
+    """Make this process stop inside its first write into a checkpoint folder of that name.
 
-    It does so from outside, by replacing a method of the storage: the engine has no switch for accidents.
+    This replaces a method of the storage, because the engine has no switch for failures.
 
     Args:
         folder_name: of the step, as ``step-00000012``.
@@ -65,7 +65,7 @@ def stop_in_the_middle(folder_name: str, mark: Path) -> None:
 
 
 class _Unfinished:
-    """A file whose first write gets half way."""
+    """A file whose first write stops half way."""
 
     def __init__(self, sink: Sink, mark: Path) -> None:
         self._sink = sink

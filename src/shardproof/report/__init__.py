@@ -1,13 +1,12 @@
-"""What checkpoints and runs hold, and how they differ, as values: no torch, no terminal."""
+"""Contents and differences of checkpoints and runs, as values: without torch and without a terminal."""
 
 from __future__ import annotations
 
 from shardproof.report.detail import ObjectDetail, TensorDetail, detail, spelled
 from shardproof.report.difference import Difference, diff, structure_changes
-from shardproof.report.folding import Folded, fold
 from shardproof.report.pruning import PrunePlan, plan_prune
 from shardproof.report.runs import StepInfo, scan_run
-from shardproof.report.summary import Summary, summarise, tensor_bytes
+from shardproof.report.summary import Folded, Summary, fold, summarise, tensor_bytes
 
 __all__ = [
     "Difference",

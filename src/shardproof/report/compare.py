@@ -1,8 +1,8 @@
-"""Comparing one tensor in two checkpoints that cut it differently, a chunk at a time.
+"""Compares one tensor in two checkpoints with different chunks, a chunk at a time.
 
-Every chunk of the first is read once and held against the chunks of the second that share elements with it.
-Those are kept in a cache of bounded size, so memory is that cache and one chunk, whatever the tensor's size.
-Chunks are read whole, so every byte that takes part is checked against its digest.
+`compare_chunks` reads each chunk of the first checkpoint once, and the chunks of the second that overlap it.
+A bounded cache holds the latter. So the comparison needs memory for that cache and one chunk, for any tensor.
+Chunks are read whole, so every byte is checked against its digest.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHUNK_CACHE_BYTES = 512 << 20
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """How far the comparison of a tensor is."""
+    """The progress of the comparison of a tensor."""
 
     elements: int
     """Elements compared."""
@@ -43,13 +43,13 @@ class Compared:
 
 
 class ChunkReader:
-    """Chunks of one checkpoint as arrays of their bits, verified, the last ones kept.
+    """Verified chunks of one checkpoint as arrays of their bits, with a cache of the latest.
 
     Args:
         storage: of the checkpoint.
         manifest: its manifest.
         table: its chunk table.
-        cache_bytes: bytes of chunks to keep.
+        cache_bytes: size of the cache.
     """
 
     def __init__(self, storage: Storage, manifest: Manifest, table: ChunkTable, cache_bytes: int = 0) -> None:
@@ -78,7 +78,7 @@ class ChunkReader:
         Elements of 16 bytes are two integers each, in one more dimension.
 
         Raises:
-            CorruptChunkError: it does not match its digest.
+            CorruptChunkError: the chunk does not match its digest.
         """
         kept = self._kept.get(row)
         if kept is not None:
@@ -138,7 +138,7 @@ def compare_chunks(a: ChunkReader, row_a: int, b: ChunkReader, row_b: int) -> It
     _check_cover(record.key, int(shared.volumes().sum()), total, a)
     elements = different = 0
     yield Compared(0, 0, 0)
-    # The pairs come sorted by the chunk of `a`: those of one chunk lie side by side.
+    # The pairs are sorted by the chunk of `a`, so those of one chunk are adjacent.
     borders = [0, *(np.flatnonzero(np.diff(pairs_a)) + 1).tolist(), len(pairs_a)]
     for start, stop in pairwise(borders) if len(pairs_a) else ():
         chunk_a = int(pairs_a[start])
@@ -167,6 +167,6 @@ def _check_cover(key: str, found: int, expected: int, reader: ChunkReader) -> No
     if found != expected:
         raise TilingError(
             f"{reader.location}: the chunks of {key!r} hold {found} elements, but the tensor has {expected}. "
-            "The chunk index is wrong; `shardproof verify` says where.",
+            "The chunk index is wrong: `shardproof verify` lists the faults.",
             key=key,
         )

@@ -1,4 +1,4 @@
-"""One key of a checkpoint: where its bytes lie, or its plain value."""
+"""One key of a checkpoint: the chunks of a tensor, or a plain value."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ChunkRow:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
-    """Its name, after the folder where it is another step's."""
+    """Its name, with the folder in front if another step's save wrote it."""
     rank: int
     byte_start: int
     """First byte in the file."""
@@ -38,7 +38,7 @@ class TensorDetail:
 
     key: str
     stored_as: str
-    """Another key where this one is tied to it, else the same."""
+    """The key that this one is tied to, or the same key."""
     tied: tuple[str, ...]
     """The other keys that are tied to it."""
     dtype: str
@@ -57,7 +57,7 @@ class ObjectDetail:
 
     key: str
     value: Any
-    """JSON; what JSON cannot say is tagged, for example ``{"$tuple": [1, 2]}``."""
+    """JSON, with tags for other types, for example ``{"$tuple": [1, 2]}``."""
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -65,7 +65,7 @@ class ObjectDetail:
 
 
 def detail(manifest: Manifest, table: ChunkTable, key: str) -> TensorDetail | ObjectDetail | None:
-    """What is stored under exactly this key; None if nothing is."""
+    """The tensor or plain value under exactly this key; None if there is none."""
     if key in manifest.objects:
         return ObjectDetail(key, manifest.objects[key])
     stored = manifest.aliases.get(key, key)
@@ -113,7 +113,7 @@ def _chunk_rows(manifest: Manifest, table: ChunkTable, tensor: int) -> tuple[Chu
 
 
 def spelled(value: Any) -> str:
-    """A stored plain value, spelled as Python would where that is known; other tags stay as they are.
+    """A stored plain value in Python's spelling; unknown tags stay as they are.
 
     >>> spelled({"lr": 0.1, "betas": {"$tuple": [0.9, {"$float": "inf"}]}, "amsgrad": None})
     "{'lr': 0.1, 'betas': (0.9, inf), 'amsgrad': None}"

@@ -1,10 +1,9 @@
-"""How two checkpoints differ: in structure, in plain values, in the values of their tensors.
+"""The difference of two checkpoints: structure, plain values, and the bits of tensors.
 
-Tensors are compared by the digests of their chunks where both checkpoints cut them into the same boxes, so
-that nothing is read. Where the layouts differ, `compare_chunks` reads both, a chunk at a time. Bits are
-compared in both cases: a NaN equals itself, and 0.0 is not -0.0.
+The digests of the chunks decide where both checkpoints cut a tensor into the same boxes; nothing is read.
+Otherwise `compare_chunks` reads both. Bits count in both cases: a NaN equals itself, and 0.0 is not -0.0.
 
-What is compared is the state. Step, time, metadata and layout are not differences.
+The state is compared. Step, time, metadata and layout are not differences.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ __all__ = ["Change", "Difference", "ValueDifference", "diff", "structure_changes
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One key that both have, but differently: as texts."""
+    """One key whose two sides differ, as texts."""
 
     key: str
     a: str
@@ -55,7 +54,7 @@ class Difference:
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
     changed: tuple[Change, ...]
-    """Kind, dtype, shape, or what a tensor is tied to."""
+    """Differences of kind, dtype, shape or tied tensor."""
     objects: tuple[Change, ...]
     """Plain values."""
     values: tuple[ValueDifference, ...]
@@ -64,7 +63,7 @@ class Difference:
     by_digest: int
     """Tensors compared by digests alone."""
     by_reading: int
-    """Tensors that were read, for their layouts differ."""
+    """Tensors that were read, because their layouts differ."""
     bytes_read: int
 
     @property
@@ -97,7 +96,7 @@ def diff(
 ) -> Difference:
     """Compares the states in two checkpoints.
 
-    Digests are trusted: that the bytes are what they were when saved is for `verify` to say.
+    `diff` trusts the digests; `verify` checks them against the bytes.
 
     Args:
         a: one checkpoint.
@@ -148,7 +147,7 @@ def diff(
 
 
 def _described(manifest: Manifest) -> dict[str, str]:
-    """Each key with all of it that is structure, as a text."""
+    """Each key with its structure as a text."""
     tensors = {record.key: f"{record.dtype} {list(record.shape)}" for record in manifest.tensors}
     tied = {key: f"{tensors[target]}, tied to {target}" for key, target in manifest.aliases.items()}
     return tensors | tied | dict.fromkeys(manifest.objects, "plain value")
@@ -177,7 +176,7 @@ def _rows(manifest: Manifest) -> dict[str, int]:
 def _different_chunks(
     a: ChunkTable, row_a: int, b: ChunkTable, row_b: int
 ) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
-    """Which chunks of a tensor differ; None if the two do not have the same boxes."""
+    """A mask of the chunks that differ; None if the two have other boxes."""
     rows_a, rows_b = rows_of(a, row_a), rows_of(b, row_b)
     if rows_a.stop - rows_a.start != rows_b.stop - rows_b.start:
         return None

@@ -1,4 +1,4 @@
-"""What a run's folder holds, step by step."""
+"""The checkpoints and leftovers in a run's folder, step by step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["StepInfo", "scan_run"]
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """One checkpoint of a run, or what is left of one that never came to be."""
+    """One checkpoint of a run, or the leftover of a save that was not committed."""
 
     name: str
     """The folder in the run; "." for the run's folder itself."""
@@ -55,9 +55,9 @@ class StepInfo:
     lends: tuple[str, ...] = ()
     """Folders of later steps that refer to its files."""
     suspect: bool = False
-    """It lies in a suspect's folder."""
+    """Whether it is in the folder of a suspect."""
     verdict: str | None = None
-    """What settled it, if it is a suspect that was settled."""
+    """The verdict of a settled suspect."""
     linked: bool = False
     """The folder is a symbolic link, so that retention and `prune` remove nothing in it."""
 
@@ -81,11 +81,11 @@ def scan_run(storage: Storage, *, sizes: bool = False) -> list[StepInfo]:
 
     Folders named ``step-...`` and ``suspect-...`` count when they hold any file that shardproof writes, or
     cannot be looked at; other folders (and the run's folder itself) when they hold a manifest. Only manifests
-    are read; that every byte is what was written, `shardproof.loading.verify` says.
+    are read; `shardproof.loading.verify` checks the bytes.
 
     Args:
         storage: the run's folder.
-        sizes: also ask for the size of every shard file; one that was cut is damage, too.
+        sizes: also check the size of every shard file; a truncated file is damage.
     """
     from shardproof.checkpointer import SETTLED_NAME, is_ours, parse_folder
 
@@ -159,7 +159,7 @@ def _step_info(
 
 
 def _suspect(place: Storage, info: StepInfo) -> StepInfo:
-    """The same, with what is to be said of a suspect."""
+    """`info` with the status and verdict of a suspect."""
     from shardproof.checkpointer import read_settled
 
     try:
@@ -177,7 +177,7 @@ def _suspect(place: Storage, info: StepInfo) -> StepInfo:
 
 
 def _gone(place: Storage, manifest: Manifest) -> dict[str, str]:
-    """Files of other steps that are missing: place to what was found, in words."""
+    """Missing files of other steps: place to a description of the fault."""
     borrowed = msgspec.structs.replace(manifest, files=manifest.borrowed_files)
     return lost_files(place, borrowed)
 

@@ -11,7 +11,7 @@ __all__ = ["CachedStorage", "Sink", "Storage", "check_folder", "check_name", "na
 
 @runtime_checkable
 class Sink(Protocol):
-    """A new file under construction. It exists for readers only as a name until `finish` has returned."""
+    """A new file under construction. Until `finish` returns, readers see its name at most."""
 
     def write_at(self, start: int, buffer: memoryview) -> None:
         """Write the bytes of `buffer` at byte `start`. Several threads may write disjoint ranges at once."""
@@ -22,66 +22,71 @@ class Sink(Protocol):
         ...
 
     def abort(self) -> None:
-        """Close and remove the file. After `finish`, or a second time, it does nothing. Never raises."""
+        """Close and remove the file. Does nothing after `finish` or `abort`. Never raises."""
         ...
 
 
 @runtime_checkable
 class Storage(Protocol):
-    """Named byte sequences. Names are relative, with "/" between their parts (see `check_name`).
+    """Named files. Names are relative, with "/" between their parts (see `check_name`).
 
-    Every method raises `StorageError` with the file, the cause and what to do where the place refuses or
-    fails; a file that does not exist is an error with ``details["missing"]`` true.
+    Every method raises `StorageError` if the storage refuses or fails. The message states the file, the cause
+    and what to do. For a file that does not exist, ``details["missing"]`` is true.
     """
 
     @property
     def location(self) -> str:
-        """The place, for messages, in valid Unicode."""
+        """Where the storage is, for messages, in valid Unicode."""
         ...
 
     @property
     def folder(self) -> str:
-        """The name by which `sibling` of a storage beside this one gives this one."""
+        """The name of this storage's folder, as `sibling` takes it."""
         ...
 
     @property
     def linked(self) -> bool:
-        """Whether this storage's folder is a symbolic link: its files belong to another place.
+        """Whether this storage's folder is a symbolic link, so that its files belong to another place.
 
-        They are read as any others. Nobody removes them for the sake of the folder that the link lies in.
+        Readers treat them as any others. Retention and `shardproof prune` remove none of them.
         """
         ...
 
     def create(self, name: str) -> Sink:
-        """Begin a new file, with the folders on its way. A file of that name is a `StorageError`."""
+        """Begin a new file and make the missing folders above it. A file of that name is a `StorageError`."""
         ...
 
     def publish(self, name: str, data: bytes, *, replace: bool = False) -> None:
         """Make `data` appear under `name`: whole or not at all, on stable storage when this returns.
 
-        A file that got its name is never taken back: a reader may use it already, and a storage that cannot
-        flush the name cannot make the removal durable either.
+        The storage never takes back a file that got its name. A reader may use it already, and a storage that
+        cannot flush the name cannot make the removal durable either.
+
+        Args:
+            name: of the file.
+            data: all of its bytes.
+            replace: replace a file of that name.
 
         Raises:
-            AlreadyCommittedError: there is a file of that name and `replace` is false. Of several that
-                publish one name at a time, exactly one gets through.
+            AlreadyCommittedError: there is a file of that name and `replace` is false. Of several concurrent
+                calls for one name, exactly one succeeds.
             StorageError: the storage failed. With ``details["in_place"]`` true, readers see `data` under
-                `name`, and a crash of the machine may bring back what was there.
+                `name`, but a crash of the machine may bring back the previous state.
         """
         ...
 
     def flush(self, name: str) -> None:
-        """Put the bytes and the name of a finished or published file on stable storage, whoever wrote it."""
+        """Put the bytes and the name of a finished file on stable storage, whichever process wrote it."""
         ...
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Bytes `start` to `stop` (to the end if None) of the file as it is now. Fewer is an error."""
+        """Bytes `start` to `stop` (None: the end) of the file as it is now. Fewer bytes are an error."""
         ...
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` from byte `start` on; fewer bytes is an error.
+        """Fill `buffer` from byte `start` on; fewer bytes are an error.
 
-        Meant for files that never change once they are finished: descriptors may be kept between calls.
+        For files that never change once finished: the storage may keep descriptors open between calls.
         """
         ...
 
@@ -98,11 +103,11 @@ class Storage(Protocol):
         ...
 
     def list(self, prefix: str = "") -> list[str]:
-        """Sorted names of all files in the folder `prefix` and below, leftovers of `publish` included."""
+        """Sorted names of all files in the folder `prefix` and below, with leftovers of `publish`."""
         ...
 
     def delete(self, name: str) -> None:
-        """Remove the file durably, and the folders this leaves empty. No such file: nothing to do."""
+        """Remove the file durably, and the folders that become empty. A missing file is no error."""
         ...
 
     def within(self, prefix: str) -> Storage:
@@ -118,22 +123,20 @@ class Storage(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back what is kept open. The storage stays usable."""
+        """Close the open descriptors. The storage stays usable."""
         ...
 
 
 @runtime_checkable
 class CachedStorage(Protocol):
-    """A storage whose files the operating system caches. `Storage` does not ask for these methods.
+    """A storage whose files the operating system caches. These methods are optional for a `Storage`.
 
-    A load reads a storage without them as if nothing were cached: in large requests, several in flight. Who
-    overrides `read_into` of such a storage, or wraps it, changes these methods too.
+    A load reads a storage without them as if nothing were cached: in large requests, several in flight. A
+    class that overrides `read_into` of such a storage, or wraps it, must override these methods too.
     """
 
     def is_cached(self, name: str, start: int, count: int) -> bool:
-        """Whether most of `count` bytes from byte `start` on are in memory.
-
-        A wrong answer costs time and nothing else.
+        """Whether most of `count` bytes from byte `start` on are in memory. A wrong answer costs time only.
 
         Raises:
             StorageError: the file is missing or cannot be opened.
@@ -141,7 +144,7 @@ class CachedStorage(Protocol):
         ...
 
     def read_uncached(self, name: str, start: int, count: int, memory: memoryview) -> memoryview:
-        """Read a range without the cache, where the system can; else as `read_into` does.
+        """Read a range past the cache where the system can, and as `read_into` does elsewhere.
 
         Args:
             name: of the file.
@@ -150,7 +153,7 @@ class CachedStorage(Protocol):
             memory: from `aligned_buffer`, at least `memory_for(count)` bytes. All of it may be overwritten.
 
         Returns:
-            The part of `memory` that has the bytes.
+            The part of `memory` that holds the bytes.
 
         Raises:
             StorageError: the file is missing, short or unreadable.
@@ -159,7 +162,7 @@ class CachedStorage(Protocol):
 
 
 def name_fault(name: str) -> str | None:
-    """Why `name` cannot be the name of a file in a storage; None if it can.
+    """The reason why `name` cannot name a file in a storage; None if it can.
 
     >>> name_fault("shards/00000-a.safetensors")
     >>> name_fault("../other/manifest.json")
@@ -174,7 +177,7 @@ def name_fault(name: str) -> str | None:
     for part in name.split("/"):
         if part in ("", ".", ".."):
             return f'it has a part "{part}"'
-    try:  # a name that a file system gave may have bytes that are not UTF-8, in Python's own spelling
+    try:  # a listed name may have bytes that are not UTF-8, as surrogate escapes
         name.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
         return "it is not valid Unicode"
@@ -182,14 +185,14 @@ def name_fault(name: str) -> str | None:
 
 
 def check_name(name: str, location: str = "a storage") -> str:
-    """`name`, if it stays inside the storage.
+    """Check that `name` stays inside the storage; return it.
 
     Args:
         name: relative, parts with "/" between them, none of them empty, "." or "..".
         location: the storage, for the message.
 
     Raises:
-        StorageError: the name could leave the storage, or is none.
+        StorageError: the name is invalid, or could leave the storage.
 
     >>> check_name("shards/00000-a.safetensors")
     'shards/00000-a.safetensors'
@@ -197,21 +200,21 @@ def check_name(name: str, location: str = "a storage") -> str:
     fault = name_fault(name)
     if fault is not None:
         raise StorageError(
-            f"{name!r} cannot name a file in {location}: {fault}. Names are relative and stay inside.",
+            f'{name!r} cannot name a file in {location}: {fault}. Give a relative name without "..".',
             file=name,
         )
     return name
 
 
 def check_folder(name: str, location: str = "a storage") -> str:
-    """`name`, if it is the plain name of one folder.
+    """Check that `name` is the plain name of one folder; return it.
 
     Args:
         name: without "/", and neither "." nor "..".
-        location: where the folder is to be, for the message.
+        location: of the folder's parent, for the message.
 
     Raises:
-        StorageError: it could lead anywhere else, or is no name.
+        StorageError: the name is invalid, or leads to another folder.
 
     >>> check_folder("step-00001000")
     'step-00001000'

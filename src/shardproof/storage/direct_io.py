@@ -25,16 +25,16 @@ from shardproof._utils.memcpy import address
 __all__ = ["ALIGNMENT", "PageCache", "UncachedReader", "aligned_buffer", "memory_for"]
 
 ALIGNMENT = max(4096, mmap.PAGESIZE)
-"""Bytes. Offset, length and address of an unbuffered write are multiples of it.
+"""Bytes. Offset, length and address of a direct read or write are multiples of it.
 
-Never less than a page: a page is then written either through the page cache or past it, never both.
+It is at least a page, so no page is written both through the page cache and past it.
 """
 
 _MADV_POPULATE_WRITE = 23
 
 
 def aligned_buffer(nbytes: int) -> memoryview:
-    """New writable memory of `nbytes` bytes that starts on a page, with its pages already in place.
+    """New writable memory of `nbytes` bytes, aligned for direct I/O, with its pages already allocated.
 
     >>> buffer = aligned_buffer(10_000)
     >>> len(buffer), buffer.readonly, address(buffer) % ALIGNMENT
@@ -55,9 +55,9 @@ def aligned_buffer(nbytes: int) -> memoryview:
 
 
 def _populate(memory: memoryview) -> None:
-    """Put the pages of `memory` in place, a third faster than by touching them where the kernel can (5.14).
+    """Allocate the pages of `memory`, with one call where the kernel has it (Linux 5.14).
 
-    Python's own `madvise` would hold the interpreter's lock meanwhile, and with it the training.
+    Python's own `madvise` holds the interpreter's lock during the call, which would stop training.
     """
     try:
         libc.call(
@@ -74,11 +74,11 @@ _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 """0 where the system has no such flag."""
 _REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 _SAMPLES = 4
-"""Pages of a range that are looked at, evenly spread, the first and the last among them."""
+"""Pages of a range that `PageCache.has` checks: the first, the last and evenly spaced ones."""
 
 
 def memory_for(count: int) -> int:
-    """Bytes of aligned memory that a read of `count` bytes at any offset takes.
+    """Bytes of aligned memory that a direct read of `count` bytes at any offset needs.
 
     >>> memory_for(10) == 10 + 2 * ALIGNMENT
     True
@@ -89,8 +89,8 @@ def memory_for(count: int) -> int:
 class PageCache:
     """The pages of one file that are in memory.
 
-    The system answers by `mincore`, without reading anything. It tells only owners and writers of the file
-    (Linux 5.2); to others all pages look cached.
+    `mincore` answers without a read. Linux (5.2) tells only owners and writers of the file; to others all
+    pages look cached.
 
     Args:
         descriptor: of the file, open for reading.
@@ -106,7 +106,7 @@ class PageCache:
                 self._address = int(np.frombuffer(self._map, np.uint8).__array_interface__["data"][0])
 
     def has(self, start: int, count: int) -> bool:
-        """Whether most of the pages that are looked at are in memory. False where the system cannot tell.
+        """Whether most of the checked pages are in memory. False where the system cannot tell.
 
         Args:
             start: first byte of the range.
@@ -147,7 +147,7 @@ class UncachedReader:
                 self._number = os.open(path, os.O_RDONLY | _O_DIRECT | os.O_CLOEXEC | os.O_NONBLOCK)
 
     def read(self, start: int, count: int, memory: memoryview) -> tuple[int, int]:
-        """Read what can be read past the cache.
+        """Read as much of a range as the file system reads past the cache.
 
         Args:
             start: first byte in the file.
@@ -155,7 +155,7 @@ class UncachedReader:
             memory: aligned, at least `memory_for(count)` bytes.
 
         Returns:
-            Where byte `start` is in `memory`, and how many bytes from there on were read, at most `count`.
+            The index of byte `start` in `memory`, and the number of bytes read from there, at most `count`.
 
         Raises:
             OSError: the device failed.

@@ -1,10 +1,10 @@
 """File operations that survive a loss of power, and early write-back.
 
 Note: durable names
-    `fsync` of a file keeps its bytes, not its name. The name is an entry of the folder, which is a file of its
-    own: it needs a flush too, and so does the folder above a new folder. The process that made a folder may
-    have died before it flushed it. Therefore the commit (`publish`) flushes every folder up to the mount
-    point. Other files flush those up to the one above the storage's root, whichever process made them.
+    `fsync` of a file keeps its bytes, not its name. The name is an entry of the folder, and the folder needs
+    a flush of its own; so does the folder above a new folder. The process that made a folder may have died
+    before it flushed it. Therefore the commit (`publish`) flushes every folder up to the mount point. Other
+    files flush those up to the one above the storage's root, whichever process made them.
 
 Note: early write-back
     Bytes written through the page cache stay in memory until a flush. A single flush at the end would take as
@@ -45,7 +45,7 @@ _TRIES = 100
 
 
 def make_folders(folder: Path) -> list[Path]:
-    """Make `folder` and those above it that are missing; the ones that were missing."""
+    """Make `folder` and the missing folders above it; return those that were missing."""
     missing: list[Path] = []
     above = folder
     while not above.exists():
@@ -53,15 +53,19 @@ def make_folders(folder: Path) -> list[Path]:
         above = above.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except FileExistsError as error:  # said of the folder, it would be taken for the file
+    except FileExistsError as error:  # callers take FileExistsError to mean the file
         raise NotADirectoryError(errno.ENOTDIR, "Not a directory", str(folder)) from error
     return missing
 
 
 def open_new(path: Path, flags: int) -> tuple[int, list[Path]]:
-    """Descriptor of a new file, and the folders made for it. An existing one is a FileExistsError.
+    """Create a file; return its descriptor and the folders made for it.
 
-    A peer that removes an empty folder may take away the one just made: then it is made again.
+    A peer that removes empty folders may remove the one just made. Then this call makes it again.
+
+    Raises:
+        FileExistsError: there is a file at `path`.
+        OSError: the system refused.
     """
     for attempt in range(_TRIES):
         made = make_folders(path.parent)
@@ -82,7 +86,7 @@ def write_all(descriptor: int, data: memoryview, start: int) -> None:
 
 
 def flush_file(descriptor: int) -> None:
-    """Flush a file or folder; nothing to do where the file system cannot (a read-only image, for example)."""
+    """Flush a file or folder. Does nothing where the file system has no flush (a read-only image)."""
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -93,7 +97,7 @@ def flush_file(descriptor: int) -> None:
 def flush_folders(folder: Path, last: Path | None) -> None:
     """Flush `folder` and those above it, up to `last`, or up to the mount point if None.
 
-    A folder above that this process may not read was not made by it, and is left alone.
+    Stops below a folder that this process may not read: this process did not make it.
     """
     device = folder.stat().st_dev
     first = folder
@@ -116,11 +120,15 @@ def flush_folders(folder: Path, last: Path | None) -> None:
 
 
 def rename_exclusively(source: Path, target: Path) -> None:
-    """Give the file `source` the name `target`; FileExistsError if there is a file of that name.
+    """Rename `source` to `target`, unless there is a file at `target`.
 
-    A link is exclusive everywhere that has links, NFS included, where the answer to a link that succeeded
-    may be lost and the second try be told "exists": then the link count tells. Where there are no links,
-    Linux's renameat2 does the same.
+    A link is exclusive on every file system that has links. NFS may lose the answer to a link that succeeded
+    and report "exists" to the second try; the link count then shows the success. Where there are no links,
+    Linux's renameat2 is exclusive too.
+
+    Raises:
+        FileExistsError: there is a file at `target`.
+        OSError: the file system has neither, or failed.
     """
     try:
         os.link(source, target)
@@ -138,14 +146,14 @@ def rename_exclusively(source: Path, target: Path) -> None:
 def _rename_no_replace(source: Path, target: Path) -> None:
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
-        raise OSError(errno.ENOTSUP, "neither links nor exclusive renames here", str(target))
+        raise OSError(errno.ENOTSUP, "the file system has neither links nor exclusive renames", str(target))
     if rename(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE) != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), str(target))
 
 
 def unlink_quietly(path: Path) -> None:
-    """Remove the file at `path` if that can be done."""
+    """Remove the file at `path`; ignore a failure."""
     try:
         os.unlink(path)
     except OSError:
@@ -153,23 +161,23 @@ def unlink_quietly(path: Path) -> None:
 
 
 _SPAN = 4 << 20
-"""Bytes that are handed to the disk together."""
+"""Bytes of one write-back request."""
 
 _UNDERWAY = 64 << 20
-"""Bytes that may be on their way to the disk before a writer waits."""
+"""Bytes under write-back before a writer waits."""
 
 _FLUSH_EVERY = 256 << 20
-"""Bytes between flushes where ranges cannot be written back by themselves."""
+"""Bytes between flushes where the system has no write-back of ranges."""
 
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
 _NO_RANGES = (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.ENOTSUP, errno.EPERM)
 
 
 class WriteBack:
-    """The bytes of one file on their way from the page cache to the disk. Threads may share it.
+    """Early write-back of one file. Threads may share it.
 
     Args:
-        descriptor: of the file, open for writing as long as this is used.
+        descriptor: of the file, open for writing for the lifetime of this object.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -181,10 +189,10 @@ class WriteBack:
         self._underway_bytes = 0
 
     def wrote(self, start: int, count: int) -> None:
-        """Take note of `count` bytes written at byte `start`; see "early write-back".
+        """Count `count` bytes written at byte `start`; see "early write-back".
 
         Raises:
-            OSError: the disk refused bytes, these or earlier ones.
+            OSError: the disk refused these or earlier bytes.
         """
         if count == 0:
             return
@@ -199,7 +207,7 @@ class WriteBack:
         self._wait(_UNDERWAY)
 
     def wait(self) -> None:
-        """Wait until the disk has taken all bytes noted so far. They are not durable by that.
+        """Wait until the disk has taken all bytes counted so far. This does not make them durable.
 
         Raises:
             OSError: the disk refused bytes.
@@ -229,7 +237,7 @@ class WriteBack:
             self._sync(start, stop, _WAIT_BEFORE | _WRITE | _WAIT_AFTER)
 
     def _sync(self, start: int, stop: int, how: int) -> bool:
-        """Whether the system could do this for a range; False from then on if it could not."""
+        """Whether the system has this operation; once False, always False."""
         if not self._ranges:
             return False
         try:

@@ -40,11 +40,10 @@ class LocalStorage:
     """Files in a folder and below it, written durably. See `Storage` for the methods.
 
     Args:
-        root: the folder. It need not exist: the first file makes it. It is taken to be absolute from here on
-            (see `absolute`).
-        direct: whether aligned writes go past the page cache (O_DIRECT). None: as the environment variable
-            SHARDPROOF_DIRECT says (1 or 0); without it the way that proved faster for large files, where the
-            file system has both (see "a probe of real writes").
+        root: the folder. The first file creates it. A later change of the working directory has no effect.
+        direct: whether aligned writes go past the page cache (O_DIRECT). None: the environment variable
+            SHARDPROOF_DIRECT decides (1 or 0). Without it, the storage measures both ways with large files
+            and takes the faster one (see "a probe of real writes").
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -148,9 +147,9 @@ class LocalStorage:
             buffer = bytearray(stop - start)
         except MemoryError as error:
             raise StorageError(
-                f"{path}: {stop - start} bytes are to be read, and there is not so much memory. The file is "
-                "too long, or this machine is too small.",
-                file=str(path),
+                f"cannot read {printable(path)}: {stop - start} bytes from byte {start} on do not fit into "
+                "memory. Check the size of the file, or read it on a machine with more memory.",
+                file=printable(path),
                 missing=False,
                 damaged=False,
             ) from error
@@ -167,7 +166,7 @@ class LocalStorage:
         return self._descriptor(name).pages().has(start, count)
 
     def drop_cached(self, name: str) -> None:
-        """Let the page cache forget a file. Pages that are not on the disk yet stay."""
+        """Drop a file from the page cache. Dirty pages stay."""
         file = self._descriptor(name)
         try:
             os.posix_fadvise(file.number, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -181,7 +180,7 @@ class LocalStorage:
     def _read_past_cache(
         self, name: str, start: int, count: int, memory: memoryview, *, drop: bool
     ) -> memoryview:
-        """As `read_uncached`; `drop` has the page cache forget a file that must be read through it."""
+        """As `read_uncached`. With `drop`, a file that needs a cached read loses its pages first."""
         file = self._descriptor(name)
         try:
             begin, done = file.uncached().read(start, count, memory)
@@ -212,8 +211,8 @@ class LocalStorage:
     def folders(self) -> list[str]:
         """Sorted names of the folders directly in the root, links to folders elsewhere among them.
 
-        A link that leads nowhere is among them, too: its folder may be on a mount that is lost. A link to a
-        folder of this root is not: it is a second name.
+        A dangling link is among them, because its folder may be on a lost mount. A link to a folder of this
+        root is not, because it is a second name.
         """
         try:
             with os.scandir(self._root) as entries:
@@ -245,7 +244,7 @@ class LocalStorage:
         return sorted(found)
 
     def delete(self, name: str) -> None:
-        """Remove the file durably, and the folders below the root that this leaves empty."""
+        """Remove the file durably, and the folders below the root that become empty."""
         path = self._path(name)
         self._forget(name)
         try:
@@ -260,7 +259,7 @@ class LocalStorage:
                 os.rmdir(folder)
                 folder = folder.parent
         except OSError:
-            pass  # not empty, or a peer was faster: it stays
+            pass  # not empty, or a peer removed it
         try:
             flush_folders(folder, folder)
         except FileNotFoundError:
@@ -281,7 +280,7 @@ class LocalStorage:
         )
 
     def close(self) -> None:
-        """Close the descriptors that reading keeps open."""
+        """Close the descriptors that reads keep open."""
         with self._lock:
             self._kept.clear()
 
@@ -297,7 +296,7 @@ class LocalStorage:
         )
 
     def _descriptor(self, name: str) -> _Descriptor:
-        """The file, opened at most once for many reads; only names that were checked are kept."""
+        """The open file of this name, from the cache of checked names or newly opened."""
         kept = self._kept.get(name)
         if kept is not None:
             return kept
@@ -320,9 +319,9 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 class _Descriptor:
-    """A file open for reading, closed when nobody holds it any more.
+    """A file open for reading. It closes with its last reference.
 
-    A thread may read from a descriptor that another has just dropped from those kept: it holds it, too.
+    So a thread may go on reading after another thread dropped the file from the storage's cache.
     """
 
     __slots__ = ("_pages", "_uncached", "number", "path")
@@ -332,7 +331,7 @@ class _Descriptor:
         self.path = path
         self._pages: PageCache | None = None
         self._uncached: UncachedReader | None = None
-        try:  # O_NONBLOCK: opening a pipe that somebody left there must not wait for its writer
+        try:  # O_NONBLOCK: to open a pipe must not wait for its writer
             self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             mode = os.fstat(self.number).st_mode
         except FileNotFoundError as error:
@@ -341,16 +340,20 @@ class _Descriptor:
             raise storage_error(error, "read", path) from error
         if not stat.S_ISREG(mode):
             where = printable(path)
-            raise StorageError(f"cannot read {where}: it is not a regular file", file=where, missing=False)
+            raise StorageError(
+                f"cannot read {where}: it is not a regular file: remove it or name another path",
+                file=where,
+                missing=False,
+            )
 
     def pages(self) -> PageCache:
-        """Its pages in memory. Of two threads that ask first, each may make one; one of them is kept."""
+        """The file's pages in memory. Two concurrent first calls may each make one; one of them stays."""
         if self._pages is None:
             self._pages = PageCache(self.number)
         return self._pages
 
     def uncached(self) -> UncachedReader:
-        """The file past the page cache; as `pages`, made when it is first asked for."""
+        """The file opened for direct reads, at the first call."""
         if self._uncached is None:
             self._uncached = UncachedReader(self.path)
         return self._uncached
@@ -361,7 +364,7 @@ class _Descriptor:
 
 
 def _fill(file: _Descriptor, start: int, buffer: memoryview, done: int = 0) -> None:
-    """Read through the page cache until `buffer` is full; its first `done` bytes are there."""
+    """Read through the page cache until `buffer` is full; its first `done` bytes are already there."""
     while done < len(buffer):
         try:
             count = os.preadv(file.number, [buffer[done:]], start + done)
@@ -376,7 +379,7 @@ def _short(path: Path, start: int, expected: int, found: int) -> StorageError:
     where = printable(path)
     return StorageError(
         f"{where} is too short: expected {expected} bytes from byte {start} on, found {found}. "
-        "The file was cut, or is not the one that was written.",
+        "The file was truncated or replaced: restore it from a copy, or load another step.",
         file=where,
         missing=False,
         byte_start=start,

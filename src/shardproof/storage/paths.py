@@ -23,12 +23,12 @@ StrOrBytesPath: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
 
 def absolute(path: StrOrBytesPath) -> Path:
-    """The path from the root of the file system, for any working directory.
+    """The absolute form of `path`.
 
-    Symbolic links are kept, except those before a "..", which leads to the folder above the link's target.
+    Symbolic links stay, except those before a "..", which leads to the folder above the link's target.
 
     Raises:
-        StorageError: it cannot be a path, or it is relative and the working directory is gone.
+        StorageError: `path` is invalid, or it is relative and the working directory does not exist.
 
     >>> str(absolute("/runs/./gpt/"))
     '/runs/gpt'
@@ -48,10 +48,7 @@ def absolute(path: StrOrBytesPath) -> Path:
 
 
 def lost_link(path: Path) -> StorageError | None:
-    """The error to raise where nothing is at `path` because a symbolic link on its way leads nowhere.
-
-    Such a link is a lost mount more often than not. None if there is no such link.
-    """
+    """The error for a `path` behind a dangling symbolic link, most often a lost mount; None without one."""
     lowest = next(above for above in (path, *path.parents) if os.path.lexists(above))
     if os.path.exists(lowest):
         return None
@@ -66,7 +63,7 @@ def lost_link(path: Path) -> StorageError | None:
 
 
 def leads_beside(link: str) -> bool:
-    """Whether a symbolic link is a second name for an entry of its own folder, present or not."""
+    """Whether a symbolic link points to an entry of its own folder, even one that does not exist."""
     return os.path.dirname(os.path.realpath(link)) == os.path.realpath(os.path.dirname(link))
 
 
@@ -110,7 +107,7 @@ def printable(path: str | Path) -> str:
 
 
 def storage_error(cause: OSError, doing: str, path: str | Path) -> StorageError:
-    """The error to raise from `cause`, which came up while `doing` ("write", "read") the file at `path`.
+    """The `StorageError` for `cause`, an error of the operation `doing` ("write", "read") on `path`.
 
     >>> error = storage_error(OSError(errno.ENOENT, "No such file or directory"), "read", "/runs/a/0")
     >>> print(error)
@@ -126,7 +123,7 @@ and whether it is mounted on this node.
 
 
 def unconfirmed_error(cause: OSError, path: str | Path) -> StorageError:
-    """The error to raise where the file at `path` got its name, and `cause` came up while that was flushed.
+    """The `StorageError` for `cause`, an error of the flush of the name of the published file `path`.
 
     >>> error = unconfirmed_error(OSError(errno.EIO, "Input/output error"), "/runs/a/manifest.json")
     >>> print(error)

@@ -40,14 +40,14 @@ _EACH = 2
 """Windows each way."""
 
 _WORTH = 1.25
-"""How many times faster buffered writes must be: they keep a processor busy, direct ones do not."""
+"""Buffered writes must be this many times faster, because they keep a processor busy."""
 
 
 def users_choice() -> bool | None:
-    """What the environment variable SHARDPROOF_DIRECT says: direct (1), buffered (0), nothing.
+    """The choice in the environment variable SHARDPROOF_DIRECT: direct (1), buffered (0), or None.
 
     Raises:
-        ValueError: it says something else.
+        ValueError: the variable has another value.
     """
     value = os.environ.get(VARIABLE, "")
     if value not in ("", "0", "1"):
@@ -59,7 +59,7 @@ def users_choice() -> bool | None:
 
 
 class Probe:
-    """What is known of one file system. Threads and files share it.
+    """The measurements of one file system. Threads and files share it.
 
     Args:
         device: `os.stat(...).st_dev` of a file on it.
@@ -70,7 +70,7 @@ class Probe:
         self._lock = forks.lock()
         self._windows: dict[bool, list[tuple[int, float]]] = {True: [], False: []}
         self.answer: bool | None = None
-        """Whether direct writes are the faster ones; None while that is not known."""
+        """Whether direct writes are faster; None before the decision."""
 
     def next_window(self) -> bool:
         """Whether the next window goes direct."""
@@ -81,7 +81,7 @@ class Probe:
             return direct == 0 or buffered >= _EACH
 
     def add(self, direct: bool, count: int, seconds: float) -> None:
-        """Take note of a window: `count` bytes written in `seconds`. The last one to come decides."""
+        """Add a window of `count` bytes written in `seconds`. The last window decides."""
         with self._lock:
             self._windows[direct].append((count, seconds))
             if self.answer is not None or any(len(found) < _EACH for found in self._windows.values()):
@@ -98,13 +98,13 @@ class Probe:
         )
 
     def refuse(self) -> None:
-        """The file system takes no direct writes."""
+        """Decide for buffered writes: the file system refuses direct ones."""
         with self._lock:
             self.answer = False
 
 
 class Probes:
-    """The probes of all file systems that a storage and its parts lie on."""
+    """One probe for each file system that a storage and its parts use."""
 
     def __init__(self) -> None:
         self._lock = forks.lock()
@@ -121,7 +121,7 @@ class Trial:
 
     Args:
         probe: of the file's file system.
-        wait: waits until the disk has taken all that was written buffered; may raise OSError.
+        wait: waits until the disk has taken all buffered writes; may raise OSError.
         clock: seconds.
     """
 
@@ -141,10 +141,10 @@ class Trial:
 
     @contextmanager
     def write(self, count: int) -> Iterator[bool]:
-        """For the time of a write of `count` bytes that could go either way: whether it goes direct.
+        """Context of a write of `count` bytes that could go either way; yields whether it goes direct.
 
         Raises:
-            OSError: at the end of a window, the disk refused bytes that were written buffered.
+            OSError: at the end of a window, the disk refused buffered bytes.
         """
         answer = self._probe.answer
         if answer is not None:
@@ -180,7 +180,7 @@ class Trial:
                     self._next()
 
     def _next(self) -> None:
-        """Begin another window, after the one before, or what came before the first."""
+        """End the window, or the bytes before the first window, and begin the next one."""
         if self._timed:
             self._probe.add(self._direct, self._begun, self._busy)
         self._timed = True

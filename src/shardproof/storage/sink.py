@@ -26,13 +26,14 @@ class LocalSink:
     Args:
         path: of the file.
         root: of the storage.
-        direct: whether aligned writes go direct. None: as `probes` say, where the file system can.
+        direct: whether aligned writes go direct. None: the probe decides.
         probes: of the storage.
 
-    Note: two descriptors. Unbuffered writes (O_DIRECT) need offset, length and address to be multiples of
-    `ALIGNMENT`. Whatever is not goes through a second, buffered descriptor of the same file. No page is
-    written through both, because both cut at multiples of a page and callers write disjoint ranges: what
-    the page cache holds is never older than what lies on the disk under it.
+    Note: two descriptors
+        Direct writes (O_DIRECT) need offset, length and address to be multiples of `ALIGNMENT`. All other
+        writes go through a second, buffered descriptor of the same file. No page is written through both:
+        both cut at multiples of a page, and callers write disjoint ranges. So a page in the cache is never
+        older than the disk below it.
     """
 
     def __init__(self, path: Path, root: Path, *, direct: bool | None, probes: Probes) -> None:
@@ -56,7 +57,7 @@ class LocalSink:
         self._trial = Trial(self._probe, self._write_back.wait)
 
     def _open_direct(self) -> int | None:
-        """A descriptor for direct writes; None if the file system has none and they are not asked for."""
+        """A descriptor for direct writes; None if the file system has none and may do without."""
         try:
             if not _O_DIRECT:
                 raise OSError(errno.ENOTSUP, "this system has no direct writes (O_DIRECT)")
@@ -68,7 +69,7 @@ class LocalSink:
 
     @property
     def direct(self) -> bool:
-        """Whether aligned writes go past the page cache, as far as is known."""
+        """Whether aligned writes go past the page cache; True while the probe has not decided."""
         return self._direct is not None and self._probe.answer is not False
 
     def write_at(self, start: int, buffer: memoryview) -> None:
@@ -95,7 +96,7 @@ class LocalSink:
         self._write_back.wrote(start + done, len(data) - done)
 
     def _write_direct(self, start: int, data: memoryview) -> int:
-        """Write what can be written direct from the beginning of `data`, which is aligned; bytes written."""
+        """Write the aligned beginning of `data` direct; return the number of bytes written."""
         assert self._direct is not None
         done = 0
         aligned = len(data) - len(data) % ALIGNMENT
@@ -105,10 +106,10 @@ class LocalSink:
             except OSError as error:
                 if error.errno != errno.EINVAL or self._must_be_direct:
                     raise
-                self._probe.refuse()  # the file system takes the flag and not the writes
+                self._probe.refuse()  # the file system accepts the flag and refuses the writes
                 return done
             done += written
-            if written % ALIGNMENT:  # cut short, by a limit or a full disk: the rest is no longer aligned
+            if written % ALIGNMENT:  # cut short by a limit or a full disk: the rest is not aligned
                 return done
         return done
 
@@ -128,7 +129,7 @@ class LocalSink:
             raise storage_error(error, "flush", self._path) from error
 
     def abort(self) -> None:
-        """Close and remove the file; nothing after `finish`."""
+        """Close and remove the file. Does nothing after `finish`."""
         if self._open:
             with contextlib.suppress(OSError):
                 self._close()
@@ -141,7 +142,7 @@ class LocalSink:
 
     def _closed(self, doing: str) -> StorageError:
         path = printable(self._path)
-        return StorageError(f"cannot {doing} {path}: it is closed", file=path)
+        return StorageError(f"cannot {doing} {path}: the file is already finished or aborted", file=path)
 
     def _close(self) -> None:
         self._open = False
@@ -154,7 +155,7 @@ class LocalSink:
 
 
 def _probe(device: int, direct: bool | None, probes: Probes) -> Probe:
-    """The probe that says which way aligned writes go."""
+    """The probe that decides which way aligned writes go."""
     if direct is None:
         return probes.of(device)
     chosen = Probe(device)

@@ -12,19 +12,19 @@ from shardproof.storage.paths import StrOrBytesPath, printable
 __all__ = ["UncachedStorage"]
 
 PIECE = 4 << 20
-"""Bytes of one read at most."""
+"""The most bytes of one read."""
 
 
 class UncachedStorage(LocalStorage):
     """Files in a folder and below it, read from the device and not from the page cache.
 
-    A file is read past the page cache (O_DIRECT). Where the file system refuses that, the kernel is asked to
-    drop the file's pages first. A file system in memory has no other bytes than its pages, and the server of
-    a network file system may answer from its own memory.
+    Reads go past the page cache (O_DIRECT). Where the file system refuses that, the storage asks the kernel
+    to drop the file's pages first. Two limits: a file system in memory has no bytes but its pages, and the
+    server of a network file system may answer from its own memory.
 
     Args:
         root: the folder.
-        before_read: called before each read, with its bytes. Its error ends the read.
+        before_read: called before each read, with the number of its bytes. If it raises, the read ends.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -42,7 +42,7 @@ class UncachedStorage(LocalStorage):
         """Bytes `start` to `stop` of the file; see `Storage.read`."""
         size = self.size(name)
         if size is None or not 0 <= start <= (size if stop is None else stop) <= size:
-            return super().read(name, start, stop)  # which raises the error
+            return super().read(name, start, stop)  # raises the error
         data = bytearray((size if stop is None else stop) - start)
         self.read_into(name, start, memoryview(data))
         return bytes(data)

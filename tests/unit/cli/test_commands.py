@@ -610,8 +610,8 @@ def test_prune_spares_a_step_that_was_saved_again_meanwhile(
         write(ckpt, Sample(STATE, attempt="a2"))
         return True
 
-    monkeypatch.setattr("shardproof.cli.prune._agreed", agreed)
-    monkeypatch.setattr("shardproof.cli.prune.sys.stdin", _Terminal(""))
+    monkeypatch.setattr("shardproof.cli.clean._agreed", agreed)
+    monkeypatch.setattr("shardproof.cli.clean.sys.stdin", _Terminal(""))
     told = json.loads(call("prune", ckpt.parent, "--damaged", "--json")[1])
     assert told["committed_meanwhile"] == ["step-00000007"]
     assert call("verify", ckpt)[0] == 0
@@ -623,7 +623,7 @@ def test_prune_asks_on_a_terminal(
 ) -> None:
     write(tmp_path / "step-00000008", Sample(STATE), commit=False)
     make_old(tmp_path)
-    monkeypatch.setattr("shardproof.cli.prune.sys.stdin", _Terminal(answer))
+    monkeypatch.setattr("shardproof.cli.clean.sys.stdin", _Terminal(answer))
     code, out, err = call("prune", tmp_path, "--json")
     assert code == 0
     assert "remove" in err

@@ -8,7 +8,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardproof.report.folding import fold, index_ranges
+from shardproof.report.summary import fold, index_ranges
 
 
 def spelled_keys(pattern: str) -> list[str]:

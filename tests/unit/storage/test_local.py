@@ -258,7 +258,9 @@ def test_read_sees_a_replaced_file(tmp_path):
 def test_a_file_longer_than_memory_is_an_error_of_ours(tmp_path):
     (tmp_path / "a").touch()
     os.truncate(tmp_path / "a", 1 << 43)
-    with pytest.raises(StorageError, match=f"{1 << 43} bytes are to be read") as caught:
+    with pytest.raises(
+        StorageError, match=f"{1 << 43} bytes from byte 0 on do not fit into memory"
+    ) as caught:
         LocalStorage(tmp_path).read("a")
     assert caught.value.details["damaged"] is False
 

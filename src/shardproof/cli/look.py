@@ -1,4 +1,4 @@
-"""``shardproof inspect``: what a checkpoint holds."""
+"""``shardproof ls`` and ``shardproof inspect``: the checkpoints of a run, and the contents of one."""
 
 from __future__ import annotations
 
@@ -8,13 +8,63 @@ from typing import TYPE_CHECKING
 import click
 
 from shardproof.cli.failures import YES
-from shardproof.cli.options import checkpoint_argument, json_option, print_json
+from shardproof.cli.options import checkpoint_argument, folder_argument, json_option, print_json
 
 if TYPE_CHECKING:
     from shardproof.format import Manifest
     from shardproof.report import ObjectDetail, Summary, TensorDetail
 
-__all__ = ["command"]
+__all__ = ["inspect_command", "ls_command"]
+
+
+@click.command("ls", short_help="List the checkpoints of a run.")
+@folder_argument("run")
+@json_option
+def ls_command(run: str, as_json: bool) -> int:
+    """List the checkpoints of RUN.
+
+    Steps that are not committed are listed with the reason: the save died, or is still in progress
+    (a leftover, see prune), or the checkpoint is damaged (see verify and repair). A suspect is the checkpoint
+    of a step whose validation failed; once that is settled, its verdict is shown.
+    """
+    from shardproof.report import scan_run
+    from shardproof.storage import LocalStorage
+
+    storage = LocalStorage(run)
+    infos = scan_run(storage)
+    if as_json:
+        print_json({"location": storage.location, "checkpoints": [info.to_json() for info in infos]})
+        return YES
+
+    import time
+
+    from shardproof._utils.humanize import age, counted, gigabytes
+    from shardproof.cli.terminal import console, table
+
+    out = console()
+    if not infos:
+        out.print(f"no checkpoints in {storage.location}")
+        return YES
+    now = time.time()
+    rows = [
+        (
+            "-" if info.step is None else str(info.step),
+            info.name,
+            "-" if info.time is None else age(now - info.time),
+            gigabytes(info.bytes),
+            str(info.tensors) if info.whole else "-",
+            "-" if info.world_size is None else str(info.world_size),
+            info.status + (", repaired" if info.repaired else ""),
+            info.reason
+            or (f"{counted(info.unnamed, 'file')} of dead saves beside it" if info.unnamed else "")
+            or ("a symbolic link" if info.linked else ""),
+        )
+        for info in infos
+    ]
+    headings = ("step", "folder", "age", "size", "tensors", "ranks", "status", "")
+    out.print(table(headings, rows, right=("step", "age", "size", "tensors", "ranks")))
+    return YES
+
 
 WRITERS_SHOWN = 16
 OBJECTS_SHOWN = 20
@@ -32,7 +82,7 @@ FOLDERS_SHOWN = 4
     help="Words of a key that name a part of the tree.",
 )
 @json_option
-def command(ckpt: str, key: str | None, depth: int, as_json: bool) -> int:
+def inspect_command(ckpt: str, key: str | None, depth: int, as_json: bool) -> int:
     """Show what CKPT holds: tensors with repeated layers folded, bytes by part of the tree and by rank.
 
     With KEY: of a tensor its shape, dtype and where each chunk lies; of a plain value the value; of a part
@@ -75,8 +125,8 @@ def _near(key: str, manifest: Manifest) -> str:
 def _show_summary(summary: Summary) -> None:
     import time
 
+    from shardproof._utils.humanize import age, counted, gigabytes, printable
     from shardproof.cli.terminal import console, table
-    from shardproof.cli.words import age, counted, gigabytes, printable
     from shardproof.report import fold
 
     out = console()
@@ -137,8 +187,8 @@ def _show_summary(summary: Summary) -> None:
 
 
 def _show_writers(summary: Summary) -> None:
+    from shardproof._utils.humanize import gigabytes
     from shardproof.cli.terminal import console, table
-    from shardproof.cli.words import gigabytes
 
     out = console()
     # The busiest of many, so that an imbalance is seen.
@@ -165,8 +215,8 @@ def _show_writers(summary: Summary) -> None:
 
 
 def _show_detail(found: TensorDetail | ObjectDetail) -> None:
+    from shardproof._utils.humanize import gigabytes, printable
     from shardproof.cli.terminal import console, table
-    from shardproof.cli.words import gigabytes, printable
     from shardproof.report import ObjectDetail, spelled
 
     out = console()

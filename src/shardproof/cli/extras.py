@@ -1,4 +1,4 @@
-"""``shardproof demo``: the engine at its main job."""
+"""``shardproof trace`` and ``shardproof demo``: merge the traces of all ranks, show the engine at work."""
 
 from __future__ import annotations
 
@@ -11,13 +11,47 @@ import click
 from click.core import ParameterSource
 
 from shardproof.cli.failures import BAD, YES
-from shardproof.cli.options import json_option, print_json
+from shardproof.cli.options import folder_argument, json_option, print_json
 
-__all__ = ["command"]
+__all__ = ["demo_command", "trace_command"]
+
+
+@click.command("trace", short_help="Put the traces of all ranks together, for Perfetto.")
+@folder_argument("folder")
+@click.option(
+    "-o", "--output", type=click.Path(dir_okay=False), required=True, help="The new file, such as all.json."
+)
+@json_option
+def trace_command(folder: str, output: str, as_json: bool) -> int:
+    """Put the trace files in FOLDER, of `sp.events.trace`, together on one time line.
+
+    Open the new file at https://ui.perfetto.dev. Exit code 1: there is no trace in FOLDER.
+    """
+    from dataclasses import asdict
+    from pathlib import Path
+
+    from shardproof._utils.humanize import counted, printable, span
+    from shardproof.events import merge_traces
+
+    merged = merge_traces(sorted(Path(folder).glob("*.json")), output)
+    if as_json:
+        print_json(asdict(merged))
+        return YES
+    click.echo(
+        printable(
+            f"{merged.path}: {counted(merged.phases, 'phase')} of {counted(merged.ranks, 'rank')}, from "
+            f"{counted(merged.files, 'file')}; ranks leave their meetings within {span(merged.spread)}"
+        )
+    )
+    if merged.unfinished:
+        click.echo(f"{counted(merged.unfinished, 'phase')} never ended: marked unfinished")
+    for name in merged.skipped:
+        click.echo(printable(f"left out, no trace of a rank: {name}"), err=True)
+    return YES
 
 
 def _numbers(_context: click.Context, _parameter: click.Parameter, value: str) -> tuple[int, ...]:
-    """From a text such as "3,1"; a usage error if it is none."""
+    """Numbers from a text such as "3,1"; a usage error for another form."""
     words = [word.strip() for word in value.split(",")]
     if not all(word.isdecimal() and len(word) < 7 and int(word) > 0 for word in words):
         raise click.BadParameter(f"{value!r} is not a list of whole numbers of at least 1; write 3,1")
@@ -71,15 +105,15 @@ def _numbers(_context: click.Context, _parameter: click.Parameter, value: str) -
 @click.option("--keep", is_flag=True, help="Keep the temporary folder.")
 @json_option
 @click.pass_context
-def command(
+def demo_command(
     context: click.Context, /, as_json: bool, fault: str | None, resume_ranks: tuple[int, ...], **options: Any
 ) -> int:
-    """Train, save, be killed in the middle of a save, resume on other layouts, and compare every bit.
+    """Train, save, kill the job in the middle of a save, resume on other layouts, and compare every bit.
 
-    With --inject: train with a wrong result on one rank, be restarted, and say whether it is the device or
-    the data.
+    With --inject: train with a wrong result on one rank, restart, and attribute the result to the device or
+    to the data.
 
-    Exit code 0: every claim held. 1: one did not; the report says which.
+    Exit code 0: every claim held. 1: the report names the claims that did not.
     """
     from rich.console import Console
 
@@ -95,7 +129,9 @@ def command(
     )
 
     if fault and context.get_parameter_source("resume_ranks") is not ParameterSource.DEFAULT:
-        raise click.UsageError("--resume-ranks has no meaning with --inject: every run is on --ranks ranks")
+        raise click.UsageError(
+            "--resume-ranks does not go with --inject, where every run has --ranks ranks: leave one out"
+        )
     out = Console(width=None if sys.stdout.isatty() else WIDTH_OFF_TERMINAL)
     on_event = None if as_json else partial(print_event, console=out)
     report: DemoReport | FaultReport

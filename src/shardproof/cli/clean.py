@@ -1,4 +1,4 @@
-"""``shardproof prune``: remove what dead saves left, and old steps."""
+"""``shardproof prune``: remove the leftovers of dead saves, and old steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shardproof.report import PrunePlan
     from shardproof.storage import Storage
 
-__all__ = ["command"]
+__all__ = ["prune_command"]
 
 _REMOVE = "; remove the folder, or all such steps with --damaged"
 
@@ -43,7 +43,7 @@ _REMOVE = "; remove the folder, or all such steps with --damaged"
 @click.option("--dry-run", is_flag=True, help="Show what would be removed, and remove nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask. Needed with --keep or --damaged off a terminal.")
 @json_option
-def command(
+def prune_command(
     run: str, keep: int | None, older_than: float, damaged: bool, dry_run: bool, yes: bool, as_json: bool
 ) -> int:
     """Remove from RUN what dead saves left: files in step folders that no manifest names.
@@ -57,8 +57,8 @@ def command(
     if (keep is not None or damaged) and not (yes or dry_run or sys.stdin.isatty()):
         option = "--keep" if keep is not None else "--damaged"
         raise click.UsageError(
-            f"{option} removes committed steps, and there is no terminal to ask on: add --yes to remove "
-            "them, or --dry-run to see which"
+            f"{option} removes committed steps, and standard input is no terminal to confirm on: add --yes "
+            "to remove them, or --dry-run to list them"
         )
     storage = LocalStorage(run)
     now = time.time()
@@ -71,7 +71,7 @@ def command(
 
     plan = plan_prune(storage, modified, older_than=older_than, now=now, keep=keep, damaged=damaged)
     if not as_json:
-        _show(plan, now, older_than, damaged)
+        _show_plan(plan, now, older_than, damaged)
     carried_out = not dry_run and not plan.empty and (yes or _agreed(plan))
     committed_meanwhile = _carry_out(storage, plan) if carried_out else []
     if not dry_run:
@@ -96,13 +96,13 @@ def command(
 def _agreed(plan: PrunePlan) -> bool:
     if not sys.stdin.isatty():
         return True
-    from shardproof.cli.words import gigabytes
+    from shardproof._utils.humanize import gigabytes
 
     return click.confirm(f"remove {gigabytes(plan.bytes)}?", err=True)
 
 
 def _carry_out(storage: Storage, plan: PrunePlan) -> list[str]:
-    """Removes what is planned, but for folders that were committed since then: it gives these."""
+    """Removes what is planned; returns the folders that it left because a save committed them meanwhile."""
     from shardproof.checkpointer import delete_steps, read_settled, remove_leftover
 
     spared = [leftover.folder for leftover in plan.leftovers if not remove_leftover(storage, leftover)]
@@ -123,14 +123,14 @@ def _is_lost(step: Storage) -> bool:
 
 
 def _remove_empty_folders(run: str, older_than: float, now: float) -> None:
-    """Folders in which a save died before its first file: no file, so no storage tells of them."""
+    """Removes the empty folders of saves that died before their first file. Storages list files only."""
     from shardproof.checkpointer import parse_folder
 
     for name in os.listdir(run):
         top = os.path.join(run, name)
         if parse_folder(name) is None or os.path.islink(top):
             continue
-        # Both ages before the first removal, which makes the folder above it young.
+        # Read both ages before the first removal, which changes the time of the folder above.
         folders = [folder for folder in (os.path.join(top, "shards"), top) if os.path.isdir(folder)]
         if all(now - os.stat(folder).st_mtime >= older_than for folder in folders):
             for folder in folders:
@@ -138,9 +138,9 @@ def _remove_empty_folders(run: str, older_than: float, now: float) -> None:
                     os.rmdir(folder)
 
 
-def _show(plan: PrunePlan, now: float, older_than: float, damaged: bool) -> None:
+def _show_plan(plan: PrunePlan, now: float, older_than: float, damaged: bool) -> None:
+    from shardproof._utils.humanize import age, counted, gigabytes, printable
     from shardproof.cli.terminal import console, table
-    from shardproof.cli.words import age, counted, gigabytes, printable
 
     out = console()
     rows = [

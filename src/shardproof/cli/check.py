@@ -1,0 +1,159 @@
+"""``shardproof verify`` and ``shardproof diff``: read and prove one checkpoint, compare two."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from shardproof.cli.failures import BAD, UNEXPECTED, YES, tells_nothing
+from shardproof.cli.options import checkpoint_argument, json_option, print_json
+
+if TYPE_CHECKING:
+    from shardproof.report import Difference
+
+__all__ = ["diff_command", "verify_command"]
+
+FAULTS_SHOWN = 20
+
+
+@click.command("verify", short_help="Read every byte and prove a checkpoint whole.")
+@checkpoint_argument("ckpt")
+@json_option
+def verify_command(ckpt: str, as_json: bool) -> int:
+    """Compare every byte of CKPT with what was saved; prove that the chunks tile every tensor.
+
+    Exit code 0: whole. 1: damaged or not committed; the output names each fault. 3: the checkpoint could not
+    be read and may be whole.
+    """
+    from shardproof.cli.terminal import bytes_progress
+    from shardproof.errors import NotCommittedError
+    from shardproof.storage import UncachedStorage
+
+    storage = UncachedStorage(ckpt)
+    with bytes_progress("verify", shown=not as_json) as on_progress:
+        from shardproof.loading import verify
+
+        try:
+            report: dict[str, Any] = verify(storage, on_progress).to_json()
+        except NotCommittedError as error:  # an answer too, so it goes to standard output
+            report = _nothing_there(storage.location, error.to_wire())
+    if as_json:
+        print_json(report)
+    else:
+        _show_report(report)
+    return _code(report)
+
+
+def _code(report: dict[str, Any]) -> int:
+    if report["ok"]:
+        return YES
+    return UNEXPECTED if all(tells_nothing(fault["details"]) for fault in report["faults"]) else BAD
+
+
+def _nothing_there(location: str, fault: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "location": location,
+        "step": None,
+        "ok": False,
+        "files": 0,
+        "chunks": 0,
+        "bytes": 0,
+        "seconds": 0.0,
+        "faults": [fault],
+    }
+
+
+def _show_report(report: dict[str, Any]) -> None:
+    from shardproof._utils.humanize import counted, gigabytes, gigabytes_per_second, printable
+
+    step = "" if report["step"] is None else f", step {report['step']}"
+    read = (
+        f"{counted(report['chunks'], 'chunk')} in {counted(report['files'], 'file')}, "
+        f"{gigabytes(report['bytes'])} read in "
+        f"{report['seconds']:.1f} s at {gigabytes_per_second(report['bytes'], report['seconds'])}"
+    )
+    if report["ok"]:
+        click.echo(printable(f"whole: {report['location']}{step}: {read}"))
+        return
+    faults = report["faults"]
+    title = "BAD" if _code(report) == BAD else "NO ANSWER"
+    click.echo(printable(f"{title}: {report['location']}{step}: {counted(len(faults), 'fault')} ({read})"))
+    for fault in faults[:FAULTS_SHOWN]:
+        click.echo(printable(f"  {fault['type']}: {fault['message']}"))
+    if len(faults) > FAULTS_SHOWN:
+        click.echo(f"  and {len(faults) - FAULTS_SHOWN:,} more (--json lists all)")
+    if title != "BAD":
+        click.echo(
+            "The checkpoint could not be read and may be whole. Mend what the faults name, then verify again."
+        )
+
+
+LONGEST_VALUE = 100
+VALUES_SHOWN = 40
+_NOUNS = {"digest": "chunk", "read": "element"}
+
+
+@click.command("diff", short_help="Compare two checkpoints, to the bit.")
+@checkpoint_argument("a")
+@checkpoint_argument("b")
+@json_option
+def diff_command(a: str, b: str, as_json: bool) -> int:
+    """Compare the states in A and B: keys, dtypes, shapes, plain values, and every tensor to the bit.
+
+    Digests decide where both checkpoints have the same chunks. Tensors of other layouts are read. Step,
+    time, metadata and layout are not differences. Exit code 0: the same state. 1: they differ.
+    """
+    from shardproof.cli.terminal import bytes_progress
+    from shardproof.report import diff
+    from shardproof.storage import LocalStorage
+
+    with bytes_progress("diff", shown=not as_json) as on_progress:
+        difference = diff(LocalStorage(a), LocalStorage(b), on_progress=on_progress)
+    if as_json:
+        print_json(difference.to_json())
+    else:
+        _show_difference(difference)
+    return YES if difference.same else BAD
+
+
+def _show_difference(difference: Difference) -> None:
+    from shardproof._utils.humanize import counted, gigabytes
+    from shardproof.cli.terminal import console, table
+    from shardproof.report import fold
+
+    out = console()
+    for title, keys in (("only in A", difference.only_a), ("only in B", difference.only_b)):
+        if keys:
+            rows = [(row.pattern, f"{row.count:,}") for row in fold((key, None) for key in keys)]
+            out.print(table((title, "count"), rows, right=("count",)), end="\n\n")
+    for title, changes in (("structure", difference.changed), ("plain value", difference.objects)):
+        if changes:
+            folded = fold((change.key, (_short(change.a), _short(change.b))) for change in changes)
+            rows_of_changes = [(row.pattern, f"{row.count:,}", *row.label) for row in folded]
+            out.print(table((title, "count", "A", "B"), rows_of_changes, right=("count",)), end="\n\n")
+    if difference.values:
+        rows_of_values = [
+            (
+                row.pattern,
+                f"{row.count:,}",
+                f"{row.label[1]:,} of {counted(row.label[2], _NOUNS[row.label[0]])}",
+            )
+            for row in fold(
+                (value.key, (value.how, value.different, value.total)) for value in difference.values
+            )
+        ]
+        shown = rows_of_values[:VALUES_SHOWN]
+        out.print(table(("tensor", "count", "each differs in"), shown, right=("count",)), end="\n\n")
+        if len(rows_of_values) > VALUES_SHOWN:
+            out.print(f"and {len(rows_of_values) - VALUES_SHOWN:,} more rows (--json lists all)\n")
+    out.print(
+        f"tensors: {difference.same_tensors:,} equal to the bit, {len(difference.values):,} different "
+        f"({difference.by_digest:,} compared by digest, {difference.by_reading:,} read: "
+        f"{gigabytes(difference.bytes_read)})"
+    )
+    out.print("the same state" if difference.same else "the states differ")
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 3]}..."
