@@ -17,8 +17,8 @@ import torch
 
 import shardproof as sp
 from shardproof import events
-from shardproof.checkpointer.choosing import MOST_TRIES, choose
-from shardproof.checkpointer.folders import StepFolder
+from shardproof.checkpointer.step_folders import StepFolder
+from shardproof.checkpointer.step_selection import MOST_TRIES, choose
 from shardproof.report import scan_run
 from shardproof.storage import LocalStorage, Storage
 from tests.faulty_storage import FaultyStorage

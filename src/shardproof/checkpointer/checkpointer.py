@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from shardproof import events
-from shardproof.checkpointer.choosing import (
+from shardproof.checkpointer.damage import Damage
+from shardproof.checkpointer.page_cache import NewestStep
+from shardproof.checkpointer.retention import Retention, retain
+from shardproof.checkpointer.scrub import Scrub
+from shardproof.checkpointer.step_folders import StepFolder, parse_step, step_name
+from shardproof.checkpointer.step_selection import (
     KEEP_MORE,
     MOST_TRIES,
     Chosen,
@@ -23,11 +28,6 @@ from shardproof.checkpointer.choosing import (
     choose_after,
     written_folders,
 )
-from shardproof.checkpointer.damage import Damage
-from shardproof.checkpointer.folders import StepFolder, parse_step, step_name
-from shardproof.checkpointer.page_cache import NewestStep
-from shardproof.checkpointer.retention import Retention, retain
-from shardproof.checkpointer.scrub import Scrub
 from shardproof.checkpointer.suspects import unsettled_suspects, write_settled
 from shardproof.checkpointer.views import RestoreReport, check_damage, check_reports, report_view
 from shardproof.errors import (

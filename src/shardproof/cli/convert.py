@@ -29,7 +29,7 @@ def command(src: str, dst: str, standalone: bool, as_json: bool) -> int:
     import time
 
     from shardproof.cli.terminal import bytes_progress
-    from shardproof.saving import make_standalone
+    from shardproof.maintenance import make_standalone
     from shardproof.storage import LocalStorage
 
     source, target = LocalStorage(src), LocalStorage(dst)

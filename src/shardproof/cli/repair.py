@@ -21,8 +21,8 @@ def command(ckpt: str, as_json: bool) -> int:
     """
     from shardproof.cli.words import counted, gigabytes
     from shardproof.errors import AlreadyCommittedError
+    from shardproof.maintenance import repair
     from shardproof.report import tensor_bytes
-    from shardproof.saving import repair
     from shardproof.storage import UncachedStorage
 
     storage = UncachedStorage(ckpt)

@@ -12,7 +12,7 @@ __all__ = ["stored_facts"]
 
 def stored_facts(checkpoints: Path, step: int, saved: RunRecords) -> StoredFacts:
     """Verify the checkpoint of a step, and compare what `shardproof.open` reads with what its run saved."""
-    from shardproof.loading import verify
+    from shardproof.maintenance import verify
     from shardproof.storage import LocalStorage
 
     folder = checkpoints / f"step-{step:08d}"

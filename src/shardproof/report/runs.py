@@ -81,7 +81,7 @@ def scan_run(storage: Storage, *, sizes: bool = False) -> list[StepInfo]:
 
     Folders named ``step-...`` and ``suspect-...`` count when they hold any file that shardproof writes, or
     cannot be looked at; other folders (and the run's folder itself) when they hold a manifest. Only manifests
-    are read; that every byte is what was written, `shardproof.loading.verify` says.
+    are read; that every byte is what was written, `shardproof.maintenance.verify` says.
 
     Args:
         storage: the run's folder.

@@ -6,27 +6,31 @@ from typing import Any
 
 from shardproof.rendezvous import Rendezvous, connected
 from shardproof.saving.background import Workers
+from shardproof.saving.commit import chunk_table, publish, write_index
 from shardproof.saving.pending import PendingSave
-from shardproof.saving.repair import repair
+from shardproof.saving.prepare import Attempt, PreparedShard, encode_chunks
 from shardproof.saving.replicas import CheckReplicas
 from shardproof.saving.result import Divergence, SaveResult
 from shardproof.saving.saver import Saver, WhenBusy
-from shardproof.saving.standalone import make_standalone
 from shardproof.state import open_all
 from shardproof.storage import LocalStorage, StrOrBytesPath
 
 __all__ = [
+    "Attempt",
     "CheckReplicas",
     "Divergence",
     "PendingSave",
+    "PreparedShard",
     "SaveResult",
     "Saver",
     "WhenBusy",
     "Workers",
-    "make_standalone",
+    "chunk_table",
+    "encode_chunks",
     "open_all",
-    "repair",
+    "publish",
     "save",
+    "write_index",
 ]
 
 
@@ -46,7 +50,7 @@ def save(
     Args:
         path: the folder of the checkpoint.
         state: nested dicts, lists and tuples of tensors, modules, optimizers, objects with ``state_dict``,
-        plain values.
+            plain values.
         step: kept in the manifest.
         metadata: plain data, kept in the manifest.
         overwrite: whether to replace a committed checkpoint; it stays valid until the new one is committed.
