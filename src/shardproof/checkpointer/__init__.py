@@ -19,6 +19,7 @@ from shardproof.checkpointer.suspects import read_settled
 
 if TYPE_CHECKING:
     from shardproof.checkpointer.checkpointer import Checkpointer
+    from shardproof.checkpointer.restored_step import RestoredStep
     from shardproof.checkpointer.step_selection import PassedOver
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "KeepLatest",
     "Leftover",
     "PassedOver",
+    "RestoredStep",
     "Retention",
     "StepFolder",
     "delete_steps",
@@ -46,6 +48,10 @@ def __getattr__(name: str) -> Any:
         from shardproof.checkpointer.checkpointer import Checkpointer
 
         return Checkpointer
+    if name == "RestoredStep":
+        from shardproof.checkpointer.restored_step import RestoredStep
+
+        return RestoredStep
     if name == "PassedOver":
         from shardproof.checkpointer.step_selection import PassedOver
 
