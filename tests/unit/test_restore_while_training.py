@@ -32,7 +32,10 @@ class Training:
     """Another process's run: each step has a tensor that changes and one that does not."""
 
     def __init__(self, root: Path, *, incremental: bool = False, keep: int = 1) -> None:
-        self.checkpointer = sp.Checkpointer(root, keep=sp.KeepLatest(keep), incremental=incremental)
+        # Without a scrub: a step that the scrub proves in time stays beside the newest one, and is restored.
+        self.checkpointer = sp.Checkpointer(
+            root, keep=sp.KeepLatest(keep), incremental=incremental, scrub=None
+        )
         self.step = 0
 
     def save(self, *, overwrite: bool = False) -> None:
