@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from shardproof.checkpointer import Damage as Damage
     from shardproof.checkpointer import KeepLatest as KeepLatest
     from shardproof.checkpointer import PassedOver as PassedOver
+    from shardproof.checkpointer import RestoredStep as RestoredStep
     from shardproof.checkpointer import Retention as Retention
     from shardproof.checkpointer import StepFolder as StepFolder
     from shardproof.errors import AlreadyCommittedError as AlreadyCommittedError
@@ -70,7 +71,15 @@ _PACKAGES = ("events", "fsdp", "geometry", "layouts", "optim", "rendezvous", "re
 """Packages that are public as they are."""
 
 _HOMES = {
-    "checkpointer": ("Checkpointer", "Damage", "KeepLatest", "PassedOver", "Retention", "StepFolder"),
+    "checkpointer": (
+        "Checkpointer",
+        "Damage",
+        "KeepLatest",
+        "PassedOver",
+        "RestoredStep",
+        "Retention",
+        "StepFolder",
+    ),
     "errors": (
         "AlreadyCommittedError",
         "CorruptChunkError",

@@ -23,7 +23,7 @@ from shardproof.format import (
     read_index,
     read_manifest,
 )
-from shardproof.loading import verify
+from shardproof.maintenance import verify
 from shardproof.rendezvous import Rendezvous
 from shardproof.saving import Saver
 from shardproof.storage import LocalStorage

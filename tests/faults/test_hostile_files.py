@@ -20,8 +20,7 @@ import torch
 import shardproof as sp
 from shardproof.errors import ShardproofError
 from shardproof.format import MANIFEST_NAME, read_manifest
-from shardproof.loading import verify
-from shardproof.saving import repair
+from shardproof.maintenance import repair, verify
 from shardproof.storage import LocalStorage
 from tests.faults.damage import target_like, values_of
 from tests.faults.forgeries import CASES, SHARDS, VALUES, Forge, a_large_tensor, cut_along_all, with_value

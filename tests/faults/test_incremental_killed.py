@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 import shardproof as sp
-from shardproof.checkpointer.folders import parse_step, step_name
 from shardproof.checkpointer.retention import leftovers, remove_leftover
-from shardproof.loading import verify
+from shardproof.checkpointer.step_folders import parse_step, step_name
+from shardproof.maintenance import verify
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.storage import LocalStorage
 from tests.faults.dying import Deadly, die_at_every_operation

@@ -26,8 +26,7 @@ import shardproof as sp
 from shardproof.checkpointer.retention import leftovers, plan_removal
 from shardproof.errors import FormatError, ShardproofError
 from shardproof.format import MANIFEST_NAME, read_manifest
-from shardproof.loading import verify
-from shardproof.saving import make_standalone, repair
+from shardproof.maintenance import make_standalone, repair, verify
 from shardproof.storage import LocalStorage
 from tests.faults.damage import target_like
 from tests.faults.forging import Forgery, state

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import shardproof as sp
-from shardproof.checkpointer.folders import step_name
+from shardproof.checkpointer.step_folders import step_name
 from shardproof.format import MANIFEST_NAME
-from shardproof.loading import verify
+from shardproof.maintenance import verify
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.storage import LocalStorage
 from tests.faults.dying import Deadly, die_at_every_operation

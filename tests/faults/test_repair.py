@@ -21,8 +21,8 @@ from shardproof.errors import (
     TilingError,
 )
 from shardproof.format import MANIFEST_NAME, Manifest, index_name, read_manifest, shard_name
+from shardproof.maintenance import repair
 from shardproof.rendezvous import LocalRendezvous
-from shardproof.saving import repair
 from shardproof.storage import LocalStorage
 from tests.faults.damage import (
     faults_of,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof.loading import verify
+from shardproof.maintenance import verify
 from shardproof.rendezvous import StoreRendezvous
 from shardproof.saving import Saver
 from shardproof.storage import LocalStorage

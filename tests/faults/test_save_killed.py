@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import shardproof as sp
-from shardproof.checkpointer.folders import step_name
 from shardproof.checkpointer.retention import leftovers, remove_leftover
+from shardproof.checkpointer.step_folders import step_name
 from shardproof.format import MANIFEST_NAME, read_manifest
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.storage import LocalStorage

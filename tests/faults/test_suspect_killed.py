@@ -10,7 +10,7 @@ import pytest
 
 import shardproof as sp
 from shardproof.checkpointer.retention import delete_steps, leftovers, remove_leftover
-from shardproof.loading import verify
+from shardproof.maintenance import verify
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.storage import LocalStorage
 from tests.faults.dying import Deadly, die_at_every_operation

@@ -21,8 +21,7 @@ import torch
 import shardproof as sp
 from shardproof.errors import AlreadyCommittedError, ShardproofError, StorageError
 from shardproof.format import MANIFEST_NAME, files_of, read_manifest
-from shardproof.loading import verify
-from shardproof.saving import make_standalone, repair
+from shardproof.maintenance import make_standalone, repair, verify
 from shardproof.storage import LocalStorage
 from tests.faulty_system import Fault, faulty_system
 

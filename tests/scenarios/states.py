@@ -15,7 +15,7 @@ import torch
 import shardproof as sp
 from shardproof.errors import ShardproofError
 from shardproof.format import MANIFEST_NAME, read_manifest
-from shardproof.loading import verify
+from shardproof.maintenance import verify
 from shardproof.rendezvous import Rendezvous
 from shardproof.rendezvous.protocol import Decide
 from shardproof.storage import LocalStorage

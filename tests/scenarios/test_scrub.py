@@ -17,11 +17,11 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof.checkpointer.folders import step_name
 from shardproof.checkpointer.retention import delete_steps
 from shardproof.checkpointer.scrub import Scrub
+from shardproof.checkpointer.step_folders import step_name
 from shardproof.format import read_manifest
-from shardproof.loading import verify
+from shardproof.maintenance import verify
 from shardproof.storage import LocalStorage
 from tests.harness import rank, rendezvous, run_ranks
 from tests.scenarios.test_rot_in_a_base import FROZEN_BYTES, flip_bit, same, shard_of, state

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof.checkpointer.folders import step_name
+from shardproof.checkpointer.step_folders import step_name
 from tests import harness
 from tests.faulty_storage import FaultyStorage
 from tests.harness import Job, reach, run_ranks

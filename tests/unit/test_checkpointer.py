@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import errno
+import json
 import logging
 import os
+import pickle  # noqa: TID251 a restored step may cross processes
 import threading
 from pathlib import Path
 from typing import Any
@@ -55,6 +58,37 @@ def test_damaged_and_unfinished_steps_are_passed_over_with_the_reason(tmp_path: 
     assert [item.step for item in checkpointer.passed_over] == [4, 3]
     assert "no manifest" in checkpointer.passed_over[0].reason
     assert "digest" in checkpointer.passed_over[1].reason
+
+
+def test_restore_returns_the_step_what_was_loaded_and_what_was_passed_over(tmp_path: Path) -> None:
+    checkpointer = sp.Checkpointer(tmp_path)
+    for step in (1, 2):
+        checkpointer.save(step, state(step)).result()
+    damage(tmp_path, 2)
+    found = checkpointer.restore(state(0))
+    assert isinstance(found, sp.RestoredStep) and isinstance(found, int)
+    assert (found, found + 1, f"{found:04d}", repr(found), json.dumps({"step": found})) == (
+        *(1, 2, "0001", "1"),
+        '{"step": 1}',
+    )
+    assert hash(found) == hash(1) and type(found + 1) is int
+    assert found.report is checkpointer.last_restore
+    assert found.passed_over == checkpointer.passed_over
+    ((passed, reason),) = [(item.step, item.reason) for item in found.passed_over]
+    assert passed == 2 and "digest" in reason
+    copies = [copy.copy(found), copy.deepcopy(found)]
+    copies += [pickle.loads(pickle.dumps(found, protocol)) for protocol in range(6)]
+    for other in copies:
+        assert type(other) is sp.RestoredStep and other == found
+        assert (other.report, other.passed_over) == (found.report, found.passed_over)
+    with pytest.raises(AttributeError, match="frozen"):
+        found.passed_over = ()
+    with pytest.raises(AttributeError, match="frozen"):
+        del found.report
+    checkpointer.save(3, state(3)).result()
+    newest = checkpointer.restore(state(0))
+    assert newest is not None and newest.passed_over == ()
+    assert [item.step for item in found.passed_over] == [2], "an earlier result does not change"
 
 
 def test_a_step_that_was_passed_over_can_be_saved_again(tmp_path: Path) -> None:

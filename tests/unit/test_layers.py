@@ -33,6 +33,7 @@ ENGINE = (
     "format",
     "saving",
     "loading",
+    "maintenance",
     "checkpointer",
     "interop",
 )

@@ -52,7 +52,8 @@ MODULES = (
 """Modules that programs import; each names what it offers in ``__all__``."""
 
 RETURNED = {
-    "shardproof.loading": ("Checkpoint", "StoredTensor", "VerifyReport", "verify"),
+    "shardproof.loading": ("Checkpoint", "StoredTensor"),
+    "shardproof.maintenance": ("VerifyReport", "verify"),
 }
 """Names of other modules that programs use: what public functions return, and verification."""
 

@@ -17,8 +17,8 @@ import torch
 
 import shardproof as sp
 from shardproof import events
-from shardproof.checkpointer.choosing import MOST_TRIES, choose
-from shardproof.checkpointer.folders import StepFolder
+from shardproof.checkpointer.step_folders import StepFolder
+from shardproof.checkpointer.step_selection import MOST_TRIES, choose
 from shardproof.report import scan_run
 from shardproof.storage import LocalStorage, Storage
 from tests.faulty_storage import FaultyStorage
@@ -32,7 +32,7 @@ class Training:
     """Another process's run: each step has a tensor that changes and one that does not."""
 
     def __init__(self, root: Path, *, incremental: bool = False, keep: int = 1) -> None:
-        # A scrub that has read a step would keep retention from removing it, now and then.
+        # Without a scrub: a step that the scrub proves in time stays beside the newest one, and is restored.
         self.checkpointer = sp.Checkpointer(
             root, keep=sp.KeepLatest(keep), incremental=incremental, scrub=None
         )

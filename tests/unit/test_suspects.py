@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof.checkpointer.folders import parse_folder
 from shardproof.checkpointer.retention import leftovers, remove_leftover
+from shardproof.checkpointer.step_folders import parse_folder
 from shardproof.errors import StorageError
 from shardproof.format import MANIFEST_NAME, read_manifest
-from shardproof.loading import verify
+from shardproof.maintenance import verify
 from shardproof.report import scan_run
 from shardproof.storage import LocalStorage
 from tests.faulty_storage import FaultyStorage

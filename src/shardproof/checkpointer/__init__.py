@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardproof.checkpointer.damage import Damage
-from shardproof.checkpointer.folders import SETTLED_NAME, StepFolder, is_ours, parse_folder, parse_step
 from shardproof.checkpointer.retention import (
     KeepLatest,
     Leftover,
@@ -15,11 +14,13 @@ from shardproof.checkpointer.retention import (
     plan_removal,
     remove_leftover,
 )
+from shardproof.checkpointer.step_folders import SETTLED_NAME, StepFolder, is_ours, parse_folder, parse_step
 from shardproof.checkpointer.suspects import read_settled
 
 if TYPE_CHECKING:
     from shardproof.checkpointer.checkpointer import Checkpointer
-    from shardproof.checkpointer.choosing import PassedOver
+    from shardproof.checkpointer.restored_step import RestoredStep
+    from shardproof.checkpointer.step_selection import PassedOver
 
 __all__ = [
     "SETTLED_NAME",
@@ -28,6 +29,7 @@ __all__ = [
     "KeepLatest",
     "Leftover",
     "PassedOver",
+    "RestoredStep",
     "Retention",
     "StepFolder",
     "delete_steps",
@@ -46,8 +48,12 @@ def __getattr__(name: str) -> Any:
         from shardproof.checkpointer.checkpointer import Checkpointer
 
         return Checkpointer
+    if name == "RestoredStep":
+        from shardproof.checkpointer.restored_step import RestoredStep
+
+        return RestoredStep
     if name == "PassedOver":
-        from shardproof.checkpointer.choosing import PassedOver
+        from shardproof.checkpointer.step_selection import PassedOver
 
         return PassedOver
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

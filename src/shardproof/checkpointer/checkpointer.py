@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from shardproof import events
-from shardproof.checkpointer.choosing import (
+from shardproof.checkpointer.damage import Damage
+from shardproof.checkpointer.page_cache import NewestStep
+from shardproof.checkpointer.restored_step import RestoredStep
+from shardproof.checkpointer.retention import Retention, retain
+from shardproof.checkpointer.scrub import Scrub
+from shardproof.checkpointer.step_folders import StepFolder, parse_step, step_name
+from shardproof.checkpointer.step_selection import (
     KEEP_MORE,
     MOST_TRIES,
     Chosen,
@@ -23,11 +29,6 @@ from shardproof.checkpointer.choosing import (
     choose_after,
     written_folders,
 )
-from shardproof.checkpointer.damage import Damage
-from shardproof.checkpointer.folders import StepFolder, parse_step, step_name
-from shardproof.checkpointer.page_cache import NewestStep
-from shardproof.checkpointer.retention import Retention, retain
-from shardproof.checkpointer.scrub import Scrub
 from shardproof.checkpointer.suspects import unsettled_suspects, write_settled
 from shardproof.checkpointer.views import RestoreReport, check_damage, check_reports, report_view
 from shardproof.errors import (
@@ -349,8 +350,8 @@ class Checkpointer:
             StructureError: ranks settle different suspects, or with different verdicts.
             StorageError: the storage failed; the suspect is as it was, unless the text says that the file is
                 in place: then it counts as settled, and a crash of the machine may undo that.
-            RankFailure, RankSilent: some rank failed or fell silent. If that was the coordinator, the suspect may
-                be settled or not.
+            RankFailure, RankSilent: some rank failed or fell silent. If that was the coordinator, the suspect
+                may be settled or not.
 
         >>> import shardproof as sp, tempfile, torch
         >>> checkpointer = sp.Checkpointer(tempfile.mkdtemp())
@@ -398,7 +399,7 @@ class Checkpointer:
         read_once: ReadOnce = False,
         group: ProcessGroup | None = None,
         suspect: bool = False,
-    ) -> int | None:
+    ) -> RestoredStep | None:
         """Loads the newest committed and readable step, into whatever layout the state has now.
 
         A step that is damaged is passed over for the next older one, and `passed_over` says why. A step that
@@ -425,7 +426,8 @@ class Checkpointer:
                 taken.
 
         Returns:
-            The step, or None when nothing was ever committed here. None only if no rank sees a step.
+            The step, an `int` that also says what was loaded (`report`) and which newer steps were passed
+            over and why (`passed_over`). None if no rank sees a committed step.
 
         Raises:
             ReentrantCallError: a signal handler called it that interrupted a save or a load.
@@ -442,7 +444,7 @@ class Checkpointer:
             return self._restore(state, step, suspect, options)
 
     @guarded("restore")
-    def _restore(self, state: Any, step: int | None, suspect: bool, options: Options) -> int | None:
+    def _restore(self, state: Any, step: int | None, suspect: bool, options: Options) -> RestoredStep | None:
         self._saver.settle()
         self.passed_over = ()
         self.last_restore = None
@@ -493,7 +495,7 @@ class Checkpointer:
                 if not chosen.folder.suspect:
                     self._scrub.prepare()
                     self._scrub.begin(chosen.folder.name)
-            return chosen.folder.step
+            return RestoredStep(chosen.folder.step, report, self.passed_over)
 
     def _check_group(self) -> None:
         if self._found_rendezvous:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shardproof.checkpointer.folders import SETTLED_NAME, attempt_of, is_ours, parse_folder, step_name
+from shardproof.checkpointer.step_folders import SETTLED_NAME, attempt_of, is_ours, parse_folder, step_name
 from shardproof.checkpointer.suspects import settled_suspects
 from shardproof.errors import FormatError, NotCommittedError
 from shardproof.format import (

@@ -19,12 +19,12 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from shardproof.checkpointer.choosing import is_damage
 from shardproof.checkpointer.damage import Damage
-from shardproof.checkpointer.folders import parse_folder
+from shardproof.checkpointer.step_folders import parse_folder
+from shardproof.checkpointer.step_selection import is_damage
 from shardproof.errors import FormatError, NotCommittedError, ShardproofError, StorageError
 from shardproof.format import read_index, read_manifest, refers_to_none, seal_of
-from shardproof.loading import verify
+from shardproof.maintenance import verify
 from shardproof.saving import Workers
 from shardproof.storage import LocalStorage, UncachedStorage
 

@@ -12,7 +12,7 @@ import time
 
 import msgspec
 
-from shardproof.checkpointer.folders import SETTLED_NAME, StepFolder, parse_folder
+from shardproof.checkpointer.step_folders import SETTLED_NAME, StepFolder, parse_folder
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.format import MANIFEST_NAME, read_manifest
 from shardproof.storage import Storage

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from shardproof.checkpointer.choosing import Chosen, named, newest_committed, why_unreadable
-from shardproof.checkpointer.folders import StepFolder
+from shardproof.checkpointer.step_folders import StepFolder
+from shardproof.checkpointer.step_selection import Chosen, named, newest_committed, why_unreadable
 from shardproof.errors import StorageError, StructureError
 from shardproof.loading import from_rank
 from shardproof.storage import Storage

@@ -32,7 +32,7 @@ def verify_command(ckpt: str, as_json: bool) -> int:
 
     storage = UncachedStorage(ckpt)
     with bytes_progress("verify", shown=not as_json) as on_progress:
-        from shardproof.loading import verify
+        from shardproof.maintenance import verify
 
         try:
             report: dict[str, Any] = verify(storage, on_progress).to_json()

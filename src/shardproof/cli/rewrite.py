@@ -30,7 +30,7 @@ def convert_command(src: str, dst: str, standalone: bool, as_json: bool) -> int:
     import time
 
     from shardproof.cli.terminal import bytes_progress
-    from shardproof.saving import make_standalone
+    from shardproof.maintenance import make_standalone
     from shardproof.storage import LocalStorage
 
     source, target = LocalStorage(src), LocalStorage(dst)
@@ -74,8 +74,8 @@ def repair_command(ckpt: str, as_json: bool) -> int:
     """
     from shardproof._utils.humanize import counted, gigabytes
     from shardproof.errors import AlreadyCommittedError
+    from shardproof.maintenance import repair
     from shardproof.report import tensor_bytes
-    from shardproof.saving import repair
     from shardproof.storage import UncachedStorage
 
     storage = UncachedStorage(ckpt)

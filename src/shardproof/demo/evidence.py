@@ -302,7 +302,7 @@ def facts_of(
 
 def stored_facts(checkpoints: Path, step: int, saved: RunRecords) -> StoredFacts:
     """Verify the checkpoint of a step, and compare what `shardproof.open` reads with what its run saved."""
-    from shardproof.loading import verify
+    from shardproof.maintenance import verify
     from shardproof.storage import LocalStorage
 
     folder = checkpoints / f"step-{step:08d}"

@@ -1,4 +1,4 @@
-"""Reading checkpoints: into a live state, by slices, or to prove them whole."""
+"""Reading checkpoints: into a live state, or by slices."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from shardproof.loading.checkpoint import Checkpoint, StoredTensor
 from shardproof.loading.checkpoint import open_checkpoint as open  # noqa: A004 the public name is sp.open
+from shardproof.loading.chunk_reader import corrupt_chunk
 from shardproof.loading.load_protocol import LoadReport, load_from
 from shardproof.loading.matching import Options, ReadOnce, from_rank
 from shardproof.loading.read_once.agreement import UNREADABLE
 from shardproof.loading.selection import Cast, Patterns
-from shardproof.loading.verify import VerifyReport, verify
 from shardproof.reentrance import refuse_inside
 from shardproof.rendezvous import Rendezvous, connected
 from shardproof.storage import LocalStorage, StrOrBytesPath
@@ -28,12 +28,11 @@ __all__ = [
     "Patterns",
     "ReadOnce",
     "StoredTensor",
-    "VerifyReport",
+    "corrupt_chunk",
     "from_rank",
     "load",
     "load_from",
     "open",
-    "verify",
 ]
 
 
@@ -70,7 +69,7 @@ def load(
         strict: whether a key that only one side has is an error. A shape or dtype that differs always
             is; an object with ``state_tree`` (see `shardproof.state.handlers.stateful_objects`) may be on one side alone.
         include: patterns (`fnmatch`, over the whole key or the keys above it) of the keys to load; None for
-        all.
+            all.
         exclude: patterns of the keys to leave as they are.
         cast: True, or patterns of keys, where values may be converted to the dtype of their destination.
         rename: key in the target to key in the checkpoint, for a key and all below it.

@@ -81,7 +81,7 @@ def scan_run(storage: Storage, *, sizes: bool = False) -> list[StepInfo]:
 
     Folders named ``step-...`` and ``suspect-...`` count when they hold any file that shardproof writes, or
     cannot be looked at; other folders (and the run's folder itself) when they hold a manifest. Only manifests
-    are read; `shardproof.loading.verify` checks the bytes.
+    are read; `shardproof.maintenance.verify` checks the bytes.
 
     Args:
         storage: the run's folder.

@@ -14,11 +14,9 @@ from shardproof.saving.messages import Attempt
 from shardproof.saving.pending import PendingSave
 from shardproof.saving.placement import chunk_table
 from shardproof.saving.prepared_shard import PreparedShard, encode_chunks
-from shardproof.saving.repair import repair
 from shardproof.saving.replica_check import CheckReplicas
 from shardproof.saving.result import Divergence, SaveResult
 from shardproof.saving.saver import Saver, WhenBusy
-from shardproof.saving.standalone import make_standalone
 from shardproof.state import open_all
 from shardproof.storage import LocalStorage, StrOrBytesPath
 
@@ -34,10 +32,8 @@ __all__ = [
     "Workers",
     "chunk_table",
     "encode_chunks",
-    "make_standalone",
     "open_all",
     "publish",
-    "repair",
     "save",
     "write_index",
 ]

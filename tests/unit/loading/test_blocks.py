@@ -12,9 +12,10 @@ import torch
 import shardproof as sp
 from shardproof.errors import CorruptChunkError, FormatError, StorageError
 from shardproof.format import MANIFEST_NAME, read_manifest, read_shard_header
-from shardproof.loading import LoadReport, read_executor, verify
+from shardproof.loading import LoadReport, read_executor
+from shardproof.maintenance import make_standalone, repair, verify
 from shardproof.rendezvous import LocalRendezvous
-from shardproof.saving import Saver, make_standalone, repair
+from shardproof.saving import Saver
 from shardproof.storage import LocalStorage
 from tests.faults.damage import Region, flipped, regions
 from tests.small_blocks import blocks_of

@@ -13,13 +13,12 @@ import torch
 from safetensors import safe_open
 
 import shardproof as sp
-from shardproof.checkpointer.folders import step_name
 from shardproof.checkpointer.retention import delete_steps, leftovers, remove_leftover
+from shardproof.checkpointer.step_folders import step_name
 from shardproof.errors import CorruptChunkError, FormatError, NotCommittedError, StorageError
 from shardproof.format import MANIFEST_NAME, read_manifest, read_shard_header
-from shardproof.loading import verify
+from shardproof.maintenance import make_standalone, repair, verify
 from shardproof.report import scan_run
-from shardproof.saving import make_standalone, repair
 from shardproof.saving.incremental import match_base
 from shardproof.storage import ALIGNMENT, LocalStorage
 from shardproof.storage.sink import LocalSink

@@ -31,9 +31,7 @@ from shardproof.format import (
     shard_tail,
 )
 from shardproof.planning import ChunkTable, RankPlan, SharedPieces, places_in_files, prove_chunks
-from shardproof.saving.commit import publish
-from shardproof.saving.messages import Attempt
-from shardproof.saving.prepared_shard import PreparedShard, encode_chunks
+from shardproof.saving import Attempt, PreparedShard, encode_chunks, publish
 from shardproof.storage import Sink, Storage, aligned_buffer
 from shardproof.version import __version__
 

@@ -26,7 +26,7 @@ from shardproof.format import (
     read_manifest,
     read_shard_header,
 )
-from shardproof.loading.chunk_reader import corrupt_chunk
+from shardproof.loading import corrupt_chunk
 from shardproof.planning import ChunkTable, prove_chunks
 from shardproof.storage import Storage
 

@@ -21,10 +21,9 @@ from shardproof.format import (
     read_index,
     read_manifest,
 )
+from shardproof.maintenance.stored import FoundShard, VerifiedShard, find_shard, verify_shard
 from shardproof.planning import ChunkTable, prove_chunks
-from shardproof.saving.commit import write_index
-from shardproof.saving.placement import chunk_table
-from shardproof.saving.stored import FoundShard, VerifiedShard, find_shard, verify_shard
+from shardproof.saving import chunk_table, write_index
 from shardproof.storage import Storage
 from shardproof.version import __version__
 

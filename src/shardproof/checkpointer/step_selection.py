@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from shardproof.checkpointer.damage import Damage
-from shardproof.checkpointer.folders import StepFolder, is_ours, parse_folder
+from shardproof.checkpointer.step_folders import StepFolder, is_ours, parse_folder
 from shardproof.checkpointer.suspects import read_settled, unsettled_suspects
 from shardproof.errors import CorruptChunkError, FormatError, NotCommittedError, ShardproofError, StorageError
 from shardproof.format import MANIFEST_NAME, Manifest, referred_in, seal_of

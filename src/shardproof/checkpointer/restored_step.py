@@ -1,0 +1,62 @@
+"""What a restore returns: the step, what was loaded from it, and which newer steps were passed over."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from shardproof.checkpointer.step_selection import PassedOver
+from shardproof.loading import LoadReport
+
+__all__ = ["RestoredStep"]
+
+
+class RestoredStep(int):
+    """The step that `Checkpointer.restore` loaded. It is an `int`, and says how the restore went.
+
+    It compares, hashes, formats and JSON-encodes as the number of the step. Arithmetic gives a plain `int`.
+    The attributes cannot be set. The number and `passed_over` are the same on every rank; `report` differs.
+
+    Args:
+        step: number of the step.
+        report: what this rank loaded.
+        passed_over: newer steps that the restore did not take, and why; newest first.
+
+    Example:
+        >>> import shardproof as sp, tempfile, torch
+        >>> checkpointer = sp.Checkpointer(tempfile.mkdtemp())
+        >>> _ = checkpointer.save(7, {"w": torch.ones(2)}).result()
+        >>> step = checkpointer.restore({"w": torch.zeros(2)})
+        >>> step, step + 1, step.passed_over
+        (7, 8, ())
+    """
+
+    report: LoadReport
+    """What this rank loaded."""
+    passed_over: tuple[PassedOver, ...]
+    """Newer steps that the restore did not take, and why; newest first."""
+
+    def __new__(cls, step: int, report: LoadReport, passed_over: tuple[PassedOver, ...] = ()) -> RestoredStep:
+        """Makes the value; see the class."""
+        made = super().__new__(cls, step)
+        made.__dict__.update(report=report, passed_over=tuple(passed_over))
+        return made
+
+    def __reduce__(self) -> tuple[type[RestoredStep], tuple[int, LoadReport, tuple[PassedOver, ...]]]:
+        """What pickle and copy make an equal value from."""
+        return RestoredStep, (int(self), self.report, self.passed_over)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        """Refuses: the value is frozen.
+
+        Raises:
+            AttributeError: always.
+        """
+        raise AttributeError(f"RestoredStep is frozen: {name!r} cannot be set")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        """Refuses, as `__setattr__`.
+
+        Raises:
+            AttributeError: always.
+        """
+        raise AttributeError(f"RestoredStep is frozen: {name!r} cannot be deleted")
