@@ -7,9 +7,8 @@ from functools import partial
 import torch
 from torch.autograd import Variable
 
-from shardproof.fsdp.agreement import Agreement
 from shardproof.fsdp.lanes import Lane
-from shardproof.fsdp.reduce import Reduction
+from shardproof.fsdp.reduce import Agreement, Reduction
 from shardproof.fsdp.unit import Shared, Unit
 
 __all__ = ["Schedule", "is_backward"]

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof.fsdp.buffers import FlatBuffer
+from shardproof.fsdp.flat_buffer import FlatBuffer
 from shardproof.fsdp.hooks import install
+from shardproof.fsdp.mesh_ranks import Ranks, spec_of
 from shardproof.fsdp.packing import pack
-from shardproof.fsdp.parameters import UnitParameter
 from shardproof.fsdp.precision import MixedPrecision, Strategy, check_strategy
-from shardproof.fsdp.ranks import Ranks, spec_of
 from shardproof.fsdp.unit import UNIT, Unit, unit_of
+from shardproof.fsdp.unit_parameter import UnitParameter
 from shardproof.state import LOCAL, local_tensor
 
 __all__ = ["fully_shard"]

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from shardproof.rerun.attribution import Attribution, Suspect
+from shardproof.rerun.attribution import Attribution, DeviceIdentity, Suspect
 from shardproof.rerun.comparison import relative_difference, reproduced
-from shardproof.rerun.decisions import Decision, ExitCodes
-from shardproof.rerun.identity import DeviceIdentity
+from shardproof.rerun.decision import Decision, ExitCodes
 from shardproof.rerun.injection import FaultInjector, FaultKind
-from shardproof.rerun.kept import BufferState, Kept
-from shardproof.rerun.log import Rejected, ResultLog, Spread, read_rejected, read_spreads, steps_to_skip
 from shardproof.rerun.machine import RerunMachine
 from shardproof.rerun.rejections import Spike, UnexpectedlyLarge, not_finite
 from shardproof.rerun.replay import ReplayableIterator
+from shardproof.rerun.result_log import (
+    Rejected,
+    ResultLog,
+    Spread,
+    read_rejected,
+    read_spreads,
+    steps_to_skip,
+)
 from shardproof.rerun.statistics import Differences
+from shardproof.rerun.step_start import BufferState, Kept
 from shardproof.rerun.transitions import AttributionKind, Mode, State
 
 __all__ = [

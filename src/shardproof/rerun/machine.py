@@ -16,18 +16,17 @@ from torch.distributed import ProcessGroup
 
 from shardproof.errors import RankFailure, RankSilent, StructureError
 from shardproof.rendezvous import Rendezvous, check_deadline, connect
+from shardproof.rerun.attribution import DeviceIdentity
 from shardproof.rerun.comparison import Compare
-from shardproof.rerun.decisions import Decision, ExitCodes
-from shardproof.rerun.identity import DeviceIdentity
+from shardproof.rerun.decision import Decision, ExitCodes
 from shardproof.rerun.injection import FaultInjector
-from shardproof.rerun.kept import Kept
-from shardproof.rerun.log import ResultLog
-from shardproof.rerun.memory import Memory
-from shardproof.rerun.recording import Recorder
+from shardproof.rerun.persistent_state import Memory
+from shardproof.rerun.recorder import Recorder
 from shardproof.rerun.replay import ReplayableIterator
-from shardproof.rerun.runs import Call, Rejection
-from shardproof.rerun.starts import iterators_of
-from shardproof.rerun.steps import Steps
+from shardproof.rerun.result_log import ResultLog
+from shardproof.rerun.step_effects import Steps
+from shardproof.rerun.step_run import Call, Rejection
+from shardproof.rerun.step_start import Kept, iterators_of
 from shardproof.rerun.transitions import Mode, State
 from shardproof.rerun.votes import Exchange
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardproof.optim import HybridDeviceOptimizer
-from shardproof.optim.hybrid.sides import Sides
-from shardproof.optim.hybrid.twin import Twin
+from shardproof.optim.hybrid.device_split import Sides
+from shardproof.optim.hybrid.stepped_copy import Twin
 from tests.unit.optim.hybrid_samples import (
     RULES,
     equal,

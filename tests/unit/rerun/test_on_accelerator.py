@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from shardproof import rerun
+from shardproof.rerun.byte_tensor import pack, unpack
 from shardproof.rerun.injection import FaultInjector
-from shardproof.rerun.packing import pack, unpack
 from tests.accelerator import first_device
 
 pytestmark = pytest.mark.gpu

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from shardproof.optim.distributed.flat import FlatBucket
-from shardproof.optim.parameters import refreshed
+from shardproof.optim.distributed.flat_bucket import FlatBucket
+from shardproof.optim.parameter_values import refreshed
 from shardproof.state import declare_storage_owner
 
 __all__ = ["Masters"]

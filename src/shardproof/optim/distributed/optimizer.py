@@ -9,15 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardproof.optim.distributed.describing import describe, receipt
-from shardproof.optim.distributed.flat import Weight
-from shardproof.optim.distributed.gather import Gather
-from shardproof.optim.distributed.gradients import Gradients
-from shardproof.optim.distributed.inner import make_stepper
-from shardproof.optim.distributed.loss_scale import LossScale
-from shardproof.optim.distributed.masters import Masters
-from shardproof.optim.distributed.norms import Groups, Verdict, agree, count_zeros
-from shardproof.optim.distributed.placing import (
+from shardproof.optim.distributed.bucketing import (
     GroupsGiven,
     check_same,
     groups_of,
@@ -25,7 +17,15 @@ from shardproof.optim.distributed.placing import (
     make_weights,
     model_ranks,
 )
-from shardproof.optim.distributed.ranks import Ranks
+from shardproof.optim.distributed.flat_bucket import Weight
+from shardproof.optim.distributed.gather import Gather
+from shardproof.optim.distributed.gradients import Gradients
+from shardproof.optim.distributed.inner_optimizer import make_stepper
+from shardproof.optim.distributed.loss_scale import LossScale
+from shardproof.optim.distributed.masters import Masters
+from shardproof.optim.distributed.process_group import Ranks
+from shardproof.optim.distributed.slot_ranges import describe, receipt
+from shardproof.optim.distributed.step_agreement import Groups, Verdict, agree, count_zeros
 from shardproof.optim.schema import Factory
 from shardproof.state import ParameterSlots, Receipt, SlotKeeper, StoredSlot
 

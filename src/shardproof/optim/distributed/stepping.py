@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from shardproof.optim.distributed.flat import Weight
+from shardproof.optim.distributed.flat_bucket import Weight
 from shardproof.optim.schema import Factory, Spec
 from shardproof.state import ParameterSlots, Receipt, StoredSlot, options_of, receiver, slots_of
 

@@ -11,12 +11,12 @@ from typing import Any, overload
 import torch
 
 from shardproof.errors import StructureError
-from shardproof.optim.hybrid import slots, torch_form
+from shardproof.optim.hybrid import parameter_slots
+from shardproof.optim.hybrid.device_split import Sides
 from shardproof.optim.hybrid.rules import Rules
-from shardproof.optim.hybrid.sides import Sides
+from shardproof.optim.hybrid.stepped_copy import Twin, master_dtype_of
 from shardproof.optim.hybrid.sub_optimizers import SubOptimizers
-from shardproof.optim.hybrid.traffic import Traffic, traffic_of
-from shardproof.optim.hybrid.twin import Twin, master_dtype_of
+from shardproof.optim.hybrid.transfers import Traffic, traffic_of
 from shardproof.optim.schema import Spec, check_slots
 from shardproof.state import ParameterSlots, Receipt, StoredSlot, options_of
 
@@ -204,14 +204,16 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 twin = self._twin(parameter)
                 state = self.state.get(parameter) or {}
-                yield slots.describe(twin, state, self._rules.kind(twin.on_cpu), options)
+                yield parameter_slots.describe(twin, state, self._rules.kind(twin.on_cpu), options)
 
     def receive_slots(self, parameter: torch.Tensor, stored: Mapping[str, StoredSlot]) -> Receipt:
         """See `SlotKeeper`. State saved at another fraction, or by a plain optimizer, fits."""
         twin = self._twin(parameter)
         options = options_of(twin.group)
         schema = partial(self._schema, twin, options)
-        return slots.receive(twin, self.state, self._rules.kind(twin.on_cpu), options, stored, schema)
+        return parameter_slots.receive(
+            twin, self.state, self._rules.kind(twin.on_cpu), options, stored, schema
+        )
 
     def describe_shared(self) -> dict[str, Any]:
         """Nothing: all is by parameter."""
@@ -232,7 +234,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         plain optimizer's fits too, but it belongs to one layout: to load on other ranks or sizes, hand the
         optimizer to `shardproof.save` and `shardproof.load`.
         """
-        return torch_form.with_masters(super().state_dict(), list(self._twins.values()))
+        return parameter_slots.with_masters(super().state_dict(), list(self._twins.values()))
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -247,7 +249,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: its groups or shapes are not this optimizer's. Nothing has been changed then.
         """
-        receipts = torch_form.receipts(state_dict, self.param_groups, self.receive_slots)
+        receipts = parameter_slots.receipts(state_dict, self.param_groups, self.receive_slots)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(deepcopy(options_of(saved)))
         for attach in receipts:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shardproof.optim.distributed.flat import Weight
+from shardproof.optim.distributed.flat_bucket import Weight
 from shardproof.optim.distributed.stepping import Groups, copy_options
 from shardproof.optim.schema import Factory, Spec
 from shardproof.state import ParameterSlots, Receipt, StoredSlot

@@ -19,8 +19,8 @@ import torch
 from shardproof.errors import StructureError
 from shardproof.rerun.attribution import Suspect
 from shardproof.rerun.injection import FaultInjector
-from shardproof.rerun.runs import Rejections
 from shardproof.rerun.statistics import Differences
+from shardproof.rerun.step_run import Rejections
 from shardproof.rerun.transitions import AttributionKind, State
 from shardproof.state import PerRank
 

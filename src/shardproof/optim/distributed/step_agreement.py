@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from shardproof.optim.distributed.flat import FlatBucket, Weight
-from shardproof.optim.distributed.ranks import Ranks
+from shardproof.optim.distributed.flat_bucket import FlatBucket, Weight
+from shardproof.optim.distributed.process_group import Ranks
 
 __all__ = ["Groups", "Verdict", "agree", "count_zeros"]
 

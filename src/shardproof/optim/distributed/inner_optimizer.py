@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from shardproof.optim.distributed.flat import Weight
-from shardproof.optim.distributed.raised import Raised
+from shardproof.optim.distributed.flat_bucket import Weight
+from shardproof.optim.distributed.low_precision import Raised
 from shardproof.optim.distributed.stepping import Direct, Stepper
 from shardproof.optim.schema import Factory, Spec, check_slots, slot_schema
 from shardproof.state import SlotKeeper, options_of

@@ -15,7 +15,7 @@ import torch
 
 from shardproof.errors import FormatError
 from shardproof.rerun import RerunMachine
-from shardproof.rerun.log import (
+from shardproof.rerun.result_log import (
     CORRECT_RESULT,
     Rejected,
     ResultLog,

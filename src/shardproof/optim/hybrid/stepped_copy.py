@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from shardproof.optim.hybrid.traffic import Traffic
-from shardproof.optim.parameters import gradient_of, local_gradient, refreshed
+from shardproof.optim.hybrid.transfers import Traffic
+from shardproof.optim.parameter_values import gradient_of, local_gradient, refreshed
 from shardproof.state import local_tensor
 
 __all__ = ["Twin", "master_dtype_of"]

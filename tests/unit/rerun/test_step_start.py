@@ -10,7 +10,7 @@ import torch
 
 from shardproof.errors import StructureError
 from shardproof.rerun import BufferState
-from shardproof.rerun.kept import Beginning
+from shardproof.rerun.step_start import Beginning
 
 
 def draw() -> list[float]:

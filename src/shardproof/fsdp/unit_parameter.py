@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardproof.fsdp.mesh_ranks import Spec
 from shardproof.fsdp.packing import Packing
-from shardproof.fsdp.ranks import Spec
 from shardproof.state import LOCAL
 
 __all__ = ["UnitParameter"]

@@ -8,9 +8,9 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from shardproof.collectives import all_gather
 from shardproof.fsdp.lanes import Done, Lane
+from shardproof.fsdp.mesh_ranks import Ranks
 from shardproof.fsdp.packing import Packing
-from shardproof.fsdp.parameters import UnitParameter
-from shardproof.fsdp.ranks import Ranks
+from shardproof.fsdp.unit_parameter import UnitParameter
 from shardproof.state import declare_storage_owner
 
 __all__ = ["FlatBuffer"]

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardproof.optim.distributed.buckets import pack
-from shardproof.optim.distributed.flat import FlatBucket, Weight
-from shardproof.optim.distributed.norms import Groups
-from shardproof.optim.distributed.ranks import Ranks
+from shardproof.optim.distributed.flat_bucket import FlatBucket, Weight, pack
+from shardproof.optim.distributed.process_group import Ranks
+from shardproof.optim.distributed.step_agreement import Groups
 from shardproof.state import local_tensor
 
 __all__ = ["GroupsGiven", "check_same", "groups_of", "make_buckets", "make_weights", "model_ranks"]

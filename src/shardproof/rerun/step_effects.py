@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from shardproof.rerun.attribution import Attribution, Suspect
-from shardproof.rerun.decisions import Decision, ExitCodes
-from shardproof.rerun.identity import DeviceIdentity
-from shardproof.rerun.kept import Kept
-from shardproof.rerun.log import shown_value
-from shardproof.rerun.memory import Job, Memory
-from shardproof.rerun.recording import Recorder
-from shardproof.rerun.runs import StepRun
-from shardproof.rerun.starts import Iterators, Start
+from shardproof.rerun.attribution import Attribution, DeviceIdentity, Suspect
+from shardproof.rerun.decision import Decision, ExitCodes
+from shardproof.rerun.persistent_state import Job, Memory
+from shardproof.rerun.recorder import Recorder
+from shardproof.rerun.result_log import shown_value
+from shardproof.rerun.step_run import StepRun
+from shardproof.rerun.step_start import Iterators, Kept, Start
 from shardproof.rerun.transitions import Action, AttributionKind, Effect, Mode, State, Votes, transition
 from shardproof.rerun.votes import Ballot, Exchange, count
 

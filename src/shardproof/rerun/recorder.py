@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 
 from shardproof.rerun.attribution import Attribution
-from shardproof.rerun.log import Rejected, ResultLog, Spread
+from shardproof.rerun.result_log import Rejected, ResultLog, Spread
 from shardproof.rerun.statistics import Differences
 
 __all__ = ["Recorder"]

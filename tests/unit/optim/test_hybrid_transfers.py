@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardproof.optim.hybrid.traffic import SideStreams, traffic_of
+from shardproof.optim.hybrid.transfers import SideStreams, traffic_of
 from tests.logging_streams import streams_that_log
 
 
