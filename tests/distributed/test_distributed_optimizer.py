@@ -169,7 +169,7 @@ def recorded(calls: list[str]) -> Any:
         (process_group, "reduce_scatter"),
         (process_group, "all_gather"),
         (dist, "all_reduce"),
-        (process_group.Ranks, "broadcast"),
+        (process_group.RankGroup, "broadcast"),
     ):
         real = getattr(module, name)
 

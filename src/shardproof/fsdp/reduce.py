@@ -13,7 +13,7 @@ from shardproof.collectives import all_reduce, reduce_scatter
 from shardproof.fsdp.flat_buffer import FlatBuffer
 from shardproof.fsdp.lanes import Done, Lane
 
-__all__ = ["Agreement", "GradientPool", "Reduction"]
+__all__ = ["GradientFlags", "GradientPool", "Reduction"]
 
 IN_FLIGHT = 2
 """Reductions whose memory is not free again: one is sent while the next is filled."""
@@ -160,7 +160,7 @@ class GradientPool:
         self._idle = kept[::-1]
 
 
-class Agreement:
+class GradientFlags:
     """The flags of all parameters of reductions, sent in one tensor a mesh while the reductions run.
 
     A rank on which every parameter got a gradient knows the answer without reading it, so on an accelerator

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.fsdp.flat_buffer import FlatBuffer
 from shardproof.fsdp.hooks import install
-from shardproof.fsdp.mesh_ranks import Ranks, spec_of
+from shardproof.fsdp.mesh_ranks import MeshRanks, spec_of
 from shardproof.fsdp.packing import pack
 from shardproof.fsdp.precision import MixedPrecision, Strategy, check_strategy
 from shardproof.fsdp.unit import UNIT, Unit, unit_of
@@ -84,7 +84,7 @@ def fully_shard(
     precision = mixed_precision or MixedPrecision()
     if unit_of(module) is not None:
         raise ValueError(f"fully_shard was called on this {type(module).__name__} before")
-    ranks = Ranks.of(mesh, strategy != "none")
+    ranks = MeshRanks.of(mesh, strategy != "none")
     device = torch.device(mesh.device_type)
     if device.type not in ("cpu", "meta"):
         device = torch.device(device.type, torch.get_device_module(device).current_device())
@@ -111,7 +111,7 @@ def fully_shard(
     return module
 
 
-class _Found:
+class _ModuleParameter:
     """A parameter, its first name, and all places that have it."""
 
     def __init__(self, name: str, parameter: nn.Parameter) -> None:
@@ -126,8 +126,8 @@ def _own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
             yield from _own_modules(child, f"{prefix}{name}.")
 
 
-def _parameters_of(module: nn.Module) -> list[_Found]:
-    by_id: dict[int, _Found] = {}
+def _parameters_of(module: nn.Module) -> list[_ModuleParameter]:
+    by_id: dict[int, _ModuleParameter] = {}
     seen: set[int] = set()
     for prefix, part in _own_modules(module):
         if id(part) in seen:
@@ -141,7 +141,9 @@ def _parameters_of(module: nn.Module) -> list[_Found]:
                     f"{prefix}{name} is shared with a unit inside of {type(module).__name__}: a shared "
                     "parameter must be in one unit, so call fully_shard on the module around both"
                 )
-            by_id.setdefault(id(parameter), _Found(prefix + name, parameter)).owners.append((part, name))
+            by_id.setdefault(id(parameter), _ModuleParameter(prefix + name, parameter)).owners.append(
+                (part, name)
+            )
     return list(by_id.values())
 
 
@@ -152,15 +154,15 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
                 part._buffers[name] = buffer.to(device)
 
 
-def _master(found: _Found, precision: MixedPrecision) -> torch.dtype:
+def _master(found: _ModuleParameter, precision: MixedPrecision) -> torch.dtype:
     if precision.master_dtype is not None and found.parameter.is_floating_point():
         return precision.master_dtype
     return found.parameter.dtype
 
 
-def _classes(found: list[_Found], precision: MixedPrecision) -> list[list[_Found]]:
+def _classes(found: list[_ModuleParameter], precision: MixedPrecision) -> list[list[_ModuleParameter]]:
     """Parameters that may share a buffer: of one master dtype, trained or frozen, on meta or not."""
-    classes: dict[tuple[torch.dtype, bool, bool], list[_Found]] = {}
+    classes: dict[tuple[torch.dtype, bool, bool], list[_ModuleParameter]] = {}
     for one in found:
         key = (_master(one, precision), one.parameter.requires_grad, one.parameter.is_meta)
         classes.setdefault(key, []).append(one)
@@ -168,7 +170,11 @@ def _classes(found: list[_Found], precision: MixedPrecision) -> list[list[_Found
 
 
 def _buffers(
-    found: list[_Found], ranks: Ranks, precision: MixedPrecision, strategy: Strategy, device: torch.device
+    found: list[_ModuleParameter],
+    ranks: MeshRanks,
+    precision: MixedPrecision,
+    strategy: Strategy,
+    device: torch.device,
 ) -> list[FlatBuffer]:
     master = _master(found[0], precision)
     is_floating = found[0].parameter.is_floating_point()

@@ -12,19 +12,19 @@ from torch import nn
 
 from shardproof.fsdp.flat_buffer import FlatBuffer
 from shardproof.fsdp.lanes import Done, Lane
-from shardproof.fsdp.mesh_ranks import Ranks
+from shardproof.fsdp.mesh_ranks import MeshRanks
 from shardproof.fsdp.precision import MixedPrecision, Strategy
 from shardproof.fsdp.reduce import GradientPool, Reduction
 from shardproof.fsdp.unit_parameter import UnitParameter
 
-__all__ = ["UNIT", "Shared", "Unit", "no_sync", "set_requires_gradient_sync", "unit_of", "units_in"]
+__all__ = ["UNIT", "SharedUnits", "Unit", "no_sync", "set_requires_gradient_sync", "unit_of", "units_in"]
 
 UNIT = "_shardproof_fsdp"
 """Attribute of a module: its unit."""
 
 
 @dataclass(slots=True, eq=False)
-class Shared:
+class SharedUnits:
     """What the units of one model share."""
 
     gathers: Lane
@@ -52,7 +52,7 @@ class Unit:
         self,
         module: nn.Module,
         buffers: list[FlatBuffer],
-        ranks: Ranks,
+        ranks: MeshRanks,
         *,
         device: torch.device,
         strategy: Strategy,
@@ -65,7 +65,7 @@ class Unit:
         self.strategy, self.precision, self.prefetch = strategy, precision, prefetch
         self.reshard_after_forward, self.divisor = reshard_after_forward, divisor
         self.device = device
-        self.shared = Shared(Lane(device), Lane(device))
+        self.shared = SharedUnits(Lane(device), Lane(device))
         self.on_gradient: Callable[[], None] = _unnoticed
         self.sync = True
         self.may_have_changed = True

@@ -24,14 +24,14 @@ from shardproof.rerun.step_run import Rejections
 from shardproof.rerun.transitions import AttributionKind, State
 from shardproof.state import PerRank
 
-__all__ = ["Job", "Memory"]
+__all__ = ["JobState", "PersistentState"]
 
 _NAMES, _OTHERS = 256, "(others)"
 """So many results have statistics of their own: a message may hold the number of the step."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _StatePart:
     """A part of the machine's state, as a checkpoint takes it and gives it back."""
 
     read: Callable[[], dict[str, Any]]
@@ -47,7 +47,7 @@ class _Part:
 
 
 @dataclass
-class Job:
+class JobState:
     """What is the same on all ranks.
 
     Args:
@@ -120,7 +120,7 @@ class Job:
             )
 
 
-class Own:
+class RankState:
     """What a rank has for itself.
 
     Args:
@@ -166,7 +166,7 @@ class Own:
         self.step_data = state["step_data"]
 
 
-class Memory:
+class PersistentState:
     """Both, and the way into a checkpoint and out of it.
 
     Args:
@@ -177,19 +177,19 @@ class Memory:
     """
 
     def __init__(self, world_size: int, layout: str, *, drops: bool, inject: FaultInjector | None) -> None:
-        self.job = Job(world_size, layout)
-        self.own = Own(inject)
+        self.job = JobState(world_size, layout)
+        self.own = RankState(inject)
         self._drops = drops
         self._loaded: dict[str, dict[str, Any]] = {}
 
     def tree(self) -> dict[str, Any]:
         """What is saved, and filled by a load."""
-        job = _Part(self.job.state_dict, partial(self._loaded.__setitem__, "job"))
-        own = _Part(self.own.state_dict, partial(self._loaded.__setitem__, "own"))
+        job = _StatePart(self.job.state_dict, partial(self._loaded.__setitem__, "job"))
+        own = _StatePart(self.own.state_dict, partial(self._loaded.__setitem__, "own"))
         return {"job": job, "own": PerRank(own)}
 
     def check(self, stored: dict[str, Any]) -> None:
-        """Before a load. See `Job.check`."""
+        """Before a load. See `JobState.check`."""
         self._loaded.clear()  # a load that failed may have left something
         if not self._drops:
             self.job.check(stored["job"])

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 from shardproof.rerun.attribution import Attribution, DeviceIdentity, Suspect
 from shardproof.rerun.decision import Decision, ExitCodes
-from shardproof.rerun.persistent_state import Job, Memory
+from shardproof.rerun.persistent_state import JobState, PersistentState
 from shardproof.rerun.recorder import Recorder
 from shardproof.rerun.result_log import shown_value
 from shardproof.rerun.step_run import StepRun
-from shardproof.rerun.step_start import Iterators, Kept, Start
+from shardproof.rerun.step_start import Iterators, Kept, StepStart
 from shardproof.rerun.transitions import Action, AttributionKind, Effect, Mode, State, Votes, transition
-from shardproof.rerun.votes import Ballot, Exchange, count
+from shardproof.rerun.votes import Ballot, BallotExchange, count
 
 __all__ = ["Steps"]
 
@@ -23,15 +23,15 @@ class Steps:
     """The steps of one process, one after the other."""
 
     mode: Mode
-    memory: Memory
-    exchange: Exchange
+    persistent: PersistentState
+    exchange: BallotExchange
     recorder: Recorder
     identity: Callable[[], DeviceIdentity]
     kept: Sequence[Kept]
     codes: ExitCodes
     to_skip: int
     """Steps to come that are not validated."""
-    start: Start | None = None
+    start: StepStart | None = None
     run: StepRun | None = None
     """The run that is under way."""
     decision: Decision | None = None
@@ -48,9 +48,9 @@ class Steps:
     """Whether the beginning of a step has been seen to be such that a checkpoint can hold it."""
 
     @property
-    def job(self) -> Job:
+    def job(self) -> JobState:
         """What all ranks have in common."""
-        return self.memory.job
+        return self.persistent.job
 
     def begin(self, iterators: Iterators) -> None:
         """A step begins: a new one, or the one that a checkpoint was taken for."""
@@ -60,7 +60,7 @@ class Steps:
             return
         self.validates = self.mode is not Mode.DISABLED and self.to_skip == 0
         self.to_skip = max(self.to_skip - 1, 0)
-        self.start = Start.new(iterators, self.kept, captured=self.validates)
+        self.start = StepStart.new(iterators, self.kept, captured=self.validates)
         self.run = StepRun("initial", keeps=self.mode is Mode.REPORT)
         self.job.state = transition(State.NOT_RUNNING, Votes())[0]
 
@@ -68,7 +68,7 @@ class Steps:
         """Begin the step that the checkpoint was taken for, as it began then."""
 
         def take_up() -> Ballot:
-            self.start, suspicion = Start.stored(self.memory.own.step_data, iterators, self.kept)
+            self.start, suspicion = StepStart.stored(self.persistent.own.step_data, iterators, self.kept)
             self.run = StepRun("from checkpoint", suspicion)
             for suspect in self.job.suspects:
                 if suspect.rank == self.exchange.rank:
@@ -132,7 +132,7 @@ class Steps:
         self, then: State, action: Action, suspects: tuple[Suspect, ...], ballots: Sequence[Ballot]
     ) -> None:
         """The step has run for the last time in this process."""
-        run, start, job, own = self.run, self.start, self.job, self.memory.own
+        run, start, job, own = self.run, self.start, self.job, self.persistent.own
         assert run is not None and start is not None
         attribution = None
         for rank, ballot in enumerate(ballots):
@@ -158,7 +158,7 @@ class Steps:
                         f"came back to the same device, so nothing is learnt: exclude {suspect.identity}",
                     )
         else:
-            self.memory.settle()
+            self.persistent.settle()
         if action.effect is Effect.GO_ON:
             run.accept(all_of_them=action.kind is AttributionKind.CORRECT_RESULT)
             if self._first is not None and run.keeps:

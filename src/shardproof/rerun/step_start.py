@@ -14,7 +14,7 @@ from shardproof.rerun.replay import ReplayableIterator
 from shardproof.rerun.step_run import Suspicion
 from shardproof.state import RandomState
 
-__all__ = ["Beginning", "BufferState", "Iterators", "Kept", "Start", "iterators_of"]
+__all__ = ["BufferState", "Iterators", "Kept", "ProcessState", "StepStart", "iterators_of"]
 
 
 class Kept(Protocol):
@@ -69,7 +69,7 @@ class BufferState:
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
+class ProcessState:
     """What a step began with, but for its data."""
 
     generators: dict[str, Any]
@@ -78,7 +78,7 @@ class Beginning:
     """What each of the kept objects saved."""
 
     @classmethod
-    def of(cls, kept: Iterable[Kept]) -> Beginning:
+    def of(cls, kept: Iterable[Kept]) -> ProcessState:
         """Now is the beginning."""
         return cls(RandomState().state_dict(), [one.save() for one in kept])
 
@@ -106,24 +106,24 @@ Iterators = tuple[ReplayableIterator[Any], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StepStart:
     """What a step began with."""
 
     iterators: Iterators
-    beginning: Beginning | None
+    beginning: ProcessState | None
     """None for a step that is not validated, and so never runs again."""
 
     @classmethod
-    def new(cls, iterators: Iterators, kept: Sequence[Kept], *, captured: bool) -> Start:
+    def new(cls, iterators: Iterators, kept: Sequence[Kept], *, captured: bool) -> StepStart:
         """A step begins now, with data that comes next."""
         for iterator in iterators:
             iterator.advance(generators=captured)
-        return cls(iterators, Beginning.of(kept) if captured else None)
+        return cls(iterators, ProcessState.of(kept) if captured else None)
 
     @classmethod
     def stored(
         cls, packed: torch.Tensor, iterators: Iterators, kept: Sequence[Kept]
-    ) -> tuple[Start, Suspicion | None]:
+    ) -> tuple[StepStart, Suspicion | None]:
         """A step begins as it did in the process that packed it.
 
         Raises:
@@ -136,7 +136,7 @@ class Start:
                 f"the suspicious step took its data from {len(microbatches)} iterators, and should_run got "
                 f"{len(iterators)}. Call it with as many as in the run before"
             )
-        start = cls(iterators, Beginning(content["generators"], content["kept"]))
+        start = cls(iterators, ProcessState(content["generators"], content["kept"]))
         for iterator, given, after in zip(iterators, microbatches, drawn, strict=True):
             iterator.load(given, after)
         start.again(kept)

@@ -15,8 +15,7 @@ from torch import nn
 
 import shardproof as sp
 from shardproof.layouts import vocabulary
-from shardproof.optim.distributed import DistributedOptimizer, DynamicLossScale, LossScale
-from shardproof.optim.distributed import low_precision
+from shardproof.optim.distributed import DistributedOptimizer, DynamicLossScale, LossScale, low_precision
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.state import LocalRange, ParameterSlots, StoredSlot
 

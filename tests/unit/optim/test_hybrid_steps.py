@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardproof.optim import HybridDeviceOptimizer
-from shardproof.optim.hybrid.device_split import Sides
-from shardproof.optim.hybrid.stepped_copy import Twin
+from shardproof.optim.hybrid.device_split import DeviceSplit
+from shardproof.optim.hybrid.stepped_copy import SteppedCopy
 from tests.unit.optim.hybrid_samples import (
     RULES,
     equal,
@@ -83,9 +83,9 @@ def test_gradients_are_not_held_beyond_the_step(fails: bool, monkeypatch: pytest
     optimizer = hybrid(model, master_dtype=torch.float32)
     laid_out: list[tuple[bool, weakref.ref[torch.Tensor]]] = []
 
-    original = Twin.gradient
+    original = SteppedCopy.gradient
 
-    def anew(self: Twin) -> torch.Tensor:
+    def anew(self: SteppedCopy) -> torch.Tensor:
         found = original(self)
         assert found is not None
         new = found.clone()
@@ -97,7 +97,7 @@ def test_gradients_are_not_held_beyond_the_step(fails: bool, monkeypatch: pytest
         if fails:
             raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(Twin, "gradient", anew)
+    monkeypatch.setattr(SteppedCopy, "gradient", anew)
     optimizer._subs.on_device.register_step_pre_hook(of_device)  # type: ignore[union-attr]
     fill_gradients(model, 0)
     kept = None
@@ -304,21 +304,21 @@ def test_options_that_the_step_changes_come_back(fraction: float) -> None:
 def test_the_side_depends_on_order_and_global_shapes_alone() -> None:
     sizes = [64, 8, 8, 128, 1, 256, 32, 0]
     for fraction in (0.0, 0.1, 0.5, 0.77, 1.0):
-        sides = Sides(fraction)
+        sides = DeviceSplit(fraction)
         chosen = [sides.on_cpu(torch.empty(size)) for size in sizes]
         share = sum(size for size, on_cpu in zip(sizes, chosen, strict=True) if on_cpu)
         assert abs(share - fraction * sum(sizes)) <= max(sizes) / 2 + 1
         assert all(chosen) == (fraction == 1.0) and any(chosen) == (fraction > 0.0)
     with pytest.raises(ValueError, match="cpu_fraction is 1.5"):
-        Sides(1.5)
+        DeviceSplit(1.5)
 
 
 def test_the_cpu_side_is_memory_of_its_own() -> None:
     model = model_of()
     optimizer = hybrid(model, fraction=1.0)
     assert all(
-        twin.tensor.data_ptr() != weight.data_ptr() and twin.tensor.device.type == "cpu"
-        for weight, twin in optimizer._twins.items()
+        stepped.tensor.data_ptr() != weight.data_ptr() and stepped.tensor.device.type == "cpu"
+        for weight, stepped in optimizer._copies.items()
     )
 
 
@@ -409,13 +409,13 @@ def test_a_failing_step_leaves_no_gradient_behind(monkeypatch: pytest.MonkeyPatc
     def fail(*_: Any) -> None:
         raise OSError("no power")
 
-    first = optimizer._twins[model[0].weight].optimizer
+    first = optimizer._copies[model[0].weight].optimizer
     handle = first.register_step_pre_hook(fail)
     with pytest.raises(OSError, match="no power"):
         optimizer.step()
     handle.remove()
     assert log[-1] == "end"
-    assert all(twin.tensor.grad is None for twin in optimizer._twins.values())
+    assert all(stepped.tensor.grad is None for stepped in optimizer._copies.values())
 
 
 def test_a_sparse_gradient_on_the_cpu_side_is_refused() -> None:

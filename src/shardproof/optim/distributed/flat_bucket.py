@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shardproof.collectives import Work
-from shardproof.optim.distributed.process_group import Ranks
+from shardproof.optim.distributed.process_group import RankGroup
 from shardproof.state import declare_storage_owner, local_tensor
 
 __all__ = ["Bucket", "FlatBucket", "Owner", "Span", "Weight", "pack"]
@@ -194,7 +194,7 @@ class FlatBucket:
     """
 
     def __init__(
-        self, geometry: Bucket, ranks: Ranks, weights: list[Weight], gradient_dtype: torch.dtype
+        self, geometry: Bucket, ranks: RankGroup, weights: list[Weight], gradient_dtype: torch.dtype
     ) -> None:
         like = local_tensor(weights[0].parameter)
         self.geometry, self.ranks, self.weights = geometry, ranks, weights

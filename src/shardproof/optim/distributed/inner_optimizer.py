@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from shardproof.optim.distributed.flat_bucket import Weight
-from shardproof.optim.distributed.low_precision import Raised
-from shardproof.optim.distributed.stepping import Direct, Stepper
+from shardproof.optim.distributed.low_precision import LowPrecisionStepper
+from shardproof.optim.distributed.stepping import DirectStepper, Stepper
 from shardproof.optim.schema import Factory, Spec, check_slots, slot_schema
 from shardproof.state import SlotKeeper, options_of
 
@@ -37,7 +37,9 @@ def make_stepper(
     for weight in weights:
         weight.stepped_dtype = weight.fragment.dtype if direct else torch.float32
     stepper: Stepper = (
-        Direct(factory, weights, options) if direct else Raised(factory, weights, options, state_dtypes)
+        DirectStepper(factory, weights, options)
+        if direct
+        else LowPrecisionStepper(factory, weights, options, state_dtypes)
     )
     if not direct and isinstance(stepper.inner, SlotKeeper):
         raise ValueError(

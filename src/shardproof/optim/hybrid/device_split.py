@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Sides"]
+__all__ = ["DeviceSplit"]
 
 
 @dataclass(slots=True)
-class Sides:
+class DeviceSplit:
     """Deals parameters to CPU and device so that the CPU has a fraction of the elements, spread over all.
 
     Parameters are asked for in the order of the optimizer's groups, and of each group's list. One goes to the
@@ -26,7 +26,7 @@ class Sides:
     Raises:
         ValueError: the fraction is outside [0, 1].
 
-    >>> sides = Sides(0.5)
+    >>> sides = DeviceSplit(0.5)
     >>> [sides.on_cpu(torch.zeros(4)) for _ in range(6)]
     [True, False, True, False, True, False]
     """
