@@ -1,4 +1,7 @@
-"""Gradients summed over the ranks, each rank keeping its part, while backward goes on."""
+"""Gradients summed over the ranks while backward runs; each rank keeps its part.
+
+`GradientFlags` lets all ranks agree on which parameters got a gradient, so on which `.grad` is None.
+"""
 
 from __future__ import annotations
 

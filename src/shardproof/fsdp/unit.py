@@ -1,4 +1,4 @@
-"""A unit: a module that `fully_shard` was called on, and its flat buffers."""
+"""A unit: a module that `fully_shard` was called on, its flat buffers, and when its gradients are reduced."""
 
 from __future__ import annotations
 

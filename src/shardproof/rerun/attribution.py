@@ -1,4 +1,4 @@
-"""Whom a rejected result is put down to, with the evidence."""
+"""The device that a rejected result is attributed to, with the evidence."""
 
 from __future__ import annotations
 

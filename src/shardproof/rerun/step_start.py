@@ -1,4 +1,4 @@
-"""The beginning of a step on one rank: what it takes to run it once more, here or in another process."""
+"""The start of a step on one rank: data, generators and buffers, from which the step can run again."""
 
 from __future__ import annotations
 

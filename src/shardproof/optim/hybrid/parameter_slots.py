@@ -1,4 +1,4 @@
-"""The slots of one parameter, described and received."""
+"""The slots of one parameter, described and received, and in torch's `state_dict` form by position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The optimizers of the two sides, and how they share the program's groups."""
+"""The optimizers of CPU and device, and the options of the program's groups that they share."""
 
 from __future__ import annotations
 
