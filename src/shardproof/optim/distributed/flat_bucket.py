@@ -1,8 +1,8 @@
 """Flat buffers: where each parameter lies in them, and the range that each rank owns.
 
 `pack` is arithmetic alone, with the same result on every rank. Parameters follow each other in a bucket.
-A bucket is cut into as many equal ranges as there are ranks, across parameters and rows (ZeRO, Rajbhandari et al.
-2020, arXiv:1910.02054).
+A bucket is cut into as many equal ranges as there are ranks, across parameters and rows (ZeRO, Rajbhandari
+et al. 2020, arXiv:1910.02054).
 """
 
 from __future__ import annotations
