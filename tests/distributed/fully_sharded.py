@@ -142,10 +142,10 @@ class Recorded:
     def __enter__(self) -> Recorded:
         import torch.distributed as dist
 
-        from shardproof.fsdp import buffers, reduce
+        from shardproof.fsdp import flat_buffer, reduce
 
         self._stack = ExitStack()
-        for module, name in ((buffers, "all_gather"), (reduce, "reduce_scatter"), (dist, "all_reduce")):
+        for module, name in ((flat_buffer, "all_gather"), (reduce, "reduce_scatter"), (dist, "all_reduce")):
             call = self._recorded(name, getattr(module, name))
             self._stack.enter_context(patch.object(module, name, call))
         return self

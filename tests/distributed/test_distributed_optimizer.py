@@ -162,14 +162,14 @@ def recorded(calls: list[str]) -> Any:
     from contextlib import ExitStack
     from unittest.mock import patch
 
-    from shardproof.optim.distributed import group_ranks as ranks
+    from shardproof.optim.distributed import process_group
 
     stack = ExitStack()
     for module, name in (
-        (ranks, "reduce_scatter"),
-        (ranks, "all_gather"),
+        (process_group, "reduce_scatter"),
+        (process_group, "all_gather"),
         (dist, "all_reduce"),
-        (ranks.Ranks, "broadcast"),
+        (process_group.RankGroup, "broadcast"),
     ):
         real = getattr(module, name)
 

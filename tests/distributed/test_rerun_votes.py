@@ -192,7 +192,7 @@ def test_what_one_rank_rejects_from_outside_ends_the_job_on_all(tmp_path: Any) -
 
 
 def raise_while_one_is_away(raising: int) -> str:
-    votes.LAST_WORD = 1.0
+    votes.ERROR_POST_SECONDS = 1.0
     machine = rerun.RerunMachine(rendezvous=rendezvous(deadline=30.0))
     try:
         with machine:

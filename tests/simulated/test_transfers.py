@@ -10,7 +10,7 @@ import torch
 
 from shardproof._utils.streams import on_stream
 from shardproof.optim import HybridDeviceOptimizer
-from shardproof.optim.hybrid.transfers import StreamTransfers
+from shardproof.optim.hybrid.transfers import SideStreams
 from tests import simulated
 from tests.accelerator import first_device
 from tests.simulated.values import COUNT, all_are, device_memory, page_locked
@@ -29,9 +29,9 @@ class Setting:
         self.optimizer = HybridDeviceOptimizer(
             [self.weight, other], torch.optim.SGD, cpu_fraction=1.0, pin_memory=True, lr=1.0
         )
-        (traffic,) = self.optimizer._traffic.values()
-        assert isinstance(traffic, StreamTransfers)
-        self.down, self.up = traffic._down, traffic._up
+        (transfers,) = self.optimizer._transfers.values()
+        assert isinstance(transfers, SideStreams)
+        self.down, self.up = transfers._down, transfers._up
         self.main = torch.accelerator.current_stream()
         self.gradient = torch.zeros(COUNT, device=first_device())
         torch.accelerator.synchronize()
@@ -116,49 +116,49 @@ def test_a_load_waits_for_what_was_sent(setting: Setting, background: ThreadPool
     setting.main.synchronize()
     with simulated.held(setting.up):
         setting.optimizer.step()
-        twin = setting.optimizer._twins[setting.weight]
-        taking = background.submit(twin.take_values, torch.full((COUNT,), 9.0))
+        stepped = setting.optimizer._copies[setting.weight]
+        taking = background.submit(stepped.take_values, torch.full((COUNT,), 9.0))
         assert goes_on(taking)
     taking.result(LIMIT)
     assert all_are(setting.weight.detach(), -2)
 
 
 @pytest.fixture
-def traffic() -> StreamTransfers:
-    return StreamTransfers(first_device())
+def transfers() -> SideStreams:
+    return SideStreams(first_device())
 
 
-def test_up_waits_for_main(traffic: StreamTransfers) -> None:
+def test_up_waits_for_main(transfers: SideStreams) -> None:
     parameter, new = device_memory(1.0), page_locked(2)
     main = torch.accelerator.current_stream()
     with simulated.held(main):
         doubled = parameter * 2
-        traffic.begin()
-        traffic.up(parameter, new, traffic.event())
-        assert not is_done_soon(traffic._up)
-        traffic.end()
+        transfers.begin()
+        transfers.up(parameter, new, transfers.event())
+        assert not is_done_soon(transfers._up)
+        transfers.end()
     assert all_are(doubled, 2)
     assert all_are(parameter, 2)
 
 
-def test_main_waits_for_up(traffic: StreamTransfers) -> None:
+def test_main_waits_for_up(transfers: SideStreams) -> None:
     parameter, new = device_memory(1.0), page_locked(2)
-    with simulated.held(traffic._up):
-        traffic.begin()
-        traffic.up(parameter, new, traffic.event())
-        traffic.end()
+    with simulated.held(transfers._up):
+        transfers.begin()
+        transfers.up(parameter, new, transfers.event())
+        transfers.end()
         doubled = parameter * 2
         assert not is_done_soon(torch.accelerator.current_stream())
     assert all_are(doubled, 4)
 
 
-def test_main_waits_for_down(traffic: StreamTransfers) -> None:
+def test_main_waits_for_down(transfers: SideStreams) -> None:
     """What an error has left there reads a gradient that main may write to next."""
     gradient, arrived = device_memory(1.0), page_locked(0)
-    with simulated.held(traffic._down):
-        traffic.begin()
-        traffic.down(arrived, gradient, traffic.event())
-        traffic.end()
+    with simulated.held(transfers._down):
+        transfers.begin()
+        transfers.down(arrived, gradient, transfers.event())
+        transfers.end()
         gradient.zero_()
         assert not is_done_soon(torch.accelerator.current_stream())
     torch.accelerator.synchronize()

@@ -8,7 +8,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from shardproof.collectives import all_gather
 from shardproof.fsdp.lanes import Done, Lane
-from shardproof.fsdp.mesh import ShardingRanks
+from shardproof.fsdp.mesh_ranks import MeshRanks
 from shardproof.fsdp.packing import Packing
 from shardproof.fsdp.unit_parameter import UnitParameter
 from shardproof.state import declare_storage_owner
@@ -33,7 +33,7 @@ class FlatBuffer:
     def __init__(
         self,
         packing: Packing,
-        ranks: ShardingRanks,
+        ranks: MeshRanks,
         parameters: list[UnitParameter],
         *,
         master: torch.dtype,

@@ -1,6 +1,6 @@
-"""Gradients summed over the ranks, each rank keeping its part, while backward goes on.
+"""Gradients summed over the ranks while backward runs; each rank keeps its part.
 
-Which parameters got a gradient on any rank, so that all ranks agree on which `.grad` is None.
+`GradientFlags` lets all ranks agree on which parameters got a gradient, so on which `.grad` is None.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from shardproof.collectives import all_reduce, reduce_scatter
 from shardproof.fsdp.flat_buffer import FlatBuffer
 from shardproof.fsdp.lanes import Done, Lane
 
-__all__ = ["GradientPool", "GradientPresence", "Reduction"]
+__all__ = ["GradientFlags", "GradientPool", "Reduction"]
 
 IN_FLIGHT = 2
-
-
 """Reductions whose memory is not free again: one is sent while the next is filled."""
 
 
@@ -165,7 +163,7 @@ class GradientPool:
         self._idle = kept[::-1]
 
 
-class GradientPresence:
+class GradientFlags:
     """The flags of all parameters of reductions, sent in one tensor a mesh while the reductions run.
 
     A rank on which every parameter got a gradient knows the answer without reading it, so on an accelerator

@@ -8,8 +8,8 @@ import torch
 from torch.autograd import Variable
 
 from shardproof.fsdp.lanes import Lane
-from shardproof.fsdp.reduce import GradientPresence, Reduction
-from shardproof.fsdp.unit import Shared, Unit
+from shardproof.fsdp.reduce import GradientFlags, Reduction
+from shardproof.fsdp.unit import SharedUnits, Unit
 
 __all__ = ["Schedule", "is_backward"]
 
@@ -35,7 +35,7 @@ class Schedule:
     def __init__(self, units: list[Unit]) -> None:
         self.units = units
         device = units[0].device
-        shared = Shared(Lane(device), Lane(device))
+        shared = SharedUnits(Lane(device), Lane(device))
         for unit in units:
             unit.shared = shared
             unit.on_gradient = partial(self._note_gradient, unit)
@@ -183,7 +183,7 @@ class Schedule:
 
     def _give_gradients(self) -> None:
         sent, self._sent = self._sent, []
-        agreement = GradientPresence(sent)
+        agreement = GradientFlags(sent)
         self._pool.finish()
         agreement.wait()
         for reduction in sent:

@@ -10,9 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.fsdp.flat_buffer import FlatBuffer
 from shardproof.fsdp.hooks import install
-from shardproof.fsdp.mesh import ShardingRanks, sharding_spec_of
+from shardproof.fsdp.mesh_ranks import MeshRanks, spec_of
 from shardproof.fsdp.packing import pack
-from shardproof.fsdp.unit import UNIT, MixedPrecision, Strategy, Unit, check_strategy, unit_of
+from shardproof.fsdp.precision import MixedPrecision, Strategy, check_strategy
+from shardproof.fsdp.unit import UNIT, Unit, unit_of
 from shardproof.fsdp.unit_parameter import UnitParameter
 from shardproof.state import LOCAL, local_tensor
 
@@ -83,7 +84,7 @@ def fully_shard(
     precision = mixed_precision or MixedPrecision()
     if unit_of(module) is not None:
         raise ValueError(f"fully_shard was called on this {type(module).__name__} before")
-    ranks = ShardingRanks.of(mesh, strategy != "none")
+    ranks = MeshRanks.of(mesh, strategy != "none")
     device = torch.device(mesh.device_type)
     if device.type not in ("cpu", "meta"):
         device = torch.device(device.type, torch.get_device_module(device).current_device())
@@ -110,7 +111,7 @@ def fully_shard(
     return module
 
 
-class _Found:
+class _ModuleParameter:
     """A parameter, its first name, and all places that have it."""
 
     def __init__(self, name: str, parameter: nn.Parameter) -> None:
@@ -125,8 +126,8 @@ def _own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
             yield from _own_modules(child, f"{prefix}{name}.")
 
 
-def _parameters_of(module: nn.Module) -> list[_Found]:
-    by_id: dict[int, _Found] = {}
+def _parameters_of(module: nn.Module) -> list[_ModuleParameter]:
+    by_id: dict[int, _ModuleParameter] = {}
     seen: set[int] = set()
     for prefix, part in _own_modules(module):
         if id(part) in seen:
@@ -140,7 +141,9 @@ def _parameters_of(module: nn.Module) -> list[_Found]:
                     f"{prefix}{name} is shared with a unit inside of {type(module).__name__}: a shared "
                     "parameter must be in one unit, so call fully_shard on the module around both"
                 )
-            by_id.setdefault(id(parameter), _Found(prefix + name, parameter)).owners.append((part, name))
+            by_id.setdefault(id(parameter), _ModuleParameter(prefix + name, parameter)).owners.append(
+                (part, name)
+            )
     return list(by_id.values())
 
 
@@ -151,15 +154,15 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
                 part._buffers[name] = buffer.to(device)
 
 
-def _master(found: _Found, precision: MixedPrecision) -> torch.dtype:
+def _master(found: _ModuleParameter, precision: MixedPrecision) -> torch.dtype:
     if precision.master_dtype is not None and found.parameter.is_floating_point():
         return precision.master_dtype
     return found.parameter.dtype
 
 
-def _classes(found: list[_Found], precision: MixedPrecision) -> list[list[_Found]]:
+def _classes(found: list[_ModuleParameter], precision: MixedPrecision) -> list[list[_ModuleParameter]]:
     """Parameters that may share a buffer: of one master dtype, trained or frozen, on meta or not."""
-    classes: dict[tuple[torch.dtype, bool, bool], list[_Found]] = {}
+    classes: dict[tuple[torch.dtype, bool, bool], list[_ModuleParameter]] = {}
     for one in found:
         key = (_master(one, precision), one.parameter.requires_grad, one.parameter.is_meta)
         classes.setdefault(key, []).append(one)
@@ -167,8 +170,8 @@ def _classes(found: list[_Found], precision: MixedPrecision) -> list[list[_Found
 
 
 def _buffers(
-    found: list[_Found],
-    ranks: ShardingRanks,
+    found: list[_ModuleParameter],
+    ranks: MeshRanks,
     precision: MixedPrecision,
     strategy: Strategy,
     device: torch.device,
@@ -177,7 +180,7 @@ def _buffers(
     is_floating = found[0].parameter.is_floating_point()
     compute = precision.compute_dtype if precision.compute_dtype and is_floating else master
     reduce = precision.reduce_dtype if precision.reduce_dtype and is_floating else compute
-    specs = [sharding_spec_of(one.parameter, ranks, one.name) for one in found]
+    specs = [spec_of(one.parameter, ranks, one.name) for one in found]
     shapes = [spec.outer.local_shape for spec in specs]
     packings = pack(shapes, ranks.shards, CACHE_LINE // min(compute.itemsize, master.itemsize))
     made = []

@@ -1,73 +1,30 @@
-"""The dtypes of a unit, and the strategies by name.
-
-A unit: a module that `fully_shard` was called on, and its flat buffers.
-"""
+"""A unit: a module that `fully_shard` was called on, its flat buffers, and when its gradients are reduced."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, get_args
 
 import torch
 from torch import nn
 
 from shardproof.fsdp.flat_buffer import FlatBuffer
 from shardproof.fsdp.lanes import Done, Lane
-from shardproof.fsdp.mesh import ShardingRanks
+from shardproof.fsdp.mesh_ranks import MeshRanks
+from shardproof.fsdp.precision import MixedPrecision, Strategy
 from shardproof.fsdp.reduce import GradientPool, Reduction
 from shardproof.fsdp.unit_parameter import UnitParameter
 
-__all__ = ["UNIT", "MixedPrecision", "Shared", "Strategy", "Unit", "check_strategy", "unit_of", "units_in"]
-
-Strategy = Literal["all", "optimizer_gradients", "optimizer", "none"]
-
-
-"""What is sharded: parameters, gradients and optimizer state (ZeRO-3); gradients and optimizer state
-(ZeRO-2); optimizer state (ZeRO-1); nothing (DDP)."""
-
-
-def check_strategy(strategy: str) -> Strategy:
-    """The strategy of this name.
-
-    Raises:
-        ValueError: there is none.
-    """
-    for known in get_args(Strategy):
-        if known == strategy:
-            return known  # type: ignore[no-any-return]
-    raise ValueError(f"there is no strategy {strategy!r}: choose one of {', '.join(get_args(Strategy))}")
-
-
-@dataclass(frozen=True, slots=True)
-class MixedPrecision:
-    """Dtypes of floating point parameters and gradients; None leaves what there is.
-
-    >>> MixedPrecision(compute_dtype=torch.bfloat16, reduce_dtype=torch.float32).cast_inputs
-    True
-    """
-
-    compute_dtype: torch.dtype | None = None
-    """Of gathered parameters, so of forward and backward. None: the master dtype."""
-    reduce_dtype: torch.dtype | None = None
-    """In which gradients are accumulated without sync, sent and summed. None: the compute dtype."""
-    master_dtype: torch.dtype | None = None
-    """Of sharded parameters and their gradients, which the optimizer sees. None: the parameter's own."""
-    cast_inputs: bool = True
-    """Whether floating point tensors among a unit's inputs are cast to the compute dtype."""
-    output_dtype: torch.dtype | None = None
-    """Of floating point tensors in the unit's output. None: as they come."""
-
+__all__ = ["UNIT", "SharedUnits", "Unit", "no_sync", "set_requires_gradient_sync", "unit_of", "units_in"]
 
 UNIT = "_shardproof_fsdp"
-
-
 """Attribute of a module: its unit."""
 
 
 @dataclass(slots=True, eq=False)
-class Shared:
+class SharedUnits:
     """What the units of one model share."""
 
     gathers: Lane
@@ -95,7 +52,7 @@ class Unit:
         self,
         module: nn.Module,
         buffers: list[FlatBuffer],
-        ranks: ShardingRanks,
+        ranks: MeshRanks,
         *,
         device: torch.device,
         strategy: Strategy,
@@ -108,7 +65,7 @@ class Unit:
         self.strategy, self.precision, self.prefetch = strategy, precision, prefetch
         self.reshard_after_forward, self.divisor = reshard_after_forward, divisor
         self.device = device
-        self.shared = Shared(Lane(device), Lane(device))
+        self.shared = SharedUnits(Lane(device), Lane(device))
         self.on_gradient: Callable[[], None] = _unnoticed
         self.sync = True
         self.may_have_changed = True
@@ -256,3 +213,43 @@ def units_in(module: nn.Module) -> list[Unit]:
             f"{type(module).__name__} has no units: call shardproof.fsdp.fully_shard on it first"
         )
     return units
+
+
+def set_requires_gradient_sync(module: nn.Module, required: bool) -> None:
+    """Says whether backward reduces gradients, for all units in a module.
+
+    Where it does not, gradients are summed whole on every rank, and `.grad` is given by the next backward
+    that does: `zero_grad` knows nothing of them. Parameters must not be written to until it is called again,
+    because what was gathered once is used all the time. All ranks must say the same.
+
+    Args:
+        module: with units.
+        required: True is the state in the beginning.
+
+    Raises:
+        ValueError: it has no units.
+    """
+    for unit in units_in(module):
+        unit.set_sync(required)
+
+
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Backward within accumulates gradients without communication (see `set_requires_gradient_sync`).
+
+        with no_sync(model):
+            for part in parts[:-1]:
+                loss(model(part)).backward()
+        loss(model(parts[-1])).backward()
+
+    Raises:
+        ValueError: the module has no units.
+    """
+    units = units_in(module)
+    before = [unit.sync for unit in units]
+    set_requires_gradient_sync(module, False)
+    try:
+        yield
+    finally:
+        for unit, sync in zip(units, before, strict=True):
+            unit.set_sync(sync)

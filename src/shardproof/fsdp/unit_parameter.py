@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardproof.fsdp.mesh import ShardingSpec
+from shardproof.fsdp.mesh_ranks import TensorSpec
 from shardproof.fsdp.packing import Packing
 from shardproof.state import LOCAL
 
@@ -33,7 +33,7 @@ class UnitParameter:
         self,
         name: str,
         owners: list[tuple[nn.Module, str]],
-        spec: ShardingSpec,
+        spec: TensorSpec,
         packing: Packing,
         member: int,
         index: int,

@@ -1,4 +1,4 @@
-"""What both optimizers ask of a parameter: its gradient, and whether its master still rounds to it."""
+"""The gradient of a parameter, and its master refreshed after writes; both optimizers use them."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from shardproof.rerun.attribution import Attribution, DeviceIdentity, Suspect
 from shardproof.rerun.comparison import relative_difference, reproduced
-from shardproof.rerun.decisions import Attribution, Decision, ExitCodes, Suspect
-from shardproof.rerun.identity import DeviceIdentity
+from shardproof.rerun.decision import Decision, ExitCodes
 from shardproof.rerun.injection import FaultInjector, FaultKind
 from shardproof.rerun.machine import RerunMachine
 from shardproof.rerun.rejections import Spike, UnexpectedlyLarge, not_finite

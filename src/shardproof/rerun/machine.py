@@ -16,19 +16,19 @@ from torch.distributed import ProcessGroup
 
 from shardproof.errors import RankFailure, RankSilent, StructureError
 from shardproof.rendezvous import Rendezvous, check_deadline, connect
+from shardproof.rerun.attribution import DeviceIdentity
 from shardproof.rerun.comparison import Compare
-from shardproof.rerun.decisions import Decision, ExitCodes
-from shardproof.rerun.identity import DeviceIdentity
+from shardproof.rerun.decision import Decision, ExitCodes
 from shardproof.rerun.injection import FaultInjector
-from shardproof.rerun.machine_state import MachineState
+from shardproof.rerun.persistent_state import PersistentState
 from shardproof.rerun.recorder import Recorder
 from shardproof.rerun.replay import ReplayableIterator
 from shardproof.rerun.result_log import ResultLog
-from shardproof.rerun.step_effects import StepEffects
-from shardproof.rerun.step_runs import Rejection, ValidationCall
+from shardproof.rerun.step_effects import Steps
+from shardproof.rerun.step_run import Call, Rejection
 from shardproof.rerun.step_start import Kept, iterators_of
 from shardproof.rerun.transitions import Mode, State
-from shardproof.rerun.votes import VoteExchange
+from shardproof.rerun.votes import BallotExchange
 
 __all__ = ["RerunMachine"]
 
@@ -101,16 +101,18 @@ class RerunMachine:
         if pending not in ("refuse", "drop"):
             raise ValueError(f"pending is {pending!r}, not 'refuse' or 'drop'")
         results = log if log is None or isinstance(log, ResultLog) else ResultLog(log)
-        self._exchange = VoteExchange(rendezvous or connect(deadline=deadline), group)
-        self._memory = MachineState(self._exchange.world_size, layout, drops=pending == "drop", inject=inject)
+        self._exchange = BallotExchange(rendezvous or connect(deadline=deadline), group)
+        self._persistent = PersistentState(
+            self._exchange.world_size, layout, drops=pending == "drop", inject=inject
+        )
         self._identity_of = identity or DeviceIdentity.here
         self._inject = inject
         self._recorder = Recorder(self._exchange.rank, results)
         self._ends = False
         """Whether this process has nothing to do but to exit."""
-        self._steps = StepEffects(
+        self._steps = Steps(
             Mode(mode),
-            self._memory,
+            self._persistent,
             self._exchange,
             self._recorder,
             identity=lambda: self.identity,
@@ -122,12 +124,12 @@ class RerunMachine:
     @property
     def step(self) -> int:
         """Number of steps that were decided, over all processes of the run: the number of the next one."""
-        return self._memory.job.step
+        return self._persistent.job.step
 
     @property
     def state(self) -> State:
         """Where the machine is."""
-        return self._memory.job.state
+        return self._persistent.job.state
 
     @cached_property
     def identity(self) -> DeviceIdentity:
@@ -207,8 +209,8 @@ class RerunMachine:
                 run=self._steps.run.name,
                 identity=self.identity,
             )
-        self._memory.own.rejections.use(rejected, message)
-        self._steps.run.take(ValidationCall(value, rejected, compare, tolerance, fatal, message))
+        self._persistent.own.rejections.use(rejected, message)
+        self._steps.run.take(Call(value, rejected, compare, tolerance, fatal, message))
 
     def decide(self) -> Decision:
         """What becomes of the step, after the loop and before the optimizer step. Exchanges nothing.
@@ -225,7 +227,7 @@ class RerunMachine:
         decision, self._steps.decision = self._steps.decision, None
         self._ends = decision.exit
         if self.state is not State.WILL_RERUN:
-            self._memory.job.step += 1
+            self._persistent.job.step += 1
         return decision
 
     def reject(self, message: str, *, ranks: Sequence[int]) -> None:
@@ -245,11 +247,11 @@ class RerunMachine:
 
         Rank 0 adds how much they differed to the log, if there is one.
         """
-        self._recorder.spreads(self.step, self._memory.own.differences)
-        found = [f"{n} × {kind.value}" for kind, n in self._memory.job.attributed.items() if n]
+        self._recorder.spreads(self.step, self._persistent.own.differences)
+        found = [f"{n} × {kind.value}" for kind, n in self._persistent.job.attributed.items() if n]
         summary = ", ".join(found) or "nothing attributed"
         lines = [f"rerun machine ({self._steps.mode.value}): {self.step} steps, {summary}"]
-        lines += [f"  {name}: {seen}" for name, seen in sorted(self._memory.own.differences.items())]
+        lines += [f"  {name}: {seen}" for name, seen in sorted(self._persistent.own.differences.items())]
         return "\n".join(lines)
 
     # -------------------------------------------------------------------------------------- in checkpoints
@@ -266,7 +268,7 @@ class RerunMachine:
                 "microbatches the loader has given already: a run that resumed from here would miss them. "
                 "Save and load after decide() and before the next should_run"
             )
-        return self._memory.tree()
+        return self._persistent.tree()
 
     def check_stored(self, stored: dict[str, Any]) -> None:
         """Before a load overwrites anything: whether this run can take what is stored.
@@ -277,11 +279,11 @@ class RerunMachine:
         Raises:
             StructureError: a rerun is pending that a run of another shape saved, and it is not to be dropped.
         """
-        self._memory.check(stored)
+        self._persistent.check(stored)
 
     def state_loaded(self) -> None:
         """After a load: go on from what it brought."""
-        dropped = self._memory.take_over()
+        dropped = self._persistent.take_over()
         if dropped:
             self._recorder.say(
                 self.step, f"was pending in a run of another shape ({dropped}): it is dropped with its data"
@@ -300,6 +302,6 @@ class RerunMachine:
         told = isinstance(error, RankFailure | RankSilent) or (isinstance(error, SystemExit) and self._ends)
         if error is None or told or self._steps.mode is Mode.DISABLED:
             return
-        between = self._steps.run is None and not self._memory.job.pending
-        over = self._steps.decision is not None and not self._memory.job.pending
+        between = self._steps.run is None and not self._persistent.job.pending
+        over = self._steps.decision is not None and not self._persistent.job.pending
         self._exchange.fail(self.step + over, State.INITIAL_RUN if between else self.state, error)

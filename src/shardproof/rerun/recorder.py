@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 
-from shardproof.rerun.decisions import Attribution
+from shardproof.rerun.attribution import Attribution
 from shardproof.rerun.result_log import Rejected, ResultLog, Spread
 from shardproof.rerun.statistics import Differences
 

@@ -5,26 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from shardproof.rerun.decisions import Attribution, Decision, ExitCodes, Suspect
-from shardproof.rerun.identity import DeviceIdentity
-from shardproof.rerun.machine_state import JobState, MachineState
+from shardproof.rerun.attribution import Attribution, DeviceIdentity, Suspect
+from shardproof.rerun.decision import Decision, ExitCodes
+from shardproof.rerun.persistent_state import JobState, PersistentState
 from shardproof.rerun.recorder import Recorder
 from shardproof.rerun.result_log import shown_value
-from shardproof.rerun.step_runs import StepRun
+from shardproof.rerun.step_run import StepRun
 from shardproof.rerun.step_start import Iterators, Kept, StepStart
 from shardproof.rerun.transitions import Action, AttributionKind, Effect, Mode, State, Votes, transition
-from shardproof.rerun.votes import Ballot, VoteExchange, count
+from shardproof.rerun.votes import Ballot, BallotExchange, count
 
-__all__ = ["StepEffects"]
+__all__ = ["Steps"]
 
 
 @dataclass
-class StepEffects:
+class Steps:
     """The steps of one process, one after the other."""
 
     mode: Mode
-    memory: MachineState
-    exchange: VoteExchange
+    persistent: PersistentState
+    exchange: BallotExchange
     recorder: Recorder
     identity: Callable[[], DeviceIdentity]
     kept: Sequence[Kept]
@@ -50,7 +50,7 @@ class StepEffects:
     @property
     def job(self) -> JobState:
         """What all ranks have in common."""
-        return self.memory.job
+        return self.persistent.job
 
     def begin(self, iterators: Iterators) -> None:
         """A step begins: a new one, or the one that a checkpoint was taken for."""
@@ -68,7 +68,7 @@ class StepEffects:
         """Begin the step that the checkpoint was taken for, as it began then."""
 
         def take_up() -> Ballot:
-            self.start, suspicion = StepStart.stored(self.memory.own.step_data, iterators, self.kept)
+            self.start, suspicion = StepStart.stored(self.persistent.own.step_data, iterators, self.kept)
             self.run = StepRun("from checkpoint", suspicion)
             for suspect in self.job.suspects:
                 if suspect.rank == self.exchange.rank:
@@ -132,7 +132,7 @@ class StepEffects:
         self, then: State, action: Action, suspects: tuple[Suspect, ...], ballots: Sequence[Ballot]
     ) -> None:
         """The step has run for the last time in this process."""
-        run, start, job, own = self.run, self.start, self.job, self.memory.own
+        run, start, job, own = self.run, self.start, self.job, self.persistent.own
         assert run is not None and start is not None
         attribution = None
         for rank, ballot in enumerate(ballots):
@@ -158,7 +158,7 @@ class StepEffects:
                         f"came back to the same device, so nothing is learnt: exclude {suspect.identity}",
                     )
         else:
-            self.memory.settle()
+            self.persistent.settle()
         if action.effect is Effect.GO_ON:
             run.accept(all_of_them=action.kind is AttributionKind.CORRECT_RESULT)
             if self._first is not None and run.keeps:

@@ -1,7 +1,4 @@
-"""What a step changes besides its results, so that it can be run again: generators, buffers, and the like.
-
-The beginning of a step on one rank: what it takes to run it once more, here or in another process.
-"""
+"""The start of a step on one rank: data, generators and buffers, from which the step can run again."""
 
 from __future__ import annotations
 
@@ -12,12 +9,12 @@ from typing import Any, Protocol
 import torch
 
 from shardproof.errors import StructureError
-from shardproof.rerun.byte_packing import pack, unpack
+from shardproof.rerun.byte_tensor import pack, unpack
 from shardproof.rerun.replay import ReplayableIterator
-from shardproof.rerun.step_runs import Suspicion
+from shardproof.rerun.step_run import Suspicion
 from shardproof.state import RandomState
 
-__all__ = ["BufferState", "Iterators", "Kept", "StepBeginning", "StepStart", "iterators_of"]
+__all__ = ["BufferState", "Iterators", "Kept", "ProcessState", "StepStart", "iterators_of"]
 
 
 class Kept(Protocol):
@@ -72,7 +69,7 @@ class BufferState:
 
 
 @dataclass(frozen=True, slots=True)
-class StepBeginning:
+class ProcessState:
     """What a step began with, but for its data."""
 
     generators: dict[str, Any]
@@ -81,7 +78,7 @@ class StepBeginning:
     """What each of the kept objects saved."""
 
     @classmethod
-    def of(cls, kept: Iterable[Kept]) -> StepBeginning:
+    def of(cls, kept: Iterable[Kept]) -> ProcessState:
         """Now is the beginning."""
         return cls(RandomState().state_dict(), [one.save() for one in kept])
 
@@ -113,7 +110,7 @@ class StepStart:
     """What a step began with."""
 
     iterators: Iterators
-    beginning: StepBeginning | None
+    beginning: ProcessState | None
     """None for a step that is not validated, and so never runs again."""
 
     @classmethod
@@ -121,7 +118,7 @@ class StepStart:
         """A step begins now, with data that comes next."""
         for iterator in iterators:
             iterator.advance(generators=captured)
-        return cls(iterators, StepBeginning.of(kept) if captured else None)
+        return cls(iterators, ProcessState.of(kept) if captured else None)
 
     @classmethod
     def stored(
@@ -139,7 +136,7 @@ class StepStart:
                 f"the suspicious step took its data from {len(microbatches)} iterators, and should_run got "
                 f"{len(iterators)}. Call it with as many as in the run before"
             )
-        start = cls(iterators, StepBeginning(content["generators"], content["kept"]))
+        start = cls(iterators, ProcessState(content["generators"], content["kept"]))
         for iterator, given, after in zip(iterators, microbatches, drawn, strict=True):
             iterator.load(given, after)
         start.again(kept)

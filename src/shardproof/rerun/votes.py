@@ -6,9 +6,9 @@ Note: A rank that raises or leaves does not strand the others
    under the same name, and posts its exception there: the meeting fails on all ranks, with the cause. Also
    where the others meet for something else first, such as a save: a posted exception fails any meeting.
 2. It must not wait for them for long: they may be inside a collective that ends only when its process does.
-   So it waits `LAST_WORD` seconds. Rank 0 leads the meetings, so its deadline is cut to that, and then its
-   word stands as the verdict. The word of another rank stays in the store, where rank 0 finds it; the thread
-   that would read the answer ends with the process.
+   So it waits at most `ERROR_POST_SECONDS`. Rank 0 coordinates the meetings: it cuts its deadline to that
+   time, and then its exception stands as the verdict. The exception of another rank stays in the store, where
+   rank 0 finds it. The thread that would read the answer ends with the process.
 3. A rank that leaves without a word (killed, or a loop that ends early) is silent, and named after the
    deadline.
 4. With a process group the quiet steps need no meeting: one all-reduce of three numbers shows that nobody has
@@ -33,12 +33,12 @@ from torch.distributed import ProcessGroup
 from shardproof.collectives import all_reduce
 from shardproof.errors import ShardproofError
 from shardproof.rendezvous import Meetings, Rendezvous
-from shardproof.rerun.decisions import Suspect
+from shardproof.rerun.attribution import Suspect
 from shardproof.rerun.transitions import State, Votes
 
-__all__ = ["LAST_WORD", "Ballot", "VoteExchange", "count"]
+__all__ = ["ERROR_POST_SECONDS", "Ballot", "BallotExchange", "count"]
 
-LAST_WORD = 10.0
+ERROR_POST_SECONDS = 10.0
 """Seconds for which a rank that raised waits for the others to hear of it, at most."""
 _QUIET, _SPEAKS = 0, 1
 
@@ -89,7 +89,7 @@ def count(ballots: Sequence[Ballot], *, report: bool) -> Votes:
     )
 
 
-class VoteExchange:
+class BallotExchange:
     """Where the ranks' ballots meet.
 
     Args:
@@ -148,7 +148,7 @@ class VoteExchange:
         if self._group is not None:
             self._start(step, _SPEAKS)
         rendezvous, before = self._rendezvous, self._rendezvous.deadline
-        patience = min(before, LAST_WORD)
+        patience = min(before, ERROR_POST_SECONDS)
         if self.rank == 0:
             rendezvous.deadline = patience
 

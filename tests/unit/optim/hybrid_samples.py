@@ -88,7 +88,7 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
-class LateTraffic:
+class LateTransfers:
     """A device whose copies happen when somebody waits for them, and not before.
 
     Until then a destination holds NaN. What does not wait reads NaN; what is overwritten too early arrives
@@ -141,15 +141,15 @@ class LateTraffic:
 
 
 class _LateEvent:
-    def __init__(self, traffic: LateTraffic) -> None:
-        self.traffic = traffic
+    def __init__(self, transfers: LateTransfers) -> None:
+        self.transfers = transfers
         self.queue = ""
         self.place = 0
 
     def synchronize(self) -> None:
         if self.queue:
-            self.traffic.log.append(f"wait {self.queue}")
-            self.traffic._run(self.queue, self.place)
+            self.transfers.log.append(f"wait {self.queue}")
+            self.transfers._run(self.queue, self.place)
 
 
 def _nothing() -> None:
@@ -159,5 +159,5 @@ def _nothing() -> None:
 def late_copies(monkeypatch: Any) -> list[str]:
     """Let optimizers made from now on have late copies; the log of all."""
     log: list[str] = []
-    monkeypatch.setattr(hybrid_module, "traffic_of", lambda device, overlap: LateTraffic(log))
+    monkeypatch.setattr(hybrid_module, "transfers_for", lambda device, overlap: LateTransfers(log))
     return log

@@ -232,17 +232,21 @@ def test_stepped_tensors_and_groups_keep_their_identity() -> None:
     model = model_of(torch.bfloat16)
     optimizer = hybrid(model, master_dtype=torch.float32)
     train(model, optimizer, 0, 1)
-    groups = [group for twin in optimizer._twins.values() for group in (twin.optimizer.param_groups[0],)]
-    tensors = [twin.tensor for twin in optimizer._twins.values()]
+    groups = [
+        group for stepped in optimizer._copies.values() for group in (stepped.optimizer.param_groups[0],)
+    ]
+    tensors = [stepped.tensor for stepped in optimizer._copies.values()]
     stepped = [{id(tensor) for tensor in group["params"]} for group in groups]
     give(optimizer, kept(optimizer))
     optimizer.load_state_dict(optimizer.state_dict())
     train(model, optimizer, 1, 2)
-    assert all(twin.tensor is tensor for twin, tensor in zip(optimizer._twins.values(), tensors, strict=True))
+    assert all(
+        stepped.tensor is tensor for stepped, tensor in zip(optimizer._copies.values(), tensors, strict=True)
+    )
     assert all(id(tensor) in ids for tensor, ids in zip(tensors, stepped, strict=True))
-    for twin, group in zip(optimizer._twins.values(), groups, strict=True):
-        assert twin.optimizer.param_groups[0] is group
-        assert twin.optimizer.state[twin.tensor] is optimizer.state[twin.parameter]
+    for stepped, group in zip(optimizer._copies.values(), groups, strict=True):
+        assert stepped.optimizer.param_groups[0] is group
+        assert stepped.optimizer.state[stepped.tensor] is optimizer.state[stepped.parameter]
 
 
 def test_loading_waits_for_what_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:

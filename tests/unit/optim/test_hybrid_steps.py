@@ -317,8 +317,8 @@ def test_the_cpu_side_is_memory_of_its_own() -> None:
     model = model_of()
     optimizer = hybrid(model, fraction=1.0)
     assert all(
-        twin.tensor.data_ptr() != weight.data_ptr() and twin.tensor.device.type == "cpu"
-        for weight, twin in optimizer._twins.items()
+        stepped.tensor.data_ptr() != weight.data_ptr() and stepped.tensor.device.type == "cpu"
+        for weight, stepped in optimizer._copies.items()
     )
 
 
@@ -409,13 +409,13 @@ def test_a_failing_step_leaves_no_gradient_behind(monkeypatch: pytest.MonkeyPatc
     def fail(*_: Any) -> None:
         raise OSError("no power")
 
-    first = optimizer._twins[model[0].weight].optimizer
+    first = optimizer._copies[model[0].weight].optimizer
     handle = first.register_step_pre_hook(fail)
     with pytest.raises(OSError, match="no power"):
         optimizer.step()
     handle.remove()
     assert log[-1] == "end"
-    assert all(twin.tensor.grad is None for twin in optimizer._twins.values())
+    assert all(stepped.tensor.grad is None for stepped in optimizer._copies.values())
 
 
 def test_a_sparse_gradient_on_the_cpu_side_is_refused() -> None:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardproof.optim.hybrid.transfers import StreamTransfers, transfers_of
+from shardproof.optim.hybrid.transfers import SideStreams, transfers_for
 from tests.logging_streams import streams_that_log
 
 
 def test_copies_run_on_their_streams_between_two_marks(monkeypatch: pytest.MonkeyPatch) -> None:
     log = streams_that_log(monkeypatch)
-    traffic = transfers_of(torch.device("cpu"), overlap=True)
-    assert isinstance(traffic, StreamTransfers)
-    down, up = traffic.event(), traffic.event()
+    transfers = transfers_for(torch.device("cpu"), overlap=True)
+    assert isinstance(transfers, SideStreams)
+    down, up = transfers.event(), transfers.event()
     source, host, device = torch.arange(4.0), torch.zeros(4), torch.zeros(4)
-    traffic.begin()
-    traffic.down(host, source, down)
+    transfers.begin()
+    transfers.down(host, source, down)
     down.synchronize()
-    traffic.up(device, host, up)
-    traffic.end()
+    transfers.up(device, host, up)
+    transfers.end()
     assert log == [
         "mark on main",
         "side waits for main's mark",
@@ -36,8 +36,8 @@ def test_copies_run_on_their_streams_between_two_marks(monkeypatch: pytest.Monke
 
 def test_main_is_current_again_after_a_copy_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     log = streams_that_log(monkeypatch)
-    traffic = StreamTransfers(torch.device("cpu"))
+    transfers = SideStreams(torch.device("cpu"))
     with pytest.raises(RuntimeError):
-        traffic.down(torch.zeros(3), torch.zeros(4), traffic.event())
+        transfers.down(torch.zeros(3), torch.zeros(4), transfers.event())
     assert torch.accelerator.current_stream().name == "main"  # type: ignore[attr-defined]
     assert "event on side" not in log

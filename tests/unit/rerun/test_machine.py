@@ -27,7 +27,7 @@ def batches(start: int = 0) -> Iterator[torch.Tensor]:
         yield torch.full((2,), float(number))
 
 
-class JobState:
+class Job:
     """One process of a run: a weight, its data, a machine, and all that happened."""
 
     def __init__(self, start: int = 0, **options: Any) -> None:
@@ -79,9 +79,9 @@ def load(tree: Any, checkpoint: tuple[Catalogue, dict[str, torch.Tensor]]) -> No
         act()
 
 
-def without_fault(steps: int) -> JobState:
+def without_fault(steps: int) -> Job:
     random.seed(5)
-    job = JobState()
+    job = Job()
     for _ in range(steps):
         assert job.step() == PLAIN
     return job
@@ -96,7 +96,7 @@ def test_quiet_steps_run_once() -> None:
 def test_a_transient_fault_runs_the_step_again_from_its_beginning_and_training_is_as_without_it() -> None:
     clean = without_fault(4)
     random.seed(5)
-    job = JobState(inject=FaultInjector("transient", steps=[2]))
+    job = Job(inject=FaultInjector("transient", steps=[2]))
     decisions = [job.step() for _ in range(4)]
     assert [decision.attribution is not None for decision in decisions] == [False, False, True, False]
     found = decisions[2].attribution
@@ -143,7 +143,7 @@ def test_a_result_that_comes_up_twice_is_looked_at_elsewhere_with_its_data(
 ) -> None:
     clean = without_fault(4)
     random.seed(5)
-    first = JobState(inject=FaultInjector(kind, steps=[2]))
+    first = Job(inject=FaultInjector(kind, steps=[2]))
     assert [first.step(), first.step()] == [PLAIN, PLAIN]
     decision = first.step(fatal=fatal)
     assert (decision.checkpoint, decision.exit, decision.code) == (True, True, 16)
@@ -152,9 +152,7 @@ def test_a_result_that_comes_up_twice_is_looked_at_elsewhere_with_its_data(
     checkpoint = stored(first.saved())
 
     random.seed(99)
-    second = JobState(
-        start=3, inject=FaultInjector(kind, steps=[2]), identity=identity
-    )  # the loader has moved on
+    second = Job(start=3, inject=FaultInjector(kind, steps=[2]), identity=identity)  # the loader has moved on
     load(second.saved(), checkpoint)
     decision = second.step(fatal=fatal)
     assert second.seen[0] == first.seen[2]
@@ -172,9 +170,9 @@ def test_a_result_that_comes_up_twice_is_looked_at_elsewhere_with_its_data(
 
 
 def test_a_fault_that_is_gone_on_the_same_device_after_a_restart_was_transient() -> None:
-    first = JobState(inject=FaultInjector("correct", steps=[0]))
+    first = Job(inject=FaultInjector("correct", steps=[0]))
     assert first.step().checkpoint
-    second = JobState(start=1)
+    second = Job(start=1)
     load(second.saved(), stored(first.saved()))
     decision = second.step()
     assert decision.attribution.kind is AttributionKind.TRANSIENT_FAULT and decision.settles
@@ -184,11 +182,11 @@ def test_a_fault_that_is_gone_on_the_same_device_after_a_restart_was_transient()
 def test_coming_back_to_the_same_device_says_so_and_keeps_what_is_to_be_run(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    first = JobState(inject=FaultInjector("persistent", steps=[0]))
+    first = Job(inject=FaultInjector("persistent", steps=[0]))
     first.step()
     checkpoint = stored(first.saved())
     for _ in range(2):
-        again = JobState(start=1, inject=FaultInjector("persistent", steps=[0]))
+        again = Job(start=1, inject=FaultInjector("persistent", steps=[0]))
         load(again.saved(), checkpoint)
         with caplog.at_level(logging.WARNING, "shardproof"):
             assert again.step().code == 16
@@ -196,14 +194,14 @@ def test_coming_back_to_the_same_device_says_so_and_keeps_what_is_to_be_run(
             "came back to the same device, so nothing is learnt: exclude device 0 of node here" in caplog.text
         )
         checkpoint = stored(again.saved())
-    elsewhere = JobState(start=1, inject=FaultInjector("persistent", steps=[0]), identity=THERE)
+    elsewhere = Job(start=1, inject=FaultInjector("persistent", steps=[0]), identity=THERE)
     load(elsewhere.saved(), checkpoint)
     assert elsewhere.step().attribution.kind is AttributionKind.PERSISTENT_FAULT
     assert [batch for batch, _ in elsewhere.seen] == [0.0]
 
 
 def test_the_keys_in_a_checkpoint_are_the_same_whether_idle_or_not() -> None:
-    idle, pending = JobState(), JobState(inject=FaultInjector("correct", steps=[0]))
+    idle, pending = Job(), Job(inject=FaultInjector("correct", steps=[0]))
     pending.step()
     (quiet, _), (busy, values) = stored(idle.saved()), stored(pending.saved())
     assert sorted(quiet.tensors) == sorted(busy.tensors) and sorted(quiet.objects) == sorted(busy.objects)
@@ -212,7 +210,7 @@ def test_the_keys_in_a_checkpoint_are_the_same_whether_idle_or_not() -> None:
 
 
 def test_a_save_in_the_middle_of_a_step_is_refused() -> None:
-    job = JobState()
+    job = Job()
     assert job.machine.should_run(job.data)
     with pytest.raises(StructureError, match=r"in the middle of step 0 \(initial run\)"):
         collect(job.saved())
@@ -224,18 +222,18 @@ def test_a_save_in_the_middle_of_a_step_is_refused() -> None:
 
 
 def test_a_pending_rerun_of_another_layout_is_refused_or_dropped(caplog: pytest.LogCaptureFixture) -> None:
-    first = JobState(inject=FaultInjector("correct", steps=[1]), layout="dp2 tp1")
+    first = Job(inject=FaultInjector("correct", steps=[1]), layout="dp2 tp1")
     first.step()
     first.step()
     checkpoint = stored(first.saved())
-    second = JobState(start=2, layout="dp1 tp2")
+    second = Job(start=2, layout="dp1 tp2")
     with pytest.raises(
         StructureError, match=r"step 1 waits.*layout 'dp2 tp1', now 'dp1 tp2'.*pending=\"drop\""
     ):
         load(second.saved(), checkpoint)
     assert second.machine.state is State.NOT_RUNNING and second.weight.tolist() == [0.0, 0.0]
 
-    third = JobState(start=2, layout="dp1 tp2", pending="drop")
+    third = Job(start=2, layout="dp1 tp2", pending="drop")
     with caplog.at_level(logging.WARNING, "shardproof"):
         load(third.saved(), checkpoint)
     assert "it is dropped with its data" in caplog.text
@@ -244,7 +242,7 @@ def test_a_pending_rerun_of_another_layout_is_refused_or_dropped(caplog: pytest.
 
 
 def test_what_a_load_that_failed_left_is_not_taken_over_by_the_next() -> None:
-    reporting, idle, machine = JobState(mode="report"), RerunMachine(), RerunMachine()
+    reporting, idle, machine = Job(mode="report"), RerunMachine(), RerunMachine()
     reporting.step()
     machine.state_tree()["own"].value.load_state_dict(
         reporting.machine.state_tree()["own"].value.state_dict()
@@ -257,18 +255,18 @@ def test_what_a_load_that_failed_left_is_not_taken_over_by_the_next() -> None:
 
 
 def test_idle_state_of_another_layout_loads() -> None:
-    first = JobState(layout="dp2")
+    first = Job(layout="dp2")
     first.step()
-    second = JobState(start=1, layout="tp2")
+    second = Job(start=1, layout="tp2")
     load(second.saved(), stored(first.saved()))
     assert second.machine.step == 1 and second.step() == PLAIN
 
 
 @pytest.mark.parametrize("mode", ["disabled", "report"])
 def test_a_pending_step_gets_its_data_also_where_nothing_is_validated(mode: Any) -> None:
-    first = JobState(inject=FaultInjector("correct", steps=[0]))
+    first = Job(inject=FaultInjector("correct", steps=[0]))
     first.step()
-    second = JobState(start=1, mode=mode)
+    second = Job(start=1, mode=mode)
     load(second.saved(), stored(first.saved()))
     assert second.step() == PLAIN and second.step() == PLAIN
     assert [batch for batch, _ in second.seen] == ([0.0, 1.0] if mode == "disabled" else [0.0, 0.0, 1.0, 1.0])
@@ -289,7 +287,7 @@ def test_report_mode_finds_what_differs_between_runs_and_rejects_nothing() -> No
 
 
 def test_report_mode_restores_generators_and_data() -> None:
-    job = JobState(mode="report")
+    job = Job(mode="report")
     for _ in range(3):
         job.step()
     assert "loss: 3 compared, none differed" in job.machine.report()
@@ -297,16 +295,16 @@ def test_report_mode_restores_generators_and_data() -> None:
 
 
 def test_a_disabled_machine_validates_nothing() -> None:
-    job = JobState(mode="disabled")
+    job = Job(mode="disabled")
     assert job.step(lambda value: True) == PLAIN
     assert len(job.seen) == 1 and job.machine.step == 1
 
 
 def test_the_first_steps_of_a_process_are_not_validated_but_for_a_pending_one() -> None:
-    job = JobState(skip_first=2, inject=FaultInjector("correct", rate=1.0))
+    job = Job(skip_first=2, inject=FaultInjector("correct", rate=1.0))
     assert [job.step(), job.step()] == [PLAIN, PLAIN]
     assert job.step().checkpoint
-    again = JobState(start=3, skip_first=2, inject=FaultInjector("correct", rate=1.0), identity=THERE)
+    again = Job(start=3, skip_first=2, inject=FaultInjector("correct", rate=1.0), identity=THERE)
     load(again.saved(), stored(job.saved()))
     assert again.step(fatal=False).attribution.kind is AttributionKind.CORRECT_RESULT
     assert [again.step(), again.step()] == [PLAIN, PLAIN]
@@ -423,9 +421,9 @@ def test_all_that_was_rejected_from_outside_is_logged(tmp_path: Path) -> None:
 
 
 def test_a_device_that_came_back_under_another_name_and_index_is_the_same() -> None:
-    job = JobState(identity=DeviceIdentity("pod-1", "GPU-7", 3))
+    job = Job(identity=DeviceIdentity("pod-1", "GPU-7", 3))
     assert job.step(lambda value: True).checkpoint
-    again = JobState(start=1, identity=DeviceIdentity("pod-2", "GPU-7", 0))
+    again = Job(start=1, identity=DeviceIdentity("pod-2", "GPU-7", 0))
     load(again.saved(), stored(job.saved()))
     assert again.step(lambda value: True).code == 16
     assert again.machine.state is State.WILL_RERUN
@@ -460,13 +458,13 @@ def test_statistics_are_bounded_whatever_the_messages() -> None:
 
 
 def test_a_pending_step_needs_as_many_iterators_and_kept_objects_as_before() -> None:
-    first = JobState(inject=FaultInjector("correct", steps=[0]))
+    first = Job(inject=FaultInjector("correct", steps=[0]))
     first.step()
     second = RerunMachine()
     load({"weight": torch.zeros(2), "rerun": second}, stored(first.saved()))
     with pytest.raises(StructureError, match="from 1 iterators, and should_run got 0"):
         second.should_run(None)
-    third = JobState(kept=[rerun.BufferState(torch.nn.BatchNorm1d(1))])
+    third = Job(kept=[rerun.BufferState(torch.nn.BatchNorm1d(1))])
     load(third.saved(), stored(first.saved()))
     with pytest.raises(StructureError, match="began with 0 kept objects"):
         third.step()
@@ -516,11 +514,11 @@ def test_what_is_rejected_from_outside_ends_the_job(tmp_path: Path) -> None:
 
 def test_results_are_logged_once_they_are_decided(tmp_path: Path) -> None:
     path = tmp_path / "rejected.jsonl"
-    first = JobState(inject=FaultInjector("correct", steps=[1]), log=path)
+    first = Job(inject=FaultInjector("correct", steps=[1]), log=path)
     first.step()
     first.step()
     assert rerun.read_rejected(path) == []
-    second = JobState(start=2, inject=FaultInjector("correct", steps=[1]), identity=THERE, log=str(path))
+    second = Job(start=2, inject=FaultInjector("correct", steps=[1]), identity=THERE, log=str(path))
     load(second.saved(), stored(first.saved()))
     second.step()
     (record,) = rerun.read_rejected(path)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardproof import rerun
-from shardproof.rerun.byte_packing import pack, unpack
+from shardproof.rerun.byte_tensor import pack, unpack
 from shardproof.rerun.injection import FaultInjector
 from tests.accelerator import first_device
 

@@ -12,7 +12,7 @@ from safetensors.numpy import load
 
 from shardproof.errors import PlainDataError
 from shardproof.rerun import ReplayableIterator
-from shardproof.rerun.byte_packing import pack, unpack
+from shardproof.rerun.byte_tensor import pack, unpack
 
 
 def test_a_step_that_writes_into_its_microbatch_gets_it_unwritten_each_time() -> None:

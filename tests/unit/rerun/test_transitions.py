@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from shardproof.rerun.decisions import Decision, ExitCodes
+from shardproof.rerun.decision import Decision, ExitCodes
 from shardproof.rerun.transitions import TABLE, AttributionKind, Effect, State, Votes, transition
 
 RUNNING = {State.INITIAL_RUN, State.IN_PLACE, State.FROM_CHECKPOINT, State.AGAIN_FROM_CHECKPOINT}
@@ -26,13 +26,8 @@ def test_each_state_has_one_row_for_each_combination_of_votes() -> None:
     assert used == set(range(len(TABLE)))
 
 
-@pytest.mark.parametrize("state", list(State))
-def test_what_must_hold_whatever_the_votes(state: State) -> None:
-    for votes in VOTES:
-        check_transition(state, votes)
-
-
-def check_transition(state: State, votes: Votes) -> None:
+@pytest.mark.parametrize(("state", "votes"), ALL)
+def test_what_must_hold_whatever_the_votes(state: State, votes: Votes) -> None:
     then, action = transition(state, votes)
     decision = Decision.of(action, None, ExitCodes())
     runs_on = action.effect in (Effect.RUN, Effect.RUN_AGAIN, Effect.RESUME)

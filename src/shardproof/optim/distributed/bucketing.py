@@ -8,20 +8,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardproof.optim.distributed.flat_buckets import FlatBucket, Weight, pack
-from shardproof.optim.distributed.group_ranks import GroupRanks
-from shardproof.optim.distributed.step_agreement import Groups
+from shardproof.optim.distributed.flat_bucket import FlatBucket, Weight, pack
+from shardproof.optim.distributed.process_group import RankGroup
+from shardproof.optim.distributed.step_agreement import RankGroups
 from shardproof.state import local_tensor
 
-__all__ = ["GroupsGiven", "check_same", "groups_of", "make_buckets", "make_weights", "model_ranks"]
+__all__ = ["ParamGroups", "check_same", "groups_of", "make_buckets", "make_weights", "model_ranks"]
 
 _ALIGNMENT = 16
 """Bytes that every parameter and every rank's range begin at a multiple of, as matrix kernels like it."""
 
-GroupsGiven = Iterable[Mapping[str, Any]] | Callable[[str, torch.nn.Parameter], Mapping[str, Any]] | None
+ParamGroups = Iterable[Mapping[str, Any]] | Callable[[str, torch.nn.Parameter], Mapping[str, Any]] | None
 
 
-def groups_of(module: torch.nn.Module, given: GroupsGiven) -> list[dict[str, Any]]:
+def groups_of(module: torch.nn.Module, given: ParamGroups) -> list[dict[str, Any]]:
     """Parameter groups as torch's optimizers take them, in the program's parameters."""
     if given is None:
         groups = [{"params": [item for item in module.parameters() if item.requires_grad]}]
@@ -80,9 +80,9 @@ def make_weights(module: torch.nn.Module, groups: Sequence[Mapping[str, Any]]) -
 
 
 def check_same(
-    weights: Sequence[Weight], groups: Groups, is_expert: Callable[[str, torch.nn.Parameter], bool]
+    weights: Sequence[Weight], groups: RankGroups, is_expert: Callable[[str, torch.nn.Parameter], bool]
 ) -> None:
-    """Ranks of a group cut the same buffers, or their collectives would not fit.
+    """The ranks of a group cut the same buffers, or their collectives would not fit.
 
     Raises:
         ValueError: they have not the same parameters.
@@ -98,10 +98,10 @@ def check_same(
         groups.expert.check_same("\n".join(lines[True]), device, "the list of expert parameters")
 
 
-def model_ranks(weights: Sequence[Weight], given: dist.ProcessGroup | None) -> GroupRanks | None:
+def model_ranks(weights: Sequence[Weight], given: dist.ProcessGroup | None) -> RankGroup | None:
     """The ranks with the other parts of the model: as given, else those of the tensor-parallel mesh."""
     if given is not None:
-        return GroupRanks(given)
+        return RankGroup(given)
     meshes: list[Any] = []
     for weight in weights:
         mesh = getattr(weight.parameter, "device_mesh", None)
@@ -114,12 +114,12 @@ def model_ranks(weights: Sequence[Weight], given: dist.ProcessGroup | None) -> G
             f"parameters lie on {len(meshes)} device meshes, the first of {meshes[0].ndim} dimensions. Give "
             "model_group: all ranks with which this one shares a model and not its data-parallel position"
         )
-    return GroupRanks(meshes[0].get_group())
+    return RankGroup(meshes[0].get_group())
 
 
 def make_buckets(
     weights: Sequence[Weight],
-    groups: Groups,
+    groups: RankGroups,
     is_expert: Callable[[str, torch.nn.Parameter], bool],
     gradient_dtype: torch.dtype | None,
     bucket_bytes: int,

@@ -23,8 +23,6 @@ Note: one stream
     Gradients are written, buckets sent and reductions waited for on the stream that backward runs on. A
     collective begins after what that stream has been given so far, and `wait` holds back what it is given
     next, not the host: so a buffer that is used again after `wait` needs no event of its own.
-
-Gradients as the program or autograd leaves them at a parameter, and taken from there.
 """
 
 from __future__ import annotations
@@ -37,15 +35,43 @@ from typing import Any
 
 import torch
 
-from shardproof.optim.distributed.flat_buckets import FlatBucket, Weight
+from shardproof.optim.distributed.flat_bucket import FlatBucket, Weight
 from shardproof.optim.distributed.loss_scale import LossScale
 from shardproof.optim.parameter_values import gradient_of, local_gradient
 
 __all__ = ["Gradients", "forget", "taken", "waiting"]
 
+
+def waiting(weight: Weight) -> bool:
+    """Whether the parameter has a gradient."""
+    return gradient_of(weight.parameter) is not None
+
+
+def forget(weight: Weight) -> None:
+    """It has none any more."""
+    weight.parameter.grad = None
+    if getattr(weight.parameter, "decoupled_grad", None) is not None:
+        weight.parameter.decoupled_grad = None  # type: ignore[attr-defined]
+
+
+def taken(weight: Weight) -> torch.Tensor:
+    """What this rank holds of the gradient, laid out as its parameter, which has none any more.
+
+    Raises:
+        ValueError: it has no place in a flat buffer.
+    """
+    gradient = gradient_of(weight.parameter)
+    assert gradient is not None
+    forget(weight)
+    if gradient.is_sparse:
+        raise ValueError(
+            f"{weight.name} has a sparse gradient, which has no place in a flat buffer. Use sparse=False in "
+            "its embedding, or leave it out of param_groups"
+        )
+    return local_gradient(gradient, weight.parameter, weight.name)
+
+
 _IN_FLIGHT = 2
-
-
 """Reductions under way at once where full buffers are reused: one is sent while the next fills."""
 
 
@@ -275,32 +301,3 @@ class Gradients:
         if self.reuse:
             free = self._free.setdefault((bucket.device, bucket.gradient_dtype), [])
             insort(free, buffer, key=torch.Tensor.numel)
-
-
-def waiting(weight: Weight) -> bool:
-    """Whether the parameter has a gradient."""
-    return gradient_of(weight.parameter) is not None
-
-
-def forget(weight: Weight) -> None:
-    """It has none any more."""
-    weight.parameter.grad = None
-    if getattr(weight.parameter, "decoupled_grad", None) is not None:
-        weight.parameter.decoupled_grad = None  # type: ignore[attr-defined]
-
-
-def taken(weight: Weight) -> torch.Tensor:
-    """What this rank holds of the gradient, laid out as its parameter, which has none any more.
-
-    Raises:
-        ValueError: it has no place in a flat buffer.
-    """
-    gradient = gradient_of(weight.parameter)
-    assert gradient is not None
-    forget(weight)
-    if gradient.is_sparse:
-        raise ValueError(
-            f"{weight.name} has a sparse gradient, which has no place in a flat buffer. Use sparse=False in "
-            "its embedding, or leave it out of param_groups"
-        )
-    return local_gradient(gradient, weight.parameter, weight.name)

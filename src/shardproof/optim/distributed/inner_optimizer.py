@@ -1,80 +1,21 @@
-"""What the inner optimizer steps: parameters where they lie, or masters, which follow what others write.
-
-How the inner optimizer is made, and what it is known to keep.
-"""
+"""How the inner optimizer is made, and what it is known to keep."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from shardproof.optim.distributed.flat_buckets import FlatBucket, Weight
+from shardproof.optim.distributed.flat_bucket import Weight
 from shardproof.optim.distributed.low_precision import LowPrecisionStepper
 from shardproof.optim.distributed.stepping import DirectStepper, Stepper
-from shardproof.optim.parameter_values import refreshed
 from shardproof.optim.schema import Factory, Spec, check_slots, slot_schema
-from shardproof.state import SlotKeeper, declare_storage_owner, options_of
+from shardproof.state import SlotKeeper, options_of
 
-__all__ = ["Masters", "Schemas", "make_stepper"]
-
-
-class Masters:
-    """Gives every weight its fragment.
-
-    Args:
-        buckets: their parameters have their values.
-        dtype: of the masters of parameters that are narrower than fp32; None for no masters.
-    """
-
-    def __init__(self, buckets: Sequence[FlatBucket], dtype: torch.dtype | None) -> None:
-        self._weights = [weight for bucket in buckets for weight in bucket.weights]
-        self._of: dict[FlatBucket, torch.Tensor] = {}
-        for bucket in buckets:
-            narrow = bucket.parameters.dtype
-            mastered = dtype is not None and narrow.itemsize < 4 and narrow != dtype
-            if mastered:
-                self._of[bucket] = bucket.owned.to(dtype)
-            for weight in bucket.weights:
-                weight.mastered = mastered
-                if mastered:
-                    at = weight.offset + weight.start - bucket.first if weight.start < weight.stop else 0
-                    weight.fragment = self._of[bucket][at : at + weight.stop - weight.start]
-                else:
-                    weight.fragment = weight.owned
-                declare_storage_owner(weight.fragment, self._of[bucket] if mastered else bucket.parameters)
-
-    def follow_parameters(self) -> None:
-        """Take what others wrote to parameters, in the elements where masters do not round to them.
-
-        A fragment without a master is the parameter's own memory; an inner optimizer that keeps copies of it
-        is told, since a parameter and its bucket count their versions apart.
-        """
-        for weight in self._weights:
-            if weight.current_version() == weight.version:
-                continue
-            if not weight.mastered:
-                torch.autograd.graph.increment_version(weight.fragment)
-            else:
-                weight.fragment.copy_(refreshed(weight.fragment, weight.owned))
-            weight.version = weight.current_version()
-
-    def round_to_parameters(self, changed: Iterable[FlatBucket]) -> None:
-        """This rank's range of those buckets becomes its masters, rounded."""
-        for bucket in changed:
-            if bucket in self._of:
-                bucket.owned.copy_(self._of[bucket])
-
-    def note_versions(self) -> None:
-        """What has been written to parameters up to now is known here."""
-        for weight in self._weights:
-            weight.version = weight.current_version()
-
+__all__ = ["Schemas", "make_stepper"]
 
 Schemas = Mapping[tuple[int, torch.dtype], Mapping[str, Spec]]
-
-
 """By group and the dtype in which the inner optimizer sees its parameters."""
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from shardproof.optim.distributed.flat_buckets import Weight
-from shardproof.optim.distributed.stepping import Groups, copy_options
+from shardproof.optim.distributed.flat_bucket import Weight
+from shardproof.optim.distributed.stepping import GroupOptions, copy_options
 from shardproof.optim.schema import Factory, Spec
 from shardproof.state import ParameterSlots, Receipt, StoredSlot
 
@@ -36,7 +36,7 @@ class _Chunk:
 
 
 @dataclass(slots=True)
-class _Kept:
+class _Slots:
     """Slots of one fragment."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -57,22 +57,22 @@ class LowPrecisionStepper:
         self,
         factory: Factory,
         weights: Sequence[Weight],
-        options: Groups,
+        options: GroupOptions,
         dtypes: Mapping[str, torch.dtype],
     ) -> None:
         self._dtypes, self._kind = dict(dtypes), factory.kind
-        self._kept: dict[Weight, _Kept] = {}
+        self._kept: dict[Weight, _Slots] = {}
         device = weights[0].fragment.device
         self.inner = factory(
             [{**group, "params": [torch.zeros(0, dtype=torch.float32, device=device)]} for group in options]
         )
         self._weights = weights
 
-    def step(self, weights: Sequence[Weight], options: Groups) -> None:
+    def step(self, weights: Sequence[Weight], options: GroupOptions) -> None:
         """One inner step for each chunk, with that chunk's share of the state."""
         copy_options(options, self.inner)
         before = {weight: self._kept.get(weight) for weight in weights}
-        after: dict[Weight, _Kept] = {weight: _Kept() for weight in weights}
+        after: dict[Weight, _Slots] = {weight: _Slots() for weight in weights}
         for chunks in _chunks(weights):
             self.inner.state.clear()
             for group in self.inner.param_groups:
@@ -91,7 +91,7 @@ class LowPrecisionStepper:
         self.inner.state.clear()
         self._kept.update(after)
 
-    def _lower(self, state: Mapping[str, Any], chunk: _Chunk, before: _Kept | None, after: _Kept) -> None:
+    def _lower(self, state: Mapping[str, Any], chunk: _Chunk, before: _Slots | None, after: _Slots) -> None:
         """Put a chunk's slots away, where the fragment's lie."""
         fragment = chunk.weight.fragment
         for slot, item in state.items():
@@ -114,7 +114,7 @@ class LowPrecisionStepper:
         """As they are kept."""
         described = {}
         for weight in self._weights:
-            kept = self._kept.get(weight) or _Kept()
+            kept = self._kept.get(weight) or _Slots()
             described[weight] = ParameterSlots(
                 weight.fragment, self._kind, {}, dict(kept.tensors), dict(kept.values)
             )
@@ -139,7 +139,7 @@ class LowPrecisionStepper:
     ) -> None:
         taken = {slot: item for slot, item in tensors.items() if slot in filled}
         if taken or values:
-            self._kept[weight] = _Kept(taken, dict(values))
+            self._kept[weight] = _Slots(taken, dict(values))
         else:
             self._kept.pop(weight, None)
 
@@ -177,7 +177,7 @@ def _raised(weight: Weight, start: int, stop: int) -> _Chunk:
     return _Chunk(weight, start, stop, values)
 
 
-def _raise(kept: _Kept, chunk: _Chunk) -> dict[str, Any]:
+def _raise(kept: _Slots, chunk: _Chunk) -> dict[str, Any]:
     """A chunk's share of the slots. Scalars are copies: each chunk's step counts one up."""
     state = dict(kept.values)
     for slot, item in kept.tensors.items():

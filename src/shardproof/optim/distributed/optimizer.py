@@ -10,21 +10,22 @@ import torch
 import torch.distributed as dist
 
 from shardproof.optim.distributed.bucketing import (
-    GroupsGiven,
+    ParamGroups,
     check_same,
     groups_of,
     make_buckets,
     make_weights,
     model_ranks,
 )
-from shardproof.optim.distributed.flat_buckets import Weight
-from shardproof.optim.distributed.fragment_slots import describe, receipt
+from shardproof.optim.distributed.flat_bucket import Weight
+from shardproof.optim.distributed.gather import Gather
 from shardproof.optim.distributed.gradients import Gradients
-from shardproof.optim.distributed.group_ranks import GroupRanks
-from shardproof.optim.distributed.inner_optimizer import Masters, make_stepper
+from shardproof.optim.distributed.inner_optimizer import make_stepper
 from shardproof.optim.distributed.loss_scale import LossScale
-from shardproof.optim.distributed.parameter_gather import Gather
-from shardproof.optim.distributed.step_agreement import Groups, Verdict, agree, count_zeros
+from shardproof.optim.distributed.masters import Masters
+from shardproof.optim.distributed.process_group import RankGroup
+from shardproof.optim.distributed.slot_ranges import describe, receipt
+from shardproof.optim.distributed.step_agreement import RankGroups, StepAgreement, agree, count_zeros
 from shardproof.optim.schema import Factory
 from shardproof.state import ParameterSlots, Receipt, SlotKeeper, StoredSlot
 
@@ -94,7 +95,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         module: torch.nn.Module,
         optimizer_class: Callable[..., torch.optim.Optimizer],
         *,
-        param_groups: GroupsGiven = None,
+        param_groups: ParamGroups = None,
         process_group: dist.ProcessGroup | None = None,
         expert_group: dist.ProcessGroup | None = None,
         is_expert: Callable[[str, torch.nn.Parameter], bool] | None = None,
@@ -118,10 +119,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             weight.parameter: weight for weight in self._weights
         }
         self._loss_scale = LossScale(loss_scale) if isinstance(loss_scale, (int, float)) else loss_scale
-        data = GroupRanks(process_group)
-        self._groups = Groups(
+        data = RankGroup(process_group)
+        self._groups = RankGroups(
             data,
-            data if expert_group is None else GroupRanks(expert_group),
+            data if expert_group is None else RankGroup(expert_group),
             model_ranks(self._weights, model_group),
         )
         check_same(self._weights, self._groups, is_expert or _no_expert)
@@ -139,7 +140,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             overlap=overlap_reduce,
         )
         self._gather = Gather(self._buckets, overlap=overlap_gather)
-        self._verdict: Verdict | None = None
+        self._verdict: StepAgreement | None = None
         self.skipped = False
         """The last step was left out: a gradient on some rank was not finite."""
         self._stepper, self._schemas = make_stepper(
@@ -296,7 +297,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # Within
 
-    def _settle(self, *, norm: bool) -> Verdict:
+    def _settle(self, *, norm: bool) -> StepAgreement:
         """All gradients reduced, and what the ranks have agreed on since."""
         gradients, finite = self._gradients, self._loss_scale is not None
         if self._verdict is not None and not gradients.touched and not norm:

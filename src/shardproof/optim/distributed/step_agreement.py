@@ -14,26 +14,26 @@ from dataclasses import dataclass
 
 import torch
 
-from shardproof.optim.distributed.flat_buckets import FlatBucket, Weight
-from shardproof.optim.distributed.group_ranks import GroupRanks
+from shardproof.optim.distributed.flat_bucket import FlatBucket, Weight
+from shardproof.optim.distributed.process_group import RankGroup
 
-__all__ = ["Groups", "Verdict", "agree", "count_zeros"]
+__all__ = ["RankGroups", "StepAgreement", "agree", "count_zeros"]
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class RankGroups:
     """The groups that a rank is in."""
 
-    data: GroupRanks
+    data: RankGroup
     """Shares its dense parameters, and has every expert of this part of the model."""
-    expert: GroupRanks
+    expert: RankGroup
     """Shares its experts."""
-    model: GroupRanks | None
+    model: RankGroup | None
     """Holds the other parts of the model: tensor and pipeline parallel."""
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class StepAgreement:
     """What all ranks have agreed on."""
 
     stepped: list[Weight]
@@ -52,11 +52,11 @@ def agree(
     buckets: Sequence[FlatBucket],
     weights: Sequence[Weight],
     late: Sequence[bool],
-    groups: Groups,
+    groups: RankGroups,
     *,
     norm: bool,
     finite: bool,
-) -> Verdict:
+) -> StepAgreement:
     """One small sum over each group; to be called with the same `norm` and `finite` on all ranks."""
     seen = [float(weight.seen) for weight in weights]
     waiting = [float(item) for item in late]
@@ -83,7 +83,7 @@ def agree(
         seen[row] = flag
     for row, flag in zip(dense_buckets, flags[len(dense_weights) :], strict=True):
         waiting[row] = flag
-    return Verdict(
+    return StepAgreement(
         stepped=[weight for weight, flag in zip(weights, seen, strict=True) if flag],
         late=[flag > 0.0 for flag in waiting],
         any_late=any_late > 0.0,
@@ -92,7 +92,7 @@ def agree(
     )
 
 
-def count_zeros(weights: Sequence[Weight], groups: Groups, device: torch.device) -> int:
+def count_zeros(weights: Sequence[Weight], groups: RankGroups, device: torch.device) -> int:
     """Elements of those parameters' gradients that are zero, over all ranks."""
     counts = [
         weight.owned_gradient.numel() - torch.count_nonzero(weight.owned_gradient)
@@ -106,7 +106,7 @@ def count_zeros(weights: Sequence[Weight], groups: Groups, device: torch.device)
     return int(total.item())
 
 
-def _sum_flags(ranks: GroupRanks, device: torch.device, *chosen: tuple[list[float], list[int]]) -> None:
+def _sum_flags(ranks: RankGroup, device: torch.device, *chosen: tuple[list[float], list[int]]) -> None:
     """Those rows of the lists become their sums over ranks."""
     vector = torch.tensor(
         [flags[row] for flags, rows in chosen for row in rows], dtype=torch.float32, device=device

@@ -1,10 +1,10 @@
 """The inner optimizer, over this rank's fragments.
 
-`DirectStepper` lets it step the fragments themselves: it keeps its state as it likes. `LowPrecisionStepper` (see `raised`) keeps
-masters and slots in dtypes of their own.
+With `DirectStepper` the inner optimizer steps the fragments themselves and keeps its own state.
+`LowPrecisionStepper` (in `low_precision`) keeps masters and slots in the dtypes that the caller chose.
 
-Every parameter has a fragment on every rank, with no elements where the rank owns none: so the inner
-optimizer has the same slots, the same step counts and the same options for it everywhere.
+Every parameter has a fragment on every rank; it is empty where the rank owns no elements. So the inner
+optimizer has the same slots, step counts and options on every rank.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, Protocol
 
 import torch
 
-from shardproof.optim.distributed.flat_buckets import Weight
+from shardproof.optim.distributed.flat_bucket import Weight
 from shardproof.optim.schema import Factory, Spec
 from shardproof.state import ParameterSlots, Receipt, StoredSlot, options_of, receiver, slots_of
 
-__all__ = ["DirectStepper", "Groups", "Stepper", "copy_options"]
+__all__ = ["DirectStepper", "GroupOptions", "Stepper", "copy_options"]
 
-Groups = Sequence[Mapping[str, Any]]
+GroupOptions = Sequence[Mapping[str, Any]]
 
 
 class Stepper(Protocol):
@@ -28,7 +28,7 @@ class Stepper(Protocol):
 
     inner: torch.optim.Optimizer
 
-    def step(self, weights: Sequence[Weight], options: Groups) -> None:
+    def step(self, weights: Sequence[Weight], options: GroupOptions) -> None:
         """Step the fragments of those parameters from their reduced gradients."""
 
     def slots(self) -> dict[Weight, ParameterSlots]:
@@ -44,14 +44,14 @@ class Stepper(Protocol):
 class DirectStepper:
     """The inner optimizer steps the fragments themselves."""
 
-    def __init__(self, factory: Factory, weights: Sequence[Weight], options: Groups) -> None:
+    def __init__(self, factory: Factory, weights: Sequence[Weight], options: GroupOptions) -> None:
         self._weights = weights
         groups: list[dict[str, Any]] = [{**group, "params": []} for group in options]
         for weight in weights:
             groups[weight.group]["params"].append(weight.fragment)
         self.inner = factory(groups)
 
-    def step(self, weights: Sequence[Weight], options: Groups) -> None:
+    def step(self, weights: Sequence[Weight], options: GroupOptions) -> None:
         """A gradient is handed over as it lies in the reduced bucket where dtypes agree, else as a copy."""
         copy_options(options, self.inner)
         for bucket in {weight.bucket: None for weight in weights}:
@@ -85,7 +85,7 @@ class DirectStepper:
         return spec.dtype
 
 
-def copy_options(options: Groups, inner: torch.optim.Optimizer) -> None:
+def copy_options(options: GroupOptions, inner: torch.optim.Optimizer) -> None:
     """The program changes the outer groups (schedulers do); the inner ones follow."""
     for mine, theirs in zip(options, inner.param_groups, strict=True):
         theirs.update(options_of(mine))

@@ -26,7 +26,7 @@ class DeviceSplit:
     Raises:
         ValueError: the fraction is outside [0, 1].
 
-    >>> sides = Sides(0.5)
+    >>> sides = DeviceSplit(0.5)
     >>> [sides.on_cpu(torch.zeros(4)) for _ in range(6)]
     [True, False, True, False, True, False]
     """

@@ -16,7 +16,7 @@ from shardproof.optim.hybrid.device_split import DeviceSplit
 from shardproof.optim.hybrid.rules import Rules
 from shardproof.optim.hybrid.stepped_copy import SteppedCopy, master_dtype_of
 from shardproof.optim.hybrid.sub_optimizers import SubOptimizers
-from shardproof.optim.hybrid.transfers import Transfers, transfers_of
+from shardproof.optim.hybrid.transfers import Transfers, transfers_for
 from shardproof.optim.schema import Spec, check_slots
 from shardproof.state import ParameterSlots, Receipt, StoredSlot, options_of
 
@@ -88,13 +88,13 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         device: torch.device | str | None = None,
         **options: Any,
     ) -> None:
-        self._sides = DeviceSplit(cpu_fraction)
+        self._split = DeviceSplit(cpu_fraction)
         self._overlap = overlap
         self._pin = pin_memory and torch.accelerator.is_available()
         self._master_dtype = master_dtype
         self._device = None if device is None else torch.device(device)
-        self._twins: dict[torch.Tensor, SteppedCopy] = {}
-        self._traffic: dict[torch.device, Transfers] = {}
+        self._copies: dict[torch.Tensor, SteppedCopy] = {}
+        self._transfers: dict[torch.device, Transfers] = {}
         self._rules = Rules(optimizer_class, cpu_optimizer_class or optimizer_class, options)
         self._state_dtypes = dict(state_dtypes or {})
         self._subs = SubOptimizers(self._rules, self._state_dtypes)
@@ -102,17 +102,17 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         if self._state_dtypes:
             check_slots(
                 self._state_dtypes,
-                [self._schema(twin, options_of(twin.group)) for twin in self._twins.values()],
+                [self._schema(stepped, options_of(stepped.group)) for stepped in self._copies.values()],
             )
 
     @property
     def cpu_fraction(self) -> float:
         """The part of the elements that was asked to be on the CPU."""
-        return self._sides.fraction
+        return self._split.fraction
 
     def is_on_cpu(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter is updated on the CPU."""
-        return self._twin(parameter).on_cpu
+        return self._copy_of(parameter).on_cpu
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; those that were there stay on their sides.
@@ -121,11 +121,11 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             param_group: ``params`` and options, as for any torch optimizer.
         """
         super().add_param_group(param_group)
-        sides = replace(self._sides)
+        sides = replace(self._split)
         try:
             self._adopt(self.param_groups[-1])
         except BaseException:
-            self._sides = sides
+            self._split = sides
             self.param_groups.pop()
             raise
 
@@ -150,32 +150,34 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._subs.tell()
+        self._subs.push_options()
         self.refresh()
         gradients = self._gradients()
-        for traffic in self._traffic.values():  # behind what lays gradients out: see "Down waits for main"
-            traffic.begin()
+        for (
+            transfers
+        ) in self._transfers.values():  # behind what lays gradients out: see "Down waits for main"
+            transfers.begin()
         try:
             on_device, on_cpu = self._start_gradients(gradients)
             self._step_device(on_device)
-            for twin in on_cpu:
-                twin.await_gradient()
-                self._subs.step(twin.optimizer, [twin], self.state)
-                twin.send()
-                twin.stepped()
+            for stepped in on_cpu:
+                stepped.await_gradient()
+                self._subs.step(stepped.optimizer, [stepped], self.state)
+                stepped.send()
+                stepped.mark_stepped()
         finally:
-            for traffic in self._traffic.values():
-                traffic.end()
-            for twin in self._twins.values():
-                twin.drop_gradient()
+            for transfers in self._transfers.values():
+                transfers.end()
+            for stepped in self._copies.values():
+                stepped.drop_gradient()
             gradients.clear()  # also where an error keeps this frame
-        self._subs.hear()
+        self._subs.pull_options()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, decoupled ones too."""
         super().zero_grad(set_to_none)
-        for parameter in self._twins:
+        for parameter in self._copies:
             gradient = getattr(parameter, "decoupled_grad", None)
             if gradient is None:
                 continue
@@ -192,27 +194,27 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             uncounted: look at all parameters, also where torch's version counter says that nothing was
                 written.
         """
-        for twin in self._twins.values():
+        for stepped in self._copies.values():
             if uncounted:
-                twin.forget()
-            twin.refresh()
+                stepped.forget()
+            stepped.refresh()
 
     def describe_slots(self) -> Iterable[ParameterSlots]:
         """See `SlotKeeper`. Masters are there from the start, other slots after a parameter's first step."""
         for group in self.param_groups:
             options = options_of(group)
             for parameter in group["params"]:
-                twin = self._twin(parameter)
+                stepped = self._copy_of(parameter)
                 state = self.state.get(parameter) or {}
-                yield parameter_slots.describe(twin, state, self._rules.kind(twin.on_cpu), options)
+                yield parameter_slots.describe(stepped, state, self._rules.kind(stepped.on_cpu), options)
 
     def receive_slots(self, parameter: torch.Tensor, stored: Mapping[str, StoredSlot]) -> Receipt:
         """See `SlotKeeper`. State saved at another fraction, or by a plain optimizer, fits."""
-        twin = self._twin(parameter)
-        options = options_of(twin.group)
-        schema = partial(self._schema, twin, options)
+        stepped = self._copy_of(parameter)
+        options = options_of(stepped.group)
+        schema = partial(self._schema, stepped, options)
         return parameter_slots.receive(
-            twin, self.state, self._rules.kind(twin.on_cpu), options, stored, schema
+            stepped, self.state, self._rules.kind(stepped.on_cpu), options, stored, schema
         )
 
     def describe_shared(self) -> dict[str, Any]:
@@ -234,7 +236,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         plain optimizer's fits too, but it belongs to one layout: to load on other ranks or sizes, hand the
         optimizer to `shardproof.save` and `shardproof.load`.
         """
-        return parameter_slots.with_masters(super().state_dict(), list(self._twins.values()))
+        return parameter_slots.with_masters(super().state_dict(), list(self._copies.values()))
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -262,66 +264,66 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     def _adopt(self, group: dict[str, Any]) -> None:
         """Deal a group's parameters, and make the sub-optimizers of them."""
-        twins = [self._new_twin(parameter) for parameter in group["params"]]
-        self._subs.adopt(group, twins)
-        self._twins.update((twin.parameter, twin) for twin in twins)
+        copies = [self._new_copy(parameter) for parameter in group["params"]]
+        self._subs.adopt(group, copies)
+        self._copies.update((stepped.parameter, stepped) for stepped in copies)
 
-    def _new_twin(self, parameter: torch.Tensor) -> SteppedCopy:
+    def _new_copy(self, parameter: torch.Tensor) -> SteppedCopy:
         device = parameter.device
         if self._device is not None and device.type != self._device.type:
             raise ValueError(
                 f"a parameter of shape {list(parameter.shape)} is on {device}, not on {self._device}: move "
                 "the model first, or leave `device` out"
             )
-        if device not in self._traffic:
-            self._traffic[device] = transfers_of(device, self._overlap)
+        if device not in self._transfers:
+            self._transfers[device] = transfers_for(device, self._overlap)
         return SteppedCopy(
             parameter,
-            on_cpu=self._sides.on_cpu(parameter),
+            on_cpu=self._split.on_cpu(parameter),
             master_dtype=master_dtype_of(parameter.dtype, self._master_dtype),
-            traffic=self._traffic[device],
+            transfers=self._transfers[device],
             pin=self._pin,
         )
 
-    def _schema(self, twin: SteppedCopy, options: dict[str, Any]) -> dict[str, Spec]:
+    def _schema(self, stepped: SteppedCopy, options: dict[str, Any]) -> dict[str, Spec]:
         """The slots of a parameter, in the dtypes that they are kept in."""
         return {
             slot: replace(spec, dtype=self._state_dtypes.get(slot, spec.dtype))
             if spec.kind == "elements"
             else spec
-            for slot, spec in self._rules.schema(twin.on_cpu, options, twin.tensor.dtype).items()
+            for slot, spec in self._rules.schema(stepped.on_cpu, options, stepped.tensor.dtype).items()
         }
 
-    def _twin(self, parameter: torch.Tensor) -> SteppedCopy:
-        if parameter not in self._twins:
+    def _copy_of(self, parameter: torch.Tensor) -> SteppedCopy:
+        if parameter not in self._copies:
             raise ValueError(f"a tensor of shape {list(parameter.shape)} is no parameter of this optimizer")
-        return self._twins[parameter]
+        return self._copies[parameter]
 
     def _gradients(self) -> dict[SteppedCopy, torch.Tensor]:
-        """By twin, laid out as it is; those of the CPU's have to be held until the step ends."""
-        found = {twin: twin.gradient() for twin in self._twins.values()}
-        return {twin: gradient for twin, gradient in found.items() if gradient is not None}
+        """The gradient of each copy, in its layout. The caller holds the CPU side's until the step ends."""
+        found = {stepped: stepped.gradient() for stepped in self._copies.values()}
+        return {stepped: gradient for stepped, gradient in found.items() if gradient is not None}
 
     def _start_gradients(
         self, gradients: dict[SteppedCopy, torch.Tensor]
     ) -> tuple[list[SteppedCopy], list[SteppedCopy]]:
-        """The device's and the CPU's twins that have a gradient, which is on its way to the CPU's.
+        """The device's and the CPU's copies that have a gradient, which is on its way to the CPU's.
 
         Those of the device's are taken out: they have theirs.
         """
         by_side: tuple[list[SteppedCopy], list[SteppedCopy]] = [], []
-        for twin, gradient in gradients.items():
-            by_side[twin.on_cpu].append(twin)
-            if twin.on_cpu:
-                twin.fetch_gradient(gradient)
-        for twin in by_side[False]:
-            twin.cast_gradient(gradients.pop(twin))
+        for stepped, gradient in gradients.items():
+            by_side[stepped.on_cpu].append(stepped)
+            if stepped.on_cpu:
+                stepped.fetch_gradient(gradient)
+        for stepped in by_side[False]:
+            stepped.cast_gradient(gradients.pop(stepped))
         return by_side
 
-    def _step_device(self, stepped: list[SteppedCopy]) -> None:
-        if stepped:
+    def _step_device(self, on_device: list[SteppedCopy]) -> None:
+        if on_device:
             assert self._subs.on_device is not None
-            self._subs.step(self._subs.on_device, stepped, self.state)
-        for twin in stepped:
-            twin.write_back()
-            twin.stepped()
+            self._subs.step(self._subs.on_device, on_device, self.state)
+        for stepped in on_device:
+            stepped.write_back()
+            stepped.mark_stepped()

@@ -1,7 +1,4 @@
-"""The slots of one parameter, described and received.
-
-`state_dict` as torch's optimizers have it: slots by position.
-"""
+"""The slots of one parameter, described and received, and in torch's `state_dict` form by position."""
 
 from __future__ import annotations
 
@@ -23,12 +20,12 @@ Schema = Callable[[], Mapping[str, Spec]]
 
 
 def describe(
-    twin: SteppedCopy, state: Mapping[str, Any], kind: str, options: Mapping[str, Any]
+    stepped: SteppedCopy, state: Mapping[str, Any], kind: str, options: Mapping[str, Any]
 ) -> ParameterSlots:
     """What is kept of a parameter. A master is there from the start, other slots once there is state.
 
     Args:
-        twin: what is stepped for the parameter.
+        stepped: what is stepped for the parameter.
         state: the sub-optimizer's, of this parameter; empty if it has not made any.
         kind: the class to name.
         options: of the program's group.
@@ -45,13 +42,13 @@ def describe(
             tensors[slot] = item
         else:
             values[slot] = item
-    if twin.has_master:
-        tensors[MASTER] = twin.current()
-    return ParameterSlots(twin.parameter, kind, options, tensors, values)
+    if stepped.has_master:
+        tensors[MASTER] = stepped.current()
+    return ParameterSlots(stepped.parameter, kind, options, tensors, values)
 
 
 def receive(
-    twin: SteppedCopy,
+    stepped: SteppedCopy,
     states: dict[torch.Tensor, Any],
     kind: str,
     options: Mapping[str, Any],
@@ -65,7 +62,7 @@ def receive(
     the parameter.
 
     Args:
-        twin: what is stepped for the parameter.
+        stepped: what is stepped for the parameter.
         states: state by parameter of the program; the parameter's entry is replaced at the end.
         kind: the class to name.
         options: of the program's group.
@@ -73,14 +70,14 @@ def receive(
         schema: tells the slots that the sub-optimizer would make; asked only about slots that it has not
             made.
     """
-    current = states.get(twin.parameter) or {}
+    current = states.get(stepped.parameter) or {}
     known = schema() if any(slot not in current and slot != MASTER for slot in stored) else {}
     tensors: dict[str, torch.Tensor | LocalRange] = {}
     for slot, found in stored.items():
         if slot != MASTER:
-            tensors[slot] = _destination(twin, slot, current.get(slot), known.get(slot), options, found)
-    if twin.has_master or (MASTER in stored and stored[MASTER].dtype == twin.tensor.dtype):
-        tensors[MASTER] = twin.values()  # elements that are stored nowhere (padding) stay what they are
+            tensors[slot] = _destination(stepped, slot, current.get(slot), known.get(slot), options, found)
+    if stepped.has_master or (MASTER in stored and stored[MASTER].dtype == stepped.tensor.dtype):
+        tensors[MASTER] = stepped.values()  # elements that are stored nowhere (padding) stay what they are
 
     def attach(values: Mapping[str, Any], filled: frozenset[str]) -> None:
         state = {
@@ -90,26 +87,26 @@ def receive(
         }
         state.update(values)
         if state:
-            states[twin.parameter] = state
+            states[stepped.parameter] = state
         else:
-            states.pop(twin.parameter, None)
+            states.pop(stepped.parameter, None)
         if MASTER not in filled:
-            if twin.is_copy:
-                twin.take_parameter()
+            if stepped.owns_memory:
+                stepped.take_parameter()
             return
         master = tensors[MASTER]
         assert isinstance(master, torch.Tensor)
         with torch.no_grad():
-            if not twin.has_master:
-                twin.local.copy_(master)
-            if twin.is_copy:
-                twin.take_values(master)
+            if not stepped.has_master:
+                stepped.local.copy_(master)
+            if stepped.owns_memory:
+                stepped.take_values(master)
 
     return Receipt(kind, tensors, attach)
 
 
 def _destination(
-    twin: SteppedCopy,
+    stepped: SteppedCopy,
     slot: str,
     present: Any,
     known: Spec | None,
@@ -129,16 +126,16 @@ def _destination(
     scalar = known.kind == "scalar" if known is not None else found.shape == ()
     if scalar:
         on_device = slot != "step" or options.get("capturable") or options.get("fused")
-        return torch.zeros((), dtype=dtype, device=twin.tensor.device if on_device else "cpu")
-    if known is not None or found.shape == tuple(twin.tensor.shape):
-        return twin.empty(dtype)
-    if is_dtensor(twin.parameter):
+        return torch.zeros((), dtype=dtype, device=stepped.tensor.device if on_device else "cpu")
+    if known is not None or found.shape == tuple(stepped.tensor.shape):
+        return stepped.empty(dtype)
+    if is_dtensor(stepped.parameter):
         raise StructureError(
             f"slot {slot!r} has shape {list(found.shape)}, its parameter, which is sharded, is held as "
-            f"{list(twin.tensor.shape)}: there is no saying which part of the slot belongs to this rank. "
+            f"{list(stepped.tensor.shape)}: there is no saying which part of the slot belongs to this rank. "
             "Use an optimizer whose slots are like the parameter"
         )
-    return twin.empty(dtype, found.shape)
+    return stepped.empty(dtype, found.shape)
 
 
 def _widens(stored: torch.dtype, made: torch.dtype) -> bool:
@@ -151,17 +148,17 @@ def _widened(item: torch.Tensor | LocalRange, known: Spec | None) -> torch.Tenso
     return item if known is None or known.dtype is None else item.to(known.dtype)
 
 
-def with_masters(state_dict: dict[str, Any], twins: Sequence[SteppedCopy]) -> dict[str, Any]:
+def with_masters(state_dict: dict[str, Any], copies: Sequence[SteppedCopy]) -> dict[str, Any]:
     """A state dict of torch's with the masters added.
 
     Args:
         state_dict: what `torch.optim.Optimizer.state_dict` gave.
-        twins: of all parameters, by position.
+        copies: of all parameters, by position.
     """
     state = dict(state_dict["state"])
-    for index, twin in enumerate(twins):
-        if twin.has_master:
-            state[index] = {**state.get(index, {}), MASTER: twin.current()}
+    for index, stepped in enumerate(copies):
+        if stepped.has_master:
+            state[index] = {**state.get(index, {}), MASTER: stepped.current()}
     return {**state_dict, "state": state}
 
 

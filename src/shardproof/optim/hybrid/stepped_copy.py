@@ -16,15 +16,15 @@ __all__ = ["SteppedCopy", "master_dtype_of"]
 class SteppedCopy:
     """A parameter and the plain tensor that is stepped for it.
 
-    On the device, without a master, the twin is the parameter's own memory. Else it is memory of its own: on
-    the CPU, or in the master's dtype, or both. Then the parameter is written from the twin after each step,
-    and the twin from the parameter whenever somebody else has written to that (see `refresh`).
+    On the device, without a master, the copy is the parameter's own memory. Else it is memory of its own: on
+    the CPU, or in the master's dtype, or both. Then the parameter is written from the copy after each step,
+    and the copy from the parameter whenever somebody else has written to that (see `refresh`).
 
     Args:
         parameter: the program's.
         on_cpu: the side.
         master_dtype: of the master, or None for no master.
-        traffic: between the parameter's device and the host.
+        transfers: between the parameter's device and the host.
         pin: allocate the host's side page-locked.
     """
 
@@ -34,14 +34,14 @@ class SteppedCopy:
         *,
         on_cpu: bool,
         master_dtype: torch.dtype | None,
-        traffic: Transfers,
+        transfers: Transfers,
         pin: bool,
     ) -> None:
         local = local_tensor(parameter).detach()
         self.parameter = parameter
         self.on_cpu = on_cpu
         self.has_master = master_dtype is not None
-        self.traffic = traffic
+        self.transfers = transfers
         self.optimizer: Any = None
         """The sub-optimizer that steps `tensor`."""
         self.group: dict[str, Any] = {}
@@ -49,14 +49,14 @@ class SteppedCopy:
         self._pin = pin
         self._gradient: torch.Tensor | None = None
         self._outgoing: torch.Tensor | None = None
-        self._arrived = traffic.event()
-        self._sent = traffic.event()
-        self.tensor = self._own(local, master_dtype or local.dtype) if self.is_copy else local
+        self._arrived = transfers.event()
+        self._sent = transfers.event()
+        self.tensor = self._own(local, master_dtype or local.dtype) if self.owns_memory else local
         self._seen = self._now()
 
     @property
-    def is_copy(self) -> bool:
-        """Whether the twin has memory of its own."""
+    def owns_memory(self) -> bool:
+        """Whether the copy has memory of its own."""
         return self.on_cpu or self.has_master
 
     @property
@@ -65,7 +65,7 @@ class SteppedCopy:
         return local_tensor(self.parameter).detach()
 
     def empty(self, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-        """New memory beside the twin's, zeros; of its shape if no other is given."""
+        """New memory beside the copy's, zeros; of its shape if no other is given."""
         return torch.zeros(
             self.tensor.shape if shape is None else shape, dtype=dtype, device=self.tensor.device
         )
@@ -76,7 +76,7 @@ class SteppedCopy:
         return None if gradient is None else local_gradient(gradient, self.parameter).detach()
 
     def cast_gradient(self, gradient: torch.Tensor) -> None:
-        """Device side: give the twin its gradient. See "The device's own gradients stay on main"."""
+        """Device side: give the copy its gradient. See "The device's own gradients stay on main"."""
         self.tensor.grad = gradient.to(self.tensor.dtype)
 
     def fetch_gradient(self, gradient: torch.Tensor) -> None:
@@ -85,10 +85,10 @@ class SteppedCopy:
             raise ValueError("a sparse gradient cannot go to the CPU side: use cpu_fraction=0 for it")
         if self._gradient is None:
             self._gradient = self._buffer(self.tensor.dtype)
-        self.traffic.down(self._gradient, gradient, self._arrived)
+        self.transfers.down(self._gradient, gradient, self._arrived)
 
     def await_gradient(self) -> None:
-        """CPU side: let the twin be stepped. See the notes on what the host waits for."""
+        """CPU side: let the copy be stepped. See the notes on what the host waits for."""
         self._arrived.synchronize()
         self._sent.synchronize()
         self.tensor.grad = self._gradient
@@ -105,14 +105,14 @@ class SteppedCopy:
             if self._outgoing is None:
                 self._outgoing = self._buffer(local.dtype)
             outgoing = self._outgoing.copy_(self.tensor)
-        self.traffic.up(local, outgoing, self._sent)
+        self.transfers.up(local, outgoing, self._sent)
 
     def write_back(self) -> None:
         """Device side: the parameter takes its master's values."""
         if self.has_master:
             self.local.copy_(self.tensor)
 
-    def stepped(self) -> None:
+    def mark_stepped(self) -> None:
         """What has been written to the parameter since `refresh` was our own doing."""
         torch.autograd.graph.increment_version(self.parameter)
         self._seen = self._now()
@@ -126,7 +126,7 @@ class SteppedCopy:
         now = self._now()
         if now == self._seen:
             return
-        if not self.is_copy:
+        if not self.owns_memory:
             if now[2] != self.tensor.data_ptr() or self.local.device != self.tensor.device:
                 self.tensor.data = self.local  # the module was moved
         else:
@@ -134,19 +134,19 @@ class SteppedCopy:
         self._seen = now
 
     def take_parameter(self, *, only_changed: bool = False) -> None:
-        """The twin's memory becomes what the parameter holds."""
+        """The copy's memory becomes what the parameter holds."""
         self.take_values(self._refreshed() if only_changed else self.local)
 
     def values(self) -> torch.Tensor:
-        """What the twin holds after `refresh`, in new memory on its side."""
+        """What the copy holds after `refresh`, in new memory on its side."""
         return self._refreshed() if self.has_master else self.local.to(self.tensor.device, copy=True)
 
     def current(self) -> torch.Tensor:
-        """What the twin holds, or will after `refresh` where somebody else has written to the parameter."""
+        """What the copy holds, or will after `refresh` where somebody else has written to the parameter."""
         return self.tensor if self._now() == self._seen else self.values()
 
     def take_values(self, values: torch.Tensor) -> None:
-        """The twin's memory becomes `values`, and the parameter is not asked."""
+        """The copy's memory becomes `values`, and the parameter is not asked."""
         self._sent.synchronize()
         self.tensor.copy_(values)
         self._seen = self._now()

@@ -1,7 +1,4 @@
-"""The optimizers of the two sides, and how they share the program's groups.
-
-Options of a group of the program, as the sub-optimizers are told them.
-"""
+"""The optimizers of CPU and device, and the options of the program's groups that they share."""
 
 from __future__ import annotations
 
@@ -15,108 +12,6 @@ from shardproof.optim.hybrid.stepped_copy import SteppedCopy
 from shardproof.state import options_of
 
 __all__ = ["GroupLink", "SubOptimizers"]
-
-
-class SubOptimizers:
-    """One optimizer for the device's part and one for each parameter of the CPU's.
-
-    The device's has a group for each of the program's. Those of the CPU are stepped one by one, each as soon
-    as its gradient is there.
-
-    Args:
-        rules: make the optimizers.
-        dtypes: what the program's `state` keeps slots in, where that is not the dtype that they are stepped
-            in.
-    """
-
-    def __init__(self, rules: Rules, dtypes: Mapping[str, torch.dtype]) -> None:
-        self._dtypes = dtypes
-        self.on_device: torch.optim.Optimizer | None = None
-        """None until there is a group."""
-        self._rules = rules
-        self._links: list[list[GroupLink]] = []
-        """By group of the program; the first link of each is listened to."""
-
-    def adopt(self, group: dict[str, Any], twins: Sequence[SteppedCopy]) -> None:
-        """Take the twins of a group of the program.
-
-        The device's optimizer is the only one that lasts if another refuses the group, so it comes last.
-        """
-        links: list[GroupLink] = []
-        for twin in twins:
-            if twin.on_cpu:
-                without = self._rules.not_of_cpu
-                twin.optimizer = self._rules.on_cpu([{**options_of(group, without), "params": [twin.tensor]}])
-                (cpu_group,) = twin.optimizer.param_groups
-                links.append(GroupLink(group, cpu_group, on_cpu=True, without=without))
-        inner = {**options_of(group), "params": [twin.tensor for twin in twins if not twin.on_cpu]}
-        if self.on_device is None:
-            self.on_device = self._rules.on_device([inner])
-        else:
-            self.on_device.add_param_group(inner)
-        link = GroupLink(group, self.on_device.param_groups[-1], on_cpu=False, without=())
-        if all(twin.on_cpu for twin in twins):
-            links.append(link)  # the device has nothing to say
-        else:
-            links.insert(0, link)
-        for twin in twins:
-            twin.group = group
-            if not twin.on_cpu:
-                twin.optimizer = self.on_device
-        self._links.append(links)
-
-    def step(
-        self, optimizer: torch.optim.Optimizer, twins: Sequence[SteppedCopy], state: dict[torch.Tensor, Any]
-    ) -> None:
-        """Step some of one optimizer's twins, those that have a gradient, with the program's `state`."""
-        self._hand_over(state, twins)
-        try:
-            optimizer.step()
-        finally:
-            self._take_back(state, twins)
-
-    def _hand_over(self, state: Mapping[torch.Tensor, Any], twins: Sequence[SteppedCopy]) -> None:
-        """What is in the program's `state` is what is stepped with, whoever put it there."""
-        for twin in twins:
-            if twin.parameter in state:
-                of_parameter = state[twin.parameter]
-                if self._dtypes:
-                    of_parameter = {
-                        slot: item.to(twin.tensor.dtype) if slot in self._dtypes and _elements(item) else item
-                        for slot, item in of_parameter.items()
-                    }
-                twin.optimizer.state[twin.tensor] = of_parameter
-            else:
-                twin.optimizer.state.pop(twin.tensor, None)
-
-    def _take_back(self, state: dict[torch.Tensor, Any], twins: Sequence[SteppedCopy]) -> None:
-        """What the steps have made is in the program's `state`; what was raised for them is let go."""
-        for twin in twins:
-            if twin.tensor not in twin.optimizer.state:
-                continue
-            if not self._dtypes:
-                state[twin.parameter] = twin.optimizer.state[twin.tensor]
-                continue
-            state[twin.parameter] = {
-                slot: item.to(self._dtypes[slot]) if slot in self._dtypes and _elements(item) else item
-                for slot, item in twin.optimizer.state.pop(twin.tensor).items()
-            }
-
-    def tell(self) -> None:
-        """Let all know what the program has changed in its groups."""
-        for links in self._links:
-            for link in links:
-                link.tell()
-
-    def hear(self) -> None:
-        """Let the program's groups show what the steps have changed."""
-        for links in self._links:
-            links[0].hear()
-
-
-def _elements(item: Any) -> bool:
-    """Whether it has an element for each of the parameter's, and is no count."""
-    return isinstance(item, torch.Tensor) and item.dim() > 0
 
 
 class GroupLink:
@@ -141,7 +36,7 @@ class GroupLink:
         self._without = frozenset(without)
         self._told: dict[str, Any] = {}
 
-    def tell(self) -> None:
+    def push_options(self) -> None:
         """Hand over what the program (a scheduler) has changed since the last time."""
         for name, item in options_of(self._group, self._without).items():
             if name in self._told and _same(item, self._told[name]):
@@ -153,7 +48,7 @@ class GroupLink:
                 )
             self._inner[name] = self._told[name] = item
 
-    def hear(self) -> None:
+    def pull_options(self) -> None:
         """Show the program what the step has changed."""
         for name, item in self._told.items():
             found = self._inner.get(name)
@@ -168,3 +63,109 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
         return type(one) is type(other) and len(one) == len(other) and all(map(_same, one, other))
     return one is other or bool(one == other)
+
+
+class SubOptimizers:
+    """One optimizer for the device's part and one for each parameter of the CPU's.
+
+    The device's has a group for each of the program's. Those of the CPU are stepped one by one, each as soon
+    as its gradient is there.
+
+    Args:
+        rules: make the optimizers.
+        dtypes: what the program's `state` keeps slots in, where that is not the dtype that they are stepped
+            in.
+    """
+
+    def __init__(self, rules: Rules, dtypes: Mapping[str, torch.dtype]) -> None:
+        self._dtypes = dtypes
+        self.on_device: torch.optim.Optimizer | None = None
+        """None until there is a group."""
+        self._rules = rules
+        self._links: list[list[GroupLink]] = []
+        """By group of the program; the first link of each is listened to."""
+
+    def adopt(self, group: dict[str, Any], copies: Sequence[SteppedCopy]) -> None:
+        """Take the copies of a group of the program.
+
+        The device's optimizer is the only one that lasts if another refuses the group, so it comes last.
+        """
+        links: list[GroupLink] = []
+        for stepped in copies:
+            if stepped.on_cpu:
+                without = self._rules.not_of_cpu
+                stepped.optimizer = self._rules.on_cpu(
+                    [{**options_of(group, without), "params": [stepped.tensor]}]
+                )
+                (cpu_group,) = stepped.optimizer.param_groups
+                links.append(GroupLink(group, cpu_group, on_cpu=True, without=without))
+        inner = {**options_of(group), "params": [stepped.tensor for stepped in copies if not stepped.on_cpu]}
+        if self.on_device is None:
+            self.on_device = self._rules.on_device([inner])
+        else:
+            self.on_device.add_param_group(inner)
+        link = GroupLink(group, self.on_device.param_groups[-1], on_cpu=False, without=())
+        if all(stepped.on_cpu for stepped in copies):
+            links.append(link)  # the device has nothing to say
+        else:
+            links.insert(0, link)
+        for stepped in copies:
+            stepped.group = group
+            if not stepped.on_cpu:
+                stepped.optimizer = self.on_device
+        self._links.append(links)
+
+    def step(
+        self, optimizer: torch.optim.Optimizer, copies: Sequence[SteppedCopy], state: dict[torch.Tensor, Any]
+    ) -> None:
+        """Step some of one optimizer's copies, those that have a gradient, with the program's `state`."""
+        self._hand_over(state, copies)
+        try:
+            optimizer.step()
+        finally:
+            self._take_back(state, copies)
+
+    def _hand_over(self, state: Mapping[torch.Tensor, Any], copies: Sequence[SteppedCopy]) -> None:
+        """What is in the program's `state` is what is stepped with, whoever put it there."""
+        for stepped in copies:
+            if stepped.parameter in state:
+                of_parameter = state[stepped.parameter]
+                if self._dtypes:
+                    of_parameter = {
+                        slot: item.to(stepped.tensor.dtype)
+                        if slot in self._dtypes and _elements(item)
+                        else item
+                        for slot, item in of_parameter.items()
+                    }
+                stepped.optimizer.state[stepped.tensor] = of_parameter
+            else:
+                stepped.optimizer.state.pop(stepped.tensor, None)
+
+    def _take_back(self, state: dict[torch.Tensor, Any], copies: Sequence[SteppedCopy]) -> None:
+        """What the steps have made is in the program's `state`; what was raised for them is let go."""
+        for stepped in copies:
+            if stepped.tensor not in stepped.optimizer.state:
+                continue
+            if not self._dtypes:
+                state[stepped.parameter] = stepped.optimizer.state[stepped.tensor]
+                continue
+            state[stepped.parameter] = {
+                slot: item.to(self._dtypes[slot]) if slot in self._dtypes and _elements(item) else item
+                for slot, item in stepped.optimizer.state.pop(stepped.tensor).items()
+            }
+
+    def push_options(self) -> None:
+        """Let all know what the program has changed in its groups."""
+        for links in self._links:
+            for link in links:
+                link.push_options()
+
+    def pull_options(self) -> None:
+        """Let the program's groups show what the steps have changed."""
+        for links in self._links:
+            links[0].pull_options()
+
+
+def _elements(item: Any) -> bool:
+    """Whether it has an element for each of the parameter's, and is no count."""
+    return isinstance(item, torch.Tensor) and item.dim() > 0

@@ -48,10 +48,10 @@ import torch
 
 from shardproof._utils.streams import on_stream
 
-__all__ = ["BlockingTransfers", "Event", "StreamTransfers", "Transfers", "transfers_of"]
+__all__ = ["BlockingTransfers", "CopyEvent", "SideStreams", "Transfers", "transfers_for"]
 
 
-class Event(Protocol):
+class CopyEvent(Protocol):
     """A point in a queue of copies."""
 
     def synchronize(self) -> None:
@@ -61,16 +61,16 @@ class Event(Protocol):
 class Transfers(Protocol):
     """Copies of one device. The notes above say what each call waits for."""
 
-    def event(self) -> Event:
+    def event(self) -> CopyEvent:
         """An event for one parameter, used again at each step. Before it is recorded, nobody waits for it."""
 
     def begin(self) -> None:
         """Set the mark on main."""
 
-    def down(self, destination: torch.Tensor, source: torch.Tensor, event: Event) -> None:
+    def down(self, destination: torch.Tensor, source: torch.Tensor, event: CopyEvent) -> None:
         """Copy to the host."""
 
-    def up(self, destination: torch.Tensor, source: torch.Tensor, event: Event) -> None:
+    def up(self, destination: torch.Tensor, source: torch.Tensor, event: CopyEvent) -> None:
         """Copy to the device."""
 
     def end(self) -> None:
@@ -85,18 +85,18 @@ class _Reached:
 class BlockingTransfers:
     """Copies that are done when the call returns."""
 
-    def event(self) -> Event:
+    def event(self) -> CopyEvent:
         """One that is always reached."""
         return _Reached()
 
     def begin(self) -> None:
         """Nothing to order."""
 
-    def down(self, destination: torch.Tensor, source: torch.Tensor, event: Event) -> None:
+    def down(self, destination: torch.Tensor, source: torch.Tensor, event: CopyEvent) -> None:
         """Copy now."""
         destination.copy_(source)
 
-    def up(self, destination: torch.Tensor, source: torch.Tensor, event: Event) -> None:
+    def up(self, destination: torch.Tensor, source: torch.Tensor, event: CopyEvent) -> None:
         """Copy now."""
         destination.copy_(source)
 
@@ -104,7 +104,7 @@ class BlockingTransfers:
         """Nothing to order."""
 
 
-class StreamTransfers:
+class SideStreams:
     """Copies on two streams beside the device's main stream."""
 
     def __init__(self, device: torch.device) -> None:
@@ -112,7 +112,7 @@ class StreamTransfers:
         self._down = torch.Stream(device)
         self._up = torch.Stream(device)
 
-    def event(self) -> Event:
+    def event(self) -> CopyEvent:
         """An event of the device."""
         return torch.Event(self._device)
 
@@ -122,11 +122,11 @@ class StreamTransfers:
         self._down.wait_event(mark)
         self._up.wait_event(mark)
 
-    def down(self, destination: torch.Tensor, source: torch.Tensor, event: Event) -> None:
+    def down(self, destination: torch.Tensor, source: torch.Tensor, event: CopyEvent) -> None:
         """Enqueue a copy to the host. A change of dtype happens on the device, on down."""
         self._enqueue(self._down, destination, source, event)
 
-    def up(self, destination: torch.Tensor, source: torch.Tensor, event: Event) -> None:
+    def up(self, destination: torch.Tensor, source: torch.Tensor, event: CopyEvent) -> None:
         """Enqueue a copy to the device."""
         self._enqueue(self._up, destination, source, event)
 
@@ -137,7 +137,7 @@ class StreamTransfers:
         main.wait_stream(self._up)
 
     def _enqueue(
-        self, stream: torch.Stream, destination: torch.Tensor, source: torch.Tensor, event: Event
+        self, stream: torch.Stream, destination: torch.Tensor, source: torch.Tensor, event: CopyEvent
     ) -> None:
         assert isinstance(event, torch.Event)
         with on_stream(stream, self._device):
@@ -145,9 +145,9 @@ class StreamTransfers:
             event.record(stream)
 
 
-def transfers_of(device: torch.device, overlap: bool) -> Transfers:
+def transfers_for(device: torch.device, overlap: bool) -> Transfers:
     """How the parameters on one device exchange data with the host."""
     accelerator = torch.accelerator.current_accelerator()
     if overlap and accelerator is not None and accelerator.type == device.type:
-        return StreamTransfers(device)
+        return SideStreams(device)
     return BlockingTransfers()

@@ -9,16 +9,16 @@ import torch.distributed as dist
 
 from shardproof.collectives import Work, all_gather, reduce_scatter
 
-__all__ = ["GroupRanks"]
+__all__ = ["RankGroup"]
 
 
-class GroupRanks:
+class RankGroup:
     """A process group, or one process alone.
 
     Args:
         group: None for all ranks, and for this process alone where there are no others.
 
-    >>> Ranks(None).size
+    >>> RankGroup(None).size
     1
     """
 

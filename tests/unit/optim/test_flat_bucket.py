@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardproof.optim.distributed.flat_buckets import pack
+from shardproof.optim.distributed.flat_bucket import pack
 
 sizes = st.lists(st.integers(0, 50), min_size=1, max_size=12)
 ranks = st.integers(1, 7)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardproof.optim.distributed.flat_buckets import Weight
+from shardproof.optim.distributed.flat_bucket import Weight
 from shardproof.optim.distributed.stepping import Stepper
 from shardproof.optim.schema import Spec
 from shardproof.state import MASTER, LocalRange, ParameterSlots, Receipt, StoredSlot, options_of

@@ -16,11 +16,11 @@ from shardproof.errors import StructureError
 from shardproof.geometry import Boxes, IndexMap, compose
 from shardproof.state import dtensor_index_map
 
-__all__ = ["ShardingRanks", "ShardingSpec", "sharding_spec_of"]
+__all__ = ["MeshRanks", "TensorSpec", "spec_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ShardingRanks:
+class MeshRanks:
     """A mesh of one dimension (shard) or two (replicate, shard); for strategy "none" all replicate."""
 
     mesh: DeviceMesh
@@ -32,7 +32,7 @@ class ShardingRanks:
     replicate_groups: tuple[ProcessGroup, ...]
 
     @staticmethod
-    def of(mesh: DeviceMesh, sharded: bool) -> ShardingRanks:
+    def of(mesh: DeviceMesh, sharded: bool) -> MeshRanks:
         """The groups of a mesh.
 
         Raises:
@@ -48,12 +48,12 @@ class ShardingRanks:
             raise ValueError(f"this rank is not in the mesh {mesh} that it is to shard a module over")
         groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
         if not sharded:
-            return ShardingRanks(mesh, 1, 0, None, tuple(groups))
-        return ShardingRanks(mesh, mesh.size(mesh.ndim - 1), coordinate[-1], groups[-1], tuple(groups[:-1]))
+            return MeshRanks(mesh, 1, 0, None, tuple(groups))
+        return MeshRanks(mesh, mesh.size(mesh.ndim - 1), coordinate[-1], groups[-1], tuple(groups[:-1]))
 
     @property
     def size(self) -> int:
-        """Ranks over which gradients are averaged."""
+        """Number of ranks over which gradients are averaged."""
         return int(self.mesh.size())
 
     @property
@@ -69,7 +69,7 @@ class ShardingRanks:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ShardingSpec:
+class TensorSpec:
     """What is needed to make the DTensor of a sharded parameter, and to make the gathered one."""
 
     shape: tuple[int, ...]
@@ -112,7 +112,7 @@ def _dtensor(
     )
 
 
-def sharding_spec_of(parameter: torch.Tensor, ranks: ShardingRanks, name: str) -> ShardingSpec:
+def spec_of(parameter: torch.Tensor, ranks: MeshRanks, name: str) -> TensorSpec:
     """How a parameter is sharded over ranks.
 
     Raises:
@@ -123,7 +123,7 @@ def sharding_spec_of(parameter: torch.Tensor, ranks: ShardingRanks, name: str) -
         raise ValueError(f"{name} is a scalar, which has no rows to shard: give it shape [1]")
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
-        return ShardingSpec(shape, ranks.mesh, ranks.placements(), IndexMap.whole(shape), None)
+        return TensorSpec(shape, ranks.mesh, ranks.placements(), IndexMap.whole(shape), None)
     mesh, beneath = parameter.device_mesh, tuple(parameter.placements)
     if any(placement.is_partial() for placement in beneath):
         raise ValueError(f"{name} is a DTensor of partial sums: redistribute it before fully_shard")
@@ -145,7 +145,7 @@ def sharding_spec_of(parameter: torch.Tensor, ranks: ShardingRanks, name: str) -
         outer = dtensor_index_map(parameter, name)
     except StructureError as error:
         raise ValueError(str(error)) from error
-    return ShardingSpec(shape, _joined(ranks.mesh, mesh), joint, outer, (mesh, beneath))
+    return TensorSpec(shape, _joined(ranks.mesh, mesh), joint, outer, (mesh, beneath))
 
 
 def _joined(over: DeviceMesh, beneath: DeviceMesh) -> DeviceMesh:

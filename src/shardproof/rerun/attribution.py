@@ -1,65 +1,86 @@
-"""What the machine tells the loop, and the launcher.
-
-Whom a rejected result is put down to, with the evidence.
-"""
+"""The device that a rejected result is attributed to, with the evidence."""
 
 from __future__ import annotations
 
+import os
+import socket
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from shardproof.rerun.identity import DeviceIdentity
-from shardproof.rerun.result_log import Rejected
-from shardproof.rerun.transitions import Action, AttributionKind, Effect
+import torch
 
-__all__ = ["Attribution", "Decision", "ExitCodes", "Shown", "Suspect"]
+from shardproof.rerun.result_log import Rejected
+from shardproof.rerun.transitions import AttributionKind
+
+__all__ = ["Attribution", "DeviceIdentity", "Shown", "Suspect"]
 
 
 @dataclass(frozen=True, slots=True)
-class ExitCodes:
-    """What a job ends with, for its launcher.
+class DeviceIdentity:
+    """A device, as it can be told from all others, also after a restart.
 
-    >>> ExitCodes(restart=75).failed
-    17
+    Args:
+        node: the node's name.
+        uuid: of the accelerator; "" where there is none, or where it has none.
+        index: of the device on its node.
+
+    >>> a = DeviceIdentity("gpu-7", "GPU-2f1e", 3)
+    >>> a == DeviceIdentity("gpu-7", "GPU-2f1e", 3), str(a)
+    (True, 'device 3 (GPU-2f1e) of node gpu-7')
     """
 
-    restart: int = 16
-    """Start the job again, on other devices: a rejected result shall be computed there."""
-    failed: int = 17
-    """A result was rejected, and training must not go on with it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """What the loop does with a step. Equal on all ranks."""
-
-    checkpoint: bool = False
-    """Save the state as it is now, before the optimizer step, as a suspect checkpoint."""
-    exit: bool = False
-    """End this process with `code`, and do not use what the step computed."""
-    code: int = 0
-    attribution: Attribution | None = None
-    """What the rejected results of the step were found to be, if that is known now."""
-    settles: bool = False
-    """Whether that is what the suspect checkpoint was taken to find out."""
+    node: str
+    uuid: str = ""
+    index: int = 0
 
     @classmethod
-    def of(cls, action: Action, attribution: Attribution | None, codes: ExitCodes) -> Decision:
-        """What an action of the table means for the loop."""
-        restart = action.effect in (Effect.RESTART, Effect.RESTART_UNSAVED)
-        stop = action.effect is Effect.STOP
-        return cls(
-            checkpoint=action.effect is Effect.RESTART,
-            exit=restart or stop,
-            code=codes.restart if restart else codes.failed if stop else 0,
-            attribution=attribution,
-            settles=action.settles,
-        )
+    def here(cls) -> DeviceIdentity:
+        """The device of this process: the current accelerator, or its share of the node's CPUs.
+
+        On a CPU there is no UUID, and the index is the rank on the node (``LOCAL_RANK``, 0 without it).
+        """
+        index, uuid = int(os.environ.get("LOCAL_RANK", "0")), ""
+        if torch.accelerator.is_available():
+            index, uuid = _current_device()
+        return cls(socket.gethostname(), uuid, index)
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> DeviceIdentity:
+        """The identity that `to_plain` described."""
+        return cls(plain["node"], plain["uuid"], plain["index"])
+
+    def same_device(self, other: DeviceIdentity) -> bool:
+        """Whether both are one device. A UUID is the device's own; node names and indices are given anew.
+
+        >>> before = DeviceIdentity("pod-a", "GPU-2f1e", 3)
+        >>> before.same_device(DeviceIdentity("pod-b", "GPU-2f1e", 0))
+        True
+        >>> before.same_device(DeviceIdentity("pod-a", "", 3))
+        False
+        """
+        if self.uuid and other.uuid:
+            return self.uuid == other.uuid
+        return self == other
+
+    def to_plain(self) -> dict[str, Any]:
+        """This identity as plain data."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        uuid = f" ({self.uuid})" if self.uuid else ""
+        return f"device {self.index}{uuid} of node {self.node}"
+
+
+def _current_device() -> tuple[int, str]:
+    """Index and UUID, as far as the device's module tells them."""
+    module = torch.get_device_module(torch.accelerator.current_accelerator())
+    index = module.current_device() if hasattr(module, "current_device") else 0
+    if not hasattr(module, "get_device_properties"):
+        return index, ""
+    return index, str(getattr(module.get_device_properties(index), "uuid", ""))
 
 
 Shown = float | int | str | None
-
-
 """A result for people and logs: see `shardproof.rerun.result_log.shown_value`."""
 
 

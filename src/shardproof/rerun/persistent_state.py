@@ -17,21 +17,21 @@ from typing import Any
 import torch
 
 from shardproof.errors import StructureError
-from shardproof.rerun.decisions import Suspect
+from shardproof.rerun.attribution import Suspect
 from shardproof.rerun.injection import FaultInjector
 from shardproof.rerun.statistics import Differences
-from shardproof.rerun.step_runs import Rejections
+from shardproof.rerun.step_run import Rejections
 from shardproof.rerun.transitions import AttributionKind, State
 from shardproof.state import PerRank
 
-__all__ = ["JobState", "MachineState"]
+__all__ = ["JobState", "PersistentState"]
 
 _NAMES, _OTHERS = 256, "(others)"
 """So many results have statistics of their own: a message may hold the number of the step."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _StatePart:
     """A part of the machine's state, as a checkpoint takes it and gives it back."""
 
     read: Callable[[], dict[str, Any]]
@@ -166,7 +166,7 @@ class RankState:
         self.step_data = state["step_data"]
 
 
-class MachineState:
+class PersistentState:
     """Both, and the way into a checkpoint and out of it.
 
     Args:
@@ -184,8 +184,8 @@ class MachineState:
 
     def tree(self) -> dict[str, Any]:
         """What is saved, and filled by a load."""
-        job = _Part(self.job.state_dict, partial(self._loaded.__setitem__, "job"))
-        own = _Part(self.own.state_dict, partial(self._loaded.__setitem__, "own"))
+        job = _StatePart(self.job.state_dict, partial(self._loaded.__setitem__, "job"))
+        own = _StatePart(self.own.state_dict, partial(self._loaded.__setitem__, "own"))
         return {"job": job, "own": PerRank(own)}
 
     def check(self, stored: dict[str, Any]) -> None:

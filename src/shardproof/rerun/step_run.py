@@ -15,7 +15,7 @@ from shardproof.rerun.injection import Run as RunName
 from shardproof.rerun.replay import copy_of
 from shardproof.state import local_tensor
 
-__all__ = ["Rejection", "Rejections", "StepRun", "Suspicion", "ValidationCall"]
+__all__ = ["Call", "Rejection", "Rejections", "StepRun", "Suspicion"]
 
 Rejection = Callable[[Any], Any]
 """From a result to whether it is rejected."""
@@ -23,7 +23,7 @@ _MANY = 64
 
 
 @dataclass(frozen=True, slots=True)
-class ValidationCall:
+class Call:
     """One call of `validate`."""
 
     value: Any
@@ -70,7 +70,7 @@ class StepRun:
     _named: bool = False
     """Whether `second` is of the call with the suspicion's message, not just of its number."""
 
-    def take(self, call: ValidationCall) -> None:
+    def take(self, call: Call) -> None:
         """Look at the result of one call."""
         number, self.calls = self.calls, self.calls + 1
         nth = self._messages[call.message]
@@ -116,7 +116,7 @@ class StepRun:
             found[name] = _difference(first.results[name][0], value, compare)
         return found
 
-    def _name_of(self, call: ValidationCall, number: int) -> str:
+    def _name_of(self, call: Call, number: int) -> str:
         name = call.message or f"call {number}"
         return name if name not in self.results else f"{name} (call {number})"
 

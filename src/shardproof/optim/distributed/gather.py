@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shardproof.optim.distributed.flat_buckets import FlatBucket, Owner, Weight
+from shardproof.optim.distributed.flat_bucket import FlatBucket, Owner, Weight
 
 __all__ = ["Gather"]
 

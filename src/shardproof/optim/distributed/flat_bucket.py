@@ -1,9 +1,8 @@
-"""Where parameters lie in flat buffers: arithmetic only, the same on every rank.
+"""Flat buffers: where each parameter lies in them, and the range that each rank owns.
 
-Parameters follow each other in a bucket. A bucket is cut into as many equal ranges as there are ranks,
-without regard for where parameters begin or rows end (ZeRO, Rajbhandari et al. 2020, arXiv:1910.02054).
-
-Parameters moved into flat buffers, and what each rank keeps of them.
+`pack` is arithmetic alone, with the same result on every rank. Parameters follow each other in a bucket.
+A bucket is cut into as many equal ranges as there are ranks, across parameters and rows (ZeRO, Rajbhandari
+et al. 2020, arXiv:1910.02054).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shardproof.collectives import Work
-from shardproof.optim.distributed.group_ranks import GroupRanks
+from shardproof.optim.distributed.process_group import RankGroup
 from shardproof.state import declare_storage_owner, local_tensor
 
 __all__ = ["Bucket", "FlatBucket", "Owner", "Span", "Weight", "pack"]
@@ -200,7 +199,7 @@ class FlatBucket:
     """
 
     def __init__(
-        self, geometry: Bucket, ranks: GroupRanks, weights: list[Weight], gradient_dtype: torch.dtype
+        self, geometry: Bucket, ranks: RankGroup, weights: list[Weight], gradient_dtype: torch.dtype
     ) -> None:
         like = local_tensor(weights[0].parameter)
         self.geometry, self.ranks, self.weights = geometry, ranks, weights

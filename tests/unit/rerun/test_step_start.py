@@ -10,7 +10,7 @@ import torch
 
 from shardproof.errors import StructureError
 from shardproof.rerun import BufferState
-from shardproof.rerun.step_start import StepBeginning
+from shardproof.rerun.step_start import ProcessState
 
 
 def draw() -> list[float]:
@@ -18,7 +18,7 @@ def draw() -> list[float]:
 
 
 def test_every_generator_draws_the_same_again() -> None:
-    beginning = StepBeginning.of([])
+    beginning = ProcessState.of([])
     drawn = draw()
     beginning.put_back([])
     assert draw() == drawn
@@ -30,7 +30,7 @@ def test_buffers_are_put_back_in_place_and_stay_the_same_tensors() -> None:
     norm = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
     mean = norm[0].running_mean
     kept = BufferState(norm)
-    beginning = StepBeginning.of([kept])
+    beginning = ProcessState.of([kept])
     norm(torch.randn(5, 2))
     assert mean.abs().sum() > 0
     beginning.put_back([kept])
@@ -47,4 +47,4 @@ def test_buffers_of_another_module_are_refused() -> None:
 def test_another_number_of_kept_objects_is_refused() -> None:
     kept = BufferState(torch.nn.BatchNorm1d(2))
     with pytest.raises(StructureError, match="began with 1 kept objects, and the machine has 0"):
-        StepBeginning.of([kept]).put_back([])
+        ProcessState.of([kept]).put_back([])
