@@ -20,7 +20,7 @@ import torch
 
 import shardproof as sp
 from shardproof.errors import AlreadyCommittedError, ShardproofError, StorageError
-from shardproof.format import MANIFEST_NAME, files_of, read_manifest
+from shardproof.format import MANIFEST_NAME, locate_files, read_manifest
 from shardproof.maintenance import make_standalone, repair, verify
 from shardproof.storage import LocalStorage
 from tests.faulty_system import Fault, faulty_system
@@ -80,7 +80,7 @@ def files_in(folder: Path) -> list[Path]:
         return []
     storage = LocalStorage(folder)
     manifest = read_manifest(storage)
-    named = [Path(place.location) / name for place, name in files_of(storage, manifest)]
+    named = [Path(place.location) / name for place, name in locate_files(storage, manifest)]
     return [*named, folder / manifest.index.name]
 
 

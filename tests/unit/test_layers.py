@@ -161,7 +161,7 @@ def layers_imported(found: Import) -> set[str]:
 
 
 def deep_imports(layer: str, source: str) -> list[str]:
-    """What a file of `layer` imports from inside another package, one line each. `_utils` is a shelf, not one."""
+    """What a file of `layer` imports from inside another package, one line each; `_utils` is no package."""
     return [
         f"line {found.line}: imports {found.module}; import from shardproof.{found.module.split('.')[1]}"
         for found in imports(ast.parse(source))

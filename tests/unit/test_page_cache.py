@@ -1,4 +1,4 @@
-"""`Checkpointer(cache=...)`: the newest step is in the page cache, where that is cheap, and older ones are not."""
+"""`Checkpointer(cache=...)`: the newest step is in the page cache if that is cheap; older ones are not."""
 
 from __future__ import annotations
 

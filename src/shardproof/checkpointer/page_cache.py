@@ -7,9 +7,9 @@ Note: one thread, at a bounded rate
     After the commit of a newer step, the pages of the older one are dropped.
 
 Note: when it is worth it
-    Reading each file once more costs a local disk little. Storage that many nodes share would serve the whole
-    checkpoint again. So ``cache="auto"`` reads only from local file systems, and only files that leave a quarter
-    of the memory free.
+    Reading each file once more costs a local disk little. Storage that many nodes share would serve the
+    whole checkpoint again. So ``cache="auto"`` reads only from local file systems, and only files that leave
+    a quarter of the memory free.
 """
 
 from __future__ import annotations

@@ -33,11 +33,11 @@ from shardproof.format import (
     MANIFEST_NAME,
     FileRecord,
     References,
+    kept_files_message,
     named_files,
     read_manifest,
-    referred_in,
-    unneeded,
-    why_kept,
+    references_in,
+    unreferenced_files,
 )
 from shardproof.storage import Storage
 
@@ -111,7 +111,7 @@ def plan_removal(storage: Storage, names: Sequence[str]) -> Removal:
         StorageError: the storage failed.
     """
     names = [name for name in names if not storage.within(name).linked]
-    references = referred_in(storage, without=names)
+    references = references_in(storage, without=names)
     files: list[str] = []
     lent: dict[str, list[str]] = {}
     borrowed: list[FileRecord] = []
@@ -127,7 +127,7 @@ def plan_removal(storage: Storage, names: Sequence[str]) -> Removal:
                 files.append(file)
     gone = set(names)
     elsewhere = [record for record in borrowed if record.folder not in gone]
-    released = {record.place for record in unneeded(elsewhere, references, storage.within)}
+    released = {record.place for record in unreferenced_files(elsewhere, references, storage.within)}
     manifests = tuple(f"{name}/{MANIFEST_NAME}" for name in names)
     return Removal(manifests, (*files, *sorted(released)), lent, tuple(references.unknown))
 
@@ -223,7 +223,9 @@ def _delete(run: Storage, names: Sequence[str], on_progress: Callable[[int, int]
     """Deletes steps, and says if that frees nothing: disks fill in silence otherwise."""
     unknown = delete_steps(run, names, on_progress).unknown
     if unknown:
-        _log.warning("%s: the shard files of %s stay: %s", run.location, ", ".join(names), why_kept(unknown))
+        _log.warning(
+            "%s: the shard files of %s stay: %s", run.location, ", ".join(names), kept_files_message(unknown)
+        )
 
 
 def _borrowed(folder: Storage) -> tuple[FileRecord, ...]:
@@ -272,7 +274,7 @@ def leftovers(
         modified: when the file of this name was last written, Unix seconds; None if it is gone.
         references: what the steps of the run refer to; None: it is found out.
     """
-    references = referred_in(storage) if references is None else references
+    references = references_in(storage) if references is None else references
     by_folder: dict[str, list[str]] = {}
     for folder in storage.folders():
         if parse_folder(folder) is None or storage.within(folder).linked:
@@ -298,7 +300,7 @@ def remove_leftover(storage: Storage, leftover: Leftover) -> bool:
     replaced, which names the leftover's files.
     """
     folder = storage.within(leftover.folder)
-    needed = _needed(folder, leftover.folder, referred_in(storage))
+    needed = _needed(folder, leftover.folder, references_in(storage))
     if needed is None or not needed.isdisjoint(leftover.files):
         return False
     if MANIFEST_NAME in needed:

@@ -23,7 +23,7 @@ from shardproof.checkpointer.damage import Damage
 from shardproof.checkpointer.step_folders import parse_folder
 from shardproof.checkpointer.step_selection import is_damage
 from shardproof.errors import FormatError, NotCommittedError, ShardproofError, StorageError
-from shardproof.format import read_index, read_manifest, refers_to_none, seal_of
+from shardproof.format import has_no_references, read_index, read_manifest, read_seal
 from shardproof.maintenance import verify
 from shardproof.saving import Workers
 from shardproof.storage import LocalStorage, UncachedStorage
@@ -103,8 +103,8 @@ class Scrub:
             StorageError: the storage cannot tell.
         """
         place = self._run.within(folder)
-        seal = seal_of(place)
-        return seal is not None and ((folder, seal) in self._proved or refers_to_none(place))
+        seal = read_seal(place)
+        return seal is not None and ((folder, seal) in self._proved or has_no_references(place))
 
     def is_damaged(self, folder: str) -> bool:
         """Whether a committed step has chunks in bytes that a pass found damaged.
@@ -129,18 +129,18 @@ class Scrub:
 
     def _scrub(self, folder: str) -> None:
         place = self._run.within(folder)
-        seal = seal_of(place)
+        seal = read_seal(place)
         if seal is None:
             return
         try:
-            if refers_to_none(place):
+            if has_no_references(place):
                 return
             report = verify(UncachedStorage(place.path, before_read=self._yield), borrowed_only=True)
         except ShardproofError:
-            if seal_of(place) == seal:
+            if read_seal(place) == seal:
                 raise
             return  # the step was removed or replaced meanwhile
-        if seal_of(place) != seal:
+        if read_seal(place) != seal:
             return  # the step was removed or replaced meanwhile, and its files with it
         if report.ok:
             there = set(self._run.folders())

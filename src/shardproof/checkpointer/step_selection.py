@@ -10,7 +10,7 @@ from shardproof.checkpointer.damage import Damage
 from shardproof.checkpointer.step_folders import StepFolder, is_ours, parse_folder
 from shardproof.checkpointer.suspects import read_settled, unsettled_suspects
 from shardproof.errors import CorruptChunkError, FormatError, NotCommittedError, ShardproofError, StorageError
-from shardproof.format import MANIFEST_NAME, Manifest, referred_in, seal_of
+from shardproof.format import MANIFEST_NAME, Manifest, read_seal, references_in
 from shardproof.loading import UNREADABLE, Checkpoint
 from shardproof.storage import Storage
 
@@ -248,7 +248,7 @@ def _choose_once(run: Storage, known: Sequence[PassedOver], suspect: bool) -> Ch
 
 
 def seal_now(run: Storage, folder: StepFolder) -> bytes | None:
-    """What tells the manifest of a step from any other (see `seal_of`); None if there is no manifest.
+    """What tells the manifest of a step from any other (see `read_seal`); None if there is no manifest.
 
     Empty for a manifest that is too short to have one, or that is replaced at this moment.
 
@@ -257,7 +257,7 @@ def seal_now(run: Storage, folder: StepFolder) -> bytes | None:
     """
     place = run.within(folder.name)
     try:
-        seal = seal_of(place)
+        seal = read_seal(place)
         return b"" if seal is None and place.size(MANIFEST_NAME) is not None else seal
     except StorageError as error:
         if error.details.get("missing"):
@@ -332,7 +332,7 @@ def _has_files(run: Storage, folder: StepFolder) -> bool:
 
 def _lenders(run: Storage) -> set[StepFolder]:
     """Steps that are no checkpoints any more, and whose folders only hold files that others refer to."""
-    references = referred_in(run)
+    references = references_in(run)
     found = set()
     for name in references.by_folder:
         files = [file for file in run.within(name).list() if is_ours(file, name)]

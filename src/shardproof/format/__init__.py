@@ -12,7 +12,7 @@ from shardproof.format.blocks import (
     block_counts,
     digest_of_blocks,
 )
-from shardproof.format.checkpoint_files import files_of, lost_files, read_index, read_manifest, seal_of
+from shardproof.format.checkpoint_files import locate_files, lost_files, read_index, read_manifest, read_seal
 from shardproof.format.chunk_verifier import ChunkVerifier, block_digests, read_pieces
 from shardproof.format.digests import (
     bytes_digest,
@@ -48,12 +48,12 @@ from shardproof.format.manifest import (
 from shardproof.format.manifest_text import SEAL_LENGTH, decode_manifest, encode_manifest
 from shardproof.format.references import (
     References,
+    has_no_references,
+    kept_files_message,
     named_files,
-    referred_beside,
-    referred_in,
-    refers_to_none,
-    unneeded,
-    why_kept,
+    references_beside,
+    references_in,
+    unreferenced_files,
 )
 from shardproof.format.shards import (
     BLOCKS,
@@ -106,8 +106,10 @@ __all__ = [
     "encode_index",
     "encode_manifest",
     "file_digest",
-    "files_of",
+    "has_no_references",
     "index_name",
+    "kept_files_message",
+    "locate_files",
     "lost_files",
     "manifest_version",
     "named_files",
@@ -118,16 +120,14 @@ __all__ = [
     "read_index",
     "read_manifest",
     "read_pieces",
+    "read_seal",
     "read_shard_header",
-    "referred_beside",
-    "referred_in",
-    "refers_to_none",
-    "seal_of",
+    "references_beside",
+    "references_in",
     "shard_header",
     "shard_name",
     "shard_tail",
     "size_error",
     "size_fault",
-    "unneeded",
-    "why_kept",
+    "unreferenced_files",
 ]

@@ -11,7 +11,7 @@ from shardproof.format.size_check import size_error, size_fault
 from shardproof.planning import ChunkTable
 from shardproof.storage import Storage
 
-__all__ = ["files_of", "lost_files", "read_index", "read_manifest", "seal_of"]
+__all__ = ["locate_files", "lost_files", "read_index", "read_manifest", "read_seal"]
 
 
 def read_manifest(storage: Storage) -> Manifest:
@@ -61,7 +61,7 @@ def read_index(storage: Storage, manifest: Manifest) -> ChunkTable:
     return decode_index(storage.read(name), manifest, file)
 
 
-def files_of(storage: Storage, manifest: Manifest) -> list[tuple[Storage, str]]:
+def locate_files(storage: Storage, manifest: Manifest) -> list[tuple[Storage, str]]:
     """The storage and the name of each shard file, in the order of `manifest.files`.
 
     Files of one folder share one storage. To close all files, close each storage once.
@@ -87,14 +87,14 @@ def lost_files(storage: Storage, manifest: Manifest) -> dict[str, str]:
         StorageError: the storage cannot tell a size.
     """
     lost = {}
-    for (folder, _), record in zip(files_of(storage, manifest), manifest.files, strict=True):
+    for (folder, _), record in zip(locate_files(storage, manifest), manifest.files, strict=True):
         error = size_error(folder, record)
         if error is not None:
             lost[record.place] = error.message
     return lost
 
 
-def seal_of(storage: Storage) -> bytes | None:
+def read_seal(storage: Storage) -> bytes | None:
     """Reads the last bytes of a manifest, which hold its digest and so identify the commit.
 
     Returns:

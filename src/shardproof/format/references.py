@@ -23,13 +23,13 @@ from shardproof.storage import Storage
 
 __all__ = [
     "References",
+    "has_no_references",
+    "kept_files_message",
     "named_files",
+    "references_beside",
+    "references_in",
     "referred",
-    "referred_beside",
-    "referred_in",
-    "refers_to_none",
-    "unneeded",
-    "why_kept",
+    "unreferenced_files",
 ]
 
 
@@ -66,7 +66,7 @@ class References:
         return sorted({user for users in self.by_folder.get(folder, {}).values() for user in users})
 
 
-def why_kept(unknown: Sequence[str]) -> str:
+def kept_files_message(unknown: Sequence[str]) -> str:
     """Why files stay because of unreadable manifests, and what to do, for messages.
 
     Args:
@@ -102,12 +102,12 @@ def referred(places: Iterable[tuple[str, Storage]]) -> References:
     return found
 
 
-def referred_in(run: Storage, *, without: Collection[str] = ()) -> References:
+def references_in(run: Storage, *, without: Collection[str] = ()) -> References:
     """The references of the checkpoints in all folders of `run` but those named in `without`."""
     return referred((name, run.within(name)) for name in run.folders() if name not in without)
 
 
-def referred_beside(storage: Storage) -> References:
+def references_beside(storage: Storage) -> References:
     """The references of the checkpoint in `storage` and of all beside it."""
     return referred((name, storage.sibling(name)) for name in storage.siblings())
 
@@ -130,7 +130,7 @@ def named_files(storage: Storage) -> set[str] | None:
     return {MANIFEST_NAME, manifest.index.name, *(record.name for record in manifest.own_files)}
 
 
-def unneeded(
+def unreferenced_files(
     borrowed: Iterable[FileRecord], references: References, folder: Callable[[str], Storage]
 ) -> list[FileRecord]:
     """The files to which only a removed manifest referred, and which may now be removed.
@@ -165,7 +165,7 @@ def _is_foreign(storage: Storage) -> bool:
         return False
 
 
-def refers_to_none(storage: Storage) -> bool:
+def has_no_references(storage: Storage) -> bool:
     """True if `storage` holds a checkpoint without references. Reads the first bytes of the manifest only.
 
     Raises:

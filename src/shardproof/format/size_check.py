@@ -35,7 +35,7 @@ def size_error(
     """The error for a shard file whose size is not the recorded one; None if the sizes are equal.
 
     Args:
-        storage: the folder that holds the file (see `files_of`).
+        storage: the folder that holds the file (see `locate_files`).
         record: of the file, in the manifest.
         path: what the message calls the file; None: `FileRecord.place`.
         advice: sentences that end the message.

@@ -66,8 +66,8 @@ def load(
     Args:
         path: the folder of the checkpoint.
         state: the tree to fill.
-        strict: whether a key that only one side has is an error. A shape or dtype that differs always
-            is; an object with ``state_tree`` (see `shardproof.state.handlers.stateful_objects`) may be on one side alone.
+        strict: True if a key that only one side has is an error. Another shape or dtype always is one. An
+            object with ``state_tree`` may be on one side alone.
         include: patterns (`fnmatch`, over the whole key or the keys above it) of the keys to load; None for
             all.
         exclude: patterns of the keys to leave as they are.

@@ -13,10 +13,10 @@ import torch
 
 from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError, StorageError
-from shardproof.format import MANIFEST_NAME, Manifest, files_of, read_index, read_manifest
+from shardproof.format import MANIFEST_NAME, Manifest, locate_files, read_index, read_manifest
 from shardproof.loading.block_reader import BlockDigests
 from shardproof.loading.read_executor import Destination, read_planned
-from shardproof.planning import ChunkTable, Wanted, plan_reads
+from shardproof.planning import ChunkTable, RequestedBoxes, plan_reads
 from shardproof.state import Catalogue, decode_plain
 from shardproof.storage import LocalStorage, Storage, StrOrBytesPath
 
@@ -54,7 +54,7 @@ class Checkpoint:
         self.storage = storage
         self.manifest: Manifest = read_manifest(storage)
         self.table: ChunkTable = read_index(storage, self.manifest)
-        self.files: list[tuple[Storage, str]] = files_of(storage, self.manifest)
+        self.files: list[tuple[Storage, str]] = locate_files(storage, self.manifest)
         """Storage and name of each shard file, in the order of the manifest's table."""
         self.blocks = BlockDigests(self.files, self.manifest, self.table)
         keys = map(_KEY, self.manifest.tensors)
@@ -263,7 +263,7 @@ class StoredTensor:
             return torch.empty(sizes, dtype=self.dtype, device="cpu")
         checkpoint = self._checkpoint
         manifest, table = checkpoint.manifest, checkpoint.table
-        wanted = Wanted(np.array([self._row]), np.array(offsets, np.int64), np.array(sizes, np.int64))
+        wanted = RequestedBoxes(np.array([self._row]), np.array(offsets, np.int64), np.array(sizes, np.int64))
         plan = plan_reads(manifest.tensors, table, wanted)
         checkpoint.check_sizes(table.file[plan.chunk].tolist())
         result = torch.empty(sizes, dtype=self.dtype, device="cpu")

@@ -20,7 +20,7 @@ from shardproof.errors import (
 from shardproof.loading.checkpoint import Checkpoint
 from shardproof.loading.read_executor import Destination
 from shardproof.loading.selection import Cast, Patterns, casts, check_patterns, renamed, selects
-from shardproof.planning import ReadPlan, Wanted, plan_reads
+from shardproof.planning import ReadPlan, RequestedBoxes, plan_reads
 from shardproof.state import Binding, Catalogue, TensorEntry, bind, owner_of, parts_of
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ def _planned(
     plan = plan_reads(
         checkpoint.manifest.tensors,
         checkpoint.table,
-        Wanted(
+        RequestedBoxes(
             np.repeat(np.array(rows, np.int64), [len(entry.pieces) for entry in entries]),
             np.fromiter(chain.from_iterable([piece.offsets for piece in pieces]), np.int64),
             np.fromiter(chain.from_iterable([piece.sizes for piece in pieces]), np.int64),

@@ -23,14 +23,14 @@ from shardproof.format import (
     chunk_name,
     encode_index,
     file_digest,
-    files_of,
     index_name,
+    locate_files,
     read_index,
     read_manifest,
     shard_name,
     shard_tail,
 )
-from shardproof.planning import ChunkTable, RankPlan, SharedPieces, places_in_files, prove_chunks
+from shardproof.planning import ChunkTable, RankPlan, SharedPieces, prove_chunks, tensor_order
 from shardproof.saving import Attempt, PreparedShard, encode_chunks, publish
 from shardproof.storage import Sink, Storage, aligned_buffer
 from shardproof.version import __version__
@@ -115,7 +115,7 @@ class _Copy:
         self._target = target
         self._manifest = manifest
         self._table = table
-        self._files = files_of(source, manifest)
+        self._files = locate_files(source, manifest)
         self._on_progress = on_progress
         self._done = 0
         self._total = int(table.byte_count.sum())
@@ -173,7 +173,7 @@ class _Copy:
         """Writes the files one after another."""
         manifest, table = self._manifest, self._table
         dtypes = [record.dtype for record in manifest.tensors]
-        place = places_in_files(dtypes, table.tensor, table.byte_count)
+        place = tensor_order(dtypes, table.tensor, table.byte_count)
         of_row, ranks = self._rank_of_row(), self._ranks()
         for at, rank in enumerate(ranks):
             rows = np.flatnonzero(of_row == rank)

@@ -20,7 +20,7 @@ from shardproof.format import (
     digests_as_table,
     digests_from_table,
     file_digest,
-    files_of,
+    locate_files,
     read_chunk_digests,
     read_index,
     read_manifest,
@@ -137,7 +137,7 @@ class _Checker:
         on_progress: Callable[[int, int], None] | None,
     ) -> None:
         self.done = 0
-        self._files = files_of(storage, manifest)
+        self._files = locate_files(storage, manifest)
         self._manifest = manifest
         self._table = table
         self._faults = faults

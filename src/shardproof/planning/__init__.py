@@ -7,7 +7,7 @@ load, on each rank: `ChunkTable` from the index, then `plan_reads`.
 """
 
 from shardproof.planning.chunk_table import ChunkTable
-from shardproof.planning.read_plan import ReadPlan, Wanted, plan_reads, prove_chunks
+from shardproof.planning.read_plan import ReadPlan, RequestedBoxes, plan_reads, prove_chunks
 from shardproof.planning.replicas import SAMPLE_BYTES, Replicas, SharedPieces, Slices
 from shardproof.planning.structure import Structure, TensorTable
 from shardproof.planning.write_plan import (
@@ -15,8 +15,8 @@ from shardproof.planning.write_plan import (
     LARGE_BYTES,
     RankPlan,
     WritePlan,
-    places_in_files,
     plan_writes,
+    tensor_order,
 )
 
 __all__ = [
@@ -27,14 +27,14 @@ __all__ = [
     "RankPlan",
     "ReadPlan",
     "Replicas",
+    "RequestedBoxes",
     "SharedPieces",
     "Slices",
     "Structure",
     "TensorTable",
-    "Wanted",
     "WritePlan",
-    "places_in_files",
     "plan_reads",
     "plan_writes",
     "prove_chunks",
+    "tensor_order",
 ]

@@ -14,7 +14,7 @@ from shardproof.errors import FormatError, TilingError
 from shardproof.geometry import Boxes, BoxTable, consecutive, intersect, overlapping_pairs, tiling_faults
 from shardproof.planning.chunk_table import ChunkTable
 
-__all__ = ["ReadPlan", "TensorShape", "Wanted", "plan_reads", "prove_chunks"]
+__all__ = ["ReadPlan", "RequestedBoxes", "TensorShape", "plan_reads", "prove_chunks"]
 
 
 _PAIRS_EACH = 16
@@ -34,7 +34,7 @@ class TensorShape(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Wanted:
+class RequestedBoxes:
     """The boxes that a rank requests. The last two columns are those of a `BoxTable`."""
 
     tensor: NDArray[np.int64]
@@ -125,7 +125,7 @@ def prove_chunks(tensors: Sequence[TensorShape], table: ChunkTable, chosen: NDAr
             )
 
 
-def plan_reads(tensors: Sequence[TensorShape], table: ChunkTable, wanted: Wanted) -> ReadPlan:
+def plan_reads(tensors: Sequence[TensorShape], table: ChunkTable, wanted: RequestedBoxes) -> ReadPlan:
     """Plans which parts of which chunks fill the requested boxes.
 
     Proves first that each element of the boxes is stored exactly once.
@@ -235,7 +235,7 @@ def _with_tensor(boxes: Boxes, tensor: NDArray[np.int64]) -> Boxes:
 
 def _prove_covered(
     tensors: Sequence[TensorShape],
-    wanted: Wanted,
+    wanted: RequestedBoxes,
     wants: NDArray[np.int64],
     boxes: Boxes,
     of_want: NDArray[np.int64],

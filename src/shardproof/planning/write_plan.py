@@ -27,7 +27,7 @@ from shardproof.planning.replicas import SAMPLE_BYTES, Replicas, SharedPieces, f
 from shardproof.planning.structure import Packed, Structure, pack, unpack
 from shardproof.planning.writers import choose_writers, find_shared
 
-__all__ = ["CHUNK_BYTES", "LARGE_BYTES", "RankPlan", "WritePlan", "places_in_files", "plan_writes"]
+__all__ = ["CHUNK_BYTES", "LARGE_BYTES", "RankPlan", "WritePlan", "plan_writes", "tensor_order"]
 
 _Ints = NDArray[np.int64]
 
@@ -158,7 +158,7 @@ def _lay_out(
     """Sorts the chunks of all dimensions by writer and file order, and places each in its file."""
     tensor = _joined([part.tensor for part in parts])
     byte_count = _joined([part.byte_count for part in parts])
-    place = places_in_files(merged.dtypes, tensor, byte_count)
+    place = tensor_order(merged.dtypes, tensor, byte_count)
     order = stable_order(writer * max(len(place), 1) + place[tensor])
     tensor, byte_count = tensor[order], byte_count[order]
     counts = np.bincount(writer, minlength=world_size)
@@ -187,7 +187,7 @@ def _lay_out(
     )
 
 
-def places_in_files(dtypes: Sequence[str], tensor: _Ints, byte_count: _Ints) -> _Ints:
+def tensor_order(dtypes: Sequence[str], tensor: _Ints, byte_count: _Ints) -> _Ints:
     """The order of tensors in every file: by alignment, then small before large, then as given.
 
     A tensor is large if it has a chunk of at least `LARGE_BYTES`.

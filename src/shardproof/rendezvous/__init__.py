@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardproof.rendezvous.connection import check_deadline, check_group, connect, connected
-from shardproof.rendezvous.meeting_errors import fold
+from shardproof.rendezvous.meeting_errors import format_rank_ranges
 from shardproof.rendezvous.ordering import Operation, Reservation
 from shardproof.rendezvous.protocol import Decide, Meetings, Rendezvous
 from shardproof.rendezvous.single_process import LocalRendezvous
@@ -21,5 +21,5 @@ __all__ = [
     "check_group",
     "connect",
     "connected",
-    "fold",
+    "format_rank_ranges",
 ]

@@ -6,7 +6,16 @@ from collections.abc import Iterable, Mapping
 
 from shardproof.errors import RankFailure, RankSilent, StructureError
 
-__all__ = ["cause_text", "disagreement", "failure", "fold", "silence", "store_lost", "stuck", "wrong_bytes"]
+__all__ = [
+    "cause_text",
+    "disagreement",
+    "failure",
+    "format_rank_ranges",
+    "silence",
+    "store_lost",
+    "stuck",
+    "wrong_bytes",
+]
 
 _LISTED = 16
 """Ranks that a message lists with their own text."""
@@ -28,7 +37,7 @@ def cause_text(error: BaseException) -> str:
     return whole if len(whole) <= _LONGEST_CAUSE else whole[:_LONGEST_CAUSE] + " ..."
 
 
-def fold(ranks: Iterable[int]) -> str:
+def format_rank_ranges(ranks: Iterable[int]) -> str:
     """Ranks as ranges of numbers.
 
     >>> fold([3, 0, 1, 2, 7])
@@ -144,7 +153,7 @@ def disagreement(meetings: Mapping[int, tuple[str, str]]) -> StructureError:
 
 def _ranks(ranks: Iterable[int]) -> str:
     ranks = list(ranks)
-    return f"rank{'s' if len(ranks) > 1 else ''} {fold(ranks)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_rank_ranges(ranks)}"
 
 
 def _listed(texts: Mapping[int, str]) -> list[str]:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from shardproof.dtypes import DTYPES
 from shardproof.errors import CorruptChunkError, TilingError
-from shardproof.format import ChunkHasher, Manifest, files_of
+from shardproof.format import ChunkHasher, Manifest, locate_files
 from shardproof.geometry import Boxes, intersect, overlapping_pairs
 from shardproof.planning import ChunkTable
 from shardproof.report.detail import rows_of
@@ -56,7 +56,7 @@ class ChunkReader:
         self.manifest = manifest
         self.location = storage.location
         self.bytes_read = 0
-        self._files = files_of(storage, manifest)
+        self._files = locate_files(storage, manifest)
         self._table = table
         self._kept: OrderedDict[int, NDArray[Any]] = OrderedDict()
         self._kept_bytes = 0

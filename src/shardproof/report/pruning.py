@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardproof.format import referred_in
+from shardproof.format import references_in
 from shardproof.report.runs import scan_run
 from shardproof.storage import Storage
 
@@ -82,7 +82,7 @@ def plan_prune(
     """
     from shardproof.checkpointer import KeepLatest, leftovers, parse_step, plan_removal
 
-    references = referred_in(storage)
+    references = references_in(storage)
     found = leftovers(storage, modified, references)
     old = [leftover for leftover in found if leftover.older_than(older_than, now)]
     infos = scan_run(storage, sizes=True)
@@ -124,7 +124,7 @@ def plan_prune(
         else:
             in_steps += storage.size(file) or 0
     lenders = {info.name: list(info.lends) for info in infos if info.status == "lends"}
-    left = referred_in(storage, without=[*steps, *settled, *lost])
+    left = references_in(storage, without=[*steps, *settled, *lost])
     return PrunePlan(
         leftovers=tuple(old),
         steps=tuple(steps),

@@ -15,7 +15,7 @@ from shardproof.format import (
     References,
     lost_files,
     read_manifest,
-    referred_in,
+    references_in,
 )
 from shardproof.report.summary import tensor_bytes
 from shardproof.storage import Storage
@@ -90,7 +90,7 @@ def scan_run(storage: Storage, *, sizes: bool = False) -> list[StepInfo]:
     from shardproof.checkpointer import SETTLED_NAME, is_ours, parse_folder
 
     found = []
-    references = referred_in(storage)
+    references = references_in(storage)
     for folder in (".", *storage.folders()):
         place = storage if folder == "." else storage.within(folder)
         parsed = parse_folder(folder)
@@ -112,7 +112,7 @@ def scan_run(storage: Storage, *, sizes: bool = False) -> list[StepInfo]:
             files = ours - {SETTLED_NAME}
             info = _step_info(place, folder, step, files, sizes, references)
             if info.status == "damaged" and place.size(MANIFEST_NAME) is None:  # removed meanwhile
-                info = _step_info(place, folder, step, files, sizes, referred_in(storage))
+                info = _step_info(place, folder, step, files, sizes, references_in(storage))
             info = replace(info, linked=folder != "." and place.linked)
             found.append(_suspect(place, info) if suspect else info)
     return sorted(found, key=lambda info: (info.step is None, info.step or 0, info.name))

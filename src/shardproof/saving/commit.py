@@ -19,14 +19,14 @@ from shardproof.format import (
     bytes_digest,
     encode_index,
     encode_manifest,
-    files_of,
     index_name,
+    kept_files_message,
+    locate_files,
     manifest_version,
     read_manifest,
-    referred_beside,
+    references_beside,
     shard_name,
-    unneeded,
-    why_kept,
+    unreferenced_files,
 )
 from shardproof.planning import WritePlan
 from shardproof.saving.incremental import Base
@@ -154,7 +154,7 @@ def _check_planned(plan: WritePlan, reports: Sequence[WriteReport]) -> None:
 
 def _check_visible(storage: Storage, manifest: Manifest) -> None:
     """Checks that the coordinator, and so any reader, finds each shard file with its size."""
-    for record, (folder, name) in zip(manifest.files, files_of(storage, manifest), strict=True):
+    for record, (folder, name) in zip(manifest.files, locate_files(storage, manifest), strict=True):
         size = folder.size(name)
         if size == record.size:
             continue
@@ -212,20 +212,20 @@ def _committed(storage: Storage) -> Manifest | None:
 def _remove_replaced(storage: Storage, old: Manifest, new: Manifest) -> None:
     """Removes files that only the replaced manifest names; logs a failure, which costs space only."""
     try:
-        references = referred_beside(storage)
+        references = references_beside(storage)
         lent = references.files(storage.folder)
         kept = {new.index.name, *(record.name for record in new.own_files)}
         shards = [record.name for record in old.own_files if record.name not in lent]
         for name in (old.index.name, *(() if references.unknown else shards)):
             if name not in kept:
                 storage.delete(name)
-        for record in unneeded(old.borrowed_files, references, storage.sibling):
+        for record in unreferenced_files(old.borrowed_files, references, storage.sibling):
             storage.sibling(record.folder).delete(record.name)
         if references.unknown:
             _log.warning(
                 "%s: shard files of the checkpoint that was replaced stay: %s",
                 storage.location,
-                why_kept(references.unknown),
+                kept_files_message(references.unknown),
             )
     except (FormatError, StorageError) as error:
         _log.warning(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from shardproof.rendezvous import fold
+from shardproof.rendezvous import format_rank_ranges
 
 __all__ = ["Divergence", "SaveResult"]
 
@@ -42,7 +42,7 @@ class Divergence(msgspec.Struct, frozen=True):
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'' if len(ranks) == 1 else 's'} {fold(ranks)}"
+    return f"rank{'' if len(ranks) == 1 else 's'} {format_rank_ranges(ranks)}"
 
 
 class SaveResult(msgspec.Struct, frozen=True):

@@ -27,7 +27,7 @@ def collect(tree: Any, *, rank: int = 0, world_size: int = 1, last: LastWalk | N
 
     Args:
         tree: nested dicts, lists and tuples of tensors, modules, optimizers, objects with state_dict and
-            load_state_dict, or with state_tree (see `shardproof.state.handlers.stateful_objects`), and plain values.
+            load_state_dict, or with state_tree, and plain values.
         rank: of this process; per-rank values are stored under it.
         world_size: number of ranks.
         last: what is known of the walk before, over this tree or another; changed.

@@ -112,7 +112,7 @@ class Visitor:
     later: list[Callable[[], None]] = field(default_factory=list)
     """What needs all modules to be known."""
     named: dict[int, NamedModule] = field(default_factory=dict)
-    """By identity, the modules that were asked for their names: see `shardproof.state.handlers.modules.named`."""
+    """The modules whose names are known, by identity; see `named` in `state/handlers/modules.py`."""
     layouts: Layouts = field(default_factory=Layouts)
     """Of the DTensors visited so far."""
     anchors: dict[str, torch.Tensor] = field(default_factory=dict)

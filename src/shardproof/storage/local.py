@@ -28,7 +28,7 @@ from shardproof.storage.paths import (
     storage_error,
     unconfirmed_error,
 )
-from shardproof.storage.probe import Probes, users_choice
+from shardproof.storage.probe import PROBES, users_choice
 from shardproof.storage.sink import LocalSink
 
 __all__ = ["LocalStorage"]
@@ -59,7 +59,7 @@ class LocalStorage:
     def __init__(self, root: StrOrBytesPath, *, direct: bool | None = None) -> None:
         self._root = absolute(root)
         self._direct = direct
-        self._probes = Probes()
+        self._probes = PROBES
         self._kept: dict[str, _Descriptor] = {}
         self._lock = forks.lock()
 
@@ -269,9 +269,7 @@ class LocalStorage:
 
     def within(self, prefix: str) -> LocalStorage:
         """The storage in the folder `prefix` of this one."""
-        part = LocalStorage(self._path(prefix), direct=self._direct)
-        part._probes = self._probes
-        return part
+        return LocalStorage(self._path(prefix), direct=self._direct)
 
     def sibling(self, folder: str) -> LocalStorage:
         """The storage in the folder of this name beside this one's root; see `Storage.sibling`."""

@@ -1,10 +1,10 @@
 """Chooses the faster way to write to a file system: past the page cache (direct) or through it (buffered).
 
 Note: a probe of real writes
-    The probe writes no bytes of its own and leaves no file behind. Each process measures anew. Where the user
-    has not chosen, windows of the files under save alternate between the two ways (direct, buffered,
+    The probe writes no bytes of its own and leaves no file behind. Each process measures a file system once.
+    If the user has not chosen, windows of the saved files alternate between the two ways (direct, buffered,
     buffered, direct). Each window is timed until the disk has taken its bytes; then all writes go the faster
-    way. So the probe measures what counts: large writes, by all ranks of the node at once, beside training.
+    way. So the probe measures what matters: large writes, by all ranks of the node at once, beside training.
     A probe with its own file would measure the probes of other ranks, or wait for them. The first 64 MiB of
     every file go direct and are not timed, so small saves take no part.
 
@@ -26,7 +26,7 @@ from contextlib import contextmanager
 
 from shardproof._utils import forks
 
-__all__ = ["VARIABLE", "Probe", "Probes", "Trial", "users_choice"]
+__all__ = ["PROBES", "VARIABLE", "Probe", "Probes", "Trial", "users_choice"]
 
 _log = logging.getLogger("shardproof")
 
@@ -104,7 +104,7 @@ class Probe:
 
 
 class Probes:
-    """One probe for each file system that a storage and its parts use."""
+    """One probe for each file system."""
 
     def __init__(self) -> None:
         self._lock = forks.lock()
@@ -114,6 +114,10 @@ class Probes:
         """The probe of the file system on `device` (`st_dev`)."""
         with self._lock:
             return self._probes.setdefault(device, Probe(device))
+
+
+PROBES = Probes()
+"""The probes of this process. All storages use them, so a file system is measured once."""
 
 
 class Trial:

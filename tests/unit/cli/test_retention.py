@@ -21,7 +21,7 @@ def attempt(name: str) -> Sample:
     return Sample(STATE.tensors, attempt=name)
 
 
-def files_of(folder: Path) -> list[str]:
+def locate_files(folder: Path) -> list[str]:
     return LocalStorage(folder).list()
 
 
@@ -102,7 +102,7 @@ def test_files_of_the_user_stay(tmp_path: Path) -> None:
     write(tmp_path / "step-00000001", STATE)
     (tmp_path / "step-00000001" / "tokenizer.json").write_text("{}")
     delete_steps(LocalStorage(tmp_path), ["step-00000001"])
-    assert files_of(tmp_path) == ["step-00000001/tokenizer.json"]
+    assert locate_files(tmp_path) == ["step-00000001/tokenizer.json"]
 
 
 class DiesAfter(LocalStorage):
@@ -124,7 +124,7 @@ def test_a_deletion_that_dies_leaves_the_step_whole_or_a_leftover(tmp_path: Path
     manifest = write(tmp_path / "step-00000001", STATE)
     with pytest.raises(KeyboardInterrupt):
         delete_steps(DiesAfter(tmp_path, deletions), ["step-00000001"])
-    left = set(files_of(tmp_path / "step-00000001"))
+    left = set(locate_files(tmp_path / "step-00000001"))
     if MANIFEST_NAME in left:
         assert {manifest.index.name, manifest.files[0].name} <= left
     else:
@@ -171,7 +171,7 @@ def test_what_has_been_committed_meanwhile_is_not_removed(tmp_path: Path) -> Non
     write(tmp_path / "elsewhere", STATE)
     (tmp_path / "elsewhere" / MANIFEST_NAME).rename(folder / MANIFEST_NAME)
     assert not remove_leftover(LocalStorage(tmp_path), leftover)
-    assert set(leftover.files) <= set(files_of(folder))
+    assert set(leftover.files) <= set(locate_files(folder))
 
 
 def test_the_youngest_file_of_an_attempt_is_its_age(tmp_path: Path) -> None:

@@ -14,13 +14,13 @@ from shardproof.format import (
     Manifest,
     decode_manifest,
     encode_manifest,
-    files_of,
+    locate_files,
     lost_files,
     named_files,
-    referred_beside,
-    referred_in,
-    seal_of,
-    unneeded,
+    read_seal,
+    references_beside,
+    references_in,
+    unreferenced_files,
 )
 from shardproof.storage import LocalStorage
 from tests.unit.format.samples import manifest, sealed
@@ -114,15 +114,15 @@ def test_who_refers_to_what(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "web").mkdir()
     (tmp_path / "web" / "manifest.json").write_text('{"name": "an app"}')
-    references = referred_in(run)
+    references = references_in(run)
     assert references.by_folder == {
         "step-00000100": {LENT.name: ["best", "step-00000200"]},
         "step-00000200": {LENT.name: ["best"]},
     }
     assert references.users("step-00000100") == ["best", "step-00000200"] and not references.unknown
     assert references.users("best") == [] and not references.files("best")
-    assert referred_beside(run.within("step-00000100")) == references
-    without = referred_in(run, without=["best"])
+    assert references_beside(run.within("step-00000100")) == references
+    without = references_in(run, without=["best"])
     assert without.by_folder == {"step-00000100": {LENT.name: ["step-00000200"]}}
 
 
@@ -130,8 +130,8 @@ def test_who_refers_to_what(tmp_path: Path) -> None:
 def test_a_manifest_that_cannot_be_read_may_refer_to_anything(tmp_path: Path, damage: bytes) -> None:
     run = LocalStorage(tmp_path)
     run.within("step-00000100").publish("manifest.json", damage)
-    assert referred_in(run).unknown == ["step-00000100"]
-    assert unneeded([LENT], referred_in(run), run.within) == []
+    assert references_in(run).unknown == ["step-00000100"]
+    assert unreferenced_files([LENT], references_in(run), run.within) == []
 
 
 def test_a_manifest_longer_than_any_is_not_read_to_tell_whose_it_is(tmp_path: Path) -> None:
@@ -139,17 +139,17 @@ def test_a_manifest_longer_than_any_is_not_read_to_tell_whose_it_is(tmp_path: Pa
     run.within("step-00000100").publish("manifest.json", b"{}")
     with (tmp_path / "step-00000100" / "manifest.json").open("r+b") as file:
         file.truncate(1 << 42)
-    assert referred_in(run).unknown == ["step-00000100"]
+    assert references_in(run).unknown == ["step-00000100"]
 
 
 def test_what_nobody_needs_any_more(tmp_path: Path) -> None:
     run = LocalStorage(tmp_path)
-    assert unneeded([LENT], referred_in(run), run.within) == [LENT]
+    assert unreferenced_files([LENT], references_in(run), run.within) == [LENT]
     put(run.within("step-00000200"), borrowing(LENT))
-    assert unneeded([LENT], referred_in(run), run.within) == []
+    assert unreferenced_files([LENT], references_in(run), run.within) == []
     own = msgspec.structs.replace(manifest().files[0], folder="step-00000200")
-    assert unneeded([own], referred_in(run), run.within) == [], "its own step needs it"
-    assert unneeded([LENT], referred_in(run, without=["step-00000200"]), run.within) == [LENT]
+    assert unreferenced_files([own], references_in(run), run.within) == [], "its own step needs it"
+    assert unreferenced_files([LENT], references_in(run, without=["step-00000200"]), run.within) == [LENT]
 
 
 def test_files_of_a_checkpoint_and_what_is_lost(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_files_of_a_checkpoint_and_what_is_lost(tmp_path: Path) -> None:
         "shards/00000-5f0c.safetensors",
         "shards/00001-5f0c.safetensors",
     }
-    places = files_of(step, found)
+    places = locate_files(step, found)
     assert [(storage.location, name) for storage, name in places] == [
         (str(tmp_path / "step-00000200"), "shards/00000-5f0c.safetensors"),
         (str(tmp_path / "step-00000200"), "shards/00001-5f0c.safetensors"),
@@ -178,10 +178,10 @@ def test_files_of_a_checkpoint_and_what_is_lost(tmp_path: Path) -> None:
 
 def test_a_seal_tells_manifests_apart(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
-    assert seal_of(storage) is None
+    assert read_seal(storage) is None
     put(storage, manifest())
-    first = seal_of(storage)
+    first = read_seal(storage)
     put(storage, manifest(step=1001))
-    assert first is not None and seal_of(storage) not in (None, first)
+    assert first is not None and read_seal(storage) not in (None, first)
     put(storage, manifest())
-    assert seal_of(storage) == first
+    assert read_seal(storage) == first

@@ -14,9 +14,9 @@ from shardproof.errors import StructureError, TilingError
 from shardproof.format import TensorRecord
 from shardproof.planning import (
     ChunkTable,
+    RequestedBoxes,
     Structure,
     TensorTable,
-    Wanted,
     WritePlan,
     plan_reads,
     plan_writes,
@@ -196,7 +196,7 @@ def test_a_wanted_box_is_read_from_where_its_elements_are(
             for key, shape in zip(plan.merged.keys, run.shapes, strict=True)
         ],
         table,
-        Wanted(
+        RequestedBoxes(
             np.array([row for row, _ in wants], np.int64),
             np.array([value for _, (offsets, _) in wants for value in offsets], np.int64),
             np.array([value for _, (_, sizes) in wants for value in sizes], np.int64),

@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 
 from shardproof.errors import StorageError
-from shardproof.storage import ALIGNMENT, LocalStorage, aligned_buffer, probe, sink
+from shardproof.storage import ALIGNMENT, LocalStorage, aligned_buffer, local, probe, sink
 from shardproof.storage.probe import Probe, Probes, Trial, users_choice
 
 DEVICE = os.makedev(259, 7)
 
 
 @pytest.fixture(autouse=True)
-def no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment of the test run makes no choice."""
+def unprobed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has measured no file system, in an environment that makes no choice."""
+    monkeypatch.setattr(local, "PROBES", Probes())
     monkeypatch.delenv(probe.VARIABLE, raising=False)
 
 
@@ -152,6 +153,9 @@ def test_a_file_written_both_ways_is_whole(tmp_path: Path, monkeypatch: pytest.M
     other = storage.within("other").create("b")
     assert not other.direct, "the answer holds in every part of the storage"
     other.abort()
+    again = LocalStorage(tmp_path / "another").create("c")
+    assert not again.direct, "and in every storage of the process"
+    again.abort()
 
 
 def test_the_user_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,12 @@
 """The one place of a load with collectives: only for `read_once`, over the training's own process group.
 
 Note: Collectives of a load
-    Every rank of the group calls the same methods in the same order: `measure` where the coordinator asked for
-    it, then for each round of one plan, made by the coordinator for all, `any_failed` and `start`. A rank that
-    failed still comes to the next `any_failed`, and all ranks leave together after it. So between those calls
-    nothing may fail on one rank alone: the memory of a device that they need is taken beforehand, by the
-    constructor and by `reserve`, where a failure is told like any other. A rank that dies is
-    noticed by the group: gloo's connections to it close at once, otherwise the group's own timeout ends the
-    wait. No other thread may use the group meanwhile.
+    Every rank of the group calls the same methods in the same order: `measure` if the coordinator asks for
+    it, then `any_failed` and `start` for each round of the coordinator's plan. A rank that fails still calls
+    the next `any_failed`, and all ranks leave together after it. So nothing may fail on one rank alone
+    between those calls. The constructor and `reserve` therefore take the device memory beforehand, and a
+    failure there is reported like any other. If a rank dies, gloo closes its connections at once; other
+    backends end the wait after the group's timeout. No other thread may use the group meanwhile.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shardproof.errors import FormatError, NotCommittedError, StorageError
-from shardproof.format import chain_length, read_index, read_manifest, refers_to_none, seal_of
+from shardproof.format import chain_length, has_no_references, read_index, read_manifest, read_seal
 from shardproof.planning import WritePlan
 from shardproof.saving.incremental.base_chunks import Base, match_base, no_base
 from shardproof.storage import Storage
@@ -75,7 +75,7 @@ class BaseChoice:
         if self._found is None or self._cached is None or any(one != self._cached.attempt for one in known):
             return False
         base = self._cached.base
-        if base.folder != self.folder or base.seal != seal_of(self._found) or self._lost(base):
+        if base.folder != self.folder or base.seal != read_seal(self._found) or self._lost(base):
             return False
         self.base = base
         return True
@@ -94,7 +94,7 @@ class BaseChoice:
         before = self._length_before(self._found)
         self.length = 1 if before is None else before + 1
         is_due = full_every is not None and (before is None or self.length >= full_every)
-        if is_due or refers_to_none(self._storage):
+        if is_due or has_no_references(self._storage):
             self._found = self.base = None
 
     def _length_before(self, found: Storage) -> int | None:
@@ -113,7 +113,7 @@ class BaseChoice:
         """Finds the planned chunks in the base; a base that cannot be read stores none of them."""
         assert self._found is not None
         try:
-            manifest, seal = read_manifest(self._found), seal_of(self._found) or b""
+            manifest, seal = read_manifest(self._found), read_seal(self._found) or b""
             found = match_base(plan, manifest, read_index(self._found, manifest), self.folder, seal)
             self.base = found.without(self._lost(found), self._storage.folder)
         except (FormatError, NotCommittedError, StorageError) as error:
