@@ -36,7 +36,7 @@ from shardproof.loading.cold_reads import Cold, Sketch
 from shardproof.loading.destinations import Placing
 from shardproof.loading.matching import DEFAULTS, Asked, Matched, Options, from_rank, match
 from shardproof.loading.read_executor import read_chunks
-from shardproof.loading.read_once import offers as offering
+from shardproof.loading.read_once import offers
 from shardproof.loading.read_once.agreement import UNREADABLE, Sharing
 from shardproof.loading.read_once.group_collectives import can_exchange
 from shardproof.loading.read_once.group_transfer import PeerFailed
@@ -117,9 +117,9 @@ def load_from(
                 meetings.meet(
                     "match",
                     lambda: loader.match(state, check),
-                    lambda posts: offering.answer(storage.location, posts, loader.stored),
+                    lambda posts: offers.answer(storage.location, posts, loader.stored),
                 ),
-                type=offering.Answer,
+                type=offers.Answer,
             )
             loader.cold = Cold.THROUGH_CACHE if agreed.reads_twice else Cold.PAST_CACHE
             loader.share(meetings, agreed.handles)
@@ -189,11 +189,11 @@ class _Loader:
                     self._placing = Placing(
                         checkpoint.manifest, checkpoint.table, matched.plan, matched.destinations
                     )
-            return offering.post(self._matched.asked, self._offer(), self._sketch())
+            return offers.post(self._matched.asked, self._offer(), self._sketch())
         except UNREADABLE as error:
-            return offering.post(Asked("", options.strict, options.read_once, error=error.to_wire()))
+            return offers.post(Asked("", options.strict, options.read_once, error=error.to_wire()))
 
-    def _offer(self) -> offering.Offer | None:
+    def _offer(self) -> offers.Offer | None:
         """Memory to share with the ranks of this node, where tensors may be handed on."""
         options = self._options
         if options.read_once and self._rendezvous.world_size > 1 and can_exchange(options.group):
@@ -201,7 +201,7 @@ class _Loader:
         if self._memory is None:
             return None
         self._opened.append(self._memory.close)
-        return offering.Offer(socket.gethostname(), self._memory.handle)
+        return offers.Offer(socket.gethostname(), self._memory.handle)
 
     def _sketch(self) -> Sketch | None:
         """Samples of what this rank reads, where others of its node may read the same."""
@@ -292,7 +292,7 @@ class _Loader:
         """Keys that nothing of this checkpoint goes into, on this rank."""
         return sorted({*missing, *self._matched.binding.kept})
 
-    def report(self, begun: float, agreed: offering.Answer) -> LoadReport:
+    def report(self, begun: float, agreed: offers.Answer) -> LoadReport:
         """What was done on this rank."""
         manifest = self._checkpoint.manifest
         return LoadReport(

@@ -41,7 +41,7 @@ def stored() -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("saved") / "step"
-    Saver(LocalRendezvous(), chunk_bytes=300_000).save(LocalStorage(read_executor), stored())
+    Saver(LocalRendezvous(), chunk_bytes=300_000).save(LocalStorage(place), stored())
     return place
 
 

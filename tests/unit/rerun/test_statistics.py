@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardproof.rerun.statistics import Differences
-from shardproof.state.plain import encode
 from shardproof.state.plain.decode import decode
+from shardproof.state.plain.encode import encode
 
 DIFFERENCES = st.one_of(st.just(0.0), st.floats(1e-18, 2.0), st.just(math.inf))
 
