@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
@@ -289,6 +290,12 @@ def test_only_rendezvous_uses_a_store() -> None:
 
 def test_a_package_is_imported_by_others_through_its_init_alone() -> None:
     assert findings(deep_imports) == {}
+
+
+def test_no_two_modules_have_one_name() -> None:
+    """So that a name says which file is meant. Both optimizers have their own ``optimizer.py``."""
+    names = Counter(path.stem for path in FILES)
+    assert {name for name, count in names.items() if count > 1} == {"__init__", "optimizer"}
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:

@@ -16,7 +16,7 @@ Note "The last proved step stays": a policy may let go every step that is proved
 `shardproof.checkpointer.scrub`) and keep only steps whose references were not read since their commit. Then
 the newest proved step stays, too. It goes once a step that the policy keeps is proved.
 
-Nothing is removed in a linked folder (note "Linked steps" in `folders`).
+Nothing is removed in a linked folder (note "Linked steps" in `step_folders`).
 """
 
 from __future__ import annotations

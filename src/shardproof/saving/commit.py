@@ -112,7 +112,7 @@ def publish(storage: Storage, manifest: Manifest, index: bytes, *, overwrite: bo
     """Writes the index, then the manifest, and only then removes the files of what it replaced.
 
     Returns:
-        `shardproof.format.seal_of` the checkpoint.
+        `shardproof.format.read_seal` the checkpoint.
 
     Raises:
         AlreadyCommittedError: a checkpoint is committed here and `overwrite` is False.

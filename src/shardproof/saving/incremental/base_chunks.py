@@ -59,7 +59,7 @@ class Base:
     folder: str
     """The base's folder, beside that of the new step."""
     seal: bytes
-    """`shardproof.format.seal_of` the base."""
+    """`shardproof.format.read_seal` the base."""
     files: tuple[FileRecord, ...]
     """The base's files, each with its folder."""
     file: NDArray[np.int64]
@@ -97,7 +97,7 @@ def match_base(plan: WritePlan, manifest: Manifest, table: ChunkTable, folder: s
         manifest: of the earlier step.
         table: its chunks.
         folder: its folder.
-        seal: `shardproof.format.seal_of` it.
+        seal: `shardproof.format.read_seal` it.
     """
     merged = plan.merged
     row_of = {(record.key, record.dtype, record.shape): row for row, record in enumerate(manifest.tensors)}
