@@ -34,7 +34,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## train, save, be killed, resume on other layouts, prove it
 	$(BIN)/shardproof demo $(ARGS)
 
-test: $(STAMP)  ## the tests that fit in 15 minutes on 2 cores
+test: $(STAMP)  ## everything but the slow repeats
 	$(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
 
 test-unit: $(STAMP)  ## the tests without other processes, in two minutes

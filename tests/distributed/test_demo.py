@@ -70,6 +70,7 @@ def test_fewer_ranks_than_were_saved_and_more(tmp_path: Path) -> None:
     check(report, 2, (1, 2))
 
 
+@pytest.mark.slow
 def test_a_hybrid_optimizer_over_flat_shards() -> None:
     report = run_demo(ranks=2, resume_ranks=(1,), steps=3, save_every=1, optimizer="hybrid", sharding="flat")
     check(report, 2, (1,), loss=6.0)
@@ -79,6 +80,7 @@ def test_a_hybrid_optimizer_over_flat_shards() -> None:
     assert "…" not in shown(report)
 
 
+@pytest.mark.slow
 def test_a_distributed_optimizer() -> None:
     report = run_demo(
         ranks=2, resume_ranks=(1,), steps=3, save_every=1, optimizer="distributed", sharding="none"

@@ -151,7 +151,9 @@ class Trial:
         assert target["n"] == 3
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("new", "suspect"))) for name in WAYS]
+)
 def test_every_system_call_of_a_save_fails_in_turn(name: str, tmp_path: Path) -> None:
     trial = Trial(tmp_path, WAYS[name])
     calls, claim = trial.run(Fault())
