@@ -201,7 +201,7 @@ def tensor_order(dtypes: Sequence[str], tensor: _Ints, byte_count: _Ints) -> _In
         (n,) position of each tensor in the order.
 
     >>> dtypes = ["uint8", "float32", "float32"]
-    >>> places_in_files(dtypes, np.array([0, 1, 2]), np.array([9, 1 << 20, 4])).tolist()
+    >>> tensor_order(dtypes, np.array([0, 1, 2]), np.array([9, 1 << 20, 4])).tolist()
     [2, 1, 0]
     """
     alignment = np.array([DTYPES[name].alignment for name in dtypes], np.int64)

@@ -40,7 +40,7 @@ def cause_text(error: BaseException) -> str:
 def format_rank_ranges(ranks: Iterable[int]) -> str:
     """Ranks as ranges of numbers.
 
-    >>> fold([3, 0, 1, 2, 7])
+    >>> format_rank_ranges([3, 0, 1, 2, 7])
     '0-3, 7'
     """
     runs: list[list[int]] = []
