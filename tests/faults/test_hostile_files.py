@@ -101,7 +101,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
 def read_all(folders: dict[str, str], readers: list[str]) -> dict[str, dict[str, tuple[str, str, float]]]:
     """What each reader made of each folder: the kind of error, its text, seconds. Under limits."""
     sp.load, sp.open  # noqa: B018  (imported before memory and time are limited)
-    for command in ("verify", "inspect"):
+    for command in ("check", "look"):
         importlib.import_module(f"shardproof.cli.{command}")
     signal.signal(signal.SIGALRM, _out_of_time)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
