@@ -42,7 +42,7 @@ def resume_and_save(root: Path, meetings: Any, number: int, deadly: Deadly) -> s
     restored = checkpointer.restore(target)
     if restored is not None:
         assert restored in (step - 1, step, step + 1)
-        assert differences(target, plain_state(rank(), world_size(), restored)) == []
+        assert differences(target, plain_state(rank(), world_size(), int(restored))) == []
     if restored is None or restored < step:
         checkpointer.save(step, plain_state(rank(), world_size(), step)).result()
     if restored == step + 1:

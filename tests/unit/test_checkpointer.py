@@ -359,3 +359,19 @@ def test_a_value_that_comes_to_the_same_tensors_is_kept(tmp_path: Path) -> None:
         assert checkpointer.restore(state, step=step) == step
         assert torch.equal(state.pop("w"), weights)
         assert state == left
+
+
+def test_a_restored_step_can_be_saved_as_any_int(tmp_path: Path) -> None:
+    """As a value of the state, as a key, in metadata, and as the step itself."""
+    checkpointer = sp.Checkpointer(tmp_path)
+    checkpointer.save(1, {"n": 1}).result()
+    restored = checkpointer.restore({"n": 0})
+    assert restored == 1
+    state = {"n": restored, "by step": [restored, {restored: "x"}]}
+    checkpointer.save(2, state, metadata={"from": restored}).result()
+    checkpointer.save(restored, {"n": 5}, overwrite=True).result()
+    target = {"n": 0, "by step": None}
+    assert checkpointer.restore(target) == 2
+    assert target == {"n": 1, "by step": [1, {1: "x"}]}
+    assert type(target["n"]) is int
+    assert checkpointer.steps() == [1, 2]

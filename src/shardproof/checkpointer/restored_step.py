@@ -14,7 +14,8 @@ class RestoredStep(int):
     """The step that `Checkpointer.restore` loaded. It is an `int`, and says how the restore went.
 
     It compares, hashes, formats and JSON-encodes as the number of the step. Arithmetic gives a plain `int`.
-    The attributes cannot be set. The number and `passed_over` are the same on every rank; `report` differs.
+    A checkpoint stores it as a plain `int`, too. The attributes cannot be set. The number and `passed_over`
+    are the same on every rank. Each rank has its own `report`.
 
     Args:
         step: number of the step.
@@ -30,6 +31,8 @@ class RestoredStep(int):
         (7, 8, ())
     """
 
+    __stored_as__ = int
+    """The type of plain data that a checkpoint stores in its place."""
     report: LoadReport
     """What this rank loaded."""
     passed_over: tuple[PassedOver, ...]

@@ -209,6 +209,8 @@ class _Encoder:
         }
 
     def other(self, value: Any, at: str, depth: int) -> Any:
+        if getattr(type(value), "__stored_as__", None) is int:  # our own `RestoredStep`
+            return self.encode(int(value), at, depth)
         if isinstance(value, torch.Tensor):
             return self.tensor(value, at)
         if isinstance(value, np.generic) and array_dtype(np.asarray(value)) is not None:
