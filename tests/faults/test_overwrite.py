@@ -72,7 +72,7 @@ def killed_everywhere(root: str, who: int, everyone: bool) -> tuple[list[str], d
 
 @pytest.mark.parametrize(
     ("who", "everyone"),
-    [(0, False), (1, False), pytest.param(0, True, marks=pytest.mark.slow)],
+    [(0, False), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, False), (0, True)))],
     ids=["the coordinator", "a follower", "all"],
 )
 def test_dying_at_any_file_operation_leaves_the_old_or_the_new(

@@ -91,7 +91,7 @@ def killed_everywhere(root: str, who: int, everyone: bool) -> list[str]:
 
 @pytest.mark.parametrize(
     ("who", "everyone"),
-    [(0, False), (1, False), pytest.param(0, True, marks=pytest.mark.slow)],
+    [(0, False), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, False), (0, True)))],
     ids=["the coordinator", "a follower", "all"],
 )
 def test_killed_at_every_file_operation(who: int, everyone: bool, tmp_path: Path) -> None:

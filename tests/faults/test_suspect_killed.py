@@ -106,7 +106,7 @@ def killed_everywhere(root: str, case: str) -> tuple[list[str], list[bool]]:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case == "save over")) for case in CASES]
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case != "settle")) for case in CASES]
 )
 def test_dying_leaves_a_suspect_open_or_settled_and_nothing_between(case: str, tmp_path: Path) -> None:
     outcomes = run_ranks(RANKS, killed_everywhere, str(tmp_path), case, timeout=250)

@@ -33,6 +33,9 @@ from shardproof.optim import DistributedOptimizer, HybridDeviceOptimizer
 from tests.harness import process_group, rendezvous, run_ranks
 from tests.scenarios.states import Said, agreed, attempt
 
+# The results of a way to train are computed once: its tests run in one worker.
+pytestmark = pytest.mark.xdist_group("model only and optimizer only")
+
 RANKS = 2
 SOURCE, TARGET = 1, 2
 """Seeds."""
