@@ -170,7 +170,7 @@ def seen_from_outside(folder: str, way: str) -> tuple[list[str], int, LoadReport
     """Phases of the meetings, and bytes that were reported as they moved."""
     phases: list[str] = []
     counts: list[int] = []
-    meet, moved = load_protocol.Meetings.meet, load_protocol._Moved.__call__
+    meet, moved = load_protocol.MeetingSequence.meet, load_protocol._Moved.__call__
 
     def noted(self: Any, phase: str, *rest: Any) -> bytes:
         phases.append(phase)
@@ -180,7 +180,7 @@ def seen_from_outside(folder: str, way: str) -> tuple[list[str], int, LoadReport
         counts.append(count)
         moved(self, count)
 
-    load_protocol.Meetings.meet = noted  # type: ignore[method-assign]
+    load_protocol.MeetingSequence.meet = noted  # type: ignore[method-assign]
     load_protocol._Moved.__call__ = counted  # type: ignore[method-assign]
     report, _ = load_layout(folder, way, 1, False, False, 600)
     return phases, sum(counts), report

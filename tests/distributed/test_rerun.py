@@ -150,7 +150,7 @@ def train(plan: Plan, data_group: Any, tensor_group: Any, vote_group: Any) -> To
         plan.mode,  # type: ignore[arg-type]
         group=vote_group,
         identity=rerun.DeviceIdentity(plan.node, f"uuid-{plan.node}-{rank()}", rank()),
-        kept=[rerun.BufferState(network)],
+        step_state=[rerun.BufferState(network)],
         layout=plan.layout,
         pending=plan.pending,  # type: ignore[arg-type]
         log=f"{plan.folder}/rejected.jsonl",

@@ -26,6 +26,25 @@ def test_the_old_name_of_local_shards_works_and_warns_where_it_is_used() -> None
     assert {warning.filename for warning in caught} == {__file__}
 
 
+@pytest.mark.parametrize(
+    ("package", "old", "new"),
+    [
+        ("geometry", "Embedding", "IndexMap"),
+        ("rendezvous", "Meetings", "MeetingSequence"),
+        ("rerun", "Kept", "StepState"),
+    ],
+)
+def test_old_names_of_packages_work_and_warn_where_they_are_used(package: str, old: str, new: str) -> None:
+    module = import_module(f"shardproof.{package}")
+    with pytest.warns(DeprecationWarning, match=rf"shardproof\.{package}\.{new}") as caught:
+        found = getattr(module, old)
+    assert found is getattr(module, new)
+    assert [warning.filename for warning in caught] == [__file__]
+    assert old not in module.__all__
+    with pytest.raises(AttributeError, match="no attribute 'never'"):
+        module.never  # noqa: B018
+
+
 def test_the_new_name_does_not_warn_and_the_old_one_is_not_listed() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -41,7 +41,7 @@ from shardproof.errors import (
 from shardproof.format import MANIFEST_NAME, Manifest, shard_name
 from shardproof.loading import UNREADABLE, Cast, LoadReport, Options, Patterns, ReadOnce, load_from
 from shardproof.reentrance import guarded, refuse_inside
-from shardproof.rendezvous import Meetings, Rendezvous, check_deadline, check_group, connect
+from shardproof.rendezvous import MeetingSequence, Rendezvous, check_deadline, check_group, connect
 from shardproof.saving import CheckReplicas, PendingSave, Saver, SaveResult, WhenBusy
 from shardproof.storage import LocalStorage, StrOrBytesPath
 
@@ -365,7 +365,7 @@ class Checkpointer:
         refuse_inside("settle_suspect")
         self._check_group()
         _, folder = _named(step, suspect=True)
-        meeting = Meetings(self._rendezvous, f"settle {self._storage.location}")
+        meeting = MeetingSequence(self._rendezvous, f"settle {self._storage.location}")
 
         def decide(posts: Sequence[bytes]) -> bytes:
             said = [msgspec.msgpack.decode(post, type=tuple[str, str]) for post in posts]
@@ -529,7 +529,7 @@ class Checkpointer:
 
     def _choose(self, step: int | None, suspect: bool, failed: Failed | None) -> Chosen:
         """What rank 0 chooses, once every rank has reported what it sees."""
-        meeting = Meetings(self._rendezvous, f"restore {self._storage.location}")
+        meeting = MeetingSequence(self._rendezvous, f"restore {self._storage.location}")
         rank = self._rendezvous.rank
 
         def report() -> bytes:
@@ -577,7 +577,7 @@ class Checkpointer:
 
     def _together(self, keys: set[str]) -> list[str]:
         """A few of the keys of all ranks, so that all go on alike: what is kept differs by rank."""
-        meeting = Meetings(self._rendezvous, f"restore {self._storage.location}")
+        meeting = MeetingSequence(self._rendezvous, f"restore {self._storage.location}")
 
         def decide(posts: Sequence[bytes]) -> bytes:
             said = {key for post in posts for key in msgspec.msgpack.decode(post, type=list[str])}

@@ -6,6 +6,7 @@ compare them, prove that they tile tensors, and map them from local to global ar
 
 from __future__ import annotations
 
+from shardproof._utils.deprecation import renamed
 from shardproof.geometry.boxes import Boxes, row_major_strides, stable_order
 from shardproof.geometry.cut import cut
 from shardproof.geometry.flat_range import flat_range_boxes, flat_range_of
@@ -35,16 +36,5 @@ __all__ = [
     "tiling_faults",
 ]
 
-
-def __getattr__(name: str) -> type[IndexMap]:
-    """The deprecated name `Embedding` of `IndexMap`."""
-    if name == "Embedding":
-        import warnings
-
-        warnings.warn(
-            "shardproof.geometry.Embedding is now shardproof.geometry.IndexMap: use that name",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return IndexMap
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = renamed(__name__, {"Embedding": "IndexMap"})
+"""Resolves old names."""

@@ -46,7 +46,7 @@ from shardproof.loading.shared_destinations import check_shared_memory
 from shardproof.loading.threads import reading_threads
 from shardproof.planning import ReadPlan
 from shardproof.reentrance import guarded
-from shardproof.rendezvous import Meetings, Rendezvous
+from shardproof.rendezvous import MeetingSequence, Rendezvous
 from shardproof.state import open_all
 from shardproof.storage import Storage
 
@@ -110,7 +110,7 @@ def load_from(
     """
     begun = time.monotonic()
     loader = _Loader(storage, rendezvous, options)
-    meetings = Meetings(rendezvous, loader.operation)
+    meetings = MeetingSequence(rendezvous, loader.operation)
     try:
         with loader.phase("match"):
             agreed = msgspec.msgpack.decode(
@@ -212,7 +212,7 @@ class _Loader:
         begin, end = checkpoint.blocks.covering(rows, self._placing.wanted(rows))
         return Sketch.of(rows, end - begin, checkpoint.table.byte_count[rows])
 
-    def share(self, meetings: Meetings, handles: Sequence[Handle]) -> None:
+    def share(self, meetings: MeetingSequence, handles: Sequence[Handle]) -> None:
         """Agrees on who reads what several ranks want, where that was asked for."""
         checkpoint, matched = self._checkpoint, self._matched
         assert matched.plan is not None

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from shardproof._utils.deprecation import renamed
 from shardproof.rendezvous.connection import check_deadline, check_group, connect, connected
 from shardproof.rendezvous.meeting_errors import format_rank_ranges
 from shardproof.rendezvous.ordering import Operation, Reservation
-from shardproof.rendezvous.protocol import Decide, Meetings, Rendezvous
+from shardproof.rendezvous.protocol import Decide, MeetingSequence, Rendezvous
 from shardproof.rendezvous.single_process import LocalRendezvous
 from shardproof.rendezvous.store import StoreRendezvous
 
 __all__ = [
     "Decide",
     "LocalRendezvous",
-    "Meetings",
+    "MeetingSequence",
     "Operation",
     "Rendezvous",
     "Reservation",
@@ -23,3 +24,6 @@ __all__ = [
     "connected",
     "format_rank_ranges",
 ]
+
+__getattr__ = renamed(__name__, {"Meetings": "MeetingSequence"})
+"""Resolves old names."""

@@ -8,7 +8,7 @@ from typing import Protocol, TypeAlias
 from shardproof.errors import ShardproofError
 from shardproof.rendezvous.ordering import Operation, Reservation
 
-__all__ = ["Decide", "Meetings", "Rendezvous"]
+__all__ = ["Decide", "MeetingSequence", "Rendezvous"]
 
 Decide: TypeAlias = Callable[[list[bytes]], bytes | Sequence[bytes]]
 """Takes one post a rank, in the order of ranks. Returns one answer for all ranks, or one answer a rank."""
@@ -94,7 +94,7 @@ class Rendezvous(Protocol):
         ...
 
 
-class Meetings:
+class MeetingSequence:
     """A fixed sequence of meetings of one operation, for example ``save runs/gpt/step-00001000``.
 
     Every rank takes part in every meeting up to the first that fails. It posts the result of its local

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardproof._utils.deprecation import renamed
 from shardproof.rerun.attribution import Attribution, DeviceIdentity, Suspect
 from shardproof.rerun.comparison import relative_difference, reproduced
 from shardproof.rerun.decision import Decision, ExitCodes
@@ -18,7 +19,7 @@ from shardproof.rerun.result_log import (
     steps_to_skip,
 )
 from shardproof.rerun.statistics import Differences
-from shardproof.rerun.step_start import BufferState, Kept
+from shardproof.rerun.step_start import BufferState, StepState
 from shardproof.rerun.transitions import AttributionKind, Mode, State
 
 __all__ = [
@@ -31,7 +32,6 @@ __all__ = [
     "ExitCodes",
     "FaultInjector",
     "FaultKind",
-    "Kept",
     "Mode",
     "Rejected",
     "ReplayableIterator",
@@ -40,6 +40,7 @@ __all__ = [
     "Spike",
     "Spread",
     "State",
+    "StepState",
     "Suspect",
     "UnexpectedlyLarge",
     "not_finite",
@@ -49,3 +50,6 @@ __all__ = [
     "reproduced",
     "steps_to_skip",
 ]
+
+__getattr__ = renamed(__name__, {"Kept": "StepState"})
+"""Resolves old names."""

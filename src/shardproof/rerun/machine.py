@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from types import TracebackType
@@ -26,7 +27,7 @@ from shardproof.rerun.replay import ReplayableIterator
 from shardproof.rerun.result_log import ResultLog
 from shardproof.rerun.step_effects import Steps
 from shardproof.rerun.step_run import Call, Rejection
-from shardproof.rerun.step_start import Kept, iterators_of
+from shardproof.rerun.step_start import StepState, iterators_of
 from shardproof.rerun.transitions import Mode, State
 from shardproof.rerun.votes import BallotExchange
 
@@ -44,8 +45,8 @@ class RerunMachine:
     that the checkpoint holds. There it is a persistent fault of the first device, or a correct result.
 
     The body of the loop must be able to run twice: it begins by zeroing the gradients, and changes nothing
-    but gradients, random generators, data and what is in `kept`. The machine belongs in the state of every
-    checkpoint: ``{"model": model, ..., "rerun": machine}``.
+    but gradients, random generators, data and what is in `step_state`. The machine belongs
+    in the state of every checkpoint: ``{"model": model, ..., "rerun": machine}``.
 
     Args:
         mode: "validate", "report" (every step runs twice, and the differences are counted) or "disabled".
@@ -55,7 +56,7 @@ class RerunMachine:
         deadline: seconds of silence after which a rank is given up at a meeting. An all-reduce over `group`
             ends by the group's own timeout: make the group with the same.
         identity: of this rank's device, or what gives it; `DeviceIdentity.here` when None. Asked for once.
-        kept: what a step changes besides, each with save and restore: see `BufferState`.
+        step_state: what a step changes besides, each with save and restore: see `BufferState`.
         skip_first: number of steps, from the start of this process, that are not validated. A step that was
             pending when the process started is.
         exit_codes: see `ExitCodes`.
@@ -64,9 +65,11 @@ class RerunMachine:
             (StructureError), or "drop" it.
         log: where rejected results are written to (rank 0 writes): a `ResultLog` or its path.
         inject: puts wrong results in the place of right ones, for trials.
+        kept: the deprecated name of `step_state`.
 
     Raises:
         ValueError: an argument is not as described.
+        TypeError: both `step_state` and `kept` are given.
 
     >>> import math, torch
     >>> weight, data = torch.ones(2, requires_grad=True), ReplayableIterator([torch.ones(2)] * 3)
@@ -89,14 +92,24 @@ class RerunMachine:
         group: ProcessGroup | None = None,
         deadline: float | None = None,
         identity: DeviceIdentity | Callable[[], DeviceIdentity] | None = None,
-        kept: Sequence[Kept] = (),
+        step_state: Sequence[StepState] = (),
         skip_first: int = 0,
         exit_codes: ExitCodes | None = None,
         layout: str = "",
         pending: Literal["refuse", "drop"] = "refuse",
         log: ResultLog | str | os.PathLike[str] | None = None,
         inject: FaultInjector | None = None,
+        kept: Sequence[StepState] | None = None,
     ) -> None:
+        if kept is not None:
+            if step_state:
+                raise TypeError("RerunMachine takes step_state= or its old name kept=, not both")
+            warnings.warn(
+                "RerunMachine(kept=) is now RerunMachine(step_state=): use that name",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            step_state = kept
         check_deadline(rendezvous, deadline)
         if pending not in ("refuse", "drop"):
             raise ValueError(f"pending is {pending!r}, not 'refuse' or 'drop'")
@@ -116,7 +129,7 @@ class RerunMachine:
             self._exchange,
             self._recorder,
             identity=lambda: self.identity,
-            kept=tuple(kept),
+            step_state=tuple(step_state),
             codes=exit_codes or ExitCodes(),
             to_skip=skip_first,
         )

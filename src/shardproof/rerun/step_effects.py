@@ -11,7 +11,7 @@ from shardproof.rerun.persistent_state import JobState, PersistentState
 from shardproof.rerun.recorder import Recorder
 from shardproof.rerun.result_log import shown_value
 from shardproof.rerun.step_run import StepRun
-from shardproof.rerun.step_start import Iterators, Kept, StepStart
+from shardproof.rerun.step_start import Iterators, StepStart, StepState
 from shardproof.rerun.transitions import Action, AttributionKind, Effect, Mode, State, Votes, transition
 from shardproof.rerun.votes import Ballot, BallotExchange, count
 
@@ -27,7 +27,7 @@ class Steps:
     exchange: BallotExchange
     recorder: Recorder
     identity: Callable[[], DeviceIdentity]
-    kept: Sequence[Kept]
+    step_state: Sequence[StepState]
     codes: ExitCodes
     to_skip: int
     """Steps to come that are not validated."""
@@ -60,7 +60,7 @@ class Steps:
             return
         self.validates = self.mode is not Mode.DISABLED and self.to_skip == 0
         self.to_skip = max(self.to_skip - 1, 0)
-        self.start = StepStart.new(iterators, self.kept, captured=self.validates)
+        self.start = StepStart.new(iterators, self.step_state, captured=self.validates)
         self.run = StepRun("initial", keeps=self.mode is Mode.REPORT)
         self.job.state = transition(State.NOT_RUNNING, Votes())[0]
 
@@ -68,7 +68,9 @@ class Steps:
         """Begin the step that the checkpoint was taken for, as it began then."""
 
         def take_up() -> Ballot:
-            self.start, suspicion = StepStart.stored(self.persistent.own.step_data, iterators, self.kept)
+            self.start, suspicion = StepStart.stored(
+                self.persistent.own.step_data, iterators, self.step_state
+            )
             self.run = StepRun("from checkpoint", suspicion)
             for suspect in self.job.suspects:
                 if suspect.rank == self.exchange.rank:
@@ -107,7 +109,7 @@ class Steps:
         assert self.start is not None and self.run is not None
         for suspect in suspects:
             self.recorder.say(self.job.step, f"runs again in place: {suspect.suspicion}")
-        self.start.again(self.kept)
+        self.start.again(self.step_state)
         self._first = self.run
         self.run = StepRun("in place", self._first.found, keeps=self._first.keeps)
         self.job.state = then

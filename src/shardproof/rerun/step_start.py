@@ -14,17 +14,17 @@ from shardproof.rerun.replay import ReplayableIterator
 from shardproof.rerun.step_run import Suspicion
 from shardproof.state import RandomState
 
-__all__ = ["BufferState", "Iterators", "Kept", "ProcessState", "StepStart", "iterators_of"]
+__all__ = ["BufferState", "Iterators", "ProcessState", "StepStart", "StepState", "iterators_of"]
 
 
-class Kept(Protocol):
-    """Something that a step changes, and that is put back for a rerun."""
+class StepState(Protocol):
+    """State that a step changes and that the machine restores before it runs the step again."""
 
     def save(self) -> Any:
-        """What to put back: plain data and tensors, in dicts, lists and tuples. It must not change later."""
+        """Return a copy of the state: plain data and tensors, in dicts, lists and tuples."""
 
     def restore(self, saved: Any) -> None:
-        """Put back what `save` answered, also in a process that was started later."""
+        """Restore what `save` returned, in this process or in one that was started later."""
 
 
 class BufferState:
@@ -34,10 +34,10 @@ class BufferState:
         module: any module; its buffers are copied at the beginning of each step.
 
     >>> norm = torch.nn.BatchNorm1d(2)
-    >>> kept = BufferState(norm)
-    >>> saved = kept.save()
+    >>> buffers = BufferState(norm)
+    >>> saved = buffers.save()
     >>> _ = norm(torch.randn(4, 2))
-    >>> kept.restore(saved)
+    >>> buffers.restore(saved)
     >>> norm.running_mean.tolist(), int(norm.num_batches_tracked)
     ([0.0, 0.0], 0)
     """
@@ -70,30 +70,30 @@ class BufferState:
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
-    """What a step began with, but for its data."""
+    """The state of a process when a step began, without the step's data."""
 
     generators: dict[str, Any]
-    """The generators of the process, as `RandomState` describes them."""
-    kept: list[Any]
-    """What each of the kept objects saved."""
+    """State of the random generators, from `RandomState.state_dict`."""
+    saved: list[Any]
+    """What each `StepState` returned from `save`."""
 
     @classmethod
-    def of(cls, kept: Iterable[Kept]) -> ProcessState:
-        """Now is the beginning."""
-        return cls(RandomState().state_dict(), [one.save() for one in kept])
+    def of(cls, step_state: Iterable[StepState]) -> ProcessState:
+        """Save the state of this process now."""
+        return cls(RandomState().state_dict(), [one.save() for one in step_state])
 
-    def put_back(self, kept: Sequence[Kept]) -> None:
-        """Everything as it was.
+    def put_back(self, step_state: Sequence[StepState]) -> None:
+        """Restore the generators and every `StepState`.
 
         Raises:
-            StructureError: it was taken of another number of kept objects.
+            StructureError: the number of `StepState` objects differs from the number saved.
         """
-        if len(kept) != len(self.kept):
+        if len(step_state) != len(self.saved):
             raise StructureError(
-                f"the suspicious step began with {len(self.kept)} kept objects, and the machine has "
-                f"{len(kept)}. Make it with the same `kept` as in the run before"
+                f"the suspicious step began with {len(self.saved)} step_state objects, and the machine has "
+                f"{len(step_state)}. Make the machine with the step_state of the previous run"
             )
-        for one, saved in zip(kept, self.kept, strict=True):
+        for one, saved in zip(step_state, self.saved, strict=True):
             one.restore(saved)
         RandomState().load_state_dict(self.generators)
 
@@ -107,27 +107,27 @@ Iterators = tuple[ReplayableIterator[Any], ...]
 
 @dataclass(frozen=True, slots=True)
 class StepStart:
-    """What a step began with."""
+    """Everything from which a step can run again: its data and the state of the process."""
 
     iterators: Iterators
     beginning: ProcessState | None
-    """None for a step that is not validated, and so never runs again."""
+    """None for a step that is not validated: it never runs again."""
 
     @classmethod
-    def new(cls, iterators: Iterators, kept: Sequence[Kept], *, captured: bool) -> StepStart:
-        """A step begins now, with data that comes next."""
+    def new(cls, iterators: Iterators, step_state: Sequence[StepState], *, captured: bool) -> StepStart:
+        """Begin a step with the next data of each iterator."""
         for iterator in iterators:
             iterator.advance(generators=captured)
-        return cls(iterators, ProcessState.of(kept) if captured else None)
+        return cls(iterators, ProcessState.of(step_state) if captured else None)
 
     @classmethod
     def stored(
-        cls, packed: torch.Tensor, iterators: Iterators, kept: Sequence[Kept]
+        cls, packed: torch.Tensor, iterators: Iterators, step_state: Sequence[StepState]
     ) -> tuple[StepStart, Suspicion | None]:
-        """A step begins as it did in the process that packed it.
+        """Begin a step again from what another process packed.
 
         Raises:
-            StructureError: it takes data from another number of iterators, or has other kept objects.
+            StructureError: the number of iterators or of `StepState` objects differs.
         """
         content = unpack(packed)
         microbatches, drawn = content["microbatches"], content["drawn"]
@@ -139,41 +139,41 @@ class StepStart:
         start = cls(iterators, ProcessState(content["generators"], content["kept"]))
         for iterator, given, after in zip(iterators, microbatches, drawn, strict=True):
             iterator.load(given, after)
-        start.again(kept)
+        start.again(step_state)
         return start, content["suspicion"] and Suspicion(**content["suspicion"])
 
-    def again(self, kept: Sequence[Kept]) -> None:
-        """Put everything back to the beginning."""
+    def again(self, step_state: Sequence[StepState]) -> None:
+        """Restore the state and rewind the data to the start of the step."""
         assert self.beginning is not None
-        self.beginning.put_back(kept)
+        self.beginning.put_back(step_state)
         for iterator in self.iterators:
             iterator.rewind()
 
     def pack(self, suspicion: Suspicion | None) -> torch.Tensor:
-        """All of it as bytes, with the rejected result that is to be computed again.
+        """Pack the start of the step, and the rejected result that the rerun computes again.
 
         Returns:
             1-D, uint8.
 
         Raises:
-            PlainDataError: a microbatch or a kept value is nothing that a checkpoint can hold.
+            PlainDataError: a checkpoint cannot hold a microbatch or a value of a `StepState`.
         """
         assert self.beginning is not None
         content = {
             "microbatches": [list(iterator.microbatches) for iterator in self.iterators],
             "drawn": [list(iterator.generators) for iterator in self.iterators],
             "generators": self.beginning.generators,
-            "kept": self.beginning.kept,
+            "kept": self.beginning.saved,
             "suspicion": None if suspicion is None else asdict(suspicion),
         }
         return pack(content, "the step's beginning")
 
 
 def iterators_of(data: object) -> Iterators:
-    """What `should_run` was given, as a tuple.
+    """Return the data that `should_run` got as a tuple of iterators.
 
     Raises:
-        TypeError: it holds something else.
+        TypeError: the data is not made of `ReplayableIterator`.
     """
     found: Any = () if data is None else (data,) if isinstance(data, ReplayableIterator) else data
     if isinstance(found, Sequence):

@@ -32,7 +32,7 @@ from torch.distributed import ProcessGroup
 
 from shardproof.collectives import all_reduce
 from shardproof.errors import ShardproofError
-from shardproof.rendezvous import Meetings, Rendezvous
+from shardproof.rendezvous import MeetingSequence, Rendezvous
 from shardproof.rerun.attribution import Suspect
 from shardproof.rerun.transitions import State, Votes
 
@@ -136,7 +136,7 @@ class BallotExchange:
                 raise ballot
             return ballot.to_json()
 
-        answer = Meetings(self._rendezvous, _operation(step)).meet(state.value, post, _all_of)
+        answer = MeetingSequence(self._rendezvous, _operation(step)).meet(state.value, post, _all_of)
         if not answer:
             return [Ballot()] * self.world_size
         return [Ballot() if plain is None else Ballot.from_plain(plain) for plain in json.loads(answer)]

@@ -32,7 +32,7 @@ from shardproof._utils.gc_pause import no_garbage_collection
 from shardproof.errors import RankFailure, RankSilent, SaveSkipped, ShardproofError, StorageError
 from shardproof.format import shard_name
 from shardproof.planning import RankPlan, Structure
-from shardproof.rendezvous import Meetings, Operation, Rendezvous, Reservation
+from shardproof.rendezvous import MeetingSequence, Operation, Rendezvous, Reservation
 from shardproof.saving.background import Progress, wait_while_moving
 from shardproof.saving.cache import CachedDigests, CachedPlan, Limits, Request, SaveCache
 from shardproof.saving.capture import Capture
@@ -223,7 +223,7 @@ class Save:
         return part
 
     def _meet(self) -> bytes | None:
-        meeting = Meetings(self._rendezvous, self.operation)
+        meeting = MeetingSequence(self._rendezvous, self.operation)
         with self._phase("agree"):
             report = partial(_result_of, self._report)
             answer = meeting.meet("collect", report, self._unbounded(self._coordinator.agree))
@@ -391,7 +391,7 @@ class Save:
 
     def _commit(self, rendezvous: Rendezvous, report: bytes | BaseException) -> SaveResult:
         """Commits with the other ranks. After a refusal, this rank removes its files."""
-        meeting = Meetings(rendezvous, self.operation)
+        meeting = MeetingSequence(rendezvous, self.operation)
         try:
             with self._phase("commit") as phase:
                 self.progress.is_bounded = True

@@ -15,7 +15,7 @@ from shardproof._utils import forks
 from shardproof.errors import ShardproofError
 from shardproof.planning import CHUNK_BYTES, SAMPLE_BYTES
 from shardproof.reentrance import guarded, refuse_inside
-from shardproof.rendezvous import Meetings, Rendezvous
+from shardproof.rendezvous import MeetingSequence, Rendezvous
 from shardproof.saving.background import Workers, unfinished
 from shardproof.saving.cache import Limits, Request, SaveCache
 from shardproof.saving.device_copy import pinned_buffer
@@ -269,7 +269,7 @@ class Saver:
         """Whether the save before is still under way on any rank; the same answer on all ranks."""
         under_way = self._own_save()
         busy = under_way is not None and not under_way.future.done()
-        meeting = Meetings(self._rendezvous, f"save {storage.location}")
+        meeting = MeetingSequence(self._rendezvous, f"save {storage.location}")
 
         def decide(posts: list[bytes]) -> bytes:
             return msgspec.msgpack.encode(any(msgspec.msgpack.decode(post, type=bool) for post in posts))

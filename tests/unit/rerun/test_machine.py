@@ -457,23 +457,23 @@ def test_statistics_are_bounded_whatever_the_messages() -> None:
     assert len(lines) < 300 and "(others): 144 compared, none differed" in lines[1]
 
 
-def test_a_pending_step_needs_as_many_iterators_and_kept_objects_as_before() -> None:
+def test_a_pending_step_needs_as_many_iterators_and_step_states_as_before() -> None:
     first = Job(inject=FaultInjector("correct", steps=[0]))
     first.step()
     second = RerunMachine()
     load({"weight": torch.zeros(2), "rerun": second}, stored(first.saved()))
     with pytest.raises(StructureError, match="from 1 iterators, and should_run got 0"):
         second.should_run(None)
-    third = Job(kept=[rerun.BufferState(torch.nn.BatchNorm1d(1))])
+    third = Job(step_state=[rerun.BufferState(torch.nn.BatchNorm1d(1))])
     load(third.saved(), stored(first.saved()))
-    with pytest.raises(StructureError, match="began with 0 kept objects"):
+    with pytest.raises(StructureError, match="began with 0 step_state objects"):
         third.step()
 
 
-def test_kept_objects_are_put_back_here_and_after_a_restart() -> None:
+def test_step_state_is_put_back_here_and_after_a_restart() -> None:
     def job(identity: DeviceIdentity) -> tuple[torch.nn.BatchNorm1d, RerunMachine]:
         norm = torch.nn.BatchNorm1d(1)
-        return norm, RerunMachine(kept=[rerun.BufferState(norm)], identity=identity)
+        return norm, RerunMachine(step_state=[rerun.BufferState(norm)], identity=identity)
 
     def step(norm: torch.nn.Module, machine: RerunMachine, check: Callable[[Any], Any]) -> Decision:
         while machine.should_run(None):
@@ -614,3 +614,12 @@ def test_a_rejected_result_enters_the_statistics_only_once_it_is_found_to_be_cor
         load({"rerun": second}, checkpoint)
         step(second, level, [value])
         assert level.accepted == accepted
+
+
+def test_the_old_name_of_step_state_works_and_warns() -> None:
+    buffers = rerun.BufferState(torch.nn.BatchNorm1d(1))
+    with pytest.warns(DeprecationWarning, match="step_state=") as caught:
+        RerunMachine(kept=[buffers])
+    assert [warning.filename for warning in caught] == [__file__]
+    with pytest.raises(TypeError, match="not both"):
+        RerunMachine(kept=[buffers], step_state=[buffers])

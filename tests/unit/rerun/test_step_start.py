@@ -44,7 +44,7 @@ def test_buffers_of_another_module_are_refused() -> None:
         BufferState(torch.nn.BatchNorm1d(3)).restore(saved)
 
 
-def test_another_number_of_kept_objects_is_refused() -> None:
+def test_another_number_of_step_states_is_refused() -> None:
     kept = BufferState(torch.nn.BatchNorm1d(2))
-    with pytest.raises(StructureError, match="began with 1 kept objects, and the machine has 0"):
+    with pytest.raises(StructureError, match="began with 1 step_state objects, and the machine has 0"):
         ProcessState.of([kept]).put_back([])

@@ -29,7 +29,7 @@ from shardproof.loading.read_once.node_transfer import tell_failed, through_memo
 from shardproof.loading.read_once.orders import Int64s, Loads, Orders, Wish
 from shardproof.loading.read_once.shared_memory import Handle, NodeMemory, PeerMemory
 from shardproof.planning import ReadPlan
-from shardproof.rendezvous import Meetings, Rendezvous
+from shardproof.rendezvous import MeetingSequence, Rendezvous
 
 __all__ = ["UNREADABLE", "Sharing"]
 
@@ -178,7 +178,7 @@ class Sharing:
                 memory.close()
         self._peers = []
 
-    def agree(self, meetings: Meetings) -> None:
+    def agree(self, meetings: MeetingSequence) -> None:
         """Decides whether and how this load hands on.
 
         Raises:
@@ -193,7 +193,7 @@ class Sharing:
 
     @staticmethod
     def _meet(
-        meetings: Meetings,
+        meetings: MeetingSequence,
         phase: str,
         work: Callable[[], bytes],
         decide: Callable[[list[bytes]], Sequence[bytes]],
