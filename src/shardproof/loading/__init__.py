@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from shardproof.loading.checkpoint import Checkpoint, StoredTensor
 from shardproof.loading.checkpoint import open_checkpoint as open  # noqa: A004 the public name is sp.open
-from shardproof.loading.chunk_reader import corrupt_chunk
 from shardproof.loading.load_protocol import LoadReport, load_from
 from shardproof.loading.matching import Options, ReadOnce, from_rank
 from shardproof.loading.read_once.agreement import UNREADABLE
@@ -28,7 +27,6 @@ __all__ = [
     "Patterns",
     "ReadOnce",
     "StoredTensor",
-    "corrupt_chunk",
     "from_rank",
     "load",
     "load_from",

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from shardproof.dtypes import DTYPES
-from shardproof.errors import FormatError, StorageError
-from shardproof.format import MANIFEST_NAME, Manifest, locate_files, read_index, read_manifest
+from shardproof.errors import FormatError
+from shardproof.format import MANIFEST_NAME, Manifest, check_size, locate_files, read_index, read_manifest
 from shardproof.loading.block_reader import BlockDigests
 from shardproof.loading.read_executor import Destination, read_planned
 from shardproof.planning import ChunkTable, RequestedBoxes, plan_reads
@@ -150,21 +150,13 @@ class Checkpoint:
         for file in set(files) - self._sized:
             record = self.manifest.files[file]
             storage, name = self.files[file]
-            size = storage.size(name)
-            if size != record.size:
-                found = "it is missing" if size is None else f"it has {size}"
-                lent = (
-                    f". {self.storage.location} was saved incrementally and has chunks in it, so it must "
-                    "stay beside it"
-                    if record.folder
-                    else ""
+            advice = "Restore an older step; `shardproof verify` lists all damage"
+            if record.folder:
+                advice = (
+                    f"{self.storage.location} was saved incrementally and has chunks in it, so it must stay "
+                    f"beside it. {advice}"
                 )
-                raise StorageError(
-                    f"{storage.location}/{name}: expected {record.size} bytes, {found}{lent}. Restore "
-                    "an older step; `shardproof verify` lists all damage",
-                    file=record.place,
-                    missing=size is None,
-                )
+            check_size(storage, record, path=f"{storage.location}/{name}", advice=advice)
             self._sized.add(file)
 
     def _decoded(self, value: Any) -> Any:

@@ -18,14 +18,13 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shardproof.errors import CorruptChunkError
-from shardproof.format import BLOCK_BYTES, Manifest, digest_of_blocks, digests_as_bytes
+from shardproof.format import BLOCK_BYTES, ChunkVerifier, Manifest, block_digests, digest_of_blocks
 from shardproof.loading.block_reader import BlockDigests, Extents, Files
 from shardproof.loading.cold_reads import is_cached
 from shardproof.planning import ChunkTable
 from shardproof.storage import Storage
 
-__all__ = ["Chunks", "Fetch", "corrupt_chunk"]
+__all__ = ["Chunks", "Fetch"]
 
 Fetch: TypeAlias = Callable[[Storage, str, int, int], memoryview]
 """Reads a range of a file: storage, name, first byte, count."""
@@ -52,15 +51,13 @@ class Chunks:
     def __init__(self, files: Files, manifest: Manifest, table: ChunkTable, rows: NDArray[np.int64]) -> None:
         order = np.lexsort((table.byte_count[rows], table.byte_start[rows], table.file[rows]))
         self._files = files
-        self._manifest = manifest
         self.rows: list[int] = rows[order].tolist()
         """Row of the table, by position."""
         ordered = rows[order]
         self.file: list[int] = table.file[ordered].tolist()
         self.start: list[int] = table.byte_start[ordered].tolist()
         self.count: list[int] = table.byte_count[ordered].tolist()
-        self._tensor: list[int] = table.tensor[ordered].tolist()
-        self._digest = digests_as_bytes(table.digest[ordered])
+        self._verifier = ChunkVerifier.of_table(manifest, table, ordered)
         self._blocks: BlockDigests | None = None
         self.extents: dict[int, tuple[int, int]] = {}
         """Of chunks that are not read whole, by position, the first byte that is read and the last's end."""
@@ -154,14 +151,14 @@ class Chunks:
         found: list[bytes] = []
         for begin in range(first, last, request):
             piece = fetch(storage, name, self.start[at] + begin, min(request, last - begin))
-            digests = _digests_of(piece)
+            digests = block_digests(piece)
             if known is None:
                 found += digests
             else:
-                self._check_blocks(at, begin, digests, known[begin // BLOCK_BYTES :][: len(digests)])
+                self._verifier.check_blocks(at, begin, digests, known[begin // BLOCK_BYTES :][: len(digests)])
             yield begin, piece
         if known is None:
-            self._check(at, digest_of_blocks(found))
+            self._verifier.check(at, digest_of_blocks(found))
 
     def read(self, batch: range, memory: memoryview, *, there: bool = False) -> int:
         """Reads neighbouring chunks whole into memory, and verifies them.
@@ -185,7 +182,7 @@ class Chunks:
             if count[at] > BLOCK_BYTES:
                 chunk = memory[start[at] - base :][: count[at]]
                 if there:
-                    self._check(at, digest_of_blocks(_digests_of(chunk)))
+                    self._verifier.check(at, digest_of_blocks(block_digests(chunk)))
                     nbytes += count[at]
                 else:
                     nbytes += self._read_blocks(at, 0, chunk, chunk, None)
@@ -198,14 +195,7 @@ class Chunks:
             if not there:
                 storage.read_into(name, start[at], span)
             nbytes += len(span)
-            inside = [begin - start[at] for begin in start[at:last]]
-            found = [
-                xxhash.xxh3_128_digest(span[begin : begin + size])
-                for begin, size in zip(inside, count[at:last], strict=True)
-            ]
-            if found != self._digest[at:last]:
-                for small, digest in enumerate(found, at):
-                    self._check(small, digest)
+            self._verifier.check_data(range(at, last), span)
             at = last
         return nbytes
 
@@ -243,7 +233,7 @@ class Chunks:
         """Digests of a chunk's blocks where some of them suffice; None where all must be read."""
         if self._blocks is None or at not in self.extents:
             return None
-        return self._blocks.of(self.rows[at], self._digest[at])
+        return self._blocks.of(self.rows[at], self._verifier.digests[at])
 
     def _read_blocks(
         self, at: int, begin: int, run: memoryview, scratch: memoryview, known: list[bytes] | None
@@ -261,14 +251,14 @@ class Chunks:
                 end = min(block + _SPAN_BLOCKS * BLOCK_BYTES, whole)
                 span = run[block - begin : end - begin]
                 storage.read_into(name, start + block, span)
-                found += _digests_of(span)
+                found += block_digests(span)
             else:
                 end = min(block + BLOCK_BYTES, count)
                 found.append(self._read_block(at, range(block, end), begin, run, scratch))
         if known is None:
-            self._check(at, digest_of_blocks(found))
+            self._verifier.check(at, digest_of_blocks(found))
         else:
-            self._check_blocks(at, first, found, known[first // BLOCK_BYTES :][: len(found)])
+            self._verifier.check_blocks(at, first, found, known[first // BLOCK_BYTES :][: len(found)])
         return end - first
 
     def _read_block(self, at: int, block: range, begin: int, run: memoryview, scratch: memoryview) -> bytes:
@@ -294,50 +284,3 @@ class Chunks:
         storage, name = self._files[self.file[at]]
         storage.read_into(name, self.start[at], memory[:count])
         return count
-
-    def _check(self, at: int, found: bytes) -> None:
-        if found != self._digest[at]:
-            raise self._corrupt(at, 0, self.count[at], self._digest[at], found)
-
-    def _check_blocks(self, at: int, first: int, found: list[bytes], expected: list[bytes]) -> None:
-        if found == expected:
-            return
-        for number, (one, other) in enumerate(zip(expected, found, strict=True)):
-            if one != other:
-                begin = first + number * BLOCK_BYTES
-                raise self._corrupt(at, begin, min(begin + BLOCK_BYTES, self.count[at]), one, other)
-
-    def _corrupt(self, at: int, begin: int, end: int, expected: bytes, found: bytes) -> CorruptChunkError:
-        return corrupt_chunk(
-            self._manifest,
-            self.file[at],
-            self._tensor[at],
-            self.start[at] + begin,
-            end - begin,
-            expected.hex(),
-            found.hex(),
-        )
-
-
-def _digests_of(span: memoryview) -> list[bytes]:
-    """Of each block of bytes that were just read, the last first: it is what the caches have best."""
-    begins = range(0, len(span), BLOCK_BYTES)
-    digests = [xxhash.xxh3_128_digest(span[begin : begin + BLOCK_BYTES]) for begin in reversed(begins)]
-    digests.reverse()
-    return digests
-
-
-def corrupt_chunk(
-    manifest: Manifest, file: int, tensor: int, byte_start: int, byte_count: int, expected: str, found: str
-) -> CorruptChunkError:
-    """The error for bytes that do not match their digest."""
-    key, name = manifest.tensors[tensor].key, manifest.files[file].place
-    return CorruptChunkError(
-        f"{name}: bytes {byte_start} to {byte_start + byte_count} of tensor {key!r} have digest {found}, "
-        f"expected {expected}: they changed after they were written. Restore an older step; `shardproof "
-        "verify` lists all damage",
-        file=name,
-        key=key,
-        byte_start=byte_start,
-        byte_count=byte_count,
-    )

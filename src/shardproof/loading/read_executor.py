@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from shardproof._utils.gc_pause import no_garbage_collection
+from shardproof._utils.memcpy import address as address_of
 from shardproof._utils.memcpy import copy_runs
 from shardproof.format import BLOCK_BYTES
 from shardproof.loading.chunk_reader import Chunks
@@ -25,7 +26,6 @@ from shardproof.loading.cold_reads import REQUEST_BYTES, Cold, Fetcher, is_cache
 from shardproof.loading.destinations import Destination, Placing
 from shardproof.loading.threads import in_threads
 from shardproof.planning import LARGE_BYTES, ReadPlan
-from shardproof.storage import address as address_of
 
 if TYPE_CHECKING:
     from shardproof.loading.checkpoint import Checkpoint

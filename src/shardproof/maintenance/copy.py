@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardproof.dtypes import DTYPES
-from shardproof.errors import AlreadyCommittedError, CorruptChunkError, ShardproofError
+from shardproof.errors import AlreadyCommittedError, ShardproofError
 from shardproof.format import (
     FORMAT_VERSION,
     MANIFEST_NAME,
-    ChunkHasher,
+    ChunkVerifier,
     FileRecord,
     Manifest,
     bytes_digest,
@@ -116,6 +116,12 @@ class _Copy:
         self._manifest = manifest
         self._table = table
         self._files = locate_files(source, manifest)
+        self._verifier = ChunkVerifier.of_table(
+            manifest,
+            table,
+            np.arange(len(table.file)),
+            advice="The copy was given up: copy another step (`shardproof verify` lists all damage)",
+        )
         self._on_progress = on_progress
         self._done = 0
         self._total = int(table.byte_count.sum())
@@ -258,30 +264,20 @@ class _Copy:
         table = self._table
         file, start, count = (int(column[row]) for column in (table.file, table.byte_start, table.byte_count))
         storage, name = self._files[file]
-        hasher = ChunkHasher()
-        done = 0
-        while done < count:
-            span = writer.room()[: count - done]
-            storage.read_into(name, start + done, span)
-            hasher.update(span)
-            writer.advance(len(span))
-            done += len(span)
-            self._done += len(span)
-            if self._on_progress is not None:
-                self._on_progress(self._done, self._total)
-        high, low = (int(half) for half in table.digest[row])
-        if hasher.digest().hex() != f"{high:016x}{low:016x}":
-            key = self._manifest.tensors[int(table.tensor[row])].key
-            raise CorruptChunkError(
-                f"{storage.location}/{name}: bytes {start} to {start + count} of {key!r} hash to "
-                f"{hasher.digest().hex()}, but {high:016x}{low:016x} was saved. The copy was given up: copy "
-                "another step (`shardproof verify` lists all damage)",
-                file=self._manifest.files[file].place,
-                key=key,
-                byte_start=start,
-                byte_count=count,
-            )
-        return hasher.blocks()
+
+        def pieces() -> Iterator[memoryview]:
+            done = 0
+            while done < count:
+                piece = writer.room()[: count - done]
+                storage.read_into(name, start + done, piece)
+                yield piece
+                writer.advance(len(piece))
+                done += len(piece)
+                self._done += len(piece)
+                if self._on_progress is not None:
+                    self._on_progress(self._done, self._total)
+
+        return self._verifier.check_pieces(row, pieces())
 
 
 class _Writer:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardproof.errors import FormatError, ShardproofError, StorageError, TilingError
+from shardproof.errors import CorruptChunkError, FormatError, ShardproofError, StorageError, TilingError
 from shardproof.format import (
-    ChunkHasher,
+    ChunkVerifier,
     FileRecord,
     Manifest,
     ShardHeader,
+    block_counts,
+    check_size,
     digests_as_bytes,
     digests_as_table,
     digests_from_table,
@@ -24,9 +26,9 @@ from shardproof.format import (
     read_chunk_digests,
     read_index,
     read_manifest,
+    read_pieces,
     read_shard_header,
 )
-from shardproof.loading import corrupt_chunk
 from shardproof.planning import ChunkTable, prove_chunks
 from shardproof.storage import Storage
 
@@ -159,12 +161,7 @@ class _Checker:
         rows = np.flatnonzero(self._table.file == file)
         rows = rows[np.lexsort((self._table.byte_count[rows], self._table.byte_start[rows]))]
         try:
-            size = storage.size(name)
-            if size != record.size:
-                found = "it is missing" if size is None else f"it has {size}"
-                raise StorageError(
-                    f"{record.place}: expected {record.size} bytes, {found}", file=record.place
-                )
+            check_size(storage, record)
             header = read_shard_header(storage, name)
             if header.data_start != record.data_start or record.digest != file_digest(
                 header.raw, self._carried_digests(record, storage, header, rows)
@@ -222,8 +219,8 @@ class _Checker:
         """
         storage, name = self._files[file]
         table = self._table
-        columns = (table.byte_start[rows], table.byte_count[rows], table.tensor[rows], table.digest[rows])
-        starts, counts, tensors, digests = (column.tolist() for column in columns)
+        verifier = ChunkVerifier.of_table(self._manifest, table, rows)
+        starts, counts = table.byte_start[rows].tolist(), table.byte_count[rows].tolist()
         memory = self._buffer
         blocks: list[bytes | None] = []
         begin = 0
@@ -232,38 +229,34 @@ class _Checker:
             end = begin + 1
             while end < len(starts) and starts[end] + counts[end] - base <= len(memory):
                 end += 1
+            is_large = counts[begin] > len(memory)
             try:
-                if counts[begin] > len(memory):
-                    hashers = [self._hash_large(storage, name, base, counts[begin])]
-                else:
+                if not is_large:
                     storage.read_into(name, base, memory[: starts[end - 1] + counts[end - 1] - base])
-                    spans = [memory[starts[at] - base :][: counts[at]] for at in range(begin, end)]
-                    hashers = list(map(ChunkHasher, spans))
+                for at in range(begin, end):
+                    if is_large:
+                        pieces = read_pieces(storage, name, base, counts[at], memory)
+                    else:
+                        pieces = iter([memory[starts[at] - base :][: counts[at]]])
+                    blocks += self._check_chunk(verifier, at, pieces, counts[at])
+                    self.done += counts[at]
             except StorageError as error:
                 self._faults.append(error)
                 return None
-            for at, hasher in zip(range(begin, end), hashers, strict=True):
-                found, expected = hasher.digest().hex(), f"{digests[at][0]:016x}{digests[at][1]:016x}"
-                blocks += hasher.blocks() if found == expected else [None] * len(hasher.blocks())
-                if found != expected:
-                    fault = corrupt_chunk(
-                        self._manifest, file, tensors[at], starts[at], counts[at], expected, found
-                    )
-                    self._faults.append(fault)
-                self.done += counts[at]
             if self._on_progress is not None:
                 self._on_progress(self.done, self._total)
             begin = end
         return blocks
 
-    def _hash_large(self, storage: Storage, name: str, start: int, count: int) -> ChunkHasher:
-        """Hashes a chunk that the buffer cannot hold at once."""
-        hasher = ChunkHasher()
-        for done in range(0, count, len(self._buffer)):
-            span = self._buffer[: count - done]
-            storage.read_into(name, start + done, span)
-            hasher.update(span)
-        return hasher
+    def _check_chunk(
+        self, verifier: ChunkVerifier, at: int, pieces: Iterator[memoryview], count: int
+    ) -> list[bytes | None]:
+        """Digests of a chunk's blocks. In a damaged chunk, which is one fault, each is None."""
+        try:
+            return [*verifier.check_pieces(at, pieces)]
+        except CorruptChunkError as fault:
+            self._faults.append(fault)
+            return [None] * int(block_counts(np.array([count]))[0])
 
     def _check_tail(self, file: int, rows: NDArray[np.int64], blocks: list[bytes | None]) -> None:
         """Padding and the shard's own tables of digests, the last bytes of the file."""

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardproof.dtypes import DTYPES
-from shardproof.errors import CorruptChunkError, TilingError
-from shardproof.format import ChunkHasher, Manifest, locate_files
+from shardproof.errors import TilingError
+from shardproof.format import ChunkVerifier, Manifest, locate_files
 from shardproof.geometry import Boxes, intersect, overlapping_pairs
 from shardproof.planning import ChunkTable
 from shardproof.report.detail import rows_of
@@ -58,8 +58,13 @@ class ChunkReader:
         self.bytes_read = 0
         self._files = locate_files(storage, manifest)
         self._table = table
-        self._kept: OrderedDict[int, NDArray[Any]] = OrderedDict()
-        self._kept_bytes = 0
+        self._advice = (
+            f"The checkpoint is {storage.location}. `shardproof verify` lists all damage. Restore another "
+            "step, or copy the file again"
+        )
+        self.cached: OrderedDict[int, NDArray[Any]] = OrderedDict()
+        """Chunks in the cache, by row of the chunk table; the latest use is the last."""
+        self._cached_bytes = 0
         self._cache_bytes = cache_bytes
 
     def boxes(self, tensor: int) -> tuple[NDArray[np.int64], Boxes]:
@@ -80,18 +85,18 @@ class ChunkReader:
         Raises:
             CorruptChunkError: the chunk does not match its digest.
         """
-        kept = self._kept.get(row)
-        if kept is not None:
-            self._kept.move_to_end(row)
-            return kept
+        cached = self.cached.get(row)
+        if cached is not None:
+            self.cached.move_to_end(row)
+            return cached
         data = self._read(row)
         word = min(itemsize, 8)
         bits = data.view(f"u{word}").reshape(*sizes, *((2,) if itemsize > 8 else ()))
         if data.nbytes <= self._cache_bytes:
-            self._kept[row] = bits
-            self._kept_bytes += data.nbytes
-            while self._kept_bytes > self._cache_bytes:
-                self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
+            self.cached[row] = bits
+            self._cached_bytes += data.nbytes
+            while self._cached_bytes > self._cache_bytes:
+                self._cached_bytes -= self.cached.popitem(last=False)[1].nbytes
         return bits
 
     def _read(self, row: int) -> NDArray[np.uint8]:
@@ -101,19 +106,8 @@ class ChunkReader:
         data = np.empty(count, np.uint8)
         storage.read_into(name, start, data.data)
         self.bytes_read += count
-        high, low = (int(half) for half in table.digest[row])
-        found = ChunkHasher(data.data).digest().hex()
-        if found != f"{high:016x}{low:016x}":
-            key = self.manifest.tensors[int(table.tensor[row])].key
-            raise CorruptChunkError(
-                f"{storage.location}/{name}: the {count} bytes from byte {start} on, a chunk of "
-                f"{key!r}, hash to {found}, but {high:016x}{low:016x} was saved. `shardproof verify` lists "
-                "all damage; restore another step or copy this file again from where it is whole.",
-                file=name,
-                key=key,
-                byte_start=start,
-                byte_count=count,
-            )
+        verifier = ChunkVerifier.of_table(self.manifest, table, np.array([row]), advice=self._advice)
+        verifier.check_pieces(0, [data.data])
         return data
 
 

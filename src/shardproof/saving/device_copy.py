@@ -27,8 +27,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from shardproof._utils.memcpy import address
 from shardproof._utils.streams import has_streams, on_stream
-from shardproof.storage import ALIGNMENT, address, aligned_buffer
+from shardproof.storage import ALIGNMENT, aligned_buffer
 
 __all__ = ["DeviceCopies", "copies_of", "pinned_buffer"]
 

@@ -19,6 +19,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from shardproof._utils.memcpy import address
 from shardproof.format import (
     BLOCK_BYTES,
     ChunkHasher,
@@ -31,7 +32,7 @@ from shardproof.saving.background import Workers
 from shardproof.saving.incremental import BaseDigests
 from shardproof.saving.prepared_shard import Entries, PreparedShard, start_in_page
 from shardproof.saving.snapshot import Snapshot
-from shardproof.storage import ALIGNMENT, Sink, address, aligned_buffer
+from shardproof.storage import ALIGNMENT, Sink, aligned_buffer
 
 __all__ = ["BufferPool", "WrittenShard", "write_shard"]
 

@@ -35,13 +35,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from shardproof._utils.memcpy import address
 from shardproof.errors import StorageError, StructureError
 from shardproof.planning import RankPlan
 from shardproof.saving.background import Progress, Workers
 from shardproof.saving.capture import Capture
 from shardproof.saving.source import SliceSource
 from shardproof.saving.staging import Staged, StagingPool
-from shardproof.storage import address
 
 __all__ = ["Snapshot"]
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
+from shardproof._utils.memcpy import address
 from shardproof._utils.topology import ranks_here
-from shardproof.storage import address
 
 __all__ = ["Staged", "StagingPool", "default_budget"]
 

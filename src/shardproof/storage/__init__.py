@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from shardproof._utils.memcpy import address as address
 from shardproof.storage.base import CachedStorage, Sink, Storage, check_name
 from shardproof.storage.direct_io import ALIGNMENT, aligned_buffer, memory_for
 from shardproof.storage.local import LocalStorage

@@ -179,8 +179,8 @@ def test_memory_is_the_cache_and_a_chunk(tmp_path: Path, cache: int) -> None:
         readers.append(ChunkReader(storage, manifest, read_index(storage, manifest), size))
 
     for step in compare_chunks(readers[0], 0, readers[1], 0):  # noqa: B007
-        assert sum(bits.nbytes for bits in readers[1]._kept.values()) <= cache
-        assert not readers[0]._kept
+        assert sum(bits.nbytes for bits in readers[1].cached.values()) <= cache
+        assert not readers[0].cached
     assert (step.elements, step.different) == (array.size, 0)
     assert readers[0].bytes_read == array.nbytes
     assert readers[1].bytes_read == (array.nbytes if cache > array.nbytes else 16 * array.nbytes)

@@ -13,8 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from shardproof._utils.memcpy import address
 from shardproof.saving.device_copy import DeviceCopies, pinned_buffer
-from shardproof.storage import ALIGNMENT, address
+from shardproof.storage import ALIGNMENT
 from tests.accelerator import first_device, late_one
 from tests.logging_streams import LoggingStream, streams_that_log
 

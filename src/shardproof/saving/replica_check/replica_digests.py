@@ -20,6 +20,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from shardproof._utils.memcpy import address
 from shardproof.errors import StructureError
 from shardproof.planning import Slices, WritePlan
 from shardproof.saving.device_copy import copies_of
@@ -27,7 +28,6 @@ from shardproof.saving.result import Divergence, SaveResult
 from shardproof.saving.source import SliceSource
 from shardproof.saving.staging import StagingPool
 from shardproof.state import Piece
-from shardproof.storage import address
 
 __all__ = ["CheckReplicas", "chosen_slices", "compare_replicas", "hash_replicas", "warn_of_divergences"]
 
