@@ -15,8 +15,10 @@ from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError
 from shardproof.format import MANIFEST_NAME, Manifest, check_size, locate_files, read_index, read_manifest
 from shardproof.loading.block_reader import BlockDigests
-from shardproof.loading.read_executor import Destination, read_planned
-from shardproof.planning import ChunkTable, RequestedBoxes, plan_reads
+from shardproof.loading.chunk_reader import Chunks
+from shardproof.loading.destinations import Destination, Placing
+from shardproof.loading.read_executor import read_chunks
+from shardproof.planning import ChunkTable, ReadPlan, RequestedBoxes, plan_reads
 from shardproof.state import Catalogue, decode_plain
 from shardproof.storage import LocalStorage, Storage, StrOrBytesPath
 
@@ -139,13 +141,16 @@ class Checkpoint:
         return Catalogue(tensors, self.manifest.aliases, self.manifest.objects, self.manifest.world_size)
 
     def check_sizes(self, files: Iterable[int]) -> None:
-        """Compares the sizes of shard files, rows of the manifest's table, with those that were written.
+        """Checks that shard files have their recorded sizes. Checks each file once.
 
-        A file that is missing or cut short is found before memory is taken for what it should hold, and
-        before anything of a target is overwritten. A file that was found right is not asked for again.
+        A load calls it first: it finds a missing or short file before it allocates memory for the file's
+        chunks and before it overwrites any of the target.
+
+        Args:
+            files: rows of the manifest's table of files.
 
         Raises:
-            StorageError: a size is not what the manifest says.
+            StorageError: a file is missing or has another size.
         """
         for file in set(files) - self._sized:
             record = self.manifest.files[file]
@@ -158,6 +163,25 @@ class Checkpoint:
                 )
             check_size(storage, record, path=f"{storage.location}/{name}", advice=advice)
             self._sized.add(file)
+
+    def read(self, plan: ReadPlan, destinations: Sequence[Destination]) -> int:
+        """Reads and verifies the parts of a plan, and copies them to their destinations.
+
+        Args:
+            plan: from `plan_reads`; its `want` is an index into `destinations`.
+            destinations: where the wanted boxes go.
+
+        Returns:
+            Bytes read.
+
+        Raises:
+            CorruptChunkError: bytes do not match their digest; destinations may be partly written.
+            StorageError: a file is missing, short or unreadable.
+        """
+        placing = Placing(self.manifest, self.table, plan, destinations)
+        chunks = Chunks(self.files, self.manifest, self.table, np.unique(plan.chunk))
+        chunks.narrow(placing.wanted, self.blocks)
+        return read_chunks(chunks, placing)
 
     def _decoded(self, value: Any) -> Any:
         """A plain value. A tensor that it refers to is read once, however often it does."""
@@ -259,5 +283,5 @@ class StoredTensor:
         plan = plan_reads(manifest.tensors, table, wanted)
         checkpoint.check_sizes(table.file[plan.chunk].tolist())
         result = torch.empty(sizes, dtype=self.dtype, device="cpu")
-        read_planned(checkpoint, plan, [Destination.of(self.key, manifest.tensors[self._row].dtype, result)])
+        checkpoint.read(plan, [Destination.of(self.key, manifest.tensors[self._row].dtype, result)])
         return result

@@ -1,4 +1,4 @@
-"""Where the bytes of chunks go: straight into host memory, or through a copy that converts."""
+"""Destinations of a load: chunks are read into their memory, or copied and converted."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ __all__ = ["Destination", "Placing", "Runs", "part_of", "shaped"]
 
 
 class Destination(msgspec.Struct, frozen=True, gc=False):
-    """A wanted box in memory. Values are converted where its dtype differs from the stored one."""
+    """Memory for a wanted box. A load converts values if its dtype differs from the stored one."""
 
     key: str
     dtype: str
-    """torch's name of the view's."""
+    """Torch's name of the dtype of the view."""
     view: torch.Tensor
     address: int
-    """Of the view's first element, on its device."""
+    """Address of the first element of the view, on its device."""
     is_plain: bool
     """See `shardproof.state.is_plain_memory`."""
 
     @staticmethod
     def of(key: str, dtype: str, view: torch.Tensor) -> Destination:
-        """The destination that a view is."""
+        """The destination of a view."""
         return Destination(key, dtype, view, view.data_ptr(), is_plain_memory(view))
 
 
 class Runs(NamedTuple):
-    """Of each of some chunks the bytes that go into place as they are stored."""
+    """For each chunk the bytes that are read straight into their destination."""
 
     address: list[int]
-    """Where they go; 0 where there are none."""
+    """Address in the destination; 0 if no bytes can be read straight."""
     begin: list[int]
-    """First of them in the chunk."""
+    """First of these bytes in the chunk."""
     nbytes: list[int]
 
 
 class Placing:
-    """The parts of a read plan, and the destinations that they are put into.
+    """Copies the parts of a read plan to their destinations.
 
-    Any thread may put parts into place, once it has entered `streams`.
+    Any thread may call it after it has entered `streams`.
 
     Args:
         manifest: of the checkpoint.
@@ -70,14 +70,14 @@ class Placing:
         self._destinations = destinations
         devices = {there.view.device for there in destinations if not (there.is_plain or there.view.is_cpu)}
         self.streams = CurrentStreams(devices)
-        """Of the thread that made this, for those that help it."""
+        """Streams of the thread that made this, for helper threads to enter."""
         tensor, volumes = table.tensor[plan.chunk], plan.sizes.prod(axis=1)
         tensor_of = np.zeros(len(destinations), np.int64)
         tensor_of[plan.want] = tensor
         names = [manifest.tensors[row].dtype for row in tensor_of.tolist()]
         known: dict[str, torch.dtype] = {name: getattr(torch, name) for name in set(names)}
         self._dtypes = [known[name] for name in names]
-        """Of what is stored, by destination."""
+        """Stored dtype, by destination."""
         sizes = {name: dtype.itemsize for name, dtype in known.items()}
         itemsizes = np.array([sizes[name] for name in names], np.int64)[plan.want]
         base = [
@@ -87,8 +87,8 @@ class Placing:
         elements = np.zeros(len(destinations), np.int64)
         np.add.at(elements, plan.want, volumes)
         self.overlapping = _overlapping(elements, destinations)
-        """Rows of the destinations that share memory. No bytes are read straight into these: others may be
-        placed there before they are hashed."""
+        """Rows of destinations that share memory. Nothing is read straight into them: another thread may
+        overwrite the bytes before they are hashed."""
         for row in self.overlapping:
             base[row] = 0
         into = np.array(base, np.uint64)[plan.want]
@@ -96,20 +96,20 @@ class Placing:
         straight = is_run & (plan.run_start >= 0) & (into != 0)
         inside = (plan.run_start * itemsizes).astype(np.uint64)
         self._address = np.where(straight, into + inside, np.uint64(0))
-        """By part: where a run of the chunk goes as it is stored; 0 where it is no run, or is converted."""
+        """By part: destination address; 0 if the part is not contiguous in both, or needs a conversion."""
         self._begin = plan.chunk_start * itemsizes
-        """By part: its first byte in the chunk."""
+        """By part: first byte in the chunk."""
         self._end = plan.chunk_stop * itemsizes
-        """By part: the byte after its last there."""
+        """By part: end in the chunk, exclusive."""
         self._want: list[int] = plan.want.tolist()
         self.part_bytes: NDArray[np.int64] = volumes * itemsizes
-        """By part: bytes, as stored."""
+        """By part: bytes in the stored dtype."""
 
     def wanted(self, rows: NDArray[np.int64]) -> Extents:
-        """Of chunks that have parts, the bytes from the first that one has to the last.
+        """For each chunk the range from the first byte that a part needs to the last.
 
         Args:
-            rows: (n,) of the chunk table.
+            rows: (n,) rows of the chunk table, each with at least one part.
         """
         if not len(rows):
             return rows, rows
@@ -118,9 +118,9 @@ class Placing:
         return np.minimum.reduceat(self._begin, first)[at], np.maximum.reduceat(self._end, first)[at]
 
     def straight(self, rows: Sequence[int]) -> Runs:
-        """What goes into place as it is stored, for each row of the chunk table.
+        """The bytes to read straight into a destination, for each row of the chunk table.
 
-        Nothing where a chunk has several parts, or one that is no run, or is converted.
+        None for a chunk with several parts, or whose part is not contiguous or needs a conversion.
         """
         first = np.searchsorted(self._plan.chunk, rows, "left")
         alone = np.searchsorted(self._plan.chunk, rows, "right") - first == 1
@@ -131,19 +131,19 @@ class Placing:
         return Runs(address.tolist(), begin.tolist(), nbytes.tolist())
 
     def parts_of(self, rows: Sequence[int]) -> list[range]:
-        """For each row of the chunk table, its parts."""
+        """The parts of each row of the chunk table."""
         first = np.searchsorted(self._plan.chunk, rows, "left").tolist()
         last = np.searchsorted(self._plan.chunk, rows, "right").tolist()
         return [range(one, other) for one, other in zip(first, last, strict=True)]
 
     def put(self, row: int, parts: range, stored: torch.Tensor, first: int = 0) -> None:
-        """Puts the parts of a chunk where they belong.
+        """Copies the parts of a chunk to their destinations.
 
         Args:
             row: of the chunk table.
             parts: of the chunk.
-            stored: (count,) uint8 host memory: all bytes of the chunk, or those that have the parts.
-            first: byte of the chunk that it begins with, a multiple of the item size.
+            stored: (count,) uint8 host memory: the chunk, or a range of it that contains the parts.
+            first: first byte of that range in the chunk, a multiple of the item size.
         """
         if len(parts) == 1 and (address := int(self._address[parts.start])):
             begin, count = int(self._begin[parts.start]), int(self.part_bytes[parts.start])
@@ -156,18 +156,18 @@ class Placing:
                 target.copy_(source)
 
     def is_aligned(self, parts: range, stored: torch.Tensor) -> bool:
-        """Whether memory for a chunk begins at a multiple of its item size, as `views` asks for."""
+        """True if the memory begins at a multiple of the item size, as `views` needs."""
         return stored.data_ptr() % self._dtypes[self._want[parts.start]].itemsize == 0
 
     def views(
         self, row: int, parts: range, stored: torch.Tensor, first: int = 0
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Of each part of a chunk the view that it goes into, and the view of its memory.
+        """For each part of a chunk the view of its destination and the view of its stored bytes.
 
         Args:
             row: of the chunk table.
             parts: of the chunk.
-            stored: see `put`; its bytes need not be there yet.
+            stored: see `put`; the bytes may be read later.
             first: see `put`.
         """
         table, plan, these = self._table, self._plan, slice(parts.start, parts.stop)
@@ -189,11 +189,11 @@ class Placing:
         ]
 
     def put_part(self, part: int, stored: torch.Tensor) -> None:
-        """Puts one part where it belongs.
+        """Copies one part to its destination.
 
         Args:
             part: of the plan.
-            stored: (count,) uint8 host memory, the part's elements in row-major order.
+            stored: (count,) uint8 host memory: the elements of the part in row-major order.
         """
         view, plan = self._destinations[self._want[part]].view.detach(), self._plan
         sizes, offsets = plan.sizes[part, : view.ndim].tolist(), plan.in_want[part, : view.ndim].tolist()
@@ -203,7 +203,7 @@ class Placing:
 
 
 def shaped(stored: torch.Tensor, dtype: torch.dtype, sizes: Sequence[int]) -> torch.Tensor:
-    """Bytes as a tensor, copied only where they do not lie at a multiple of the item size."""
+    """Bytes as a tensor. Copies only if they do not begin at a multiple of the item size."""
     if stored.data_ptr() % dtype.itemsize:
         stored = stored.clone()
     return stored.view(dtype).view(sizes)
@@ -218,13 +218,13 @@ def part_of(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) 
 
 
 def _overlapping(elements: NDArray[np.int64], destinations: Sequence[Destination]) -> list[int]:
-    """Rows of the destinations whose extents in memory touch another's.
+    """Rows of destinations whose memory overlaps that of another.
 
-    Addresses of two devices may coincide by chance; that costs a second read and nothing else.
+    Equal addresses on two devices count as an overlap. That costs a second read and nothing else.
 
     Args:
-        elements: of each destination. From the plan: to ask the tensors takes longer.
-        destinations: as many.
+        elements: number of elements of each destination, from the plan: faster than asking the tensors.
+        destinations: of the load.
     """
     if not destinations:
         return []
@@ -233,7 +233,7 @@ def _overlapping(elements: NDArray[np.int64], destinations: Sequence[Destination
     start, stop = start[order], (start + _extents(elements, destinations))[order]
     furthest = np.maximum.accumulate(stop)
     touches = np.flatnonzero(start[1:] < furthest[:-1]) + 1
-    holders = np.searchsorted(furthest, furthest[touches - 1])  # whose end reaches that far
+    holders = np.searchsorted(furthest, furthest[touches - 1])  # the destination that ends there
     return sorted({*order[touches].tolist(), *order[holders].tolist()})
 
 

@@ -3,14 +3,15 @@
     open, bind, plan (local) -> agree (meet) -> read, verify (local) -> agree (meet) -> finish (local) ->
     agree (meet)
 
-The last two only if some rank has more to fill than tensors.
+The last two steps run only if some rank has values other than tensors to fill.
 
-Until the first meeting nothing of the target is touched: all that can be known is known by then, on all
-ranks. Ranks that asked to read once offer memory there to those of their node (`offering`), and meet again
-before they read, to share out what several of them want.
-Tensors are filled between agreeing to read and having read; everything else (plain values, new optimizer
-state, objects) after that, when every byte on every rank is verified. An error after the reading began says
-that the target is partly overwritten.
+A load changes nothing of the target before the first meeting. By then each rank has opened the checkpoint,
+matched the target and planned its reads, so most errors leave the target as it was. With `read_once`, ranks
+offer shared memory to the ranks of their node at that meeting. They meet again before they read, and assign
+a reader to each range that several ranks want.
+
+The read fills tensors. All other values (plain values, new optimizer state, objects) follow when every rank
+has verified all its bytes. An error after the read began says that the target is partly overwritten.
 """
 
 from __future__ import annotations
@@ -56,37 +57,37 @@ _log = logging.getLogger("shardproof")
 
 
 class LoadReport(msgspec.Struct, frozen=True):
-    """What a load did."""
+    """The result of a load on one rank."""
 
     location: str
     step: int | None
     attempt: str
     tensors: int
-    """Destinations filled on this rank."""
+    """Number of destinations that this rank filled."""
     bytes: int
-    """Read on this rank, and verified but for what lies between the chunks of one read. Of a chunk the blocks
-    of 256 KiB from the first needed byte to the last are read."""
+    """Bytes that this rank read. Of each chunk it reads the blocks of 256 KiB from the first needed byte to the
+    last. It verifies all but the gaps between chunks that share a read."""
     seconds: float
     needed: int = 0
-    """Bytes that this rank's destinations take, as they are stored."""
+    """Bytes of this rank's destinations, in their stored dtypes."""
     received: int = 0
-    """Bytes that other ranks read, verified and handed on to this one (only with `read_once`)."""
+    """Bytes that other ranks read, verified and sent to this rank (only with `read_once`)."""
     read_once: bool = False
-    """Whether what several ranks wanted was read by one of them."""
+    """True if one rank read each range that several ranks wanted."""
     missing: tuple[str, ...] = ()
-    """Keys of the target that the checkpoint does not have (only without `strict`)."""
+    """Keys of the target that the checkpoint lacks (only without `strict`)."""
     unexpected: tuple[str, ...] = ()
-    """Keys of the checkpoint that no rank asked for (with `strict` only those of optional parts)."""
+    """Keys of the checkpoint that no rank requested (with `strict` only those of optional parts)."""
     kept: tuple[str, ...] = ()
-    """What stays as it is: per-rank values, since fewer ranks saved, and parts that the checkpoint lacks, or
-    that declined what it has."""
+    """Keys of the target that the load did not change: per-rank values if fewer ranks saved, and optional
+    parts that the checkpoint lacks or that declined its value."""
     dropped: tuple[str, ...] = ()
-    """Per-rank values of the checkpoint that no rank takes, as ``<key>.@rank-<rank that saved>``: fewer ranks
-    load than saved, or the target of a rank lacks them. The same on all ranks. A warning names them too."""
+    """Per-rank values of the checkpoint that no rank loads, as ``<key>.@rank-<rank that saved>``: fewer ranks
+    load than saved, or the target of a rank lacks the key. Equal on all ranks. A warning names them too."""
 
     @property
     def speed(self) -> float:
-        """GB (10^9 bytes) a second that were read or received on this rank."""
+        """GB (10^9 bytes) per second that this rank read or received."""
         return (self.bytes + self.received) / max(self.seconds, 1e-9) / 1e9
 
 
@@ -102,11 +103,11 @@ def load_from(
     """Fills a state tree from a checkpoint. Called by every rank.
 
     Args:
-        storage: of the checkpoint.
+        storage: the folder of the checkpoint.
         state: the tree to fill.
-        rendezvous: where the ranks meet.
-        options: see `shardproof.load`; so are the errors.
-        check: raises FormatError where the manifest is not the one that was meant.
+        rendezvous: of all ranks.
+        options: see `shardproof.load`, which also lists the errors.
+        check: raises FormatError if the manifest is not the expected one.
     """
     begun = time.monotonic()
     loader = _Loader(storage, rendezvous, options)
@@ -150,7 +151,7 @@ class _Loader:
     def __init__(self, storage: Storage, rendezvous: Rendezvous, options: Options) -> None:
         self.operation = f"load {storage.location}"
         self.cold = Cold.THROUGH_CACHE
-        """How it reads what the page cache does not have."""
+        """How this rank reads bytes that are not in the page cache."""
         self._storage = storage
         self._rendezvous = rendezvous
         self._options = options
@@ -162,17 +163,20 @@ class _Loader:
         self._sharing: Sharing | None = None
 
     def close(self) -> None:
-        """Closes what reading opened."""
+        """Closes the files and the memory that the load opened."""
         for close in self._opened:
             close()
 
     def phase(self, name: str) -> events.Phase:
-        """A phase of this load, for whoever listens."""
+        """A phase of this load, for the listeners of events."""
         rank, world_size = self._rendezvous.rank, self._rendezvous.world_size
         return events.phase(self.operation, name, rank=rank, world_size=world_size)
 
     def match(self, state: Any, check: Callable[[Manifest], None] | None) -> bytes:
-        """Opens the checkpoint and matches; an error of the checkpoint is data, so that it keeps its type."""
+        """Opens the checkpoint and matches the target to it.
+
+        Posts an error of the checkpoint as data, so that it keeps its class on every rank.
+        """
         options = self._options
         try:
             with no_garbage_collection():
@@ -194,7 +198,7 @@ class _Loader:
             return offers.post(Asked("", options.strict, options.read_once, error=error.to_wire()))
 
     def _offer(self) -> offers.Offer | None:
-        """Memory to share with the ranks of this node, where tensors may be handed on."""
+        """Memory to share with the ranks of this node; None if no rank sends tensors to another."""
         options = self._options
         if options.read_once and self._rendezvous.world_size > 1 and can_exchange(options.group):
             self._memory = NodeMemory.made()
@@ -204,7 +208,7 @@ class _Loader:
         return offers.Offer(socket.gethostname(), self._memory.handle)
 
     def _sketch(self) -> Sketch | None:
-        """Samples of what this rank reads, where others of its node may read the same."""
+        """Samples of the ranges that this rank reads; None if no other rank can read the same."""
         plan = self._matched.plan
         if plan is None or self._rendezvous.world_size == 1:
             return None
@@ -213,7 +217,7 @@ class _Loader:
         return Sketch.of(rows, end - begin, checkpoint.table.byte_count[rows])
 
     def share(self, meetings: MeetingSequence, handles: Sequence[Handle]) -> None:
-        """Agrees on who reads what several ranks want, where that was asked for."""
+        """With `read_once`: agrees which rank reads each range that several ranks want."""
         checkpoint, matched = self._checkpoint, self._matched
         assert matched.plan is not None
         self._needed = int(self._placing.part_bytes.sum())
@@ -233,24 +237,24 @@ class _Loader:
                 self._sharing, self.cold = sharing, Cold.PAST_CACHE
 
     def read(self, phase: events.Phase) -> bytes:
-        """Fills the destinations; an error of the checkpoint is data here too. A `_HasRead`, as bytes."""
+        """Fills the destinations and returns an encoded `ReadReport`, errors of the checkpoint included."""
         checkpoint, matched = self._checkpoint, self._matched
         assert matched.plan is not None
-        said = _HasRead(bool(matched.binding.finish))
+        report = ReadReport(bool(matched.binding.finish))
         try:
             self._read_all(matched.plan, phase)
             check_shared_memory(checkpoint, matched.plan, matched.destinations, self._placing.overlapping)
             phase.note(read=self._read, received=self._received, needed=self._needed)
         except PeerFailed:
-            said = _HasRead(False, left=True)
+            report = ReadReport(False, left=True)
         except UNREADABLE as error:
-            said = _HasRead(False, error=error.to_wire())
+            report = ReadReport(False, error=error.to_wire())
         finally:
             matched.binding.say_changed()
-        return msgspec.msgpack.encode(said)
+        return msgspec.msgpack.encode(report)
 
     def _read_all(self, plan: ReadPlan, phase: events.Phase) -> None:
-        """First what is handed on, since others wait for it, then what is this rank's alone."""
+        """Reads shared ranges first, because other ranks wait for them, then those of this rank alone."""
         sharing = self._sharing
         try:
             open_all()
@@ -276,24 +280,24 @@ class _Loader:
             return chunks
 
     def finish(self) -> bytes:
-        """Sets plain values, attaches new optimizer state, hands objects their state."""
+        """Sets plain values, attaches new optimizer state and gives objects their state."""
         for step in self._matched.binding.finish:
             step()
         return b""
 
     def stored(self) -> Iterator[str]:
-        """Keys of the checkpoint that are selected, under the target's names."""
+        """Selected keys of the checkpoint, under the names of the target."""
         catalogue = self._matched.catalogue
         return filter(
             selects(self._options.include, self._options.exclude), (*catalogue.tensors, *catalogue.objects)
         )
 
     def untouched(self, missing: tuple[str, ...]) -> list[str]:
-        """Keys that nothing of this checkpoint goes into, on this rank."""
+        """Keys of this rank's target that the checkpoint does not fill."""
         return sorted({*missing, *self._matched.binding.kept})
 
     def report(self, begun: float, agreed: offers.Answer) -> LoadReport:
-        """What was done on this rank."""
+        """The report of this rank."""
         manifest = self._checkpoint.manifest
         return LoadReport(
             self._storage.location,
@@ -313,7 +317,7 @@ class _Loader:
 
 
 class _Moved:
-    """Adds up the bytes that threads move, for the other ranks and for whoever listens."""
+    """Sums the bytes that threads move, and reports them to other ranks and to the listeners of events."""
 
     def __init__(self, rendezvous: Rendezvous, phase: events.Phase) -> None:
         self.total = 0
@@ -330,36 +334,36 @@ class _Moved:
         self._phase.progress(done, self.total)
 
 
-class _HasRead(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank says of its reading."""
+class ReadReport(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank posts after its read."""
 
     more: bool
-    """Whether it has more to fill than tensors."""
+    """True if the rank has values other than tensors to fill."""
     left: bool = False
-    """Whether it left the exchange because another rank failed."""
+    """True if the rank left the exchange because another rank failed."""
     error: dict[str, Any] | None = None
 
 
 def _all_read(posts: Sequence[bytes]) -> bytes:
-    """Coordinator: whether a rank has more to fill; empty if none has.
+    """Coordinator: returns ``b"more"`` if a rank has more to fill, else nothing.
 
     Raises:
-        ShardproofError: that of the first rank that has one of its own.
+        ShardproofError: the error of the first rank that posted one.
     """
-    said = [msgspec.msgpack.decode(post, type=_HasRead) for post in posts]
-    for rank, one in enumerate(said):
-        if one.error is not None:
-            raise from_rank(rank, len(said), one.error)
-    left = [rank for rank, one in enumerate(said) if one.left]
+    reports = [msgspec.msgpack.decode(post, type=ReadReport) for post in posts]
+    for rank, report in enumerate(reports):
+        if report.error is not None:
+            raise from_rank(rank, len(reports), report.error)
+    left = [rank for rank, report in enumerate(reports) if report.left]
     if left:
         raise ShardproofError(
-            f"ranks {left} left the exchange for a failure that no rank owned up to", ranks=left
+            f"ranks {left} left the exchange because of a failure, but no rank reported one", ranks=left
         )
-    return b"more" if any(one.more for one in said) else b""
+    return b"more" if any(report.more for report in reports) else b""
 
 
 def _overwritten(error: BaseException, location: str, untouched: list[str]) -> BaseException:
-    """The error, saying what has become of the target, and which keys were not to be overwritten."""
+    """The error, with the state of the target and the keys that the load did not overwrite."""
     text = f"The target is partly overwritten from {location}: load again, or another, before using it."
     if isinstance(error, ShardproofError):
         details = {**error.details, "overwritten": True, "untouched": untouched}

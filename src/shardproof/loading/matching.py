@@ -18,7 +18,7 @@ from shardproof.errors import (
     StructureError,
 )
 from shardproof.loading.checkpoint import Checkpoint
-from shardproof.loading.read_executor import Destination
+from shardproof.loading.destinations import Destination
 from shardproof.loading.selection import Cast, Patterns, casts, check_patterns, renamed, selects
 from shardproof.planning import ReadPlan, RequestedBoxes, plan_reads
 from shardproof.state import Binding, Catalogue, TensorEntry, bind, owner_of, parts_of

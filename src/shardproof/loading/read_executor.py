@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import compress
-from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from shardproof._utils.gc_pause import no_garbage_collection
@@ -23,41 +21,16 @@ from shardproof._utils.memcpy import copy_runs
 from shardproof.format import BLOCK_BYTES
 from shardproof.loading.chunk_reader import Chunks
 from shardproof.loading.cold_reads import REQUEST_BYTES, Cold, Fetcher, is_cached
-from shardproof.loading.destinations import Destination, Placing
+from shardproof.loading.destinations import Placing
 from shardproof.loading.threads import in_threads
-from shardproof.planning import LARGE_BYTES, ReadPlan
+from shardproof.planning import LARGE_BYTES
 
-if TYPE_CHECKING:
-    from shardproof.loading.checkpoint import Checkpoint
-
-__all__ = ["Destination", "read_chunks", "read_planned"]
+__all__ = ["read_chunks"]
 
 _BATCH_BYTES = 1 << 20
 """Bytes of one read of neighbouring chunks, unless a single chunk is larger."""
 _REPORT_BYTES = 4 << 20
 """Bytes between two reports of progress."""
-
-
-def read_planned(checkpoint: Checkpoint, plan: ReadPlan, destinations: Sequence[Destination]) -> int:
-    """Reads, verifies and places all parts of a plan.
-
-    Args:
-        checkpoint: that is read.
-        plan: from `plan_reads`; its `want` is an index into `destinations`.
-        destinations: where the wanted boxes go.
-
-    Returns:
-        Bytes read.
-
-    Raises:
-        CorruptChunkError: bytes do not match their digest; destinations may be partly written.
-        StorageError: a file is missing, short or unreadable.
-    """
-    manifest, table = checkpoint.manifest, checkpoint.table
-    placing = Placing(manifest, table, plan, destinations)
-    chunks = Chunks(checkpoint.files, manifest, table, np.unique(plan.chunk))
-    chunks.narrow(placing.wanted, checkpoint.blocks)
-    return read_chunks(chunks, placing)
 
 
 def read_chunks(
