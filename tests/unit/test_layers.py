@@ -127,8 +127,8 @@ def _only_for_types(node: ast.If) -> bool:
     )
 
 
-def imports(tree: ast.AST, at_load: bool = True, for_types: bool = True) -> Iterator[Import]:
-    """Every import below `tree`; with `for_types` those for type checkers alone, too."""
+def imports(tree: ast.AST, at_load: bool = True) -> Iterator[Import]:
+    """Every import below `tree`, also those for type checkers alone."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -138,12 +138,11 @@ def imports(tree: ast.AST, at_load: bool = True, for_types: bool = True) -> Iter
             for alias in node.names:
                 yield Import(node.module or "", alias.name, node.lineno, at_load)
         elif isinstance(node, ast.If) and _only_for_types(node):
-            if for_types:
-                yield from imports(ast.Module(node.body, []), False)
-            yield from imports(ast.Module(node.orelse, []), at_load, for_types)
+            yield from imports(ast.Module(node.body, []), False)
+            yield from imports(ast.Module(node.orelse, []), at_load)
         else:
             inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-            yield from imports(node, at_load and not inside, for_types)
+            yield from imports(node, at_load and not inside)
 
 
 def layers_imported(found: Import) -> set[str]:
@@ -178,9 +177,9 @@ def module_name(path: Path) -> str:
 
 
 def modules_imported(source: str, known: Mapping[str, str]) -> set[str]:
-    """Which of the `known` modules a file imports, at load or inside functions."""
+    """The `known` modules that a file imports: at load, inside functions or for type checkers."""
     found = set()
-    for entry in imports(ast.parse(source), for_types=False):
+    for entry in imports(ast.parse(source)):
         inside = f"{entry.module}.{entry.name}"
         found.add(inside if inside in known else entry.module)
     return found & set(known)
@@ -299,7 +298,7 @@ def test_no_two_modules_have_one_name() -> None:
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    """Counting imports inside functions, but not those for type checkers alone."""
+    """Counting imports inside functions, and those for type checkers alone."""
     sources = {module_name(path): source for path, source in SOURCES.items()}
     graph = {name: modules_imported(source, sources) - {name} for name, source in sources.items()}
     try:
@@ -476,7 +475,7 @@ def test_modules_imported_are_files() -> None:
         "shardproof.errors",
     }
     for_types = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import shardproof.errors"
-    assert modules_imported(for_types, known) == set()
+    assert modules_imported(for_types, known) == {"shardproof.errors"}
 
 
 def layer_exists(name: str) -> bool:

@@ -22,7 +22,7 @@ from shardproof.planning import ChunkTable, ReadPlan, RequestedBoxes, plan_reads
 from shardproof.state import Catalogue, decode_plain
 from shardproof.storage import LocalStorage, Storage, StrOrBytesPath
 
-__all__ = ["Checkpoint", "StoredTensor", "open_checkpoint"]
+__all__ = ["Checkpoint", "StoredTensor", "open_checkpoint", "read_plan"]
 
 Index = SupportsIndex | slice | EllipsisType
 
@@ -164,25 +164,6 @@ class Checkpoint:
             check_size(storage, record, path=f"{storage.location}/{name}", advice=advice)
             self._sized.add(file)
 
-    def read(self, plan: ReadPlan, destinations: Sequence[Destination]) -> int:
-        """Reads and verifies the parts of a plan, and copies them to their destinations.
-
-        Args:
-            plan: from `plan_reads`; its `want` is an index into `destinations`.
-            destinations: where the wanted boxes go.
-
-        Returns:
-            Bytes read.
-
-        Raises:
-            CorruptChunkError: bytes do not match their digest; destinations may be partly written.
-            StorageError: a file is missing, short or unreadable.
-        """
-        placing = Placing(self.manifest, self.table, plan, destinations)
-        chunks = Chunks(self.files, self.manifest, self.table, np.unique(plan.chunk))
-        chunks.narrow(placing.wanted, self.blocks)
-        return read_chunks(chunks, placing)
-
     def _decoded(self, value: Any) -> Any:
         """A plain value. A tensor that it refers to is read once, however often it does."""
         return decode_plain(value, functools.cache(self._referenced))
@@ -196,6 +177,28 @@ class Checkpoint:
                 key=key,
             )
         return StoredTensor(self, key, self.row(key)).read()
+
+
+def read_plan(checkpoint: Checkpoint, plan: ReadPlan, destinations: Sequence[Destination]) -> int:
+    """Reads and verifies the parts of a plan, and copies them to their destinations.
+
+    Args:
+        checkpoint: open for reading.
+        plan: from `plan_reads`; its `want` is an index into `destinations`.
+        destinations: of the wanted boxes.
+
+    Returns:
+        Bytes read.
+
+    Raises:
+        CorruptChunkError: bytes do not match their digest; destinations may be partly written.
+        StorageError: a file is missing, short or unreadable.
+    """
+    manifest, table = checkpoint.manifest, checkpoint.table
+    placing = Placing(manifest, table, plan, destinations)
+    chunks = Chunks(checkpoint.files, manifest, table, np.unique(plan.chunk))
+    chunks.narrow(placing.wanted, checkpoint.blocks)
+    return read_chunks(chunks, placing)
 
 
 class StoredTensor:
@@ -283,5 +286,5 @@ class StoredTensor:
         plan = plan_reads(manifest.tensors, table, wanted)
         checkpoint.check_sizes(table.file[plan.chunk].tolist())
         result = torch.empty(sizes, dtype=self.dtype, device="cpu")
-        checkpoint.read(plan, [Destination.of(self.key, manifest.tensors[self._row].dtype, result)])
+        read_plan(checkpoint, plan, [Destination.of(self.key, manifest.tensors[self._row].dtype, result)])
         return result

@@ -65,8 +65,8 @@ class LoadReport(msgspec.Struct, frozen=True):
     tensors: int
     """Number of destinations that this rank filled."""
     bytes: int
-    """Bytes that this rank read. Of each chunk it reads the blocks of 256 KiB from the first needed byte to the
-    last. It verifies all but the gaps between chunks that share a read."""
+    """Bytes that this rank read. Of each chunk it reads the blocks of 256 KiB from the first needed byte to
+    the last. It verifies all but the gaps between chunks that share a read."""
     seconds: float
     needed: int = 0
     """Bytes of this rank's destinations, in their stored dtypes."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,14 +21,21 @@ from shardproof.state.records import Binding, Catalogue, Mismatch, Piece, Tensor
 from shardproof.state.tensors import check_destination, empty_like_layout, torch_dtype
 from shardproof.state.visitor import Place, Visitor
 
-__all__ = ["MISSING", "Binder"]
+__all__ = ["MISSING", "BindHandler", "Binder"]
 
 MISSING: Any = object()
 """What `Binder.object` answers where there is nothing to set."""
 
 
+class BindHandler(Protocol):
+    """Binds one kind of value."""
+
+    def bind(self, place: Place, value: Any, to: Binder) -> None:
+        """Asks `to` for the entries of the value. Changes nothing of the value before `Binding.finish`."""
+
+
 @dataclass(kw_only=True)
-class Binder(Visitor):
+class Binder(Visitor[BindHandler]):
     """Answers what the catalogue holds and notes what the tree asked for."""
 
     catalogue: Catalogue

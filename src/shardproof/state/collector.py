@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from shardproof.state.records import Collected, ObjectEntry, Piece, Stepped, Ten
 from shardproof.state.tensors import same_memory, tensor_of_array
 from shardproof.state.visitor import Place, Visitor, check_name, join
 
-__all__ = ["Collector", "Hoister", "hoisted_key", "hoisted_tensor", "tie"]
+__all__ = ["CollectHandler", "Collector", "Hoister", "hoisted_key", "hoisted_tensor", "tie"]
 
 
 @dataclass(slots=True)
@@ -40,8 +40,15 @@ class _Merged:
             self.pieces.setdefault((piece.offsets, piece.sizes), piece)
 
 
+class CollectHandler(Protocol):
+    """Collects one kind of value."""
+
+    def collect(self, place: Place, value: Any, out: Collector) -> None:
+        """Adds the entries of the value to `out`. Changes nothing of the value."""
+
+
 @dataclass
-class Collector(Visitor):
+class Collector(Visitor[CollectHandler]):
     """Takes the entries of one rank; every key once."""
 
     last: LastWalk = field(default_factory=LastWalk)

@@ -1,4 +1,4 @@
-"""Layouts that the program describes itself."""
+"""Tensors whose local parts the program describes itself."""
 
 from __future__ import annotations
 
@@ -10,22 +10,19 @@ import torch
 from shardproof.errors import StructureError
 from shardproof.state.records import Piece
 from shardproof.state.tensors import PLAIN_TYPES, check_memory, dtype_name
-from shardproof.state.visitor import Place
 
 if TYPE_CHECKING:
     from shardproof.geometry import IndexMap
-    from shardproof.state.binder import Binder
-    from shardproof.state.collector import Collector
 
-__all__ = ["EXPLICIT", "FlatShard", "LocalShards", "described"]
+__all__ = ["FlatShard", "LocalShards", "described"]
 
 
 class LocalShards:
-    """A global tensor of which this rank holds some boxes.
+    """A global tensor of which this rank has some boxes.
 
     Args:
         shape: global shape, the same on every rank.
-        pieces: pairs of a local view and the global offsets of its first element. A rank may hold none.
+        pieces: pairs of a local view and the global offsets of its first element. A rank may have none.
         dtype: needed where there are no pieces.
 
     Raises:
@@ -78,7 +75,7 @@ class LocalShards:
 
 
 class FlatShard:
-    """A 1-D buffer that holds the elements [start, stop) of a tensor in row-major order.
+    """A 1-D buffer with the elements [start, stop) of a tensor in row-major order.
 
     Args:
         buffer: 1-D, ``stop - start`` elements.
@@ -116,7 +113,7 @@ class FlatShard:
             )
 
     def sharded(self) -> LocalShards:
-        """The same as boxes, which share the buffer's memory."""
+        """The same elements as boxes that share the memory of the buffer."""
         from shardproof.geometry import IndexMap, flat_shard
 
         try:
@@ -139,26 +136,11 @@ class FlatShard:
         return f"FlatShard(shape={self.shape}, dtype={self.buffer.dtype}, range=[{self.start}, {self.stop}))"
 
 
-class _Explicit:
-    """Handles `LocalShards` and `FlatShard`."""
-
-    def collect(self, place: Place, value: LocalShards | FlatShard, out: Collector) -> None:
-        """The described pieces."""
-        out.pieces(place.key, *described(value, place.key), origin=place.path)
-
-    def bind(self, place: Place, value: LocalShards | FlatShard, to: Binder) -> None:
-        """The described pieces, in place."""
-        to.pieces(place.key, *described(value, place.key))
-
-
-EXPLICIT = _Explicit()
-
-
 def described(value: LocalShards | FlatShard, key: str) -> tuple[str, tuple[int, ...], tuple[Piece, ...]]:
-    """dtype, global shape and the pieces that have elements.
+    """Returns dtype, global shape and the pieces that have elements.
 
     Raises:
-        StructureError: they cannot be stored; the text names the key.
+        StructureError: a piece cannot be stored; the message names the key.
     """
     if isinstance(value, FlatShard):
         check_memory(value.buffer, key)

@@ -1,14 +1,14 @@
-"""What every handler of a kind of leaf sees: where it is in the tree, and who visits.
+"""The part that both walks of a state tree share.
 
-A state tree is walked twice in a checkpoint's life: to collect what it holds and to bind it to what a
-checkpoint holds. Each kind of leaf has one `Handler` that knows both ways, so that they cannot drift apart.
+A save walks the tree to collect its values. A load walks it to bind its values to those of a checkpoint.
+Each kind of value has one handler for both walks, so that the two cannot drift apart (`walk.Handler`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
@@ -18,23 +18,24 @@ from shardproof.state.dtensor import Layouts
 from shardproof.state.records import TensorEntry
 
 if TYPE_CHECKING:
-    from shardproof.state.binder import Binder
-    from shardproof.state.collector import Collector
     from shardproof.state.module_names import NamedModule
 
-__all__ = ["Handler", "OwnedParameters", "Place", "Visitor", "check_name", "is_per_rank", "join"]
+__all__ = ["OwnedParameters", "Place", "Visitor", "check_name", "is_per_rank", "join"]
+
+H = TypeVar("H")
+"""The handlers of a walk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a value is in the tree."""
+    """The place of a value in the tree."""
 
     key: str
     """Dotted path, the key of a checkpoint."""
     path: str
-    """How Python would reach it, for people."""
+    """The Python expression for it, for messages."""
     put: Callable[[Any], None] | None = None
-    """Replaces the value in its container; None where nothing can."""
+    """Replaces the value in its container; None if it cannot be replaced."""
 
     def at(self, segment: Any, put: Callable[[Any], None] | None = None) -> Place:
         """The place of an item of the container at this place."""
@@ -51,7 +52,7 @@ def join(key: str, segment: Any) -> str:
 
 
 def is_per_rank(key: str) -> bool:
-    """Whether a key is of a value that belongs to one rank.
+    """True if a key names a value that belongs to one rank.
 
     >>> is_per_rank("rng.@rank-0"), is_per_rank("user@rank-0")
     (True, False)
@@ -60,12 +61,12 @@ def is_per_rank(key: str) -> bool:
 
 
 def check_name(name: str, key: str, path: str) -> None:
-    """Refuse a name of the program's that would pass for a key of shardproof's own.
+    """Refuses a name that looks like a reserved key of shardproof.
 
     Args:
         name: of an item; it may have dots.
-        key: of what the item is in.
-        path: of the same, for people.
+        key: key of the container.
+        path: path of the container, for messages.
 
     Raises:
         StructureError: a segment of the name begins with ``@``.
@@ -80,19 +81,9 @@ def check_name(name: str, key: str, path: str) -> None:
         )
 
 
-class Handler(Protocol):
-    """Knows how one kind of value is collected, and how it takes what a checkpoint holds."""
-
-    def collect(self, place: Place, value: Any, out: Collector) -> None:
-        """Add the value's entries to `out`. Changes nothing."""
-
-    def bind(self, place: Place, value: Any, to: Binder) -> None:
-        """Ask `to` for the value's entries. Changes nothing before `Binding.finish`."""
-
-
 @dataclass(frozen=True, slots=True)
 class OwnedParameters:
-    """A module of the tree, for the optimizers that speak of its parameters."""
+    """A module of the tree, for optimizers of its parameters."""
 
     key: str
     module: NamedModule
@@ -101,36 +92,37 @@ class OwnedParameters:
 
 
 @dataclass
-class Visitor:
-    """What collecting and binding share."""
+class Visitor(Generic[H]):
+    """The state of a walk that collecting and binding share."""
 
-    handler_of: Callable[[Any, Place], Handler]
+    handler_of: Callable[[Any, Place], H]
+    """The handler of a value."""
     rank: int
     world_size: int
     modules: list[OwnedParameters] = field(default_factory=list)
     """Modules visited so far."""
     later: list[Callable[[], None]] = field(default_factory=list)
-    """What needs all modules to be known."""
+    """Calls for the end of the walk, when all modules are known."""
     named: dict[int, NamedModule] = field(default_factory=dict)
-    """The modules whose names are known, by identity; see `named` in `state/handlers/modules.py`."""
+    """Modules with their names, by identity; see `named` in `state/handlers/modules.py`."""
     layouts: Layouts = field(default_factory=Layouts)
     """Of the DTensors visited so far."""
     anchors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """For keys of which the rank has no piece, the empty local tensor."""
+    """The empty local tensor of each key of which the rank has no piece."""
 
     def entries_of(
         self, keys: Sequence[str], tensors: Sequence[torch.Tensor], *, detach: bool = True
     ) -> list[TensorEntry]:
-        """What this rank holds of plain tensors and DTensors; see `describe_tensors`.
+        """The entries of plain tensors and DTensors on this rank; see `describe_tensors`.
 
         Raises:
-            StructureError: one cannot be kept; see `shardproof.state.descriptions`.
+            StructureError: a tensor cannot be stored; see `shardproof.state.descriptions`.
         """
         entries, empty = describe_tensors(keys, tensors, self.layouts, detach=detach)
         self.anchors |= empty
         return entries
 
     def finish_walk(self) -> None:
-        """Do what waited for the end of the walk."""
+        """Makes the calls that wait for the end of the walk."""
         for act in self.later:
             act()

@@ -1,18 +1,19 @@
-"""The walk over a state tree: containers, plain leaves and tensors, and which handler takes what."""
+"""The walk over a state tree: containers, plain values and tensors, and the handler of each kind of value."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter, OrderedDict, defaultdict
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from shardproof.errors import StructureError
-from shardproof.state.binder import MISSING, Binder
-from shardproof.state.collector import Collector
+from shardproof.state.binder import MISSING, Binder, BindHandler
+from shardproof.state.collector import CollectHandler, Collector
+from shardproof.state.handlers.explicit_shards import EXPLICIT
 from shardproof.state.handlers.generators import (
     GENERATOR,
     NUMPY_GENERATOR,
@@ -23,12 +24,16 @@ from shardproof.state.handlers.generators import (
 from shardproof.state.handlers.modules import MODULE
 from shardproof.state.handlers.per_rank import PER_RANK, PerRank
 from shardproof.state.handlers.stateful_objects import PART, STATEFUL, has_state_tree, is_stateful
-from shardproof.state.local_shards import EXPLICIT, FlatShard, LocalShards
+from shardproof.state.local_shards import FlatShard, LocalShards
 from shardproof.state.optimizer.collect import OPTIMIZER, OptimizerState
 from shardproof.state.tensors import PLAIN_TYPES, array_dtype, tensor_of_array
-from shardproof.state.visitor import Handler, Place, check_name
+from shardproof.state.visitor import Place, check_name
 
-__all__ = ["handler_of"]
+__all__ = ["Handler", "handler_of"]
+
+
+class Handler(CollectHandler, BindHandler, Protocol):
+    """Collects and binds one kind of value."""
 
 
 class _Plain:

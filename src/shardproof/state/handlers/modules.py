@@ -125,7 +125,7 @@ def _is_extra(name: str) -> bool:
     return name == _EXTRA_STATE or name.endswith(f".{_EXTRA_STATE}")
 
 
-def named(module: torch.nn.Module, visitor: Visitor) -> NamedModule:
+def named(module: torch.nn.Module, visitor: Visitor[Any]) -> NamedModule:
     """The module inside of data parallelism and compilation, with its names: worked out once a walk."""
     inner = _unwrapped(module)
     if id(inner) not in visitor.named:
@@ -134,7 +134,7 @@ def named(module: torch.nn.Module, visitor: Visitor) -> NamedModule:
 
 
 def _state_of(
-    value: torch.nn.Module, place: Place, visitor: Visitor
+    value: torch.nn.Module, place: Place, visitor: Visitor[Any]
 ) -> tuple[NamedModule, Mapping[str, Any]]:
     module = named(value, visitor)
     _refuse_fsdp1(module, place)

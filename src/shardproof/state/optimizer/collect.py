@@ -160,7 +160,7 @@ def _optimizer_of(value: Any, place: Place) -> torch.optim.Optimizer:
     return value
 
 
-def _names(value: Any, place: Place, visitor: Visitor) -> Names:
+def _names(value: Any, place: Place, visitor: Visitor[Any]) -> Names:
     if isinstance(value, OptimizerState):
         if value.names is not None:
             return Names.given(value.names, place)
@@ -170,7 +170,7 @@ def _names(value: Any, place: Place, visitor: Visitor) -> Names:
     return Names.of_tree(value, visitor.modules, place)
 
 
-def _modules(value: Any, visitor: Visitor) -> list[NamedModule]:
+def _modules(value: Any, visitor: Visitor[Any]) -> list[NamedModule]:
     """The modules that may have declared how parameters of this optimizer are laid out."""
     given = value.modules if isinstance(value, OptimizerState) else ()
     return [
