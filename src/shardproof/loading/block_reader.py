@@ -1,8 +1,8 @@
-"""Digests of blocks, as shard files carry them: what a part of a chunk is verified against.
+"""Digests of blocks in shard files, which verify parts of chunks.
 
-A file's table of them lies before its last entry, in the order of its chunks. Where those of a chunk are
-follows from the index, which has all chunks of a checkpoint's own files; for a file of another step, of which
-it has some only, from the file's header.
+A shard file has a table of block digests before its last entry, in the order of its chunks. For a file of the
+checkpoint itself, the index gives the position of a chunk's digests. For a file of another step the index has
+only some of the chunks, so the header of the file gives the position.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["BlockDigests", "Extents", "Files"]
 _Ints: TypeAlias = NDArray[np.int64]
 
 Extents: TypeAlias = tuple[_Ints, _Ints]
-"""Of some chunks the first byte of something, counted from the chunk's first, and the byte after its last."""
+"""A byte range in each of some chunks: first byte and end (exclusive), from the start of the chunk."""
 
 Files = Sequence[tuple[Storage, str]]
 """Storage and name of each shard file, in the order of the manifest's table."""
@@ -42,18 +42,18 @@ Files = Sequence[tuple[Storage, str]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Places:
-    """Where a file has the digests of the blocks of chunks of several."""
+    """Positions of block digests in a file, for chunks of several blocks."""
 
     byte_start: _Ints
     """(n,) ascending first bytes of the chunks."""
     blocks: _Ints
-    """(n,) blocks of each."""
+    """(n,) number of blocks of each chunk."""
     digests: _Ints
-    """(n,) byte of the file where their digests begin."""
+    """(n,) first byte of the digests of each chunk in the file."""
 
     @staticmethod
     def of(byte_start: _Ints, byte_count: _Ints, start: int) -> _Places:
-        """Those of all chunks of a file, whose table begins at byte `start`."""
+        """The positions for all chunks of a file whose table begins at byte `start`."""
         order = np.argsort(byte_start, kind="stable")
         blocks = block_counts(byte_count[order])
         digests = start + 16 * (np.cumsum(blocks) - blocks)
@@ -62,7 +62,7 @@ class _Places:
 
 
 class BlockDigests:
-    """The digests of the blocks of chunks, read when they are asked for.
+    """The block digests of chunks, read on demand.
 
     Args:
         files: of the checkpoint.
@@ -78,14 +78,14 @@ class BlockDigests:
         self._lock = threading.Lock()
 
     def of(self, row: int, digest: bytes) -> list[bytes] | None:
-        """Digests of all blocks of a chunk, proved by its own.
+        """Returns the digests of all blocks of a chunk, verified with the digest of the chunk.
 
         Args:
             row: of the chunk table; a chunk of more than one block.
             digest: of the chunk.
 
         Returns:
-            16 bytes each; None if they are damaged, unreadable or not there.
+            16 bytes each; None if they are damaged, unreadable or missing.
         """
         file, first = int(self._table.file[row]), int(self._table.byte_start[row])
         with self._lock:
@@ -101,24 +101,24 @@ class BlockDigests:
         start, count = int(places.digests[at]), int(places.blocks[at])
         try:
             table = storage.read(name, start, start + 16 * count)
-        except StorageError:  # the chunk is read whole, or says what is wrong with the file
+        except StorageError:  # the read of the whole chunk reports the fault
             return None
         digests = digests_as_bytes(digests_from_table(table))
         return digests if digest_of_blocks(digests) == digest else None
 
     def covering(self, rows: _Ints, wanted: Extents) -> Extents:
-        """Of chunks the whole blocks that have wanted bytes, and what lies between them.
+        """For each chunk the range of whole blocks from the first wanted byte to the last.
 
         Args:
-            rows: (n,) of the chunk table.
-            wanted: of each.
+            rows: (n,) rows of the chunk table.
+            wanted: wanted range of each.
         """
         begin, end = wanted
         end = np.minimum(-(-end // BLOCK_BYTES) * BLOCK_BYTES, self._table.byte_count[rows])
         return begin // BLOCK_BYTES * BLOCK_BYTES, end
 
     def _places(self, file: int) -> _Places | None:
-        """None if the file has no such table where one would be."""
+        """The positions in a file; None if it has no table of block digests."""
         record = self._manifest.files[file]
         if record.folder:
             return self._places_in_header(file)
@@ -133,7 +133,7 @@ class BlockDigests:
         storage, name = self._files[file]
         try:
             entries = read_shard_header(storage, name).entries
-        except (FormatError, StorageError):  # concerns no chunk: they are read whole, and verified
+        except (FormatError, StorageError):  # no chunk is lost: chunks are read whole and verified
             return None
         tables = [at for at, entry in enumerate(entries) if entry[0] == BLOCKS]
         if not tables:

@@ -1,24 +1,21 @@
-"""Reading what the page cache does not have: large requests, several in flight, into aligned memory.
+"""Reads of bytes that are not in the page cache: large requests, several in flight, into aligned memory.
 
 Note: depth and memory
-    A disk or a file server that is asked for one range after another idles in between. So a rank keeps up to
-    `MOST_THREADS` requests of up to `REQUEST_BYTES` in flight. Each has memory of its own, from which bytes
-    are hashed and copied to their destination once. All memory together stays below `MEMORY_BYTES` a rank:
-    where chunks must be read whole, there are fewer requests.
+    A disk or a file server idles between requests that come one after another. So a rank keeps up to
+    `MOST_THREADS` requests of up to `REQUEST_BYTES` in flight. Each request has its own memory, from which
+    the rank hashes the bytes and copies them once. All memory together stays below `MEMORY_BYTES` a
+    rank: there are fewer requests if chunks must be read whole.
 
 Note: past the cache or through it
-    Reads past the page cache spare the processor a copy and the node's memory the pages. But what two
-    processes of a node read past the cache is read from the disk twice. So a rank reads past the cache
-    only what no other rank of its node reads (`overlap`).
+    A read past the page cache saves a copy and the memory of the pages. But bytes that two processes of a
+    node read past the cache are read from the disk twice, for example by data parallel replicas. So
+    a rank reads past the cache only if no other rank of its node reads much of the same.
 
-Whether ranks of one node read the same bytes, from a few samples that each rank posts.
-
-What two ranks of a node read past the page cache is read from the storage twice; through the cache, once. As
-when data parallel replicas share a node. A rank does not know what the others read, and to post all of it is
-too much for thousands of ranks. So each posts at most `SAMPLES` of its chunks: those whose numbers, scrambled
-in the same way on all ranks, are the smallest (a bottom-k sketch, Cohen and Kaplan, 2007). Of the chunks
-below the least bound of the node's ranks all are posted that are read, so the part that is read twice can be
-counted among them.
+Note: samples
+    A rank does not know what other ranks read, and posting all of it is too much for thousands of ranks. So
+    each rank posts at most `SAMPLES` of its chunks: those with the smallest scrambled numbers (a bottom-k
+    sketch, Cohen and Kaplan, 2007). All ranks scramble alike. Below the smallest bound of a node's ranks the
+    samples contain every chunk that a rank reads, so they show the share that is read twice.
 """
 
 from __future__ import annotations
@@ -49,37 +46,32 @@ __all__ = [
 ]
 
 REQUEST_BYTES = 8 << 20
-
-
 """Bytes of one request, unless a chunk must be read whole."""
-
-
 MOST_THREADS = 16
-
-
 MEMORY_BYTES = 32 << 20
-
-
 """Bytes of memory for all requests of a rank."""
-
-
+SAMPLES = 32
 _LEAST_THREADS = 2
+_SHARE = 8
+"""Ranks read the same if they read more than an eighth of the bytes again."""
+_SCRAMBLE = np.uint64(0x9E3779B97F4A7C15)
+"""An odd number: the products of distinct numbers with it are distinct."""
 
 
 class Cold(enum.Enum):
-    """How a load reads what the page cache does not have."""
+    """How a load reads bytes that are not in the page cache."""
 
     AS_CACHED = enum.auto()
-    """As what the cache has: fine for a few bytes."""
+    """Like cached bytes: enough for a few bytes."""
     THROUGH_CACHE = enum.auto()
     PAST_CACHE = enum.auto()
 
 
 class Fetcher:
-    """The reads of one load that the page cache cannot answer.
+    """The reads of one load that miss the page cache.
 
     Args:
-        past_cache: whether they may go past the page cache.
+        past_cache: True to read past the page cache where the storage can.
         longest: bytes of the longest request.
     """
 
@@ -90,11 +82,11 @@ class Fetcher:
 
     @property
     def threads(self) -> int:
-        """Requests in flight."""
+        """Number of requests in flight."""
         return max(_LEAST_THREADS, min(MOST_THREADS, MEMORY_BYTES // self._longest))
 
     def read(self, storage: Storage, name: str, start: int, count: int) -> memoryview:
-        """Reads a range into memory of the calling thread, which its next call overwrites.
+        """Reads a range into memory of the calling thread. The next call of the thread overwrites it.
 
         Raises:
             StorageError: the file is missing, short or unreadable.
@@ -109,45 +101,30 @@ class Fetcher:
 
 
 def is_cached(storage: Storage, name: str, start: int, count: int) -> bool:
-    """Whether the page cache has a range, as far as the storage knows."""
+    """True if the storage finds a range in the page cache."""
     return count == 0 or (isinstance(storage, CachedStorage) and storage.is_cached(name, start, count))
 
 
-SAMPLES = 32
-
-
-_SHARE = 8
-
-
-"""Ranks read the same if they read more than an eighth of what there is again."""
-
-
-_SCRAMBLE = np.uint64(0x9E3779B97F4A7C15)
-
-
-"""An odd number: the products of distinct numbers with it are distinct."""
-
-
 class Sketch(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank reads, as samples."""
+    """Samples of the chunks that one rank reads."""
 
     node: str
     """Name of the machine."""
     samples: tuple[tuple[int, int, int], ...]
-    """Scrambled number of a chunk, bytes of it that the rank reads, and all its bytes; ascending."""
+    """Scrambled number of a chunk, bytes of it that the rank reads, and bytes of the chunk; ascending."""
     complete: bool
-    """Whether these are all chunks that it reads."""
+    """True if the samples are all chunks that the rank reads."""
 
     @staticmethod
     def of(rows: NDArray[np.int64], read: NDArray[np.int64], count: NDArray[np.int64]) -> Sketch:
-        """The sketch of this rank.
+        """Returns the sketch of this rank.
 
         Args:
             rows: (n,) distinct rows of the chunk table.
-            read: (n,) bytes that are read of each.
+            read: (n,) bytes that the rank reads of each.
             count: (n,) bytes of each.
         """
-        if (large := count >= LARGE_BYTES).any():  # there may be many small ones, which take no time
+        if (large := count >= LARGE_BYTES).any():  # small chunks may be many, and take little time
             rows, read, count = rows[large], read[large], count[large]
         numbers = (rows.astype(np.uint64) + np.uint64(1)) * _SCRAMBLE
         least = np.argsort(numbers)[:SAMPLES]
@@ -156,7 +133,7 @@ class Sketch(msgspec.Struct, frozen=True, array_like=True):
 
 
 def reads_twice(sketches: Iterable[Sketch]) -> bool:
-    """Whether ranks of some node read much of the same.
+    """True if ranks of a node read much of the same.
 
     >>> rows, whole = np.arange(4), np.full(4, 8)
     >>> one, other = (Sketch.of(part, whole[part], whole[part]) for part in (rows[:2], rows[2:]))
@@ -170,7 +147,7 @@ def reads_twice(sketches: Iterable[Sketch]) -> bool:
 
 
 def _reads_twice(ranks: Sequence[Sketch]) -> bool:
-    """Whether ranks of one node do."""
+    """True if these ranks, all of one node, read much of the same."""
     bound = min((one.samples[-1][0] for one in ranks if not one.complete), default=1 << 64)
     read: defaultdict[int, int] = defaultdict(int)
     count: dict[int, int] = {}

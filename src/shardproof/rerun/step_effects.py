@@ -1,4 +1,4 @@
-"""The effects of the table: what happens on a rank when a step begins, runs again, and is over."""
+"""The effects of transitions on one rank: a step begins, runs again and ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Steps"]
 
 @dataclass
 class Steps:
-    """The steps of one process, one after the other."""
+    """Runs the steps of one process, one after another."""
 
     mode: Mode
     persistent: PersistentState
@@ -30,30 +30,30 @@ class Steps:
     step_state: Sequence[StepState]
     codes: ExitCodes
     to_skip: int
-    """Steps to come that are not validated."""
+    """Number of next steps that are not validated."""
     start: StepStart | None = None
     run: StepRun | None = None
-    """The run that is under way."""
+    """The current run."""
     decision: Decision | None = None
-    """What became of the step, for the loop to take."""
+    """The decision about the last step, until the loop takes it."""
     outside: tuple[tuple[int, str], ...] = ()
-    """What is known to be wrong outside of the steps, each with the rank it is about, for the next vote."""
+    """Faults found outside of steps, each with its rank, for the next vote."""
     validates: bool = False
-    """Whether this step is validated."""
+    """True if this step is validated."""
     _first: StepRun | None = None
-    """The run before the one that is under way, of the same step."""
+    """The first run of this step, while the step runs again."""
     _suspect: Suspect | None = None
     """The first rejected result of this rank in this step."""
     _can_pack: bool = False
-    """Whether the beginning of a step has been seen to be such that a checkpoint can hold it."""
+    """True once a step start was packed: a checkpoint can hold it."""
 
     @property
     def job(self) -> JobState:
-        """What all ranks have in common."""
+        """State that is equal on all ranks."""
         return self.persistent.job
 
     def begin(self, iterators: Iterators) -> None:
-        """A step begins: a new one, or the one that a checkpoint was taken for."""
+        """Begins a new step, or the pending step of a checkpoint."""
         self._first = self._suspect = None
         if self.job.pending:
             self._resume(iterators)
@@ -65,7 +65,7 @@ class Steps:
         self.job.state = transition(State.NOT_RUNNING, Votes())[0]
 
     def _resume(self, iterators: Iterators) -> None:
-        """Begin the step that the checkpoint was taken for, as it began then."""
+        """Begins the pending step of a checkpoint from its original start."""
 
         def take_up() -> Ballot:
             self.start, suspicion = StepStart.stored(
@@ -95,7 +95,7 @@ class Steps:
         self.recorder.say(self.job.step, f"is taken up: {self.job.state.value}")
 
     def finish(self) -> bool:
-        """A run is over. Whether there is another."""
+        """Ends a run. Returns True if the step runs again."""
         if self.mode is Mode.DISABLED:
             ballots = [Ballot(outside=self.outside)]
         else:
