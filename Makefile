@@ -35,13 +35,13 @@ demo: $(STAMP)  ## train, save, be killed, resume on other layouts, prove it
 	$(BIN)/shardproof demo $(ARGS)
 
 test: $(STAMP)  ## everything but the slow repeats
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
 
 test-unit: $(STAMP)  ## the tests without other processes, in two minutes
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not processes" tests/unit $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m "not slow and not processes" tests/unit $(ARGS)
 
 test-all: $(STAMP)  ## every test, the slow ones too
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 bench: $(STAMP)  ## measure beside torch's own checkpoints, optimizers and sharding
 	@set -e; for script in save load reshard crossover small_tensors costs planning; do \

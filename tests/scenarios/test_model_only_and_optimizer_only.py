@@ -33,9 +33,6 @@ from shardproof.optim import DistributedOptimizer, HybridDeviceOptimizer
 from tests.harness import process_group, rendezvous, run_ranks
 from tests.scenarios.states import Said, agreed, attempt
 
-# The results of a way to train are computed once: its tests run in one worker.
-pytestmark = pytest.mark.xdist_group("model only and optimizer only")
-
 RANKS = 2
 SOURCE, TARGET = 1, 2
 """Seeds."""
@@ -343,17 +340,17 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 @pytest.mark.parametrize("name", WAYS)
-@pytest.mark.parametrize("title", CASES)
-def test_what_was_asked_for_is_loaded_and_nothing_else(title: str, name: str, results: Results) -> None:
-    case = CASES[title]
-    for steps in case.steps:
-        ranks = [found[title, steps] for found in results[name]]
-        said = agreed([said for said, _, _ in ranks])
-        assert said.kind == ("KeyMismatchError" if case.refused else ""), said.text
-        assert all(part in said.text for part in case.refused), said.text
-        assert [wrong for _, wrong, _ in ranks] == [[]] * RANKS
-        reference = results["plain"][0][title, steps][2]
-        assert [trained_on for _, _, trained_on in ranks] == [reference] * RANKS
+def test_what_was_asked_for_is_loaded_and_nothing_else(name: str, results: Results) -> None:
+    for title, case in CASES.items():
+        for steps in case.steps:
+            at = f"{title}, after {steps} steps"
+            ranks = [found[title, steps] for found in results[name]]
+            said = agreed([said for said, _, _ in ranks])
+            assert said.kind == ("KeyMismatchError" if case.refused else ""), f"{at}: {said.text}"
+            assert all(part in said.text for part in case.refused), f"{at}: {said.text}"
+            assert [wrong for _, wrong, _ in ranks] == [[]] * RANKS, at
+            reference = results["plain"][0][title, steps][2]
+            assert [trained_on for _, _, trained_on in ranks] == [reference] * RANKS, at
 
 
 def hybrid_with_masters(net: nn.Module, seed: int) -> torch.optim.Optimizer:
