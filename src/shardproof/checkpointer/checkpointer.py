@@ -1,4 +1,4 @@
-"""The steps of a run: save, restore the newest, keep a few."""
+"""`Checkpointer`: saves the steps of a run, restores the newest, and keeps a few of them."""
 
 from __future__ import annotations
 
@@ -15,31 +15,16 @@ import msgspec
 from shardproof import events
 from shardproof.checkpointer.damage import Damage
 from shardproof.checkpointer.page_cache import NewestStep
+from shardproof.checkpointer.restore import Restore
 from shardproof.checkpointer.restored_step import RestoredStep
 from shardproof.checkpointer.retention import Retention, retain
 from shardproof.checkpointer.scrub import Scrub
 from shardproof.checkpointer.step_folders import StepFolder, parse_step, step_name
-from shardproof.checkpointer.step_selection import (
-    KEEP_MORE,
-    MOST_TRIES,
-    Chosen,
-    Failed,
-    PassedOver,
-    check_folder,
-    choose_after,
-    written_folders,
-)
+from shardproof.checkpointer.step_selection import PassedOver, written_folders
 from shardproof.checkpointer.suspects import unsettled_suspects, write_settled
-from shardproof.checkpointer.views import RestoreReport, check_damage, check_reports, report_view
-from shardproof.errors import (
-    KeyMismatchError,
-    NotCommittedError,
-    ShardproofError,
-    StorageError,
-    StructureError,
-)
-from shardproof.format import MANIFEST_NAME, Manifest, shard_name
-from shardproof.loading import UNREADABLE, Cast, LoadReport, Options, Patterns, ReadOnce, load_from
+from shardproof.errors import StorageError, StructureError
+from shardproof.format import MANIFEST_NAME, shard_name
+from shardproof.loading import Cast, LoadReport, Options, Patterns, ReadOnce
 from shardproof.reentrance import guarded, refuse_inside
 from shardproof.rendezvous import MeetingSequence, Rendezvous, check_deadline, check_group, connect
 from shardproof.saving import CheckReplicas, PendingSave, Saver, SaveResult, WhenBusy
@@ -51,66 +36,68 @@ if TYPE_CHECKING:
 __all__ = ["Checkpointer"]
 
 FULL_EVERY = 20
-"""Saves. Writing in full then adds a twentieth of the state's bytes to a save on average."""
+"""Saves. One full save in twenty adds 5 % of the state's bytes to a save on average."""
 
 SCRUB = 64 << 20
-"""Bytes a second: little beside what a disk or a file server gives, and 225 GiB in an hour."""
-
-_REMOVED = "it was removed or replaced while it was read"
+"""Bytes a second: a small share of what a disk or a file server reads, and 225 GiB an hour."""
 
 _log = logging.getLogger("shardproof")
 
 
 class Checkpointer:
-    """Saves and restores the steps of one run. Every rank makes one, and calls its methods together.
+    """Saves and restores the steps of one run. Every rank makes one, and all ranks call its methods together.
 
     Args:
-        root: folder of the run; each step becomes the folder ``step-00001000`` in it. A relative path is
-            taken from the working directory of now.
-        keep: which committed steps stay; None for all. Others are removed after a newer one is committed.
-        rendezvous: where the ranks meet; found by itself when None (the process group's store, torchrun's,
-            or none).
+        root: folder of the run. Each step becomes a folder in it, such as ``step-00001000``. A relative path
+            is resolved when the `Checkpointer` is made.
+        keep: which committed steps stay; None for all. A save removes the others after its commit.
+        rendezvous: where the ranks meet. None: the process group's store, else torchrun's, else one rank.
         deadline: seconds that a rank may be silent before all ranks fail with `RankSilent`. It bounds each
-            wait for another rank, and the time to reach the store. It does not bound a save or restore as a
-            whole: a rank that reports progress is waited for. It holds for all who share the rendezvous that
-            is found. None: the deadline of that rendezvous (300 s unless set). Not together with
+            wait for another rank, and the time to reach the store. It does not bound a save or a restore:
+            the ranks wait for a rank that reports progress. It holds for all users of the rendezvous that is
+            found. None: the deadline of that rendezvous (300 s unless set). Not allowed together with
             `rendezvous`, which has its own.
-        when_busy: what `save` does while the save before it is still under way: wait for it, or skip.
-        snapshot: "fence" reads parameters and optimizer state while training goes on, and has the next
-            step of an optimizer wait until what is left of them is copied; "stage" copies everything before
-            `save` returns. Whatever else is in the state is copied at once either way.
-        host_memory_budget: bytes of copies that may wait to be written, on this rank. When it is used up,
-            training waits for the writer. None: a quarter of what is available, divided by the node's ranks.
-        incremental: whether chunks that an earlier step of the run has, bit for bit, are referred to there
-            and not written again. Retention keeps what a kept step refers to; to move such a step, copy it
-            with ``shardproof convert --standalone``.
-        full_every: of so many `incremental` saves in a row, at least one writes every chunk and refers to no
-            other step. Damaged bytes so reach at most `full_every` steps, and each step needs fewer than
-            `full_every` others. A save that replaces a step without references writes every chunk, too. None:
-            no bound, so that one damaged byte may reach every later step of the run.
-        scrub: bytes a second at which rank 0 reads again, from the device and in the background, what the
-            newest step of `incremental` saves refers to, or the step that was restored. Damage that it finds
-            is logged with the file, the bytes and the steps that need them (see `damage`), and no later save
-            refers to these steps. Where no step that `keep` selects is proved readable, the newest one that
-            is stays, too: without references, or with references that the scrub has read since its commit.
-            It yields to saves, and ends with the `Checkpointer` or the process. None: nothing is read again.
-        check_replicas: whether a save compares what ranks hold of the same boxes: "all" of it, or a "sample"
-            that moves on from save to save; None: neither. See `SaveResult.diverged`.
+        when_busy: what `save` does while an earlier save is under way: "wait" for it, or "skip" this one.
+        snapshot: "fence" reads parameters and optimizer state while training runs. The next optimizer step
+            waits until the rest is copied. "stage" copies everything before `save` returns. Other parts of
+            the state are always staged.
+        host_memory_budget: bytes of copies on this rank that may wait to be written. When the copies use all
+            of it, training waits for the writer. None: a quarter of the available memory, divided by the
+            ranks of the node.
+        incremental: True to write only chunks whose bytes differ from an earlier step of the run, and to
+            refer to that step for the others. Retention keeps files that a kept step refers to. To move such
+            a step, copy it with ``shardproof convert --standalone``.
+        full_every: at least one of this many `incremental` saves in a row writes every chunk and refers
+            to no other step. Damaged bytes then reach at most `full_every` steps, and each step needs fewer
+            than `full_every` others. A save that replaces a step without references writes every chunk, too.
+            None: no bound, so that one damaged byte may reach every later step of the run.
+        scrub: bytes a second at which rank 0 reads again, in the background and from the device, what the
+            newest step refers to. It does so after `incremental` saves and after a restore. It logs damage
+            with the file, the bytes and the steps that need them (see `damage`), and no later save refers to
+            these steps. If `keep` selects no step that is proved readable, the newest proved step stays, too.
+            A step is proved if it has no references, or the scrub has read them since its commit. The scrub
+            yields to saves, and ends with the `Checkpointer` or the process. None: no scrub.
+        check_replicas: which replicas a save compares among the ranks: "all" of them, or a "sample" that
+            moves on with each save; None: none. See `SaveResult.diverged`.
         cache: "newest" to leave the newest step in the page cache of each node, for a restart in place. After
             the commit each rank reads its file again, at most 256 MiB a second, until the next save, and
             only into memory that nothing uses. "auto" does so on local file systems, if a quarter of the
             node's memory stays free. "none" leaves the step on the storage alone.
 
-    >>> import shardproof as sp, tempfile, torch
-    >>> checkpointer = sp.Checkpointer(tempfile.mkdtemp(), keep=sp.KeepLatest(2))
-    >>> for step in (1, 2, 3):
-    ...     _ = checkpointer.save(step, {"w": torch.full((2,), float(step))})
-    >>> checkpointer.wait()
-    >>> checkpointer.steps()
-    [2, 3]
-    >>> state = {"w": torch.zeros(2)}
-    >>> checkpointer.restore(state), state["w"].tolist()
-    (3, [3.0, 3.0])
+    Raises:
+        ValueError: an argument is not one of those above.
+
+    Example:
+        >>> import shardproof as sp, tempfile, torch
+        >>> checkpointer = sp.Checkpointer(tempfile.mkdtemp(), keep=sp.KeepLatest(2))
+        >>> for step in (1, 2, 3):
+        ...     _ = checkpointer.save(step, {"w": torch.full((2,), float(step))})
+        >>> checkpointer.wait()
+        >>> checkpointer.steps()
+        [2, 3]
+        >>> state = {"w": torch.zeros(2)}
+        >>> checkpointer.restore(state), state["w"].tolist()
+        (3, [3.0, 3.0])
     """
 
     def __init__(
@@ -150,10 +137,10 @@ class Checkpointer:
         self.last_restore: LoadReport | None = None
         """What the last `restore` loaded."""
         self.passed_over: tuple[PassedOver, ...] = ()
-        """Newer steps that the last `restore` could not take, and why; newest first."""
+        """Newer steps that the last `restore` passed over, and why; newest first."""
         self._keep = keep
         self._damaged: set[int] = set()
-        """Steps that a restore passed over as damaged; saving one of them again replaces it."""
+        """Steps that a restore passed over as damaged. A save of one of them replaces it."""
         self._storage = LocalStorage(root)
         self._rendezvous = rendezvous or connect(deadline=deadline)
         self._found_rendezvous = rendezvous is None
@@ -179,33 +166,34 @@ class Checkpointer:
         when_busy: WhenBusy | None = None,
         suspect: bool = False,
     ) -> PendingSave:
-        """Begins to save a step, and returns once training may go on.
+        """Begins to save a step, and returns when training may go on.
 
-        Whatever changes after that is not in the checkpoint. Code that writes to parameters or optimizer
-        state by other ways than an optimizer's `step` or a load calls `fence` first.
+        The checkpoint has the values as of this call. Code that writes to parameters or optimizer state calls
+        `fence` first; optimizer steps and loads need not.
 
-        Where the state has the structure of the save before it, which succeeded, and changes in optimizers'
-        steps alone (but for 1 MiB), this does not wait for other ranks: they agree in the background, before
-        the next step. What fails on another rank, or because the step is committed already, is then a
-        failure in the background. `when_busy="skip"`, "stage", `incremental` and `check_replicas` do wait.
+        A save may return before the other ranks agree. This needs the structure of an earlier save that
+        succeeded, and at most 1 MiB outside of parameters and optimizer state. The ranks then agree in the
+        background, before the next optimizer step. A failure of another rank, or a step that is committed
+        already, is then a failure in the background. Saves with `when_busy="skip"`, `snapshot="stage"`,
+        `incremental` or `check_replicas` wait for the other ranks.
 
         Args:
-            step: not negative; names the folder.
+            step: number of the step, at least 0.
             state: see `shardproof.save`.
-            metadata: plain data, kept in the manifest.
-            overwrite: whether to replace the step if it is committed already.
-            when_busy: for this save; None: as the `Checkpointer` was told, and to wait if `suspect`.
-            suspect: whether validation of this step failed (see `shardproof.rerun`). It goes into the folder
-                ``suspect-00001000``, whole, in place of the suspect of that number that may be there.
-                `restore` takes it only if asked to, and it stays until `settle_suspect` was called and a
-                newer step is committed.
+            metadata: plain data that the manifest stores.
+            overwrite: True to replace the step if it is committed already.
+            when_busy: for this save. None: that of the `Checkpointer`, or "wait" if `suspect`.
+            suspect: True if validation of this step failed (see `shardproof.rerun`). The save writes all
+                chunks to the folder ``suspect-00001000``, and replaces a suspect of that number. `restore`
+                takes a suspect only with ``suspect=True``. Retention removes it after `settle_suspect` and
+                the commit of a newer step.
 
         Returns:
-            The save under way. A failure in the background is logged at once and is raised by its
-            `result`; if nobody asks, by the next `save` or `wait`.
+            The save under way. A failure in the background is logged at once. Its `result` raises the
+            failure; if the program does not call `result`, the next `save` or `wait` raises it.
 
         Raises:
-            ShardproofError: see `shardproof.save`; or why the save before this one failed.
+            ShardproofError: see `shardproof.save`; or the failure of the save before this one.
         """
         self._check_group()
         number, folder = _named(step, suspect)
@@ -230,73 +218,8 @@ class Checkpointer:
                 after=None if suspect else self._after_commit,
             )
 
-    def fence(self) -> None:
-        """Returns when parameters and optimizer state may be written to by any code.
-
-        This copies what the save under way has not written yet. If the ranks have not agreed on the save,
-        it waits for that, within the deadlines of their meetings. Optimizers and loads do this by themselves.
-        Without a save under way it does nothing. A write to parameters or optimizer state without it fails
-        the save. docs/snapshots.md lists the ways to write, and the writes that do not show.
-        """
-        self._saver.fence()
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Waits for the save that is under way.
-
-        Args:
-            timeout: seconds to wait at most; None: as long as it moves.
-
-        Raises:
-            TimeoutError: it is still under way.
-            ShardproofError: it failed, and neither its `result` nor this has said so yet.
-        """
-        self._saver.wait(timeout)
-
-    def wait_for_scrub(self, timeout: float | None = None) -> None:
-        """Waits until the scrub has read what the newest step refers to that was saved or restored.
-
-        Local: only rank 0 scrubs; on the others, and without a scrub, this returns at once.
-
-        Args:
-            timeout: seconds to wait at most; None: as long as it takes.
-
-        Raises:
-            TimeoutError: the scrub goes on.
-
-        >>> import shardproof as sp, tempfile, torch
-        >>> checkpointer = sp.Checkpointer(tempfile.mkdtemp(), incremental=True)
-        >>> for step in (1, 2):
-        ...     _ = checkpointer.save(step, {"w": torch.ones(4)}).result()
-        >>> checkpointer.wait_for_scrub(timeout=60)
-        >>> checkpointer.damage
-        ()
-        """
-        self._scrub.wait(timeout)
-
-    @property
-    def damage(self) -> tuple[Damage, ...]:
-        """Bytes of the run that the scrub found damaged, oldest first. Empty on all ranks but 0."""
-        return self._scrub.damage
-
-    def _base_of(self, step: Any) -> LocalStorage | None:
-        """The newest committed step before this one (see note "One line of steps").
-
-        Damaged steps are left out, and those whose commit is not confirmed.
-        """
-        steps = (parse_step(name) for name in self._storage.folders())
-        for earlier in sorted((one for one in steps if one is not None and one < step), reverse=True):
-            folder = self._storage.within(step_name(earlier))
-            try:
-                distrusted = self._is_damaged(earlier) or folder in self._saver.unconfirmed
-                if not distrusted and folder.size(MANIFEST_NAME) is not None:
-                    return folder
-            except StorageError as error:
-                _log.warning(
-                    "%s: step %s does not build on step %s: %s", self._storage.location, step, earlier, error
-                )
-        return None
-
     def _after_commit(self, committed: SaveResult, progress: Callable[[int, int], None]) -> None:
+        """On each rank, in the thread of saves: page cache; on rank 0 also retention and scrub."""
         assert committed.step is not None
         self._damaged.discard(committed.step)
         if self._newest is not None:
@@ -317,74 +240,46 @@ class Checkpointer:
                 )
         self._scrub.begin(step_name(committed.step))
 
+    def _base_of(self, step: Any) -> LocalStorage | None:
+        """The newest confirmed and undamaged step before this one (note "One line of steps")."""
+        steps = (parse_step(name) for name in self._storage.folders())
+        for earlier in sorted((one for one in steps if one is not None and one < step), reverse=True):
+            folder = self._storage.within(step_name(earlier))
+            try:
+                distrusted = self._is_damaged(earlier) or folder in self._saver.unconfirmed
+                if not distrusted and folder.size(MANIFEST_NAME) is not None:
+                    return folder
+            except StorageError as error:
+                _log.warning(
+                    "%s: step %s does not build on step %s: %s", self._storage.location, step, earlier, error
+                )
+        return None
+
     def _is_damaged(self, step: int) -> bool:
-        """Whether a committed step was passed over as damaged, or the scrub found bytes of it damaged."""
+        """Whether a restore or the scrub found a committed step damaged."""
         return step in self._damaged or self._scrub.is_damaged(step_name(step))
 
-    def _phase(self, step: Any, folder: str, name: str) -> events.Phase:
-        number = step if isinstance(step, int) and not isinstance(step, bool) else None
-        rank, world_size = self._rendezvous.rank, self._rendezvous.world_size
-        operation = f"save {self._storage.location}/{folder}"
-        return events.phase(operation, name, rank=rank, world_size=world_size, step=number)
+    def fence(self) -> None:
+        """Waits until any code may write to parameters and optimizer state.
 
-    def steps(self) -> list[int]:
-        """Committed steps, ascending, without suspects. Local: asks the storage, meets nobody."""
-        folders = written_folders(self._storage, suspect=False)
-        return sorted(folder.step for folder, there in folders.items() if there)
+        The fence copies what the save under way has not written yet. If the ranks have not agreed on it, the
+        fence waits for them, within the deadlines of their meetings. Optimizers and loads call the fence
+        themselves. Without a save under way it does nothing. A write to parameters or optimizer state without
+        it fails the save. docs/snapshots.md lists the ways to write, and the writes that no check finds.
+        """
+        self._saver.fence()
 
-    def suspects(self) -> list[int]:
-        """Steps with a committed suspect that is not settled, ascending. Local, as `steps`."""
-        return [folder.step for folder in unsettled_suspects(self._storage)]
-
-    def settle_suspect(self, step: int, verdict: str) -> None:
-        """Notes durably what came of a suspect. Called by every rank; waits for the save under way.
-
-        From then on `restore` does not take it, and retention removes it once a newer step is committed. If
-        there is no suspect of that number, this is said in the log, and nothing else happens.
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits for the save that is under way.
 
         Args:
-            step: of the suspect.
-            verdict: for people.
+            timeout: seconds to wait at most; None: as long as the save makes progress.
 
         Raises:
-            StructureError: ranks settle different suspects, or with different verdicts.
-            StorageError: the storage failed; the suspect is as it was, unless the text says that the file is
-                in place: then it counts as settled, and a crash of the machine may undo that.
-            RankFailure, RankSilent: some rank failed or fell silent. If that was the coordinator, the suspect
-                may be settled or not.
-
-        >>> import shardproof as sp, tempfile, torch
-        >>> checkpointer = sp.Checkpointer(tempfile.mkdtemp())
-        >>> _ = checkpointer.save(7, {"w": torch.ones(2)}, suspect=True).result()
-        >>> checkpointer.steps(), checkpointer.suspects()
-        ([], [7])
-        >>> checkpointer.settle_suspect(7, "persistent fault: node 3, device 1")
-        >>> checkpointer.suspects()
-        []
+            TimeoutError: the save is still under way.
+            ShardproofError: the save failed, and neither its `result` nor `wait` has raised the failure yet.
         """
-        refuse_inside("settle_suspect")
-        self._check_group()
-        _, folder = _named(step, suspect=True)
-        meeting = MeetingSequence(self._rendezvous, f"settle {self._storage.location}")
-
-        def decide(posts: Sequence[bytes]) -> bytes:
-            said = [msgspec.msgpack.decode(post, type=tuple[str, str]) for post in posts]
-            other = next((rank for rank, one in enumerate(said) if one != said[0]), None)
-            if other is not None:
-                raise StructureError(
-                    f"{self._storage.location}: rank 0 settles {': '.join(said[0])}, and rank {other} "
-                    f"{': '.join(said[other])}; nothing was settled",
-                    ranks=[0, other],
-                )
-            if not write_settled(self._storage.within(folder), verdict):
-                _log.warning(
-                    "%s/%s: nothing to settle: no suspect is committed there", self._storage.location, folder
-                )
-            return b""
-
-        with self._rendezvous.operation(f"settle {self._storage.location}"):
-            self._saver.settle()
-            meeting.meet("settle", lambda: msgspec.msgpack.encode(_settling(step, verdict)), decide)
+        self._saver.wait(timeout)
 
     def restore(
         self,
@@ -400,41 +295,40 @@ class Checkpointer:
         group: ProcessGroup | None = None,
         suspect: bool = False,
     ) -> RestoredStep | None:
-        """Loads the newest committed and readable step, into whatever layout the state has now.
+        """Loads the newest committed and readable step into the state, whatever its layout is now.
 
-        A step that is damaged is passed over for the next older one, and `passed_over` says why. A step that
-        is whole but does not fit the state is an error, never passed over; so is one that cannot be had just
-        now (no permission, a stale file handle). The newest is the one with the highest number.
+        The newest step is the one with the highest number. If a step is damaged, `restore` takes the next
+        older one, and `passed_over` says why. A whole step that does not fit the state is an error. So is a
+        step that the storage cannot read at the moment (no permission, a stale file handle).
 
-        A step that another process removes or replaces while it is read is no error: the newest step is taken
-        again, at most 16 times.
+        If another process removes or replaces a step while this one reads it, `restore` chooses again, at
+        most 16 times.
 
-        Rank 0 flushes the step that was loaded: its save may have failed or died before it was durable. If
-        that fails, a warning says so, and neither retention nor incremental saves rely on the step.
+        Rank 0 flushes the loaded step, because its save may have failed or died before it was durable. If the
+        flush fails, rank 0 logs a warning, and neither retention nor incremental saves rely on the step.
 
         Args:
             state: the tree to fill.
-            step: exactly this one; None for the newest.
+            step: number of the step to load; None for the newest.
             strict: see `shardproof.load`; so are the other options.
             include: keys to load.
             exclude: keys to leave.
             cast: keys to convert.
             rename: keys with other names in the checkpoint.
-            read_once: whether one rank reads what several want, and hands it on.
+            read_once: whether one rank reads what several ranks want, and sends it to them.
             group: the process group for that; None: the default one.
-            suspect: whether suspects that are not settled count as steps, too. Of one number, the suspect is
-                taken.
+            suspect: True if unsettled suspects count as steps. A suspect comes before the step of its number.
 
         Returns:
-            The step, an `int` that also says what was loaded (`report`) and which newer steps were passed
+            The step, an `int` with a `report` of what was loaded, and with the newer steps that were passed
             over and why (`passed_over`). None if no rank sees a committed step.
 
         Raises:
-            ReentrantCallError: a signal handler called it that interrupted a save or a load.
+            ReentrantCallError: a signal handler that interrupted a save or a load called `restore`.
             NotCommittedError: there are committed steps, but none can be read; or `step` is not committed, or
                 was removed while it was read.
-            StorageError: a rank cannot look at the run, or sees a newer step than rank 0; or steps are
-                removed faster than they are read.
+            StorageError: a rank cannot list the run, or sees a newer step than rank 0; or another process
+                removes steps faster than this one reads them.
             ShardproofError: see `shardproof.load`.
         """
         refuse_inside("restore")
@@ -446,68 +340,25 @@ class Checkpointer:
     @guarded("restore")
     def _restore(self, state: Any, step: int | None, suspect: bool, options: Options) -> RestoredStep | None:
         self._saver.settle()
-        self.passed_over = ()
         self.last_restore = None
-        overwritten: StepFolder | None = None
-        untouched: set[str] = set()  # by every step that began to overwrite, on this rank
-        removed: list[StepFolder] = []  # or replaced, while they were read
-        failed: Failed | None = None
-        while True:
-            try:
-                chosen = self._choose(step, suspect, failed)
-                if failed is not None:
-                    self._go_on(failed, chosen, removed)
-            except ShardproofError as error:
-                if overwritten is None or error.details.get("overwritten"):
-                    raise
-                raise _half_restored(error, overwritten) from error
-            if chosen.folder is None:
-                return None
-            try:
-                report = load_from(
-                    self._storage.within(chosen.folder.name),
-                    state,
-                    self._rendezvous,
-                    options,
-                    check=partial(self._check, chosen, failed is None),
-                )
-            except KeyMismatchError as error:
-                if overwritten is None:
-                    raise
-                raise _mixed(error.message, overwritten, chosen.folder) from error
-            except UNREADABLE as error:
-                if error.details.get("overwritten"):
-                    left = set(error.details["untouched"])
-                    untouched = left if overwritten is None else untouched & left
-                    overwritten = chosen.folder
-                failed = Failed(chosen, error)
-                continue
-            if overwritten is not None:
-                lacking = self._together({*report.missing, *report.kept} - untouched)
-                if lacking:
-                    raise _mixed(f"it lacks {', '.join(lacking)}", overwritten, chosen.folder)
-            for folder in {folder for folder in removed if folder > chosen.folder}:
-                self._pass_over(PassedOver(folder.step, _REMOVED, damaged=False, suspect=folder.suspect))
-            self._keep_newer(chosen.folder)
-            self.last_restore = report
-            if self._rendezvous.rank == 0:
-                self._confirm(chosen.folder, whole=options.include is None and options.exclude is None)
-                if not chosen.folder.suspect:
-                    self._scrub.prepare()
-                    self._scrub.begin(chosen.folder.name)
-            return RestoredStep(chosen.folder.step, report, self.passed_over)
-
-    def _check_group(self) -> None:
-        if self._found_rendezvous:
-            check_group(self._rendezvous)
+        restore = Restore(self._storage, self._rendezvous, step, suspect, options)
+        try:
+            restored = restore.run(state)
+        finally:
+            self.passed_over = restore.passed_over
+            self._damaged |= restore.damaged
+        if restored is None:
+            return None
+        folder, self.last_restore = restored
+        if self._rendezvous.rank == 0:
+            self._confirm(folder, whole=options.include is None and options.exclude is None)
+            if not folder.suspect:
+                self._scrub.prepare()
+                self._scrub.begin(folder.name)
+        return RestoredStep(folder.step, self.last_restore, self.passed_over)
 
     def _confirm(self, folder: StepFolder, *, whole: bool) -> None:
-        """Flushes the step that was restored: its save may have died, or failed, before it was durable.
-
-        Args:
-            folder: of the step.
-            whole: whether every byte was read and verified.
-        """
+        """Flushes the restored step. If the load read it `whole`, its commit is confirmed."""
         storage = self._storage.within(folder.name)
         try:
             storage.flush(MANIFEST_NAME)
@@ -527,93 +378,115 @@ class Checkpointer:
             if whole:
                 self._saver.unconfirmed.confirm(storage)
 
-    def _choose(self, step: int | None, suspect: bool, failed: Failed | None) -> Chosen:
-        """What rank 0 chooses, once every rank has reported what it sees."""
-        meeting = MeetingSequence(self._rendezvous, f"restore {self._storage.location}")
-        rank = self._rendezvous.rank
+    def steps(self) -> list[int]:
+        """Committed steps, ascending, without suspects. Lists the storage; does not wait for other ranks."""
+        folders = written_folders(self._storage, suspect=False)
+        return sorted(folder.step for folder, there in folders.items() if there)
 
-        def report() -> bytes:
-            return msgspec.msgpack.encode(report_view(self._storage, rank, step, suspect=suspect))
+    def suspects(self) -> list[int]:
+        """Steps with a committed, unsettled suspect, ascending. Lists the storage, as `steps` does."""
+        return [folder.step for folder in unsettled_suspects(self._storage)]
 
-        def decide(posts: Sequence[bytes]) -> bytes:
-            check_reports(self._storage, [msgspec.msgpack.decode(post, type=RestoreReport) for post in posts])
-            return msgspec.msgpack.encode(
-                choose_after(self._storage, self.passed_over, step, failed, suspect=suspect)
-            )
+    def settle_suspect(self, step: int, verdict: str) -> None:
+        """Stores the verdict on a suspect durably. Every rank calls this; it waits for the save under way.
 
-        chosen = msgspec.msgpack.decode(meeting.meet("choose", report, decide), type=Chosen)
-        for item in chosen.passed:
-            self._pass_over(item)
-        return chosen
+        From then on `restore` does not take the suspect, and retention removes it after the commit of a newer
+        step. Without a suspect of that number, rank 0 logs a warning, and nothing else happens.
 
-    def _check(self, chosen: Chosen, first: bool, manifest: Manifest) -> None:
-        """Raises if the manifest that this rank reads, or what it sees beside it, does not fit the choice."""
-        assert chosen.folder is not None
-        check_folder(self._storage, chosen.folder, manifest)
-        if first and 0 < self._rendezvous.rank == self._rendezvous.world_size - 1:
-            check_damage(self._storage, chosen)
+        Args:
+            step: number of the suspect.
+            verdict: any text, for the people who read it.
 
-    def _go_on(self, failed: Failed, chosen: Chosen, removed: list[StepFolder]) -> None:
-        """Raises if the restore ends with a step that could not be read; else notes a step that is gone."""
-        last, location = failed.chosen.folder, self._storage.location
-        if chosen.stands or last is None:
-            raise failed.error
-        if chosen.changed:
-            removed.append(last)
-            if len(removed) >= MOST_TRIES:
-                raise StorageError(
-                    f"{location}: {len(removed)} times in a row the step that was restored was removed or "
-                    f"replaced while it was read, {last} at last. {KEEP_MORE}",
-                    file=location,
-                    damaged=False,
-                ) from failed.error
-        if chosen.folder is None or chosen.seal is None:
-            left = "no step is committed there now" if chosen.folder is None else "it is not committed now"
-            raise NotCommittedError(
-                f"{location}: {last} was committed when this restore began, and {left}: it was removed while "
-                "it was read, or the folder is out of sight",
-                path=location,
-            ) from failed.error
+        Raises:
+            StructureError: ranks settle different suspects, or with different verdicts.
+            StorageError: the storage failed, and the suspect is not settled. If the text says that the file
+                is in place, the suspect counts as settled, and a crash of the machine may undo that.
+            RankFailure, RankSilent: a rank failed or fell silent. If it was the coordinator, the suspect may
+                be settled or not.
 
-    def _together(self, keys: set[str]) -> list[str]:
-        """A few of the keys of all ranks, so that all go on alike: what is kept differs by rank."""
-        meeting = MeetingSequence(self._rendezvous, f"restore {self._storage.location}")
+        >>> import shardproof as sp, tempfile, torch
+        >>> checkpointer = sp.Checkpointer(tempfile.mkdtemp())
+        >>> _ = checkpointer.save(7, {"w": torch.ones(2)}, suspect=True).result()
+        >>> checkpointer.steps(), checkpointer.suspects()
+        ([], [7])
+        >>> checkpointer.settle_suspect(7, "persistent fault: node 3, device 1")
+        >>> checkpointer.suspects()
+        []
+        """
+        refuse_inside("settle_suspect")
+        self._check_group()
+        _, folder = _named(step, suspect=True)
+        meeting = MeetingSequence(self._rendezvous, f"settle {self._storage.location}")
 
         def decide(posts: Sequence[bytes]) -> bytes:
-            said = {key for post in posts for key in msgspec.msgpack.decode(post, type=list[str])}
-            return msgspec.msgpack.encode(sorted(said)[:8])
+            verdicts = [msgspec.msgpack.decode(post, type=tuple[str, str]) for post in posts]
+            other = next((rank for rank, one in enumerate(verdicts) if one != verdicts[0]), None)
+            if other is not None:
+                raise StructureError(
+                    f"{self._storage.location}: rank 0 settles {': '.join(verdicts[0])}, and rank {other} "
+                    f"{': '.join(verdicts[other])}; nothing was settled",
+                    ranks=[0, other],
+                )
+            if not write_settled(self._storage.within(folder), verdict):
+                _log.warning(
+                    "%s/%s: nothing to settle: no suspect is committed there", self._storage.location, folder
+                )
+            return b""
 
-        answer = meeting.meet("compare", lambda: msgspec.msgpack.encode(sorted(keys)[:8]), decide)
-        return msgspec.msgpack.decode(answer, type=list[str])
+        with self._rendezvous.operation(f"settle {self._storage.location}"):
+            self._saver.settle()
+            meeting.meet("settle", lambda: msgspec.msgpack.encode(_settling(step, verdict)), decide)
 
-    def _keep_newer(self, restored: StepFolder) -> None:
-        """Of what was passed over, a step that was replaced meanwhile and restored after all is not newer."""
-        self.passed_over = tuple(item for item in self.passed_over if item.folder > restored)
+    def wait_for_scrub(self, timeout: float | None = None) -> None:
+        """Waits until the scrub has read the references of the step that was saved or restored last.
 
-    def _pass_over(self, item: PassedOver) -> None:
-        if item in self.passed_over:
-            return
-        items = [*(other for other in self.passed_over if other.folder != item.folder), item]
-        self.passed_over = tuple(sorted(items, key=lambda item: item.folder, reverse=True))
-        if item.damaged and not item.suspect:
-            self._damaged.add(item.step)
-        if self._rendezvous.rank == 0:
-            _log.warning("%s: %s is passed over: %s", self._storage.location, item.folder, item.reason)
+        Only rank 0 scrubs. On other ranks, and without a scrub, this returns at once.
+
+        Args:
+            timeout: seconds to wait at most; None: until the scrub ends.
+
+        Raises:
+            TimeoutError: the scrub still reads.
+
+        >>> import shardproof as sp, tempfile, torch
+        >>> checkpointer = sp.Checkpointer(tempfile.mkdtemp(), incremental=True)
+        >>> for step in (1, 2):
+        ...     _ = checkpointer.save(step, {"w": torch.ones(4)}).result()
+        >>> checkpointer.wait_for_scrub(timeout=60)
+        >>> checkpointer.damage
+        ()
+        """
+        self._scrub.wait(timeout)
+
+    @property
+    def damage(self) -> tuple[Damage, ...]:
+        """Bytes of the run that the scrub found damaged, oldest first. Empty on all ranks but 0."""
+        return self._scrub.damage
+
+    def _check_group(self) -> None:
+        if self._found_rendezvous:
+            check_group(self._rendezvous)
+
+    def _phase(self, step: Any, folder: str, name: str) -> events.Phase:
+        number = step if isinstance(step, int) and not isinstance(step, bool) else None
+        rank, world_size = self._rendezvous.rank, self._rendezvous.world_size
+        operation = f"save {self._storage.location}/{folder}"
+        return events.phase(operation, name, rank=rank, world_size=world_size, step=number)
 
 
 def _is_saving(saver: Saver) -> Callable[[], bool]:
-    """`Saver.is_saving`, without keeping the saver: a pass of the scrub must not keep its `Checkpointer`."""
-    known = weakref.ref(saver)
+    """`Saver.is_saving` by a weak reference: a pass of the scrub must not keep its `Checkpointer` alive."""
+    reference = weakref.ref(saver)
 
     def ask() -> bool:
-        there = known()
-        return there is not None and there.is_saving()
+        alive = reference()
+        return alive is not None and alive.is_saving()
 
     return ask
 
 
 def _named(step: Any, suspect: bool) -> tuple[Any, str]:
-    """The step and its folder. One that is no step is refused by the save, where every rank learns of it."""
+    """The step and its folder. The save refuses an invalid step, so that every rank raises the error."""
     try:
         number = operator.index(step)
         return (step if isinstance(step, bool) else number), StepFolder(number, suspect).name
@@ -622,24 +495,10 @@ def _named(step: Any, suspect: bool) -> tuple[Any, str]:
 
 
 def _settling(step: Any, verdict: Any) -> tuple[str, str]:
-    """What a rank settles, for all ranks to be the same."""
+    """The folder and the verdict that a rank reports; all ranks must report the same."""
     number, folder = _named(step, suspect=True)
     if not isinstance(number, int):
         raise StructureError(f"a suspect is settled by its step, a whole number, not {step!r}")
     if not isinstance(verdict, str):
         raise StructureError(f"a suspect is settled with a text, not with {verdict!r}")
     return folder, verdict
-
-
-def _half_restored(error: ShardproofError, overwritten: StepFolder) -> ShardproofError:
-    text = f"The target is partly overwritten from {overwritten}: restore again, before using it."
-    return type(error)(f"{error.message}\n{text}", **{**error.details, "overwritten": True})
-
-
-def _mixed(problem: str, damaged: StepFolder, older: StepFolder) -> StructureError:
-    return StructureError(
-        f"{damaged} could not be read to its end, after part of the target was overwritten, and {older} does "
-        f"not replace all of it: {problem}\nThe target holds values of both: make the state anew, and "
-        f"restore step={older.step} into it with what it lacks left out or strict=False",
-        overwritten=True,
-    )

@@ -1,15 +1,24 @@
-"""Bytes of a run that are known to be damaged, and the steps that have chunks in them."""
+"""Damaged bytes of a run: which errors mean damage, and which steps have chunks in the bytes."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 
-from shardproof.errors import CorruptChunkError, ShardproofError
+from shardproof.errors import CorruptChunkError, ShardproofError, StorageError
 from shardproof.format import Manifest
 from shardproof.planning import ChunkTable
 
-__all__ = ["Damage"]
+__all__ = ["Damage", "is_damage"]
+
+
+def is_damage(error: ShardproofError) -> bool:
+    """True if stored bytes are lost or changed; False if the storage cannot read them at the moment."""
+    if "damaged" in error.details:
+        return bool(error.details["damaged"])
+    if not isinstance(error, StorageError):
+        return True
+    return bool(error.details.get("missing")) or error.details.get("errno") in (None, "EIO")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +42,7 @@ class Damage:
         """The range that an error names.
 
         Args:
-            error: of reading a step; of a damaged chunk it names the bytes, of others the file.
+            error: raised by a read of a step. A `CorruptChunkError` names the bytes, another error the file.
             run: location of the run.
             folder: of the step.
 

@@ -19,9 +19,8 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from shardproof.checkpointer.damage import Damage
+from shardproof.checkpointer.damage import Damage, is_damage
 from shardproof.checkpointer.step_folders import parse_folder
-from shardproof.checkpointer.step_selection import is_damage
 from shardproof.errors import FormatError, NotCommittedError, ShardproofError, StorageError
 from shardproof.format import has_no_references, read_index, read_manifest, read_seal
 from shardproof.maintenance import verify

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from shardproof.checkpointer.damage import Damage
+from shardproof.checkpointer.damage import Damage, is_damage
 from shardproof.checkpointer.step_folders import StepFolder, is_ours, parse_folder
 from shardproof.checkpointer.suspects import read_settled, unsettled_suspects
 from shardproof.errors import CorruptChunkError, FormatError, NotCommittedError, ShardproofError, StorageError
@@ -23,7 +23,6 @@ __all__ = [
     "check_folder",
     "choose",
     "choose_after",
-    "is_damage",
     "named",
     "newest_committed",
     "seal_now",
@@ -279,15 +278,6 @@ def check_folder(run: Storage, folder: StepFolder, manifest: Manifest) -> None:
             "back its name, or load it with shardproof.load",
             file=f"{folder.name}/{MANIFEST_NAME}",
         )
-
-
-def is_damage(error: ShardproofError) -> bool:
-    """Whether stored bytes are lost or changed, rather than out of reach just now. Errors may say so."""
-    if "damaged" in error.details:
-        return bool(error.details["damaged"])
-    if not isinstance(error, StorageError):
-        return True
-    return bool(error.details.get("missing")) or error.details.get("errno") in (None, "EIO")
 
 
 def why_unreadable(run: Storage, folder: StepFolder, known: Sequence[PassedOver] = ()) -> PassedOver | None:

@@ -1,0 +1,295 @@
+"""One restore: the ranks choose a step together, load it, and choose again if it cannot be read.
+
+Note "Rank 0 looks last": rank 0 lists the run after every other rank has reported. A step that another rank
+saw committed is then visible to rank 0, or a newer step replaced it. If rank 0 sees neither, the ranks do not
+see one run. The opposite case needs no rule: a rank that does not see the chosen step cannot open it, and the
+load fails on all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from shardproof.checkpointer.step_folders import StepFolder
+from shardproof.checkpointer.step_selection import (
+    KEEP_MORE,
+    MOST_TRIES,
+    Chosen,
+    Failed,
+    PassedOver,
+    check_folder,
+    choose_after,
+    named,
+    newest_committed,
+    why_unreadable,
+)
+from shardproof.errors import (
+    KeyMismatchError,
+    NotCommittedError,
+    ShardproofError,
+    StorageError,
+    StructureError,
+)
+from shardproof.format import Manifest
+from shardproof.loading import UNREADABLE, LoadReport, Options, from_rank, load_from
+from shardproof.rendezvous import MeetingSequence, Rendezvous
+from shardproof.storage import LocalStorage, Storage
+
+__all__ = ["Restore", "RestoreReport", "check_damage", "check_reports", "report_view"]
+
+_REMOVED = "it was removed or replaced while it was read"
+
+_log = logging.getLogger("shardproof")
+
+
+class Restore:
+    """One call of `Checkpointer.restore`, on this rank.
+
+    Args:
+        run: the run's folder.
+        rendezvous: of the ranks that restore.
+        step: the step to restore; None for the newest.
+        suspect: whether unsettled suspects count as steps.
+        options: of the load.
+    """
+
+    def __init__(
+        self, run: LocalStorage, rendezvous: Rendezvous, step: int | None, suspect: bool, options: Options
+    ) -> None:
+        self.passed_over: tuple[PassedOver, ...] = ()
+        """Newer steps that were not restored, newest first."""
+        self.damaged: set[int] = set()
+        """Steps, without suspects, that were passed over as damaged."""
+        self._run, self._rendezvous = run, rendezvous
+        self._step, self._suspect, self._options = step, suspect, options
+        self._overwritten: StepFolder | None = None
+        """The last step whose load failed after it had overwritten part of the target."""
+        self._untouched: set[str] = set()
+        """Keys that no such load overwrote on this rank."""
+        self._removed: list[StepFolder] = []
+        """Steps that another process removed or replaced while they were read."""
+
+    def run(self, state: Any) -> tuple[StepFolder, LoadReport] | None:
+        """Fills the state. See `Checkpointer.restore` for the errors.
+
+        Returns:
+            The restored step and what this rank loaded; None if no rank sees a committed step.
+        """
+        failed: Failed | None = None
+        while True:
+            chosen = self._choose(failed)
+            if chosen.folder is None:
+                return None
+            check = partial(self._check, chosen, failed is None)
+            try:
+                report = load_from(
+                    self._run.within(chosen.folder.name), state, self._rendezvous, self._options, check=check
+                )
+            except KeyMismatchError as error:
+                if self._overwritten is None:
+                    raise
+                raise _mixed(error.message, self._overwritten, chosen.folder) from error
+            except UNREADABLE as error:
+                if error.details.get("overwritten"):
+                    untouched = set(error.details["untouched"])
+                    self._untouched = untouched & (self._untouched if self._overwritten else untouched)
+                    self._overwritten = chosen.folder
+                failed = Failed(chosen, error)
+                continue
+            if self._overwritten is not None:
+                self._check_complete(report, self._overwritten, chosen.folder)
+            for folder in {folder for folder in self._removed if folder > chosen.folder}:
+                self._pass_over(PassedOver(folder.step, _REMOVED, damaged=False, suspect=folder.suspect))
+            # A step that was passed over, then replaced and now restored is not a newer one.
+            self.passed_over = tuple(item for item in self.passed_over if item.folder > chosen.folder)
+            return chosen.folder, report
+
+    def _choose(self, failed: Failed | None) -> Chosen:
+        """The step that rank 0 chooses after every rank has reported. Raises if the restore cannot go on."""
+        rank = self._rendezvous.rank
+
+        def report() -> bytes:
+            return msgspec.msgpack.encode(report_view(self._run, rank, self._step, suspect=self._suspect))
+
+        def decide(posts: Sequence[bytes]) -> bytes:
+            check_reports(self._run, [msgspec.msgpack.decode(post, type=RestoreReport) for post in posts])
+            return msgspec.msgpack.encode(
+                choose_after(self._run, self.passed_over, self._step, failed, suspect=self._suspect)
+            )
+
+        try:
+            chosen = msgspec.msgpack.decode(self._meeting().meet("choose", report, decide), type=Chosen)
+            for item in chosen.passed:
+                self._pass_over(item)
+            if failed is not None:
+                self._check_progress(failed, chosen)
+        except ShardproofError as error:
+            if self._overwritten is None or error.details.get("overwritten"):
+                raise
+            raise _half_restored(error, self._overwritten) from error
+        return chosen
+
+    def _check(self, chosen: Chosen, first: bool, manifest: Manifest) -> None:
+        """Raises if what this rank reads does not fit the choice of rank 0."""
+        assert chosen.folder is not None
+        check_folder(self._run, chosen.folder, manifest)
+        if first and 0 < self._rendezvous.rank == self._rendezvous.world_size - 1:
+            check_damage(self._run, chosen)
+
+    def _check_progress(self, failed: Failed, chosen: Chosen) -> None:
+        """Raises if the restore ends with the step that could not be read."""
+        last, location = failed.chosen.folder, self._run.location
+        if chosen.stands or last is None:
+            raise failed.error
+        if chosen.changed:
+            self._removed.append(last)
+            if len(self._removed) >= MOST_TRIES:
+                raise StorageError(
+                    f"{location}: {len(self._removed)} times in a row the step that was restored was removed "
+                    f"or replaced while it was read, {last} at last. {KEEP_MORE}",
+                    file=location,
+                    damaged=False,
+                ) from failed.error
+        if chosen.folder is None or chosen.seal is None:
+            left = "no step is committed there now" if chosen.folder is None else "it is not committed now"
+            raise NotCommittedError(
+                f"{location}: {last} was committed when this restore began, and {left}: it was removed while "
+                "it was read, or the folder is out of sight",
+                path=location,
+            ) from failed.error
+
+    def _check_complete(self, report: LoadReport, overwritten: StepFolder, restored: StepFolder) -> None:
+        """Raises, on all ranks alike, if some rank holds values of a damaged step that were not replaced."""
+        lacking = sorted({*report.missing, *report.kept} - self._untouched)
+
+        def decide(posts: Sequence[bytes]) -> bytes:
+            keys = {key for post in posts for key in msgspec.msgpack.decode(post, type=list[str])}
+            return msgspec.msgpack.encode(sorted(keys)[:8])
+
+        answer = self._meeting().meet("compare", lambda: msgspec.msgpack.encode(lacking[:8]), decide)
+        keys = msgspec.msgpack.decode(answer, type=list[str])
+        if keys:
+            raise _mixed(f"it lacks {', '.join(keys)}", overwritten, restored)
+
+    def _pass_over(self, item: PassedOver) -> None:
+        if item in self.passed_over:
+            return
+        items = [*(other for other in self.passed_over if other.folder != item.folder), item]
+        self.passed_over = tuple(sorted(items, key=lambda item: item.folder, reverse=True))
+        if item.damaged and not item.suspect:
+            self.damaged.add(item.step)
+        if self._rendezvous.rank == 0:
+            _log.warning("%s: %s is passed over: %s", self._run.location, item.folder, item.reason)
+
+    def _meeting(self) -> MeetingSequence:
+        return MeetingSequence(self._rendezvous, f"restore {self._run.location}")
+
+
+class RestoreReport(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank reports before rank 0 chooses a step."""
+
+    step: int | None
+    """The step that the caller asks for; None for the newest."""
+    suspect: bool
+    newest: StepFolder | None = None
+    """The newest committed step that the rank sees. For a numbered step: its folder."""
+    error: dict[str, object] | None = None
+    """Why the rank cannot list the run."""
+
+
+def report_view(run: Storage, rank: int, step: int | None, *, suspect: bool) -> RestoreReport:
+    """What this rank sees of a run. Rank 0 does not list it here (note "Rank 0 looks last").
+
+    Args:
+        run: the run's folder.
+        rank: of this process.
+        step: see `Checkpointer.restore`; so is `suspect`.
+        suspect: whether suspects count.
+    """
+    if rank == 0 or (step is not None and not suspect):  # there is nothing to choose
+        return RestoreReport(step, suspect)
+    try:
+        return RestoreReport(step, suspect, _newest(run, step, suspect))
+    except StorageError as error:
+        return RestoreReport(step, suspect, error=error.to_wire())
+
+
+def check_reports(run: Storage, reports: Sequence[RestoreReport]) -> None:
+    """Rank 0 checks that the ranks ask for one step, and that no rank sees a newer step than rank 0.
+
+    Raises:
+        StructureError: ranks were asked to restore different steps.
+        StorageError: a rank cannot list the run, or ranks see different runs.
+    """
+    wanted = {(report.step, report.suspect) for report in reports}
+    if len(wanted) > 1:
+        steps = sorted({str(step) for step, _ in wanted})
+        raise StructureError(
+            f"{run.location}: ranks were asked to restore different steps: {steps}"
+            f"{'' if len(steps) > 1 else ', some of them with suspect=True'}; nothing was changed"
+        )
+    for rank, report in enumerate(reports):
+        if report.error is not None:
+            raise from_rank(rank, len(reports), report.error)
+    seen = {rank: report.newest for rank, report in enumerate(reports) if report.newest is not None}
+    if not seen:
+        return
+    newest = _newest(run, reports[0].step, reports[0].suspect)
+    newer = {rank: folder for rank, folder in seen.items() if newest is None or folder > newest}
+    if newer:
+        rank, folder = max(newer.items(), key=lambda item: (item[1], -item[0]))
+        own = f"sees no run at {run.location}" if newest is None else f"sees no step after {newest}"
+        raise StorageError(
+            f"{run.location}: rank 0 {own}, rank {rank} sees {folder}; nothing was changed. Is this place "
+            "shared by all nodes, and mounted on the node of rank 0? Restore again when all ranks see the "
+            "same steps",
+            file=run.location,
+            damaged=False,
+            ranks=[0, *sorted(newer)],
+        )
+
+
+def check_damage(run: Storage, chosen: Chosen) -> None:
+    """The last rank checks that the damage that rank 0 found is damage on its node, too.
+
+    A rank that loses sight of a file must not cost all ranks the work since an older step. With several
+    nodes, the last rank is on another node than rank 0.
+
+    Args:
+        run: the run's folder.
+        chosen: the choice of rank 0, before anything was read.
+
+    Raises:
+        StorageError: this rank can read a newer step.
+    """
+    for item in chosen.passed:
+        if item.damaged and why_unreadable(run, item.folder) is None:
+            raise StorageError(
+                f"{run.location}: this rank can read {item.folder}, and rank 0 cannot: {item.reason}\n"
+                "Nothing was changed. Is this place shared by all nodes, and mounted on the node of rank 0?",
+                file=run.location,
+                damaged=False,
+            )
+
+
+def _newest(run: Storage, step: int | None, suspect: bool) -> StepFolder | None:
+    return newest_committed(run, suspect=suspect) if step is None else named(run, step, suspect=suspect)
+
+
+def _half_restored(error: ShardproofError, overwritten: StepFolder) -> ShardproofError:
+    text = f"The target is partly overwritten from {overwritten}: restore again, before using it."
+    return type(error)(f"{error.message}\n{text}", **{**error.details, "overwritten": True})
+
+
+def _mixed(problem: str, damaged: StepFolder, older: StepFolder) -> StructureError:
+    return StructureError(
+        f"{damaged} could not be read to its end, after part of the target was overwritten, and {older} does "
+        f"not replace all of it: {problem}\nThe target holds values of both: make the state anew, and "
+        f"restore step={older.step} into it with what it lacks left out or strict=False",
+        overwritten=True,
+    )
