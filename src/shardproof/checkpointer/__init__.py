@@ -1,10 +1,13 @@
-"""The steps of a run. Retention needs no torch; `Checkpointer` does, and is loaded when first used."""
+"""The steps of a run: save, restore, retention, prune. `Checkpointer` loads torch when first used."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from shardproof.checkpointer.damage import Damage
+from shardproof.checkpointer.prune import PrunePlan as PrunePlan
+from shardproof.checkpointer.prune import plan_prune as plan_prune
+from shardproof.checkpointer.prune import prune as prune
 from shardproof.checkpointer.retention import (
     KeepLatest,
     Leftover,
@@ -14,6 +17,8 @@ from shardproof.checkpointer.retention import (
     plan_removal,
     remove_leftover,
 )
+from shardproof.checkpointer.scan import StepInfo as StepInfo
+from shardproof.checkpointer.scan import scan_run as scan_run
 from shardproof.checkpointer.step_folders import SETTLED_NAME, StepFolder, is_ours, parse_folder, parse_step
 from shardproof.checkpointer.suspects import read_settled
 

@@ -25,29 +25,27 @@ def is_damage(error: ShardproofError) -> bool:
 class Damage:
     """A byte range of a shard file whose bytes are lost or changed.
 
-    >>> str(Damage("step-00000001/shards/00000-a.safetensors", 64, 128))
-    'bytes 64 to 128 of step-00000001/shards/00000-a.safetensors'
-    >>> str(Damage("step-00000001/shards/00000-a.safetensors"))
-    'step-00000001/shards/00000-a.safetensors'
+    Example:
+        >>> str(Damage("step-00000001/shards/00000-a.safetensors", 64, 128))
+        'bytes 64 to 128 of step-00000001/shards/00000-a.safetensors'
+        >>> str(Damage("step-00000001/shards/00000-a.safetensors"))
+        'step-00000001/shards/00000-a.safetensors'
     """
 
     file: str
-    """Folder of the step and name in it."""
+    """Folder of the step, and name of the file in it."""
     start: int = 0
     stop: int | None = None
     """First byte after the range; None: the end of the file."""
 
     @staticmethod
     def of(error: ShardproofError, run: str, folder: str) -> Damage | None:
-        """The range that an error names.
+        """The range that an error names; None if it names no shard file.
 
         Args:
             error: raised by a read of a step. A `CorruptChunkError` names the bytes, another error the file.
             run: location of the run.
             folder: of the step.
-
-        Returns:
-            None if the error names no shard file.
         """
         file = error.details.get("file")
         if not isinstance(file, str):

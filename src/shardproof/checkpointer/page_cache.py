@@ -1,10 +1,10 @@
-"""The newest step of a run in the page cache, so that a restart on the same node reads it from memory.
+"""Reads the newest step into the page cache, so that a restart on the same node reads it from memory.
 
 Note: one thread, at a bounded rate
-    A save writes past the page cache. After the commit each rank reads the file that it wrote, in a thread,
-    at most `BYTES_PER_SECOND`. The next save stops the thread. It also stops if
-    less than `1 / _SPARE` of the node's memory is free, and so displaces nothing that training has cached.
-    After the commit of a newer step, the pages of the older one are dropped.
+    A save writes past the page cache. After the commit a thread of each rank reads the file that the rank
+    wrote, at `BYTES_PER_SECOND` or less. The next save stops the thread. The thread also stops if less than
+    `1 / _SPARE` of the node's memory is free, so that it displaces no pages of training. The commit of a
+    newer step drops the pages of the older one.
 
 Note: when it is worth it
     Reading each file once more costs a local disk little. Storage that many nodes share would serve the
@@ -39,7 +39,7 @@ _LOCAL = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "xfs", "zfs"}
 
 
 def free_memory() -> tuple[int, int]:
-    """Bytes of this node's memory that nothing uses, and bytes in all; zeros where it cannot tell."""
+    """Bytes of this node's memory that nothing uses, and bytes in all; zeros if unknown."""
     try:
         lines = _MEMORY.read_text(encoding="ascii").splitlines()
         found = {
@@ -66,9 +66,9 @@ class NewestStep:
     """This rank's file of the newest step, in the page cache.
 
     Args:
-        drop_older: True if the file of the step before leaves the cache. False if newer steps refer to it.
+        drop_older: True to drop the file of the step before. False if newer steps refer to it.
         rate: bytes a second, at most.
-        only_if_cheap: True to read a file only if the note "when it is worth it" allows it.
+        only_if_cheap: True to read a file only under the conditions of the note "when it is worth it".
     """
 
     def __init__(
@@ -82,11 +82,11 @@ class NewestStep:
         self._thread: threading.Thread | None = None
 
     def stop(self) -> None:
-        """Ends the reading that is under way. What was read stays in the cache. Does not wait."""
+        """Ends the read under way, without waiting for it. The pages that were read stay in the cache."""
         self._stop.set()
 
     def committed(self, storage: LocalStorage, name: str) -> None:
-        """Begins to read a file of the step that was just committed, and drops the one before.
+        """Begins to read a file of the newest step, and drops the file of the step before.
 
         Args:
             storage: of the step.
@@ -101,7 +101,7 @@ class NewestStep:
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits for the reading under way; whether it ended."""
+        """Waits for the read under way. Returns whether it ended."""
         if self._thread is not None:
             self._thread.join(timeout)
             return not self._thread.is_alive()

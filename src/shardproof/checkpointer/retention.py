@@ -1,22 +1,21 @@
-"""Which steps of a run are kept, and how the others, and what dead saves left, are removed.
+"""Decides which steps of a run stay, and removes the others and the leftovers of dead saves.
 
-Note "Only what we wrote": a step's folder may also hold files of the user (a tokenizer, a config). Nothing
-here ever deletes a file whose name shardproof would not have given it.
+Note "Only our files": a step's folder may also hold files of the user (a tokenizer, a config). This module
+deletes only files with names that shardproof gives.
 
-Note "The manifest goes first": a step is deleted by deleting its manifest, durably, and only then the files
-that it names. A crash in between leaves files without a manifest, which is a leftover like that of a dead
-save and never a committed step that misses files.
+Note "The manifest goes first": deleting a step deletes its manifest, durably, and only then the files that
+the manifest names. A crash in between leaves files without a manifest. They are a leftover like that of a
+dead save, and never a committed step that lacks files.
 
-Note "Lent files stay": a step that was saved incrementally refers to files of earlier steps. When such an
-earlier step is deleted, its manifest goes (it is no checkpoint any more), and the files that a kept step
-refers to stay; the last step that refers to a file takes it along. Which files those are is asked of the
-manifests that will be left.
+Note "Lent files stay": an incremental step refers to files of earlier steps. If such an earlier step is
+deleted, its manifest goes, so that it is no checkpoint any more. The files that other steps refer to stay,
+until the last of these steps is deleted. The manifests of the remaining steps tell which files those are.
 
-Note "The last proved step stays": a policy may let go every step that is proved readable (note "Proved" in
-`shardproof.checkpointer.scrub`) and keep only steps whose references were not read since their commit. Then
-the newest proved step stays, too. It goes once a step that the policy keeps is proved.
+Note "The last proved step stays": a policy may keep only steps whose references were not read since their
+commit, and no step that is proved readable (note "Proved" in `shardproof.checkpointer.scrub`). Then the
+newest proved step stays, too, until a step that the policy keeps is proved.
 
-Nothing is removed in a linked folder (note "Linked steps" in `step_folders`).
+This module removes nothing in a linked folder (note "Linked steps" in `step_folders`).
 """
 
 from __future__ import annotations
@@ -57,16 +56,16 @@ _log = logging.getLogger("shardproof")
 
 
 class Retention(Protocol):
-    """A policy: which committed steps to keep."""
+    """A policy that selects the committed steps to keep."""
 
     def select(self, steps: Sequence[int]) -> set[int]:
-        """The steps to keep, of the committed `steps` (in any order)."""
+        """The steps to keep of the committed `steps`, which come in any order."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class KeepLatest:
-    """Keep the `n` newest committed steps.
+    """Keeps the `n` newest committed steps.
 
     Raises:
         ValueError: `n` is not a whole number of at least 1.
@@ -88,24 +87,24 @@ class KeepLatest:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What deleting some steps of a run takes away."""
+    """The files that deleting some steps of a run removes."""
 
     manifests: tuple[str, ...]
-    """Manifests, which go first."""
+    """Manifests; they go first."""
     files: tuple[str, ...]
-    """All other files that go, some of them in folders of other steps."""
+    """All other files to delete, some of them in folders of other steps."""
     lent: dict[str, list[str]] = field(default_factory=dict)
-    """Folders of deleted steps whose files stay in part, to the folders of the steps that refer to them."""
+    """Folders of deleted steps some of whose files stay, to the folders of the steps that refer to these."""
     unknown: tuple[str, ...] = ()
-    """Folders of steps whose manifests cannot be read: because of them, all that could be lent stays."""
+    """Folders with unreadable manifests. They may refer to any shard file, so all shard files stay."""
 
 
 def plan_removal(storage: Storage, names: Sequence[str]) -> Removal:
-    """What goes, and what stays, when steps are deleted (note "Lent files stay"). Deletes nothing.
+    """Plans which files go when steps are deleted (note "Lent files stay"). Deletes nothing.
 
     Args:
         storage: the run's folder.
-        names: folders of the steps. Linked ones stay.
+        names: folders of the steps. Linked folders stay.
 
     Raises:
         StorageError: the storage failed.
@@ -135,9 +134,7 @@ def plan_removal(storage: Storage, names: Sequence[str]) -> Removal:
 def delete_steps(
     storage: Storage, names: Sequence[str], on_progress: Callable[[int, int], None] | None = None
 ) -> Removal:
-    """Removes the checkpoints in some folders of a run (notes "The manifest goes first", "Lent files stay").
-
-    Only files that shardproof wrote are removed (note "Only what we wrote").
+    """Deletes steps (notes "Only our files", "The manifest goes first", "Lent files stay").
 
     Args:
         storage: the run's folder.
@@ -145,7 +142,7 @@ def delete_steps(
         on_progress: called with files removed and files in all.
 
     Raises:
-        StorageError: the storage failed; what is left of the steps is no checkpoint.
+        StorageError: the storage failed. Steps that were deleted in part are no checkpoints.
     """
     removal = plan_removal(storage, names)
     gone = (*removal.manifests, *removal.files)
@@ -165,23 +162,23 @@ def retain(
     on_progress: Callable[[int, int], None] | None = None,
     unconfirmed: Callable[[int], bool] = lambda step: False,
 ) -> None:
-    """Removes what a policy lets go. Failing costs space, not safety, so it is only logged.
+    """Removes the steps that a policy does not keep. A failure costs space, not safety, so it is only logged.
 
-    Note "One line of steps": only steps up to the one just saved are counted. Newer ones are there when the
-    run was rolled back; they must not push out the steps of the run that goes on. Nor do damaged steps count.
-    A step whose commit is not confirmed pushes out no other step; it goes when the policy would let it go.
+    Note "One line of steps": only steps up to the one just saved count. After a rollback the run has newer
+    ones, which must not displace the steps of the run that continues. Damaged steps do not count, either. A
+    step whose commit is not confirmed displaces no other step, and goes when the policy does not keep it.
 
-    Note "A suspect stays until it is settled": no policy is asked about suspects. One that is settled goes
-    with the first newer step; before that, the verdict is still to be seen beside the run.
+    Note "A suspect stays until it is settled": the policy does not see suspects. A settled suspect goes after
+    the commit of a newer step, so that people can read the verdict until then.
 
     Args:
         run: the run's folder.
         keep: the policy.
         newest: the step that was just saved.
-        damaged: whether a committed step is known to be damaged.
-        is_proved: whether a committed step that is not damaged is proved readable.
+        damaged: True for committed steps that are known to be damaged.
+        is_proved: True for undamaged steps that are proved readable.
         on_progress: see `delete_steps`.
-        unconfirmed: whether the commit of a step is not known to be durable.
+        unconfirmed: True for steps whose commit is not known to be durable.
     """
     try:
         folders = [folder for folder in map(parse_folder, run.folders()) if folder is not None]
@@ -206,12 +203,12 @@ def retain(
         kept = {newest, *keep.select(certain)}.intersection(counted)
         for step in set(counted) - set(certain):
             kept |= {step}.intersection(keep.select(sorted((*certain, step))))
-        let_go = sorted(set(counted) - kept)
-        if let_go and not any(is_proved(step) for step in kept.intersection(certain)):
-            last_proved = next((step for step in reversed(let_go) if is_proved(step)), None)
-            let_go = [step for step in let_go if step != last_proved]
-        if let_go:
-            _delete(run, [step_name(step) for step in let_go], on_progress)
+        dropped = sorted(set(counted) - kept)
+        if dropped and not any(is_proved(step) for step in kept.intersection(certain)):
+            last_proved = next((step for step in reversed(dropped) if is_proved(step)), None)
+            dropped = [step for step in dropped if step != last_proved]
+        if dropped:
+            _delete(run, [step_name(step) for step in dropped], on_progress)
         settled = [folder for folder in settled_suspects(run) if folder.step < newest]
         if settled:
             _delete(run, [folder.name for folder in settled], on_progress)
@@ -220,7 +217,7 @@ def retain(
 
 
 def _delete(run: Storage, names: Sequence[str], on_progress: Callable[[int, int], None] | None) -> None:
-    """Deletes steps, and says if that frees nothing: disks fill in silence otherwise."""
+    """Deletes steps. Logs a warning if that frees no space, because the disk may fill."""
     unknown = delete_steps(run, names, on_progress).unknown
     if unknown:
         _log.warning(
@@ -229,7 +226,7 @@ def _delete(run: Storage, names: Sequence[str], on_progress: Callable[[int, int]
 
 
 def _borrowed(folder: Storage) -> tuple[FileRecord, ...]:
-    """Files of other steps that a step refers to, as far as it can be read."""
+    """Files of other steps that a step refers to; none if its manifest cannot be read."""
     try:
         return read_manifest(folder).borrowed_files
     except (FormatError, NotCommittedError):
@@ -238,41 +235,38 @@ def _borrowed(folder: Storage) -> tuple[FileRecord, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """What one attempt to save has left in a step's folder, and no manifest names."""
+    """Files of one attempt to save that no manifest names, in one step's folder."""
 
     folder: str
     """The step's folder."""
     attempt: str
-    """The attempt in the files' names; empty for a manifest that was never published, or for what settled a
-    suspect that is gone."""
+    """The attempt in the files' names; empty for a manifest that was never published, and for the verdict on
+    a suspect that is gone."""
     files: tuple[str, ...]
     """Names within the folder."""
     bytes: int
     modified: float | None
-    """When the youngest of the files was last written, Unix seconds; None if that cannot be told."""
+    """Time of the last write to any of the files, Unix seconds; None if unknown."""
     committed: bool
-    """Another attempt is committed in the same folder."""
+    """Whether another attempt is committed in the same folder."""
 
     def older_than(self, seconds: float, now: float) -> bool:
-        """Whether nothing of it was written in the last so many seconds.
-
-        A save in progress looks the same as a dead one: its youngest file tells them apart.
-        """
+        """Whether the last write is this long ago. Only that tells a dead save from one under way."""
         return self.modified is not None and now - self.modified >= seconds
 
 
 def leftovers(
     storage: Storage, modified: Callable[[str], float | None], references: References | None = None
 ) -> list[Leftover]:
-    """What dead saves, and saves in progress, have in the step folders of a run.
+    """Finds the files of dead saves, and of saves under way, in the step folders of a run.
 
-    A folder whose manifest cannot be read is passed over: which of its files belong to it is unknown. Where
-    such a manifest may refer to files of other steps, those are passed over too.
+    A folder with an unreadable manifest has no leftovers, because its manifest may name any file in it. Such
+    a manifest may also refer to files of other steps, so none of those are leftovers, either.
 
     Args:
         storage: the run's folder.
-        modified: when the file of this name was last written, Unix seconds; None if it is gone.
-        references: what the steps of the run refer to; None: it is found out.
+        modified: the time of the last write to a file, Unix seconds; None if it is gone.
+        references: of the steps of the run; None to read them.
     """
     references = references_in(storage) if references is None else references
     by_folder: dict[str, list[str]] = {}
@@ -294,10 +288,10 @@ def leftovers(
 
 
 def remove_leftover(storage: Storage, leftover: Leftover) -> bool:
-    """Delete the files of a leftover; False, and nothing is deleted, if they are needed meanwhile.
+    """Deletes the files of a leftover. Returns False, and deletes nothing, if a manifest names them now.
 
-    The manifest is flushed first: until it is durable, a crash of the machine may bring back the one that it
-    replaced, which names the leftover's files.
+    The manifest is flushed first. Until it is durable, a crash of the machine may restore the manifest that
+    it replaced, which may name these files.
     """
     folder = storage.within(leftover.folder)
     needed = _needed(folder, leftover.folder, references_in(storage))
@@ -311,9 +305,9 @@ def remove_leftover(storage: Storage, leftover: Leftover) -> bool:
 
 
 def _needed(storage: Storage, folder: str, references: References) -> set[str] | None:
-    """Files of a step's folder that a manifest names, the step's or another's; None if its cannot be read.
+    """Files in a step's folder that any manifest names, and the verdict on a suspect that exists.
 
-    What settles a suspect is needed as long as there is one to settle.
+    None if the manifest in the folder cannot be read.
     """
     named = named_files(storage)
     if named is None:

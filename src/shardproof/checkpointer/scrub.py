@@ -1,14 +1,14 @@
-"""Reading again, in the background, what steps refer to.
+"""The scrub: a thread that reads again the files of other steps that a step refers to.
 
-Note "Proved": a committed step is proved readable when no damage of it is known, and the scrub has read every
-chunk that it has in files of other steps from the device since its commit, and found it right. The step's own
-files need no second reading: their bytes were hashed as they were written, and flushed before the commit.
+Note "Proved": a committed step is proved readable if no damage of it is known, and the scrub has read and
+verified its references since its commit. References are the chunks that it has in files of other steps. Its
+own files need no second read: their bytes were hashed when they were written, and flushed before the commit.
 
-Note "Who scrubs": rank 0, which chooses the base of every save and removes steps. What it finds decides both,
-so the other ranks need not know of it.
+Note "Only rank 0 scrubs": rank 0 chooses the base of every save and removes steps. Only these two decisions
+use the result of the scrub, so the other ranks need not know it.
 
-Note "Yielding": a pass reads small pieces. Before each it waits for the save that is under way, and then as
-long as the rate asks for. Both waits end at once when the scrub is stopped. No save waits for a pass.
+Note "Yielding": the scrub reads small pieces. Before each piece it waits for the save under way, and then
+until the rate allows the read. Stopping the scrub ends both waits at once. No save waits for the scrub.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from shardproof.storage import LocalStorage, UncachedStorage
 
 __all__ = ["Scrub"]
 
-_LOOK = 0.05
-"""Seconds between two looks at whether a save is under way."""
+_POLL = 0.05
+"""Seconds between two checks whether a save is under way."""
 
 _log = logging.getLogger("shardproof")
 
 
 class Scrub:
-    """Reads the references of steps again, and remembers what is proved and what is damaged.
+    """Reads the references of steps again, and records the proved steps and the damage.
 
     Args:
         run: the run's folder.
-        rate: bytes per second that are read at most; None: nothing is.
+        rate: bytes to read a second, at most; None: no scrub.
         is_saving: whether a save is under way on this rank.
     """
 
     def __init__(self, run: LocalStorage, rate: int | None, is_saving: Callable[[], bool]) -> None:
         self.damage: tuple[Damage, ...] = ()
-        """What was found, oldest first."""
+        """The damage that the scrub found, oldest first."""
         self._run = run
         self._rate = rate
         self._is_saving = is_saving
@@ -59,19 +59,19 @@ class Scrub:
         self._proved: frozenset[tuple[str, bytes]] = frozenset()
 
     def prepare(self) -> None:
-        """Starts the thread, once a process: after the end of the program's last line none can be started."""
+        """Starts the thread, once in a process. A program that is exiting cannot start a thread any more."""
         if self._rate is not None and self._process != os.getpid():
             self._process, self._lock, self._stop = os.getpid(), threading.Lock(), threading.Event()
             self._next = self._pass = None
             self._workers = Workers("shardproof-scrub", 1)
 
     def begin(self, folder: str) -> None:
-        """Has the references of a step read, after those that are being read now. Returns at once.
+        """Schedules the references of a step, in place of a step that is scheduled and not begun.
 
-        `prepare` comes first.
+        Returns at once. `prepare` must be called before.
 
         Args:
-            folder: of the step. It takes the place of one whose turn has not come.
+            folder: of the step.
         """
         if self._rate is None:
             return
@@ -81,17 +81,17 @@ class Scrub:
                 self._pass = self._workers.submit(self._work)
 
     def wait(self, timeout: float | None) -> None:
-        """Waits until all that was asked for is read, or the scrub is stopped.
+        """Waits until the scheduled steps are read, or the scrub is stopped.
 
         Raises:
-            TimeoutError: it goes on.
+            TimeoutError: the scrub still reads.
         """
         under_way = self._pass
         if self._process == os.getpid() and under_way is not None:
             under_way.result(timeout)
 
     def stop(self) -> None:
-        """Ends the pass that goes on, before its next read, and begins no other. Does not wait for it."""
+        """Ends the scrub before its next read. Does not wait for it."""
         if self._process == os.getpid():  # a fork may leave the event's lock taken in the child
             self._stop.set()
 
@@ -106,10 +106,7 @@ class Scrub:
         return seal is not None and ((folder, seal) in self._proved or has_no_references(place))
 
     def is_damaged(self, folder: str) -> bool:
-        """Whether a committed step has chunks in bytes that a pass found damaged.
-
-        True, too, where such bytes are known and the storage cannot tell.
-        """
+        """Whether a committed step has chunks in damaged bytes; True if the storage cannot tell."""
         return bool(self.damage) and self._has_chunks_in(folder, self.damage)
 
     def _work(self) -> None:
@@ -145,9 +142,9 @@ class Scrub:
             there = set(self._run.folders())
             self._proved = frozenset({(folder, seal), *(one for one in self._proved if one[0] in there)})
         for fault in report.faults:
-            self._take(fault, folder)
+            self._record(fault, folder)
 
-    def _take(self, fault: ShardproofError, folder: str) -> None:
+    def _record(self, fault: ShardproofError, folder: str) -> None:
         damage = Damage.of(fault, self._run.location, folder) if is_damage(fault) else None
         if damage is None:
             _log.warning("%s/%s: could not be read again: %s", self._run.location, folder, fault)
@@ -181,10 +178,10 @@ class Scrub:
         return any(one.is_in(folder, manifest, table) for one in damage)
 
     def _yield(self, count: int) -> None:
-        """Waits until a read of so many bytes is due (note "Yielding")."""
+        """Waits until `count` more bytes may be read (note "Yielding")."""
         assert self._rate is not None
         while self._is_saving():
-            if self._stop.wait(_LOOK):
+            if self._stop.wait(_POLL):
                 raise _Stopped
         if self._stop.wait(count / self._rate):
             raise _Stopped

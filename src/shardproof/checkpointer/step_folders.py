@@ -1,13 +1,13 @@
 """Names of the folders of a run, and of the files in them that shardproof writes.
 
-Note "Suspects stand apart": the checkpoint of a step whose validation failed lies in a folder of another
-name, in the same layout. Whoever looks for steps (restore, retention, an incremental save, a version that
-knows nothing of suspects) does not see it; what is done with suspects is done by those who ask for them.
+Note "Suspects stand apart": a suspect is the checkpoint of a step whose validation failed. It has the same
+layout as a step, in a folder of another name. So restore, retention, incremental saves and versions without
+suspects do not see it, and only code that asks for suspects does.
 
 Note "Linked steps": the folder of a step may be a symbolic link to a folder outside the run. Restore,
 listings and references treat it like any other step. Retention and prune remove neither its files nor the
-link, because the files may belong to another run or to an archive. A link that leads nowhere is a step that
-cannot be read now. A link to another folder of the same run is a second name, and not a step.
+link, because the files may belong to another run or to an archive. A dangling link is a step that cannot be
+read at the moment. A link to another folder of the same run is a second name, and not a step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardproof.format import MANIFEST_NAME, STEP_FOLDER
 __all__ = ["SETTLED_NAME", "StepFolder", "attempt_of", "is_ours", "parse_folder", "parse_step", "step_name"]
 
 SETTLED_NAME = "settled.json"
-"""The file in a suspect's folder that says what came of it."""
+"""The file in a suspect's folder that holds the verdict."""
 
 _DATA = re.compile(
     r"(?:shards/[0-9]+-|index-)(?P<attempt>[^/]+?)\.safetensors(?:\.[^/]+\.tmp)?"
@@ -30,7 +30,7 @@ _SETTLED = re.compile(rf"{re.escape(SETTLED_NAME)}(?:\.[^/]+\.tmp)?")
 
 
 class StepFolder(NamedTuple):
-    """The folder of a step, or of a suspect; of one number, the suspect's comes after the step's.
+    """The folder of a step or of a suspect. Suspects sort after the step of their number.
 
     >>> StepFolder(1000).name, StepFolder(1000, suspect=True).name, str(StepFolder(7, suspect=True))
     ('step-00001000', 'suspect-00001000', 'suspect step 7')
@@ -44,7 +44,7 @@ class StepFolder(NamedTuple):
         """Its name in the run. Names sort as steps do, up to 8 digits.
 
         Raises:
-            ValueError: what it holds is no step.
+            ValueError: `step` is not a valid number.
         """
         step = self.step
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**18:
@@ -78,7 +78,7 @@ def parse_folder(name: str) -> StepFolder | None:
 
 
 def parse_step(name: str) -> int | None:
-    """The step whose folder has this name; None for any other name, those of suspects too.
+    """The step whose folder has this name; None for any other name, also of a suspect.
 
     >>> parse_step("step-00001000"), parse_step("step-1000"), parse_step("suspect-00001000")
     (1000, None, None)
@@ -95,8 +95,8 @@ def attempt_of(name: str, folder: str = "") -> str | None:
         folder: the folder's name in the run.
 
     Returns:
-        Empty for the manifest, which names none, and for what settles a suspect; None for a file that
-        shardproof does not write.
+        Empty for the manifest and for the verdict on a suspect, whose names have no attempt. None for a file
+        that shardproof does not write.
 
     >>> attempt_of("shards/00003-8f2c.safetensors"), attempt_of("manifest.json.x1.tmp")
     ('8f2c', '')

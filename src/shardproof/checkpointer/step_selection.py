@@ -1,4 +1,4 @@
-"""Which step of a run a restore takes: the newest that is committed and readable."""
+"""Chooses the step that a restore takes: the newest that is committed and readable."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ __all__ = [
 ]
 
 MOST_TRIES = 16
-"""How often a step is chosen anew that is removed or replaced while it is read. Where retention removes every
-other step too early, that fails once in 60,000 restores."""
+"""Attempts to choose a step if another process removes or replaces the chosen one. If retention removes every
+other step too early, one restore in 60,000 fails."""
 
 KEEP_MORE = (
     "Retention removes steps faster than this process reads them: keep more of them, such as "
@@ -51,13 +51,13 @@ class PassedOver:
     step: int
     reason: str
     damaged: bool
-    """It was committed and its bytes are lost or changed, so saving this step again may replace it."""
+    """It was committed and its bytes are lost or changed. A save of this step may replace it."""
     suspect: bool = False
-    """It is the suspect of that number."""
+    """Whether it is the suspect of that number."""
     damage: Damage | None = None
-    """The damaged bytes that the load met. Older steps that have chunks there are passed over unread."""
+    """The damaged bytes. `restore` passes over older steps with chunks there, without reading them."""
     committed: bool = True
-    """It has a manifest, or had one. Without, its save died or is still under way."""
+    """Whether it has or had a manifest. Without one, its save died or is still under way."""
 
     @property
     def folder(self) -> StepFolder:
@@ -67,34 +67,34 @@ class PassedOver:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What rank 0 chooses to restore."""
+    """The step that rank 0 chooses to restore."""
 
     folder: StepFolder | None
-    """None: nothing is committed in the run."""
+    """None: the run has no committed step."""
     seal: bytes | None = None
     """Of the manifest that was chosen (see `seal_now`)."""
     passed: list[PassedOver] = field(default_factory=list)
-    """Newer steps that were passed over."""
+    """Newer steps that rank 0 passed over."""
     changed: bool = False
-    """The step that was chosen last was removed or replaced while it was read."""
+    """Whether another process removed or replaced the last chosen step while it was read."""
     stands: bool = False
-    """Nothing else is chosen: the error of the step that was chosen last stands."""
+    """Whether the error of the last chosen step stands, and rank 0 chooses no other."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A step that was chosen and could not be read; the same on all ranks."""
+    """A chosen step that could not be read; the same on all ranks."""
 
     chosen: Chosen
     error: ShardproofError
 
 
 def written_folders(run: Storage, *, suspect: bool) -> dict[StepFolder, bool]:
-    """Every step that has files of ours, and whether it has a manifest.
+    """Every step with a file that shardproof wrote, and whether it has a manifest.
 
     Args:
         run: the run's folder.
-        suspect: whether suspects are among them. They are not even looked at otherwise.
+        suspect: whether to list suspects, too.
     """
     found: dict[StepFolder, bool] = {}
     for name in run.folders():
@@ -110,11 +110,11 @@ def written_folders(run: Storage, *, suspect: bool) -> dict[StepFolder, bool]:
 def newest_committed(run: Storage, *, suspect: bool) -> StepFolder | None:
     """The committed step with the highest number, readable or not; None if there is none.
 
-    Costs one listing and, but for what newer saves that died left, one look at a manifest.
+    It costs one listing, and one look for a manifest in that step and in each newer leftover.
 
     Args:
         run: the run's folder.
-        suspect: whether suspects that are not settled count.
+        suspect: whether unsettled suspects count.
 
     Raises:
         StorageError: the storage cannot tell.
@@ -123,36 +123,36 @@ def newest_committed(run: Storage, *, suspect: bool) -> StepFolder | None:
 
 
 def named(run: Storage, step: int, *, suspect: bool) -> StepFolder:
-    """The folder to restore where a step was asked for by its number.
+    """The folder of the step that the caller asks for by its number.
 
     Args:
         run: the run's folder.
         step: the number.
-        suspect: whether its suspect is preferred, where there is one that is not settled.
+        suspect: True to prefer an unsettled suspect of that number.
     """
     return StepFolder(step, suspect and _is_committed(run, StepFolder(step, suspect=True)))
 
 
 def choose(run: Storage, known: Sequence[PassedOver], *, suspect: bool) -> Chosen:
-    """The newest step whose manifest, index and file sizes are right, and those that were passed over for it.
+    """The newest step with valid manifest, index and file sizes, and the newer steps that are passed over.
 
-    Training may go on in the run, and retention may remove a step between two looks at it. A step is passed
-    over only if its manifest stays what it was, and only if no newer step was committed meanwhile.
+    Training may continue in the run, and retention may remove a step between two reads of it. So a step is
+    passed over only if its manifest has not changed, and no newer step was committed in the meantime.
 
     Args:
         run: the run's folder.
-        known: those that are known not to be readable.
-        suspect: whether suspects count; of one number, the suspect comes first. Settled ones never count.
+        known: steps that are known to be unreadable.
+        suspect: whether unsettled suspects count. A suspect comes before the step of its number.
 
     Raises:
         NotCommittedError: there are committed steps, but none can be read.
-        StorageError: the storage cannot tell, or steps are removed faster than they can be looked at.
+        StorageError: the storage cannot tell, or another process removes steps faster than this one reads.
     """
     for _ in range(MOST_TRIES):
         found = _choose_once(run, known, suspect)
         if found is not None:
             if not suspect:
-                _tell_of_suspects(run, 0 if found.folder is None else found.folder.step)
+                _warn_of_suspects(run, 0 if found.folder is None else found.folder.step)
             return found
     raise StorageError(
         f"{run.location}: {MOST_TRIES} times in a row a step was removed or replaced while it was looked at. "
@@ -165,16 +165,16 @@ def choose(run: Storage, known: Sequence[PassedOver], *, suspect: bool) -> Chose
 def choose_after(
     run: Storage, known: Sequence[PassedOver], step: int | None, failed: Failed | None, *, suspect: bool
 ) -> Chosen:
-    """What to restore: at first, and after a step that was chosen could not be read.
+    """The first choice of a restore, and each choice after a chosen step could not be read.
 
-    If the manifest of that step is gone, or is another one, the step was removed or replaced while it was
-    read, and the choice is made anew. Else a damaged step is passed over, and any other error stands.
+    If the manifest of that step is gone or has changed, another process removed or replaced the step, and the
+    choice is made again. Otherwise a damaged step is passed over, and any other error stands.
 
     Args:
         run: the run's folder.
-        known: those that are known not to be readable.
-        step: exactly this one; None for the newest.
-        failed: what was chosen last and could not be read.
+        known: steps that are known to be unreadable.
+        step: the step that the caller asks for; None for the newest.
+        failed: the last choice, if it could not be read.
         suspect: see `choose`; so are the errors.
     """
     passed: list[PassedOver] = []
@@ -186,7 +186,7 @@ def choose_after(
             if step is not None or not is_damage(failed.error):
                 return Chosen(last, stands=True)
             damage = None
-            if isinstance(failed.error, CorruptChunkError):  # others do not tell which steps share the bytes
+            if isinstance(failed.error, CorruptChunkError):  # other errors do not name the bytes
                 damage = Damage.of(failed.error, run.location, last.name)
             passed = [PassedOver(last.step, failed.error.message, True, last.suspect, damage)]
     if step is not None:
@@ -232,24 +232,24 @@ def _choose_once(run: Storage, known: Sequence[PassedOver], suspect: bool) -> Ch
         if seal_now(run, candidate) != seal:
             return None
         passed.append(problem)
-    if folders[:1] != [chosen.folder]:  # a newer one may have been removed, after one newer still was saved
+    if folders[:1] != [chosen.folder]:  # a newer step may have been removed after a still newer one was saved
         newest = newest_committed(run, suspect=suspect)
         if newest is not None and newest not in committed:
             return None
     if chosen.folder is None and committed:
         bad = [*(item for item in known if item.committed), *passed]
-        said = "\n".join(f"  {item.folder}: {item.reason}" for item in bad)
+        reasons = "\n".join(f"  {item.folder}: {item.reason}" for item in bad)
         raise NotCommittedError(
-            f"{run.location} has {len(committed)} committed steps, and none can be read:\n{said}",
+            f"{run.location} has {len(committed)} committed steps, and none can be read:\n{reasons}",
             path=run.location,
         )
     return replace(chosen, passed=passed)
 
 
 def seal_now(run: Storage, folder: StepFolder) -> bytes | None:
-    """What tells the manifest of a step from any other (see `read_seal`); None if there is no manifest.
+    """The seal of a step's manifest (see `read_seal`), which no other manifest has; None without a manifest.
 
-    Empty for a manifest that is too short to have one, or that is replaced at this moment.
+    Empty if the manifest is too short for a seal, or is being replaced.
 
     Raises:
         StorageError: the storage cannot tell.
@@ -267,7 +267,7 @@ def seal_now(run: Storage, folder: StepFolder) -> bytes | None:
 
 
 def check_folder(run: Storage, folder: StepFolder, manifest: Manifest) -> None:
-    """A folder that was renamed or copied would restore one step as another.
+    """Refuses a folder that was renamed or copied, because it would restore one step as another.
 
     Raises:
         FormatError: the manifest is that of another step.
@@ -281,9 +281,9 @@ def check_folder(run: Storage, folder: StepFolder, manifest: Manifest) -> None:
 
 
 def why_unreadable(run: Storage, folder: StepFolder, known: Sequence[PassedOver] = ()) -> PassedOver | None:
-    """What is wrong with a step as far as manifest, index, file sizes and known damage tell, or None.
+    """What is wrong with a step according to manifest, index, file sizes and known damage; None if nothing.
 
-    Damage counts where the load of a newer step met it: the load of this one reads the same chunk.
+    Damage that the load of a newer step found counts if this step has chunks in the same bytes.
     """
     try:
         with Checkpoint(run.within(folder.name)) as checkpoint:
@@ -321,7 +321,7 @@ def _has_files(run: Storage, folder: StepFolder) -> bool:
 
 
 def _lenders(run: Storage) -> set[StepFolder]:
-    """Steps that are no checkpoints any more, and whose folders only hold files that others refer to."""
+    """Folders of deleted steps that hold only files that other steps refer to."""
     references = references_in(run)
     found = set()
     for name in references.by_folder:
@@ -332,8 +332,8 @@ def _lenders(run: Storage) -> set[StepFolder]:
     return found
 
 
-def _tell_of_suspects(run: Storage, oldest: int) -> None:
-    """Says in the log which suspects a restore leaves aside. It fails for none of them."""
+def _warn_of_suspects(run: Storage, oldest: int) -> None:
+    """Logs the unsettled suspects that a restore does not take. Never raises a `StorageError`."""
     try:
         suspects = [folder for folder in unsettled_suspects(run) if folder.step >= oldest]
     except StorageError as error:

@@ -1,8 +1,7 @@
-"""Suspects: checkpoints of steps whose validation failed, until it is known what was wrong.
+"""Suspects: checkpoints of steps whose validation failed. A verdict settles a suspect.
 
-Note "Settled for one attempt": what settles a suspect stands in a file beside its manifest and names the
-attempt that it speaks of. So a suspect that is saved again, over one that was settled, is not settled, at
-whatever moment the save of it dies.
+Note "Settled for one attempt": the verdict is a file beside the manifest, and names the attempt of the
+suspect. So a new suspect that replaces a settled one is not settled, at whatever moment its save dies.
 """
 
 from __future__ import annotations
@@ -20,26 +19,26 @@ from shardproof.storage import Storage
 __all__ = ["Settled", "read_settled", "settled_suspects", "unsettled_suspects", "write_settled"]
 
 _LONGEST = 1 << 20
-"""Bytes of `SETTLED_NAME` that are read; a longer one is cut, and so cannot be read."""
+"""Bytes of `SETTLED_NAME` that are read. A longer file is invalid."""
 
 _log = logging.getLogger("shardproof")
 
 
 class Settled(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a suspect."""
+    """The verdict on a suspect."""
 
     attempt: str
-    """Of the checkpoint that it speaks of; empty if its manifest could not be read then."""
+    """Attempt of the suspect; empty if its manifest could not be read."""
     verdict: str
     time: float
     """Unix seconds."""
 
 
 def read_settled(folder: Storage) -> Settled | None:
-    """What settled the suspect in a folder; None while nothing has.
+    """The verdict on the suspect in a folder; None if it is not settled.
 
     Raises:
-        StorageError: it cannot be had just now.
+        StorageError: the storage cannot read it at the moment.
     """
     try:
         data = folder.read(SETTLED_NAME, 0, min(folder.size(SETTLED_NAME) or 0, _LONGEST))
@@ -61,7 +60,7 @@ def read_settled(folder: Storage) -> Settled | None:
 
 
 def write_settled(folder: Storage, verdict: str) -> bool:
-    """Settles the suspect in a folder, durably. False, and nothing is written, if no suspect is there.
+    """Settles the suspect in a folder, durably. Returns False, and writes nothing, if there is none.
 
     Raises:
         StorageError: the storage failed.
@@ -74,12 +73,12 @@ def write_settled(folder: Storage, verdict: str) -> bool:
 
 
 def unsettled_suspects(run: Storage) -> list[StepFolder]:
-    """Committed suspects of a run that nothing has settled, ascending."""
+    """Committed, unsettled suspects of a run, ascending."""
     return [folder for folder in _suspects(run) if read_settled(run.within(folder.name)) is None]
 
 
 def settled_suspects(run: Storage) -> list[StepFolder]:
-    """Committed suspects of a run that are settled, ascending."""
+    """Committed, settled suspects of a run, ascending."""
     return [folder for folder in _suspects(run) if read_settled(run.within(folder.name)) is not None]
 
 

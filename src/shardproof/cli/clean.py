@@ -14,8 +14,7 @@ from shardproof.cli.failures import YES
 from shardproof.cli.options import folder_argument, json_option, print_json, span
 
 if TYPE_CHECKING:
-    from shardproof.report import PrunePlan
-    from shardproof.storage import Storage
+    from shardproof.checkpointer import PrunePlan
 
 __all__ = ["prune_command"]
 
@@ -51,7 +50,7 @@ def prune_command(
     Only files that shardproof wrote are ever removed, and none that a step which stays refers to. A suspect
     (a step whose validation failed) stays until it is settled. Asks first on a terminal.
     """
-    from shardproof.report import plan_prune
+    from shardproof.checkpointer import plan_prune, prune
     from shardproof.storage import LocalStorage
 
     if (keep is not None or damaged) and not (yes or dry_run or sys.stdin.isatty()):
@@ -73,7 +72,7 @@ def prune_command(
     if not as_json:
         _show_plan(plan, now, older_than, damaged)
     carried_out = not dry_run and not plan.empty and (yes or _agreed(plan))
-    committed_meanwhile = _carry_out(storage, plan) if carried_out else []
+    committed_meanwhile = prune(storage, plan) if carried_out else []
     if not dry_run:
         _remove_empty_folders(run, older_than, now)
     if as_json:
@@ -99,27 +98,6 @@ def _agreed(plan: PrunePlan) -> bool:
     from shardproof._utils.humanize import gigabytes
 
     return click.confirm(f"remove {gigabytes(plan.bytes)}?", err=True)
-
-
-def _carry_out(storage: Storage, plan: PrunePlan) -> list[str]:
-    """Removes what is planned; returns the folders that it left because a save committed them meanwhile."""
-    from shardproof.checkpointer import delete_steps, read_settled, remove_leftover
-
-    spared = [leftover.folder for leftover in plan.leftovers if not remove_leftover(storage, leftover)]
-    lost = [name for name in plan.lost if _is_lost(storage.within(name))]
-    settled = [name for name in plan.settled if read_settled(storage.within(name)) is not None]
-    delete_steps(storage, [*plan.steps, *settled, *lost])
-    return [*spared, *(name for name in (*plan.settled, *plan.lost) if name not in (*settled, *lost))]
-
-
-def _is_lost(step: Storage) -> bool:
-    from shardproof.errors import FormatError, NotCommittedError
-    from shardproof.format import lost_files, read_manifest
-
-    try:
-        return bool(lost_files(step, read_manifest(step)))
-    except (FormatError, NotCommittedError):
-        return False
 
 
 def _remove_empty_folders(run: str, older_than: float, now: float) -> None:

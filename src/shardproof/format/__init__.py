@@ -44,6 +44,7 @@ from shardproof.format.manifest import (
     Manifest,
     TensorRecord,
     manifest_version,
+    tensor_bytes,
 )
 from shardproof.format.manifest_text import SEAL_LENGTH, decode_manifest, encode_manifest
 from shardproof.format.references import (
@@ -129,5 +130,6 @@ __all__ = [
     "shard_tail",
     "size_error",
     "size_fault",
+    "tensor_bytes",
     "unreferenced_files",
 ]

@@ -29,6 +29,7 @@ __all__ = [
     "check_manifest",
     "is_folder_name",
     "manifest_version",
+    "tensor_bytes",
 ]
 
 FORMAT_VERSION = 1
@@ -48,6 +49,11 @@ class TensorRecord(msgspec.Struct, frozen=True, array_like=True, gc=False, forbi
     key: str
     dtype: str
     shape: tuple[_Size, ...]
+
+
+def tensor_bytes(record: TensorRecord) -> int:
+    """Bytes of a stored tensor's elements."""
+    return math.prod(record.shape) * DTYPES[record.dtype].itemsize
 
 
 class FileRecord(msgspec.Struct, frozen=True, gc=False):

@@ -1,4 +1,4 @@
-"""Work on stored checkpoints without a state: verify one, repair one, copy one to stand alone."""
+"""Works on stored checkpoints without a state: verifies, repairs, and makes standalone copies."""
 
 from __future__ import annotations
 

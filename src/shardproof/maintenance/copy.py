@@ -1,4 +1,4 @@
-"""A copy of a step that refers to no other step."""
+"""Copies a step so that the copy refers to no other step."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from shardproof.format import (
     shard_name,
     shard_tail,
 )
+from shardproof.maintenance.stored import close_all
 from shardproof.planning import ChunkTable, RankPlan, SharedPieces, prove_chunks, tensor_order
 from shardproof.saving import Attempt, PreparedShard, encode_chunks, publish
 from shardproof.storage import Sink, Storage, aligned_buffer
@@ -44,14 +45,14 @@ _log = logging.getLogger("shardproof")
 def make_standalone(
     source: Storage, target: Storage, *, on_progress: Callable[[int, int], None] | None = None
 ) -> Manifest:
-    """Copies a checkpoint so that the copy refers to no other step, every chunk verified on its way.
+    """Copies a checkpoint so that the copy refers to no other step. Verifies every chunk.
 
-    The copy has the same tensors, plain values, step, time, metadata and world size, whatever ranks saved
-    it; one process makes it. A step that refers to nothing may be copied, too.
+    One process makes the copy, whatever ranks saved the checkpoint. The copy has the same tensors, plain
+    values, step, time, metadata and world size. The source may, but need not, refer to other steps.
 
     Args:
         source: of the checkpoint.
-        target: where the copy goes; there must be no checkpoint.
+        target: of the copy. It must not hold a checkpoint.
         on_progress: called with bytes done and bytes in all.
 
     Returns:
@@ -60,18 +61,19 @@ def make_standalone(
     Raises:
         NotCommittedError: there is no checkpoint in `source`.
         AlreadyCommittedError: there is one in `target`.
-        CorruptChunkError, FormatError, TilingError: the source is damaged. Nothing is left of the copy.
+        CorruptChunkError, FormatError, TilingError: the source is damaged. The partial copy is removed.
         StorageError: a storage failed.
 
-    >>> import shardproof as sp, tempfile, torch
-    >>> from shardproof.storage import LocalStorage
-    >>> run = tempfile.mkdtemp()
-    >>> checkpointer = sp.Checkpointer(run, incremental=True)
-    >>> [checkpointer.save(step, {"w": torch.ones(4)}).result().reused for step in (1, 2)]
-    [0, 16]
-    >>> copy = make_standalone(LocalStorage(f"{run}/step-00000002"), LocalStorage(f"{run}/whole"))
-    >>> copy.step, len(copy.borrowed_files)
-    (2, 0)
+    Example:
+        >>> import shardproof as sp, tempfile, torch
+        >>> from shardproof.storage import LocalStorage
+        >>> run = tempfile.mkdtemp()
+        >>> checkpointer = sp.Checkpointer(run, incremental=True)
+        >>> [checkpointer.save(step, {"w": torch.ones(4)}).result().reused for step in (1, 2)]
+        [0, 16]
+        >>> copy = make_standalone(LocalStorage(f"{run}/step-00000002"), LocalStorage(f"{run}/whole"))
+        >>> copy.step, len(copy.borrowed_files)
+        (2, 0)
     """
     manifest = read_manifest(source)
     table = read_index(source, manifest)
@@ -97,9 +99,9 @@ class _Shard:
 
     rank: int
     rows: NDArray[np.int64]
-    """Rows of the source's table, in the order of the file."""
+    """Rows of the source's table, in the order of the copy's file."""
     byte_start: NDArray[np.int64]
-    """First byte of each in the file."""
+    """First byte of each row in the copy's file."""
     record: FileRecord
 
 
@@ -130,7 +132,7 @@ class _Copy:
         )
 
     def run(self) -> Manifest:
-        """Writes all files, then index and manifest."""
+        """Writes all shard files, then index and manifest."""
         manifest, attempt = self._manifest, self._attempt
         shards = list(self._shards())
         file, byte_start = np.zeros(len(self._table), np.int64), np.zeros(len(self._table), np.int64)
@@ -149,29 +151,28 @@ class _Copy:
         return copied
 
     def remove(self) -> None:
-        """Removes what was written, unless it was committed."""
+        """Removes the files of a copy that is not committed."""
         try:
             if self._target.size(MANIFEST_NAME) is None:
                 names = [shard_name(rank, self._attempt.id) for rank in self._ranks()]
                 for name in (*names, index_name(self._attempt.id)):
                     self._target.delete(name)
         except ShardproofError as error:
-            _log.warning("%s: what was copied stays (%s)", self._target.location, error)
+            _log.warning("%s: the partial copy could not be removed (%s)", self._target.location, error)
 
     def close(self) -> None:
         """Closes the files that reading opened."""
-        for storage in {id(storage): storage for storage, _ in self._files}.values():
-            storage.close()
+        close_all(self._files)
         self._target.close()
 
     def _rank_of_row(self) -> NDArray[np.int64]:
-        """The rank in whose file a chunk goes: its writer's, which may have been one of more ranks."""
+        """The rank whose file gets each chunk: its writer, modulo the world size of the checkpoint."""
         ranks = np.array([record.rank for record in self._manifest.files], np.int64)
         of_row: NDArray[np.int64] = ranks[self._table.file] if len(ranks) else np.zeros(0, np.int64)
         return of_row % self._manifest.world_size
 
     def _ranks(self) -> list[int]:
-        """Ranks of the files; where there is no chunk, one file holds the plain values."""
+        """Ranks of the files. Without chunks, rank 0 has a file for the plain values."""
         found: list[int] = np.unique(self._rank_of_row()).tolist()
         return found or ([0] if self._manifest.objects or self._manifest.tensors else [])
 
@@ -221,21 +222,20 @@ class _Copy:
         *,
         is_first: bool,
     ) -> PreparedShard:
-        table, tensors = self._table, self._manifest.tensors
+        table, tensors, boxes = self._table, self._manifest.tensors, self._table.boxes
         names: list[str] = []
         codes: list[str] = []
         shapes: list[tuple[int, ...]] = []
         for row in rows.tolist():
             record = tensors[int(table.tensor[row])]
             dtype = DTYPES[record.dtype]
-            box = slice(int(table.box_start[row]), int(table.box_start[row + 1]))
-            sizes = tuple(table.box_sizes[box].tolist())
-            names.append(chunk_name(record.key, table.box_offsets[box].tolist(), sizes))
+            offsets, sizes = boxes.pair(row)
+            names.append(chunk_name(record.key, offsets, sizes))
             codes.append(dtype.code)
             shapes.append((*sizes, dtype.parts) if dtype.parts > 1 else sizes)
-        held = [tensors[row] for row in np.unique(table.tensor[rows]).tolist()]
+        stored = [tensors[row] for row in np.unique(table.tensor[rows]).tolist()]
         empty = [record for record in tensors if 0 in record.shape] if is_first else []
-        declared = {record.key: (record.dtype, record.shape) for record in (*held, *empty)}
+        declared = {record.key: (record.dtype, record.shape) for record in (*stored, *empty)}
         nothing = np.zeros(0, np.int64)
         return PreparedShard(
             RankPlan(
@@ -260,7 +260,7 @@ class _Copy:
         )
 
     def _copy_chunk(self, row: int, writer: _Writer) -> list[bytes]:
-        """Copies and verifies a chunk; the digests of its blocks, if it has several."""
+        """Copies and verifies a chunk. Returns the digests of its blocks, if it has several."""
         table = self._table
         file, start, count = (int(column[row]) for column in (table.file, table.byte_start, table.byte_count))
         storage, name = self._files[file]
@@ -290,13 +290,13 @@ class _Writer:
         self._written = 0
 
     def room(self) -> memoryview:
-        """What is free of the buffer, never nothing."""
+        """The free part of the buffer, at least one byte."""
         if self._filled == _BUFFER:
             self._flush()
         return self._buffer[self._filled :]
 
     def advance(self, count: int) -> None:
-        """Takes the first bytes of `room` as filled."""
+        """Marks the first `count` bytes of `room` as filled."""
         self._filled += count
 
     def put(self, data: memoryview) -> None:
@@ -308,7 +308,7 @@ class _Writer:
             data = data[len(room) :]
 
     def finish(self) -> int:
-        """Writes the rest and flushes the file; its bytes."""
+        """Writes the rest and flushes the file. Returns the bytes of the file."""
         self._flush()
         self._sink.finish(self._written)
         return self._written

@@ -1,4 +1,4 @@
-"""A manifest from the shard files alone, for a checkpoint that lost its own."""
+"""Rebuilds the manifest and the index of a checkpoint from its shard files."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from shardproof.format import (
     read_index,
     read_manifest,
 )
+from shardproof.geometry import BoxTable
 from shardproof.maintenance.stored import FoundShard, VerifiedShard, find_shard, verify_shard
 from shardproof.planning import ChunkTable, prove_chunks
 from shardproof.saving import chunk_table, write_index
@@ -33,15 +34,23 @@ __all__ = ["repair"]
 def repair(storage: Storage) -> Manifest:
     """Rebuilds index and manifest from complete, verified shard files, and commits them.
 
-    Every chunk is read and compared with the digest that its file carries, and the tiling of every tensor is
-    proved. A manifest that is fine while its index is not says which files it wants. Without one, the
-    attempts that came as far as writing an index are the candidates, or else the complete ones; the newest
-    is taken. A step that was saved incrementally can be had back only if it happens to refer to no other
-    step: where its unchanged chunks lie, its manifest and index alone knew.
+    Repair compares every chunk with the digest in its file, and proves the tiling of every tensor. It changes
+    nothing before all checks have passed.
+
+    If the manifest is readable and only the index is damaged, the manifest names the files. Otherwise the
+    candidates are the attempts that wrote an index, or else those with all shard files; repair takes the
+    newest candidate. A step that refers to other steps cannot be repaired, because only its manifest and its
+    index know where the chunks lie that it did not write.
+
+    Args:
+        storage: of the checkpoint. Repair closes its files.
+
+    Returns:
+        The new manifest, with ``repaired`` set.
 
     Raises:
-        AlreadyCommittedError: manifest and index are fine; there is nothing to repair.
-        FormatError: shard files are missing or cut, or they contradict each other.
+        AlreadyCommittedError: manifest and index are readable; there is nothing to repair.
+        FormatError: shard files are missing or cut, or contradict each other.
         CorruptChunkError: the bytes of a chunk are damaged.
         TilingError: the chunks do not cover a tensor.
         StorageError: the storage failed.
@@ -58,7 +67,7 @@ def repair(storage: Storage) -> Manifest:
 
 
 def _intact_manifest(storage: Storage) -> Manifest | None:
-    """The manifest, if it is readable and only its index is not."""
+    """The manifest, if only the index is damaged; None if the manifest is. Raises if both are readable."""
     try:
         manifest = read_manifest(storage)
     except (NotCommittedError, FormatError):
@@ -87,7 +96,7 @@ def _intact_manifest(storage: Storage) -> Manifest | None:
 
 
 def _shards(storage: Storage, intact: Manifest | None) -> list[FoundShard]:
-    """The shard files of the attempt to rebuild, by rank, all of them."""
+    """All shard files of the attempt to rebuild, by rank."""
     attempts: dict[str, list[FoundShard]] = {}
     unreadable: list[str] = []
     for name in storage.list("shards"):
@@ -117,11 +126,10 @@ def _shards(storage: Storage, intact: Manifest | None) -> list[FoundShard]:
 def _candidates(
     storage: Storage, attempts: dict[str, list[FoundShard]], intact: Manifest | None, unreadable: list[str]
 ) -> list[str]:
-    """Attempts that may be what was committed here.
+    """Attempts that may have been committed here.
 
-    A save writes its index when every shard file is on stable storage. So where there is an index, an
-    attempt without one is a save that died, and an attempt with one must not be passed over for lack of a
-    shard.
+    A save writes its index when every shard file is on stable storage. So if any attempt has an index, an
+    attempt without one is a dead save. An attempt with an index is a candidate even if it lacks a shard.
     """
     if intact is not None:
         return [intact.attempt] if intact.attempt in attempts else []
@@ -132,8 +140,8 @@ def _candidates(
         if attempt not in attempts:
             raise FormatError(
                 f"{storage.location}: attempt {attempt} came as far as its index, and none of its shard "
-                f"files can be read ({'; '.join(unreadable) or 'there are none'}; one that was saved "
-                "incrementally, when nothing had changed, has none). It cannot be repaired: "
+                f"files can be read ({'; '.join(unreadable) or 'there are none'}; a step that was "
+                "saved incrementally has none if nothing had changed). It cannot be repaired: "
                 f"restore another step, or remove {index_name(attempt)} to repair an older attempt",
                 file="shards",
             )
@@ -163,7 +171,7 @@ def _name_of(intact: Manifest | None, chosen: str | None) -> str:
 
 
 def _check_alike(shards: list[VerifiedShard]) -> None:
-    """Shards of one save say the same of it."""
+    """Raises if two shards contradict each other about their save."""
     first = shards[0]
     for shard in shards:
         if shard.declared.save != first.declared.save:
@@ -175,7 +183,7 @@ def _check_alike(shards: list[VerifiedShard]) -> None:
 
 
 def _check_named(shards: list[VerifiedShard], intact: Manifest) -> None:
-    """The files are those that the manifest names, and declare the tensors that it has."""
+    """Raises if the files or their tensors are not those that the manifest names."""
     named = {record.name: record for record in intact.files}
     for shard in shards:
         if named.pop(shard.record.name, None) != shard.record:
@@ -198,7 +206,7 @@ def _check_named(shards: list[VerifiedShard], intact: Manifest) -> None:
 
 
 def _commit(storage: Storage, shards: list[VerifiedShard], intact: Manifest | None) -> Manifest:
-    """Checks all that is to be written as a reader would, and only then touches anything."""
+    """Checks the new index and manifest as a reader does, and only then changes the storage."""
     first = shards[0].declared
     tensors = _tensors(shards) if intact is None else intact.tensors
     table = _table(storage, shards, tensors)
@@ -228,7 +236,7 @@ def _commit(storage: Storage, shards: list[VerifiedShard], intact: Manifest | No
 
 
 def _tensors(shards: list[VerifiedShard]) -> tuple[TensorRecord, ...]:
-    """What the shards declare. Tied tensors that have no element are declared under each of their keys."""
+    """The tensors that the shards declare. An empty tied tensor is declared under each of its keys."""
     tensors: dict[str, TensorRecord] = {}
     for shard in shards:
         for key, (dtype, shape) in shard.declared.tensors.items():
@@ -254,22 +262,27 @@ def _objects(shards: list[VerifiedShard]) -> dict[str, Any]:
 
 
 def _table(storage: Storage, shards: list[VerifiedShard], tensors: tuple[TensorRecord, ...]) -> ChunkTable:
-    """The chunks of all shards, proved to tile the tensors."""
+    """The chunks of all shards. Proves that they tile the tensors."""
     row_of = {record.key: row for row, record in enumerate(tensors)}
-    boxes = [box for shard in shards for box in shard.boxes]
+    placed = [box for shard in shards for box in shard.boxes]
     chunks = [chunk for shard in shards for chunk in shard.chunks]
-    unknown = sorted({key for key, _, _ in boxes} - row_of.keys())
+    unknown = sorted({key for key, _, _ in placed} - row_of.keys())
     if unknown:
         raise FormatError(f"{storage.location}: the manifest does not know {unknown[0]!r}", file="shards")
+    boxes = BoxTable.of(
+        [len(offsets) for _, offsets, _ in placed],
+        np.array([value for _, offsets, _ in placed for value in offsets], np.int64),
+        np.array([value for _, _, sizes in placed for value in sizes], np.int64),
+    )
     table = chunk_table(
-        np.array([row_of[key] for key, _, _ in boxes], np.int64),
+        np.array([row_of[key] for key, _, _ in placed], np.int64),
         np.repeat(np.arange(len(shards)), [len(shard.chunks) for shard in shards]),
         np.array([start for _, _, _, start, _ in chunks], np.int64),
         np.array([stop - start for _, _, _, start, stop in chunks], np.int64),
         np.concatenate([shard.digests for shard in shards]),
-        np.append(0, np.cumsum([len(offsets) for _, offsets, _ in boxes], dtype=np.int64)),
-        np.array([value for _, offsets, _ in boxes for value in offsets], np.int64),
-        np.array([value for _, _, sizes in boxes for value in sizes], np.int64),
+        boxes.start,
+        boxes.offsets,
+        boxes.sizes,
     )
     try:
         prove_chunks(tensors, table, np.arange(len(tensors)))

@@ -1,7 +1,8 @@
-"""Shard files as they lie there: what they say of themselves, and whether their bytes are what they say."""
+"""Reads shard files on their own: what each declares, and whether its bytes match its digests."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -30,16 +31,16 @@ from shardproof.format import (
 )
 from shardproof.storage import Storage
 
-__all__ = ["Declared", "FoundShard", "VerifiedShard", "find_shard", "verify_shard"]
+__all__ = ["Declared", "FoundShard", "VerifiedShard", "close_all", "find_shard", "verify_shard"]
 
-_SPAN = 8 << 20
-"""Bytes read and hashed at once, whatever a chunk has."""
+_BUFFER = 8 << 20
+"""Bytes that are read and hashed at once."""
 
 _Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
 class Declared(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What a shard file says of itself and of the save that it is part of."""
+    """What a shard file declares of itself and of its save."""
 
     version: int
     attempt: str
@@ -53,11 +54,11 @@ class Declared(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     objects: dict[str, Any]
     metadata: dict[str, Any]
     base: str = ""
-    """Folder of the step whose chunks the save referred to where they had not changed; empty: none."""
+    """Folder of the step that the save refers to for unchanged chunks; empty: none."""
 
     @property
     def save(self) -> tuple[Any, ...]:
-        """What all shards of one save say alike."""
+        """The values that are equal in all shards of one save."""
         alike = (self.version, self.step, self.time, self.world_size, self.files, self.aliases, self.metadata)
         return *alike, self.base
 
@@ -67,7 +68,7 @@ _DECODER = msgspec.json.Decoder(Declared)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FoundShard:
-    """One shard file, by its header."""
+    """A shard file with a valid header."""
 
     name: str
     header: ShardHeader
@@ -76,7 +77,7 @@ class FoundShard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VerifiedShard:
-    """One shard file, its chunks verified against the digests that it carries."""
+    """A shard file whose chunks match the digests in it."""
 
     record: FileRecord
     declared: Declared
@@ -87,10 +88,10 @@ class VerifiedShard:
 
 
 def find_shard(storage: Storage, name: str) -> FoundShard:
-    """The shard file `name`, its header read and checked.
+    """Reads and checks the header of the shard file `name`.
 
     Raises:
-        FormatError: it is no shard file, is damaged, or was renamed.
+        FormatError: it is no shard file, its header is damaged, or it was renamed.
         StorageError: it cannot be read.
     """
     header = read_shard_header(storage, name)
@@ -109,8 +110,14 @@ def find_shard(storage: Storage, name: str) -> FoundShard:
     return FoundShard(name, header, declared)
 
 
+def close_all(files: Iterable[tuple[Storage, str]]) -> None:
+    """Closes each storage of `shardproof.format.locate_files` once."""
+    for storage in {id(storage): storage for storage, _ in files}.values():
+        storage.close()
+
+
 def _entries(header: ShardHeader) -> bytes:
-    """The entries as they were written, which the header's own digest is over, with the declaration."""
+    """The bytes of the entries, which the header's digest covers together with the declaration."""
     names, codes, shapes, starts, stops = ([entry[at] for entry in header.entries] for at in range(5))
     first = np.array(starts, np.int64)
     counts = np.array(stops, np.int64) - first
@@ -118,12 +125,12 @@ def _entries(header: ShardHeader) -> bytes:
 
 
 def verify_shard(storage: Storage, shard: FoundShard) -> VerifiedShard:
-    """Compares every chunk with the digest that the file carries.
+    """Compares every chunk with its digest in the file.
 
     Raises:
-        CorruptChunkError: one does not match.
-        FormatError: an entry is not what its name and the file's declaration say.
-        StorageError: it cannot be read.
+        CorruptChunkError: a chunk does not match.
+        FormatError: an entry contradicts its name or the declaration of the file.
+        StorageError: the file cannot be read.
     """
     name, header = shard.name, shard.header
     digests = read_chunk_digests(storage, name, header)
@@ -139,7 +146,7 @@ def verify_shard(storage: Storage, shard: FoundShard) -> VerifiedShard:
         digests_as_bytes(digests),
         advice="The file carries this digest itself and cannot be repaired: restore another step",
     )
-    buffer = memoryview(bytearray(min(_SPAN, max(counts, default=0))))
+    buffer = memoryview(bytearray(min(_BUFFER, max(counts, default=0))))
     for at, (start, count) in enumerate(zip(starts, counts, strict=True)):
         verifier.check_pieces(at, read_pieces(storage, name, start, count, buffer))
     size = header.entries[-1][4]
@@ -148,7 +155,7 @@ def verify_shard(storage: Storage, shard: FoundShard) -> VerifiedShard:
 
 
 def _box(name: str, entry: HeaderEntry, declared: Declared) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """The box that an entry holds, if the entry is of the type and shape that its tensor says."""
+    """Key, offsets and sizes of an entry. Raises if its dtype or shape is not that of its tensor."""
     title, code, shape, _, _ = entry
     try:
         key, offsets, sizes = parse_chunk_name(title)

@@ -1,4 +1,4 @@
-"""Proving that a checkpoint is whole, without a state to load it into."""
+"""Verifies that every byte of a checkpoint is what was saved."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from shardproof.format import (
     read_pieces,
     read_shard_header,
 )
+from shardproof.maintenance.stored import close_all
 from shardproof.planning import ChunkTable, prove_chunks
 from shardproof.storage import Storage
 
@@ -39,14 +40,14 @@ _BATCH_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What a verification found. It is good when there are no faults."""
+    """The result of `verify`. The checkpoint is whole if there are no faults."""
 
     location: str
     step: int | None
     files: int
     chunks: int
     bytes: int
-    """Bytes of chunks that were read and compared with their digests."""
+    """Bytes of chunks that were compared with their digests."""
     seconds: float
     faults: list[ShardproofError] = field(default_factory=list)
 
@@ -56,7 +57,7 @@ class VerifyReport:
         return not self.faults
 
     def to_json(self) -> dict[str, Any]:
-        """These facts as plain JSON values."""
+        """The report as plain JSON values."""
         return {
             "location": self.location,
             "step": self.step,
@@ -77,18 +78,31 @@ def verify(
 ) -> VerifyReport:
     """Reads a whole checkpoint and compares every byte with what was saved.
 
-    Manifest and index by their digests, the header of each shard file by the file's, each chunk by its own,
-    the padding by its value, the digests that a shard file carries by those of the index; and the chunks of
-    each tensor are proved to tile it. Files of other steps that it refers to are checked as its own are, but
-    for chunks that this checkpoint has no part in.
+    - Manifest, index, shard headers and chunks must match their digests.
+    - The digests in a shard file must be those of the index, and its padding must be zero.
+    - The chunks of each tensor must tile it.
+
+    Files of other steps are checked in the same way, except for chunks that this checkpoint does not use.
 
     Args:
-        storage: of the checkpoint.
+        storage: of the checkpoint. Verification closes its files.
         on_progress: called with bytes done and bytes in all.
-        borrowed_only: whether only files of other steps are read, beside manifest and index.
+        borrowed_only: True to read only manifest, index, and the files of other steps.
+
+    Returns:
+        The report. It has all faults but a missing manifest.
 
     Raises:
-        NotCommittedError: there is no manifest. All other faults are in the report.
+        NotCommittedError: there is no manifest.
+
+    Example:
+        >>> import shardproof as sp, tempfile, torch
+        >>> from shardproof.storage import LocalStorage
+        >>> folder = tempfile.mkdtemp()
+        >>> _ = sp.save(folder, {"w": torch.ones(4)})
+        >>> report = verify(LocalStorage(folder))
+        >>> report.ok, report.chunks, report.bytes
+        (True, 1, 16)
     """
     begun = time.monotonic()
     faults: list[ShardproofError] = []
@@ -121,7 +135,7 @@ def verify(
 
 
 def _placed(error: FormatError | StorageError, record: FileRecord) -> ShardproofError:
-    """An error of a shard file, which names the folder, too, if the file is another step's."""
+    """The error with the folder of the step in front of the file, if the file is another step's."""
     if not record.folder or error.details.get("file") != record.name:
         return error
     details = {**error.details, "file": record.place}
@@ -151,11 +165,10 @@ class _Checker:
 
     def close(self) -> None:
         """Closes the files that checking opened."""
-        for storage in {id(storage): storage for storage, _ in self._files}.values():
-            storage.close()
+        close_all(self._files)
 
     def check_file(self, file: int) -> None:
-        """Checks one shard file; what cannot be read at all is one fault."""
+        """Checks one shard file. A file that cannot be read is one fault."""
         record = self._manifest.files[file]
         storage, name = self._files[file]
         rows = np.flatnonzero(self._table.file == file)
@@ -182,10 +195,10 @@ class _Checker:
     def _carried_digests(
         self, record: FileRecord, storage: Storage, header: ShardHeader, rows: NDArray[np.int64]
     ) -> NDArray[np.uint64]:
-        """Digests of all chunks of a file: those of the index, or where it is borrowed those in the file.
+        """Digests of all chunks of a file: from the index, or from the file if it is another step's.
 
         Raises:
-            FormatError: a borrowed file does not hold a chunk, of the digest, that the index says it does.
+            FormatError: a file of another step does not list a chunk that the index has there.
         """
         if not record.folder:
             return self._table.digest[rows]
@@ -198,7 +211,7 @@ class _Checker:
             same &= starts[at] == self._table.byte_start[rows]
             same &= counts[at] == self._table.byte_count[rows]
             same &= (carried[at] == self._table.digest[rows]).all(axis=1)
-        same |= self._table.byte_count[rows] == 0  # shares its first byte with the chunk after it
+        same |= self._table.byte_count[rows] == 0  # an empty chunk begins at the first byte of the next one
         if not same.all():
             row = int(rows[int(same.argmin())])
             key = self._manifest.tensors[int(self._table.tensor[row])].key
@@ -214,8 +227,8 @@ class _Checker:
         """Compares chunks with their digests.
 
         Returns:
-            Digests of the blocks of those of several blocks, each None in a damaged chunk; None where the
-            file cannot be read.
+            Digests of the blocks of chunks with several blocks; None for each block of a damaged chunk. None
+            if the file cannot be read.
         """
         storage, name = self._files[file]
         table = self._table
@@ -251,7 +264,7 @@ class _Checker:
     def _check_chunk(
         self, verifier: ChunkVerifier, at: int, pieces: Iterator[memoryview], count: int
     ) -> list[bytes | None]:
-        """Digests of a chunk's blocks. In a damaged chunk, which is one fault, each is None."""
+        """Digests of a chunk's blocks; all None for a damaged chunk, which is one fault."""
         try:
             return [*verifier.check_pieces(at, pieces)]
         except CorruptChunkError as fault:
@@ -259,7 +272,7 @@ class _Checker:
             return [None] * int(block_counts(np.array([count]))[0])
 
     def _check_tail(self, file: int, rows: NDArray[np.int64], blocks: list[bytes | None]) -> None:
-        """Padding and the shard's own tables of digests, the last bytes of the file."""
+        """Checks the last bytes of a file: padding and the tables of digests."""
         record, chunks = self._manifest.files[file], self._table
         storage, name = self._files[file]
         end = record.data_start

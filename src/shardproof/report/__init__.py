@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from shardproof.checkpointer import PrunePlan, StepInfo, plan_prune, scan_run
 from shardproof.report.detail import ObjectDetail, TensorDetail, detail, spelled
 from shardproof.report.difference import Difference, diff, structure_changes
-from shardproof.report.pruning import PrunePlan, plan_prune
-from shardproof.report.runs import StepInfo, scan_run
 from shardproof.report.summary import Folded, Summary, fold, summarise, tensor_bytes
 
 __all__ = [

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from shardproof.dtypes import DTYPES
-from shardproof.format import Manifest, TensorRecord
+from shardproof.format import Manifest, TensorRecord, tensor_bytes
 from shardproof.planning import ChunkTable
 
 __all__ = [
@@ -124,11 +124,6 @@ def _pattern(template: tuple[str | None, ...], numbers: tuple[frozenset[int], ..
             word = f"{{{index_ranges(level)}}}" if len(level) > 1 else str(next(iter(level)))
         words.append(word)
     return ".".join(words)
-
-
-def tensor_bytes(record: TensorRecord) -> int:
-    """Bytes of a stored tensor's elements."""
-    return math.prod(record.shape) * DTYPES[record.dtype].itemsize
 
 
 @dataclass(frozen=True, slots=True)

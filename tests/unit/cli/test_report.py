@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shardproof.checkpointer import plan_prune
 from shardproof.format import MANIFEST_NAME, read_index, read_manifest
-from shardproof.report import Summary, TensorDetail, detail, plan_prune, scan_run, summarise
+from shardproof.report import Summary, TensorDetail, detail, scan_run, summarise
 from shardproof.report.detail import ObjectDetail, spelled
 from shardproof.storage import LocalStorage
 from tests.unit.cli.samples import Sample, model, rows_cut, write

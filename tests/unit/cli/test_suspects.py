@@ -110,16 +110,16 @@ def test_prune_removes_what_dead_saves_of_suspects_left(call: Any, run_folder: P
 def test_a_suspect_saved_again_meanwhile_is_spared(
     call: Any, run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import shardproof.report
+    import shardproof.checkpointer
 
-    plan_prune = shardproof.report.plan_prune
+    plan_prune = shardproof.checkpointer.plan_prune
 
     def planned(*args: Any, **options: Any) -> Any:
         plan = plan_prune(*args, **options)
         write(run_folder / "suspect-00000002", Sample(STATE, step=2, attempt="again"))
         return plan
 
-    monkeypatch.setattr(shardproof.report, "plan_prune", planned)
+    monkeypatch.setattr(shardproof.checkpointer, "plan_prune", planned)
     told = json.loads(call("prune", run_folder, "--keep", 2, "--yes", "--json")[1])
     assert (told["settled"], told["committed_meanwhile"]) == (["suspect-00000002"], ["suspect-00000002"])
     assert call("verify", run_folder / "suspect-00000002")[0] == 0

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,58 +13,25 @@ from safetensors import safe_open
 import shardproof as sp
 from shardproof.checkpointer.retention import delete_steps, leftovers, remove_leftover
 from shardproof.checkpointer.step_folders import step_name
-from shardproof.errors import CorruptChunkError, FormatError, NotCommittedError, StorageError
+from shardproof.errors import CorruptChunkError, FormatError, StorageError
 from shardproof.format import MANIFEST_NAME, read_manifest, read_shard_header
-from shardproof.maintenance import make_standalone, repair, verify
+from shardproof.maintenance import make_standalone, verify
 from shardproof.report import scan_run
 from shardproof.saving.incremental import match_base
 from shardproof.storage import ALIGNMENT, LocalStorage
 from shardproof.storage.sink import LocalSink
-
-MODEL_BYTES = 4 * 300 * 70
-
-
-def state(model: float, optimizer: float) -> dict[str, Any]:
-    """A model of two tensors, an optimizer of one, a plain value."""
-    return {
-        "model": {
-            "a": torch.arange(300.0 * 40).reshape(300, 40) + model,
-            "b": torch.arange(300.0 * 30).reshape(300, 30) - model,
-        },
-        "optimizer": torch.full((7000,), float(optimizer)),
-        "epoch": int(optimizer),
-    }
-
-
-def loaded(root: Path, step: int) -> dict[str, Any]:
-    target = state(-1, -1)
-    sp.load(root / step_name(step), target)
-    return target
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-
-
-def saver(root: Path, **options: Any) -> sp.Checkpointer:
-    return sp.Checkpointer(root, incremental=True, **options)
-
-
-def save(checkpointer: sp.Checkpointer, step: int, what: Any, **options: Any) -> sp.SaveResult:
-    return checkpointer.save(step, what, **options).result()
-
-
-def files(root: Path, step: int) -> list[str]:
-    folder = root / step_name(step)
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-
-
-def assert_whole(root: Path, step: int, expected: Any) -> None:
-    report = verify(LocalStorage(root / step_name(step)))
-    assert report.ok, report.faults
-    assert same(loaded(root, step), expected)
+from tests.unit.saving.incremental_samples import (
+    MODEL_BYTES,
+    assert_whole,
+    files,
+    loaded,
+    same,
+    save,
+    saver,
+    shard_of,
+    spoil,
+    state,
+)
 
 
 def test_large_chunks_that_changed_begin_in_their_pages_as_all_do(tmp_path: Path) -> None:
@@ -360,17 +325,6 @@ def test_a_run_that_was_rolled_back_refers_to_its_own_line(tmp_path: Path) -> No
 # Damage.
 
 
-def spoil(path: Path, at: int = 20_000) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[at] ^= 1
-    path.write_bytes(raw)
-
-
-def shard_of(root: Path, step: int) -> Path:
-    (path,) = (root / step_name(step) / "shards").iterdir()
-    return path
-
-
 def test_verify_follows_references(tmp_path: Path) -> None:
     checkpointer = saver(tmp_path)
     for step in (1, 2):
@@ -463,92 +417,3 @@ def test_a_base_that_cannot_be_read_is_no_base(
         assert save(saver(tmp_path), 2, state(0, 2)).reused == 0
     assert "cannot be read" in caplog.text
     assert_whole(tmp_path, 2, state(0, 2))
-
-
-def test_repair_of_an_incremental_step(tmp_path: Path) -> None:
-    checkpointer = saver(tmp_path)
-    save(checkpointer, 1, state(0, 1))
-    save(checkpointer, 2, state(3, 2))  # all changed: its own files have all
-    save(checkpointer, 3, state(3, 3))
-    save(checkpointer, 4, {"model": state(3, 3)["model"]})  # no file of its own
-    (tmp_path / step_name(2) / MANIFEST_NAME).unlink()
-    manifest = repair(LocalStorage(tmp_path / step_name(2)))
-    assert manifest.repaired
-    for step in (1, 2, 3):
-        assert_whole(tmp_path, step, state(0, 1) if step == 1 else state(3, step))
-    for lost in ("index", "manifest.json"):
-        (path,) = (tmp_path / step_name(3)).glob(f"{lost}*")
-        path.unlink()
-        with pytest.raises(FormatError, match="saved incrementally.*restore another step"):
-            repair(LocalStorage(tmp_path / step_name(3)))
-    (tmp_path / step_name(4) / MANIFEST_NAME).unlink()
-    with pytest.raises(FormatError, match="saved incrementally"):
-        repair(LocalStorage(tmp_path / step_name(4)))
-
-
-# A step made whole.
-
-
-def test_a_standalone_copy(tmp_path: Path) -> None:
-    checkpointer = saver(tmp_path / "run")
-    for step in (1, 2, 3):
-        save(checkpointer, step, state(step // 3, step), metadata={"loss": 1.5, "step": step})
-    source = tmp_path / "run" / step_name(3)
-    seen: list[tuple[int, int]] = []
-    make_standalone(
-        LocalStorage(source),
-        LocalStorage(tmp_path / "whole"),
-        on_progress=lambda done, total: seen.append((done, total)),
-    )
-    assert seen[-1] == (MODEL_BYTES + 28_000, MODEL_BYTES + 28_000)
-    one, other = read_manifest(LocalStorage(source)), read_manifest(LocalStorage(tmp_path / "whole"))
-    for name in ("step", "time", "world_size", "metadata", "tensors", "aliases", "objects", "repaired"):
-        assert getattr(one, name) == getattr(other, name)
-    assert other.version == 1 and other.borrowed_files == () and other.attempt != one.attempt
-    delete_steps(LocalStorage(tmp_path / "run"), [step_name(step) for step in (1, 2, 3)])
-    assert list((tmp_path / "run").iterdir()) == []
-    assert verify(LocalStorage(tmp_path / "whole")).ok
-    target = state(-1, -1)
-    sp.load(tmp_path / "whole", target)
-    assert same(target, state(1, 3))
-    (tmp_path / "whole" / MANIFEST_NAME).unlink()
-    assert repair(LocalStorage(tmp_path / "whole")).objects == one.objects
-    assert verify(LocalStorage(tmp_path / "whole")).ok
-
-
-@pytest.mark.parametrize(
-    "what",
-    [
-        {"epoch": 3, "name": "only plain values"},
-        {"none": torch.zeros(0, 3)},
-        {"odd": torch.ones(3, dtype=torch.uint8), "z": torch.ones(2, 2, dtype=torch.complex64), "n": 1},
-        {"big": torch.arange(5_000_000.0), "tied": torch.ones(3)},
-    ],
-    ids=["plain", "empty", "odd", "big"],
-)
-def test_a_standalone_copy_of_anything(tmp_path: Path, what: dict[str, Any]) -> None:
-    sp.save(tmp_path / "a", what, step=4)
-    make_standalone(LocalStorage(tmp_path / "a"), LocalStorage(tmp_path / "b"))
-    assert verify(LocalStorage(tmp_path / "b")).ok
-    with sp.open(tmp_path / "a") as one, sp.open(tmp_path / "b") as other:
-        assert one.keys() == other.keys()
-        for key in one:
-            a, b = one[key], other[key]
-            assert torch.equal(a.read(), b.read()) if hasattr(a, "read") else a == b
-
-
-def test_a_copy_of_a_damaged_step_leaves_nothing(tmp_path: Path) -> None:
-    checkpointer = saver(tmp_path / "run")
-    for step in (1, 2):
-        save(checkpointer, step, state(0, step))
-    spoil(shard_of(tmp_path / "run", 1))
-    with pytest.raises(CorruptChunkError, match="copy another step"):
-        make_standalone(LocalStorage(tmp_path / "run" / step_name(2)), LocalStorage(tmp_path / "b"))
-    assert not list((tmp_path / "b").rglob("*.*"))
-    with pytest.raises(NotCommittedError):
-        make_standalone(LocalStorage(tmp_path / "nothing"), LocalStorage(tmp_path / "b"))
-    with pytest.raises(sp.AlreadyCommittedError):
-        make_standalone(
-            LocalStorage(tmp_path / "run" / step_name(2)), LocalStorage(tmp_path / "run" / step_name(1))
-        )
-    assert json.loads((tmp_path / "run" / step_name(1) / MANIFEST_NAME).read_text())["step"] == 1

@@ -1,4 +1,4 @@
-"""The checkpoints and leftovers in a run's folder, step by step."""
+"""Lists the checkpoints and leftovers in a run's folder, step by step."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from shardproof.checkpointer.step_folders import SETTLED_NAME, is_ours, parse_folder
+from shardproof.checkpointer.suspects import read_settled
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.format import (
     MANIFEST_NAME,
@@ -16,8 +18,8 @@ from shardproof.format import (
     lost_files,
     read_manifest,
     references_in,
+    tensor_bytes,
 )
-from shardproof.report.summary import tensor_bytes
 from shardproof.storage import Storage
 
 __all__ = ["StepInfo", "scan_run"]
@@ -31,10 +33,16 @@ class StepInfo:
     """The folder in the run; "." for the run's folder itself."""
     step: int | None
     status: str
-    """"committed", "suspect" (committed, but validation failed there, not settled), "settled" (a suspect
-    with a `verdict`), "leftover" (no manifest), "lends" (no checkpoint any more, but other steps refer to its
-    files), "damaged" (its manifest is, or a file is missing), or "unreadable": the storage failed, which says
-    nothing about the checkpoint."""
+    """One of:
+
+    - "committed";
+    - "suspect": committed, and its validation failed and is not settled;
+    - "settled": a suspect with a `verdict`;
+    - "leftover": without a manifest;
+    - "lends": deleted, except for files that other steps refer to;
+    - "damaged": its manifest is damaged, or a file is missing or cut;
+    - "unreadable": the storage failed, which says nothing about the checkpoint.
+    """
     reason: str | None
     """Why it is not committed."""
     time: float | None
@@ -68,7 +76,7 @@ class StepInfo:
 
     @property
     def whole(self) -> bool:
-        """Whether it is a checkpoint that can be read, a suspect's or a step's."""
+        """Whether it is a readable checkpoint, of a step or of a suspect."""
         return self.status in ("committed", "suspect", "settled")
 
     def to_json(self) -> dict[str, Any]:
@@ -79,16 +87,19 @@ class StepInfo:
 def scan_run(storage: Storage, *, sizes: bool = False) -> list[StepInfo]:
     """Every checkpoint in a run's folder, oldest step first, and the leftovers among them.
 
-    Folders named ``step-...`` and ``suspect-...`` count when they hold any file that shardproof writes, or
-    cannot be looked at; other folders (and the run's folder itself) when they hold a manifest. Only manifests
-    are read; `shardproof.maintenance.verify` checks the bytes.
+    The scan reads only manifests; `shardproof.maintenance.verify` checks the bytes.
 
     Args:
         storage: the run's folder.
-        sizes: also check the size of every shard file; a truncated file is damage.
-    """
-    from shardproof.checkpointer import SETTLED_NAME, is_ours, parse_folder
+        sizes: whether to check the size of every shard file, too. A truncated file is damage.
 
+    Returns:
+        One entry for each folder named ``step-...`` or ``suspect-...`` that has a file of shardproof, or that
+        cannot be listed. One for each other folder, and for the run's folder, that has a manifest.
+
+    Raises:
+        StorageError: the storage cannot list the run.
+    """
     found = []
     references = references_in(storage)
     for folder in (".", *storage.folders()):
@@ -124,10 +135,10 @@ def _step_info(
     lent, users = set(references.files(name)), tuple(references.users(name))
     try:
         manifest = read_manifest(place)
-        cut = lost_files(place, manifest) if sizes else _gone(place, manifest)
+        cut = lost_files(place, manifest) if sizes else _lost_elsewhere(place, manifest)
     except NotCommittedError:
         if lent:
-            return _lender(place, name, step, files, lent, users)
+            return _lending(place, name, step, files, lent, users)
         reason = "no manifest: the save died, or is still in progress"
         return _without_manifest(place, name, step, files, "leftover", reason)
     except FormatError as error:
@@ -160,8 +171,6 @@ def _step_info(
 
 def _suspect(place: Storage, info: StepInfo) -> StepInfo:
     """`info` with the status and verdict of a suspect."""
-    from shardproof.checkpointer import read_settled
-
     try:
         settled = read_settled(place)
     except StorageError as error:
@@ -176,13 +185,13 @@ def _suspect(place: Storage, info: StepInfo) -> StepInfo:
     return replace(info, status="settled", reason=verdict)
 
 
-def _gone(place: Storage, manifest: Manifest) -> dict[str, str]:
+def _lost_elsewhere(place: Storage, manifest: Manifest) -> dict[str, str]:
     """Missing files of other steps: place to a description of the fault."""
     borrowed = msgspec.structs.replace(manifest, files=manifest.borrowed_files)
     return lost_files(place, borrowed)
 
 
-def _lender(
+def _lending(
     place: Storage, name: str, step: int | None, files: set[str], lent: set[str], users: tuple[str, ...]
 ) -> StepInfo:
     size = sum(place.size(file) or 0 for file in files & lent)

@@ -1,49 +1,56 @@
-"""What `prune` would remove from a run's folder, and why."""
+"""Removes from a run what dead saves left, steps beyond those to keep, and steps past repair."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from shardproof.format import references_in
-from shardproof.report.runs import scan_run
+from shardproof.checkpointer.retention import (
+    KeepLatest,
+    Leftover,
+    delete_steps,
+    leftovers,
+    plan_removal,
+    remove_leftover,
+)
+from shardproof.checkpointer.scan import scan_run
+from shardproof.checkpointer.step_folders import is_ours, parse_step
+from shardproof.checkpointer.suspects import read_settled
+from shardproof.errors import FormatError, NotCommittedError
+from shardproof.format import lost_files, read_manifest, references_in
 from shardproof.storage import Storage
 
-if TYPE_CHECKING:
-    from shardproof.checkpointer import Leftover
-
-__all__ = ["PrunePlan", "plan_prune"]
+__all__ = ["PrunePlan", "plan_prune", "prune"]
 
 
 @dataclass(frozen=True, slots=True)
 class PrunePlan:
-    """What goes and what stays."""
+    """What `prune` removes from a run, and what stays."""
 
     leftovers: tuple[Leftover, ...]
-    """Of dead saves: to be removed."""
+    """To remove: files of dead saves."""
     steps: tuple[str, ...]
-    """Folders of committed steps beyond those to keep: to be removed."""
+    """To remove: folders of committed steps beyond those to keep."""
     steps_bytes: int
-    """Of these, and of the settled suspects."""
+    """Bytes of `steps` and `settled`."""
     settled: tuple[str, ...]
-    """Folders of settled suspects older than a step that is kept: to be removed."""
+    """To remove: folders of settled suspects older than a step that stays."""
     unsettled: tuple[str, ...]
-    """Folders of suspects that are not settled: they stay."""
+    """These stay: folders of unsettled suspects."""
     young: tuple[Leftover, ...]
-    """Not named by a manifest, but too young to say that their save is dead: they stay."""
+    """These stay: files that no manifest names, and whose save may still be under way."""
     damaged: tuple[str, ...]
-    """Folders whose manifest or index cannot be used: they stay, for `repair`."""
+    """These stay, for `repair`: folders with a damaged manifest or index."""
     beyond_repair: tuple[str, ...]
-    """Folders of committed steps whose shard files are missing or cut, and that stay."""
+    """These stay: folders of committed steps whose shard files are missing or cut."""
     lost: tuple[str, ...]
-    """The same, to be removed."""
+    """To remove: folders of committed steps whose shard files are missing or cut."""
     lost_bytes: int
     lent: dict[str, list[str]]
-    """Folders whose files stay in part although their step is, or has been, removed: to the folders of the
-    steps that refer to these files."""
+    """Folders of removed steps some of whose files stay, to the folders of the steps that refer to these."""
     unknown: tuple[str, ...]
-    """Folders whose manifests cannot be read. They may refer to files of other steps, so none of those go."""
+    """Folders with unreadable manifests. They may refer to any file of other steps, so such files stay."""
 
     @property
     def bytes(self) -> int:
@@ -69,19 +76,20 @@ def plan_prune(
     keep: int | None = None,
     damaged: bool = False,
 ) -> PrunePlan:
-    """Looks at a run and plans; removes nothing.
+    """Plans what `prune` removes from a run. Removes nothing.
 
     Args:
         storage: the run's folder.
-        modified: when the file of this name was last written, Unix seconds; None if it is gone.
-        older_than: seconds for which a leftover, or a damaged step, must not have been written to.
+        modified: the time of the last write to a file, Unix seconds; None if it is gone.
+        older_than: seconds since the last write to a leftover, or to a damaged step, before it may go.
         now: Unix seconds.
-        keep: committed steps to keep, the newest; None for all, and all suspects. A damaged step is not one
-            of them.
-        damaged: whether steps that cannot be repaired go.
-    """
-    from shardproof.checkpointer import KeepLatest, leftovers, parse_step, plan_removal
+        keep: how many of the newest committed steps to keep; damaged ones do not count. None: all steps and
+            all suspects.
+        damaged: whether to remove steps past repair.
 
+    Raises:
+        StorageError: the storage failed.
+    """
     references = references_in(storage)
     found = leftovers(storage, modified, references)
     old = [leftover for leftover in found if leftover.older_than(older_than, now)]
@@ -90,7 +98,7 @@ def plan_prune(
     committed = [step for step, info in scanned.items() if info.committed]
     kept = set(committed) if keep is None else KeepLatest(keep).select(committed)
     young = tuple(leftover for leftover in found if leftover not in old)
-    # A save that may be replacing a step is not to lose its files with it.
+    # A save under way may be replacing a step in one of these folders.
     busy = {leftover.folder for leftover in young}
     gone = [
         info
@@ -143,7 +151,32 @@ def plan_prune(
     )
 
 
-def _ours(storage: Storage, folder: str) -> list[str]:
-    from shardproof.checkpointer import is_ours
+def prune(storage: Storage, plan: PrunePlan) -> list[str]:
+    """Removes what a plan names.
 
+    Args:
+        storage: the run's folder.
+        plan: of this run.
+
+    Returns:
+        Folders that stay, because a save committed them after the plan was made.
+
+    Raises:
+        StorageError: the storage failed. Some of the files may be gone.
+    """
+    spared = [leftover.folder for leftover in plan.leftovers if not remove_leftover(storage, leftover)]
+    lost = [name for name in plan.lost if _is_lost(storage.within(name))]
+    settled = [name for name in plan.settled if read_settled(storage.within(name)) is not None]
+    delete_steps(storage, [*plan.steps, *settled, *lost])
+    return [*spared, *(name for name in (*plan.settled, *plan.lost) if name not in (*settled, *lost))]
+
+
+def _is_lost(step: Storage) -> bool:
+    try:
+        return bool(lost_files(step, read_manifest(step)))
+    except (FormatError, NotCommittedError):
+        return False
+
+
+def _ours(storage: Storage, folder: str) -> list[str]:
     return [name for name in storage.list(folder) if is_ours(name.removeprefix(f"{folder}/"), folder)]
