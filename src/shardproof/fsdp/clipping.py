@@ -1,4 +1,4 @@
-"""The norm of gradients that are sharded in different ways, and clipping by it."""
+"""Clips gradients by their norm over parameters that are sharded in different ways."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scales gradients so that their norm over all parameters and ranks is at most `max_norm`. A collective.
 
-    Each element counts once: shards, even, uneven or empty, are summed over the mesh dimensions that shard
-    them, and replicas are not. Parameters on different meshes may be mixed.
+    Each element counts once. Shards (even, uneven or empty) are summed over the mesh dimensions that shard
+    them; replicas are not. Parameters may be on different meshes.
 
     Args:
-        parameters: a module or parameters, the same ones on all ranks, with or without gradients.
-        max_norm: infinity to find the norm only.
-        norm_type: p of the norm, or infinity.
-        different_over: a group over whose ranks plain and sharded parameters of the same name are different
-            ones: experts that are not DTensors of the expert parallel mesh. Call it for them alone.
+        parameters: a module or parameters, the same on all ranks, with or without gradients.
+        max_norm: the largest norm that is allowed; infinity to compute the norm only.
+        norm_type: p of the p-norm, or infinity.
+        different_over: a group whose ranks have different parameters under one name, such as experts that are
+            not DTensors of the expert parallel mesh. Pass only such parameters together with it.
 
     Returns:
-        The norm before, float32, on the gradients' device: the same on all ranks.
+        The norm before clipping, a float32 scalar on the gradients' device; the same on all ranks.
 
     Raises:
         ValueError: there are no parameters.
@@ -57,8 +57,8 @@ def clip_grad_norm_(
     infinite = norm_type == float("inf")
     operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
     powers = []
-    for groups, held in kinds.values():
-        norms = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float32) for g in held if g.numel()]
+    for groups, shards in kinds.values():
+        norms = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float32) for g in shards if g.numel()]
         power = torch.zeros((), dtype=torch.float32, device=device)
         if norms and infinite:
             power = torch.stack(norms).max()
@@ -75,7 +75,7 @@ def clip_grad_norm_(
 
 
 def _groups(parameter: torch.Tensor) -> list[ProcessGroup]:
-    """Groups over which parts of the parameter lie."""
+    """Groups whose ranks hold different parts of the parameter."""
     if not isinstance(parameter, DTensor):
         return []
     mesh = parameter.device_mesh

@@ -1,4 +1,4 @@
-"""A flat buffer: the shard that a rank keeps, the whole that it computes with, and gradients on their way."""
+"""A flat buffer: the shard that a rank owns, the gathered whole, and the gradients to reduce."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ __all__ = ["FlatBuffer"]
 
 
 class FlatBuffer:
-    """Parameters of one dtype and alignment class of a unit.
+    """The parameters of a unit with one dtype and one alignment class, as one tensor.
 
     Args:
-        packing: where they lie.
-        ranks: that hold it.
+        packing: the place of each parameter in the buffer.
+        ranks: the ranks that share the buffer.
         parameters: in the packing's order.
         master: dtype of the shard.
         compute: dtype of the whole.
-        reduce: dtype of gradients on their way.
-        keep: whether the whole is kept between uses. Then the shard is part of its memory, if of its dtype.
-        device: of both.
+        reduce: dtype in which gradients are reduced.
+        keep: whether to keep the whole between uses. The shard is then a view of it, if the dtypes are equal.
+        device: of shard and whole.
     """
 
     def __init__(
@@ -52,16 +52,16 @@ class FlatBuffer:
 
     @property
     def device(self) -> torch.device:
-        """Where shard and whole are."""
+        """Device of shard and whole."""
         return self.shard.device
 
     @property
     def trainable(self) -> bool:
-        """Whether any parameter wants a gradient."""
+        """Whether any parameter requires a gradient."""
         return any(parameter.sharded.requires_grad for parameter in self.parameters)
 
     def allocate(self, device: torch.device) -> None:
-        """New memory. The shard is zero, so that padding is."""
+        """Allocates shard and whole. The shard is zero, because its padding must be."""
         self.whole = torch.empty(self.packing.size, dtype=self.compute, device=device)
         self.guard = _unsafe_preserve_version_counter(self.whole)
         if self.in_place:
@@ -70,12 +70,12 @@ class FlatBuffer:
             self.shard = torch.zeros(self.packing.shard, dtype=self.master, device=device)
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's range of a buffer of the whole size."""
+        """This rank's range of a buffer of the whole size, as a view."""
         first = self.ranks.index * self.packing.shard
         return whole[first : first + self.packing.shard]
 
     def bind(self, requires_grad: list[bool]) -> None:
-        """Makes sharded and whole parameters views of new memory. The whole is to be gathered again."""
+        """Makes sharded and whole parameters views of new memory. The whole must be gathered again."""
         self._bind_shards(requires_grad)
         for parameter in self.parameters:
             parameter.bind_whole(self.whole)
@@ -89,8 +89,8 @@ class FlatBuffer:
     def gather(self, lane: Lane) -> Done:
         """Starts to fill the whole from the shards of all ranks.
 
-        This writes to memory that tensors saved for backward are views of. What is written are the values
-        that were there, so the version counter of those tensors is to be put back: by `guard`, at the end.
+        Tensors saved for backward are views of this memory. The gather writes the values that they had, so
+        their version counter must be restored: the caller does so with `guard`, at the end.
         """
         if self.keep:
             self.guard = _unsafe_preserve_version_counter(self.whole)
@@ -106,7 +106,7 @@ class FlatBuffer:
             return lane.end(all_gather(self.whole, own, self.ranks.shard_group))
 
     def gathered(self) -> torch.Tensor:
-        """A new buffer with the shards of all ranks, in the master dtype. Waits for it."""
+        """Gathers the shards of all ranks into a new buffer of the master dtype, and waits for it."""
         whole = torch.empty(self.packing.size, dtype=self.master, device=self.device)
         with torch.no_grad():
             own = self.own(whole).copy_(self.shard)
@@ -115,9 +115,9 @@ class FlatBuffer:
         return whole
 
     def free(self) -> None:
-        """Gives the whole's memory back. Views of it, saved for backward, are filled again by `gather`.
+        """Frees the memory of the whole. `gather` fills it again, and with it the views saved for backward.
 
-        Until then backward refuses them: their version is another.
+        Until then the version of these views differs, so that backward refuses them.
         """
         if not self.keep:
             self.guard = _unsafe_preserve_version_counter(self.whole)
@@ -125,17 +125,17 @@ class FlatBuffer:
             torch.autograd.graph.increment_version(self.whole)
 
     def add_gradient(self, parameter: UnitParameter, gradient: torch.Tensor, memory: torch.Tensor) -> None:
-        """Takes a gradient of a whole parameter. `memory` is for all gradients, of the whole size."""
+        """Adds the gradient of a whole parameter to `memory`, which has the whole size."""
         self.gradients = memory
-        place = memory[parameter.start : parameter.stop].view(parameter.shape)
+        view = memory[parameter.start : parameter.stop].view(parameter.shape)
         if parameter.member in self.arrived:
-            place.add_(gradient)
+            view.add_(gradient)
         else:
-            place.copy_(gradient)
+            view.copy_(gradient)
             self.arrived.add(parameter.member)
 
     def take_gradients(self) -> tuple[torch.Tensor, frozenset[int]]:
-        """The gradients of all parameters, zero where none arrived, and for which ones any did."""
+        """The gradients of all parameters (zero for those without), and the members that have one."""
         memory, arrived = self.gradients, frozenset(self.arrived)
         assert memory is not None
         for parameter in self.parameters:
@@ -145,17 +145,17 @@ class FlatBuffer:
         return memory, arrived
 
     def drop_gradients(self) -> None:
-        """Forgets gradients that arrived."""
+        """Drops the gradients."""
         self.gradients = None
         self.arrived.clear()
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def adopt(self) -> None:
-        """Takes what was put in the place of parameters (`to_empty`, `to`, `load_state_dict(assign=True)`).
+        """Copies tensors that replaced the parameters (`to_empty`, `to`, `load_state_dict(assign=True)`).
 
         Raises:
-            ValueError: it has another shape or dtype.
+            ValueError: a tensor has another shape or dtype.
         """
         found = [parameter.current() for parameter in self.parameters]
         values = [p.values_of(tensor.detach()) for p, tensor in zip(self.parameters, found, strict=True)]

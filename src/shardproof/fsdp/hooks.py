@@ -1,4 +1,4 @@
-"""Hooks that tell the schedule where in forward and backward a unit is."""
+"""Hooks that report a unit's forward and backward to the schedule."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SCHEDULE = "_shardproof_schedule"
 
 
 def install(unit: Unit) -> None:
-    """Adds the hooks to the unit's module."""
+    """Installs the hooks in the unit's module."""
     unit.module.register_forward_pre_hook(partial(_before_forward, unit), prepend=True, with_kwargs=True)
     unit.module.register_forward_hook(partial(_after_forward, unit), always_call=True)
     unit.module.register_state_dict_pre_hook(partial(_settle, unit))  # type: ignore[no-untyped-call]
@@ -28,7 +28,7 @@ def install(unit: Unit) -> None:
 
 
 def _schedule(unit: Unit) -> Schedule:
-    """The schedule of the outermost module that ran with this unit in it. Made at its first forward."""
+    """The schedule of the outermost module around this unit. The first forward makes it."""
     schedule = unit.__dict__.get(_SCHEDULE)
     if schedule is None:
         units = units_in(unit.module)
@@ -62,7 +62,7 @@ def _after_forward(unit: Unit, module: nn.Module, args: Any, output: Any) -> Any
 
 
 def _settle(unit: Unit, *details: Any) -> None:
-    """After a pass that failed the module still has gathered parameters; `assign=True` gives it others."""
+    """Restores sharded parameters after a failed pass, and adopts those that `assign=True` replaced."""
     unit.show_sharded()
     unit.adopt_changes()
 
@@ -73,19 +73,19 @@ def _before_backward(unit: Unit, gradient: torch.Tensor) -> None:
 
 def _watch_inputs(unit: Unit, inputs: Any) -> Any:
     leaves, structure = tree_flatten(inputs)
-    places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    if not places:
+    positions = [k for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if not positions:
         return inputs
     if not is_backward():
         unit.calls += 1
-    passed = _LeaveBackward.apply(unit, *(leaves[k] for k in places))  # type: ignore[no-untyped-call]
-    for k, tensor in zip(places, passed, strict=True):
+    passed = _LeaveBackward.apply(unit, *(leaves[k] for k in positions))  # type: ignore[no-untyped-call]
+    for k, tensor in zip(positions, passed, strict=True):
         leaves[k] = tensor
     return tree_unflatten(leaves, structure)
 
 
 class _LeaveBackward(torch.autograd.Function):
-    """Passes a unit's inputs on. Of the unit's backward it is the last: it was made first."""
+    """The identity on a unit's inputs. Its forward runs first in the unit, so its backward runs last."""
 
     @staticmethod
     def forward(ctx: Any, unit: Unit, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -103,7 +103,7 @@ def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _apply(unit: Unit, function: Any, recurse: bool = True) -> nn.Module:
-    """`to_empty`, `to` and others: flat buffers follow what they make of the parameters."""
+    """Has the flat buffers adopt what `to_empty`, `to` and others make of the parameters."""
     apply: Any = type(unit.module)._apply
     unit.show_sharded()
     apply(unit.module, function, recurse)

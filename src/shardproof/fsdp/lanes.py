@@ -1,20 +1,23 @@
 """Work beside the computation: streams and events on an accelerator, work handles on a CPU.
 
 Note: who waits for whom
-    There is one compute stream (the current one), one lane for gathers and one for reductions. On entering a
-    lane its stream waits for the compute stream as it is then. This one wait covers: the optimizer's writes
-    to the shards that a gather reads, the copies of gradients that a reduction reads, the last use of memory
-    that was given back (to the allocator or to the pool) and is written again in the lane, because all of
-    that was enqueued on the compute stream before. At the end of a lane's work an event is recorded, and
-    the compute stream waits for it before it reads gathered parameters or reduced gradients, or writes
-    again to a buffer that a reduction was reading.
+    There is one compute stream (the current one), one lane for gathers and one for reductions. When work
+    enters a lane, the lane's stream waits for all work that is enqueued on the compute stream. This one wait
+    covers three cases, because all of them were enqueued on the compute stream before:
 
-    All memory is allocated and freed on the compute stream. What a lane uses is freed only after the compute
-    stream has waited for that use, so the allocator, which orders by the compute stream, may hand it out
-    again and nothing is recorded on two streams. Nothing here waits on the host.
+    - the optimizer's writes to the shards that a gather reads;
+    - the copies of gradients that a reduction reads;
+    - the last use of memory that was returned to the allocator or the pool, and that the lane writes again.
 
-    On a CPU the lanes are the process group's own threads: a collective starts at once and its handle is
-    waited for on the host, at the places where an accelerator's compute stream waits for the event.
+    At the end of its work the lane records an event. The compute stream waits for the event before it reads
+    gathered parameters or reduced gradients, and before it writes to a buffer that a reduction reads.
+
+    All memory is allocated and freed on the compute stream. Memory that a lane uses is freed only after the
+    compute stream has waited for that use. The allocator orders by the compute stream, so it may reuse the
+    memory, and no memory needs `record_stream`. Nothing here waits on the host.
+
+    On a CPU the lanes are the threads of the process group. A collective starts at once. The host waits for
+    its handle wherever an accelerator's compute stream waits for the event.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ __all__ = ["Done", "Lane"]
 
 
 class Done:
-    """The end of work in a lane, for the compute stream (or the host, on a CPU) to wait for."""
+    """The end of work in a lane. The compute stream waits for it; on a CPU, the host does."""
 
     __slots__ = ("_event", "_works")
 
@@ -37,7 +40,7 @@ class Done:
         self._event, self._works = event, works
 
     def wait(self) -> None:
-        """What comes after sees the work's results (see "who waits for whom")."""
+        """Orders later work after the lane's work (see "who waits for whom")."""
         if self._event is not None:
             torch.accelerator.current_stream(self._event.device).wait_event(self._event)
         for work in self._works:
@@ -46,12 +49,13 @@ class Done:
 
 
 class Lane:
-    """A stream beside the compute stream of a device; nothing on a CPU.
+    """A stream beside the compute stream of a device. A CPU has none.
 
-    >>> lane = Lane(torch.device("cpu"))
-    >>> with lane.entered():
-    ...     value = torch.ones(2)
-    >>> lane.end().wait()
+    Example:
+        >>> lane = Lane(torch.device("cpu"))
+        >>> with lane.entered():
+        ...     value = torch.ones(2)
+        >>> lane.end().wait()
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -60,7 +64,7 @@ class Lane:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Work enqueued within comes after all that the compute stream was given before."""
+        """Enqueues work in the lane, after all work that is enqueued on the compute stream."""
         if self.stream is None:
             yield
             return
@@ -73,10 +77,10 @@ class Lane:
             torch.accelerator.set_stream(compute)
 
     def end(self, *works: Any) -> Done:
-        """The end of what was given to the lane; called within `entered`.
+        """The end of the work in the lane. Call it within `entered`.
 
         Args:
-            works: handles of the collectives among it. On an accelerator the lane's stream waits for them.
+            works: handles of the collectives in the work. On an accelerator the lane's stream waits for them.
         """
         if self.stream is None:
             return Done(None, works)

@@ -1,4 +1,4 @@
-"""Parameters that were built on the meta device get memory and values, one unit at a time."""
+"""Gives parameters on the meta device memory and values, one unit at a time."""
 
 from __future__ import annotations
 
@@ -26,23 +26,34 @@ def _reset(module: nn.Module) -> None:
 def materialize(
     module: nn.Module, device: torch.device | str, *, initialize: Callable[[nn.Module], None] | None = None
 ) -> nn.Module:
-    """Gives a module that was built on the meta device its memory and its first values. A collective.
+    """Allocates and initialises a module that was built on the meta device. A collective.
 
-    For one unit after another its parameters exist whole, are initialised, are taken from the first rank of
-    the mesh by all others, and each rank keeps its own rows. Parameters keep their identity.
+    For one unit after another, each rank allocates and initialises whole parameters. The first rank of the
+    mesh broadcasts its values, and each rank keeps its own rows. Parameters keep their identity.
 
     Args:
-        module: with units.
+        module: a module with units.
         device: of parameters and buffers.
-        initialize: gives values to the parameters and buffers that a module itself has (not its children);
-            None: its `reset_parameters()`. It is called for modules with parameters or buffers on the meta
-            device.
+        initialize: sets the parameters and buffers of one module, without its children; None: the module's
+            `reset_parameters()`. It is called for modules with parameters or buffers on the meta device.
 
     Returns:
         The same module.
 
     Raises:
         ValueError: the module has no units, or a module has no `reset_parameters`.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from shardproof.fsdp import fully_shard
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> with torch.device("meta"):
+        ...     model = nn.Linear(3, 2)
+        >>> model = materialize(fully_shard(model, mesh=init_device_mesh("cpu", (1,))), "cpu")
+        >>> model.weight.is_meta
+        False
+        >>> dist.destroy_process_group()
     """
     device = torch.device(device)
     for unit in reversed(units_in(module)):

@@ -1,4 +1,4 @@
-"""The ranks among which a unit is sharded and replicated, and the DTensor layout that follows."""
+"""The ranks that shard and replicate a unit, and the DTensor layout of its parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["MeshRanks", "TensorSpec", "spec_of"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MeshRanks:
-    """A mesh of one dimension (shard) or two (replicate, shard); for strategy "none" all replicate."""
+    """A mesh of one dimension (shard) or two (replicate, shard). Strategy "none" replicates over all."""
 
     mesh: DeviceMesh
     shards: int
@@ -62,7 +62,7 @@ class MeshRanks:
         return (self.shard_group, *self.replicate_groups) if self.shard_group else self.replicate_groups
 
     def placements(self) -> tuple[Placement, ...]:
-        """Of a sharded parameter on the mesh."""
+        """Placements of a sharded parameter on the mesh."""
         if self.shard_group is None:
             return (Replicate(),) * self.mesh.ndim
         return (*(Replicate() for _ in self.replicate_groups), Shard(0))
@@ -70,29 +70,29 @@ class MeshRanks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorSpec:
-    """What is needed to make the DTensor of a sharded parameter, and to make the gathered one."""
+    """The layout of a parameter: builds its sharded DTensor and its gathered tensor."""
 
     shape: tuple[int, ...]
-    """Of the whole parameter, tensor parallelism included."""
+    """Shape of the whole parameter, across tensor parallel ranks, too."""
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     outer: IndexMap
-    """Where the tensor that is packed lies in the whole parameter."""
+    """Position of the packed tensor in the whole parameter."""
     parallel: tuple[DeviceMesh, tuple[Placement, ...]] | None
-    """Mesh and placements beneath, of a parameter that was a DTensor."""
+    """Mesh and placements of tensor parallelism, if the parameter was a DTensor."""
 
     def sharded(self, local: torch.Tensor) -> DTensor:
-        """The DTensor that has this local tensor. No rank is asked."""
+        """The DTensor with this local tensor. Communicates with no rank."""
         return _dtensor(local, self.mesh, self.placements, self.shape)
 
     def gathered(self, whole: torch.Tensor) -> torch.Tensor:
-        """What the module computes with: the tensor itself, or the DTensor of tensor parallelism."""
+        """The parameter that the module computes with: `whole`, or its tensor parallel DTensor."""
         if self.parallel is None:
             return whole
         return _dtensor(whole, *self.parallel, self.shape)
 
-    def embedding(self, rows: tuple[int, int]) -> IndexMap:
-        """Where rows [first, stop) of the packed tensor lie in the whole parameter."""
+    def index_map(self, rows: tuple[int, int]) -> IndexMap:
+        """Position of rows [first, stop) of the packed tensor in the whole parameter."""
         packed = self.outer.local_shape
         local = (rows[1] - rows[0], *packed[1:])
         if 0 in local:
@@ -113,11 +113,11 @@ def _dtensor(
 
 
 def spec_of(parameter: torch.Tensor, ranks: MeshRanks, name: str) -> TensorSpec:
-    """How a parameter is sharded over ranks.
+    """The layout of a parameter that is sharded over ranks.
 
     Raises:
         ValueError: it has no dimension, is already sharded over these ranks, holds partial sums, or its
-            placements say no layout.
+            placements define no layout.
     """
     if parameter.dim() == 0:
         raise ValueError(f"{name} is a scalar, which has no rows to shard: give it shape [1]")

@@ -1,9 +1,9 @@
-"""Where the parameters of a unit lie in its flat buffers: pure arithmetic, the same on every rank.
+"""Packs the parameters of a unit into flat buffers: pure arithmetic, the same on every rank.
 
-A flat buffer is cut into as many equal ranges as there are ranks, and no cut may fall inside a row of a
-parameter (an index of its first dimension). A parameter that starts at a multiple of its row size, in a
-buffer whose ranges are multiples of it too, has none. So each buffer has a *row unit*, the least common
-multiple of the row sizes in it, and parameters whose row sizes do not go together get another buffer.
+A flat buffer is cut into equal ranges, one for each rank. No cut may fall inside a row of a parameter (an
+index of its first dimension). This holds if the parameter starts at a multiple of its row size, and the
+ranges are multiples of it, too. So each buffer has a *row unit*, the least common multiple of the row sizes
+in it. A parameter whose row size would make the row unit too large gets another buffer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WASTE = 16
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """One flat buffer of `ranks` ranges of `shard` elements, and what lies in it.
+    """A flat buffer of `ranks` ranges of `shard` elements, and the parameters in it.
 
     >>> packing = pack([(5, 4), (3,)], 2, 4)[0]
     >>> packing
@@ -32,9 +32,9 @@ class Packing:
     ranks: int
     shard: int
     members: tuple[int, ...]
-    """Positions of the packed parameters in the list that was given."""
+    """Indices of the packed parameters in the argument of `pack`."""
     shapes: tuple[tuple[int, ...], ...]
-    """Of each member."""
+    """Shape of each member."""
     starts: tuple[int, ...]
     """Element of the buffer at which each member starts."""
 
@@ -53,8 +53,8 @@ class Packing:
         stop = min(max((rank + 1) * self.shard - start, 0) // row, count)
         return (first, stop) if first < stop else (0, 0)
 
-    def held(self, member: int, rank: int) -> tuple[int, int]:
-        """The same as a range of elements of the rank's own part of the buffer."""
+    def elements(self, member: int, rank: int) -> tuple[int, int]:
+        """The same rows as a range of elements, counted from the start of the rank's range."""
         first, stop = self.rows(member, rank)
         if first == stop:
             return 0, 0
@@ -63,15 +63,15 @@ class Packing:
 
 
 def pack(shapes: Sequence[tuple[int, ...]], ranks: int, alignment: int = 16) -> list[Packing]:
-    """Packs parameters in flat buffers whose ranges, one a rank, cut no row.
+    """Packs parameters into flat buffers whose ranges, one for each rank, cut no row.
 
     Args:
         shapes: of the parameters, each of at least one dimension.
-        ranks: how many ranges a buffer has.
-        alignment: elements; a parameter starts at a multiple of it unless that would cost too much padding.
+        ranks: ranges of each buffer.
+        alignment: elements. A parameter starts at a multiple of it, unless that costs too much padding.
 
     Returns:
-        The buffers. Padding of one is below `ranks` times its row unit, and for each member below the
+        The buffers. The padding of one is below `ranks` times its row unit, and for each member below the
         greatest of its row size, 64 times the alignment, and a sixteenth of its elements.
 
     >>> [packing.members for packing in pack([(3, 7), (3, 5), (6, 14)], 4)]
@@ -83,10 +83,10 @@ def pack(shapes: Sequence[tuple[int, ...]], ranks: int, alignment: int = 16) -> 
     total = sum(map(prod, shapes))
     classes: list[tuple[int, list[int]]] = []
     for row in sorted(by_row, reverse=True):
-        for place, (unit, members) in enumerate(classes):
+        for index, (unit, members) in enumerate(classes):
             joint = lcm(unit, row)
             if joint == unit or ranks * joint * WASTE <= total:
-                classes[place] = (joint, members + by_row[row])
+                classes[index] = (joint, members + by_row[row])
                 break
         else:
             classes.append((row, by_row[row]))

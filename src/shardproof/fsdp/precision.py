@@ -1,4 +1,4 @@
-"""The dtypes of a unit, and the strategies by name."""
+"""The dtypes of a unit, and the names of the strategies."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 __all__ = ["MixedPrecision", "Strategy", "check_strategy"]
 
 Strategy = Literal["all", "optimizer_gradients", "optimizer", "none"]
-"""What is sharded: parameters, gradients and optimizer state (ZeRO-3); gradients and optimizer state
-(ZeRO-2); optimizer state (ZeRO-1); nothing (DDP)."""
+"""What the ranks shard, in this order: parameters, gradients and optimizer state (ZeRO-3); gradients and
+optimizer state (ZeRO-2); optimizer state (ZeRO-1); nothing (DDP)."""
 
 
 def check_strategy(strategy: str) -> Strategy:
-    """The strategy of this name.
+    """Returns the strategy of this name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such strategy.
     """
     for known in get_args(Strategy):
         if known == strategy:
@@ -28,19 +28,20 @@ def check_strategy(strategy: str) -> Strategy:
 
 @dataclass(frozen=True, slots=True)
 class MixedPrecision:
-    """Dtypes of floating point parameters and gradients; None leaves what there is.
+    """Dtypes of floating point parameters and gradients. None keeps a dtype as it is.
 
-    >>> MixedPrecision(compute_dtype=torch.bfloat16, reduce_dtype=torch.float32).cast_inputs
-    True
+    Example:
+        >>> MixedPrecision(compute_dtype=torch.bfloat16, reduce_dtype=torch.float32).cast_inputs
+        True
     """
 
     compute_dtype: torch.dtype | None = None
-    """Of gathered parameters, so of forward and backward. None: the master dtype."""
+    """Dtype of gathered parameters, and so of forward and backward. None: the master dtype."""
     reduce_dtype: torch.dtype | None = None
-    """In which gradients are accumulated without sync, sent and summed. None: the compute dtype."""
+    """Dtype in which gradients are accumulated without sync, and reduced. None: the compute dtype."""
     master_dtype: torch.dtype | None = None
-    """Of sharded parameters and their gradients, which the optimizer sees. None: the parameter's own."""
+    """Dtype of sharded parameters and gradients, which the optimizer gets. None: the parameter's own."""
     cast_inputs: bool = True
-    """Whether floating point tensors among a unit's inputs are cast to the compute dtype."""
+    """Whether to cast floating point inputs of a unit to the compute dtype."""
     output_dtype: torch.dtype | None = None
-    """Of floating point tensors in the unit's output. None: as they come."""
+    """Dtype of floating point tensors in the unit's output. None: unchanged."""

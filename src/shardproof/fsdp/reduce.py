@@ -1,6 +1,6 @@
-"""Gradients summed over the ranks while backward runs; each rank keeps its part.
+"""Reduces gradients over the ranks while backward runs. Each rank keeps its own range.
 
-`GradientFlags` lets all ranks agree on which parameters got a gradient, so on which `.grad` is None.
+`GradientFlags` makes all ranks agree which parameters have a gradient. `.grad` is then None on all or none.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from shardproof.fsdp.lanes import Done, Lane
 __all__ = ["GradientFlags", "GradientPool", "Reduction"]
 
 IN_FLIGHT = 2
-"""Reductions whose memory is not free again: one is sent while the next is filled."""
+"""Reductions under way at most: one is sent while the memory of the next is filled."""
 
 
 class Reduction:
-    """The gradients of one flat buffer on their way.
+    """The reduction of one flat buffer's gradients.
+
+    A sum in fp16 is divided in two parts, as PyTorch's FSDP does, so that it neither overflows nor underflows
+    early: before the reduction by a power of two near the root of the divisor, and afterwards by the rest.
+    Other sums are divided after the reduction.
 
     Args:
-        buffer: whose gradients have all arrived.
-        divisor: what the sum is divided by.
-        lane: of reductions.
-        give_back: takes the memory of the gradients once it can be written again; None if nothing is to.
-
-    Sums of fp16 are divided before they are sent, by the power of two next to the root of the divisor, and by
-    the rest afterwards, so that neither overflows soon (as PyTorch's FSDP does). Others are divided after.
+        buffer: the buffer; all of its gradients have arrived.
+        divisor: of the sum.
+        lane: the lane for reductions.
+        give_back: called with the memory of the gradients when it may be written again; None: not called.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Reduction:
         if scattered:
             self._sum = torch.empty(packing.shard, dtype=buffer.reduce, device=buffer.device)
         elif ranks.shard_group is not None:
-            self._sum = torch.empty_like(self._memory)  # the memory is lent, the sum is kept
+            self._sum = torch.empty_like(self._memory)  # the pool takes the memory back, and the sum stays
         self.result = self._sum
         if buffer.reduce != buffer.master:
             self.result = torch.empty(packing.shard, dtype=buffer.master, device=buffer.device)
@@ -73,14 +74,14 @@ class Reduction:
                 self.advance()
 
     def advance(self) -> None:
-        """On a CPU, starts what waits for the first collective."""
+        """On a CPU, waits for the collective under way and starts the next one."""
         if self._lane.stream is None and self._to_reduce:
             for work in self._works:
                 work.wait()
             self._works = [all_reduce(self._sum, self._to_reduce.pop(0))]
 
     def finish(self) -> None:
-        """Waits for `result`: this rank's part of the mean gradients, in the master dtype, (shard,)."""
+        """Waits for `result`: (shard,) this rank's range of the mean gradients, in the master dtype."""
         if self._done is not None:
             self._done.wait()
         else:
@@ -109,51 +110,51 @@ class Reduction:
 
 
 class GradientPool:
-    """Memory for whole gradients, used again and again, and the reductions that are reading it.
+    """Reusable memory for whole gradients, and the reductions that read it.
 
-    Reductions are finished in the order in which they began, and at places that depend on the order of units
-    only, so all ranks run the same collectives in the same order.
+    Reductions finish in the order in which they began, at points that depend on the order of units alone. So
+    all ranks run the same collectives in the same order.
     """
 
     def __init__(self) -> None:
         self._idle: list[torch.Tensor] = []
-        self._flying: deque[Reduction] = deque()
+        self._in_flight: deque[Reduction] = deque()
 
     def take(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for `size` elements, with arbitrary content."""
-        for place, memory in enumerate(self._idle):
+        """Memory for `size` elements, uninitialised."""
+        for index, memory in enumerate(self._idle):
             if (memory.numel(), memory.dtype, memory.device) == (size, dtype, device):
-                return self._idle.pop(place)
+                return self._idle.pop(index)
         return torch.empty(size, dtype=dtype, device=device)
 
     def give_back(self, memory: torch.Tensor) -> None:
-        """Takes memory that nothing reads any more."""
+        """Returns memory that nothing reads any more to the pool."""
         self._idle.append(memory)
 
     def make_room(self) -> None:
-        """Finishes old reductions, so that few are in flight when the next one begins."""
-        while len(self._flying) >= IN_FLIGHT:
+        """Finishes old reductions until the next one may begin."""
+        while len(self._in_flight) >= IN_FLIGHT:
             self._finish_oldest()
-        if self._flying:
-            self._flying[-1].advance()
+        if self._in_flight:
+            self._in_flight[-1].advance()
 
     def launched(self, reduction: Reduction) -> None:
-        """Keeps count of a reduction that began, after `make_room`."""
-        self._flying.append(reduction)
+        """Records a reduction that began, after `make_room`."""
+        self._in_flight.append(reduction)
 
     def finish(self) -> None:
-        """Ends all reductions, in the order in which they began."""
-        for reduction in self._flying:
+        """Finishes all reductions, in the order in which they began."""
+        for reduction in self._in_flight:
             reduction.advance()
-        while self._flying:
+        while self._in_flight:
             self._finish_oldest()
         self._trim()
 
     def _finish_oldest(self) -> None:
-        self._flying.popleft().finish()
+        self._in_flight.popleft().finish()
 
     def _trim(self) -> None:
-        """Keeps the last used memory, at most as much as two of the largest buffers take."""
+        """Keeps the memory that was used last, up to the size of `IN_FLIGHT` of the largest buffers."""
         allowed = IN_FLIGHT * max((memory.nbytes for memory in self._idle), default=0)
         kept: list[torch.Tensor] = []
         for memory in reversed(self._idle):
@@ -164,10 +165,10 @@ class GradientPool:
 
 
 class GradientFlags:
-    """The flags of all parameters of reductions, sent in one tensor a mesh while the reductions run.
+    """Which parameters have a gradient on any rank: one flag each, in one tensor for each mesh.
 
-    A rank on which every parameter got a gradient knows the answer without reading it, so on an accelerator
-    its host waits for nothing.
+    The flags are reduced while the gradients are. A rank with gradients for all parameters does not read the
+    answer, so on an accelerator its host does not wait.
     """
 
     def __init__(self, reductions: list[Reduction]) -> None:
@@ -178,9 +179,9 @@ class GradientFlags:
         self._works: list[Any] = []
         for alike in by_mesh.values():
             bits: list[bool] = []
-            places = []
+            starts = []
             for reduction in alike:
-                places.append(len(bits))
+                starts.append(len(bits))
                 arrived = reduction.arrived
                 bits += [
                     p.member in arrived or not p.sharded.requires_grad for p in reduction.buffer.parameters
@@ -188,8 +189,8 @@ class GradientFlags:
             flags = torch.ones(len(bits), dtype=torch.int32, device=alike[0].buffer.device)
             if not all(bits):
                 flags.copy_(torch.tensor(bits, dtype=torch.bool, device="cpu"))
-            for reduction, place in zip(alike, places, strict=True):
-                self._flags[reduction] = (flags, place)
+            for reduction, start in zip(alike, starts, strict=True):
+                self._flags[reduction] = (flags, start)
             groups = [group for group in alike[0].buffer.ranks.groups if group.size() > 1]
             for group in groups:
                 self._works.append(all_reduce(flags, group, dist.ReduceOp.MAX))
@@ -197,16 +198,16 @@ class GradientFlags:
                     self._works.pop().wait()
 
     def wait(self) -> None:
-        """Ends the collectives."""
+        """Waits for the collectives."""
         for work in self._works:
             work.wait()
         self._works = []
 
     def arrived(self, reduction: Reduction) -> frozenset[int]:
-        """Members of the buffer's packing that got a gradient on any rank, or are frozen. After `wait`."""
+        """Members of the packing that are frozen or have a gradient on any rank. Call `wait` before."""
         parameters = reduction.buffer.parameters
         if all(p.member in reduction.arrived for p in parameters if p.sharded.requires_grad):
             return reduction.arrived
-        flags, place = self._flags[reduction]
-        found = flags[place : place + len(parameters)].tolist()
+        flags, start = self._flags[reduction]
+        found = flags[start : start + len(parameters)].tolist()
         return frozenset(p.member for p, flag in zip(parameters, found, strict=True) if flag)

@@ -1,4 +1,4 @@
-"""One model's units in time: which is gathered next, when gradients leave, and what ends a backward."""
+"""Schedules the units of a model: which to gather next, when to reduce gradients, and how backward ends."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ __all__ = ["Schedule", "is_backward"]
 
 
 def is_backward() -> bool:
-    """Whether autograd is running: then a forward is one that activation checkpointing does again."""
+    """Whether autograd is running. A forward is then one that activation checkpointing repeats."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 class Schedule:
     """The forward and backward passes of the units of one model.
 
-    Every decision here follows from the order in which units run, never from which gradients there are, so
-    ranks that run the same units in the same order start the same collectives in the same order.
+    Every decision depends on the order in which units run, and never on which gradients exist. So ranks that
+    run the same units in the same order start the same collectives in the same order.
 
     Note: gathered at once
-        At any time whole parameters are held by the units around the one that runs, by it, and by at most
-        `prefetch` units after it (before it, in backward). A unit ahead is known from the last forward; the
-        first forward gathers each unit when it is needed. What was gathered ahead and did not run is freed at
-        the end of the pass.
+        At any time the units with whole parameters are the running unit, the units around it, and at most
+        `prefetch` units after it (before it, in backward). The last forward tells which units come next; the
+        first forward gathers each unit when it runs. A unit that was gathered ahead and did not run is freed
+        at the end of the pass.
     """
 
     def __init__(self, units: list[Unit]) -> None:
@@ -41,18 +41,18 @@ class Schedule:
             unit.on_gradient = partial(self._note_gradient, unit)
         self._pool = shared.pool
         self._running: list[Unit] = []
-        """Units whose forward has begun and is not over, the outermost first."""
+        """Units whose forward is under way, the outermost first."""
         self._order: list[Unit] = []
         self._expected: list[Unit] = []
         self._cursor = 0
         self._finished: list[Unit] = []
-        """Units whose forward is over and whose backward is to come, in that order."""
+        """Units whose forward has ended and whose backward has not begun, in the order of the forward."""
         self._to_reduce: dict[Unit, None] = {}
         self._sent: list[Reduction] = []
         self._ending = False
 
     def enter(self, unit: Unit) -> None:
-        """Before a unit's forward: its parameters are gathered, and the next units' on their way."""
+        """Before a unit's forward: gathers its parameters, and begins to gather those of the next units."""
         again = is_backward()
         if not again:
             self._run(unit)
@@ -67,7 +67,7 @@ class Schedule:
         unit.show_whole()
 
     def leave(self, unit: Unit) -> None:
-        """After a unit's forward, also one that raised."""
+        """After a unit's forward, also if it raised."""
         again = is_backward()
         if not (again and unit.in_backward):
             unit.show_sharded()
@@ -76,22 +76,22 @@ class Schedule:
         while self._running and self._running.pop() is not unit:
             pass
         outermost = not self._running
-        learning = torch.is_grad_enabled()
-        if learning:
+        with_grad = torch.is_grad_enabled()
+        if with_grad:
             self._finished.append(unit)
         frees = unit.reshard_after_forward if unit.reshard_after_forward is not None else not outermost
-        if frees or not learning:
+        if frees or not with_grad:
             unit.free()
         if outermost:
             self._expected, self._order = self._order, []
             ran = set(self._expected)
             for other in self.units:
-                if other not in ran or not learning:
+                if other not in ran or not with_grad:
                     other.free()
 
     def enter_backward(self, unit: Unit) -> None:
-        """Before the first gradient passes a unit: its parameters are gathered again, and the next units'."""
-        self._await_end()
+        """Before a unit's backward: gathers its parameters again, and begins with those of the next units."""
+        self._ensure_end()
         if not unit.in_backward:
             unit.in_backward = True
             self._to_reduce[unit] = None
@@ -101,13 +101,13 @@ class Schedule:
         unit.wait_for_gather()
 
     def leave_backward(self, unit: Unit) -> None:
-        """After the gradient has passed a unit: its own gradients leave, its parameters are freed."""
+        """After a unit's backward: begins to reduce its gradients, and frees its parameters."""
         unit.calls = max(unit.calls - 1, 0)
         if unit.calls == 0:
             self._end_unit(unit)
 
     def end_backward(self) -> None:
-        """At the end of backward: the rest is reduced, and sharded parameters get their gradients."""
+        """At the end of backward: reduces the remaining gradients, and sets those of sharded parameters."""
         for unit in reversed(list(self._to_reduce)):
             self._end_unit(unit)
         for unit in self.units:
@@ -117,28 +117,28 @@ class Schedule:
         self._ending = False
         self._finished.clear()
 
-    def _await_end(self) -> None:
+    def _ensure_end(self) -> None:
         if not self._ending:
             self._ending = True
             Variable._execution_engine.queue_callback(self.end_backward)
 
     def _note_gradient(self, unit: Unit) -> None:
-        """A gradient arrived, maybe not by way of the unit's output: a loss that an attribute keeps."""
-        self._await_end()
+        """Records a gradient, which need not come by the unit's output: an attribute may hold the loss."""
+        self._ensure_end()
         self._to_reduce.setdefault(unit)
 
     def _run(self, unit: Unit) -> None:
-        if unit in self._running:  # that forward ended without a word (KeyboardInterrupt)
-            place = self._running.index(unit)
-            for other in self._running[place:]:
+        if unit in self._running:  # an interrupt ended its forward without its hook
+            first = self._running.index(unit)
+            for other in self._running[first:]:
                 other.show_sharded()
-            del self._running[place:]
+            del self._running[first:]
         self._running.append(unit)
         if len(self._running) == 1:
             self._begin()
 
     def _begin(self) -> None:
-        """A new forward of the whole model; what a failed pass left is dropped."""
+        """Begins a forward of the whole model. Drops the gradients of a pass that failed."""
         if self._ending:
             self._pool.finish()
             for unit in self.units:
@@ -165,9 +165,9 @@ class Schedule:
             other.gather()
 
     def _gather_before(self, unit: Unit) -> None:
-        places = [place for place, other in enumerate(self._finished) if other is unit]
-        if places:
-            del self._finished[places[-1] :]
+        found = [index for index, other in enumerate(self._finished) if other is unit]
+        if found:
+            del self._finished[found[-1] :]
             for other in self._finished[: -unit.prefetch - 1 : -1]:
                 other.gather()
 
@@ -183,11 +183,11 @@ class Schedule:
 
     def _give_gradients(self) -> None:
         sent, self._sent = self._sent, []
-        agreement = GradientFlags(sent)
+        flags = GradientFlags(sent)
         self._pool.finish()
-        agreement.wait()
+        flags.wait()
         for reduction in sent:
-            arrived = agreement.arrived(reduction)
+            arrived = flags.arrived(reduction)
             for parameter in reduction.buffer.parameters:
                 if parameter.member in arrived and parameter.sharded.requires_grad:
                     parameter.gradient(reduction.result)

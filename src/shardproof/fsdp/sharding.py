@@ -1,4 +1,4 @@
-"""Makes a module a unit."""
+"""`fully_shard` makes a module a unit."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from shardproof.state import LOCAL, local_tensor
 __all__ = ["fully_shard"]
 
 CACHE_LINE = 64
-"""Bytes. Parameters start where memory of their own would, so that kernels give the same bits."""
+"""Bytes. Parameters are aligned like memory of their own, so that kernels give the same bits."""
 
-_TAKEN = "_shardproof_taken"
+_IN_UNIT = "_shardproof_taken"
+"""Attribute of a parameter that a unit replaced."""
 
 
 def fully_shard(
@@ -37,35 +38,37 @@ def fully_shard(
 ) -> nn.Module:
     """Shards a module's parameters over ranks in flat buffers, row-aligned, and trains it as one unit.
 
-    Call it on inner modules first; a module takes the parameters that no unit inside of it has (the
-    outermost one, called last, may have none left: it lets all units know of each other). From then on its
-    parameters are DTensors of which this rank holds *its own* rows, as many as lie in its range of the
-    buffer: maybe none. Make the optimizer afterwards. Call the module, not its `forward`, and do not change
-    its output in place. What a unit computes must leave by its output, in tensors, lists, tuples or dicts:
-    with strategy "all", a loss that an attribute keeps finds the parameters freed, and its backward raises.
+    Call it on inner modules first, and on the outermost module last. A unit has the parameters of its module
+    that no unit inside has. The outermost unit may have none; it schedules the units inside. Parameters
+    become DTensors of which this rank holds *its own* rows: those in its range of the buffer, possibly none.
 
-    Note that torch's own redistribution (`DTensor.full_tensor`) expects even shards: use `full_state_dict`.
-    All ranks must run the same units in the same order, and hold equal parameters beforehand. Gradients that
-    no rank has are None.
+    - Make the optimizer afterwards.
+    - Call the module, not its `forward`, and do not change its output in place.
+    - Return all results of a unit in its output, as tensors, lists, tuples or dicts. With strategy "all", the
+      backward of a loss that an attribute holds raises, because the parameters are freed by then.
+    - All ranks must have equal parameters before, and run the same units in the same order.
+    - torch's own redistribution (`DTensor.full_tensor`) expects even shards: use `full_state_dict`.
+    - The gradient of a parameter is None if no rank has one.
 
     Args:
-        module: parameters may be on the meta device (see `materialize`), or DTensors of tensor parallelism.
-        mesh: of one dimension, over which is sharded, or of two: replicate, shard. Tensor parallel parameters
-            need another, named dimension of the same root mesh. Experts may have a mesh of their own.
-        strategy: "all" shards parameters, gradients and optimizer state; "optimizer_gradients" gradients and
-            optimizer state, and keeps gathered parameters; "optimizer" the optimizer state, and keeps
-            memory for whole gradients too; "none" nothing: gradients are averaged.
-        mixed_precision: dtypes; None: the parameters' own throughout.
-        reshard_after_forward: for "all": whether gathered parameters are freed between forward and backward.
-            None: yes, but not for the outermost unit.
-        prefetch: how many units are gathered ahead of the one that runs.
-        gradient_divisor: what sums of gradients over the mesh are divided by; None: the mesh's size.
+        module: a module with parameters on a device, on the meta device (see `materialize`), or as DTensors
+            of tensor parallelism.
+        mesh: of one dimension (shard) or two (replicate, shard). Tensor parallel parameters need another,
+            named dimension of the same root mesh. Experts may have a mesh of their own.
+        strategy: "all" shards parameters, gradients and optimizer state. "optimizer_gradients" shards
+            gradients and optimizer state, and keeps gathered parameters. "optimizer" shards the optimizer
+            state, and keeps memory for whole gradients, too. "none" shards nothing and averages gradients.
+        mixed_precision: dtypes; None: those of the parameters.
+        reshard_after_forward: for "all", whether to free gathered parameters between forward and backward.
+            None: True for all units but the outermost.
+        prefetch: units to gather ahead of the running one.
+        gradient_divisor: divisor of gradients that are summed over the mesh; None: the mesh's size.
 
     Returns:
         The same module.
 
     Raises:
-        ValueError: the mesh, the strategy or a parameter does not fit; the text says why.
+        ValueError: the mesh, the strategy or a parameter is not supported; the text says why.
 
     Sources: ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054), FSDP (Zhao et al. 2023, arXiv:2304.11277).
 
@@ -112,7 +115,7 @@ def fully_shard(
 
 
 class _ModuleParameter:
-    """A parameter, its first name, and all places that have it."""
+    """A parameter, its first name, and all modules and names that have it."""
 
     def __init__(self, name: str, parameter: nn.Parameter) -> None:
         self.name, self.parameter = name, parameter
@@ -136,7 +139,7 @@ def _parameters_of(module: nn.Module) -> list[_ModuleParameter]:
         for name, parameter in part._parameters.items():
             if parameter is None:
                 continue
-            if getattr(parameter, _TAKEN, False) or hasattr(parameter, LOCAL):
+            if getattr(parameter, _IN_UNIT, False) or hasattr(parameter, LOCAL):
                 raise ValueError(
                     f"{prefix}{name} is shared with a unit inside of {type(module).__name__}: a shared "
                     "parameter must be in one unit, so call fully_shard on the module around both"
@@ -161,7 +164,7 @@ def _master(found: _ModuleParameter, precision: MixedPrecision) -> torch.dtype:
 
 
 def _classes(found: list[_ModuleParameter], precision: MixedPrecision) -> list[list[_ModuleParameter]]:
-    """Parameters that may share a buffer: of one master dtype, trained or frozen, on meta or not."""
+    """Groups of parameters that may share a buffer: alike in master dtype, `requires_grad` and `is_meta`."""
     classes: dict[tuple[torch.dtype, bool, bool], list[_ModuleParameter]] = {}
     for one in found:
         key = (_master(one, precision), one.parameter.requires_grad, one.parameter.is_meta)
@@ -204,7 +207,7 @@ def _buffers(
             _fill(buffer, parameter, one.parameter)
         buffer.bind([one.parameter.requires_grad for one, _ in members])
         for one, _ in members:
-            setattr(one.parameter, _TAKEN, True)
+            setattr(one.parameter, _IN_UNIT, True)
         made.append(buffer)
     return made
 

@@ -1,4 +1,4 @@
-"""State dicts of whole tensors. The sharded one is `module.state_dict()`, which asks no other rank."""
+"""State dicts of whole tensors. `module.state_dict()` is the sharded one, and needs no other rank."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def full_state_dict(
 ) -> dict[str, torch.Tensor]:
     """All parameters and persistent buffers of a module with units, as whole tensors. A collective.
 
-    One flat buffer is gathered at a time, in the master dtype. Parameters of tensor parallelism are whole as
-    far as data parallelism goes: DTensors on the mesh beneath.
+    It gathers one flat buffer at a time, in the master dtype. Data parallel shards become whole. A tensor
+    parallel parameter stays a DTensor on the mesh of tensor parallelism.
 
     Args:
-        module: with units. All ranks call this.
-        device: of the result; None: the parameters'.
-        on_all_ranks: False: ranks but the first of each unit's mesh get an empty dict, or what is not theirs.
+        module: a module with units.
+        device: of the result; None: that of the parameters.
+        on_all_ranks: False to return the parameters of each unit on the first rank of its mesh alone.
 
     Returns:
-        By the names of `module.state_dict()`, copies.
+        Copies, under the names of `module.state_dict()`.
 
     Raises:
         ValueError: the module has no units.
@@ -51,14 +51,14 @@ def full_state_dict(
 
 @torch.no_grad()
 def load_full_state_dict(module: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Loads whole tensors; each rank copies its own rows, so all must have the same. No collective.
+    """Loads whole tensors. Each rank copies its own rows from an equal `state`. No collective.
 
     Args:
-        module: with units.
-        state: as `full_state_dict` gives it, or a plain model's `state_dict()`.
+        module: a module with units.
+        state: the result of `full_state_dict`, or the `state_dict()` of a model without units.
 
     Raises:
-        ValueError: the module has no units, or names or shapes are not the module's.
+        ValueError: the module has no units, or names or shapes differ from the module's.
     """
     parameters = {id(p.sharded): p for unit in units_in(module) for p in unit.parameters}
     own = module.state_dict(keep_vars=True)

@@ -1,4 +1,4 @@
-"""A unit: a module that `fully_shard` was called on, its flat buffers, and when its gradients are reduced."""
+"""A unit: a module that `fully_shard` was called on, its flat buffers, and its gradients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNIT = "_shardproof_fsdp"
 
 @dataclass(slots=True, eq=False)
 class SharedUnits:
-    """What the units of one model share."""
+    """The lanes and the gradient memory that the units of one model share."""
 
     gathers: Lane
     reductions: Lane
@@ -36,16 +36,16 @@ class Unit:
     """One module's own parameters, sharded together.
 
     Args:
-        module: that they belong to.
-        buffers: that hold them; none of a unit that only holds others together.
-        ranks: over which they are sharded.
-        device: that it computes on.
-        strategy: what of them is sharded.
+        module: the module.
+        buffers: its parameters; empty for a unit that only schedules others.
+        ranks: the ranks that shard it.
+        device: of the computation.
+        strategy: what the ranks shard.
         precision: dtypes.
-        reshard_after_forward: whether gathered parameters are freed between forward and backward; None: yes
-            unless the unit is outermost, whose backward comes at once.
-        divisor: what sums of gradients are divided by.
-        prefetch: units gathered ahead.
+        reshard_after_forward: whether to free gathered parameters between forward and backward. None: True
+            unless the unit is the outermost, whose backward follows at once.
+        divisor: of summed gradients.
+        prefetch: units to gather ahead.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class Unit:
         self.reshard_after_forward, self.divisor = reshard_after_forward, divisor
         self.device = device
         self.shared = SharedUnits(Lane(device), Lane(device))
-        self.on_gradient: Callable[[], None] = _unnoticed
+        self.on_gradient: Callable[[], None] = _no_schedule
         self.sync = True
         self.may_have_changed = True
-        """Whether parameters may be others than at the last gather: always, but within `no_sync`."""
+        """Whether parameters may have changed since the last gather; False only within `no_sync`."""
         self.calls = 0
-        """Forwards whose backward is to come and says when it is over."""
+        """Forwards whose backward has not ended, and will report its end."""
         self.in_backward = False
         self.has_gathered = False
         self._running: list[Done] = []
@@ -82,41 +82,41 @@ class Unit:
 
     @property
     def parameters(self) -> list[UnitParameter]:
-        """Of all buffers."""
+        """The parameters of all buffers."""
         return [parameter for buffer in self.buffers for parameter in buffer.parameters]
 
     @property
     def keeps(self) -> bool:
-        """Whether gathered parameters are kept all the time."""
+        """Whether gathered parameters are never freed."""
         return self.strategy != "all"
 
     def adopt_changes(self) -> None:
-        """Notices parameters that were replaced since, and takes their values (see `FlatBuffer.adopt`)."""
+        """Copies the values of parameters that were replaced (see `FlatBuffer.adopt`)."""
         for buffer in self.buffers:
             if not all(parameter.is_bound() for parameter in buffer.parameters):
                 self._forget()
                 buffer.adopt()
 
     def gather(self) -> None:
-        """Starts to gather the parameters, if they are not there."""
+        """Starts to gather the parameters, unless they are gathered."""
         if self.has_gathered:
             return
         self.has_gathered = True
         self._running = [buffer.gather(self.shared.gathers) for buffer in self.buffers]
 
     def wait_for_gather(self) -> None:
-        """What comes after may read the parameters."""
+        """Orders later reads of the parameters after their gather."""
         for buffer, done in zip(self.buffers, self._running, strict=False):
-            with buffer.guard:  # a collective's thread, or the wait for it, counts a write too
+            with buffer.guard:  # a collective's thread, or the wait for it, raises the version too
                 done.wait()
         self._running = []
 
     def set_sync(self, required: bool) -> None:
-        """Says whether backward reduces gradients from now on."""
+        """Sets whether backward reduces gradients."""
         self.sync, self.may_have_changed = required, True
 
     def forget_old(self) -> None:
-        """Says that what was gathered for an earlier forward is not to be used, if it may have changed."""
+        """Drops what an earlier forward gathered, if the parameters may have changed."""
         if self.may_have_changed:
             self._forget()
         self.may_have_changed = self.sync
@@ -126,19 +126,19 @@ class Unit:
         self.has_gathered = False
 
     def free(self) -> None:
-        """Frees the gathered parameters, if they are not kept."""
+        """Frees the gathered parameters, unless the strategy keeps them."""
         if self.has_gathered and not self.keeps:
             self._forget()
             for buffer in self.buffers:
                 buffer.free()
 
     def show_whole(self) -> None:
-        """Gives the module its gathered parameters."""
+        """Registers the gathered parameters in the module."""
         for parameter in self.parameters:
             parameter.show_whole()
 
     def show_sharded(self) -> None:
-        """Gives the module its sharded parameters back; what somebody else put there stays."""
+        """Registers the sharded parameters again. A tensor that other code registered stays."""
         for parameter in self.parameters:
             if parameter.current() is parameter.whole:
                 parameter.show_sharded()
@@ -146,10 +146,7 @@ class Unit:
     def reduce(self) -> list[Reduction]:
         """Starts to reduce the gradients of all trainable parameters.
 
-        Whether or not any arrived: other ranks may have some.
-
-        Returns:
-            What is on its way.
+        It does so even if this rank has no gradients, because other ranks may have some.
         """
         pool, lane = self.shared.pool, self.shared.reductions
         reductions: list[Reduction] = []
@@ -168,12 +165,12 @@ class Unit:
         return reductions
 
     def drop_gradients(self) -> None:
-        """Forgets gradients that arrived, after a backward that failed."""
+        """Drops the gradients of a backward that failed."""
         for buffer in self.buffers:
             buffer.drop_gradients()
 
     def _memory_for(self, buffer: FlatBuffer) -> torch.Tensor:
-        """Strategy "optimizer" has memory of its own for every gradient, the others share a few."""
+        """Memory for a buffer's gradients: its own with strategy "optimizer", else from the shared pool."""
         own = self._memory.pop(buffer, None)
         if own is not None:
             return own
@@ -190,22 +187,22 @@ class Unit:
         self.on_gradient()
 
 
-def _unnoticed() -> None:
+def _no_schedule() -> None:
     raise AssertionError("a gradient arrived before the unit's first forward")
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """The unit that `fully_shard` made of a module, if it did."""
+    """The unit of a module; None if `fully_shard` was not called on it."""
     unit = module.__dict__.get(UNIT)
     assert unit is None or isinstance(unit, Unit)
     return unit
 
 
 def units_in(module: nn.Module) -> list[Unit]:
-    """All units of a module, its own first, in the order of registration.
+    """All units in a module, its own first, in the order of registration.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the module has no units.
     """
     units = [unit for part in module.modules() if (unit := unit_of(part)) is not None]
     if not units:
@@ -216,18 +213,18 @@ def units_in(module: nn.Module) -> list[Unit]:
 
 
 def set_requires_gradient_sync(module: nn.Module, required: bool) -> None:
-    """Says whether backward reduces gradients, for all units in a module.
+    """Sets whether backward reduces gradients, for all units in a module.
 
-    Where it does not, gradients are summed whole on every rank, and `.grad` is given by the next backward
-    that does: `zero_grad` knows nothing of them. Parameters must not be written to until it is called again,
-    because what was gathered once is used all the time. All ranks must say the same.
+    While it does not, each rank sums whole gradients, which `zero_grad` does not clear. The next backward
+    that reduces them sets `.grad`. In the meantime no code may write to parameters, because the units gather
+    them only once. All ranks must pass the same value.
 
     Args:
-        module: with units.
-        required: True is the state in the beginning.
+        module: a module with units.
+        required: True to reduce gradients, as a new unit does.
 
     Raises:
-        ValueError: it has no units.
+        ValueError: the module has no units.
     """
     for unit in units_in(module):
         unit.set_sync(required)
@@ -235,7 +232,12 @@ def set_requires_gradient_sync(module: nn.Module, required: bool) -> None:
 
 @contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
-    """Backward within accumulates gradients without communication (see `set_requires_gradient_sync`).
+    """Accumulates the gradients of backward without communication (see `set_requires_gradient_sync`).
+
+    Args:
+        module: a module with units.
+
+    Example::
 
         with no_sync(model):
             for part in parts[:-1]:

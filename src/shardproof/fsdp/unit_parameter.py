@@ -1,4 +1,4 @@
-"""One parameter of a unit: sharded, as the world sees it, and whole, as the module computes with it."""
+"""One parameter of a unit: sharded for the optimizer, and whole for the module's computation."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["UnitParameter"]
 
 
 class UnitParameter:
-    """A parameter, the modules that have it, and its place in a flat buffer.
+    """A parameter, the modules that have it, and its position in a flat buffer.
 
     Args:
         name: for messages.
-        owners: (module, name in it), several if the module shares the parameter with itself.
-        spec: how it is sharded.
+        owners: each module that has the parameter, with its name there. A tied parameter has several.
+        spec: its layout.
         packing: of its buffer.
-        member: its number in the packing.
-        index: this rank's range of the buffer.
+        member: its index in the packing.
+        index: index of this rank's range of the buffer.
     """
 
     def __init__(
@@ -40,51 +40,50 @@ class UnitParameter:
     ) -> None:
         self.name, self.owners, self.spec, self.member = name, owners, spec, member
         self.rows = packing.rows(member, index)
-        self.held = packing.held(member, index)
+        self.elements = packing.elements(member, index)
         self.start = packing.starts[member]
         self.shape = packing.shapes[member]
         self.stop = self.start + prod(self.shape)
         self.local = torch.empty(0, dtype=torch.float32, device="cpu")
         self.sharded: Any = None
         self.whole: Any = None
-        self.on_gradient: Callable[[UnitParameter, torch.Tensor], None] = _lost
+        self.on_gradient: Callable[[UnitParameter, torch.Tensor], None] = _no_unit
 
     def current(self) -> Any:
-        """What is registered in the module."""
+        """The parameter that the module has now."""
         module, name = self.owners[0]
         return module._parameters[name]
 
     def register(self, parameter: Any) -> None:
-        """Makes a tensor the parameter of the modules."""
+        """Registers a tensor as the parameter of all owners."""
         for module, name in self.owners:
             module._parameters[name] = parameter
 
     def show_sharded(self) -> None:
-        """The world's view."""
+        """Registers the sharded parameter."""
         self.register(self.sharded)
 
     def show_whole(self) -> None:
-        """The module's view while it computes."""
+        """Registers the whole parameter, for the module's computation."""
         if self.whole.requires_grad != self.sharded.requires_grad:
             self.whole.requires_grad_(self.sharded.requires_grad)
         self.register(self.whole)
 
     def local_shape(self) -> tuple[int, ...]:
-        """Of the rows that this rank holds."""
+        """Shape of this rank's rows."""
         return (self.rows[1] - self.rows[0], *self.shape[1:])
 
     def part(self, shard: torch.Tensor) -> torch.Tensor:
         """This parameter's rows in a rank's range of a buffer, as a view.
 
-        Where there are none the tensor is one of its own: empty views of one buffer cannot be told apart, and
-        would pass for one tied parameter.
+        Without rows it is a new tensor: two empty views of one buffer would count as one tied parameter.
         """
-        if self.held[0] == self.held[1]:
+        if self.elements[0] == self.elements[1]:
             return shard.new_empty(self.local_shape())
-        return shard[self.held[0] : self.held[1]].view(self.local_shape())
+        return shard[self.elements[0] : self.elements[1]].view(self.local_shape())
 
     def bind_shard(self, shard: torch.Tensor, requires_grad: bool) -> None:
-        """Makes the sharded parameter a view of the rank's range. An existing object stays the same one."""
+        """Makes the sharded parameter a view of the rank's range. An existing one keeps its identity."""
         self.local = self.part(shard)
         with torch.no_grad():
             fresh = nn.Parameter(self.spec.sharded(self.local), requires_grad=requires_grad)
@@ -92,7 +91,7 @@ class UnitParameter:
             self.sharded = fresh
         else:
             torch.utils.swap_tensors(self.sharded, fresh)  # type: ignore[no-untyped-call]
-        setattr(self.sharded, LOCAL, self.spec.embedding(self.rows))
+        setattr(self.sharded, LOCAL, self.spec.index_map(self.rows))
         self.local = self.sharded._local_tensor
         self.show_sharded()
 
@@ -106,15 +105,15 @@ class UnitParameter:
             self.whole.requires_grad_(self.sharded.requires_grad)
 
     def is_bound(self) -> bool:
-        """Whether the module still has the parameter that is a view of the flat buffer."""
+        """Whether the module's parameter is still the view of the flat buffer."""
         current = self.current()
         return current is self.sharded and current._local_tensor is self.local
 
     def values_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of what somebody put in the parameter's place: such a shard, or a whole tensor.
+        """This rank's rows of a tensor that replaced the parameter: a shard of the same layout, or a whole.
 
         Raises:
-            ValueError: it has another shape.
+            ValueError: the tensor has another shape.
         """
         if isinstance(parameter, DTensor) and tuple(parameter.placements) == self.spec.placements:
             if tuple(parameter._local_tensor.shape) == self.local_shape():
@@ -123,12 +122,12 @@ class UnitParameter:
         return self.rows_of(parameter)
 
     def rows_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of a tensor without data parallelism: plain, or tensor parallelism's DTensor.
+        """This rank's rows of a tensor that is not sharded by data parallelism.
 
-        For a tensor parallel parameter a plain tensor is the whole one.
+        A DTensor is a tensor parallel shard. A plain tensor is the whole parameter.
 
         Raises:
-            ValueError: it has another shape.
+            ValueError: the tensor has another shape.
         """
         if isinstance(whole, DTensor):
             whole = whole._local_tensor
@@ -136,9 +135,9 @@ class UnitParameter:
             packed = whole.new_empty(self.shape)
             outer = self.spec.outer
             for index in range(len(outer.local)):
-                place, size = outer.local.pair(index)
+                local, size = outer.local.pair(index)
                 start, _ = outer.placed.pair(index)
-                packed[_box(place, size)] = whole[_box(start, size)]
+                packed[_box(local, size)] = whole[_box(start, size)]
             whole = packed
         if tuple(whole.shape) != self.shape:
             raise self._unfit(whole, self.shape)
@@ -151,7 +150,7 @@ class UnitParameter:
         )
 
     def gradient(self, part: torch.Tensor) -> None:
-        """Gives the sharded parameter its rows of a reduced buffer, added to a gradient that is there."""
+        """Sets the gradient from a reduced buffer, or adds to the gradient that the parameter has."""
         local = self.part(part)
         if self.sharded.grad is None:
             self.sharded.grad = self.spec.sharded(local)
@@ -167,12 +166,12 @@ class UnitParameter:
             if tuple(gradient.placements) != self.spec.parallel[1]:  # partial sums of a replicated weight
                 gradient = gradient.redistribute(placements=self.spec.parallel[1])
             gradient = gradient.to_local()
-        if hasattr(gradient, "wait"):  # a collective of tensor parallelism that is still running
+        if hasattr(gradient, "wait"):  # a collective of tensor parallelism that has not ended
             gradient = gradient.wait()
         self.on_gradient(self, gradient)
 
 
-def _lost(parameter: UnitParameter, gradient: torch.Tensor) -> None:
+def _no_unit(parameter: UnitParameter, gradient: torch.Tensor) -> None:
     raise AssertionError(f"a gradient of {parameter.name} arrived before its unit was made")
 
 

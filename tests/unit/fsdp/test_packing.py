@@ -42,7 +42,7 @@ def test_what_ranks_hold_is_the_whole_in_order(shapes: list[tuple[int, ...]], ra
             held = [row for first, stop in rows for row in range(first, stop)]
             assert held == (list(range(shape[0])) if prod(shape) else [])
             for rank in range(ranks):
-                start, stop = packing.held(member, rank)
+                start, stop = packing.elements(member, rank)
                 assert 0 <= start <= stop <= packing.shard
                 assert stop - start == (rows[rank][1] - rows[rank][0]) * prod(shape[1:])
                 if start < stop:
