@@ -1,4 +1,7 @@
-"""The steps of a run: save, restore, retention, prune. `Checkpointer` loads torch when first used."""
+"""The steps of a run: save, restore, retention, prune. `Checkpointer` loads torch when first used.
+
+Names that are imported here and not listed in `__all__` are for the command line and its reports.
+"""
 
 from __future__ import annotations
 
