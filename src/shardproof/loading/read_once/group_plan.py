@@ -19,8 +19,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from shardproof.geometry import consecutive
 from shardproof.loading.read_once.orders import Int64s, Loads, Orders, Wish
-from shardproof.loading.read_once.units import UNIT_BYTES, Units, joined, ranges, wire
+from shardproof.loading.read_once.units import UNIT_BYTES, Units, joined, wire
 from shardproof.planning import ChunkTable
 
 __all__ = ["ROUND_BYTES", "plan_once"]
@@ -73,9 +74,9 @@ def plan_once(
         out = message[reader[pair_unit[message]] == number]
         into = message[pair_rank[message] == number]
         out_rows, in_rows = (
-            rows[ranges(units.pair_first[side], units.pair_chunks[side])] for side in (out, into)
+            rows[consecutive(units.pair_first[side], units.pair_chunks[side])] for side in (out, into)
         )
-        read = units.chunks[ranges(unit_start[mine], np.diff(unit_start)[mine])]
+        read = units.chunks[consecutive(unit_start[mine], np.diff(unit_start)[mine])]
         sent = (
             unit_place[pair_unit[out]],
             pair_rank[out],
@@ -93,7 +94,7 @@ def plan_once(
                 wire(np.column_stack(sent)),
                 wire(np.column_stack((chunk[out_rows], parts[out_rows]))),
                 width,
-                wire(boxes[ranges(part_first[out_rows], parts[out_rows])]),
+                wire(boxes[consecutive(part_first[out_rows], parts[out_rows])]),
                 wire(np.column_stack(received)),
                 wire(np.column_stack((chunk[in_rows], parts[in_rows]))),
                 int(units.size[mine].sum() + pair_bytes[out].sum() + pair_bytes[into].sum()),

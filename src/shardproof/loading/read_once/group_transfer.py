@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from shardproof.format import Manifest
+from shardproof.geometry import row_pointers
 from shardproof.loading.block_reader import Files
 from shardproof.loading.chunk_reader import Chunks
 from shardproof.loading.destinations import Placing, part_of, shaped
@@ -91,7 +92,7 @@ class Sender:
             self._last[unit] = max(self._last[unit], number)
             done += chunks
         self._sent_chunks: list[list[int]] = sent_chunks.reshape(-1, 2).tolist()
-        box_of = np.append(0, np.cumsum(sent_chunks.reshape(-1, 2)[:, 1]))
+        box_of = row_pointers(sent_chunks.reshape(-1, 2)[:, 1])
         self._box_of: list[int] = box_of.tolist()
         self._boxes = boxes.reshape(int(box_of[-1]), 2, orders.sent_width)
         self._held: dict[int, torch.Tensor] = {}

@@ -21,9 +21,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
+from shardproof.geometry import row_pointers
 from shardproof.loading.destinations import Placing
 from shardproof.loading.read_once.orders import Int64s
 from shardproof.planning import ChunkTable
@@ -193,7 +193,7 @@ class Takings:
         self._parts = placing.parts_of(chunks)
         self._straight = placing.straight(chunks)
         self._of: list[dict[int, _Taking]] = [{} for _ in range(ranks)]
-        before = np.append(0, np.cumsum(placing.part_bytes)).tolist()
+        before = row_pointers(placing.part_bytes).tolist()
         for at, (rank, number, _, _) in enumerate(self._taken):
             if (taking := self._of[rank].get(number)) is None:
                 taking = self._of[rank][number] = _Taking()

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from shardproof.geometry import consecutive
 from shardproof.loading.read_once.orders import Int64s, Loads, Wish
-from shardproof.loading.read_once.units import UNIT_BYTES, Units, ranges, wire
+from shardproof.loading.read_once.units import UNIT_BYTES, Units, wire
 from shardproof.planning import ChunkTable
 
 __all__ = ["AHEAD", "RING_BYTES", "ROUND_BYTES", "NodeOrders", "plan_node"]
@@ -101,7 +102,7 @@ def plan_node(
         asked = np.flatnonzero(units.reader[units.pair_unit] == rank)
         takers = np.column_stack((number[units.pair_unit[asked]], units.pair_rank[asked]))
         wanted = np.flatnonzero(units.pair_rank == rank)
-        rows = units.wishes[ranges(units.pair_first[wanted], units.pair_chunks[wanted])]
+        rows = units.wishes[consecutive(units.pair_first[wanted], units.pair_chunks[wanted])]
         unit = np.repeat(units.pair_unit[wanted], units.pair_chunks[wanted])
         chunk = units.chunk[rows]
         byte = begin[unit] + table.byte_start[chunk] - first[unit]
@@ -113,7 +114,7 @@ def plan_node(
                 wire(rounds[rank]),
                 wire(np.unique(takers, axis=0)),
                 wire(np.column_stack((number[mine], inside[mine], count[mine]))),
-                wire(units.chunks[ranges(units.start[mine], count[mine])]),
+                wire(units.chunks[consecutive(units.start[mine], count[mine])]),
                 wire(taken[np.lexsort((taken[:, 1], taken[:, 0]))]),
                 int(units.size[mine].sum() + units.pair_bytes[from_others].sum()),
             )

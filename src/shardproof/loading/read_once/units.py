@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from shardproof.loading.read_once.orders import Int64s, Loads, Wish
 from shardproof.planning import ChunkTable
 
-__all__ = ["UNIT_BYTES", "Units", "joined", "ranges", "sums", "wire"]
+__all__ = ["UNIT_BYTES", "Units", "joined", "sums", "wire"]
 
 UNIT_BYTES = 8 << 20
 """Bytes from which on neighbouring chunks are no longer taken together."""
@@ -190,12 +190,6 @@ def sums(group: Int64s, values: Int64s, groups: int) -> Int64s:
     sums = np.zeros(groups, np.int64)
     np.add.at(sums, group, values)
     return sums
-
-
-def ranges(first: Int64s, count: Int64s) -> Int64s:
-    """The numbers from each first on, so many of each."""
-    before = np.cumsum(count) - count
-    return np.repeat(first - before, count) + np.arange(int(count.sum()))
 
 
 def wire(column: Int64s) -> bytes:
