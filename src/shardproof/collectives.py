@@ -1,9 +1,9 @@
-"""The collectives of training, each begun and waited for later.
+"""Asynchronous collectives for training.
 
 Note: gloo
-    For the result of a reduce-scatter or an all-gather on a CPU, gloo takes two to three times as long as for
-    an exchange of the parts that their owner then adds up, or a broadcast of each part. So these are used
-    there. The sum is in the order of the ranks; with two it is the same in any order.
+    On the CPU, gloo's reduce-scatter and all-gather take two to three times as long as equivalent
+    collectives. A reduce-scatter there is an all-to-all whose parts each rank adds up in rank order. An
+    all-gather is one broadcast per rank.
 """
 
 from __future__ import annotations
@@ -23,43 +23,43 @@ _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_t
 
 
 class Work(Protocol):
-    """A collective under way."""
+    """A collective that has started."""
 
     def wait(self) -> Any:
-        """Returns when its result may be used by what the current stream runs next."""
+        """Blocks until later work on the current stream may use the result."""
 
 
 def all_gather(whole: torch.Tensor, part: torch.Tensor, group: ProcessGroup | None) -> Work:
-    """Starts to fill `whole` with the parts of all ranks, in the order of the ranks.
+    """Starts to fill `whole` with the parts of all ranks, in rank order.
 
     Args:
         whole: 1-D, as long as all parts together.
-        part: 1-D; may be this rank's place in `whole`.
+        part: 1-D; may be this rank's slice of `whole`.
         group: None for all ranks.
     """
     if whole.device.type != "cpu" or not whole.numel():
         return _gather(whole, part, group=group, async_op=True)  # type: ignore[no-any-return]
-    places = whole.chunk(dist.get_world_size(group))
-    own = places[dist.get_rank(group)]
+    slices = whole.chunk(dist.get_world_size(group))
+    own = slices[dist.get_rank(group)]
     if own.data_ptr() != part.data_ptr():
         own.copy_(part)
-    return _Together(
-        [dist.broadcast(place, group_src=at, group=group, async_op=True) for at, place in enumerate(places)]
+    return _WorkList(
+        [dist.broadcast(item, group_src=rank, group=group, async_op=True) for rank, item in enumerate(slices)]
     )
 
 
 def reduce_scatter(part: torch.Tensor, whole: torch.Tensor, group: ProcessGroup | None) -> Work:
-    """Starts to sum `whole` over the ranks, and to leave each rank its part.
+    """Starts to sum `whole` over the ranks and to give each rank its part of the sum.
 
     Args:
-        part: 1-D, filled when the work is waited for; may lie in `whole`.
-        whole: 1-D, as long as all parts together. It may be reused once the work is waited for.
+        part: 1-D, filled by `Work.wait`; may be a slice of `whole`.
+        whole: 1-D, as long as all parts together. The caller may reuse it after `Work.wait`.
         group: None for all ranks.
     """
     if whole.device.type != "cpu" or not whole.numel():
         return _scatter(part, whole, group=group, async_op=True)  # type: ignore[no-any-return]
     received = torch.empty_like(whole)
-    return _Added(dist.all_to_all_single(received, whole, group=group, async_op=True), received, part)
+    return _SumOfParts(dist.all_to_all_single(received, whole, group=group, async_op=True), received, part)
 
 
 def all_reduce(tensor: torch.Tensor, group: ProcessGroup | None, op: Any = dist.ReduceOp.SUM) -> Work:
@@ -67,8 +67,8 @@ def all_reduce(tensor: torch.Tensor, group: ProcessGroup | None, op: Any = dist.
     return dist.all_reduce(tensor, op=op, group=group, async_op=True)  # type: ignore[no-any-return]
 
 
-class _Together:
-    """Several collectives that are waited for as one."""
+class _WorkList:
+    """Several collectives with one `wait`."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = works
@@ -79,8 +79,8 @@ class _Together:
             work.wait()
 
 
-class _Added:
-    """Parts that are added up once all are there."""
+class _SumOfParts:
+    """Adds up the parts that an exchange delivers."""
 
     def __init__(self, exchange: Any, received: torch.Tensor, part: torch.Tensor) -> None:
         self._exchange, self._part = exchange, part
@@ -88,7 +88,7 @@ class _Added:
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Waits for the exchange, and adds up the first time."""
+        """Waits for the exchange. The first call adds up the parts."""
         self._exchange.wait()
         if self._received is not None:
             parts, self._received = self._received.view(-1, self._part.numel()), None

@@ -1,6 +1,6 @@
-"""Optimizers whose state is spread out (over ranks, over CPU and device), and kept whole.
+"""Optimizers whose state is sharded over ranks or split between CPU and device.
 
-They train with any torch optimizer class, and describe their state without communication (see
+Each wraps a torch optimizer class and describes its state without communication (see
 `shardproof.state.optimizer.slots`).
 """
 

@@ -1,4 +1,4 @@
-"""The gradient of a parameter, and its master refreshed after writes; both optimizers use them."""
+"""Reads gradients and refreshes masters, for both optimizers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
 def local_gradient(
     gradient: torch.Tensor, parameter: torch.Tensor, name: str = "a parameter"
 ) -> torch.Tensor:
-    """What this rank holds of a gradient, laid out as its parameter.
+    """The local part of a gradient, with the placements of its parameter.
 
     Raises:
-        ValueError: it has another shape.
+        ValueError: the gradient's local shape differs from the parameter's.
 
     >>> weight = torch.ones(2, requires_grad=True)
     >>> local_gradient(torch.zeros(2), weight)
@@ -29,18 +29,20 @@ def local_gradient(
     """
     if is_dtensor(gradient) and is_dtensor(parameter) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
-    local, held = local_tensor(gradient), local_tensor(parameter)
-    if local.shape != held.shape:
+    local, expected = local_tensor(gradient), local_tensor(parameter)
+    if local.shape != expected.shape:
         raise ValueError(
-            f"{name} has local shape {list(held.shape)}, and a gradient of local shape {list(local.shape)}"
+            f"{name} has local shape {list(expected.shape)}, "
+            f"and a gradient of local shape {list(local.shape)}"
         )
     return local
 
 
 def refreshed(master: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A master's values, in new memory, where somebody else may have written to the parameter.
+    """A copy of a master that follows writes to its parameter.
 
-    It takes the elements that it does not round to. What it rounds to stays exact.
+    An element keeps the master's value if that value rounds to the parameter's. Otherwise it takes the
+    parameter's value.
 
     >>> refreshed(torch.tensor([1.001, 1.001]), torch.tensor([1.0, 2.0], dtype=torch.bfloat16))
     tensor([1.0010, 2.0000])

@@ -1,7 +1,7 @@
-"""Which slots an optimizer keeps of a parameter: learned from the optimizer itself, on a throw-away tensor.
+"""Finds the slots that an optimizer keeps for a parameter, by stepping a temporary tensor.
 
-A rank that owns no element of a parameter cannot look at its own state to say which slots there are. The
-schema tells it, from the class and the options alone, which every rank knows.
+A rank that owns no element of a parameter has no state that shows the slots. It computes the schema from the
+optimizer class and options, which are the same on every rank.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from shardproof.state import LocalRange, RandomState, SlotKeeper
 __all__ = ["Factory", "Spec", "check_slots", "slot_schema"]
 
 _HOW_NOT_WHAT = ("fused", "foreach", "capturable", "differentiable", "params", "param_names")
-"""How or on what a step is computed: it leaves the slots as they are, and may want a device."""
+"""Options that select an implementation. They do not change the slots, and some require a device."""
 
 _RATE = 0.5
-"""Learning rate of the trial: at the program's own, which may be zero, elements might not be seen to move."""
+"""Learning rate of the trial steps. The program's own may be zero, which hides all updates."""
 
 _WEIGHT = (1.0, -0.25, 30.0, 0.004)
 _GRADIENTS = ((0.5, -20.0, 0.003, 1.0), (-0.25, 8.0, 2.0, 0.125))
-"""Far apart, so that a norm over several elements shows in each of them."""
+"""Values of different magnitude, so that a norm over several elements changes each update."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What a slot is."""
+    """Kind and dtype of a slot."""
 
     kind: Literal["elements", "scalar", "value"]
-    """One number for each element of the parameter, a tensor with no dimensions, or no tensor."""
+    """A tensor with one number per parameter element, a 0-D tensor, or a plain value."""
     dtype: torch.dtype | None
-    """Of a tensor slot as the optimizer makes it; None for a plain value."""
+    """Dtype in which the optimizer creates a tensor slot; None for a plain value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Factory:
-    """How an optimizer is to be made: its class, or any callable that takes parameters, and its options.
+    """An optimizer class, or a callable like one, with its options.
 
     Args:
         make: ``make(params, **options)`` gives the optimizer: a class, or a `functools.partial` of one, for
@@ -56,11 +56,11 @@ class Factory:
     options: Mapping[str, Any]
 
     def __call__(self, params: Any) -> torch.optim.Optimizer:
-        """The optimizer over tensors or groups."""
+        """Makes the optimizer for tensors or parameter groups."""
         return self.make(params, **self.options)
 
     def accepting(self, options: Mapping[str, Any]) -> Factory:
-        """The same, with those of other options that `make` has a keyword argument for."""
+        """A copy that adds the options that `make` accepts as keyword arguments."""
         parameters = inspect.signature(self.make).parameters.values()
         named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
         return Factory(
@@ -68,13 +68,13 @@ class Factory:
         )
 
     def trial(self) -> torch.optim.Optimizer:
-        """The optimizer over a throw-away matrix of one element, not stepped."""
+        """The optimizer for a temporary 1x1 matrix, before any step."""
         with _on_the_side():
             return self([torch.zeros(1, 1, dtype=torch.float32, device="cpu")])
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The options that a group has where it does not say otherwise.
+        """Default options of a parameter group.
 
         >>> Factory(torch.optim.AdamW, {"lr": 0.5}).defaults["betas"]
         (0.9, 0.999)
@@ -83,7 +83,7 @@ class Factory:
 
     @property
     def kind(self) -> str:
-        """Name of the class whose update rule it is, as `ParameterSlots.kind` says it.
+        """Class name of the update rule, as in `ParameterSlots.kind`.
 
         >>> Factory(torch.optim.AdamW, {}).kind
         'AdamW'
@@ -91,27 +91,30 @@ class Factory:
         return _kept(self.trial())[0]
 
     def schema(self, dtype: torch.dtype) -> dict[str, Spec]:
-        """`slot_schema` of what this makes."""
+        """The `slot_schema` of the optimizer that this makes."""
         return slot_schema(self.make, self.options, dtype)
 
 
 def slot_schema(
     optimizer_class: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any], dtype: torch.dtype
 ) -> dict[str, Spec]:
-    """The slots that an elementwise optimizer keeps of a parameter, once it has stepped it.
+    """The slots that an elementwise optimizer keeps for a parameter after it has stepped it.
 
-    A throw-away tensor is stepped twice; random generators are put back to where they were. Slots that appear
-    at the second step only are known too. Nothing of the program is touched.
+    The function steps a temporary tensor twice, so it finds slots that only the second step creates. It
+    restores the state of the random generators.
 
     Args:
         optimizer_class: the class, or a callable like it (see `Factory`).
-        options: its keyword arguments, or a whole parameter group; options for how a step is computed
-            (``fused``, ``capturable``, ...) are passed over.
-        dtype: of the parameter.
+        options: keyword arguments, or a whole parameter group. Options that select an implementation
+            (``fused``, ``capturable``, ...) are ignored.
+        dtype: dtype of the parameter.
+
+    Returns:
+        The specification of each slot, by name.
 
     Raises:
-        ValueError: the optimizer is not elementwise: an element's update depends on other elements
-            (Adafactor, LAMB, Muon), or it needs more than a gradient (L-BFGS).
+        ValueError: the optimizer is not elementwise. Either an element's update depends on other elements
+            (Adafactor, LAMB, Muon), or a step needs more than a gradient (L-BFGS).
 
     >>> slot_schema(torch.optim.AdamW, {"lr": 1e-3}, torch.bfloat16)["exp_avg"]
     Spec(kind='elements', dtype=torch.bfloat16)
@@ -150,10 +153,10 @@ def slot_schema(
 
 
 def check_slots(dtypes: Mapping[str, torch.dtype], schemas: Iterable[Mapping[str, Spec]]) -> None:
-    """Dtypes by slot name slots with elements, of some of the schemas.
+    """Checks that each key of `dtypes` names an elementwise slot of a schema.
 
     Raises:
-        ValueError: there is no such slot.
+        ValueError: a key names no such slot.
     """
     known = {slot for schema in schemas for slot, spec in schema.items() if spec.kind == "elements"}
     if strange := dtypes.keys() - known:
@@ -168,7 +171,7 @@ def _stepped(
     dtype: torch.dtype,
     at: int = 0,
 ) -> tuple[torch.Tensor, torch.optim.Optimizer]:
-    """A tensor after two steps, flat and in fp32, and the optimizer."""
+    """A tensor after two steps (1-D, fp32), and its optimizer."""
     tensor = torch.tensor(weights, dtype=dtype, device="cpu").reshape(shape)
     optimizer = factory([{**options, "params": [tensor]}])
     for gradient in _GRADIENTS:
@@ -201,13 +204,13 @@ def _near(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _apart(value: Any) -> Any:
-    """An option that a step on the throw-away tensor may change."""
+    """A copy of an option, because a trial step may change a tensor."""
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
 
 
 @contextmanager
 def _on_the_side() -> Iterator[None]:
-    """On the CPU, whatever the program's default device is, and with the generators put back."""
+    """Makes the CPU the default device, and restores the random generators on exit."""
     state = RandomState()
     before = state.state_dict()
     try:

@@ -1,11 +1,11 @@
-"""The stepped parameters to all ranks, while the next forward pass is already under way.
+"""Gathers the stepped parameters on all ranks, while the next forward pass runs.
 
-Note: nobody uses a parameter that is being gathered
-    A module's forward waits for the buckets of its own parameters, and so do its `state_dict` and
-    `load_state_dict`, whose values the gather would write over. Parameters that are seen to be used
-    otherwise (a head that multiplies by the weight of an embedding which is not called) are gathered before
-    the step returns: their gradient hook finds that no module that holds them has been called. The
-    optimizer's own reads and writes begin with `wait_all`.
+Note: no parameter is used during its gather
+    A module's forward waits for the buckets of its own parameters. So do its `state_dict`, and its
+    `load_state_dict`, whose values the gather would overwrite. Some parameters are used without a call of
+    their module, for example when a head multiplies by the weight of an embedding. Their gradient hook finds
+    that no module that holds them was called. From then on, their buckets are gathered before the step
+    returns. The optimizer's own reads and writes begin with `wait_all`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["Gather"]
 
 
 class Gather:
-    """Begins gathers, and waits for them where they are needed.
+    """Starts gathers, and waits for each before its parameters are used.
 
     Args:
-        buckets: in the order in which backward fills them, which is about the reverse of forward's.
-        overlap: return while they are under way.
+        buckets: buckets in the order in which backward fills them, roughly the reverse of forward's.
+        overlap: if true, `start` returns before the gathers are complete.
     """
 
     def __init__(self, buckets: Sequence[FlatBucket], *, overlap: bool) -> None:
@@ -35,7 +35,7 @@ class Gather:
         self._busy = False
 
     def attach_hooks(self, module: torch.nn.Module, weights: Iterable[Weight]) -> None:
-        """Have modules wait for their parameters. Ends with the life of this object."""
+        """Makes modules wait for their parameters, while this object lives."""
         by_parameter = {weight.parameter: weight for weight in weights}
         for part in module.modules():
             held = [by_parameter[item] for item in part.parameters(recurse=False) if item in by_parameter]
@@ -64,7 +64,7 @@ class Gather:
         part.register_load_state_dict_pre_hook(before_use)  # type: ignore[no-untyped-call]
 
     def start(self, changed: Iterable[FlatBucket]) -> None:
-        """Gather those buckets, which are the same on all ranks; the parameters needed first go first."""
+        """Gathers `changed` (equal on all ranks), the buckets that forward needs first in front."""
         chosen = set(changed)
         for owner in self._owners:
             owner.called = False
@@ -77,13 +77,13 @@ class Gather:
                 self.wait(bucket)
 
     def wait(self, bucket: FlatBucket) -> None:
-        """Until the bucket's parameters may be read."""
+        """Blocks until the parameters of the bucket may be read."""
         if bucket.gathering is not None:
             bucket.gathering.wait()
             bucket.gathering = None
 
     def wait_all(self) -> None:
-        """Until all parameters may be read and written."""
+        """Blocks until all parameters may be read and written."""
         for bucket in self.buckets:
             self.wait(bucket)
         self._busy = False

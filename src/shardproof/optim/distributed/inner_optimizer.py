@@ -1,4 +1,4 @@
-"""How the inner optimizer is made, and what it is known to keep."""
+"""Makes the inner optimizer and the schemas of its slots."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardproof.state import SlotKeeper, options_of
 __all__ = ["Schemas", "make_stepper"]
 
 Schemas = Mapping[tuple[int, torch.dtype], Mapping[str, Spec]]
-"""By group and the dtype in which the inner optimizer sees its parameters."""
+"""Slot schemas by group and by the dtype in which the inner optimizer sees the parameters."""
 
 
 def make_stepper(
@@ -26,11 +26,11 @@ def make_stepper(
     master_dtype: torch.dtype | None,
     state_dtypes: Mapping[str, torch.dtype],
 ) -> tuple[Stepper, Schemas]:
-    """The inner optimizer over the fragments of all weights, which it gives their `stepped_dtype`.
+    """Makes the inner optimizer of all fragments, and sets the `stepped_dtype` of each weight.
 
     Raises:
-        ValueError: the optimizer is not elementwise, `state_dtypes` names no slot of it, or dtypes are asked
-            for of an optimizer that keeps its state in its own way.
+        ValueError: the optimizer is not elementwise; `state_dtypes` names a slot that it does not have; or
+            the caller sets dtypes for an optimizer that manages its own state.
     """
     options = [options_of(group) for group in groups]
     direct = not state_dtypes and (master_dtype is None or master_dtype.itemsize >= 4)

@@ -1,4 +1,4 @@
-"""What the inner optimizer steps: parameters where they lie, or masters, which follow what others write."""
+"""Fragments that the inner optimizer steps: views of parameters, or their masters."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["Masters"]
 
 
 class Masters:
-    """Gives every weight its fragment.
+    """Makes the fragment of every weight.
 
     Args:
-        buckets: their parameters have their values.
-        dtype: of the masters of parameters that are narrower than fp32; None for no masters.
+        buckets: buckets whose parameters are initialised.
+        dtype: dtype of the masters of parameters that are narrower than fp32; None for no masters.
     """
 
     def __init__(self, buckets: Sequence[FlatBucket], dtype: torch.dtype | None) -> None:
@@ -39,10 +39,10 @@ class Masters:
                 declare_storage_owner(weight.fragment, self._of[bucket] if mastered else bucket.parameters)
 
     def follow_parameters(self) -> None:
-        """Take what others wrote to parameters, in the elements where masters do not round to them.
+        """Refreshes the masters of parameters that the program has written to.
 
-        A fragment without a master is the parameter's own memory; an inner optimizer that keeps copies of it
-        is told, since a parameter and its bucket count their versions apart.
+        A fragment without a master shares the parameter's memory but not its version counter. The version of
+        the fragment is incremented, so that an inner optimizer with its own copies sees the write.
         """
         for weight in self._weights:
             if weight.current_version() == weight.version:
@@ -54,12 +54,12 @@ class Masters:
             weight.version = weight.current_version()
 
     def round_to_parameters(self, changed: Iterable[FlatBucket]) -> None:
-        """This rank's range of those buckets becomes its masters, rounded."""
+        """Rounds the masters into this rank's range of each changed bucket."""
         for bucket in changed:
             if bucket in self._of:
                 bucket.owned.copy_(self._of[bucket])
 
     def note_versions(self) -> None:
-        """What has been written to parameters up to now is known here."""
+        """Records the current version of every parameter."""
         for weight in self._weights:
             weight.version = weight.current_version()

@@ -31,33 +31,33 @@ class RankGroup:
             raise ValueError(f"rank {dist.get_rank()} is not in the process group it was given")
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Every rank has what the first has."""
+        """Copies the first rank's tensor to every rank."""
         if self.size > 1:
             dist.broadcast(tensor, group_src=0, group=self.group)
 
     def sum(self, tensor: torch.Tensor) -> None:
-        """Every rank has the sum, in place."""
+        """Sums a tensor over the ranks, in place."""
         if self.size > 1:
             dist.all_reduce(tensor, group=self.group)
 
     def scatter_sum(self, shard: torch.Tensor, full: torch.Tensor) -> Work | None:
-        """Begin to fill `shard` with this rank's range of the sum; None where that is done already."""
+        """Starts to fill `shard` with this rank's range of the sum. None if it is filled already."""
         if self.size == 1:
             shard.copy_(full)
             return None
         return reduce_scatter(shard, full, self.group)
 
     def gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work | None:
-        """Begin to fill `full` with every rank's range; None where there is nothing to fill."""
+        """Starts to fill `full` with every rank's range. None if this rank owns all of it."""
         if self.size == 1:
             return None
         return all_gather(full, shard, self.group)
 
     def check_same(self, text: str, device: torch.device, what: str) -> None:
-        """Raises on every rank where `text` is not the same on all.
+        """Checks that `text` is the same on all ranks.
 
         Raises:
-            ValueError: it is not.
+            ValueError: on every rank, if `text` differs between ranks.
         """
         number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
         ends = torch.tensor([number, -number], dtype=torch.int64, device=device)

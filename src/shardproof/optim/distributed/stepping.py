@@ -3,7 +3,7 @@
 With `DirectStepper` the inner optimizer steps the fragments themselves and keeps its own state.
 `LowPrecisionStepper` (in `low_precision`) keeps masters and slots in the dtypes that the caller chose.
 
-Every parameter has a fragment on every rank; it is empty where the rank owns no elements. So the inner
+Every parameter has a fragment on every rank, which is empty if the rank owns no elements. So the inner
 optimizer has the same slots, step counts and options on every rank.
 """
 
@@ -24,21 +24,21 @@ GroupOptions = Sequence[Mapping[str, Any]]
 
 
 class Stepper(Protocol):
-    """Steps fragments, and knows what is kept of them. Slots are those of fragments, which are 1-D."""
+    """Steps fragments and describes their slots. Fragments and their slots are 1-D."""
 
     inner: torch.optim.Optimizer
 
     def step(self, weights: Sequence[Weight], options: GroupOptions) -> None:
-        """Step the fragments of those parameters from their reduced gradients."""
+        """Steps the fragments of those parameters with their reduced gradients."""
 
     def slots(self) -> dict[Weight, ParameterSlots]:
-        """What is kept of each fragment."""
+        """The slots of each fragment."""
 
     def receive(self, weight: Weight, stored: Mapping[str, StoredSlot]) -> Receipt:
-        """How one fragment takes what is stored."""
+        """Prepares one fragment for a load of the stored slots."""
 
     def dtype_of(self, slot: str, spec: Spec) -> torch.dtype | None:
-        """What a slot of elements is kept in, where its schema is `spec`."""
+        """Dtype in which an elementwise slot with schema `spec` is stored."""
 
 
 class DirectStepper:
@@ -52,7 +52,7 @@ class DirectStepper:
         self.inner = factory(groups)
 
     def step(self, weights: Sequence[Weight], options: GroupOptions) -> None:
-        """A gradient is handed over as it lies in the reduced bucket where dtypes agree, else as a copy."""
+        """Steps with views of the reduced buckets where dtypes agree, else with casts."""
         copy_options(options, self.inner)
         for bucket in {weight.bucket: None for weight in weights}:
             if bucket.scale != 1.0 and all(w.fragment.dtype == bucket.shard.dtype for w in bucket.weights):
@@ -72,20 +72,20 @@ class DirectStepper:
                 weight.fragment.grad = None
 
     def slots(self) -> dict[Weight, ParameterSlots]:
-        """As the inner optimizer says it."""
+        """The slots that the inner optimizer describes."""
         by_fragment = {id(slots.parameter): slots for slots in slots_of(self.inner)}
         return {weight: by_fragment[id(weight.fragment)] for weight in self._weights}
 
     def receive(self, weight: Weight, stored: Mapping[str, StoredSlot]) -> Receipt:
-        """As the inner optimizer takes it."""
+        """Asks the inner optimizer for the destination."""
         return receiver(self.inner)(weight.fragment, self.inner.param_groups[weight.group], stored)
 
     def dtype_of(self, slot: str, spec: Spec) -> torch.dtype | None:
-        """What the inner optimizer makes."""
+        """The dtype that the inner optimizer creates."""
         return spec.dtype
 
 
 def copy_options(options: GroupOptions, inner: torch.optim.Optimizer) -> None:
-    """The program changes the outer groups (schedulers do); the inner ones follow."""
+    """Copies the options of the outer groups, which schedulers change, to the inner groups."""
     for mine, theirs in zip(options, inner.param_groups, strict=True):
         theirs.update(options_of(mine))

@@ -1,4 +1,4 @@
-"""The optimizers of CPU and device, and the options of the program's groups that they share."""
+"""The sub-optimizers of both sides, which share the options of the program's groups."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["GroupLink", "SubOptimizers"]
 
 
 class GroupLink:
-    """Keeps one group of a sub-optimizer at what the program's group says.
+    """Synchronises one group of a sub-optimizer with the program's group.
 
-    Options that the optimizer's step itself changes (some keep a count or an estimate in the group) stay what
-    the step made them, until the program sets another value.
+    Some optimizers change an option in `step`, for example a count or an estimate. Such an option keeps the
+    optimizer's value until the program sets another.
 
     Args:
-        group: the program's.
-        inner: the sub-optimizer's, made from `group`.
-        on_cpu: the inner group's side.
-        without: options that this side does not have.
+        group: the program's group.
+        inner: the sub-optimizer's group, made from `group`.
+        on_cpu: True if the inner group is on the CPU side.
+        without: options that this side does not accept.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class GroupLink:
         self._told: dict[str, Any] = {}
 
     def push_options(self) -> None:
-        """Hand over what the program (a scheduler) has changed since the last time."""
+        """Copies the options that the program (a scheduler) changed since the last call."""
         for name, item in options_of(self._group, self._without).items():
             if name in self._told and _same(item, self._told[name]):
                 continue
@@ -49,7 +49,7 @@ class GroupLink:
             self._inner[name] = self._told[name] = item
 
     def pull_options(self) -> None:
-        """Show the program what the step has changed."""
+        """Copies the options that the step changed to the program's group."""
         for name, item in self._told.items():
             found = self._inner.get(name)
             if not _same(found, item):
@@ -57,7 +57,7 @@ class GroupLink:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether both are the same option; tensors, which change in place, are themselves alone."""
+    """True if two option values are equal. Tensors, which change in place, compare by identity."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return one is other
     if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
@@ -66,15 +66,15 @@ def _same(one: Any, other: Any) -> bool:
 
 
 class SubOptimizers:
-    """One optimizer for the device's part and one for each parameter of the CPU's.
+    """One optimizer for all device parameters, and one for each CPU parameter.
 
-    The device's has a group for each of the program's. Those of the CPU are stepped one by one, each as soon
-    as its gradient is there.
+    The device optimizer has one group per group of the program. Each CPU parameter is stepped as soon as its
+    gradient arrives.
 
     Args:
-        rules: make the optimizers.
-        dtypes: what the program's `state` keeps slots in, where that is not the dtype that they are stepped
-            in.
+        rules: factories of the optimizers.
+        dtypes: dtype in which the program's `state` stores a slot, by slot name, if it differs from the dtype
+            of the step.
     """
 
     def __init__(self, rules: Rules, dtypes: Mapping[str, torch.dtype]) -> None:
@@ -83,12 +83,12 @@ class SubOptimizers:
         """None until there is a group."""
         self._rules = rules
         self._links: list[list[GroupLink]] = []
-        """By group of the program; the first link of each is listened to."""
+        """By group of the program. Options flow back from the first link of each group."""
 
     def adopt(self, group: dict[str, Any], copies: Sequence[SteppedCopy]) -> None:
-        """Take the copies of a group of the program.
+        """Makes the optimizers for the copies of one group of the program.
 
-        The device's optimizer is the only one that lasts if another refuses the group, so it comes last.
+        The device optimizer takes the group last: it outlives the call, and a CPU optimizer may raise.
         """
         links: list[GroupLink] = []
         for stepped in copies:
@@ -106,7 +106,7 @@ class SubOptimizers:
             self.on_device.add_param_group(inner)
         link = GroupLink(group, self.on_device.param_groups[-1], on_cpu=False, without=())
         if all(stepped.on_cpu for stepped in copies):
-            links.append(link)  # the device has nothing to say
+            links.append(link)  # the device steps no parameter of this group
         else:
             links.insert(0, link)
         for stepped in copies:
@@ -118,7 +118,7 @@ class SubOptimizers:
     def step(
         self, optimizer: torch.optim.Optimizer, copies: Sequence[SteppedCopy], state: dict[torch.Tensor, Any]
     ) -> None:
-        """Step some of one optimizer's copies, those that have a gradient, with the program's `state`."""
+        """Steps those copies of one optimizer that have a gradient, with the program's `state`."""
         self._hand_over(state, copies)
         try:
             optimizer.step()
@@ -126,7 +126,7 @@ class SubOptimizers:
             self._take_back(state, copies)
 
     def _hand_over(self, state: Mapping[torch.Tensor, Any], copies: Sequence[SteppedCopy]) -> None:
-        """What is in the program's `state` is what is stepped with, whoever put it there."""
+        """Gives the program's `state` to the sub-optimizer, cast to the dtype of the step."""
         for stepped in copies:
             if stepped.parameter in state:
                 of_parameter = state[stepped.parameter]
@@ -142,7 +142,7 @@ class SubOptimizers:
                 stepped.optimizer.state.pop(stepped.tensor, None)
 
     def _take_back(self, state: dict[torch.Tensor, Any], copies: Sequence[SteppedCopy]) -> None:
-        """What the steps have made is in the program's `state`; what was raised for them is let go."""
+        """Moves the stepped state to the program's `state`, cast to the stored dtype."""
         for stepped in copies:
             if stepped.tensor not in stepped.optimizer.state:
                 continue
@@ -155,17 +155,17 @@ class SubOptimizers:
             }
 
     def push_options(self) -> None:
-        """Let all know what the program has changed in its groups."""
+        """Copies the options that the program changed to all sub-optimizers."""
         for links in self._links:
             for link in links:
                 link.push_options()
 
     def pull_options(self) -> None:
-        """Let the program's groups show what the steps have changed."""
+        """Copies the options that the steps changed to the program's groups."""
         for links in self._links:
             links[0].pull_options()
 
 
 def _elements(item: Any) -> bool:
-    """Whether it has an element for each of the parameter's, and is no count."""
+    """True for a slot with one element per parameter element, False for a count."""
     return isinstance(item, torch.Tensor) and item.dim() > 0

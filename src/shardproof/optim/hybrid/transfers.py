@@ -1,43 +1,42 @@
-"""Copies between a device and the host, beside the steps on both.
+"""Copies between a device and the host that overlap the steps on both.
 
-Three queues of work belong to a device: the *main* stream, which is current when `step` is called and on
-which backward ran, and two side streams, *down* (gradients to the host) and *up* (parameters to the device).
-The host is the fourth party. It waits for single events, never for a stream or a device.
+A device has three streams. The *main* stream is current when the program calls `step`, and backward ran on
+it. The *down* stream copies gradients to the host. The *up* stream copies parameters to the device. The host
+waits for single events, never for a stream or a device.
 
 Note: Down waits for main
-    A gradient is complete when main has done all that was enqueued when `step` began, and what lays it out
-    as its parameter where it is not (one that is sharded in another way). Down waits for the mark set then,
-    and for nothing later: the device's step, enqueued on main afterwards, runs at the same time. The device's
-    step neither reads nor writes what down reads, because a parameter is on one side only.
+    `step` first redistributes gradients whose sharding differs from their parameter's. Main then records an
+    event, the mark. A gradient is complete when main reaches the mark. Down waits for the mark and for
+    nothing later, so it overlaps the device's step, which follows on main. The device's step does not access
+    the memory that down reads, because each parameter is on one side only.
 
 Note: The host waits for one gradient
-    Each parameter has an event of its own, recorded on down after its gradient's copy. The host waits for
-    it right before it steps that parameter: the copies of those behind it go on meanwhile. The buffer
-    that it fills is free, because the host has finished the previous step of the parameter, its only
-    reader. A gradient made for the copy alone (another layout's) is held until the step ends. When `step`
-    returns, the host has waited for every event of down, so gradients may be freed or zeroed without
-    telling the allocator of down; after an error, main has been made to wait for down.
+    Each parameter has its own event, which down records after the gradient's copy. The host waits for it
+    right before it steps that parameter, while later copies continue. The destination buffer is free,
+    because its only reader, the host's previous step of that parameter, has finished. `step` keeps a
+    redistributed gradient alive until it ends. When `step` returns, the host has waited for every event of
+    down. The program may then free or zero gradients without `record_stream` on down. After an error, main
+    waits for down.
 
 Note: Up waits for main
     Forward and backward, enqueued on main before the mark, read the parameters that up overwrites. The
-    host's wait for a gradient implies that they are done, but a gradient may have come another way (a
-    gradient that is on the host already); up waits for the mark in its own right.
+    host's wait for a copied gradient implies that they are done. A gradient that is already on the host needs
+    no copy, so up waits for the mark itself.
 
 Note: Main waits for up
-    What follows `step` on main reads the new parameters, so main waits for all of up before `step`
-    returns. The device waits, not the host.
+    Work after `step` on main reads the new parameters. Before `step` returns, it makes main wait for up. The
+    host does not wait.
 
 Note: The host waits for a sent parameter
     A copy up may still be reading the host's tensor after `step` has returned. Before the host writes to
-    that tensor again (the next step, a load, a refresh) it waits for the event recorded on up after the
-    copy, which has nearly always happened long ago.
+    that tensor again (the next step, a load, a refresh), it waits for the event that up recorded after the
+    copy.
 
 Note: The device's own gradients stay on main
     Where the device steps an fp32 master, its gradient is cast on main, right before the step that reads
-    it, also on main: the order of the stream is the order of the work. A cast on a side stream would need
-    a wait, which is the one that other implementations forgot.
+    it. Both run on main, so they need no event.
 
-With no accelerator, or with overlap off, a copy is done when the call returns, and nobody waits.
+Without an accelerator, or with overlap off, each copy is complete when its call returns.
 """
 
 from __future__ import annotations
@@ -55,26 +54,26 @@ class CopyEvent(Protocol):
     """A point in a queue of copies."""
 
     def synchronize(self) -> None:
-        """Let the host wait until it is reached."""
+        """Blocks the host until the copies before this point are complete."""
 
 
 class Transfers(Protocol):
-    """Copies of one device. The notes above say what each call waits for."""
+    """Copies between the host and one device. The notes above state what each call waits for."""
 
     def event(self) -> CopyEvent:
-        """An event for one parameter, used again at each step. Before it is recorded, nobody waits for it."""
+        """An event for one parameter, reused at each step. A wait before its first record returns at once."""
 
     def begin(self) -> None:
-        """Set the mark on main."""
+        """Records the mark on main."""
 
     def down(self, destination: torch.Tensor, source: torch.Tensor, event: CopyEvent) -> None:
-        """Copy to the host."""
+        """Copies to the host."""
 
     def up(self, destination: torch.Tensor, source: torch.Tensor, event: CopyEvent) -> None:
-        """Copy to the device."""
+        """Copies to the device."""
 
     def end(self) -> None:
-        """Let main wait for the copies."""
+        """Makes main wait for the copies."""
 
 
 class _Reached:
@@ -83,25 +82,25 @@ class _Reached:
 
 
 class BlockingTransfers:
-    """Copies that are done when the call returns."""
+    """Copies that are complete when the call returns."""
 
     def event(self) -> CopyEvent:
-        """One that is always reached."""
+        """An event that never blocks."""
         return _Reached()
 
     def begin(self) -> None:
-        """Nothing to order."""
+        """Does nothing."""
 
     def down(self, destination: torch.Tensor, source: torch.Tensor, event: CopyEvent) -> None:
-        """Copy now."""
+        """Copies before it returns."""
         destination.copy_(source)
 
     def up(self, destination: torch.Tensor, source: torch.Tensor, event: CopyEvent) -> None:
-        """Copy now."""
+        """Copies before it returns."""
         destination.copy_(source)
 
     def end(self) -> None:
-        """Nothing to order."""
+        """Does nothing."""
 
 
 class SideStreams:
@@ -123,15 +122,15 @@ class SideStreams:
         self._up.wait_event(mark)
 
     def down(self, destination: torch.Tensor, source: torch.Tensor, event: CopyEvent) -> None:
-        """Enqueue a copy to the host. A change of dtype happens on the device, on down."""
+        """Enqueues a copy to the host. Down casts the dtype on the device."""
         self._enqueue(self._down, destination, source, event)
 
     def up(self, destination: torch.Tensor, source: torch.Tensor, event: CopyEvent) -> None:
-        """Enqueue a copy to the device."""
+        """Enqueues a copy to the device."""
         self._enqueue(self._up, destination, source, event)
 
     def end(self) -> None:
-        """See "Main waits for up". Down is done by then, unless an error ended the step before."""
+        """See "Main waits for up". Down is complete, unless an error ended the step early."""
         main = torch.accelerator.current_stream(self._device)
         main.wait_stream(self._down)
         main.wait_stream(self._up)
@@ -146,7 +145,7 @@ class SideStreams:
 
 
 def transfers_for(device: torch.device, overlap: bool) -> Transfers:
-    """How the parameters on one device exchange data with the host."""
+    """The transfers of one device: on side streams if it is an accelerator and `overlap` is true."""
     accelerator = torch.accelerator.current_accelerator()
     if overlap and accelerator is not None and accelerator.type == device.type:
         return SideStreams(device)
