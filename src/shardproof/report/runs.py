@@ -32,9 +32,9 @@ class StepInfo:
     step: int | None
     status: str
     """"committed", "suspect" (committed, but validation failed there, not settled), "settled" (a suspect
-    with a `verdict`), "leftover" (no manifest), "lends" (no checkpoint any more, but other steps refer to its
-    files), "damaged" (its manifest is, or a file is missing), or "unreadable": the storage failed, which says
-    nothing about the checkpoint."""
+    with a `verdict`), "leftover" (no manifest), "lends" (removed, but other steps refer to its files),
+    "damaged" (the manifest is damaged, or a file is missing), or "unreadable" (the storage failed, and the
+    checkpoint may be whole)."""
     reason: str | None
     """Why it is not committed."""
     time: float | None
@@ -135,7 +135,7 @@ def _step_info(
     except StorageError as error:
         return _without_manifest(place, name, step, files, "unreadable", str(error))
     shards = {record.name for record in manifest.own_files}
-    # A link on the way hides a file from a listing, and not from a reader.
+    # A linked folder hides its files from `list` but not from `size`.
     missing = [file for file in sorted(({manifest.index.name} | shards) - files) if place.size(file) is None]
     lost = sorted(shards.intersection(missing) | cut.keys())
     fault = _missing(missing) if missing else _cut(cut) if cut else None
