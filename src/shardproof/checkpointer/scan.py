@@ -146,7 +146,7 @@ def _step_info(
     except StorageError as error:
         return _without_manifest(place, name, step, files, "unreadable", str(error))
     shards = {record.name for record in manifest.own_files}
-    # A link on the way hides a file from a listing, and not from a reader.
+    # A linked folder hides its files from `list` but not from `size`.
     missing = [file for file in sorted(({manifest.index.name} | shards) - files) if place.size(file) is None]
     lost = sorted(shards.intersection(missing) | cut.keys())
     fault = _missing(missing) if missing else _cut(cut) if cut else None

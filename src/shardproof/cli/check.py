@@ -36,7 +36,7 @@ def verify_command(ckpt: str, as_json: bool) -> int:
 
         try:
             report: dict[str, Any] = verify(storage, on_progress).to_json()
-        except NotCommittedError as error:  # an answer too, so it goes to standard output
+        except NotCommittedError as error:  # a result of this command: print it to standard output
             report = _nothing_there(storage.location, error.to_wire())
     if as_json:
         print_json(report)

@@ -104,7 +104,7 @@ def run(arguments: Sequence[str]) -> int:
         return UNEXPECTED if tells_nothing(error.details) else BAD
     except (BrokenPipeError, SystemExit):
         # The reader (such as `head`) closed the output; click and rich turn that into an exit. The command
-        # may not have its answer yet, so this is neither a yes nor a no.
+        # may not have finished, so the exit code says neither yes nor no.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CUT_OFF
     except Exception as error:

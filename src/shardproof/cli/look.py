@@ -113,7 +113,7 @@ def inspect_command(ckpt: str, key: str | None, depth: int, as_json: bool) -> in
 
 
 def _near(key: str, manifest: Manifest) -> str:
-    """Keys that may have been meant, as the end of a sentence."""
+    """The keys most like `key`, as the end of a sentence."""
     import difflib
 
     keys = [*(record.key for record in manifest.tensors), *manifest.aliases, *manifest.objects]
@@ -191,7 +191,7 @@ def _show_writers(summary: Summary) -> None:
     from shardproof.cli.terminal import console, table
 
     out = console()
-    # The busiest of many, so that an imbalance is seen.
+    # The writers with the most bytes, to show an imbalance.
     most = sorted(summary.writers, key=lambda row: -row.bytes)[:WRITERS_SHOWN]
     rows = (
         (

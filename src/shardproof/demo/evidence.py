@@ -51,11 +51,11 @@ class RunRecords:
         return {record["step"]: record["rate"] for record in self.all("step")}
 
     def draws(self, rank: int) -> dict[int, list[float]]:
-        """Step to what a rank's random generators gave."""
+        """Step to the numbers that a rank drew from its random generators."""
         return {record["step"]: record["draws"] for record in self.all("step", rank)}
 
     def digests(self, when: str, step: int, rank: int = 0) -> Record | None:
-        """The digests that a rank took then, if it did."""
+        """The last digests that a rank took at this point of this step; None without."""
         found = [
             record for record in self.all("digests", rank) if (record["when"], record["step"]) == (when, step)
         ]
@@ -158,7 +158,7 @@ class RunFacts:
     loss_difference: float | None
     """Largest relative difference to the uninterrupted run."""
     loss_tolerance: float
-    """What is allowed; 0.0 where the layout is the same, and every bit has to be."""
+    """The largest difference allowed; 0.0 for the same layout, which must repeat every bit."""
     restored_step: int | None = None
     restore_seconds: float = 0.0
     passed_over: dict[str, str] | None = None
@@ -166,15 +166,15 @@ class RunFacts:
     expected_step: int | None = None
     """The step that it had to restore."""
     restored: TensorComparison | None = None
-    """The state after the restore with the state that was saved."""
+    """The state after the restore, compared with the state that was saved."""
     end: TensorComparison | None = None
-    """The state at the end with that of the uninterrupted run, where the layout is the same."""
+    """The state at the end, compared with the uninterrupted run; for the same layout only."""
     draws_identical: bool | None = None
     """Whether random generators went on as in the uninterrupted run, on every rank that both have."""
 
     @property
     def ok(self) -> bool:
-        """Whether everything that was compared is as it has to be."""
+        """Whether every comparison holds."""
         return (
             self.restored_step == self.expected_step
             and (self.restored is None or self.restored.ok)
@@ -186,7 +186,7 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True)
 class KillFacts:
-    """What the kill in the middle of a save left."""
+    """The state of the run folder after the kill in the middle of a save."""
 
     step: int
     workers: int
@@ -198,13 +198,13 @@ class KillFacts:
 
     @property
     def ok(self) -> bool:
-        """Whether it was a kill in the middle: data had been written, nothing was committed."""
+        """Whether the kill came in the middle: after the first bytes and before the commit."""
         return self.workers > 0 and self.files > 0 and self.bytes > 0 and not self.committed
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFacts:
-    """The last checkpoint, as one process without a process group finds it."""
+    """The last checkpoint, read by one process without a process group."""
 
     step: int
     location: str
@@ -214,7 +214,7 @@ class StoredFacts:
     bytes: int
     seconds: float
     read: TensorComparison
-    """What `shardproof.open` reads with what was saved."""
+    """The tensors that `shardproof.open` reads, compared with those saved."""
 
     @property
     def ok(self) -> bool:
@@ -224,7 +224,7 @@ class StoredFacts:
 
 @dataclass(frozen=True, slots=True)
 class DemoReport:
-    """All that the demo found."""
+    """The result of the recovery demo."""
 
     versions: dict[str, str]
     text: str
@@ -275,7 +275,7 @@ def facts_of(
     loss_difference: float | None = None,
     loss_tolerance: float = 0.0,
 ) -> RunFacts:
-    """The facts of a run: what its records say, and what the caller compared."""
+    """The facts of a run: from its records, and from the comparisons that the caller made."""
     losses = records.losses()
     restore = next(iter(records.all("restored")), None)
     return RunFacts(
@@ -335,7 +335,7 @@ def _read(folder: Path, step: int, saved: RunRecords) -> TensorComparison:
             if key not in stored or digest_of(checkpoint[key].read())[0] != digest:
                 differing.append(name)
             stored.discard(key)
-        # Options of parameter groups are plain values; any other key is of a tensor that nobody saved.
+        # Options of parameter groups are plain values; any other key is a tensor that the run did not save.
         differing += sorted(key for key in stored if not key.endswith(".@options"))
     size = sum(int(size) for _, size in expected.values())
     return TensorComparison(len(expected), len(expected) - len(differing), size, tuple(differing))

@@ -1,4 +1,4 @@
-"""The claims that the fault demo checks, each with what the records of the runs show."""
+"""The claims that the fault demo checks, each with the expected and the found value."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["Claim", "FaultRunFacts", "claims_of"]
 
 @dataclass(frozen=True, slots=True)
 class FaultRunFacts:
-    """What was seen of one run, from outside and from its records."""
+    """The facts of one run, from its processes and its records."""
 
     name: str
     node: str
     code: int
-    """With which its processes ended."""
+    """Exit code of its processes."""
     source: str
-    """What it started from, as in `FaultRun`."""
+    """The state that it started from, as in `FaultRun`."""
     times: int
     """How often the step with the fault was run; -1 if the ranks' records differ."""
     suspects: tuple[int, ...]
@@ -30,7 +30,7 @@ class FaultRunFacts:
     verdict: str | None
     """The verdict of rank 0, as text."""
     decisions: int
-    """How many different accounts of the decisions its ranks have; 1 if they decided alike."""
+    """Number of different lists of decisions among its ranks; 1 if all ranks decided alike."""
     in_output: bool
     """Whether the verdict is a line of its output."""
     seconds: float
@@ -47,7 +47,7 @@ class FaultRunFacts:
         output: str,
         seconds: float,
     ) -> FaultRunFacts:
-        """Gather them."""
+        """The facts of a run that has ended."""
         ranks = range(len(records.ranks))
         times = {sum(record["step"] == fault_step for record in records.all("ran", rank)) for rank in ranks}
         decided = [records.all("decided", rank) for rank in ranks]
@@ -69,7 +69,7 @@ class FaultRunFacts:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One thing that has to be so, as texts."""
+    """One claim, with the expected and the found value as texts."""
 
     what: str
     expected: str
@@ -77,7 +77,7 @@ class Claim:
 
     @property
     def ok(self) -> bool:
-        """Whether it is."""
+        """Whether the claim holds."""
         return self.expected == self.found
 
 
@@ -90,10 +90,10 @@ def claims_of(
     """All claims of a story.
 
     Args:
-        story: what was to happen.
+        story: the planned runs.
         reference: records of the run without a fault.
-        runs: facts and records of the others, in their order.
-        log: of rejected results.
+        runs: facts and records of the runs with the fault, in their order.
+        log: the file of rejected results.
     """
     planned, facts = story.runs, [each for each, _ in runs]
     number = story.fault_step
@@ -157,7 +157,7 @@ def _logged(story: FaultStory, log: Path) -> list[Claim]:
 def _identical(
     story: FaultStory, reference: RunRecords, runs: Sequence[tuple[FaultRunFacts, RunRecords]]
 ) -> list[Claim]:
-    """The runs went as the reference did, to the last bit, and did all steps that it did."""
+    """Claims that the runs equal the reference bit for bit and train the same steps."""
     left_out = f"left step {story.fault_step} out from the start"
     other = f"a run that {left_out if story.fault == 'correct' else 'had no fault'}"
     last = runs[-1][1]
@@ -181,7 +181,7 @@ def _identical(
 
 
 def _source(records: RunRecords) -> str:
-    """What all ranks started from."""
+    """The state that all ranks started from."""
     folders = {
         "".join(record["folder"] for record in records.all("restored", rank))
         for rank in range(len(records.ranks))
@@ -197,7 +197,7 @@ def _each(values: Iterable[object]) -> str:
 
 
 def _steps(steps: Iterable[int]) -> str:
-    """In order, neighbours as a range: "1-9, 11-24"."""
+    """Steps in order, with neighbours as a range: "1-9, 11-24"."""
     ranges: list[list[int]] = []
     for step in sorted(steps):
         if ranges and ranges[-1][1] == step - 1:

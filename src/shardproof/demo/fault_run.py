@@ -26,7 +26,7 @@ __all__ = ["FaultReport", "print_fault_report", "run_fault_demo"]
 
 @dataclass(frozen=True, slots=True)
 class FaultReport:
-    """All that the demo of a fault found."""
+    """The result of the fault demo."""
 
     fault: str
     layout: str
@@ -56,7 +56,7 @@ class FaultReport:
 
 
 def print_fault_report(report: FaultReport, console: Console) -> None:
-    """The runs, the verdict in the words of the log, and each claim with what was found."""
+    """Prints the runs, the verdict as in the log, and each claim with the value found."""
     from rich.markup import escape
     from rich.table import Table
     from rich.text import Text
@@ -128,7 +128,7 @@ def run_fault_demo(
         sharding: of the parameters: "fsdp2", "flat" or "none".
         run_dir: an empty or new folder that stays; None for a temporary one.
         keep: keep the temporary folder as well. It is also kept when something fails.
-        on_event: told what happens, as it happens.
+        on_event: called with each event of the runs.
         limit: seconds that one run may take.
 
     Raises:
@@ -179,10 +179,10 @@ def run_fault_demo(
 
 
 def _finish(task: FaultTask, tell: Callable[[DemoEvent], None], limit: float) -> tuple[int, Job]:
-    """Run a task to its end, and say meanwhile what happens."""
+    """Runs a task to its end and reports its events."""
 
     def hear(record: Record) -> None:
-        for kind, text in _told(record):
+        for kind, text in _events_of(record):
             tell(DemoEvent(task.name, kind, text, record["step"], task.stop))
 
     node = f" on {task.node}" if task.node else ""
@@ -193,8 +193,8 @@ def _finish(task: FaultTask, tell: Callable[[DemoEvent], None], limit: float) ->
     return code, job
 
 
-def _told(record: Record) -> list[tuple[str, str]]:
-    """Kinds and texts of what a record says to a person."""
+def _events_of(record: Record) -> list[tuple[str, str]]:
+    """Kinds and texts of the events that a record stands for."""
     if record["event"] == "step":
         return [("step", f"loss {record['loss']:.4f}")]
     if record["event"] == "restored":

@@ -21,7 +21,7 @@ FAULTS = {
     "persistent": "persistent fault",
     "correct": "correct result",
 }
-"""What is injected, and what has to be found."""
+"""Each kind of injected fault, and the verdict that it must get."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +44,19 @@ class FaultTask(Task):
 
 @dataclass(frozen=True, slots=True)
 class FaultRun:
-    """A run of the story, and what has to come of it."""
+    """A run of the story, and its expected end."""
 
     name: str
     node: str
     source: str
-    """What it starts from: "the beginning", "step 8", "suspect 9"."""
+    """The state that it starts from: "the beginning", "step 8", "suspect 9"."""
     code: int
     times: int
     """How often the step with the fault is run."""
     suspects: tuple[int, ...] = ()
-    """Checkpoints that wait for a verdict afterwards."""
+    """Steps of suspect checkpoints afterwards."""
     finds: bool = False
-    """Whether this is the run that comes to the verdict."""
+    """Whether this run reaches the verdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class FaultStory:
         """The story of these sizes.
 
         Raises:
-            ValueError: they do not make one, or there is no such fault.
+            ValueError: the sizes do not fit together, or `fault` is unknown.
         """
         if fault not in FAULTS:
             raise ValueError(f"fault {fault!r}: choose one of {', '.join(FAULTS)}")
@@ -126,13 +126,13 @@ class FaultStory:
         )
 
     def task(self, number: int, *, folder: Path, text: Path, device: str) -> FaultTask:
-        """Of the run of that number, from 1; 0 is the reference, which never sees the fault.
+        """The task of one run; run 0 is the reference without the fault.
 
-        In the story of a correct result the reference leaves the step out. Each run that resumes begins with
-        other weights and generators than the one that it continues: what is right came from the checkpoint.
+        In the story of a correct result the reference leaves the step out. Each resumed run starts with
+        other weights and generators, so that a right state must come from the checkpoint.
 
         Args:
-            number: of the run.
+            number: of the run, from 1; 0 for the reference.
             folder: of the whole demo.
             text: to train on.
             device: of the tensors.

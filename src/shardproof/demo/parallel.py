@@ -199,10 +199,10 @@ def state_digests(
         optimizer: over them.
         group: the data-parallel ranks; None on a single rank.
     """
-    kept = list(_slots(optimizer))  # first: an optimizer that has parameters on their way waits for them here
+    slots_of = list(_slots(optimizer))  # first: an optimizer waits here for parameters in transfer
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found = {name: digest_of(_whole(each, each, group)) for name, each in model.named_parameters()}
-    for parameter, slots in kept:
+    for parameter, slots in slots_of:
         for slot, value in sorted(slots.items()):
             if isinstance(value, Tensor | LocalRange):
                 found[f"{names[id(parameter)]} · {slot}"] = digest_of(_whole(value, parameter, group))
@@ -231,7 +231,7 @@ def _slots(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Mapping[s
 
 
 def _whole(value: Tensor | LocalRange, parameter: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The whole tensor of what this rank holds of a parameter, or of one of its slots."""
+    """The whole tensor of a parameter, or of one of its slots, gathered from all ranks."""
     if isinstance(value, LocalRange):
         local = _joined_ranges(value, _local(parameter).shape, group)
     elif value.dim() == 0:
@@ -279,7 +279,7 @@ def _start(part: tuple[int, int, Tensor]) -> tuple[int, int]:
 
 
 def _of_all(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """What each rank of the group has, in the order of the ranks."""
+    """The value of each rank of the group, in the order of the ranks."""
     if group is None:
         return [value]
     values = [None] * group.size()

@@ -33,7 +33,7 @@ RUN_LIMIT = 300.0
 
 @dataclass(frozen=True, slots=True)
 class DemoEvent:
-    """Something happened: for a person who waits."""
+    """One event of a run, for display."""
 
     run: str
     kind: str
@@ -71,7 +71,7 @@ def run_demo(
         sharding: of the parameters: "fsdp2", "flat" or "none".
         run_dir: an empty or new folder that stays; None for a temporary one.
         keep: keep the temporary folder as well. It is also kept when something fails.
-        on_event: told what happens, as it happens.
+        on_event: called with each event of the runs.
         limit: seconds that one run may take.
 
     Raises:
@@ -91,10 +91,10 @@ def demo_folder(run_dir: Path | None, keep: bool) -> tuple[Path, bool]:
     """The folder of a demo, with one for its runs in it, and whether it stays.
 
     Raises:
-        ValueError: there is something in it.
+        ValueError: the folder is not empty.
     """
     if run_dir is not None and run_dir.exists() and any(run_dir.iterdir()):
-        raise ValueError(f"{run_dir} is not empty: the demo wants a folder of its own")
+        raise ValueError(f"{run_dir} is not empty: give the demo a new or empty folder")
     if run_dir is None:
         folder = Path(tempfile.mkdtemp(prefix="shardproof-demo-"))
     else:
@@ -105,7 +105,7 @@ def demo_folder(run_dir: Path | None, keep: bool) -> tuple[Path, bool]:
 
 
 class _Demo:
-    """The runs of a story, and what they leave for each other."""
+    """The runs of a story, in one folder of checkpoints."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class _Demo:
         self._checkpoints = folder / "checkpoints"
 
     def run(self, stays: bool) -> DemoReport:
-        """Everything, in order."""
+        """Does all runs in order and compares them."""
         begin = time.monotonic()
         story = self._story
         whole = self._task("uninterrupted", story.layout, stop=story.steps)

@@ -26,7 +26,7 @@ _SHARDING_NAMES = {"fsdp2": "FSDP2", "flat": "flat", "none": "DP"}
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """So many data-parallel by so many tensor-parallel ranks, and what they do with their share."""
+    """So many data-parallel by so many tensor-parallel ranks, and how they hold and step parameters."""
 
     data: int
     tensor: int = 1
@@ -95,7 +95,7 @@ LOSS_TOLERANCE = 1e-4
 steps that follow let the last bits grow. A tensor in the wrong place, or a step repeated, makes far more."""
 
 KILLED_IN_SAVE = 3
-"""The save that is cut short: two are committed by then."""
+"""The number of the save that the kill interrupts, from 1."""
 
 BATCH = 12
 """Windows in a step's batch; more ranks than that cannot share it."""
@@ -130,7 +130,7 @@ class Story:
         """The story of these sizes.
 
         Raises:
-            ValueError: they do not make one.
+            ValueError: the sizes do not fit together.
         """
         most = BATCH
         for count in (ranks, *resume_ranks):
@@ -160,7 +160,7 @@ class Story:
 
     @property
     def killed_step(self) -> int:
-        """The step whose save is cut short."""
+        """The step whose save the kill interrupts."""
         return self.save_every * KILLED_IN_SAVE
 
     @property
@@ -215,7 +215,7 @@ class Task:
         return cls(**values | {"layout": Layout(**values["layout"])})
 
     def write(self) -> Path:
-        """Store the task in its folder and say where."""
+        """Writes the task to a file in its folder; returns the path."""
         path = Path(self.folder) / f"{self.name}.json"
         path.write_text(json.dumps(asdict(self), indent=1))
         return path
@@ -226,7 +226,7 @@ class Task:
 
     @property
     def stalled(self) -> Path:
-        """The file whose presence says that the last rank has stopped in the middle of a save."""
+        """The file that the last rank makes when it stops in the middle of a save."""
         return Path(self.folder) / f"{self.name}.stalled"
 
 

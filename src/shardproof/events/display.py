@@ -86,7 +86,7 @@ def moving(event: Event) -> str:
     return text
 
 
-class _Others:
+class _SlowestRank:
     """The slowest of the ranks that rank 0 waits for, and the time left at its speed so far."""
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class Lines:
         self._write = write
         self._every = every
         self._written = float("-inf")
-        self._others = _Others()
+        self._slowest = _SlowestRank()
         self._lock = threading.Lock()
 
     def __call__(self, event: Event) -> None:
@@ -136,7 +136,7 @@ class Lines:
             elif event.clock - self._written < self._every:
                 return
             elif event.kind == "heard":
-                text = printable(head + self._others.text(event))
+                text = printable(head + self._slowest.text(event))
             elif event.seconds >= self._every:
                 text = printable(head + moving(event))
             else:
@@ -162,7 +162,7 @@ class Bars:
         self._at_once = at_once
         self._progress: Any = None
         self._rows: dict[Hashable, TaskID] = {}
-        self._others = _Others()
+        self._slowest = _SlowestRank()
         self._lock = threading.Lock()
 
     def __call__(self, event: Event) -> None:
@@ -173,7 +173,7 @@ class Bars:
             if event.kind == "progress" or (event.kind == "begin" and self._at_once):
                 self._draw(event.id, event, moving(event))
             elif event.kind == "heard":
-                self._draw(event.operation, event, self._others.text(event))
+                self._draw(event.operation, event, self._slowest.text(event))
             elif event.kind in ("end", "failed"):
                 if event.id in self._rows:  # shows the last numbers for a moment
                     self._draw(event.id, event, moving(event))

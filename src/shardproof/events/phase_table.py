@@ -21,7 +21,7 @@ class KnownPhase:
     """First word of the operation, as ``save``; ``any`` for a phase that every operation may have."""
     name: str
     kind: Literal["local", "meeting", "background"]
-    """Work of one rank in the caller's thread; a meeting of the ranks; or work of the thread of saves."""
+    """Work of one rank in the caller's thread; a meeting of the ranks; or work of the background thread."""
     text: str
     """What a rank does in it, in one line of Markdown."""
     in_events: bool = True

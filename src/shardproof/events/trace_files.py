@@ -39,7 +39,7 @@ from shardproof.events.phases import Event, Subscription, hub
 
 __all__ = ["Tracer", "encoded", "row_about", "trace"]
 
-_REMEMBERED = 64
+_OPEN_FILES = 64
 _END = "\n]}\n"
 
 
@@ -119,7 +119,7 @@ class Tracer:
             path = self._path / _name_of(event)
         path.parent.mkdir(parents=True, exist_ok=True)
         file = self._files[key] = _File(path, event, self._wall)
-        while len(self._files) > _REMEMBERED:
+        while len(self._files) > _OPEN_FILES:
             self._files.popitem(last=False)[1].close()
         return file
 
@@ -136,13 +136,13 @@ class _File:
         self._lanes: list[str] = []
         """The name of the threads of each lane. Lanes count from 1."""
         self._counted: dict[int, tuple[float, int]] = {}
-        said = {
+        about = {
             "rank": event.rank,
             "world_size": event.world_size,
             "wall_seconds": wall,
             "process": os.getpid(),
         }
-        head = f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(said)}, "traceEvents": [\n'
+        head = f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(about)}, "traceEvents": [\n'
         # The name of the rank, and its place in the order of ranks.
         head += json.dumps(row_about("process_name", event.rank, 0, {"name": f"rank {event.rank}"}))
         head += ",\n" + json.dumps(row_about("process_sort_index", event.rank, 0, {"sort_index": event.rank}))

@@ -1,7 +1,7 @@
 """Compares one tensor in two checkpoints with different chunks, a chunk at a time.
 
 `compare_chunks` reads each chunk of the first checkpoint once, and the chunks of the second that overlap it.
-A bounded cache holds the latter. So the comparison needs memory for that cache and one chunk, for any tensor.
+A bounded cache holds the chunks of the second. So any tensor needs memory for that cache and one chunk.
 Chunks are read whole, so every byte is checked against its digest.
 """
 
@@ -69,13 +69,11 @@ class ChunkReader:
 
     def boxes(self, tensor: int) -> tuple[NDArray[np.int64], Boxes]:
         """Rows of a tensor's chunks, in the order of their offsets, and their boxes."""
-        table, rows = self._table, rows_of(self._table, tensor)
-        shape = (rows.stop - rows.start, len(self.manifest.tensors[tensor].shape))
-        span = slice(int(table.box_start[rows.start]), int(table.box_start[rows.stop]))
-        offsets = table.box_offsets[span].reshape(shape)
-        order = np.lexsort(offsets.T[::-1]) if shape[1] else np.arange(shape[0])
-        boxes = Boxes(offsets[order], table.box_sizes[span].reshape(shape)[order])
-        return rows.start + order, boxes
+        chosen = rows_of(self._table, tensor)
+        rows, ndim = np.arange(chosen.start, chosen.stop), len(self.manifest.tensors[tensor].shape)
+        boxes = self._table.boxes.boxes(rows, ndim)
+        order = np.lexsort(boxes.offsets.T[::-1]) if ndim else np.arange(len(rows))
+        return rows[order], boxes.take(order)
 
     def bits(self, row: int, sizes: tuple[int, ...], itemsize: int) -> NDArray[Any]:
         """The chunk in this row as unsigned integers of its elements' width, shaped `sizes`.

@@ -91,17 +91,15 @@ def rows_of(table: ChunkTable, tensor: int) -> slice:
 
 
 def _chunk_rows(manifest: Manifest, table: ChunkTable, tensor: int) -> tuple[ChunkRow, ...]:
-    chosen = rows_of(table, tensor)
+    chosen, boxes = rows_of(table, tensor), table.boxes
     rows = []
     for row in range(chosen.start, chosen.stop):
-        box = slice(int(table.box_start[row]), int(table.box_start[row + 1]))
         record = manifest.files[int(table.file[row])]
         start = int(table.byte_start[row])
         high, low = (int(half) for half in table.digest[row])
         rows.append(
             ChunkRow(
-                tuple(table.box_offsets[box].tolist()),
-                tuple(table.box_sizes[box].tolist()),
+                *boxes.pair(row),
                 record.place,
                 record.rank,
                 start,

@@ -1,9 +1,9 @@
 """The difference of two checkpoints: structure, plain values, and the bits of tensors.
 
-The digests of the chunks decide where both checkpoints cut a tensor into the same boxes; nothing is read.
-Otherwise `compare_chunks` reads both. Bits count in both cases: a NaN equals itself, and 0.0 is not -0.0.
+Where both checkpoints cut a tensor into the same boxes, `diff` compares digests and reads no chunk. Otherwise
+`compare_chunks` reads both. Both ways compare bits: a NaN equals itself, and 0.0 is not -0.0.
 
-The state is compared. Step, time, metadata and layout are not differences.
+Only the state counts. Step, time, metadata and layout are not differences.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ValueDifference:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What `diff` found. All key lists are sorted."""
+    """The result of `diff`. All key lists are sorted."""
 
     a: str
     b: str
@@ -115,7 +115,7 @@ def diff(
     pairs = list(_comparable(manifest_a, manifest_b))
     unlike, values = [], []
     for key, row_a, row_b in pairs:
-        different = _different_chunks(table_a, row_a, table_b, row_b)
+        different = _different_chunks(table_a, row_a, table_b, row_b, len(manifest_a.tensors[row_a].shape))
         if different is None:
             unlike.append((key, row_a, row_b))
         elif different.any():
@@ -174,14 +174,14 @@ def _rows(manifest: Manifest) -> dict[str, int]:
 
 
 def _different_chunks(
-    a: ChunkTable, row_a: int, b: ChunkTable, row_b: int
+    a: ChunkTable, row_a: int, b: ChunkTable, row_b: int, ndim: int
 ) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
     """A mask of the chunks that differ; None if the two have other boxes."""
     rows_a, rows_b = rows_of(a, row_a), rows_of(b, row_b)
     if rows_a.stop - rows_a.start != rows_b.stop - rows_b.start:
         return None
-    boxes_a, order_a = _boxes_in_order(a, rows_a)
-    boxes_b, order_b = _boxes_in_order(b, rows_b)
+    boxes_a, order_a = _boxes_in_order(a, rows_a, ndim)
+    boxes_b, order_b = _boxes_in_order(b, rows_b, ndim)
     if not np.array_equal(boxes_a, boxes_b):
         return None
     different: np.ndarray[Any, np.dtype[np.bool_]] = (
@@ -191,22 +191,13 @@ def _different_chunks(
 
 
 def _boxes_in_order(
-    table: ChunkTable, rows: slice
+    table: ChunkTable, rows: slice, ndim: int
 ) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int64]]]:
-    """Offsets and sizes of a tensor's chunks, (n, 2d), in one order for one set of boxes; and that order."""
-    count = rows.stop - rows.start
-    span = slice(int(table.box_start[rows.start]), int(table.box_start[rows.stop]))
-    boxes = (
-        np.concatenate(
-            [table.box_offsets[span].reshape(count, -1), table.box_sizes[span].reshape(count, -1)], axis=1
-        )
-        if count
-        else np.empty((0, 0), np.int64)
-    )
-    if count < 2 or boxes.shape[1] == 0:
-        return boxes, np.arange(count)
-    order = np.lexsort(boxes.T[::-1])
-    return boxes[order], order
+    """Offsets and sizes of a tensor's chunks, (n, 2d), sorted; and the order that sorts them."""
+    boxes = table.boxes.boxes(np.arange(rows.start, rows.stop), ndim)
+    columns = np.concatenate([boxes.offsets, boxes.sizes], axis=1)
+    order = np.lexsort(columns.T[::-1]) if ndim else np.arange(len(columns))
+    return columns[order], order
 
 
 def _object_changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterable[Change]:

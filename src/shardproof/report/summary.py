@@ -1,4 +1,4 @@
-"""What one checkpoint holds: folded rows of tensors, bytes by part of the tree and by writer.
+"""The contents of one checkpoint: folded rows of tensors, bytes by part of the tree and by writer.
 
 Note: folding
     ``layers.0.wq``, ``layers.1.wq``, ... become ``layers.{0..31}.wq`` if dtype and shape are the same. A row
@@ -165,7 +165,7 @@ class WriterRow:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What one checkpoint, or a part of its tree, holds."""
+    """The contents of one checkpoint, or of a part of its tree."""
 
     location: str
     prefix: str | None

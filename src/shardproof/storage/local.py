@@ -33,7 +33,7 @@ from shardproof.storage.sink import LocalSink
 
 __all__ = ["LocalStorage"]
 
-_KEPT_OPEN = 64
+_MAX_OPEN = 64
 
 
 class LocalStorage:
@@ -60,7 +60,7 @@ class LocalStorage:
         self._root = absolute(root)
         self._direct = direct
         self._probes = PROBES
-        self._kept: dict[str, _Descriptor] = {}
+        self._open_files: dict[str, _Descriptor] = {}
         self._lock = forks.lock()
 
     def __repr__(self) -> str:
@@ -123,7 +123,7 @@ class LocalStorage:
             raise unconfirmed_error(error, path) from error
 
     def flush(self, name: str) -> None:
-        """Make the file and its name durable, whoever wrote it; see `Storage.flush`."""
+        """Make the file and its name durable, whichever process wrote it; see `Storage.flush`."""
         path = self._path(name)
         file = _Descriptor(path)
         try:
@@ -280,7 +280,7 @@ class LocalStorage:
     def close(self) -> None:
         """Close the descriptors that reads keep open."""
         with self._lock:
-            self._kept.clear()
+            self._open_files.clear()
 
     def _path(self, name: str) -> Path:
         return self._root / check_name(name, self.location)
@@ -295,19 +295,19 @@ class LocalStorage:
 
     def _descriptor(self, name: str) -> _Descriptor:
         """The open file of this name, from the cache of checked names or newly opened."""
-        kept = self._kept.get(name)
-        if kept is not None:
-            return kept
+        cached = self._open_files.get(name)
+        if cached is not None:
+            return cached
         opened = _Descriptor(self._path(name))
         with self._lock:
-            self._kept[name] = opened
-            while len(self._kept) > _KEPT_OPEN:
-                del self._kept[next(iter(self._kept))]  # the oldest
+            self._open_files[name] = opened
+            while len(self._open_files) > _MAX_OPEN:
+                del self._open_files[next(iter(self._open_files))]  # the oldest
         return opened
 
     def _forget(self, name: str) -> None:
         with self._lock:
-            self._kept.pop(name, None)
+            self._open_files.pop(name, None)
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

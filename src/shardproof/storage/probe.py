@@ -36,10 +36,10 @@ VARIABLE = "SHARDPROOF_DIRECT"
 WINDOW = 64 << 20
 """Bytes of a file that go one way and are timed together; also those before the first window."""
 
-_EACH = 2
-"""Windows each way."""
+_WINDOWS = 2
+"""Windows measured each way."""
 
-_WORTH = 1.25
+_MIN_GAIN = 1.25
 """Buffered writes must be this many times faster, because they keep a processor busy."""
 
 
@@ -78,16 +78,16 @@ class Probe:
             if self.answer is not None:
                 return self.answer
             direct, buffered = len(self._windows[True]), len(self._windows[False])
-            return direct == 0 or buffered >= _EACH
+            return direct == 0 or buffered >= _WINDOWS
 
     def add(self, direct: bool, count: int, seconds: float) -> None:
         """Add a window of `count` bytes written in `seconds`. The last window decides."""
         with self._lock:
             self._windows[direct].append((count, seconds))
-            if self.answer is not None or any(len(found) < _EACH for found in self._windows.values()):
+            if self.answer is not None or any(len(found) < _WINDOWS for found in self._windows.values()):
                 return
             direct_speed, buffered_speed = (_speed(self._windows[way]) for way in (True, False))
-            self.answer = buffered_speed < _WORTH * direct_speed
+            self.answer = buffered_speed < _MIN_GAIN * direct_speed
         _log.info(
             "device %d:%d takes %.2f GB/s past the page cache, %.2f GB/s through it; further writes go %s",
             os.major(self._device),

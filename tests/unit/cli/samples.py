@@ -33,6 +33,7 @@ from shardproof.format import (
     shard_header,
     shard_name,
 )
+from shardproof.geometry import row_pointers
 from shardproof.planning.chunk_table import ChunkTable
 from shardproof.storage import LocalStorage, Storage
 
@@ -182,7 +183,7 @@ def _table(rows: Sequence[Any]) -> ChunkTable:
         byte_start=column(2),
         byte_count=column(3),
         digest=np.array([row[4] for row in rows], np.uint64).reshape(-1, 2),
-        box_start=np.cumsum([0, *(len(box[0]) for box in boxes)], dtype=np.int64),
+        box_start=row_pointers([len(box[0]) for box in boxes]),
         box_offsets=np.array([offset for box in boxes for offset in box[0]], np.int64),
         box_sizes=np.array([size for box in boxes for size in box[1]], np.int64),
     )

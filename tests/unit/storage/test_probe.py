@@ -129,7 +129,7 @@ def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_windows")
 def test_a_file_written_both_ways_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "_WORTH", 0.0)  # buffered wins, however slow
+    monkeypatch.setattr(probe, "_MIN_GAIN", 0.0)  # buffered wins, however slow
     storage = LocalStorage(tmp_path / "root")
     file = storage.within("part").create("a")
     if not file.direct:
