@@ -297,6 +297,11 @@ class WritePlan:
     """The boxes that several ranks hold."""
 
     @property
+    def boxes(self) -> BoxTable:
+        """The box of each chunk."""
+        return BoxTable(self.box_start, self.box_offsets, self.box_sizes)
+
+    @property
     def is_stored(self) -> list[bool]:
         """For each merged tensor: True if the manifest has a row for it, False for an alias."""
         return [key not in self.merged.aliases for key in self.merged.keys]

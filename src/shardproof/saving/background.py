@@ -15,8 +15,9 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -99,6 +100,15 @@ class Progress:
         """Steps so far."""
         return self._count
 
+    @contextmanager
+    def bounded(self, is_bounded: bool = True) -> Iterator[None]:
+        """Sets `is_bounded` for the time of a context."""
+        before, self.is_bounded = self.is_bounded, is_bounded
+        try:
+            yield
+        finally:
+            self.is_bounded = before
+
 
 def wait_while_moving(
     future: Future[Any], progress: Progress, patience: float, tick: Callable[[], None] | None = None
@@ -161,8 +171,8 @@ class _Unfinished:
         for future, (process, progress, patience, what) in saves:
             if process == os.getpid() and not wait_while_moving(future, progress, patience):
                 _log.error(
-                    "%s: given up at exit, after %.0f s without progress. `shardproof ls` says whether it is "
-                    "committed",
+                    "%s: given up at exit, after %.0f s without progress. Run `shardproof ls` to see whether "
+                    "it is committed",
                     what,
                     patience,
                 )

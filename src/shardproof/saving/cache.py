@@ -72,7 +72,13 @@ class CachedPlan:
     digest: bytes
     """Of the structure that the plan was made from."""
     slices: Slices | None = None
-    """Of the pieces that other ranks hold too; made at the first replica check."""
+    """See `shared_slices`."""
+
+    def shared_slices(self, structure: Structure) -> Slices:
+        """Slices of the pieces that other ranks hold too; made at the first replica check."""
+        if self.slices is None:
+            self.slices = self.shard.plan.shared.slices(structure)
+        return self.slices
 
 
 @dataclass(frozen=True, slots=True)

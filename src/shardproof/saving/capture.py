@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 import torch
+import xxhash
 
 from shardproof.saving.device_copy import DeviceCopies, copies_of
 from shardproof.saving.write_watch import WriteWatch
@@ -56,6 +57,10 @@ class Capture:
             watch,
             is_complete,
         )
+
+    def object_digests(self) -> bytes:
+        """16 bytes for each of `objects`."""
+        return b"".join([xxhash.xxh3_128_digest(value) for value in self.objects.values()])
 
 
 def _copy_unfenced(pieces: list[Piece], watch: WriteWatch | None) -> bool:

@@ -17,6 +17,7 @@ from shardproof.format import (
     Manifest,
     TensorRecord,
     bytes_digest,
+    check_size,
     encode_index,
     encode_manifest,
     index_name,
@@ -155,22 +156,17 @@ def _check_planned(plan: WritePlan, reports: Sequence[WriteReport]) -> None:
 def _check_visible(storage: Storage, manifest: Manifest) -> None:
     """Checks that the coordinator, and so any reader, finds each shard file with its size."""
     for record, (folder, name) in zip(manifest.files, locate_files(storage, manifest), strict=True):
-        size = folder.size(name)
-        if size == record.size:
-            continue
-        found = "no such file" if size is None else f"{size} bytes"
         if record.folder:
-            raise StorageError(
-                f"{folder.location}/{name} has chunks that did not change and were not written again; "
-                f"expected {record.size} bytes, and rank 0 finds {found}. Was the step removed while it was "
-                "referred to? Save again: what is gone will be written",
-                file=record.place,
+            advice = (
+                "The new step refers to unchanged chunks of this file. Save again: chunks that are gone are "
+                "then written"
             )
-        raise StorageError(
-            f"rank {record.rank} wrote {storage.location}/{name} with {record.size} bytes, and rank 0 "
-            f"finds {found}: is this place shared by all nodes?",
-            file=name,
-        )
+        else:
+            advice = (
+                f"Rank {record.rank} wrote this file, and rank 0 looked for it: is this place shared by all "
+                "nodes?"
+            )
+        check_size(folder, record, path=f"{folder.location}/{name}", advice=advice)
 
 
 def _check_objects_agree(reports: Sequence[WriteReport]) -> None:
@@ -187,7 +183,7 @@ def _check_objects_agree(reports: Sequence[WriteReport]) -> None:
             if other != digest:
                 raise StructureError(
                     f"the value of {key!r} differs between rank {other_rank} and rank {rank}, and only one "
-                    "of them could be kept. If each rank has its own, wrap it in sp.PerRank; if it should be "
+                    "of them can be stored. If each rank has its own, wrap it in sp.PerRank; if it should be "
                     "the same, make it so before saving",
                     key=key,
                     ranks=[other_rank, rank],

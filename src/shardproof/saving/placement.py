@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from shardproof.errors import StructureError
 from shardproof.format import FileRecord, Manifest
+from shardproof.geometry import BoxTable, row_pointers, stable_order
 from shardproof.planning import ChunkTable, WritePlan
 from shardproof.saving.incremental import Base, with_folders
 from shardproof.saving.messages import WriteReport, unpack_rows
@@ -41,10 +42,8 @@ class Placement:
     def table(self, plan: WritePlan) -> ChunkTable:
         """The chunk table of the new index."""
         row_of = np.cumsum(plan.is_stored) - 1  # in the manifest, of each merged tensor that is stored
-        boxes = plan.box_start, plan.box_offsets, plan.box_sizes
-        return chunk_table(
-            row_of[plan.tensor], self.file, self.byte_start, plan.byte_count, self.digest, *boxes
-        )
+        columns = self.file, self.byte_start, plan.byte_count, self.digest
+        return chunk_table(row_of[plan.tensor], *columns, plan.box_start, plan.box_offsets, plan.box_sizes)
 
 
 def chunk_table(
@@ -58,19 +57,17 @@ def chunk_table(
     box_sizes: np.ndarray[Any, Any],
 ) -> ChunkTable:
     """A chunk table from columns in any order of rows; rows of one tensor keep their order."""
-    order = np.argsort(tensor, kind="stable")
-    ndim = np.diff(box_start)[order]
-    starts = np.append(0, np.cumsum(ndim))
-    at = np.repeat(box_start[:-1][order] - starts[:-1], ndim) + np.arange(int(ndim.sum()))
+    order = stable_order(tensor)
+    boxes = BoxTable(box_start, box_offsets, box_sizes).take(order)
     return ChunkTable(
         tensor[order],
         file[order],
         byte_start[order],
         byte_count[order],
         digest[order],
-        starts,
-        box_offsets[at],
-        box_sizes[at],
+        boxes.start,
+        boxes.offsets,
+        boxes.sizes,
     )
 
 
@@ -117,8 +114,8 @@ def _place_written(
     file_of = np.full(len(reports), -1, np.int64)
     file_of[list(writers)] = np.arange(len(writers))
     data_start = np.array([report.data_start for report in reports], np.int64)
-    ends = np.append(0, np.cumsum(np.where(wrote, plan.byte_count, 0)))
-    before = ends[:-1] - ends[plan.writer_start[:-1]][rank_of]
+    starts = row_pointers(np.where(wrote, plan.byte_count, 0))
+    before = starts[:-1] - starts[plan.writer_start[:-1]][rank_of]
     file[wrote] = file_of[rank_of[wrote]]
     byte_start[wrote] = (data_start[rank_of] + before)[wrote]
     if len(file) and (file[wrote] < 0).any():

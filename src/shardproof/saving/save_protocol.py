@@ -1,7 +1,10 @@
-"""The protocol of one save on one rank: `Save.start`.
+"""The protocol of one save on one rank.
 
-Two threads take the steps. The caller's thread collects and stages; the save thread, which no interrupt
-reaches, holds all meetings and writes. A rank *goes ahead* if it returns to its caller before the ranks
+Two threads take the steps. `Save.start` has those of the caller's thread, which collects and stages.
+`Save._save` has those of the save thread, which no interrupt reaches: it holds all meetings and writes. The
+methods after them are in the order of the steps.
+
+A rank *goes ahead* if it returns to its caller before the ranks
 agree. It does so if it can reuse its cached plan and has copied all memory that no fence protects. Each rank
 decides this for itself; the other ranks see no difference. After a failed save, the next save agrees
 synchronously, so that every rank reports the failure exactly once.
@@ -16,15 +19,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from shardproof import events
@@ -41,11 +43,11 @@ from shardproof.saving.failed_commit import remove_own_files
 from shardproof.saving.incremental import BaseDigests
 from shardproof.saving.messages import Agreement, Attempt, WriteReport, pack_rows
 from shardproof.saving.pending import PendingSave
-from shardproof.saving.prepared_shard import Entries, prepare_shard
+from shardproof.saving.prepared_shard import prepare_shard
 from shardproof.saving.rank_report import fits_cached_plan, report_rank, structure_of
 from shardproof.saving.replica_check import chosen_slices, hash_replicas, warn_of_divergences
 from shardproof.saving.result import SaveResult
-from shardproof.saving.shard_writer import BufferPool, write_shard
+from shardproof.saving.shard_writer import BufferPool, WrittenShard, write_shard
 from shardproof.saving.snapshot import Snapshot
 from shardproof.state import Fence, collect
 from shardproof.storage import Storage
@@ -126,7 +128,7 @@ class Save:
         stage_all: bool = False,
         after: After | None = None,
     ) -> None:
-        """Takes all steps of the save; returns once the caller may change the state.
+        """Takes the steps of the caller's thread; returns once the caller may change the state.
 
         Args:
             state: the state tree.
@@ -136,41 +138,29 @@ class Save:
             stage_all: whether all memory is copied, and none left to the fence.
             after: called after the commit.
         """
-
-        def on_save_thread() -> SaveResult:
-            with ExitStack() as order:
-                order.enter_context(operation)
-                part = self._agree(keeps_turn=not background)  # meetings: collect [plan] [base]
-                self._prepare(part)  # local: the snapshot of what this rank writes
-                rendezvous = self._write_rendezvous(background)
-                self._hash_replicas(rendezvous)  # local
-                self.release_caller()
-                if background:
-                    order.close()  # the caller's next meeting may begin
-                report = self._write(rendezvous)  # local
-                result = self._commit(rendezvous, report)  # meeting: write
-                if after is not None:
-                    after(result, lambda _done, _total: self.progress.moved())
-            self._cache.succeeded = True
-            return result
-
-        self._collect(state, guarded=background, stage_all=stage_all)  # local
-        self._store = self._rendezvous.hold()
-        submit(partial(self._run, on_save_thread, operation, background))
+        self._collect(state, guarded=background, stage_all=stage_all)
+        submit(partial(self._run, operation, background, after))  # `_save`, on the save thread
         self._wait_until_agreed()
-        self._stage()  # local, while the save thread writes
+        self._stage()  # while the save thread writes
 
-    def _run(self, steps: Callable[[], SaveResult], operation: Operation, background: bool) -> SaveResult:
-        """Takes the steps of the save thread; makes any error one of this package."""
-        if not operation.claim():
-            raise SaveSkipped(f"{self._storage.location}: the save was interrupted before it began")
-        try:
-            return steps()
-        except BaseException as error:
-            failure = self._failure(error, logged=background and not self._is_refused)
-        finally:
-            self.end()
-        raise failure  # here, so that its context does not hold the state
+    def _save(self, operation: Operation, background: bool, after: After | None) -> SaveResult:
+        """Takes the steps of the save thread."""
+        with ExitStack() as order:
+            order.enter_context(operation)
+            part = self._agree(keeps_turn=not background)  # meetings: collect [plan] [base]
+            rendezvous = self._write_rendezvous(background)
+            with self._local_steps():
+                self._prepare(part)
+                self._hash_replicas(rendezvous)
+            self.release_caller()
+            if background:
+                order.close()  # the caller's next meeting may begin
+            report = self._write(rendezvous)
+            result = self._commit(rendezvous, report)  # meeting: write
+            if after is not None:
+                after(result, lambda _done, _total: self.progress.moved())
+        self._cache.succeeded = True
+        return result
 
     def _collect(self, state: Any, *, guarded: bool, stage_all: bool) -> None:
         """Collects the state, and reserves the turn in which `_agree` meets the other ranks.
@@ -198,6 +188,19 @@ class Save:
             self._report = _outcome(report, phase)
         self._goes_ahead = self._capture.is_complete and isinstance(self._report, bytes)
         self._reservation = self._rendezvous.reserve()
+        self._store = self._rendezvous.hold()
+
+    def _run(self, operation: Operation, background: bool, after: After | None) -> SaveResult:
+        """Runs `_save`, and makes any error one of this package."""
+        if not operation.claim():
+            raise SaveSkipped(f"{self._storage.location}: the save was interrupted before it began")
+        try:
+            return self._save(operation, background, after)
+        except BaseException as error:
+            failure = self._failure(error, logged=background and not self._is_refused)
+        finally:
+            self.end()
+        raise failure  # here, so that its context does not hold the state
 
     def _agree(self, *, keeps_turn: bool) -> bytes | None:
         """Meets the other ranks in the reserved turn.
@@ -209,17 +212,15 @@ class Save:
             This rank's part of a new plan; None: the cached plan is reused.
         """
         assert self._reservation is not None
-        self.progress.is_bounded = True  # meetings have deadlines, and so has the wait for a turn
-        try:
-            self._reservation.__enter__()
-            part = self._meet()
-            if not keeps_turn:
-                self._reservation.give_up()
-        except BaseException as error:
-            self._refusal = error
-            raise
-        finally:
-            self.progress.is_bounded = False
+        with self.progress.bounded():  # meetings have deadlines, and so has the wait for a turn
+            try:
+                self._reservation.__enter__()
+                part = self._meet()
+                if not keeps_turn:
+                    self._reservation.give_up()
+            except BaseException as error:
+                self._refusal = error
+                raise
         return part
 
     def _meet(self) -> bytes | None:
@@ -242,53 +243,52 @@ class Save:
             self._base = self._cache.digests.digests
         return part
 
-    def _prepare(self, part: bytes | None) -> None:
-        """Makes the snapshot, by a new part of the plan or the cached one. The commit reports an error."""
-        try:
-            with nullcontext() if self._goes_ahead else no_garbage_collection():  # not training's garbage
-                if part is not None:
-                    shard = prepare_shard(self._structure, RankPlan.decode(part))
-                    self._cache.plan = CachedPlan(self._attempt.id, shard, self._digest)
-                assert self._cache.plan is not None
-                self._snapshot = Snapshot(
-                    self._capture,
-                    self._cache.plan.shard.plan,
-                    self._cache.staging,
-                    self._cache.toucher,
-                    self._rendezvous.deadline,
-                    self.progress,
-                )
-            if self._given_up is not None:
-                self._snapshot.give_up(self._given_up)
-        except BaseException as error:
-            self._problem = error
-
     def _write_rendezvous(self, background: bool) -> Rendezvous:
         """Where the ranks meet to commit."""
         if not background:
             return self._rendezvous
         return self._cache.background_rendezvous(self._rendezvous, self._agreement.background)
 
-    def _hash_replicas(self, rendezvous: Rendezvous) -> None:
-        """Hashes the replicas that the request asks for. The commit reports an error."""
-        if not self._request.check_replicas or self._problem is not None:
-            return
+    @contextmanager
+    def _local_steps(self) -> Iterator[None]:
+        """Keeps an error of this rank for its report at the commit (note "Fixed meetings")."""
         try:
-            rendezvous.arrive()  # other ranks may wait there already
-            with self._phase("replicas") as phase:
-                plan = self._cache.plan
-                assert plan is not None
-                shared = plan.shard.plan.shared
-                if plan.slices is None:
-                    plan.slices = shared.slices(self._structure)
-                turn = None if self._request.check_replicas == "all" else self._agreement.turn
-                rows = chosen_slices(plan.slices, shared.turns, turn)
-                moved = self._progress_of(rendezvous, phase, int(plan.slices.byte_count[rows].sum()))
-                self._replica_digests = hash_replicas(
-                    self._capture.pieces, plan.slices, rows, self._cache.staging, moved
-                )
+            yield
         except BaseException as error:
             self._problem = error
+
+    def _prepare(self, part: bytes | None) -> None:
+        """Makes the snapshot of what this rank writes, by a new part of the plan or the cached one."""
+        with nullcontext() if self._goes_ahead else no_garbage_collection():  # not training's garbage
+            if part is not None:
+                shard = prepare_shard(self._structure, RankPlan.decode(part))
+                self._cache.plan = CachedPlan(self._attempt.id, shard, self._digest)
+            assert self._cache.plan is not None
+            self._snapshot = Snapshot(
+                self._capture,
+                self._cache.plan.shard.plan,
+                self._cache.staging,
+                self._cache.toucher,
+                self._rendezvous.deadline,
+                self.progress,
+            )
+        if self._given_up is not None:
+            self._snapshot.give_up(self._given_up)
+
+    def _hash_replicas(self, rendezvous: Rendezvous) -> None:
+        """Hashes the replicas that the request asks for."""
+        if not self._request.check_replicas:
+            return
+        rendezvous.arrive()  # other ranks may wait there already
+        with self._phase("replicas") as phase:
+            plan = self._cache.plan
+            assert plan is not None
+            slices = plan.shared_slices(self._structure)
+            turn = None if self._request.check_replicas == "all" else self._agreement.turn
+            rows = chosen_slices(slices, plan.shard.plan.shared.turns, turn)
+            moved = self._progress_of(rendezvous, phase, int(slices.byte_count[rows].sum()))
+            pieces, staging = self._capture.pieces, self._cache.staging
+            self._replica_digests = hash_replicas(pieces, slices, rows, staging, moved)
 
     def release_caller(self) -> None:
         """Ends the wait of the caller, or of an optimizer's step, for the ranks to agree."""
@@ -305,8 +305,8 @@ class Save:
             return
         if not wait_while_moving(self._agreed, self.progress, self.patience):
             raise StorageError(
-                f"{self._storage.location}: the ranks have not agreed for {self.patience:.0f} s: the save is "
-                "given up. Look at the storage"
+                f"{self._storage.location}: the ranks have not agreed for {self.patience:.0f} s, and the "
+                "save is given up. Check that the storage responds"
             )
         if self._refusal is not None:
             raise self._refusal
@@ -320,86 +320,60 @@ class Save:
                 self._snapshot.secure(fenced=False)
                 phase.progress(self._snapshot.staged_bytes, self._snapshot.staged_bytes)
 
-    def _secure(self) -> int:
-        """For the fence: returns when no memory of the state is read any more; the bytes copied for it."""
-        if not wait_while_moving(self._agreed, self.progress, self.patience):
-            self.give_up(
-                StorageError(
-                    f"the ranks have not agreed for {self.patience:.0f} s while training waited for it: the "
-                    "save is given up, and training goes on. Look at the storage"
-                )
-            )
-        if self._snapshot is None:
-            return 0
-        before = self._snapshot.staged_bytes
-        self._snapshot.secure(fenced=True)
-        return self._snapshot.staged_bytes - before
-
     def _write(self, rendezvous: Rendezvous) -> bytes | BaseException:
         """Writes this rank's shard file, if it has one; the rank's report for the commit, or its error."""
         with self._phase("write") as phase:
-            return _outcome(lambda: msgspec.msgpack.encode(self._write_shard(rendezvous, phase)), phase)
+            return _outcome(partial(self._write_shard, rendezvous, phase), phase)
 
-    def _write_shard(self, rendezvous: Rendezvous, phase: events.Phase) -> WriteReport:
+    def _write_shard(self, rendezvous: Rendezvous, phase: events.Phase) -> bytes:
         if self._problem is not None:
             raise self._problem
         self._check_given_up()
         rendezvous.arrive()
         assert self._cache.plan is not None and self._snapshot is not None
-        begun, shard = time.monotonic(), self._cache.plan.shard
-        objects = self._capture.objects
-        keys = tuple(objects)
-        object_digests = b"".join([xxhash.xxh3_128_digest(value) for value in objects.values()])
-        if self._request.base is not None:
-            self._chunk_digests = np.zeros((0, 2), np.uint64)
-        if not shard.is_written:
-            return WriteReport(0, 0, "", b"", {}, keys, object_digests, replicas=self._replica_digests)
+        begun, shard, objects = time.monotonic(), self._cache.plan.shard, self._capture.objects
         owned = {key: objects[key] for key in shard.plan.objects}
-
-        def header(entries: Entries, size: int) -> bytes:
-            return shard.header(self._attempt, rendezvous.rank, owned, entries, size=size)
-
-        buffers, self._cache.buffers = self._cache.buffers or BufferPool(), None
-        file = write_shard(
-            partial(self._storage.create, shard_name(rendezvous.rank, self._attempt.id)),
-            shard,
-            header,
-            self._snapshot,
-            self._base,
-            buffers,
-            self._cache.writers,
-            self._progress_of(rendezvous, phase, shard.data_bytes),
-        )
-        self._check_given_up()
-        self._cache.buffers = buffers
-        self._snapshot.check_unchanged()
+        file = WrittenShard.nothing()
+        if shard.is_written:
+            buffers, self._cache.buffers = self._cache.buffers or BufferPool(), None
+            file = write_shard(
+                partial(self._storage.create, shard_name(rendezvous.rank, self._attempt.id)),
+                shard,
+                partial(shard.header, self._attempt, rendezvous.rank, owned),
+                self._snapshot,
+                self._base,
+                buffers,
+                self._cache.writers,
+                self._progress_of(rendezvous, phase, shard.data_bytes),
+            )
+            self._check_given_up()
+            self._cache.buffers = buffers
+            self._snapshot.check_unchanged()
+            phase.note(staged=self._snapshot.staged_bytes, waited=self._snapshot.waited)
         if self._request.base is not None:
             self._chunk_digests = file.digests
-        phase.note(staged=self._snapshot.staged_bytes, waited=self._snapshot.waited)
-        return WriteReport(
+        report = WriteReport(
             file.size,
             file.data_start,
             file.digest,
             file.digests.tobytes(),
             owned,
-            keys,
-            object_digests,
+            tuple(objects),
+            self._capture.object_digests(),
             b"" if file.written.all() else pack_rows(file.written),
             self._replica_digests,
             time.monotonic() - begun,
         )
+        return msgspec.msgpack.encode(report)
 
     def _commit(self, rendezvous: Rendezvous, report: bytes | BaseException) -> SaveResult:
         """Commits with the other ranks. After a refusal, this rank removes its files."""
         meeting = MeetingSequence(rendezvous, self.operation)
         try:
             with self._phase("commit") as phase:
-                self.progress.is_bounded = True
-                try:
+                with self.progress.bounded():
                     commit = self._unbounded(self._coordinator.commit)
                     answer = meeting.meet("write", partial(_result_of, report), commit)
-                finally:
-                    self.progress.is_bounded = False
                 result = msgspec.msgpack.decode(answer, type=SaveResult)
                 phase.note(**self._coordinator.facts)
                 if self._request.check_replicas:
@@ -415,17 +389,6 @@ class Save:
             self._cache.digests = CachedDigests(self._attempt.id, BaseDigests.of(self._chunk_digests))
         return msgspec.structs.replace(result, seconds=time.monotonic() - self._begun)
 
-    def give_up(self, error: BaseException) -> None:
-        """Makes the save fail with this error: the caller may change memory that is not written yet."""
-        self._given_up = error
-        if self._snapshot is not None:
-            self._snapshot.give_up(error)
-
-    def open_fence(self) -> None:
-        """Returns when no memory of the state is read any more."""
-        if self._fence is not None:
-            self._fence.open()
-
     def end(self) -> None:
         """Releases the state, the turn and the store. Called at the end of every save, at least once."""
         if self._reservation is not None:
@@ -438,6 +401,42 @@ class Save:
         self._capture = _NOTHING
         self._store = None
 
+    def open_fence(self) -> None:
+        """Returns when no memory of the state is read any more."""
+        if self._fence is not None:
+            self._fence.open()
+
+    def _secure(self) -> int:
+        """For the fence: returns when no memory of the state is read any more; the bytes copied for it."""
+        if not wait_while_moving(self._agreed, self.progress, self.patience):
+            self.give_up(
+                StorageError(
+                    f"the ranks have not agreed for {self.patience:.0f} s while training waited. The save is "
+                    "given up, and training goes on. Check that the storage responds"
+                )
+            )
+        if self._snapshot is None:
+            return 0
+        before = self._snapshot.staged_bytes
+        self._snapshot.secure(fenced=True)
+        return self._snapshot.staged_bytes - before
+
+    def give_up(self, error: BaseException) -> None:
+        """Makes the save fail with this error: the caller may change memory that is not written yet."""
+        self._given_up = error
+        if self._snapshot is not None:
+            self._snapshot.give_up(error)
+
+    def _check_given_up(self) -> None:
+        """Fails if the caller went on with an error: bytes that were read since may be torn."""
+        if self._given_up is not None:
+            raise self._given_up
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes copied so far, so that training can change the tensors."""
+        return self._snapshot.staged_bytes if self._snapshot is not None else 0
+
     @property
     def _attempt(self) -> Attempt:
         return self._agreement.attempt
@@ -448,14 +447,9 @@ class Save:
         return self._refusal is not None and not self._goes_ahead
 
     def _phase(self, name: str) -> events.Phase:
-        step = self._request.step
-        return events.phase(
-            self.operation,
-            name,
-            rank=self._rendezvous.rank,
-            world_size=self._rendezvous.world_size,
-            step=step if isinstance(step, int) else None,
-        )
+        step = self._request.step if isinstance(self._request.step, int) else None
+        rank, world_size = self._rendezvous.rank, self._rendezvous.world_size
+        return events.phase(self.operation, name, rank=rank, world_size=world_size, step=step)
 
     def _progress_of(self, rendezvous: Rendezvous, phase: events.Phase, total: int) -> Callable[[int], None]:
         """A function that takes the bytes done, and fails once the save is given up."""
@@ -468,20 +462,12 @@ class Save:
 
         return moved
 
-    def _check_given_up(self) -> None:
-        """Fails if the caller went on with an error: bytes that were read since may be torn."""
-        if self._given_up is not None:
-            raise self._given_up
-
     def _unbounded(self, decide: Callable[[Sequence[bytes]], bytes]) -> Callable[[Sequence[bytes]], bytes]:
         """On the coordinator: storage may hang in `decide`, so waiting threads apply their patience."""
 
         def decided(posts: Sequence[bytes]) -> bytes:
-            self.progress.is_bounded = False
-            try:
+            with self.progress.bounded(False):
                 return decide(posts)
-            finally:
-                self.progress.is_bounded = True
 
         return decided
 

@@ -30,7 +30,7 @@ from shardproof.format import (
 )
 from shardproof.saving.background import Workers
 from shardproof.saving.incremental import BaseDigests
-from shardproof.saving.prepared_shard import Entries, PreparedShard, start_in_page
+from shardproof.saving.prepared_shard import PreparedShard, start_in_page
 from shardproof.saving.snapshot import Snapshot
 from shardproof.storage import ALIGNMENT, Sink, aligned_buffer
 
@@ -83,11 +83,16 @@ class WrittenShard:
     written: NDArray[np.bool_]
     """(n,) whether the file stores the chunk."""
 
+    @staticmethod
+    def nothing() -> WrittenShard:
+        """The shard of a rank that the plan gives no file."""
+        return WrittenShard(0, 0, "", np.zeros((0, 2), np.uint64), np.zeros(0, bool))
+
 
 def write_shard(
     create: Callable[[], Sink],
     shard: PreparedShard,
-    header: Callable[[Entries, int], bytes],
+    header: Callable[..., bytes],
     snapshot: Snapshot,
     base: BaseDigests | None,
     buffers: BufferPool,
@@ -103,7 +108,7 @@ def write_shard(
     Args:
         create: begins the file.
         shard: of this rank.
-        header: the whole header of a file with these entries; padded to a size if that is larger.
+        header: `PreparedShard.header` without its first arguments.
         snapshot: all chunks of the plan, in its order.
         base: digests of the same chunks in the base.
         buffers: for bytes on their way to storage.
@@ -118,7 +123,7 @@ def write_shard(
     in_base = [b""] * len(counts) if base is None else _in_base(base)
     compared = [] if base is None else [count for count, old in zip(counts, in_base, strict=True) if old]
     scratch = buffers.scratch(max(compared, default=0))
-    head, spaces = header(shard.entries, 0), b""
+    head, spaces = header(shard.entries), b""
     # The header of some of the chunks may be longer by one entry of padding, and by nothing else.
     reserved = -(-(len(head) + _PADDING_ENTRY) // ALIGNMENT) * ALIGNMENT
     digests: list[bytes] = []
@@ -175,7 +180,7 @@ def write_shard(
                 stream.drain()
         stream.check()
         if base is not None:
-            head = header(entries, reserved + len(spaces))
+            head = header(entries, size=reserved + len(spaces))
             if len(head) != reserved + len(spaces) or not head.endswith(spaces):
                 raise AssertionError(
                     f"the header takes {len(head)} bytes, {reserved + len(spaces)} are reserved"

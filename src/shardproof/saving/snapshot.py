@@ -6,19 +6,16 @@ there is a copy to read, and *copied* once the writer has all of it. Only a live
 
 1. One lock covers each change from live to staged, and each read of a part. So the writer reads a part either
    before its chunk is staged, or from the copy.
-2. Chunks of tensors that may change at any time are staged before `save` returns. Or the tensors are copied
-before
-   the chunks are known (see `Capture`).
-3. Only an optimizer's step writes to the other tensors. Three events stage all live chunks first, and go on
-only
-   then: a step of any optimizer that shares memory with them, a load into the state, and `fence`. No write
-   has come before, so the tensors still have the values of the save. If the ranks have not agreed yet on the
-   chunks, these events wait for that, too.
+2. Chunks of tensors that may change at any time are staged before `save` returns. Or `Capture` copies the
+   tensors before the chunks are known.
+3. Only an optimizer's step writes to the other tensors. Three events first stage all live chunks: a step of
+   any optimizer that shares memory with them, a load into the state, and `fence`. No write has come before,
+   so the tensors still have the values of the save. If the ranks have not agreed on the chunks yet, these
+   events wait for that, too.
 4. Any other write to such a tensor fails the save. The save compares version counters and a sample of the
-memory
-   with those of its begin (see `WriteWatch`): when the writer is done, and before a step, load or `fence`
-   goes on. Two writes do not show. One is not counted by torch and leaves all samples unchanged. The other is
-   an operation that still runs when the counters are compared, since torch counts it when it ends.
+   memory with those of its begin (see `WriteWatch`). It does so when the writer is done, and before a step,
+   load or `fence` goes on. Two writes do not show. One is not counted by torch and leaves all samples
+   unchanged. The other is an operation that still runs at the comparison, since torch counts it when it ends.
 
 Staging goes from the last chunk backwards, the writer from the first one forwards, so each byte is copied
 once. When the budget for copies is used up, the staging thread waits until the writer comes nearer or frees
@@ -33,10 +30,9 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
 from shardproof._utils.memcpy import address
 from shardproof.errors import StorageError, StructureError
+from shardproof.geometry import row_pointers
 from shardproof.planning import RankPlan
 from shardproof.saving.background import Progress, Workers
 from shardproof.saving.capture import Capture
@@ -85,7 +81,7 @@ class Snapshot:
         columns = plan.piece, plan.piece_start, plan.byte_count, *boxes
         self._source = SliceSource(capture.pieces, *columns, capture.copies)
         self._count = self._source.byte_counts
-        self._before = np.append(0, np.cumsum(plan.byte_count))
+        self._before = row_pointers(plan.byte_count)
         self._watch = capture.watch
         self._copies = capture.copies
         self._staged: dict[int, Staged] = {}
@@ -259,7 +255,7 @@ class Snapshot:
             elif time.monotonic() - since > self._patience:
                 self._failure = StorageError(
                     f"the writer has made no progress for {self._patience:.0f} s while training waited "
-                    "for it: the save is given up, and training goes on. Look at the storage"
+                    "for it. The save is given up, and training goes on. Check that the storage responds"
                 )
                 self._over = True
                 break

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shardproof.geometry import row_pointers
 from shardproof.saving.device_copy import DeviceCopies
 from shardproof.state import Piece
 
@@ -80,7 +81,7 @@ class SliceSource:
         """The row of each slice's box in the flat columns of offsets and sizes, and these columns."""
         piece, offsets, sizes = self._columns
         ndims = np.array([len(held.offsets) for held in self._pieces], np.int64)[piece]
-        return np.append(0, np.cumsum(ndims)).tolist(), offsets.tolist(), sizes.tolist()
+        return row_pointers(ndims).tolist(), offsets.tolist(), sizes.tolist()
 
     @torch.no_grad()
     def _gather(self, row: int, to: int) -> None:

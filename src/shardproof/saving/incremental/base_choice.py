@@ -12,7 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shardproof.errors import FormatError, NotCommittedError, StorageError
-from shardproof.format import chain_length, has_no_references, read_index, read_manifest, read_seal
+from shardproof.format import (
+    chain_length,
+    has_no_references,
+    read_index,
+    read_manifest,
+    read_seal,
+    size_fault,
+)
 from shardproof.planning import WritePlan
 from shardproof.saving.incremental.base_chunks import Base, match_base, no_base
 from shardproof.storage import Storage
@@ -127,5 +134,8 @@ class BaseChoice:
 
     def _lost(self, base: Base) -> list[int]:
         """Rows of the base's files whose size differs from the recorded one."""
-        sizes = [self._storage.sibling(record.folder).size(record.name) for record in base.files]
-        return [row for row, record in enumerate(base.files) if record.size != sizes[row]]
+        return [
+            row
+            for row, record in enumerate(base.files)
+            if size_fault(self._storage.sibling(record.folder), record.name, record.size) is not None
+        ]

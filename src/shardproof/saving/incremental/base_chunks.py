@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardproof.format import FileRecord, Manifest
+from shardproof.geometry import BoxTable, consecutive, row_pointers
 from shardproof.planning import ChunkTable, WritePlan
 from shardproof.saving.messages import pack_rows, unpack_rows
 
@@ -103,12 +104,9 @@ def match_base(plan: WritePlan, manifest: Manifest, table: ChunkTable, folder: s
     row_of = {(record.key, record.dtype, record.shape): row for row, record in enumerate(manifest.tensors)}
     described = zip(merged.keys, merged.dtypes, map(tuple, merged.shapes), strict=True)
     tensor_in_base = np.array([row_of.get(what, -1) for what in described], np.int64)[plan.tensor]
-    shapes = [record.shape for record in manifest.tensors]
-    same = _find(
-        _BoxRows(table.tensor, table.box_start, table.box_offsets, table.box_sizes),
-        _BoxRows(tensor_in_base, plan.box_start, plan.box_offsets, plan.box_sizes),
-        shapes,
-    )
+    old = _TensorBoxes(table.tensor, table.boxes)
+    new = _TensorBoxes(tensor_in_base, plan.boxes)
+    same = _find(old, new, [record.shape for record in manifest.tensors])
     found = same >= 0
     file = np.full(len(same), -1, np.int64)
     file[found] = table.file[same[found]]
@@ -130,30 +128,30 @@ def with_folders(files: Sequence[FileRecord], folder: str) -> tuple[FileRecord, 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _BoxRows:
+class _TensorBoxes:
     """Boxes of tensors, one a row; a row with tensor -1 matches no row."""
 
     tensor: NDArray[np.int64]
-    box_start: NDArray[np.int64]
-    box_offsets: NDArray[np.int64]
-    box_sizes: NDArray[np.int64]
+    boxes: BoxTable
 
     def first_elements(self, shapes: Sequence[tuple[int, ...]]) -> NDArray[np.int64]:
         """(n,) flat index of each box's first element in the row-major order of its tensor."""
         strides = [np.array(_strides(shape), np.int64) for shape in shapes]
-        ndim = np.array([len(shape) for shape in shapes] + [0], np.int64)
-        first = np.append(0, np.cumsum(ndim[:-1]))
+        first_stride = row_pointers([len(shape) for shape in shapes])
         flat = np.concatenate([*strides, np.zeros(0, np.int64)])
-        of_box = np.diff(self.box_start)
         known = self.tensor >= 0
-        dims = np.repeat(known, of_box)
-        tensor = np.repeat(self.tensor, of_box)[dims]
-        within = np.arange(len(self.box_offsets)) - np.repeat(self.box_start[:-1], of_box)
-        products = np.zeros(len(self.box_offsets) + 1, np.int64)
-        products[:-1][dims] = self.box_offsets[dims] * flat[first[tensor] + within[dims]]
-        ends = np.append(0, np.cumsum(products[:-1]))
-        result: NDArray[np.int64] = ends[self.box_start[1:]] - ends[self.box_start[:-1]]
-        return result
+        first, ndim = first_stride[self.tensor[known]], self.boxes.ndim
+        products = np.zeros(len(self.boxes.offsets), np.int64)
+        at = consecutive(self.boxes.start[:-1][known], ndim[known])
+        products[at] = self.boxes.offsets[at] * flat[consecutive(first, ndim[known])]
+        return _sums(products, self.boxes.start)
+
+
+def _sums(values: NDArray[np.int64], start: NDArray[np.int64]) -> NDArray[np.int64]:
+    """(n,) sum of each ragged row."""
+    ends = row_pointers(values)
+    sums: NDArray[np.int64] = ends[start[1:]] - ends[start[:-1]]
+    return sums
 
 
 def _strides(shape: tuple[int, ...]) -> list[int]:
@@ -163,7 +161,7 @@ def _strides(shape: tuple[int, ...]) -> list[int]:
     return strides
 
 
-def _find(old: _BoxRows, new: _BoxRows, shapes: Sequence[tuple[int, ...]]) -> NDArray[np.int64]:
+def _find(old: _TensorBoxes, new: _TensorBoxes, shapes: Sequence[tuple[int, ...]]) -> NDArray[np.int64]:
     """(new rows,) the row of `old` with the same tensor and box; -1 where there is none.
 
     Boxes that tile a tensor differ in their first element. So both are sorted by tensor and first element.
@@ -181,24 +179,9 @@ def _find(old: _BoxRows, new: _BoxRows, shapes: Sequence[tuple[int, ...]]) -> ND
     candidate[order[at] - count] = order[last_old[at]]
     rows = np.flatnonzero((candidate >= 0) & (new.tensor >= 0))
     rows = rows[old.tensor[candidate[rows]] == new.tensor[rows]]
-    rows = rows[_same_boxes(old, candidate[rows], new, rows)]
+    a, b = old.boxes.take(candidate[rows]), new.boxes.take(rows)  # of one tensor each, so of equal dimensions
+    differs = (a.offsets != b.offsets) | (a.sizes != b.sizes)
+    rows = rows[_sums(differs.astype(np.int64), b.start) == 0]
     found = np.full(len(new.tensor), -1, np.int64)
     found[rows] = candidate[rows]
     return found
-
-
-def _same_boxes(
-    old: _BoxRows, a: NDArray[np.int64], new: _BoxRows, b: NDArray[np.int64]
-) -> NDArray[np.bool_]:
-    """(pairs,) whether the boxes of row a[i] of `old` and row b[i] of `new` are equal; of one tensor each."""
-    ndim = (new.box_start[1:] - new.box_start[:-1])[b]
-    ends = np.cumsum(ndim)
-    within = np.arange(int(ndim.sum())) - np.repeat(ends - ndim, ndim)
-    at_old = np.repeat(old.box_start[a], ndim) + within
-    at_new = np.repeat(new.box_start[b], ndim) + within
-    differs = (old.box_offsets[at_old] != new.box_offsets[at_new]) | (
-        old.box_sizes[at_old] != new.box_sizes[at_new]
-    )
-    before = np.append(0, np.cumsum(differs))
-    result: NDArray[np.bool_] = before[ends] == before[ends - ndim]
-    return result
