@@ -4,10 +4,10 @@ Two threads take the steps. `Save.start` has those of the caller's thread, which
 `Save._save` has those of the save thread, which no interrupt reaches: it holds all meetings and writes. The
 methods after them are in the order of the steps.
 
-A rank *goes ahead* if it returns to its caller before the ranks
-agree. It does so if it can reuse its cached plan and has copied all memory that no fence protects. Each rank
-decides this for itself; the other ranks see no difference. After a failed save, the next save agrees
-synchronously, so that every rank reports the failure exactly once.
+A rank *goes ahead* if it returns to its caller before the ranks agree. It does so if it can reuse its cached
+plan and has copied all memory that no fence protects. Each rank decides this for itself; the other ranks see
+no difference. After a failed save, the next save agrees synchronously, so that every rank reports the failure
+exactly once.
 
 Note "Fixed meetings": every rank takes part in every meeting, with its result or with its error. So the error
 of one rank is the answer to all, and no rank waits for one that gave up. The meetings before the caller goes

@@ -24,6 +24,6 @@ def test_the_log_at_exit_says_where_to_look(caplog: pytest.LogCaptureFixture) ->
         saves.wait()
     future.cancel()
     assert caplog.messages == [
-        "save runs/gpt/step-00000003: given up at exit, after 0 s without progress. Run `shardproof ls` to see "
-        "whether it is committed"
+        "save runs/gpt/step-00000003: given up at exit, after 0 s without progress. Run `shardproof ls` to "
+        "see whether it is committed"
     ]
