@@ -16,7 +16,7 @@ from shardproof.errors import FormatError
 from shardproof.format import MANIFEST_NAME, Manifest, check_size, locate_files, read_index, read_manifest
 from shardproof.loading.block_reader import BlockDigests
 from shardproof.loading.chunk_reader import Chunks
-from shardproof.loading.destinations import Destination, Placing
+from shardproof.loading.destinations import Destination, DestinationWriter
 from shardproof.loading.read_executor import read_chunks
 from shardproof.planning import ChunkTable, ReadPlan, RequestedBoxes, plan_reads
 from shardproof.state import Catalogue, decode_plain
@@ -195,10 +195,10 @@ def read_plan(checkpoint: Checkpoint, plan: ReadPlan, destinations: Sequence[Des
         StorageError: a file is missing, short or unreadable.
     """
     manifest, table = checkpoint.manifest, checkpoint.table
-    placing = Placing(manifest, table, plan, destinations)
+    writer = DestinationWriter(manifest, table, plan, destinations)
     chunks = Chunks(checkpoint.files, manifest, table, np.unique(plan.chunk))
-    chunks.narrow(placing.wanted, checkpoint.blocks)
-    return read_chunks(chunks, placing)
+    chunks.narrow(writer.wanted, checkpoint.blocks)
+    return read_chunks(chunks, writer)
 
 
 class StoredTensor:

@@ -19,7 +19,7 @@ from shardproof.loading.block_reader import Extents
 from shardproof.planning import ChunkTable, ReadPlan
 from shardproof.state import is_plain_memory
 
-__all__ = ["Destination", "Placing", "Runs", "part_of", "shaped"]
+__all__ = ["Destination", "DestinationWriter", "Runs", "part_of", "shaped"]
 
 
 class Destination(msgspec.Struct, frozen=True, gc=False):
@@ -50,7 +50,7 @@ class Runs(NamedTuple):
     nbytes: list[int]
 
 
-class Placing:
+class DestinationWriter:
     """Copies the parts of a read plan to their destinations.
 
     Any thread may call it after it has entered `streams`.

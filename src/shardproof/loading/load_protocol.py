@@ -34,11 +34,11 @@ from shardproof.format import Manifest
 from shardproof.loading.checkpoint import Checkpoint
 from shardproof.loading.chunk_reader import Chunks
 from shardproof.loading.cold_reads import Cold, Sketch
-from shardproof.loading.destinations import Placing
-from shardproof.loading.matching import DEFAULTS, Asked, Matched, Options, from_rank, match
+from shardproof.loading.destinations import DestinationWriter
+from shardproof.loading.matching import DEFAULTS, Matched, MatchReport, Options, from_rank, match
 from shardproof.loading.read_executor import read_chunks
 from shardproof.loading.read_once import offers
-from shardproof.loading.read_once.agreement import UNREADABLE, Sharing
+from shardproof.loading.read_once.agreement import UNREADABLE, ReadOnceExchange
 from shardproof.loading.read_once.group_collectives import can_exchange
 from shardproof.loading.read_once.group_transfer import PeerFailed
 from shardproof.loading.read_once.shared_memory import Handle, NodeMemory
@@ -160,7 +160,7 @@ class _Loader:
         self._checkpoint: Checkpoint
         self._matched: Matched
         self._memory: NodeMemory | None = None
-        self._sharing: Sharing | None = None
+        self._exchange: ReadOnceExchange | None = None
 
     def close(self) -> None:
         """Closes the files and the memory that the load opened."""
@@ -190,12 +190,12 @@ class _Loader:
                     checkpoint, state, options, self._rendezvous.rank, self._rendezvous.world_size
                 )
                 if matched.plan is not None:
-                    self._placing = Placing(
+                    self._writer = DestinationWriter(
                         checkpoint.manifest, checkpoint.table, matched.plan, matched.destinations
                     )
-            return offers.post(self._matched.asked, self._offer(), self._sketch())
+            return offers.post(self._matched.report, self._offer(), self._sketch())
         except UNREADABLE as error:
-            return offers.post(Asked("", options.strict, options.read_once, error=error.to_wire()))
+            return offers.post(MatchReport("", options.strict, options.read_once, error=error.to_wire()))
 
     def _offer(self) -> offers.Offer | None:
         """Memory to share with the ranks of this node; None if no rank sends tensors to another."""
@@ -213,28 +213,28 @@ class _Loader:
         if plan is None or self._rendezvous.world_size == 1:
             return None
         checkpoint, rows = self._checkpoint, np.unique(plan.chunk)
-        begin, end = checkpoint.blocks.covering(rows, self._placing.wanted(rows))
+        begin, end = checkpoint.blocks.covering(rows, self._writer.wanted(rows))
         return Sketch.of(rows, end - begin, checkpoint.table.byte_count[rows])
 
     def share(self, meetings: MeetingSequence, handles: Sequence[Handle]) -> None:
         """With `read_once`: agrees which rank reads each range that several ranks want."""
         checkpoint, matched = self._checkpoint, self._matched
         assert matched.plan is not None
-        self._needed = int(self._placing.part_bytes.sum())
+        self._needed = int(self._writer.part_bytes.sum())
         if self._options.read_once and self._rendezvous.world_size > 1:
-            sharing = Sharing(
+            exchange = ReadOnceExchange(
                 checkpoint,
                 matched.plan,
-                self._placing,
+                self._writer,
                 self._rendezvous,
                 self._options,
                 self._memory,
                 handles,
             )
-            self._opened.append(sharing.close)
-            sharing.agree(meetings)
-            if sharing.happens:  # no two ranks read much of the same then
-                self._sharing, self.cold = sharing, Cold.PAST_CACHE
+            self._opened.append(exchange.close)
+            exchange.agree(meetings)
+            if exchange.is_active:  # no two ranks read much of the same then
+                self._exchange, self.cold = exchange, Cold.PAST_CACHE
 
     def read(self, phase: events.Phase) -> bytes:
         """Fills the destinations and returns an encoded `ReadReport`, errors of the checkpoint included."""
@@ -243,7 +243,7 @@ class _Loader:
         report = ReadReport(bool(matched.binding.finish))
         try:
             self._read_all(matched.plan, phase)
-            check_shared_memory(checkpoint, matched.plan, matched.destinations, self._placing.overlapping)
+            check_shared_memory(checkpoint, matched.plan, matched.destinations, self._writer.overlapping)
             phase.note(read=self._read, received=self._received, needed=self._needed)
         except PeerFailed:
             report = ReadReport(False, left=True)
@@ -255,28 +255,28 @@ class _Loader:
 
     def _read_all(self, plan: ReadPlan, phase: events.Phase) -> None:
         """Reads shared ranges first, because other ranks wait for them, then those of this rank alone."""
-        sharing = self._sharing
+        exchange = self._exchange
         try:
             open_all()
             threads, moved = reading_threads(), _Moved(self._rendezvous, phase)
             chunks = self._own_chunks(np.unique(plan.chunk))
-            moved.total = chunks.nbytes + (sharing.moved if sharing is not None else 0)
+            moved.total = chunks.nbytes + (exchange.moved if exchange is not None else 0)
         except BaseException:
-            if sharing is not None:
-                sharing.abandon()
+            if exchange is not None:
+                exchange.abandon()
             raise
-        if sharing is not None:
-            self._read, self._received = sharing.hand_on(threads, moved)
-        self._read += read_chunks(chunks, self._placing, threads=threads, moved=moved, cold=self.cold)
+        if exchange is not None:
+            self._read, self._received = exchange.run(threads, moved)
+        self._read += read_chunks(chunks, self._writer, threads=threads, moved=moved, cold=self.cold)
 
     def _own_chunks(self, rows: NDArray[np.int64]) -> Chunks:
         """Of the rows of the chunk table that this rank wants, what is not handed on."""
-        if self._sharing is not None:
-            rows = np.setdiff1d(rows, self._sharing.shared_chunks())
+        if self._exchange is not None:
+            rows = np.setdiff1d(rows, self._exchange.shared_chunks())
         checkpoint = self._checkpoint
         with no_garbage_collection():
             chunks = Chunks(checkpoint.files, checkpoint.manifest, checkpoint.table, rows)
-            chunks.narrow(self._placing.wanted, checkpoint.blocks)
+            chunks.narrow(self._writer.wanted, checkpoint.blocks)
             return chunks
 
     def finish(self) -> bytes:
@@ -308,7 +308,7 @@ class _Loader:
             time.monotonic() - begun,
             self._needed,
             self._received,
-            self._sharing is not None,
+            self._exchange is not None,
             agreed.missing,
             agreed.unexpected,
             tuple(self._matched.binding.kept),

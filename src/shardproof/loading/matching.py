@@ -26,7 +26,17 @@ from shardproof.state import Binding, Catalogue, TensorEntry, bind, owner_of, pa
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["DEFAULTS", "Agreed", "Asked", "Matched", "Options", "ReadOnce", "agree", "from_rank", "match"]
+__all__ = [
+    "DEFAULTS",
+    "Agreed",
+    "MatchReport",
+    "Matched",
+    "Options",
+    "ReadOnce",
+    "agree",
+    "from_rank",
+    "match",
+]
 
 ReadOnce: TypeAlias = bool | Literal["auto"]
 
@@ -51,7 +61,7 @@ class Options:
 DEFAULTS = Options()
 
 
-class Asked(msgspec.Struct, frozen=True, array_like=True):
+class MatchReport(msgspec.Struct, frozen=True, array_like=True):
     """What one rank found when it matched its target with the checkpoint."""
 
     attempt: str
@@ -84,7 +94,7 @@ class Agreed(NamedTuple):
 class Matched:
     """What one rank will read, and where it goes."""
 
-    asked: Asked
+    report: MatchReport
     binding: Binding
     catalogue: Catalogue
     """What the checkpoint holds, under the target's names."""
@@ -135,7 +145,7 @@ def match(checkpoint: Checkpoint, state: Any, options: Options, rank: int, world
     unasked = (catalogue.tensors.keys() - used) | (catalogue.objects.keys() - used)
     unexpected = sorted(filter(selected, unasked))
     spare = {key for key in unexpected if not parts.issuperset(parts_of(key))}
-    asked = Asked(
+    report = MatchReport(
         checkpoint.manifest.attempt,
         options.strict,
         options.read_once,
@@ -149,8 +159,8 @@ def match(checkpoint: Checkpoint, state: Any, options: Options, rank: int, world
         next((error.to_wire() for error in binding.refused), None),
     )
     if binding.refused or mismatched or (options.strict and binding.missing):
-        return Matched(asked, binding, catalogue, [], None)
-    return Matched(asked, binding, catalogue, *_planned(checkpoint, fitting, rows))
+        return Matched(report, binding, catalogue, [], None)
+    return Matched(report, binding, catalogue, *_planned(checkpoint, fitting, rows))
 
 
 def _difference(entry: TensorEntry, dtype: str, may_cast: Callable[[str], bool]) -> tuple[str, str] | None:
@@ -203,7 +213,7 @@ def agree(location: str, posts: Sequence[bytes], stored: Callable[[], Iterable[s
 
     Args:
         location: of the checkpoint.
-        posts: an `Asked` of each rank, as bytes.
+        posts: a `MatchReport` of each rank, as bytes.
         stored: answers the selected keys of the checkpoint; called where the ranks have per-rank values.
 
     Raises:
@@ -211,25 +221,25 @@ def agree(location: str, posts: Sequence[bytes], stored: Callable[[], Iterable[s
         StructureError, StorageError: the ranks do not ask for the same, or see different checkpoints.
         KeyMismatchError: the state and the checkpoint do not fit.
     """
-    said = [msgspec.msgpack.decode(post, type=Asked) for post in posts]
-    for rank, asked in enumerate(said):
-        if asked.error is not None:
-            raise from_rank(rank, len(said), asked.error)
+    reports = [msgspec.msgpack.decode(post, type=MatchReport) for post in posts]
+    for rank, report in enumerate(reports):
+        if report.error is not None:
+            raise from_rank(rank, len(reports), report.error)
         for option in ("strict", "read_once"):
-            one, other = getattr(said[0], option), getattr(asked, option)
+            one, other = getattr(reports[0], option), getattr(report, option)
             if one != other:
                 raise StructureError(
                     f"{location}: rank 0 loads with {option}={one}, rank {rank} with {option}={other}; "
                     "nothing was changed",
                     ranks=[0, rank],
                 )
-        if asked.declined != said[0].declined:
+        if report.declined != reports[0].declined:
             raise StructureError(
                 f"{location}: ranks do not leave the same parts of the state as they are: rank 0 leaves "
-                f"{list(said[0].declined)}, rank {rank} {list(asked.declined)}; nothing was changed",
+                f"{list(reports[0].declined)}, rank {rank} {list(report.declined)}; nothing was changed",
                 ranks=[0, rank],
             )
-    attempts = {asked.attempt: rank for rank, asked in reversed(list(enumerate(said)))}
+    attempts = {report.attempt: rank for rank, report in reversed(list(enumerate(reports)))}
     if len(attempts) > 1:
         seen = ", ".join(f"rank {rank} sees attempt {attempt}" for attempt, rank in sorted(attempts.items()))
         raise StorageError(
@@ -238,28 +248,28 @@ def agree(location: str, posts: Sequence[bytes], stored: Callable[[], Iterable[s
             file=location,
             damaged=False,
         )
-    strict = said[0].strict
-    missing = sorted({key for asked in said for key in asked.missing})
-    mismatched = sorted({item for asked in said for item in asked.mismatched})
-    unasked = set.intersection(*({*asked.unexpected, *asked.spare} for asked in said))
-    unexpected = sorted(unasked.intersection(key for asked in said for key in asked.unexpected))
+    strict = reports[0].strict
+    missing = sorted({key for report in reports for key in report.missing})
+    mismatched = sorted({item for report in reports for item in report.mismatched})
+    unasked = set.intersection(*({*report.unexpected, *report.spare} for report in reports))
+    unexpected = sorted(unasked.intersection(key for report in reports for key in report.unexpected))
     if mismatched or (strict and (missing or unexpected)):
         raise _mismatch(location, missing if strict else [], unexpected if strict else [], mismatched)
-    return Agreed(tuple(missing), tuple(sorted(unasked)), tuple(_dropped(said, stored)))
+    return Agreed(tuple(missing), tuple(sorted(unasked)), tuple(_dropped(reports, stored)))
 
 
-def _dropped(said: Sequence[Asked], stored: Callable[[], Iterable[str]]) -> list[str]:
+def _dropped(reports: Sequence[MatchReport], stored: Callable[[], Iterable[str]]) -> list[str]:
     """Per-rank values of the checkpoint that no rank takes, of keys that some rank's target has."""
-    own = [frozenset(asked.own) for asked in said]
+    own = [frozenset(report.own) for report in reports]
     places = frozenset[str]().union(*own)
     if not places:
         return []
-    gathered = {key for asked in said for key in asked.gathered}
+    gathered = {key for report in reports for key in report.gathered}
     owners = {owner for owner in map(owner_of, stored()) if owner is not None and owner[0] in places}
     dropped = [
         (place, rank)
         for place, rank in sorted(owners)
-        if (place not in own[rank] if rank < len(said) else place not in gathered)
+        if (place not in own[rank] if rank < len(reports) else place not in gathered)
     ]
     return [f"{place}.@rank-{rank}" if place else f"@rank-{rank}" for place, rank in dropped]
 

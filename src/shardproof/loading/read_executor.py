@@ -21,7 +21,7 @@ from shardproof._utils.memcpy import copy_runs
 from shardproof.format import BLOCK_BYTES
 from shardproof.loading.chunk_reader import Chunks
 from shardproof.loading.cold_reads import REQUEST_BYTES, Cold, Fetcher, is_cached
-from shardproof.loading.destinations import Placing
+from shardproof.loading.destinations import DestinationWriter
 from shardproof.loading.threads import in_threads
 from shardproof.planning import LARGE_BYTES
 
@@ -35,7 +35,7 @@ _REPORT_BYTES = 4 << 20
 
 def read_chunks(
     chunks: Chunks,
-    placing: Placing,
+    writer: DestinationWriter,
     *,
     threads: int = 1,
     moved: Callable[[int], None] | None = None,
@@ -45,7 +45,7 @@ def read_chunks(
 
     Args:
         chunks: to read.
-        placing: where their parts go.
+        writer: where their parts go.
         threads: reads in flight where the page cache has the bytes.
         moved: called with bytes read since the call before, from any thread.
         cold: how to read what the page cache does not have.
@@ -58,25 +58,25 @@ def read_chunks(
         StorageError: a file is missing, short or unreadable.
     """
     with no_garbage_collection():
-        job = _Job(chunks, placing, moved, cold)
-    in_threads(job.run, job.batches, max(threads, job.fetching), placing.streams.entered)
+        job = _Job(chunks, writer, moved, cold)
+    in_threads(job.run, job.batches, max(threads, job.fetching), writer.streams.entered)
     job.report_rest()
     return job.read
 
 
 class _Job:
     def __init__(
-        self, chunks: Chunks, placing: Placing, moved: Callable[[int], None] | None, cold: Cold
+        self, chunks: Chunks, writer: DestinationWriter, moved: Callable[[int], None] | None, cold: Cold
     ) -> None:
         self.read = 0
         self._chunks = chunks
-        self._placing = placing
-        self._straight = placing.straight(chunks.rows)
+        self._writer = writer
+        self._straight = writer.straight(chunks.rows)
         others = [
             at for at, address in enumerate(self._straight.address) if not address or at in chunks.extents
         ]
         rows = [chunks.rows[at] for at in others]
-        self._parts = dict(zip(others, placing.parts_of(rows), strict=True))
+        self._parts = dict(zip(others, writer.parts_of(rows), strict=True))
         """By position, of those that do not go straight into place, or of which a part is read."""
         self._direct = [
             address != 0 and nbytes >= LARGE_BYTES
@@ -145,7 +145,7 @@ class _Job:
             ((first, piece),) = list(chunks.pieces(at, chunks.count[at], fetcher.read))
             low, high = chunks.extents[at]
             stored = torch.frombuffer(piece, dtype=torch.uint8)[low - first : high - first]
-            self._placing.put(chunks.rows[at], self._parts[at], stored, low)
+            self._writer.put(chunks.rows[at], self._parts[at], stored, low)
             return len(piece)
         span = fetcher.read(*chunks.place(batch))
         chunks.read(batch, span, there=True)
@@ -172,14 +172,14 @@ class _Job:
             for at, straight in zip(batch, into, strict=True):
                 if not straight:
                     stored = scratch[starts[at] - base :][: counts[at]]
-                    self._placing.put(self._chunks.rows[at], self._parts[at], stored)
+                    self._writer.put(self._chunks.rows[at], self._parts[at], stored)
 
     def _read_part_through_scratch(self, at: int) -> int:
         first, end = self._chunks.extents[at]
         count = end - first
         scratch, memory = self._scratch(count + BLOCK_BYTES)
         read = self._chunks.read_run(at, first, memory[:count], memory[count:])
-        self._placing.put(self._chunks.rows[at], self._parts[at], scratch[:count], first)
+        self._writer.put(self._chunks.rows[at], self._parts[at], scratch[:count], first)
         return read
 
     def _scratch(self, count: int) -> tuple[torch.Tensor, memoryview]:

@@ -18,10 +18,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardproof.loading.read_once import shared_memory as node_memory
-from shardproof.loading.read_once.node_messages import Message, Said
+from shardproof.loading.read_once.node_messages import Message, MessageKind
 from shardproof.loading.read_once.node_plan import AHEAD, _ring, plan_node
 from shardproof.loading.read_once.node_transfer import MOST_RANKS
-from shardproof.loading.read_once.orders import Wish
+from shardproof.loading.read_once.orders import ChunkRequest
 from shardproof.loading.read_once.shared_memory import NodeMemory, PeerMemory
 from shardproof.planning import ChunkTable
 from tests.harness import open_files
@@ -35,17 +35,17 @@ def column(data: bytes, width: int) -> list[list[int]]:
 
 @given(jobs(), st.integers(1, 4000))
 def test_every_shared_chunk_is_read_once_and_found_by_all_who_want_it(
-    job: tuple[ChunkTable, list[Wish], int, int], ring_bytes: int
+    job: tuple[ChunkTable, list[ChunkRequest], int, int], ring_bytes: int
 ) -> None:
-    table, wishes, round_bytes, unit_bytes = job
+    table, requests, round_bytes, unit_bytes = job
     orders, _ = plan_node(
-        table, wishes, round_bytes=round_bytes, ring_bytes=ring_bytes, unit_bytes=unit_bytes
+        table, requests, round_bytes=round_bytes, ring_bytes=ring_bytes, unit_bytes=unit_bytes
     )
     wanted_by = defaultdict(set)
-    for rank, wish in enumerate(wishes):
-        for chunk in wish.chunk.tolist():
+    for rank, request in enumerate(requests):
+        for chunk in request.chunk.tolist():
             wanted_by[chunk].add(rank)
-    shared = shared_chunks(table, wishes)
+    shared = shared_chunks(table, requests)
     assert {order.nbytes for order in orders} == {orders[0].nbytes}
 
     lies: dict[int, tuple[int, int, int]] = {}
@@ -125,20 +125,20 @@ def test_another_process_sees_the_memory_and_none_that_is_not_it() -> None:
     handle = memory.handle
     script = (
         "import torch\n"
-        "from shardproof.loading.read_once.node_messages import Message, Said\n"
+        "from shardproof.loading.read_once.node_messages import Message, MessageKind\n"
         "from shardproof.loading.read_once.shared_memory import Handle, PeerMemory\n"
         f"peer = PeerMemory.opened(Handle(*{tuple(msgspec.structs.astuple(handle))!r}))\n"
         "mapped = peer.map(3000)\n"
         "assert torch.equal(mapped, (torch.arange(3000) % 251).to(torch.uint8))\n"
         "mapped[0] = 77\n"
         "assert peer.ticks() == 2\n"
-        "peer.outbox.send(Message(Said.PLACED, 5, 70000))\n"
+        "peer.outbox.send(Message(MessageKind.PLACED, 5, 70000))\n"
     )
     memory.tick()
     memory.tick()
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
     assert data[0] == 77
-    assert memory.inbox.take(1.0) == [Message(Said.PLACED, 5, 70000)]
+    assert memory.inbox.take(1.0) == [Message(MessageKind.PLACED, 5, 70000)]
     assert memory.inbox.take(0.0) == []
     before = open_files()
     for wrong in (
@@ -161,9 +161,9 @@ def test_the_end_of_a_process_is_a_message_like_any_other() -> None:
     try:
         memory.inbox.watch([(3, descriptor)])
         assert memory.inbox.take(0.0) == []
-        memory.inbox.outbox.send(Message(Said.READ, 0, 1))
+        memory.inbox.outbox.send(Message(MessageKind.READ, 0, 1))
         child.communicate(b"\n", timeout=60)
-        assert memory.inbox.take(60.0) == [Message(Said.READ, 0, 1), Message(Said.ENDED, 3)]
+        assert memory.inbox.take(60.0) == [Message(MessageKind.READ, 0, 1), Message(MessageKind.ENDED, 3)]
     finally:
         child.kill()
         child.wait(60)
@@ -176,7 +176,7 @@ def test_all_messages_that_can_be_under_way_fit_into_the_smallest_pipe() -> None
     fcntl.fcntl(memory.inbox.outbox.descriptor, fcntl.F_SETPIPE_SZ, 1)
     most = (MOST_RANKS - 1) * (2 * AHEAD + 1)
     for number in range(most):
-        memory.inbox.outbox.send(Message(Said.READ, 1, number))
+        memory.inbox.outbox.send(Message(MessageKind.READ, 1, number))
     heard: list[Message] = []
     while len(heard) < most:
         heard += memory.inbox.take(1.0)
@@ -192,7 +192,7 @@ def test_messages_that_are_sent_together_are_one_write(monkeypatch: pytest.Monke
         return write(descriptor, data)
 
     monkeypatch.setattr(os, "write", counted)
-    messages = [Message(Said.PLACED, 2, number) for number in range(3)]
+    messages = [Message(MessageKind.PLACED, 2, number) for number in range(3)]
     memory.inbox.outbox.send(*messages)
     assert memory.inbox.take(1.0) == messages
     assert len(writes) == 1

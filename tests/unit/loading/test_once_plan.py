@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 import shardproof as sp
 from shardproof.loading.checkpoint import Checkpoint
-from shardproof.loading.destinations import Placing
+from shardproof.loading.destinations import DestinationWriter
 from shardproof.loading.matching import Options, match
 from shardproof.loading.read_once.group_plan import plan_once
 from shardproof.loading.read_once.group_transfer import Receiver, Sender
-from shardproof.loading.read_once.orders import Orders, Wish
+from shardproof.loading.read_once.orders import ChunkRequest, Orders
 from shardproof.planning import ChunkTable, ReadPlan
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.saving import Saver
@@ -82,7 +82,7 @@ def table_of(files: list[int], gaps: list[int], counts: list[int], draw: Any) ->
 
 
 @st.composite
-def jobs(draw: Any) -> tuple[ChunkTable, list[Wish], int, int]:
+def jobs(draw: Any) -> tuple[ChunkTable, list[ChunkRequest], int, int]:
     n, world_size = draw(st.integers(1, 12)), draw(st.integers(1, 5))
 
     def numbers(most: int) -> list[int]:
@@ -90,7 +90,7 @@ def jobs(draw: Any) -> tuple[ChunkTable, list[Wish], int, int]:
 
     counts = [8 + count for count in numbers(40)]
     table = table_of(numbers(2), [gap if gap > 5 else 0 for gap in numbers(7)], counts, draw)
-    wishes = []
+    requests = []
     for rank in range(world_size):
         wanted = [at for at in range(n) if draw(st.booleans())]
         columns: list[list[int]] = [[], [], [], []]
@@ -105,18 +105,18 @@ def jobs(draw: Any) -> tuple[ChunkTable, list[Wish], int, int]:
             columns[3].append(parts)
             boxes += [(draw(st.integers(0, 4)), size) for size in sizes]
         in_chunk, sizes_of = (np.array([box[k] for box in boxes], np.int64).reshape(-1, 1) for k in (0, 1))
-        wish = Wish(
+        request = ChunkRequest(
             f"node{rank // 2}", *(np.array(values, np.int64) for values in columns), in_chunk, sizes_of
         )
-        wishes.append(Wish.decode(wish.encode()))
-    return table, wishes, draw(st.integers(1, 120)), draw(st.integers(1, 100))
+        requests.append(ChunkRequest.decode(request.encode()))
+    return table, requests, draw(st.integers(1, 120)), draw(st.integers(1, 100))
 
 
-def shared_chunks(table: ChunkTable, wishes: list[Wish]) -> set[int]:
+def shared_chunks(table: ChunkTable, requests: list[ChunkRequest]) -> set[int]:
     """Chunks that are to be read once: several want them, and would together read more than 17/16 of them."""
     reads: dict[int, list[int]] = defaultdict(list)
-    for wish in wishes:
-        for chunk, read in zip(wish.chunk.tolist(), wish.read.tolist(), strict=True):
+    for request in requests:
+        for chunk, read in zip(request.chunk.tolist(), request.read.tolist(), strict=True):
             reads[chunk].append(read)
     return {
         chunk
@@ -125,29 +125,29 @@ def shared_chunks(table: ChunkTable, wishes: list[Wish]) -> set[int]:
     }
 
 
-def reads_of(opened: Checkpoint, placing: Placing, plan: ReadPlan) -> np.ndarray[Any, Any]:
+def reads_of(opened: Checkpoint, writer: DestinationWriter, plan: ReadPlan) -> np.ndarray[Any, Any]:
     rows = np.unique(plan.chunk)
-    begin, end = opened.blocks.covering(rows, placing.wanted(rows))
+    begin, end = opened.blocks.covering(rows, writer.wanted(rows))
     return end - begin
 
 
 @given(jobs())
 def test_every_shared_chunk_is_read_once_and_handed_to_all_who_want_it(
-    job: tuple[ChunkTable, list[Wish], int, int],
+    job: tuple[ChunkTable, list[ChunkRequest], int, int],
 ) -> None:
-    table, wishes, round_bytes, unit_bytes = job
-    orders, loads = plan_once(table, wishes, round_bytes=round_bytes, unit_bytes=unit_bytes)
+    table, requests, round_bytes, unit_bytes = job
+    orders, loads = plan_once(table, requests, round_bytes=round_bytes, unit_bytes=unit_bytes)
     wanted_by: dict[int, list[int]] = defaultdict(list)
     message_bytes, boxes = {}, {}
-    for rank, wish in enumerate(wishes):
+    for rank, request in enumerate(requests):
         first = 0
-        for chunk, nbytes, parts in np.column_stack((wish.chunk, wish.nbytes, wish.parts)).tolist():
+        for chunk, nbytes, parts in np.column_stack((request.chunk, request.nbytes, request.parts)).tolist():
             wanted_by[chunk].append(rank)
             message_bytes[rank, chunk] = nbytes
             of_chunk = slice(first, first + parts)
-            boxes[rank, chunk] = np.hstack((wish.in_chunk[of_chunk], wish.sizes[of_chunk])).tolist()
+            boxes[rank, chunk] = np.hstack((request.in_chunk[of_chunk], request.sizes[of_chunk])).tolist()
             first += parts
-    shared = shared_chunks(table, wishes)
+    shared = shared_chunks(table, requests)
     reader: dict[int, int] = {}
     for rank, order in enumerate(orders):
         for (chunk,) in column(order.read_chunks, 1):
@@ -158,8 +158,8 @@ def test_every_shared_chunk_is_read_once_and_handed_to_all_who_want_it(
 
     sent = [message for rank, order in enumerate(orders) for message in sent_of(rank, order)]
     received = [message for rank, order in enumerate(orders) for message in received_of(rank, order)]
-    for source in range(len(wishes)):
-        for target in range(len(wishes)):
+    for source in range(len(requests)):
+        for target in range(len(requests)):
             for number in range(orders[0].rounds):
                 key = (source, target, number)
                 one, other = (
@@ -196,17 +196,17 @@ def test_every_shared_chunk_is_read_once_and_handed_to_all_who_want_it(
     own = [
         sum(
             read if chunk not in shared else int(table.byte_count[chunk]) * (reader[chunk] == rank)
-            for chunk, read in zip(wish.chunk.tolist(), wish.read.tolist(), strict=True)
+            for chunk, read in zip(request.chunk.tolist(), request.read.tolist(), strict=True)
         )
-        for rank, wish in enumerate(wishes)
+        for rank, request in enumerate(requests)
     ]
     assert loads.read_once.tolist() == own
-    assert loads.read_all.tolist() == [int(wish.read.sum()) for wish in wishes]
-    assert loads.sent.tolist() == [sum(m.nbytes for m in sent if m.source == r) for r in range(len(wishes))]
+    assert loads.read_all.tolist() == [int(request.read.sum()) for request in requests]
+    assert loads.sent.tolist() == [sum(m.nbytes for m in sent if m.source == r) for r in range(len(requests))]
     read_by = {
         (rank, chunk): read
-        for rank, wish in enumerate(wishes)
-        for chunk, read in zip(wish.chunk.tolist(), wish.read.tolist(), strict=True)
+        for rank, request in enumerate(requests)
+        for chunk, read in zip(request.chunk.tolist(), request.read.tolist(), strict=True)
     }
     distinct = [
         sum(
@@ -215,7 +215,7 @@ def test_every_shared_chunk_is_read_once_and_handed_to_all_who_want_it(
             )
             for chunk, ranks in wanted_by.items()
         )
-        for node in range((len(wishes) + 1) // 2)
+        for node in range((len(requests) + 1) // 2)
     ]
     assert loads.distinct_all.tolist() == distinct
 
@@ -228,8 +228,8 @@ def test_a_chunk_is_read_once_where_that_spares_more_than_a_sixteenth(
     table = ChunkTable(
         one, one, one, one + 100, np.zeros((1, 2), np.uint64), np.array([0, 1]), one, one + 100
     )
-    wishes = [Wish("node", one, one + 100, one + read, one, none, none) for read in (first, second)]
-    orders, loads = plan_once(table, wishes)
+    requests = [ChunkRequest("node", one, one + 100, one + read, one, none, none) for read in (first, second)]
+    orders, loads = plan_once(table, requests)
     assert any(len(order.shared_chunks()) for order in orders) == is_shared
     assert int(loads.read_once.sum()) == (100 if is_shared else first + second)
     assert loads.distinct_all.tolist() == [min(first + second, 100)]
@@ -250,10 +250,11 @@ def test_replicas_are_read_in_even_shares() -> None:
         sizes,
     )
     none = np.zeros((0, 1), np.int64)
-    wishes = [
-        Wish(f"node{rank // 2}", np.arange(n), sizes, sizes, zeros, none, none) for rank in range(world_size)
+    requests = [
+        ChunkRequest(f"node{rank // 2}", np.arange(n), sizes, sizes, zeros, none, none)
+        for rank in range(world_size)
     ]
-    orders, loads = plan_once(table, wishes, unit_bytes=4 << 20)
+    orders, loads = plan_once(table, requests, unit_bytes=4 << 20)
     assert loads.read_once.tolist() == [16 << 20] * 4
     assert loads.sent.tolist() == loads.received.tolist() == [48 << 20] * 4
     assert orders[0].rounds <= 3  # 48 MiB in rounds of 32 MiB: the ranks do not wait for one that all send to
@@ -303,25 +304,26 @@ def test_rounds_between_ranks_of_one_process_fill_every_destination(data: st.Dat
             pieces = [(view, box[:2]) for view, box in zip(views, boxes, strict=True)]
             state = {"a": torch.zeros_like(byte), "w": sp.LocalShards((rows, columns), pieces, dtype=cast)}
             matched.append((match(opened, state, Options(cast=True), 0, 1), state))
-        placings = [
-            Placing(opened.manifest, opened.table, found.plan, found.destinations) for found, _ in matched
+        writers = [
+            DestinationWriter(opened.manifest, opened.table, found.plan, found.destinations)
+            for found, _ in matched
         ]
-        wishes = [
-            Wish.of(
-                "node", opened.table, found.plan, placing.part_bytes, reads_of(opened, placing, found.plan)
+        requests = [
+            ChunkRequest.of(
+                "node", opened.table, found.plan, writer.part_bytes, reads_of(opened, writer, found.plan)
             )
-            for (found, _), placing in zip(matched, placings, strict=True)
+            for (found, _), writer in zip(matched, writers, strict=True)
         ]
         orders, loads = plan_once(
-            opened.table, wishes, round_bytes=draw(st.sampled_from([1, 100, 1 << 20])), unit_bytes=64
+            opened.table, requests, round_bytes=draw(st.sampled_from([1, 100, 1 << 20])), unit_bytes=64
         )
         senders = [
-            Sender(opened.files, opened.manifest, opened.table, placing, order, world_size, 1)
-            for placing, order in zip(placings, orders, strict=True)
+            Sender(opened.files, opened.manifest, opened.table, writer, order, world_size, 1)
+            for writer, order in zip(writers, orders, strict=True)
         ]
         receivers = [
-            Receiver(opened.table, placing, order, world_size)
-            for placing, order in zip(placings, orders, strict=True)
+            Receiver(opened.table, writer, order, world_size)
+            for writer, order in zip(writers, orders, strict=True)
         ]
         for number in range(orders[0].rounds):
             for sender in senders:

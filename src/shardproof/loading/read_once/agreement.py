@@ -1,4 +1,4 @@
-"""The meetings at which ranks agree to read once and hand on, if they asked for it."""
+"""The meetings at which the ranks agree whether to read once, and how."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ from shardproof.errors import (
 )
 from shardproof.loading.checkpoint import Checkpoint
 from shardproof.loading.chunk_reader import Chunks
-from shardproof.loading.destinations import Placing
+from shardproof.loading.destinations import DestinationWriter
 from shardproof.loading.matching import Options, from_rank
 from shardproof.loading.read_once.cost_model import Sampled, memory_speed, pays, sample, worth_measuring
 from shardproof.loading.read_once.group_collectives import Exchange, can_exchange
 from shardproof.loading.read_once.group_plan import plan_once
 from shardproof.loading.read_once.group_transfer import Receiver, Sender, through_group
 from shardproof.loading.read_once.node_plan import NodeOrders, plan_node
-from shardproof.loading.read_once.node_transfer import tell_failed, through_memory
-from shardproof.loading.read_once.orders import Int64s, Loads, Orders, Wish
+from shardproof.loading.read_once.node_transfer import send_failed, through_memory
+from shardproof.loading.read_once.orders import ChunkRequest, Int64s, Loads, Orders
 from shardproof.loading.read_once.shared_memory import Handle, NodeMemory, PeerMemory
 from shardproof.planning import ReadPlan
 from shardproof.rendezvous import MeetingSequence, Rendezvous
 
-__all__ = ["UNREADABLE", "Sharing"]
+__all__ = ["UNREADABLE", "ReadOnceExchange"]
 
 UNREADABLE = (CorruptChunkError, FormatError, NotCommittedError, StorageError, TilingError)
-"""Errors that speak of the checkpoint, not of the state that it is loaded into."""
+"""Errors of the checkpoint, as opposed to errors of the state that it is loaded into."""
 
 
-class _Posted(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank says first."""
+class _RequestReport(msgspec.Struct, frozen=True, array_like=True):
+    """The report of a rank at the first meeting."""
 
     able: bool
     """There is a process group."""
-    wish: bytes
+    request: bytes
     reached: bool
-    """The memory of every rank."""
+    """This rank has opened the shared memory of every rank."""
 
 
 class _Answer(msgspec.Struct, frozen=True, array_like=True):
-    """What the coordinator answers, at the first meeting or at the second."""
+    """The answer of the coordinator, at the first or at the second meeting."""
 
     choice: str
-    """Read "all"; hand on over the "group" or through the memory of the "node"; or "measure" first what
-    handing on takes."""
+    """"all": every rank reads for itself. "group": exchange over the process group. "node": exchange through
+    shared memory. "measure": measure the speeds first."""
     orders: Orders | None = None
     node_orders: NodeOrders | None = None
     over: str = ""
@@ -60,37 +60,37 @@ class _Answer(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def given(self) -> Orders | NodeOrders | None:
-        """The orders, if anything is handed on."""
+        """The orders of this rank; None if every rank reads for itself."""
         return self.orders or self.node_orders
 
 
-class _Measured(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank found."""
+class _SpeedReport(msgspec.Struct, frozen=True, array_like=True):
+    """The report of a rank that measured its speeds."""
 
     sampled: Sampled | None = None
     handing: float = 0.0
-    """Bytes a second."""
+    """Speed of the exchange, in bytes a second."""
     error: dict[str, object] | None = None
 
 
-class Sharing:
-    """One rank's part of the agreement, and of what it comes to.
+class ReadOnceExchange:
+    """One rank's part in reading once: the agreement, then the exchange.
 
     Args:
-        checkpoint: that is loaded.
-        plan: what this rank reads if nothing is handed on.
-        placing: of the plan.
+        checkpoint: the checkpoint to load.
+        plan: what this rank reads if every rank reads for itself.
+        writer: writes to the destinations of the plan.
         rendezvous: where the ranks meet.
-        options: of the load; the same on all ranks.
-        memory: this rank's, where it was made. Whoever made it closes it.
-        handles: of all ranks, where they are to hand on through memory if they can.
+        options: options of the load; the same on all ranks.
+        memory: shared memory of this rank, or None. The caller closes it.
+        handles: handles to the shared memory of all ranks; empty if it cannot serve them all.
     """
 
     def __init__(
         self,
         checkpoint: Checkpoint,
         plan: ReadPlan,
-        placing: Placing,
+        writer: DestinationWriter,
         rendezvous: Rendezvous,
         options: Options,
         memory: NodeMemory | None,
@@ -98,7 +98,7 @@ class Sharing:
     ) -> None:
         self._checkpoint = checkpoint
         self._plan = plan
-        self._placing = placing
+        self._writer = writer
         self._rendezvous = rendezvous
         self._options = options
         self._exchange: Exchange
@@ -110,35 +110,37 @@ class Sharing:
         self._planned: list[_Answer] = []
 
     @property
-    def happens(self) -> bool:
-        """Whether anything is handed on."""
+    def is_active(self) -> bool:
+        """True if the ranks agreed to exchange."""
         return self._answer.given is not None
 
     @property
     def moved(self) -> int:
-        """Bytes that this rank reads and hands on."""
+        """Bytes that this rank reads, sends and receives in the exchange."""
         return self._answer.given.moved if self._answer.given is not None else 0
 
     def shared_chunks(self) -> Int64s:
-        """Rows of the chunk table that this rank reads for several, or gets from others."""
+        """Rows of the chunk table that this rank reads for several ranks, or receives from others."""
         given = self._answer.given
         return given.shared_chunks() if given is not None else np.zeros(0, np.int64)
 
-    def hand_on(self, threads: int, moved: Callable[[int], None]) -> tuple[int, int]:
-        """Reads, hands on and places what several ranks want. Called by every rank.
+    def run(self, threads: int, moved: Callable[[int], None]) -> tuple[int, int]:
+        """Reads the chunks that several ranks want, exchanges them and writes them to the destinations.
+
+        Every rank calls it.
 
         Args:
             threads: reads in flight.
-            moved: called with bytes read, sent or placed since the call before, from any thread.
+            moved: called from any thread with the bytes read, sent or written since the previous call.
 
         Returns:
             Bytes read and bytes received.
 
         Raises:
-            CorruptChunkError, StorageError: what stopped this rank.
-            PeerFailed: another rank was stopped.
+            CorruptChunkError, StorageError: this rank failed.
+            PeerFailed: another rank failed.
         """
-        checkpoint, placing, world_size = self._checkpoint, self._placing, self._rendezvous.world_size
+        checkpoint, writer, world_size = self._checkpoint, self._writer, self._rendezvous.world_size
         manifest, table, files = checkpoint.manifest, checkpoint.table, checkpoint.files
         if (node := self._answer.node_orders) is not None:
             assert self._memory is not None
@@ -146,7 +148,7 @@ class Sharing:
                 files,
                 manifest,
                 table,
-                placing,
+                writer,
                 node,
                 self._memory,
                 self._peers,
@@ -159,33 +161,33 @@ class Sharing:
         assert orders is not None
 
         def make() -> tuple[Sender, Receiver]:
-            sender = Sender(files, manifest, table, placing, orders, world_size, threads)
-            return sender, Receiver(table, placing, orders, world_size)
+            sender = Sender(files, manifest, table, writer, orders, world_size, threads)
+            return sender, Receiver(table, writer, orders, world_size)
 
         return through_group(make, self._exchange, orders.rounds, moved)
 
     def abandon(self) -> None:
-        """Instead of `hand_on`, on a rank that cannot come to it: all others leave it."""
+        """Makes all other ranks leave the exchange; for a rank that fails before `run`."""
         if self._answer.node_orders is not None:
-            tell_failed(self._peers)
+            send_failed(self._peers)
         else:
             self._exchange.any_failed(True)
 
     def close(self) -> None:
-        """Lets go of the memory of others."""
+        """Closes the shared memory of the other ranks."""
         for memory in self._peers:
             if memory is not None:
                 memory.close()
         self._peers = []
 
     def agree(self, meetings: MeetingSequence) -> None:
-        """Decides whether and how this load hands on.
+        """Agrees whether and how the ranks exchange.
 
         Raises:
-            StructureError: there is no process group, or not of these ranks.
+            StructureError: there is no process group, or it does not have these ranks.
             StorageError: a rank cannot read the checkpoint.
         """
-        self._answer = self._meet(meetings, "share", self._wish, self._plan_all)
+        self._answer = self._meet(meetings, "share", self._request, self._plan_all)
         if self._answer.choice == "measure":
             self._answer = self._meet(meetings, "measure", self._measure, self._choose)
         if self._answer.node_orders is None:
@@ -200,7 +202,7 @@ class Sharing:
     ) -> _Answer:
         return msgspec.msgpack.decode(meetings.meet(phase, work, decide), type=_Answer)
 
-    def _wish(self) -> bytes:
+    def _request(self) -> bytes:
         group = self._options.group
         able = can_exchange(group)
         if able:
@@ -211,14 +213,14 @@ class Sharing:
                 'torch.distributed first, or load with read_once="auto" or False'
             )
         checkpoint, rows = self._checkpoint, np.unique(self._plan.chunk)
-        begin, end = checkpoint.blocks.covering(rows, self._placing.wanted(rows))
-        wish = Wish.of(
-            socket.gethostname(), checkpoint.table, self._plan, self._placing.part_bytes, end - begin
+        begin, end = checkpoint.blocks.covering(rows, self._writer.wanted(rows))
+        request = ChunkRequest.of(
+            socket.gethostname(), checkpoint.table, self._plan, self._writer.part_bytes, end - begin
         )
-        return msgspec.msgpack.encode(_Posted(able, wish.encode(), self._reaches()))
+        return msgspec.msgpack.encode(_RequestReport(able, request.encode(), self._reaches()))
 
     def _reaches(self) -> bool:
-        """Opens the memory of every rank."""
+        """Opens the shared memory of every other rank. True if all could be opened."""
         own = self._rendezvous.rank
         self._peers = [
             None if rank == own else PeerMemory.opened(handle) for rank, handle in enumerate(self._handles)
@@ -226,27 +228,27 @@ class Sharing:
         return bool(self._handles) and all(peer for rank, peer in enumerate(self._peers) if rank != own)
 
     def _plan_all(self, posts: Sequence[bytes]) -> list[bytes]:
-        """Coordinator: who reads what and hands it on, where that is possible and can be worth it."""
-        said = [msgspec.msgpack.decode(post, type=_Posted) for post in posts]
+        """Coordinator: plans the exchange if it is possible and can pay."""
+        reports = [msgspec.msgpack.decode(post, type=_RequestReport) for post in posts]
         reads_all = _encoded([_Answer("all")] * len(posts))
-        if not all(one.able for one in said):
+        if not all(report.able for report in reports):
             return reads_all
-        table, asked = self._checkpoint.table, self._options.read_once is True
-        wishes = [Wish.decode(one.wish) for one in said]
-        if all(one.reached for one in said):
-            on_node, self._loads = plan_node(table, wishes)
+        table, is_forced = self._checkpoint.table, self._options.read_once is True
+        requests = [ChunkRequest.decode(report.request) for report in reports]
+        if all(report.reached for report in reports):
+            on_node, self._loads = plan_node(table, requests)
             self._planned = [_Answer("node", None, one) for one in on_node]
         else:
-            orders, self._loads = plan_once(table, wishes)
+            orders, self._loads = plan_once(table, requests)
             self._planned = [_Answer("group", one) for one in orders]
-        if not self._loads.saved or not (asked or worth_measuring(self._loads)):
+        if not self._loads.saved or not (is_forced or worth_measuring(self._loads)):
             return reads_all
-        if asked:
+        if is_forced:
             return _encoded(self._planned)
         return _encoded([_Answer("measure", over=self._planned[0].choice)] * len(posts))
 
     def _measure(self) -> bytes:
-        """How this rank can hand on, and how fast; an error of the checkpoint is data, as in `match`."""
+        """Measures the storage and the exchange. An error of the checkpoint goes into the report."""
         over_group = self._answer.over == "group"
         exchanged = self._exchange.measure() if over_group else 0.0  # by all ranks, whatever comes after
         checkpoint = self._checkpoint
@@ -256,19 +258,19 @@ class Sharing:
             )
             sampled = sample(chunks)
         except UNREADABLE as error:
-            return msgspec.msgpack.encode(_Measured(error=error.to_wire()))
-        return msgspec.msgpack.encode(_Measured(sampled, exchanged if over_group else memory_speed()))
+            return msgspec.msgpack.encode(_SpeedReport(error=error.to_wire()))
+        return msgspec.msgpack.encode(_SpeedReport(sampled, exchanged if over_group else memory_speed()))
 
     def _choose(self, posts: Sequence[bytes]) -> list[bytes]:
         """Coordinator: one choice for all ranks."""
-        said = [msgspec.msgpack.decode(post, type=_Measured) for post in posts]
-        for rank, one in enumerate(said):
-            if one.error is not None:
-                raise from_rank(rank, len(posts), one.error)
-        return _encoded(self._planned if self._pays(said) else [_Answer("all")] * len(posts))
+        reports = [msgspec.msgpack.decode(post, type=_SpeedReport) for post in posts]
+        for rank, report in enumerate(reports):
+            if report.error is not None:
+                raise from_rank(rank, len(posts), report.error)
+        return _encoded(self._planned if self._pays(reports) else [_Answer("all")] * len(posts))
 
-    def _pays(self, said: Sequence[_Measured]) -> bool:
-        found = [(one.sampled, one.handing) for one in said if one.sampled is not None]
+    def _pays(self, reports: Sequence[_SpeedReport]) -> bool:
+        found = [(report.sampled, report.handing) for report in reports if report.sampled is not None]
         return pays(self._loads, found, through_memory=self._planned[0].choice == "node")
 
 

@@ -52,7 +52,7 @@ class Exchange:
             )
         self._group = group
         self._device = _device_of(group)
-        self._said = torch.zeros(1, dtype=torch.int32, device=self._device)
+        self._flag = torch.zeros(1, dtype=torch.int32, device=self._device)
         self._outgoing = self._arriving = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.reserve(_PROBE_BYTES, _PROBE_BYTES)
 
@@ -64,9 +64,9 @@ class Exchange:
 
     def any_failed(self, failed: bool) -> bool:
         """Whether any rank says that it failed."""
-        self._said.fill_(int(failed))
-        dist.all_reduce(self._said, dist.ReduceOp.MAX, group=self._group)
-        return bool(self._said.item())
+        self._flag.fill_(int(failed))
+        dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._group)
+        return bool(self._flag.item())
 
     def start(
         self,

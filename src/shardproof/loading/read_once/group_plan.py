@@ -1,6 +1,6 @@
 """The plan of reading once: which rank reads each chunk that several want, and what it hands on, and when.
 
-    every rank: `Wish.of` its read plan  ->  coordinator: `plan_once`  ->  every rank: its `Orders`
+    every rank: `ChunkRequest.of` its read plan  ->  coordinator: `plan_once`  ->  every rank: its `Orders`
 
 Arithmetic alone, no communication. Chunks that only one rank wants are no part of it, nor are those that
 several want different blocks of: each rank reads its own as ever. The others are taken together to *units*,
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardproof.geometry import consecutive
-from shardproof.loading.read_once.orders import Int64s, Loads, Orders, Wish
+from shardproof.loading.read_once.orders import ChunkRequest, Int64s, Loads, Orders
 from shardproof.loading.read_once.units import UNIT_BYTES, Units, joined, wire
 from shardproof.planning import ChunkTable
 
@@ -31,22 +31,26 @@ ROUND_BYTES = 32 << 20
 
 
 def plan_once(
-    table: ChunkTable, wishes: Sequence[Wish], *, round_bytes: int = ROUND_BYTES, unit_bytes: int = UNIT_BYTES
+    table: ChunkTable,
+    requests: Sequence[ChunkRequest],
+    *,
+    round_bytes: int = ROUND_BYTES,
+    unit_bytes: int = UNIT_BYTES,
 ) -> tuple[list[Orders], Loads]:
     """Plans the reading of every wanted chunk by one rank.
 
     Args:
         table: all chunks.
-        wishes: of all ranks.
+        requests: of all ranks.
         round_bytes: bytes that a rank sends and receives in a round.
         unit_bytes: bytes of neighbouring chunks that are taken together.
 
     Returns:
         The orders of each rank, and what they come to.
     """
-    world_size = len(wishes)
-    units = Units.of(table, wishes, unit_bytes)
-    chunk, rows, reader, unit_start = units.chunk, units.wishes, units.reader, units.start
+    world_size = len(requests)
+    units = Units.of(table, requests, unit_bytes)
+    chunk, rows, reader, unit_start = units.chunk, units.requests, units.reader, units.start
     pair_unit, pair_rank, pair_bytes = units.pair_unit, units.pair_rank, units.pair_bytes
     message = units.handed
     rounds, unit_round = _rounds(
@@ -62,10 +66,10 @@ def plan_once(
     pair_round[message] = rounds
     last = int(rounds.max(initial=-1)) + 1
 
-    parts = joined([wish.parts for wish in wishes])
+    parts = joined([request.parts for request in requests])
     part_first = np.cumsum(parts) - parts
-    width = max((wish.sizes.shape[1] for wish in wishes), default=0)
-    boxes = np.concatenate([_boxes(wish, width) for wish in wishes])
+    width = max((request.sizes.shape[1] for request in requests), default=0)
+    boxes = np.concatenate([_boxes(request, width) for request in requests])
     orders = []
     for number in range(world_size):
         mine = np.flatnonzero(reader == number)
@@ -148,10 +152,10 @@ def _rounds(
     return rounds, unit_round
 
 
-def _boxes(wish: Wish, width: int) -> Int64s:
+def _boxes(request: ChunkRequest, width: int) -> Int64s:
     """(p, 2, width) offsets and sizes of the parts; dimensions beyond the tensor's are 0 and 1."""
-    boxes = np.zeros((len(wish.sizes), 2, width), np.int64)
+    boxes = np.zeros((len(request.sizes), 2, width), np.int64)
     boxes[:, 1] = 1
-    boxes[:, 0, : wish.sizes.shape[1]] = wish.in_chunk
-    boxes[:, 1, : wish.sizes.shape[1]] = wish.sizes
+    boxes[:, 0, : request.sizes.shape[1]] = request.in_chunk
+    boxes[:, 1, : request.sizes.shape[1]] = request.sizes
     return boxes

@@ -23,7 +23,7 @@ from shardproof.format import Manifest
 from shardproof.geometry import row_pointers
 from shardproof.loading.block_reader import Files
 from shardproof.loading.chunk_reader import Chunks
-from shardproof.loading.destinations import Placing, part_of, shaped
+from shardproof.loading.destinations import DestinationWriter, part_of, shaped
 from shardproof.loading.read_once.group_collectives import Exchange, Underway
 from shardproof.loading.read_once.orders import Orders
 from shardproof.loading.threads import in_threads
@@ -40,7 +40,7 @@ class Sender:
         files: of the checkpoint.
         manifest: of the checkpoint.
         table: its chunks.
-        placing: of this rank's read plan.
+        writer: of this rank's read plan.
         orders: of this rank.
         world_size: number of ranks.
         threads: reads in flight.
@@ -51,7 +51,7 @@ class Sender:
         files: Files,
         manifest: Manifest,
         table: ChunkTable,
-        placing: Placing,
+        writer: DestinationWriter,
         orders: Orders,
         world_size: int,
         threads: int,
@@ -73,10 +73,10 @@ class Sender:
         )
         self._table = table
         self._dtypes: list[torch.dtype] = [getattr(torch, record.dtype) for record in manifest.tensors]
-        self._placing = placing
+        self._writer = writer
         self._threads = threads
         self._chunks = Chunks(files, manifest, table, rows)  # in the same order: that of the files
-        self._parts = placing.parts_of(self._chunks.rows)
+        self._parts = writer.parts_of(self._chunks.rows)
         self._at = {row: at for at, row in enumerate(self._chunks.rows)}
         ends = np.cumsum(counts).tolist()
         self._units = [range(end - count, end) for end, count in zip(ends, counts.tolist(), strict=True)]
@@ -117,7 +117,7 @@ class Sender:
             StorageError: a file is missing, short or unreadable.
         """
         before = self.read
-        in_threads(self._read_unit, self._begun[number], self._threads, self._placing.streams.entered)
+        in_threads(self._read_unit, self._begun[number], self._threads, self._writer.streams.entered)
         buffer, done = self.buffer(number), 0
         for _, unit, nbytes, rows in sorted(self._messages[number], key=lambda message: message[:2]):
             self._pack(unit, rows, buffer[done : done + nbytes])
@@ -138,7 +138,7 @@ class Sender:
         for at in batch:
             inside = self._chunks.start[at] - base
             stored = held[inside : inside + self._chunks.count[at]]
-            self._placing.put(self._chunks.rows[at], self._parts[at], stored)
+            self._writer.put(self._chunks.rows[at], self._parts[at], stored)
         with self._lock:
             self._held[unit] = held
             self.read += span
@@ -182,22 +182,22 @@ class Receiver:
 
     Args:
         table: the chunks of the checkpoint.
-        placing: of this rank's read plan.
+        writer: of this rank's read plan.
         orders: of this rank.
         world_size: number of ranks.
     """
 
-    def __init__(self, table: ChunkTable, placing: Placing, orders: Orders, world_size: int) -> None:
+    def __init__(self, table: ChunkTable, writer: DestinationWriter, orders: Orders, world_size: int) -> None:
         self.received = 0
         """Bytes placed so far."""
         self.sizes = [[0] * world_size for _ in range(orders.rounds)]
         """Bytes from each rank, by round."""
-        self._placing = placing
+        self._writer = writer
         received = np.frombuffer(orders.received, np.int64).reshape(-1, 4)
         chunks = np.frombuffer(orders.received_chunks, np.int64).reshape(-1, 2)
         self._chunks: list[list[int]] = chunks.tolist()
         self._count: list[int] = table.byte_count[chunks[:, 0]].tolist()
-        self._parts = placing.parts_of(chunks[:, 0].tolist())
+        self._parts = writer.parts_of(chunks[:, 0].tolist())
         self._messages: list[list[tuple[int, range]]] = [[] for _ in range(orders.rounds)]
         done = 0
         for rank, number, nbytes, count in received.tolist():
@@ -220,12 +220,12 @@ class Receiver:
                 chunk, cut = self._chunks[row]
                 if not cut:
                     count = self._count[row]
-                    self._placing.put(chunk, self._parts[row], self.buffer[done : done + count])
+                    self._writer.put(chunk, self._parts[row], self.buffer[done : done + count])
                     done += count
                     continue
                 for part in self._parts[row]:
-                    count = int(self._placing.part_bytes[part])
-                    self._placing.put_part(part, self.buffer[done : done + count])
+                    count = int(self._writer.part_bytes[part])
+                    self._writer.put_part(part, self.buffer[done : done + count])
                     done += count
         self.received += done
         return done

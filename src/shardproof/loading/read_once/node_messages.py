@@ -24,11 +24,11 @@ from typing import NamedTuple
 import torch
 
 from shardproof.geometry import row_pointers
-from shardproof.loading.destinations import Placing
+from shardproof.loading.destinations import DestinationWriter
 from shardproof.loading.read_once.orders import Int64s
 from shardproof.planning import ChunkTable
 
-__all__ = ["CUT_BYTES", "Inbox", "Message", "Outbox", "Said", "Takings"]
+__all__ = ["CUT_BYTES", "Inbox", "Message", "MessageKind", "Outbox", "WantedParts"]
 
 _OPEN = os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK | getattr(os, "O_NOCTTY", 0)
 
@@ -42,7 +42,7 @@ _MOST = 4096 // _FORMAT.size * _FORMAT.size
 """Bytes of one read: whole messages."""
 
 
-class Said(enum.IntEnum):
+class MessageKind(enum.IntEnum):
     """What a message says."""
 
     READ = 1
@@ -55,13 +55,13 @@ class Said(enum.IntEnum):
     """The process is no more; said by the system, not by the process."""
 
 
-_SAID = {said.value: said for said in Said}
+_KINDS = {kind.value: kind for kind in MessageKind}
 
 
 class Message(NamedTuple):
     """One message."""
 
-    said: Said
+    kind: MessageKind
     rank: int
     """Of the sender."""
     number: int = 0
@@ -73,8 +73,8 @@ class Inbox:
 
     >>> inbox = Inbox()
     >>> outbox = Outbox.opened(os.getpid(), inbox.outbox.descriptor, inbox.number)
-    >>> outbox.send(Message(Said.READ, 3, 7)), inbox.take(1.0)
-    (None, [Message(said=<Said.READ: 1>, rank=3, number=7)])
+    >>> outbox.send(Message(MessageKind.READ, 3, 7)), inbox.take(1.0)
+    (None, [Message(kind=<MessageKind.READ: 1>, rank=3, number=7)])
     >>> outbox.close(), inbox.close()
     (None, None)
     """
@@ -108,10 +108,10 @@ class Inbox:
         found = [descriptor for descriptor, _ in self._poll.poll(timeout * 1000)]
         messages = []
         if self._read in found:
-            for said, rank, number in _FORMAT.iter_unpack(os.read(self._read, _MOST)):
-                messages.append(Message(_SAID[said], rank, number))
+            for kind, rank, number in _FORMAT.iter_unpack(os.read(self._read, _MOST)):
+                messages.append(Message(_KINDS[kind], rank, number))
         ended = [self._watched[descriptor] for descriptor in found if descriptor != self._read]
-        return messages + [Message(Said.ENDED, rank) for rank in ended]
+        return messages + [Message(MessageKind.ENDED, rank) for rank in ended]
 
     def close(self) -> None:
         """Nothing can be said any more."""
@@ -164,7 +164,7 @@ CUT_BYTES = 64 << 10
 
 
 @dataclass(slots=True)
-class _Taking:
+class _RoundParts:
     """Of one round."""
 
     nbytes: int = 0
@@ -174,31 +174,31 @@ class _Taking:
     """Of the orders, for all other chunks."""
 
 
-class Takings:
+class WantedParts:
     """The parts of chunks that this rank wants, by the rank that reads them and its round.
 
     Args:
         table: all chunks.
-        placing: of this rank's read plan.
+        writer: of this rank's read plan.
         taken: (4 n,) or (n, 4) `NodeOrders.taken`.
         ranks: of the node.
     """
 
-    def __init__(self, table: ChunkTable, placing: Placing, taken: Int64s, ranks: int) -> None:
+    def __init__(self, table: ChunkTable, writer: DestinationWriter, taken: Int64s, ranks: int) -> None:
         taken = taken.reshape(-1, 4)
         chunks: list[int] = taken[:, 3].tolist()
-        self._placing = placing
+        self._writer = writer
         self._taken: list[list[int]] = taken.tolist()
         self._count: list[int] = table.byte_count[taken[:, 3]].tolist()
-        self._parts = placing.parts_of(chunks)
-        self._straight = placing.straight(chunks)
-        self._of: list[dict[int, _Taking]] = [{} for _ in range(ranks)]
-        before = row_pointers(placing.part_bytes).tolist()
+        self._parts = writer.parts_of(chunks)
+        self._straight = writer.straight(chunks)
+        self._of: list[dict[int, _RoundParts]] = [{} for _ in range(ranks)]
+        before = row_pointers(writer.part_bytes).tolist()
         for at, (rank, number, _, _) in enumerate(self._taken):
-            if (taking := self._of[rank].get(number)) is None:
-                taking = self._of[rank][number] = _Taking()
-            taking.rows.append(at)
-            taking.nbytes += before[self._parts[at].stop] - before[self._parts[at].start]
+            if (of_round := self._of[rank].get(number)) is None:
+                of_round = self._of[rank][number] = _RoundParts()
+            of_round.rows.append(at)
+            of_round.nbytes += before[self._parts[at].stop] - before[self._parts[at].start]
 
     def rounds(self, rank: int) -> int:
         """Rounds of a rank of which this one takes something."""
@@ -214,15 +214,15 @@ class Takings:
             rank: whose memory it is.
             memory: (n,) uint8, all of it.
         """
-        for taking in self._of[rank].values():
-            rows, taking.rows = taking.rows, []
+        for of_round in self._of[rank].values():
+            rows, of_round.rows = of_round.rows, []
             for at in rows:
                 stored, parts = self._stored(at, memory), self._parts[at]
                 is_cut = self._count[at] >= CUT_BYTES and not self._straight.address[at]
-                if is_cut and self._placing.is_aligned(parts, stored):
-                    taking.views += self._placing.views(self._taken[at][3], parts, stored)
+                if is_cut and self._writer.is_aligned(parts, stored):
+                    of_round.views += self._writer.views(self._taken[at][3], parts, stored)
                 else:
-                    taking.rows.append(at)
+                    of_round.rows.append(at)
 
     def take(self, rank: int, number: int, memory: torch.Tensor) -> int:
         """Puts the parts of a round where they belong. Called without gradients.
@@ -235,14 +235,14 @@ class Takings:
         Returns:
             Their bytes.
         """
-        taking = self._of[rank].get(number)
-        if taking is None:
+        of_round = self._of[rank].get(number)
+        if of_round is None:
             return 0
-        for target, source in taking.views:
+        for target, source in of_round.views:
             target.copy_(source)
-        for at in taking.rows:
-            self._placing.put(self._taken[at][3], self._parts[at], self._stored(at, memory))
-        return taking.nbytes
+        for at in of_round.rows:
+            self._writer.put(self._taken[at][3], self._parts[at], self._stored(at, memory))
+        return of_round.nbytes
 
     def _stored(self, at: int, memory: torch.Tensor) -> torch.Tensor:
         byte = self._taken[at][2]

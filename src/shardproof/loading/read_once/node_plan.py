@@ -1,6 +1,6 @@
 """The plan of reading once on one node: which rank reads each unit into its shared memory, where and when.
 
-    every rank: `Wish.of` its read plan  ->  coordinator: `plan_node`  ->  every rank: its `NodeOrders`
+    every rank: `ChunkRequest.of(plan)`  ->  coordinator: `plan_node`  ->  every rank: its `NodeOrders`
 
 Nothing is packed and nothing sent: whoever wants a chunk takes its parts from where its reader has put it. A
 reader takes its units in the order of the files, in *rounds* of `ROUND_BYTES`, or of one unit that is larger.
@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from shardproof.geometry import consecutive
-from shardproof.loading.read_once.orders import Int64s, Loads, Wish
+from shardproof.loading.read_once.orders import ChunkRequest, Int64s, Loads
 from shardproof.loading.read_once.units import UNIT_BYTES, Units, wire
 from shardproof.planning import ChunkTable
 
@@ -61,7 +61,7 @@ class NodeOrders(msgspec.Struct, frozen=True, array_like=True):
 
 def plan_node(
     table: ChunkTable,
-    wishes: Sequence[Wish],
+    requests: Sequence[ChunkRequest],
     *,
     round_bytes: int = ROUND_BYTES,
     ring_bytes: int = RING_BYTES,
@@ -71,7 +71,7 @@ def plan_node(
 
     Args:
         table: all chunks.
-        wishes: of all ranks, which are on one node.
+        requests: of all ranks, which are on one node.
         round_bytes: bytes that a rank reads in a round.
         ring_bytes: bytes of a rank's memory.
         unit_bytes: bytes of neighbouring chunks that are read together.
@@ -79,8 +79,8 @@ def plan_node(
     Returns:
         The orders of each rank, and what they come to.
     """
-    world_size = len(wishes)
-    units = Units.of(table, wishes, min(unit_bytes, round_bytes))
+    world_size = len(requests)
+    units = Units.of(table, requests, min(unit_bytes, round_bytes))
     count = np.diff(units.start)
     number, inside = np.zeros(len(units.size), np.int64), np.zeros(len(units.size), np.int64)
     rounds: list[Int64s] = []
@@ -99,10 +99,10 @@ def plan_node(
     orders = []
     for rank in range(world_size):
         mine = np.flatnonzero(units.reader == rank)
-        asked = np.flatnonzero(units.reader[units.pair_unit] == rank)
-        takers = np.column_stack((number[units.pair_unit[asked]], units.pair_rank[asked]))
+        own_pairs = np.flatnonzero(units.reader[units.pair_unit] == rank)
+        takers = np.column_stack((number[units.pair_unit[own_pairs]], units.pair_rank[own_pairs]))
         wanted = np.flatnonzero(units.pair_rank == rank)
-        rows = units.wishes[consecutive(units.pair_first[wanted], units.pair_chunks[wanted])]
+        rows = units.requests[consecutive(units.pair_first[wanted], units.pair_chunks[wanted])]
         unit = np.repeat(units.pair_unit[wanted], units.pair_chunks[wanted])
         chunk = units.chunk[rows]
         byte = begin[unit] + table.byte_start[chunk] - first[unit]

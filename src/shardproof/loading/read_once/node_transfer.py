@@ -29,9 +29,9 @@ import torch
 from shardproof.format import Manifest
 from shardproof.loading.block_reader import Files
 from shardproof.loading.chunk_reader import Chunks
-from shardproof.loading.destinations import Placing
+from shardproof.loading.destinations import DestinationWriter
 from shardproof.loading.read_once.group_transfer import PeerFailed
-from shardproof.loading.read_once.node_messages import Message, Said, Takings
+from shardproof.loading.read_once.node_messages import Message, MessageKind, WantedParts
 from shardproof.loading.read_once.node_plan import NodeOrders
 from shardproof.loading.read_once.shared_memory import NodeMemory, PeerMemory
 from shardproof.planning import ChunkTable
@@ -50,7 +50,7 @@ def through_memory(
     files: Files,
     manifest: Manifest,
     table: ChunkTable,
-    placing: Placing,
+    writer: DestinationWriter,
     orders: NodeOrders,
     memory: NodeMemory,
     peers: Sequence[PeerMemory | None],
@@ -66,7 +66,7 @@ def through_memory(
         files: of the checkpoint.
         manifest: of the checkpoint.
         table: its chunks.
-        placing: of this rank's read plan.
+        writer: of this rank's read plan.
         orders: of this rank.
         memory: this rank's.
         peers: that of every rank, None for this one.
@@ -85,23 +85,23 @@ def through_memory(
     """
     with ThreadPoolExecutor(threads, "shardproof-read") as pool:
         try:
-            part = _Part(files, manifest, table, placing, orders, memory, peers, moved)
+            part = _NodeExchange(files, manifest, table, writer, orders, memory, peers, moved)
             return part.run(pool if threads > 1 else None, deadline, waits)
         except BaseException:
-            tell_failed(peers)  # now: leaving the pool waits for its reads
+            send_failed(peers)  # now: leaving the pool waits for its reads
             raise
 
 
-def tell_failed(peers: Sequence[PeerMemory | None]) -> None:
+def send_failed(peers: Sequence[PeerMemory | None]) -> None:
     """Tells all other ranks that this one has given up."""
-    failed = Message(Said.FAILED, peers.index(None))
+    failed = Message(MessageKind.FAILED, peers.index(None))
     for peer in peers:
         if peer is not None:
             with suppress(OSError):  # it is gone, and needs no telling
                 peer.outbox.send(failed)
 
 
-class _Part:
+class _NodeExchange:
     """One rank's part."""
 
     def __init__(
@@ -109,7 +109,7 @@ class _Part:
         files: Files,
         manifest: Manifest,
         table: ChunkTable,
-        placing: Placing,
+        writer: DestinationWriter,
         orders: NodeOrders,
         memory: NodeMemory,
         peers: Sequence[PeerMemory | None],
@@ -142,9 +142,11 @@ class _Part:
             self._units[number].append((self._begin[number] + byte, range(done, done + count)))
             done += count
 
-        self._streams = placing.streams
-        self._takings = Takings(table, placing, np.frombuffer(orders.taken, np.int64), len(peers))
-        self._wanted = sum(self._takings.rounds(rank) for rank in range(len(peers)) if rank != self._rank)
+        self._streams = writer.streams
+        self._wanted_parts = WantedParts(table, writer, np.frombuffer(orders.taken, np.int64), len(peers))
+        self._wanted = sum(
+            self._wanted_parts.rounds(rank) for rank in range(len(peers)) if rank != self._rank
+        )
         """Rounds of other ranks from which this one has yet to take."""
         self._placed: dict[int, list[Message]] = {}
         """By reader, what it is yet to be told of rounds that this rank has taken its parts of."""
@@ -159,7 +161,7 @@ class _Part:
         self, pool: ThreadPoolExecutor | None, deadline: float, waits: Callable[[], None]
     ) -> tuple[int, int]:
         """See `through_memory`. Without a pool this thread reads too, when there is nothing to take."""
-        self._found(self._rank, self._own.reserve(self._nbytes[self._rank]))
+        self._use_memory(self._rank, self._own.reserve(self._nbytes[self._rank]))
         self._own.inbox.watch(
             (rank, peer.process) for rank, peer in enumerate(self._peers) if peer is not None
         )
@@ -182,9 +184,9 @@ class _Part:
                 continue
             messages = inbox.take(0.0 if free else deadline / _LOOKS)
             for message in messages:
-                self._hear(message)
+                self._handle(message)
             if messages:
-                self._tell_placed()
+                self._send_placed()
                 waits()
                 quiet = 0
             elif free:
@@ -200,19 +202,19 @@ class _Part:
                     waits()
         self._report()
 
-    def _hear(self, message: Message) -> None:
-        said, rank, number = message
-        if said is Said.READ and rank != self._rank:
-            taken = self._takings.take(rank, number, self._of(rank))
+    def _handle(self, message: Message) -> None:
+        kind, rank, number = message
+        if kind is MessageKind.READ and rank != self._rank:
+            taken = self._wanted_parts.take(rank, number, self._of(rank))
             self._received_bytes += taken
             self._unreported += taken
             if self._unreported >= _REPORTED_BYTES:
                 self._report()
-            self._placed.setdefault(rank, []).append(Message(Said.PLACED, self._rank, number))
+            self._placed.setdefault(rank, []).append(Message(MessageKind.PLACED, self._rank, number))
             self._wanted -= 1
-        elif said is Said.READ:
+        elif kind is MessageKind.READ:
             self._is_read(number)
-        elif said is Said.PLACED:
+        elif kind is MessageKind.PLACED:
             self._is_placed(number)
         elif self._error is not None:
             raise self._error
@@ -238,10 +240,10 @@ class _Part:
         try:
             with torch.no_grad(), self._streams.entered():
                 self._read(number)
-            self._say(self._rank, Message(Said.READ, self._rank, number))
+            self._send(self._rank, Message(MessageKind.READ, self._rank, number))
         except BaseException as error:
             self._error = error
-            self._say(self._rank, Message(Said.FAILED, self._rank, number))
+            self._send(self._rank, Message(MessageKind.FAILED, self._rank, number))
 
     def _read(self, number: int) -> None:
         """Reads and verifies a round, tells those who take from it, and takes this rank's own parts."""
@@ -255,24 +257,24 @@ class _Part:
             self._read_bytes += done
             self._own.tick()
         self._moved(done)
-        read = Message(Said.READ, self._rank, number)
+        read = Message(MessageKind.READ, self._rank, number)
         for rank in self._takers[number]:
             if rank != self._rank:
-                self._say(rank, read)
-        self._takings.take(self._rank, number, self._of(self._rank))
+                self._send(rank, read)
+        self._wanted_parts.take(self._rank, number, self._of(self._rank))
 
     def _report(self) -> None:
         """Says what was taken from others since the last report."""
         self._moved(self._unreported)
         self._unreported = 0
 
-    def _tell_placed(self) -> None:
+    def _send_placed(self) -> None:
         """Tells each reader in one go what was taken since it was told."""
         for rank, messages in self._placed.items():
-            self._say(rank, *messages)
+            self._send(rank, *messages)
         self._placed.clear()
 
-    def _say(self, rank: int, *messages: Message) -> None:
+    def _send(self, rank: int, *messages: Message) -> None:
         """Tells a rank, or this one, of rounds."""
         try:
             self._out[rank].send(*messages)
@@ -285,13 +287,13 @@ class _Part:
         if found is None:
             peer = self._peers[rank]
             assert peer is not None
-            found = self._found(rank, peer.map(self._nbytes[rank]))
+            found = self._use_memory(rank, peer.map(self._nbytes[rank]))
         return found
 
-    def _found(self, rank: int, memory: torch.Tensor) -> torch.Tensor:
+    def _use_memory(self, rank: int, memory: torch.Tensor) -> torch.Tensor:
         """Notes a rank's memory."""
         self._memory[rank] = memory
-        self._takings.found(rank, memory)
+        self._wanted_parts.found(rank, memory)
         return memory
 
     def _ticks(self) -> list[int]:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from shardproof.loading.cold_reads import Sketch, reads_twice
-from shardproof.loading.matching import Asked, agree
+from shardproof.loading.matching import MatchReport, agree
 from shardproof.loading.read_once.node_transfer import MOST_RANKS
 from shardproof.loading.read_once.shared_memory import Handle
 
-__all__ = ["Answer", "Offer", "answer", "post", "taken_up"]
+__all__ = ["Answer", "Offer", "answer", "post", "usable_handles"]
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True):
@@ -36,20 +36,20 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     dropped: tuple[str, ...]
     """Per-rank values of the checkpoint that no rank takes."""
     handles: tuple[Handle, ...]
-    """See `taken_up`."""
+    """See `usable_handles`."""
     reads_twice: bool
     """See `shardproof.loading.cold_reads.reads_twice`."""
 
 
 class _Post(msgspec.Struct, frozen=True, array_like=True):
-    asked: bytes
+    match: bytes
     offer: Offer | None
     sketch: Sketch | None
 
 
-def post(asked: Asked, offer: Offer | None = None, sketch: Sketch | None = None) -> bytes:
+def post(match: MatchReport, offer: Offer | None = None, sketch: Sketch | None = None) -> bytes:
     """What a rank says."""
-    return msgspec.msgpack.encode(_Post(msgspec.msgpack.encode(asked), offer, sketch))
+    return msgspec.msgpack.encode(_Post(msgspec.msgpack.encode(match), offer, sketch))
 
 
 def answer(location: str, posts: Sequence[bytes], stored: Callable[[], Iterable[str]]) -> bytes:
@@ -63,20 +63,20 @@ def answer(location: str, posts: Sequence[bytes], stored: Callable[[], Iterable[
     Raises:
         ShardproofError: the ranks do not agree (see `agree`).
     """
-    said = [msgspec.msgpack.decode(one, type=_Post) for one in posts]
-    agreed = agree(location, [one.asked for one in said], stored)
-    handles = taken_up([one.offer for one in said])
-    sketches = [one.sketch for one in said if one.sketch is not None]
+    reports = [msgspec.msgpack.decode(one, type=_Post) for one in posts]
+    agreed = agree(location, [report.match for report in reports], stored)
+    handles = usable_handles([report.offer for report in reports])
+    sketches = [report.sketch for report in reports if report.sketch is not None]
     return msgspec.msgpack.encode(Answer(*agreed, handles, reads_twice(sketches)))
 
 
-def taken_up(offers: Sequence[Offer | None]) -> tuple[Handle, ...]:
+def usable_handles(offers: Sequence[Offer | None]) -> tuple[Handle, ...]:
     """The handles of all ranks, which they are to open.
 
     None where memory cannot carry all: there are several nodes or too many ranks, or one has none to share.
 
     >>> one, other = (Offer(node, Handle(1, 2, 3, 4, b"")) for node in ("n0", "n1"))
-    >>> [len(taken_up(offers)) for offers in ([one, one], [one, other], [one, None])]
+    >>> [len(usable_handles(offers)) for offers in ([one, one], [one, other], [one, None])]
     [2, 0, 0]
     """
     offered = [offer for offer in offers if offer is not None]

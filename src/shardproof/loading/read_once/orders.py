@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from shardproof.planning import ChunkTable, ReadPlan
 
-__all__ = ["Int64s", "Loads", "Orders", "Wish"]
+__all__ = ["ChunkRequest", "Int64s", "Loads", "Orders"]
 
 Int64s: TypeAlias = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Wish:
+class ChunkRequest:
     """What one rank wants: rows for the chunks, ascending, and rows for the parts of those cut."""
 
     node: str
@@ -36,7 +36,7 @@ class Wish:
     """(p, width) sizes of each part."""
 
     @staticmethod
-    def of(node: str, table: ChunkTable, plan: ReadPlan, part_bytes: Int64s, read: Int64s) -> Wish:
+    def of(node: str, table: ChunkTable, plan: ReadPlan, part_bytes: Int64s, read: Int64s) -> ChunkRequest:
         """What a read plan wants.
 
         Args:
@@ -51,7 +51,7 @@ class Wish:
         count = table.byte_count[chunk]
         whole = summed >= count  # also where parts that overlap add up to more
         cut = np.repeat(~whole, parts)
-        return Wish(
+        return ChunkRequest(
             node,
             chunk,
             np.where(whole, count, summed),
@@ -62,19 +62,19 @@ class Wish:
         )
 
     def encode(self) -> bytes:
-        """This wish as bytes for the rendezvous."""
+        """This request as bytes for the rendezvous."""
         columns = (self.chunk, self.nbytes, self.read, self.parts, self.in_chunk, self.sizes)
         return msgspec.msgpack.encode(
             (self.node, self.sizes.shape[1], [np.ascontiguousarray(column).tobytes() for column in columns])
         )
 
     @staticmethod
-    def decode(data: bytes) -> Wish:
-        """The wish that `encode` wrote."""
+    def decode(data: bytes) -> ChunkRequest:
+        """The request that `encode` wrote."""
         node, width, wire = msgspec.msgpack.decode(data, type=tuple[str, int, list[bytes]])
         chunk, nbytes, read, parts, in_chunk, sizes = (np.frombuffer(column, np.int64) for column in wire)
         rows = int(parts.sum())
-        return Wish(
+        return ChunkRequest(
             node, chunk, nbytes, read, parts, in_chunk.reshape(rows, width), sizes.reshape(rows, width)
         )
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shardproof.loading.read_once.orders import Int64s, Loads, Wish
+from shardproof.loading.read_once.orders import ChunkRequest, Int64s, Loads
 from shardproof.planning import ChunkTable
 
 __all__ = ["UNIT_BYTES", "Units", "joined", "sums", "wire"]
@@ -30,9 +30,9 @@ class Units:
     """What several ranks want. A *pair* is a unit and one of the ranks that want it, sorted by both."""
 
     rank: Int64s
-    """(w,) who wishes, for each wish for a chunk; the wishes of rank 0 first."""
+    """(w,) who requests, for each request for a chunk; the requests of rank 0 first."""
     chunk: Int64s
-    """(w,) row of the chunk table that is wished for."""
+    """(w,) row of the chunk table that is requested."""
     nbytes: Int64s
     """(w,) bytes of it that are wanted."""
     read: Int64s
@@ -49,33 +49,33 @@ class Units:
     """(u,) bytes."""
     reader: Int64s
     """(u,) rank that reads it."""
-    wishes: Int64s
-    """Rows of the wishes by pair, then place in the file."""
+    requests: Int64s
+    """Rows of the requests by pair, then place in the file."""
     pair_unit: Int64s
     pair_rank: Int64s
     pair_first: Int64s
-    """Where each pair begins in `wishes`."""
+    """Where each pair begins in `requests`."""
     pair_chunks: Int64s
     pair_bytes: Int64s
 
     @staticmethod
-    def of(table: ChunkTable, wishes: Sequence[Wish], unit_bytes: int) -> Units:
-        """The units of what ranks wish for.
+    def of(table: ChunkTable, requests: Sequence[ChunkRequest], unit_bytes: int) -> Units:
+        """The units of what the ranks request.
 
         Args:
             table: all chunks.
-            wishes: of all ranks.
+            requests: of all ranks.
             unit_bytes: bytes of neighbouring chunks that are taken together.
         """
-        world_size = len(wishes)
-        rank = np.repeat(np.arange(world_size), [len(wish.chunk) for wish in wishes])
-        chunk = joined([wish.chunk for wish in wishes])
-        nbytes = joined([wish.nbytes for wish in wishes])
-        read = joined([wish.read for wish in wishes])
+        world_size = len(requests)
+        rank = np.repeat(np.arange(world_size), [len(request.chunk) for request in requests])
+        chunk = joined([request.chunk for request in requests])
+        nbytes = joined([request.nbytes for request in requests])
+        read = joined([request.read for request in requests])
         spared = sums(chunk, read, len(table)) - table.byte_count
         is_shared = (np.bincount(chunk, minlength=len(table)) > 1) & (spared * _SHARE > table.byte_count)
         shared = is_shared[chunk]
-        node = np.unique([wish.node for wish in wishes], return_inverse=True)[1].reshape(-1)
+        node = np.unique([request.node for request in requests], return_inverse=True)[1].reshape(-1)
         own = sums(rank[~shared], read[~shared], world_size)
 
         chunks, unit_of, start = _units(table, chunk[shared], rank[shared], is_shared, world_size, unit_bytes)
@@ -117,8 +117,8 @@ class Units:
     def loads(self, table: ChunkTable) -> Loads:
         """What reading once, and reading all, come to."""
         world_size = len(self.own)
-        on_node, of_wish = np.unique(self.node[self.rank] * len(table) + self.chunk, return_inverse=True)
-        together = sums(of_wish.reshape(-1), self.read, len(on_node))
+        on_node, of_request = np.unique(self.node[self.rank] * len(table) + self.chunk, return_inverse=True)
+        together = sums(of_request.reshape(-1), self.read, len(on_node))
         handed = self.handed
         return Loads(
             self.node,
