@@ -35,7 +35,7 @@ demo: $(STAMP)  ## train, save, be killed, resume on other layouts, prove it
 	$(BIN)/shardproof demo $(ARGS)
 
 test: $(STAMP)  ## everything but the slow repeats
-	$(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n 3 -m "not slow" $(ARGS)
 
 test-unit: $(STAMP)  ## the tests without other processes, in two minutes
 	$(BIN)/python -m pytest -n 2 -m "not slow and not processes" tests/unit $(ARGS)

@@ -560,7 +560,7 @@ def failing_to_place(folder: str) -> str:
         raise MemoryError("no room")
 
     if rank() == 1:
-        load_protocol.Placing = refused  # type: ignore[assignment, misc]
+        load_protocol.DestinationWriter = refused  # type: ignore[assignment, misc]
     with pytest.raises(RankFailure) as caught:
         sp.load(folder, {key: torch.zeros_like(value) for key, value in stored().items()})
     return caught.value.message
