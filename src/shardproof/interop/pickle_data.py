@@ -1,0 +1,336 @@
+"""Reads a pickle as data. Nothing that the pickle names is imported or called.
+
+The reader interprets the opcodes of protocols 0 to 5 itself. A pickle refers to classes and functions by
+name; the caller gives a table of names and of functions that build a plain value for each. A name that is
+not in the table becomes an `Opaque`, which records the name and the arguments and does nothing.
+
+Memory is bounded by the length of the pickle: an opcode makes at most one object, lengths are checked
+against the bytes that are left, and the memo is a dict, so a large memo index costs nothing.
+
+Reference: ``Lib/pickletools.py`` of CPython, which documents every opcode.
+"""
+
+from __future__ import annotations
+
+import codecs
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from shardproof.errors import FormatError
+
+__all__ = ["Opaque", "Pickle", "read_pickle"]
+
+
+@dataclass(eq=False, slots=True)
+class Opaque:
+    """An object of a class that the reader does not know, or a reference to such a class.
+
+    Two references to one class are equal values only if they are one object.
+    """
+
+    name: str
+    """Module and qualified name, for example "argparse.Namespace"."""
+    args: tuple[Any, ...] | None = None
+    """Arguments of the constructor; None for a reference to the class itself."""
+    state: Any = None
+    """The state that the pickle sets, usually a dict of attributes."""
+    items: list[Any] = field(default_factory=list)
+    """Elements that the pickle appends, or pairs of key and value that it sets."""
+
+    def __repr__(self) -> str:
+        return f"<{self.name}, not imported>"
+
+
+@dataclass(frozen=True, slots=True)
+class Pickle:
+    """One pickle of a byte string."""
+
+    value: Any
+    end: int
+    """Offset of the first byte after the pickle."""
+
+
+class _Reference:
+    """A class or function that the pickle names."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+_MARK = object()
+_INTEGERS = {ord("K"): ("<B", 1), ord("M"): ("<H", 2), ord("J"): ("<i", 4)}
+_CONSTANTS: dict[int, Any] = {ord("N"): None, 0x88: True, 0x89: False}
+_TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}
+_SIZED: dict[int, tuple[str, Callable[[bytes], Any]]] = {
+    ord("U"): ("<B", lambda raw: raw.decode("latin-1")),
+    ord("T"): ("<i", lambda raw: raw.decode("latin-1")),
+    ord("X"): ("<I", lambda raw: raw.decode("utf-8", "surrogatepass")),
+    0x8C: ("<B", lambda raw: raw.decode("utf-8", "surrogatepass")),
+    0x8D: ("<Q", lambda raw: raw.decode("utf-8", "surrogatepass")),
+    ord("B"): ("<I", bytes),
+    ord("C"): ("<B", bytes),
+    0x8E: ("<Q", bytes),
+    0x96: ("<Q", bytearray),
+    0x8A: ("<B", lambda raw: int.from_bytes(raw, "little", signed=True)),
+    0x8B: ("<i", lambda raw: int.from_bytes(raw, "little", signed=True)),
+}
+"""Opcodes with a length and as many bytes, and the value of the bytes."""
+_EMPTY: dict[int, Callable[[], Any]] = {ord("]"): list, ord("}"): dict, ord(")"): tuple, 0x8F: set}
+
+
+def read_pickle(
+    data: bytes | memoryview,
+    builders: Mapping[str, Callable[..., Any]],
+    *,
+    file: str,
+    start: int = 0,
+    persistent: Callable[[Any], Any] | None = None,
+) -> Pickle:
+    """Reads one pickle as data.
+
+    Args:
+        data: bytes that hold the pickle.
+        builders: by module and qualified name, a function of the arguments that the pickle passes. It returns
+            the value to use instead of the object.
+        file: name of the file in error messages.
+        start: offset of the pickle in `data`.
+        persistent: returns the value of a persistent identifier; None if the pickle may have none.
+
+    Returns:
+        The value and the offset after it.
+
+    Raises:
+        FormatError: the bytes are not a whole pickle, or it uses an opcode that plain data does not need.
+
+    Example:
+        >>> import os, pickle
+        >>> read_pickle(pickle.dumps({"step": 3, "shape": (2, 3)}), {}, file="example").value
+        {'step': 3, 'shape': (2, 3)}
+        >>> class Evil:
+        ...     def __reduce__(self):
+        ...         return os.system, ("touch /tmp/owned",)
+        >>> value = read_pickle(pickle.dumps(Evil()), {}, file="example").value
+        >>> value, value.args
+        (<posix.system, not imported>, ('touch /tmp/owned',))
+    """
+    return _Reader(memoryview(data), builders, file, start, persistent).read()
+
+
+class _Reader:
+    def __init__(
+        self,
+        data: memoryview,
+        builders: Mapping[str, Callable[..., Any]],
+        file: str,
+        start: int,
+        persistent: Callable[[Any], Any] | None,
+    ) -> None:
+        self._data = data
+        self._at = start
+        self._builders = builders
+        self._file = file
+        self._persistent = persistent
+        self._stack: list[Any] = []
+        self._memo: dict[int, Any] = {}
+
+    def read(self) -> Pickle:
+        stop = ord(".")
+        try:
+            while True:
+                opcode = self._take(1)[0]
+                if opcode == stop:
+                    value = self._pop()
+                    if isinstance(value, _Reference):
+                        value = Opaque(value.name)
+                    return Pickle(value, self._at)
+                self._step(opcode)
+        except (IndexError, KeyError, TypeError, ValueError, OverflowError, struct.error) as error:
+            raise FormatError(
+                f"{self._file}: the pickle is damaged at byte {self._at} ({type(error).__name__}: {error})",
+                file=self._file,
+            ) from error
+
+    def _fault(self, text: str) -> NoReturn:
+        raise FormatError(f"{self._file}: {text} at byte {self._at}", file=self._file)
+
+    def _take(self, count: int) -> memoryview:
+        if not 0 <= count <= len(self._data) - self._at:
+            self._fault(f"the pickle ends early: {count} bytes expected, {len(self._data) - self._at} left,")
+        self._at += count
+        return self._data[self._at - count : self._at]
+
+    def _number(self, code: str) -> int:
+        (number,) = struct.unpack(code, self._take(struct.calcsize(code)))
+        return int(number)
+
+    def _line(self, encoding: str = "utf-8") -> str:
+        begin = self._at
+        while self._take(1)[0] != 0x0A:
+            pass
+        return bytes(self._data[begin : self._at - 1]).decode(encoding)
+
+    def _pop(self) -> Any:
+        value = self._stack.pop()
+        if value is _MARK:
+            self._fault("the pickle takes a value where it has set a mark,")
+        return value
+
+    def _pop_to_mark(self) -> list[Any]:
+        stack = self._stack
+        mark = self._last_mark()
+        items = stack[mark + 1 :]
+        del stack[mark:]
+        return [Opaque(item.name) if isinstance(item, _Reference) else item for item in items]
+
+    def _last_mark(self) -> int:
+        """Index of the last mark on the stack."""
+        for at in reversed(range(len(self._stack))):
+            if self._stack[at] is _MARK:
+                return at
+        raise IndexError("no mark")
+
+    def _value(self) -> Any:
+        """Pops a value that goes into a container."""
+        value = self._pop()
+        return Opaque(value.name) if isinstance(value, _Reference) else value
+
+    def _step(self, opcode: int) -> None:
+        push = self._stack.append
+        if opcode in _SIZED:
+            code, convert = _SIZED[opcode]
+            push(convert(bytes(self._take(self._number(code)))))
+        elif opcode == 0x94:
+            self._memo[len(self._memo)] = self._stack[-1]
+        elif opcode in (ord("h"), ord("j"), ord("g")):
+            push(self._memo[self._memo_index(opcode, ord("h"), ord("j"))])
+        elif opcode in (ord("q"), ord("r"), ord("p")):
+            self._memo[self._memo_index(opcode, ord("q"), ord("r"))] = self._stack[-1]
+        elif opcode in _INTEGERS:
+            push(self._number(_INTEGERS[opcode][0]))
+        elif opcode in _CONSTANTS:
+            push(_CONSTANTS[opcode])
+        elif opcode in _EMPTY:
+            push(_EMPTY[opcode]())
+        elif opcode == ord("("):
+            push(_MARK)
+        elif opcode in _TUPLES:
+            items = [self._value() for _ in range(_TUPLES[opcode])]
+            push(tuple(reversed(items)))
+        elif opcode in (ord("t"), ord("l"), 0x91):
+            kind = {ord("t"): tuple, ord("l"): list, 0x91: frozenset}[opcode]
+            push(kind(self._pop_to_mark()))
+        elif opcode == ord("d"):
+            items = self._pop_to_mark()
+            push(dict(zip(items[::2], items[1::2], strict=True)))
+        elif opcode == ord("G"):
+            push(struct.unpack(">d", self._take(8))[0])
+        elif opcode in (ord("I"), ord("L"), ord("F"), ord("S"), ord("V")):
+            push(self._text_value(opcode))
+        elif opcode == 0x80:
+            if self._number("<B") > 5:
+                self._fault("the pickle has a protocol above 5")
+        elif opcode == 0x95:
+            if self._number("<Q") > len(self._data) - self._at:
+                self._fault("the pickle ends early: a frame is longer than the file,")
+        elif opcode == ord("0"):
+            self._stack.pop()
+        elif opcode == ord("1"):
+            self._pop_to_mark()
+        elif opcode == ord("2"):
+            push(self._stack[-1])
+        else:
+            self._change(opcode)
+
+    def _change(self, opcode: int) -> None:
+        """Opcodes that fill containers, or that build objects."""
+        push = self._stack.append
+        if opcode in (ord("a"), ord("e"), 0x90):
+            self._add(self._pop_to_mark() if opcode != ord("a") else [self._value()])
+        elif opcode in (ord("s"), ord("u")):
+            items = self._pop_to_mark() if opcode == ord("u") else [self._value(), self._value()][::-1]
+            self._set(items)
+        elif opcode == ord("c"):
+            push(_Reference(f"{self._line()}.{self._line()}"))
+        elif opcode == 0x93:
+            name, module = self._pop(), self._pop()
+            push(_Reference(f"{module}.{name}"))
+        elif opcode in (ord("R"), 0x81):
+            args = self._pop()
+            push(self._built(self._pop(), args, {}))
+        elif opcode == 0x92:
+            options, args = self._pop(), self._pop()
+            push(self._built(self._pop(), args, options))
+        elif opcode == ord("o"):
+            reference = self._stack.pop(self._last_mark() + 1)
+            push(self._built(reference, tuple(self._pop_to_mark()), {}))
+        elif opcode == ord("i"):
+            reference = _Reference(f"{self._line()}.{self._line()}")
+            push(self._built(reference, tuple(self._pop_to_mark()), {}))
+        elif opcode == ord("b"):
+            state = self._value()
+            if isinstance(self._stack[-1], Opaque):
+                self._stack[-1].state = state
+            elif self._stack[-1] is _MARK or isinstance(self._stack[-1], _Reference):
+                self._fault("the pickle changes a class, or a mark,")
+        elif opcode in (ord("Q"), ord("P")):
+            identifier = self._value() if opcode == ord("Q") else self._line()
+            if self._persistent is None:
+                self._fault("the pickle has a persistent identifier")
+            push(self._persistent(identifier))
+        else:
+            self._fault(f"the pickle has the opcode {opcode:#04x}, which plain data does not need,")
+
+    def _memo_index(self, opcode: int, short: int, long: int) -> int:
+        if opcode == short:
+            return self._number("<B")
+        return self._number("<I") if opcode == long else int(self._line())
+
+    def _text_value(self, opcode: int) -> Any:
+        line = self._line("latin-1")
+        if opcode == ord("I") and line in ("00", "01"):
+            return line == "01"
+        if opcode in (ord("I"), ord("L")):
+            return int(line.rstrip("L"))
+        if opcode == ord("F"):
+            return float(line)
+        if opcode == ord("V"):
+            return line.encode("latin-1").decode("raw-unicode-escape")
+        if len(line) < 2 or line[0] != line[-1] or line[0] not in "'\"":
+            self._fault("a string of the pickle has no quotes")
+        raw, _ = codecs.escape_decode(line[1:-1].encode("ascii"))
+        return raw.decode("latin-1")
+
+    def _add(self, items: Sequence[Any]) -> None:
+        into = self._stack[-1]
+        if isinstance(into, list):
+            into.extend(items)
+        elif isinstance(into, set):
+            into.update(items)
+        elif isinstance(into, Opaque):
+            into.items.extend(items)
+        else:
+            self._fault(f"the pickle appends to a {type(into).__name__}")
+
+    def _set(self, items: Sequence[Any]) -> None:
+        into = self._stack[-1]
+        pairs = zip(items[::2], items[1::2], strict=True)
+        if isinstance(into, dict):
+            into.update(pairs)
+        elif isinstance(into, Opaque):
+            into.items.extend(pairs)
+        else:
+            self._fault(f"the pickle sets items of a {type(into).__name__}")
+
+    def _built(self, reference: Any, args: Any, options: Any) -> Any:
+        if not isinstance(reference, (_Reference, Opaque)):
+            self._fault("the pickle calls something that is not a class or a function by name,")
+        if not isinstance(args, tuple) or not isinstance(options, dict):
+            self._fault(f"the pickle calls {reference.name} with arguments that are not a tuple,")
+        builder = self._builders.get(reference.name) if isinstance(reference, _Reference) else None
+        if builder is None:
+            return Opaque(reference.name, args + tuple(options.items()))
+        return builder(*args, **options)

@@ -1,0 +1,407 @@
+"""Reads files of ``torch.save``, in the zip format and in the format before it, without unpickling them.
+
+A zip file holds one pickle, ``data.pkl``, and one record for each storage. The pickle refers to storages by
+persistent identifiers. Several tensors may be views of one storage. Each record has a CRC-32, which
+``torch.load`` does not check and this reader does. If all CRCs of a file are 0, the writer switched them off
+(``torch.serialization.set_crc32_options(False)``) and the file has no checksums.
+
+The format before zip is a row of pickles (magic number, protocol, byte order, the object, the keys of the
+storages), then the storages. It has no checksums.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import sys
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from shardproof.dtypes import DTYPES
+from shardproof.errors import CorruptChunkError, FormatError, StorageError
+from shardproof.interop.pickle_data import Opaque, read_pickle
+
+__all__ = ["TorchFile", "TorchTensor", "flatten"]
+
+_MAGIC = 0x1950A86A20F9469CFC6C
+_PROTOCOL = 1001
+_LOCAL_HEADER = struct.Struct("<26xHH")
+"""Lengths of the name and of the extra field that follow a zip file's local header."""
+_MOST_LEVELS = 200
+_STORAGE_DTYPES = {
+    "Double": "float64",
+    "Float": "float32",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+    "Bool": "bool",
+    "ComplexDouble": "complex128",
+    "ComplexFloat": "complex64",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    key: str
+    dtype: str
+    """Dtype of the elements; "uint8" for an untyped storage."""
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """Where the bytes of a storage lie."""
+
+    offset: int
+    nbytes: int
+    crc: int | None
+    """CRC-32 of the bytes; None if the file has no checksums."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchTensor:
+    """A tensor in a file of ``torch.save``, not read yet."""
+
+    storage: str
+    """Key of the storage; tensors with one key share memory."""
+    dtype: str
+    """Torch's name of the dtype, for example "bfloat16"."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    """In elements."""
+    offset: int
+    """First element, counted from the begin of the storage in elements of this dtype."""
+
+
+class TorchFile:
+    """A file of ``torch.save``, open for reading. Nothing that its pickle names is imported or called.
+
+    Args:
+        path: the file.
+
+    Raises:
+        StorageError: the file cannot be opened.
+        FormatError: the file is no whole file of ``torch.save``.
+
+    Example:
+        >>> import tempfile, torch
+        >>> path = tempfile.mkdtemp() + "/model.pt"
+        >>> torch.save({"weight": torch.arange(4.0).reshape(2, 2), "step": 3}, path)
+        >>> with TorchFile(path) as file:
+        ...     weight, step = file.value["weight"], file.value["step"]
+        ...     weight.shape, step, file.read(weight).tolist()
+        ((2, 2), 3, [[0.0, 1.0], [2.0, 3.0]])
+    """
+
+    value: Any
+    """The saved object as plain data: dicts, lists, tuples and scalars as they are, tensors as `TorchTensor`,
+    other objects as `Opaque`."""
+    has_checksums: bool
+    """True if `read` and `verify` can prove the bytes of tensors."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        try:
+            self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 the object closes it
+        except OSError as error:
+            raise StorageError(f"{self.path} cannot be opened: {error.strerror}", file=self.path) from error
+        self._records: dict[str, _Record] = {}
+        self._storages: dict[str, _Storage] = {}
+        self._last_storage: tuple[tuple[str, str], torch.Tensor] | None = None
+        """Key and dtype of the storage that was read last, and its bytes in the order of this machine."""
+        self._swapped = False
+        try:
+            self._size = os.fstat(self._file.fileno()).st_size
+            if self._bytes(0, 4) == b"PK\x03\x04":
+                self._open_zip()
+            else:
+                self._open_legacy()
+            self._check_storages()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> TorchFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._last_storage = None
+        self._file.close()
+
+    def read(self, tensor: TorchTensor) -> torch.Tensor:
+        """Reads a tensor. It is a view of its storage, with the stored shape and strides.
+
+        Raises:
+            CorruptChunkError: the bytes of the storage do not match their CRC-32.
+            StorageError: the file cannot be read.
+        """
+        key = tensor.storage, tensor.dtype
+        if self._last_storage is None or self._last_storage[0] != key:
+            self._last_storage = None  # frees its memory before the next storage takes some
+            self._last_storage = key, self._storage_bytes(*key)
+        dtype = getattr(torch, tensor.dtype)
+        raw = self._last_storage[1]
+        whole = raw[: raw.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+        return whole.as_strided(tensor.shape, tensor.stride, tensor.offset)
+
+    def verify(self) -> int:
+        """Reads all storages and checks their CRC-32.
+
+        Returns:
+            The bytes that were proved; 0 if the file has no checksums.
+
+        Raises:
+            CorruptChunkError: the bytes of a storage do not match.
+        """
+        proved = 0
+        for key, record in self._records.items():
+            self._verified(key)
+            proved += record.nbytes if record.crc is not None else 0
+        return proved
+
+    def _fault(self, text: str) -> FormatError:
+        return FormatError(f"{self.path}: {text}", file=self.path)
+
+    def _bytes(self, offset: int, count: int) -> bytes:
+        """Bytes of the file; fewer at its end.
+
+        Raises:
+            StorageError: the file cannot be read.
+        """
+        parts = []
+        try:
+            self._file.seek(offset)
+            while count and (part := self._file.read(count)):
+                parts.append(part)
+                count -= len(part)
+        except OSError as error:
+            raise StorageError(f"{self.path} cannot be read: {error.strerror}", file=self.path) from error
+        return b"".join(parts)
+
+    def _open_zip(self) -> None:
+        try:
+            archive = zipfile.ZipFile(self._file)
+        except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, struct.error) as error:
+            raise self._fault(f"the zip archive is damaged or cut ({error})") from error
+        entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
+        if "data.pkl" not in entries:
+            raise self._fault("the zip archive has no data.pkl, so torch.save did not write it")
+        if len(entries) < len(archive.infolist()):
+            raise self._fault("two records of the zip archive have one name")
+        self.has_checksums = any(entry.CRC for entry in entries.values())
+        for name, entry in entries.items():
+            if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
+                raise self._fault(f"the record {name} is compressed, which torch.save never does")
+            local = self._bytes(entry.header_offset, _LOCAL_HEADER.size) if entry.header_offset >= 0 else b""
+            if len(local) < _LOCAL_HEADER.size:
+                raise self._fault(f"the record {name} does not begin within the file")
+            offset = entry.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(local))
+            if offset + entry.file_size > self._size:
+                raise self._fault(f"the record {name} ends behind the end of the file")
+            crc = entry.CRC if self.has_checksums else None
+            self._records[name] = _Record(offset, entry.file_size, crc)
+        order = bytes(self._verified("byteorder")) if "byteorder" in self._records else b"little"
+        if order not in (b"little", b"big"):
+            raise self._fault(f"the byte order {order[:16]!r} is unknown")
+        self._swapped = order.decode() != sys.byteorder
+        pickled = memoryview(self._verified("data.pkl"))
+        self.value = read_pickle(
+            pickled, _builders(), file=f"{self.path}/data.pkl", persistent=self._persistent
+        ).value
+        self._records = {
+            name.removeprefix("data/"): record
+            for name, record in self._records.items()
+            if name.startswith("data/")
+        }
+
+    def _open_legacy(self) -> None:
+        self.has_checksums = False
+        data = self._bytes(0, self._size)
+        file, at = self.path, 0
+        head = []
+        for _ in range(3):
+            found = read_pickle(data, {}, file=file, start=at)
+            head.append(found.value)
+            at = found.end
+            if head[0] != _MAGIC:
+                raise self._fault("the file does not begin as torch.save writes it")
+        if head[1] != _PROTOCOL or not isinstance(head[2], dict):
+            raise self._fault(f"the protocol {head[1]!r} of torch.save is unknown")
+        self._swapped = head[2].get("little_endian") is not (sys.byteorder == "little")
+        found = read_pickle(data, _builders(), file=file, start=at, persistent=self._persistent)
+        self.value = found.value
+        keys = read_pickle(data, {}, file=file, start=found.end)
+        at = keys.end
+        if not isinstance(keys.value, list):
+            raise self._fault("the keys of the storages are no list")
+        for key in keys.value:
+            storage = self._storages.get(key) if isinstance(key, str) else None
+            if storage is None or at + 8 > self._size:
+                raise self._fault(f"the storage {key!r} is unknown or behind the end of the file")
+            (numel,) = struct.unpack("<q", data[at : at + 8])
+            if numel != storage.numel:
+                raise self._fault(f"the storage {key} has {numel} elements, expected {storage.numel}")
+            self._records[key] = _Record(at + 8, storage.nbytes, None)
+            at += 8 + storage.nbytes
+            if at > self._size:
+                raise self._fault(f"the storage {key} ends behind the end of the file")
+
+    def _persistent(self, identifier: Any) -> _Storage:
+        """The storage of a persistent identifier: ("storage", class, key, device, number of elements)."""
+        match identifier:
+            case ("storage", Opaque(name=name), str(key), str(), int(numel), *_) if numel >= 0:
+                dtype = _storage_dtype(name)
+            case _:
+                raise self._fault("a persistent identifier is no storage")
+        if dtype is None:
+            raise self._fault(f"the storage class {name} is unknown")
+        storage = _Storage(key, dtype, numel)
+        if self._storages.setdefault(key, storage).nbytes != storage.nbytes:
+            raise self._fault(f"the storage {key} has two sizes")
+        return storage
+
+    def _check_storages(self) -> None:
+        for key, storage in self._storages.items():
+            record = self._records.get(key)
+            if record is None:
+                raise self._fault(f"the storage {key} is missing")
+            if record.nbytes != storage.nbytes:
+                raise self._fault(f"the storage {key} has {record.nbytes} bytes, expected {storage.nbytes}")
+
+    def _verified(self, key: str) -> bytearray:
+        """The bytes of a record, checked."""
+        record = self._records[key]
+        data = bytearray(record.nbytes)
+        try:
+            view, done = memoryview(data), 0
+            self._file.seek(record.offset)
+            while done < len(data) and (count := self._file.readinto(view[done:])):
+                done += count
+        except OSError as error:
+            raise StorageError(f"{self.path} cannot be read: {error.strerror}", file=self.path) from error
+        if done < len(data):
+            raise StorageError(f"{self.path} ends within the record {key}", file=self.path)
+        if record.crc is not None and zlib.crc32(data) != record.crc:
+            raise CorruptChunkError(
+                f"{self.path}: the record {key} ({record.nbytes} bytes at byte {record.offset}) does not "
+                f"match its CRC-32: expected {record.crc:08x}, found {zlib.crc32(data):08x}",
+                file=self.path,
+            )
+        return data
+
+    def _storage_bytes(self, key: str, dtype: str) -> torch.Tensor:
+        data = self._verified(key)
+        if not data:
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        raw = torch.frombuffer(data, dtype=torch.uint8)
+        stored = getattr(torch, dtype)
+        width = stored.itemsize // 2 if stored.is_complex else stored.itemsize
+        if self._swapped and width > 1:
+            raw = raw.view(-1, width).flip(1).reshape(-1)
+        return raw
+
+
+def flatten(value: Any) -> Iterator[tuple[str, Any]]:
+    """The leaves of a saved object, with keys joined by dots.
+
+    Dicts are always descended, lists only if a tensor or a dict is in them, tuples never, as
+    ``torch.distributed.checkpoint`` names its keys.
+
+    Raises:
+        ValueError: the object is nested deeper than 200 levels, as one that holds itself is.
+
+    Example:
+        >>> dict(flatten({"model": {"step": 3}, "groups": [{"lr": 0.1}], "betas": (0.9, 0.99), "ids": [1]}))
+        {'model.step': 3, 'groups.0.lr': 0.1, 'betas': (0.9, 0.99), 'ids': [1]}
+    """
+    return _leaves(value, "", 0)
+
+
+def _leaves(value: Any, prefix: str, depth: int) -> Iterator[tuple[str, Any]]:
+    if depth > _MOST_LEVELS:
+        raise ValueError(f"the object is nested deeper than {_MOST_LEVELS} levels")
+    items: Sequence[tuple[Any, Any]] | None = None
+    if isinstance(value, Mapping):
+        items = list(value.items())
+    elif isinstance(value, list) and any(isinstance(item, (TorchTensor, Mapping)) for item in value):
+        items = list(enumerate(value))
+    if items is None:
+        yield prefix, value
+        return
+    for key, item in items:
+        yield from _leaves(item, f"{prefix}.{key}" if prefix else str(key), depth + 1)
+
+
+def _storage_dtype(name: str) -> str | None:
+    if name in ("torch.storage.UntypedStorage", "torch.UntypedStorage"):
+        return "uint8"
+    kind = name.removeprefix("torch.").removeprefix("cuda.").removesuffix("Storage")
+    return _STORAGE_DTYPES.get(kind)
+
+
+def _tensor(
+    storage: _Storage, offset: int, shape: Sequence[int], stride: Sequence[int], dtype: str
+) -> TorchTensor:
+    """A tensor whose elements all lie in its storage."""
+    numbers = (offset, *shape, *stride)
+    if len(shape) != len(stride) or any(type(number) is not int or number < 0 for number in numbers):
+        raise ValueError("shape, strides or offset of a tensor are not valid")
+    last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    if 0 not in shape and (last + 1) * DTYPES[dtype].itemsize > storage.nbytes:
+        raise ValueError(f"a tensor of shape {tuple(shape)} does not fit into its storage {storage.key}")
+    return TorchTensor(storage.key, dtype, tuple(shape), tuple(stride), offset)
+
+
+def _rebuild_v2(storage: _Storage, offset: int, shape: Any, stride: Any, *_: Any) -> TorchTensor:
+    return _tensor(storage, offset, shape, stride, storage.dtype)
+
+
+def _rebuild_v3(
+    storage: _Storage, offset: int, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Opaque, *_: Any
+) -> TorchTensor:
+    return _tensor(storage, offset, shape, stride, dtype.name.removeprefix("torch."))
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    if encoding not in ("latin1", "latin-1"):
+        raise ValueError(f"the encoding {encoding!r} is not the one of pickled bytes")
+    return text.encode("latin-1")
+
+
+def _builders() -> dict[str, Callable[..., Any]]:
+    """Builders of what a state dict holds. None of them makes more than it is given."""
+    return {
+        "torch._utils._rebuild_tensor": _rebuild_v2,
+        "torch._utils._rebuild_tensor_v2": _rebuild_v2,
+        "torch._utils._rebuild_tensor_v3": _rebuild_v3,
+        "torch._utils._rebuild_parameter": lambda data, *_: data,
+        "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
+        "torch.Size": lambda sizes=(): tuple(sizes),
+        "torch.device": lambda kind, index=None: kind if index is None else f"{kind}:{index}",
+        "collections.OrderedDict": lambda items=(): dict(items),
+        "_codecs.encode": _encode,
+        "builtins.set": lambda items=(): set(items),
+        "__builtin__.set": lambda items=(): set(items),
+        "builtins.frozenset": lambda items=(): frozenset(items),
+        "__builtin__.frozenset": lambda items=(): frozenset(items),
+    }

@@ -1,0 +1,149 @@
+"""Files of torch.save: read to the bits that torch reads, damage found, nothing run."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shardproof.errors import CorruptChunkError, FormatError, ShardproofError, StorageError
+from shardproof.interop import Opaque, TorchFile, TorchTensor, flatten
+
+PEERS = Path(__file__).resolve().parents[2] / "golden" / "peers"
+
+
+def unpacked(name: str, folder: Path) -> Path:
+    with tarfile.open(PEERS / f"{name}.tar.gz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder / name
+
+
+def tagged(value: Any) -> Any:
+    """A value as the expectations write it."""
+    if isinstance(value, float):
+        return {"$": "float", "v": value.hex()}
+    if isinstance(value, tuple):
+        return {"$": "tuple", "v": [tagged(item) for item in value]}
+    if isinstance(value, list):
+        return [tagged(item) for item in value]
+    return value
+
+
+def bits(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
+    return tensor.dtype, tensor.shape, bytes(tensor.contiguous().flatten().view(torch.uint8).numpy())
+
+
+@pytest.mark.parametrize("name", ["torch_zip", "torch_legacy"])
+def test_golden_files_read_to_their_expected_bits(name: str, tmp_path: Path) -> None:
+    golden = unpacked(name, tmp_path)
+    expected = json.loads((golden / "expected.json").read_text())
+    with TorchFile(golden / "ckpt" / "model.pt") as file:
+        leaves = dict(flatten(file.value))
+        found = {key: file.read(leaf) for key, leaf in leaves.items() if isinstance(leaf, TorchTensor)}
+        objects = {key: tagged(leaf) for key, leaf in leaves.items() if not isinstance(leaf, TorchTensor)}
+        assert file.has_checksums == (name == "torch_zip")
+    assert objects == expected["objects"]
+    kinds = {key: [str(value.dtype).removeprefix("torch."), [*value.shape]] for key, value in found.items()}
+    assert kinds == expected["tensors"]
+    wanted = load_file(golden / "expected.safetensors")  # dtypes that it lacks are there as bytes
+    assert {key: bits(value)[2] for key, value in found.items()} == {
+        key: bits(value)[2] for key, value in wanted.items()
+    }
+
+
+def test_a_pickle_that_would_run_code_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    golden = unpacked("evil_bin", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    (path,) = (golden / "ckpt").iterdir()
+    with TorchFile(path) as file:
+        opaque = [leaf for _, leaf in flatten(file.value) if isinstance(leaf, Opaque)]
+    assert opaque
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_views_ties_and_layouts(tmp_path: Path, is_zip: bool) -> None:
+    base = torch.arange(24.0).reshape(4, 6)
+    state = {
+        "base": base,
+        "tied": base,
+        "row": base[2],
+        "transposed": base.t(),
+        "parameter": torch.nn.Parameter(base[1:3]),
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(7, dtype=torch.int32),
+    }
+    torch.save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=is_zip)
+    with TorchFile(tmp_path / "a.pt") as file:
+        assert {key: bits(file.read(file.value[key])) for key in state} == {
+            key: bits(value.detach()) for key, value in state.items()
+        }
+        assert file.value["base"].storage == file.value["row"].storage
+        assert file.verify() == (base.nbytes + 4 if is_zip else 0)
+
+
+def test_every_flipped_bit_of_a_tensor_is_found(tmp_path: Path) -> None:
+    value = torch.arange(8, dtype=torch.int32)
+    torch.save({"a": value}, tmp_path / "a.pt")
+    whole = (tmp_path / "a.pt").read_bytes()
+    at = whole.index(bytes(value.numpy()))
+    for bit in range(value.nbytes * 8):
+        damaged = bytearray(whole)
+        damaged[at + bit // 8] ^= 1 << bit % 8
+        (tmp_path / "b.pt").write_bytes(damaged)
+        with TorchFile(tmp_path / "b.pt") as file, pytest.raises(CorruptChunkError, match="CRC-32"):
+            file.read(file.value["a"])
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_a_cut_file_is_an_error(tmp_path: Path, is_zip: bool) -> None:
+    torch.save({"a": torch.arange(100)}, tmp_path / "a.pt", _use_new_zipfile_serialization=is_zip)
+    whole = (tmp_path / "a.pt").read_bytes()
+    for size in range(0, len(whole), 7):
+        (tmp_path / "b.pt").write_bytes(whole[:size])
+        with pytest.raises(FormatError):
+            TorchFile(tmp_path / "b.pt")
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_a_changed_byte_never_gives_another_kind_of_error(tmp_path: Path, is_zip: bool) -> None:
+    torch.save({"a": torch.arange(3), "b": [1.5]}, tmp_path / "a.pt", _use_new_zipfile_serialization=is_zip)
+    whole = (tmp_path / "a.pt").read_bytes()
+    for at in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[at] ^= 0xFF
+        (tmp_path / "b.pt").write_bytes(damaged)
+        try:
+            with TorchFile(tmp_path / "b.pt") as file:
+                for _, leaf in flatten(file.value):
+                    if isinstance(leaf, TorchTensor):
+                        file.read(leaf)
+        except ShardproofError:
+            pass
+
+
+def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "bomb.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a/data.pkl", bytes(1 << 20))
+    with pytest.raises(FormatError, match="compressed"):
+        TorchFile(tmp_path / "bomb.pt")
+
+
+def test_a_value_that_holds_itself_has_an_end(tmp_path: Path) -> None:
+    value: dict[str, Any] = {}
+    value["again"] = value
+    torch.save(value, tmp_path / "a.pt")
+    with TorchFile(tmp_path / "a.pt") as file, pytest.raises(ValueError, match="200 levels"):
+        list(flatten(file.value))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"nothing\.pt"):
+        TorchFile(tmp_path / "nothing.pt")
