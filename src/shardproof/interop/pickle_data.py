@@ -148,7 +148,7 @@ class _Reader:
                         value = Opaque(value.name)
                     return Pickle(value, self._at)
                 self._step(opcode)
-        except (IndexError, KeyError, TypeError, ValueError, OverflowError, struct.error) as error:
+        except (AttributeError, LookupError, TypeError, ValueError, OverflowError, struct.error) as error:
             raise FormatError(
                 f"{self._file}: the pickle is damaged at byte {self._at} ({type(error).__name__}: {error})",
                 file=self._file,

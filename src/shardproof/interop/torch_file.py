@@ -11,6 +11,7 @@ storages), then the storages. It has no checksums.
 
 from __future__ import annotations
 
+import io
 import os
 import struct
 import sys
@@ -85,6 +86,40 @@ class TorchTensor:
     """In elements."""
     offset: int
     """First element, counted from the begin of the storage in elements of this dtype."""
+    is_conjugated: bool = False
+    """True if the storage holds the complex conjugates."""
+    is_negated: bool = False
+    """True if the storage holds the negative values."""
+
+
+class _Window(io.RawIOBase):
+    """A range of a file, as a file of its own."""
+
+    def __init__(self, file: io.FileIO, start: int, size: int) -> None:
+        self._file = file
+        self._start = start
+        self._size = size
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        if base + offset < 0:
+            raise ValueError(f"byte {base + offset} lies before the range")
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, into: Any) -> int:
+        view = memoryview(into)[: max(self._size - self._at, 0)]
+        self._file.seek(self._start + self._at)
+        count = self._file.readinto(view) or 0
+        self._at += count
+        return count
 
 
 class TorchFile:
@@ -92,6 +127,8 @@ class TorchFile:
 
     Args:
         path: the file.
+        start: first byte, if the archive is a part of the file.
+        size: bytes of the archive; None for all up to the end of the file.
 
     Raises:
         StorageError: the file cannot be opened.
@@ -113,10 +150,10 @@ class TorchFile:
     has_checksums: bool
     """True if `read` and `verify` can prove the bytes of tensors."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, start: int = 0, size: int | None = None) -> None:
         self.path = os.fspath(path)
         try:
-            self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 the object closes it
+            self._opened = open(self.path, "rb", buffering=0)  # noqa: SIM115 the object closes it
         except OSError as error:
             raise StorageError(f"{self.path} cannot be opened: {error.strerror}", file=self.path) from error
         self._records: dict[str, _Record] = {}
@@ -125,7 +162,14 @@ class TorchFile:
         """Key and dtype of the storage that was read last, and its bytes in the order of this machine."""
         self._swapped = False
         try:
-            self._size = os.fstat(self._file.fileno()).st_size
+            whole = os.fstat(self._opened.fileno()).st_size
+            self._size = whole - start if size is None else size
+            if start < 0 or self._size < 0 or start + self._size > whole:
+                raise StorageError(
+                    f"{self.path} has {whole} bytes, expected {self._size} from byte {start} on",
+                    file=self.path,
+                )
+            self._file = _Window(self._opened, start, self._size)
             if self._bytes(0, 4) == b"PK\x03\x04":
                 self._open_zip()
             else:
@@ -146,10 +190,12 @@ class TorchFile:
     def close(self) -> None:
         """Closes the file."""
         self._last_storage = None
-        self._file.close()
+        self._opened.close()
 
     def read(self, tensor: TorchTensor) -> torch.Tensor:
         """Reads a tensor. It is a view of its storage, with the stored shape and strides.
+
+        A tensor that was saved as a lazy conjugate or negative of its storage is a copy.
 
         Raises:
             CorruptChunkError: the bytes of the storage do not match their CRC-32.
@@ -162,7 +208,9 @@ class TorchFile:
         dtype = getattr(torch, tensor.dtype)
         raw = self._last_storage[1]
         whole = raw[: raw.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-        return whole.as_strided(tensor.shape, tensor.stride, tensor.offset)
+        view = whole.as_strided(tensor.shape, tensor.stride, tensor.offset)
+        view = view.conj().resolve_conj() if tensor.is_conjugated else view
+        return -view if tensor.is_negated else view
 
     def verify(self) -> int:
         """Reads all storages and checks their CRC-32.
@@ -360,7 +408,12 @@ def _storage_dtype(name: str) -> str | None:
 
 
 def _tensor(
-    storage: _Storage, offset: int, shape: Sequence[int], stride: Sequence[int], dtype: str
+    storage: _Storage,
+    offset: int,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: str,
+    metadata: Mapping[str, bool] | None,
 ) -> TorchTensor:
     """A tensor whose elements all lie in its storage."""
     numbers = (offset, *shape, *stride)
@@ -369,17 +422,36 @@ def _tensor(
     last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     if 0 not in shape and (last + 1) * DTYPES[dtype].itemsize > storage.nbytes:
         raise ValueError(f"a tensor of shape {tuple(shape)} does not fit into its storage {storage.key}")
-    return TorchTensor(storage.key, dtype, tuple(shape), tuple(stride), offset)
+    flags = metadata or {}
+    if not flags.keys() <= {"conj", "neg"}:
+        raise ValueError(f"the tensor flags {sorted(flags)} are unknown")
+    is_conjugated, is_negated = bool(flags.get("conj")), bool(flags.get("neg"))
+    return TorchTensor(storage.key, dtype, tuple(shape), tuple(stride), offset, is_conjugated, is_negated)
 
 
-def _rebuild_v2(storage: _Storage, offset: int, shape: Any, stride: Any, *_: Any) -> TorchTensor:
-    return _tensor(storage, offset, shape, stride, storage.dtype)
+def _rebuild_v2(
+    storage: _Storage,
+    offset: int,
+    shape: Any,
+    stride: Any,
+    grad: Any = None,
+    hooks: Any = None,
+    metadata: Any = None,
+) -> TorchTensor:
+    return _tensor(storage, offset, shape, stride, storage.dtype, metadata)
 
 
 def _rebuild_v3(
-    storage: _Storage, offset: int, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Opaque, *_: Any
+    storage: _Storage,
+    offset: int,
+    shape: Any,
+    stride: Any,
+    grad: Any,
+    hooks: Any,
+    dtype: Opaque,
+    metadata: Any = None,
 ) -> TorchTensor:
-    return _tensor(storage, offset, shape, stride, dtype.name.removeprefix("torch."))
+    return _tensor(storage, offset, shape, stride, dtype.name.removeprefix("torch."), metadata)
 
 
 def _encode(text: str, encoding: str) -> bytes:

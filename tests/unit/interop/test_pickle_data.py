@@ -151,6 +151,13 @@ def test_what_plain_data_does_not_need_is_refused(data: bytes, text: str) -> Non
         read_pickle(data, {}, file="a")
 
 
+def test_a_builder_that_fails_is_a_format_error() -> None:
+    data = pickle.dumps(argparse.Namespace)
+    called = data[:-1] + b"X\x01\x00\x00\x00a\x85R."
+    with pytest.raises(FormatError, match="AttributeError"):
+        read_pickle(called, {"argparse.Namespace": lambda text: text.nothing}, file="a")
+
+
 def test_a_large_memo_index_costs_nothing() -> None:
     data = b"\x80\x04Nr" + struct.pack("<I", 2**32 - 1) + b"."
     assert read_pickle(data, {}, file="a").value is None
