@@ -32,11 +32,12 @@ ENGINE = (
     "rendezvous",
     "storage",
     "format",
+    "interop",
     "saving",
     "loading",
     "maintenance",
+    "conversion",
     "checkpointer",
-    "interop",
 )
 TRAINING = ("collectives", "layouts", "optim", "fsdp", "rerun")
 PEOPLE = ("cli", "report", "demo")

@@ -30,8 +30,10 @@ BUILT_INSIDE = {
 
 INTERNAL = {
     "Checkpoint.catalogue",
-    "Checkpoint.manifest",
+    "Checkpoint.fill",
+    "Checkpoint.reads",
     "Checkpoint.table",
+    "Checkpoint.tensors",
     "Damage.is_in",
     "LocalSink.__init__",
 }

@@ -11,7 +11,7 @@ from shardproof.checkpointer.step_folders import StepFolder, is_ours, parse_fold
 from shardproof.checkpointer.suspects import read_settled, unsettled_suspects
 from shardproof.errors import CorruptChunkError, FormatError, NotCommittedError, ShardproofError, StorageError
 from shardproof.format import MANIFEST_NAME, Manifest, read_seal, references_in
-from shardproof.loading import UNREADABLE, Checkpoint
+from shardproof.loading import UNREADABLE, NativeCheckpoint
 from shardproof.storage import Storage
 
 __all__ = [
@@ -286,8 +286,8 @@ def why_unreadable(run: Storage, folder: StepFolder, known: Sequence[PassedOver]
     Damage that the load of a newer step found counts if this step has chunks in the same bytes.
     """
     try:
-        with Checkpoint(run.within(folder.name)) as checkpoint:
-            checkpoint.check_sizes(range(len(checkpoint.manifest.files)))
+        with NativeCheckpoint(run.within(folder.name)) as checkpoint:
+            checkpoint.check_files()
             manifest = checkpoint.manifest
             for item in known:
                 if item.damage is not None and item.damage.is_in(folder.name, manifest, checkpoint.table):

@@ -1,17 +1,41 @@
-"""Files of other projects, read as data: nothing that a pickle names is imported or called."""
+"""Formats of other projects: one reader and one writer each, behind two protocols.
 
-from shardproof.interop.dcp import DcpCheckpoint, DcpChunk, DcpTensor
-from shardproof.interop.pickle_data import Opaque, Pickle, read_pickle
-from shardproof.interop.torch_file import TorchFile, TorchTensor, flatten
+`FormatReader` describes a checkpoint: keys, dtypes, shapes and where each stored box lies. `FormatWriter` cuts
+a checkpoint into units and writes them. Nothing that a pickle names is imported or called.
+"""
+
+from shardproof.interop.extents import DecodedExtent, Extent, FileRange
+from shardproof.interop.formats import READERS, WRITERS, open_reader, recognized, writer_of
+from shardproof.interop.pickle_data import Opaque
+from shardproof.interop.reader import (
+    Foreign,
+    FormatReader,
+    StoredBox,
+    StoredView,
+    TensorDescription,
+    flat_boxes,
+)
+from shardproof.interop.writer import BoxSource, Contents, FormatWriter, Unit, WriteOptions
 
 __all__ = [
-    "DcpCheckpoint",
-    "DcpChunk",
-    "DcpTensor",
+    "READERS",
+    "WRITERS",
+    "BoxSource",
+    "Contents",
+    "DecodedExtent",
+    "Extent",
+    "FileRange",
+    "Foreign",
+    "FormatReader",
+    "FormatWriter",
     "Opaque",
-    "Pickle",
-    "TorchFile",
-    "TorchTensor",
-    "flatten",
-    "read_pickle",
+    "StoredBox",
+    "StoredView",
+    "TensorDescription",
+    "Unit",
+    "WriteOptions",
+    "flat_boxes",
+    "open_reader",
+    "recognized",
+    "writer_of",
 ]

@@ -5,27 +5,27 @@ tensor, and where the entry of each chunk and of each object lies. An entry is a
 of its own, a range of a ``.distcp`` file.
 
 torch's reader is silent if chunks overlap, or leave a hole in a tensor, and it does not check the CRC-32 of
-entries. This reader checks both. Files that ``.metadata`` does not name are not read.
+entries. Reads through this description check both. Files that ``.metadata`` does not name are not read.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from functools import partial
+from pathlib import PurePosixPath
 from typing import Any
 
-import numpy as np
-import torch
+import xxhash
 
 from shardproof.dtypes import DTYPES
-from shardproof.errors import FormatError, NotCommittedError, StorageError, TilingError
-from shardproof.geometry import Boxes, tiling_faults
+from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.interop.pickle_data import Opaque, read_pickle
-from shardproof.interop.torch_file import TorchFile, TorchTensor
+from shardproof.interop.reader import Foreign, FormatReader, StoredBox, StoredView, TensorDescription
+from shardproof.interop.torch_file import TorchFile, TorchTensor, unpickled, with_tensors
 
-__all__ = ["DcpCheckpoint", "DcpChunk", "DcpTensor"]
+__all__ = ["DcpReader"]
 
 _METADATA = ".metadata"
 
@@ -41,203 +41,119 @@ class _Entry:
     """Names of the stream transformations that the writer applied, for example "stream.zstd/1"."""
 
 
-@dataclass(frozen=True, slots=True)
-class DcpChunk:
-    """A stored box of a tensor."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    entry: _Entry | None
-    """Where the bytes lie; None for an empty box."""
-
-
-@dataclass(frozen=True, slots=True)
-class DcpTensor:
-    """A tensor of a DCP checkpoint, not read yet."""
-
-    dtype: str
-    """Torch's name of the dtype, for example "bfloat16"."""
-    shape: tuple[int, ...]
-    chunks: tuple[DcpChunk, ...]
-
-
-class DcpCheckpoint:
-    """A DCP checkpoint, open for reading. Nothing that its pickles name is imported or called.
-
-    Args:
-        path: the folder that holds ``.metadata``.
-
-    Raises:
-        NotCommittedError: there is no ``.metadata``, so the save did not finish.
-        FormatError: ``.metadata`` is damaged, or an entry that it needs is not in it.
-        TilingError: the chunks of a tensor overlap or leave a hole.
+class DcpReader(FormatReader):
+    """A DCP checkpoint, open for reading; see `FormatReader`.
 
     Example:
         >>> import tempfile, torch, torch.distributed.checkpoint as dcp
+        >>> from shardproof.storage import LocalStorage
         >>> path = tempfile.mkdtemp()
         >>> state = {"weight": torch.arange(6.0).reshape(3, 2), "step": 3}
         >>> _ = dcp.save(state, checkpoint_id=path, no_dist=True)
-        >>> checkpoint = DcpCheckpoint(path)
-        >>> checkpoint.keys()
-        ['step', 'weight']
-        >>> checkpoint.read("weight", (1, 0), (2, 1)).tolist(), checkpoint.object("step")
-        ([[2.0], [4.0]], 3)
+        >>> reader = DcpReader(Foreign(LocalStorage(path)))
+        >>> reader.tensors["weight"].shape, list(reader.object_keys()), reader.object("step")
+        ((3, 2), ['step'], 3)
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self._file = str(self.path / _METADATA)
+    name = "dcp"
+
+    def __init__(self, foreign: Foreign) -> None:
+        super().__init__(foreign)
         try:
-            data = Path(self._file).read_bytes()
-        except FileNotFoundError as error:
+            data = self.storage.read(_METADATA)
+        except StorageError as error:
+            if not error.details.get("missing"):
+                raise
+            path = f"{self.location}/{_METADATA}"
             raise NotCommittedError(
-                f"{self.path} has no {_METADATA}: it is no DCP checkpoint, or its save did not finish",
-                file=self._file,
+                f"{self.location} has no {_METADATA}: it is no DCP checkpoint, or its save did not finish",
+                file=path,
             ) from error
-        except OSError as error:
-            raise StorageError(f"{self._file} cannot be read: {error.strerror}", file=self._file) from error
-        metadata = read_pickle(data, {"torch.Size": lambda sizes=(): tuple(sizes)}, file=self._file).value
-        self.tensors: dict[str, DcpTensor] = {}
-        """The tensors by key."""
+        self.identity = xxhash.xxh3_128_hexdigest(data)
+        builders = {"torch.Size": lambda sizes=(): tuple(sizes)}
+        self.metadata = read_pickle(data, builders, file=f"{self.location}/{_METADATA}").value
+        """The pickled ``Metadata``, as `Opaque`."""
         self._objects: dict[str, _Entry] = {}
         try:
-            self._take(metadata.state)
+            self._describe(self.metadata.state)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise self._fault(f"it does not have the structure that DCP writes ({error!r})") from error
+            raise self.fault(
+                _METADATA, f"it does not have the structure that DCP writes ({error!r})"
+            ) from error
 
-    def keys(self) -> list[str]:
-        """The keys of all tensors and objects, sorted."""
-        return sorted([*self.tensors, *self._objects])
+    @classmethod
+    def recognizes(cls, foreign: Foreign) -> bool:
+        """True if the folder has the file ``.metadata``."""
+        return foreign.has(_METADATA)
 
-    def read(
-        self, key: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
-    ) -> torch.Tensor:
-        """Reads a box of a tensor. It reads each chunk that the box intersects once, and whole.
+    def object_keys(self) -> Iterable[str]:
+        """Keys of the objects."""
+        return self._objects.keys()
 
-        Args:
-            key: key of the tensor.
-            offsets: (d,) first element of the box; None for the begin of the tensor.
-            sizes: (d,) sizes of the box; None for all up to the end of the tensor.
+    def object(self, key: str, *, trust_pickle: bool = False) -> Any:
+        """An object as plain data; see `FormatReader.object`."""
+        file = self._open(self._objects[key])
+        if trust_pickle:
+            return unpickled(file)
+        return with_tensors(file)
 
-        Raises:
-            KeyError: no tensor has this key.
-            ValueError: the box lies outside of the tensor.
-            CorruptChunkError: bytes do not match their CRC-32.
-            FormatError, StorageError: an entry is damaged, or its file is missing or short.
-        """
-        tensor = self.tensors[key]
-        begin = tuple(offsets) if offsets is not None else (0,) * len(tensor.shape)
-        size = tuple(sizes) if sizes is not None else _minus(tensor.shape, begin)
-        if len(begin) != len(tensor.shape) or len(size) != len(begin):
-            raise ValueError(f"{key}: a box of {len(begin)} dimensions, expected {len(tensor.shape)}")
-        end = _plus(begin, size)
-        if any(at < 0 for at in (*begin, *size, *_minus(tensor.shape, end))):
-            raise ValueError(f"{key}: the box at {begin} of sizes {size} is outside of {tensor.shape}")
-        result = torch.empty(size, dtype=getattr(torch, tensor.dtype), device="cpu")
-        for chunk in tensor.chunks:
-            low = tuple(map(max, begin, chunk.offsets))
-            high = tuple(map(min, end, _plus(chunk.offsets, chunk.sizes)))
-            if chunk.entry is not None and all(a < b for a, b in zip(low, high, strict=True)):
-                stored = self._read_chunk(key, tensor, chunk)
-                _part(result, begin, low, high).copy_(_part(stored, chunk.offsets, low, high))
-        return result
+    def verify_extra(self) -> int:
+        """Verifies the entries of all objects; see `FormatReader.verify_extra`."""
+        return sum(self._open(entry).verify() for entry in self._objects.values())
 
-    def object(self, key: str) -> Any:
-        """Reads an object as plain data. Objects of classes become `Opaque`, tensors in it `torch.Tensor`.
-
-        Raises:
-            KeyError: no object has this key.
-            CorruptChunkError, FormatError, StorageError: the entry is damaged, or its file missing or short.
-        """
-        with self._open(self._objects[key]) as file:
-            return _with_tensors(file, file.value, 0)
-
-    def verify(self) -> int:
-        """Reads all entries and checks their CRC-32.
-
-        Returns:
-            The bytes of tensor data that were proved.
-
-        Raises:
-            CorruptChunkError, FormatError, StorageError: the first damage.
-        """
-        proved = 0
-        for key, tensor in self.tensors.items():
-            for chunk in tensor.chunks:
-                if chunk.entry is not None:
-                    with self._open(chunk.entry) as file:
-                        self._check_chunk(key, tensor, chunk, file)
-                        proved += file.verify()
-        for entry in self._objects.values():
-            with self._open(entry) as file:
-                proved += file.verify()
-        return proved
-
-    def _fault(self, text: str) -> FormatError:
-        return FormatError(f"{self._file}: {text}", file=self._file)
-
-    def _take(self, metadata: dict[str, Any]) -> None:
+    def _describe(self, metadata: Mapping[str, Any]) -> None:
         """Takes keys, chunks and entries out of the state of the pickled ``Metadata``."""
         entries = {}
         for index, info in metadata["storage_data"].items():
             entries[index.state["fqn"], index.state.get("offset")] = self._entry(info.state)
         for key, described in metadata["state_dict_metadata"].items():
             if not isinstance(key, str):
-                raise self._fault(f"the key {key!r} is no string")
+                raise self.fault(_METADATA, f"the key {key!r} is no string")
             match described.name.rpartition(".")[2]:
                 case "TensorStorageMetadata":
                     self.tensors[key] = self._tensor(key, described.state, entries)
                 case "BytesStorageMetadata":
                     self._objects[key] = self._entry_of(entries, key, None)
                 case kind:
-                    raise self._fault(f"{key} is a {kind}, which is unknown")
+                    raise self.fault(_METADATA, f"{key} is a {kind}, which is unknown")
 
-    def _entry(self, state: dict[str, Any]) -> _Entry:
+    def _entry(self, state: Mapping[str, Any]) -> _Entry:
         name, offset, nbytes = state["relative_path"], state["offset"], state["length"]
         parts = PurePosixPath(name).parts
         if not parts or PurePosixPath(name).is_absolute() or ".." in parts or "\0" in name:
-            raise self._fault(f"the file name {name!r} leads out of the checkpoint")
+            raise self.fault(_METADATA, f"the file name {name!r} leads out of the checkpoint")
         if type(offset) is not int or type(nbytes) is not int or min(offset, nbytes) < 0:
-            raise self._fault(f"an entry of {name} lies at byte {offset!r} and has {nbytes!r} bytes")
-        return _Entry(name, offset, nbytes, tuple(state.get("transform_descriptors") or ()))
+            raise self.fault(
+                _METADATA, f"an entry of {name} lies at byte {offset!r} and has {nbytes!r} bytes"
+            )
+        return _Entry("/".join(parts), offset, nbytes, tuple(state.get("transform_descriptors") or ()))
 
-    def _entry_of(self, entries: dict[Any, _Entry], key: str, offsets: tuple[int, ...] | None) -> _Entry:
+    def _entry_of(self, entries: Mapping[Any, _Entry], key: str, offsets: tuple[int, ...] | None) -> _Entry:
         entry = entries.get((key, offsets))
         if entry is None:
-            place = "" if offsets is None else f" of the chunk at {offsets}"
-            raise self._fault(f"the entry{place} of {key} is missing")
+            chunk = "" if offsets is None else f" of the chunk at {offsets}"
+            raise self.fault(_METADATA, f"the entry{chunk} of {key} is missing")
         return entry
 
-    def _tensor(self, key: str, state: dict[str, Any], entries: dict[Any, _Entry]) -> DcpTensor:
+    def _tensor(self, key: str, state: Mapping[str, Any], entries: Mapping[Any, _Entry]) -> TensorDescription:
         properties = state["properties"].state
         dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]
         name = dtype.name.removeprefix("torch.")
         if not isinstance(dtype, Opaque) or name not in DTYPES:
-            raise self._fault(f"the dtype {name} of {key} is unknown")
+            raise self.fault(_METADATA, f"the dtype {name} of {key} is unknown")
         shape = _numbers(state["size"])
-        chunks = []
+        boxes = []
         for chunk in state["chunks"]:
             offsets, sizes = _numbers(chunk.state["offsets"]), _numbers(chunk.state["sizes"])
             if len(offsets) != len(shape) or len(sizes) != len(shape):
-                raise self._fault(f"a chunk of {key} has {len(sizes)} dimensions, expected {len(shape)}")
-            entry = None if 0 in sizes else self._entry_of(entries, key, offsets)
-            chunks.append(DcpChunk(offsets, sizes, entry))
-        self._check_tiling(key, shape, [chunk for chunk in chunks if chunk.entry is not None])
-        return DcpTensor(name, shape, tuple(chunks))
-
-    def _check_tiling(self, key: str, shape: tuple[int, ...], chunks: Sequence[DcpChunk]) -> None:
-        boxes = Boxes(
-            np.array([chunk.offsets for chunk in chunks], np.int64).reshape(len(chunks), len(shape)),
-            np.array([chunk.sizes for chunk in chunks], np.int64).reshape(len(chunks), len(shape)),
-        )
-        faults = tiling_faults(np.array([shape], np.int64), np.zeros(len(chunks), np.int64), boxes)
-        if faults:
-            fault = faults[0]
-            raise TilingError(
-                f"{self._file}: the chunks of {key} do not tile its shape {shape}: {fault.kind} at "
-                f"{fault.offsets} of sizes {fault.sizes}",
-                key=key,
-            )
+                raise self.fault(
+                    _METADATA, f"a chunk of {key} has {len(sizes)} dimensions, expected {len(shape)}"
+                )
+            if 0 not in sizes:
+                entry = self._entry_of(entries, key, offsets)
+                view = partial(self._chunk, key, name, offsets, sizes, entry)
+                boxes.append(StoredBox(offsets, sizes, entry.file, entry.offset, entry.nbytes, view))
+        return TensorDescription(name, shape, sorted(boxes, key=operator.attrgetter("offsets")))
 
     def _open(self, entry: _Entry) -> TorchFile:
         if entry.transforms:
@@ -246,24 +162,22 @@ class DcpCheckpoint:
                 "does not read",
                 file=entry.file,
             )
-        return TorchFile(self.path / entry.file, start=entry.offset, size=entry.nbytes)
+        return TorchFile(self.storage, entry.file, start=entry.offset, size=entry.nbytes)
 
-    def _read_chunk(self, key: str, tensor: DcpTensor, chunk: DcpChunk) -> torch.Tensor:
-        assert chunk.entry is not None
-        with self._open(chunk.entry) as file:
-            return file.read(self._check_chunk(key, tensor, chunk, file))
-
-    def _check_chunk(self, key: str, tensor: DcpTensor, chunk: DcpChunk, file: TorchFile) -> TorchTensor:
-        """The tensor of an entry, which has the dtype and sizes that ``.metadata`` gives."""
+    def _chunk(
+        self, key: str, dtype: str, offsets: tuple[int, ...], sizes: tuple[int, ...], entry: _Entry
+    ) -> StoredView:
+        """The elements of a chunk, whose entry has the dtype and sizes that ``.metadata`` gives."""
+        file = self._open(entry)
         found = file.value
-        if not isinstance(found, TorchTensor) or (found.dtype, found.shape) != (tensor.dtype, chunk.sizes):
+        if not isinstance(found, TorchTensor) or (found.dtype, found.shape) != (dtype, sizes):
             raise FormatError(
-                f"{file.path}: the entry of {key} at {chunk.offsets} is {found!r}, expected a tensor of "
-                f"dtype {tensor.dtype} and shape {chunk.sizes}",
+                f"{file.path}: the entry of {key} at {offsets} is {found!r}, expected a tensor of "
+                f"dtype {dtype} and shape {sizes}",
                 file=file.path,
                 key=key,
             )
-        return found
+        return file.view(found)
 
 
 def _numbers(values: Any) -> tuple[int, ...]:
@@ -271,31 +185,3 @@ def _numbers(values: Any) -> tuple[int, ...]:
     if any(type(number) is not int or number < 0 for number in numbers):
         raise ValueError(f"{numbers} are no sizes")
     return numbers
-
-
-def _plus(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
-    return tuple(a + b for a, b in zip(one, other, strict=True))
-
-
-def _minus(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
-    return tuple(a - b for a, b in zip(one, other, strict=True))
-
-
-def _part(
-    tensor: torch.Tensor, origin: Sequence[int], low: Sequence[int], high: Sequence[int]
-) -> torch.Tensor:
-    """The part of a tensor from the global offsets `low` up to `high`; the tensor begins at `origin`."""
-    return tensor[tuple(slice(a - o, b - o) for o, a, b in zip(origin, low, high, strict=True))]
-
-
-def _with_tensors(file: TorchFile, value: Any, depth: int) -> Any:
-    """A value with its tensors read."""
-    if depth > 200:
-        raise FormatError(f"{file.path}: an object is nested deeper than 200 levels", file=file.path)
-    if isinstance(value, TorchTensor):
-        return file.read(value).clone()
-    if isinstance(value, dict):
-        return {key: _with_tensors(file, item, depth + 1) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_with_tensors(file, item, depth + 1) for item in value)
-    return value

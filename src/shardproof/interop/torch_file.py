@@ -12,29 +12,35 @@ storages), then the storages. It has no checksums.
 from __future__ import annotations
 
 import io
+import math
 import os
 import struct
 import sys
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from shardproof.dtypes import DTYPES
-from shardproof.errors import CorruptChunkError, FormatError, StorageError
+from shardproof.errors import FormatError, StorageError
+from shardproof.interop.extents import DecodedExtent, Extent, FileRange, crc32
 from shardproof.interop.pickle_data import Opaque, read_pickle
+from shardproof.interop.reader import StoredBox, StoredView
+from shardproof.storage import Storage
 
-__all__ = ["TorchFile", "TorchTensor", "flatten"]
+__all__ = ["TorchFile", "TorchTensor", "flatten", "unpickled", "with_tensors"]
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 _PROTOCOL = 1001
 _LOCAL_HEADER = struct.Struct("<26xHH")
 """Lengths of the name and of the extra field that follow a zip file's local header."""
+_METADATA_RECORDS = ("data.pkl", "byteorder")
 _MOST_LEVELS = 200
+_EDGE_BYTES = 4096
+"""Bytes at the begin and at the end of an archive that one read fetches. The metadata of an archive of one
+tensor lies in them."""
 _STORAGE_DTYPES = {
     "Double": "float64",
     "Float": "float32",
@@ -64,16 +70,6 @@ class _Storage:
 
 
 @dataclass(frozen=True, slots=True)
-class _Record:
-    """Where the bytes of a storage lie."""
-
-    offset: int
-    nbytes: int
-    crc: int | None
-    """CRC-32 of the bytes; None if the file has no checksums."""
-
-
-@dataclass(frozen=True, slots=True)
 class TorchTensor:
     """A tensor in a file of ``torch.save``, not read yet."""
 
@@ -91,15 +87,23 @@ class TorchTensor:
     is_negated: bool = False
     """True if the storage holds the negative values."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
 
 class _Window(io.RawIOBase):
-    """A range of a file, as a file of its own."""
+    """A range of a file, as a file of its own. It reads the first and the last bytes once."""
 
-    def __init__(self, file: io.FileIO, start: int, size: int) -> None:
+    def __init__(self, storage: Storage, file: str, start: int, size: int) -> None:
+        self._storage = storage
         self._file = file
         self._start = start
         self._size = size
         self._at = 0
+        edge = min(size, _EDGE_BYTES)
+        self._edges = {at: self._fetched(at, edge) for at in {0, size - edge}}
 
     def readable(self) -> bool:
         return True
@@ -116,31 +120,87 @@ class _Window(io.RawIOBase):
 
     def readinto(self, into: Any) -> int:
         view = memoryview(into)[: max(self._size - self._at, 0)]
-        self._file.seek(self._start + self._at)
-        count = self._file.readinto(view) or 0
-        self._at += count
-        return count
+        view[:] = self.bytes_at(self._at, len(view))
+        self._at += len(view)
+        return len(view)
+
+    def bytes_at(self, offset: int, count: int) -> bytes | bytearray:
+        """Bytes of the range; fewer at its end."""
+        count = min(count, max(self._size - offset, 0))
+        for begin, data in self._edges.items():
+            if begin <= offset and offset + count <= begin + len(data):
+                return data[offset - begin : offset - begin + count]
+        return self._fetched(offset, count)
+
+    def _fetched(self, offset: int, count: int) -> bytearray:
+        data = bytearray(count)
+        if count:
+            self._storage.read_into(self._file, self._start + offset, memoryview(data))
+        return data
+
+
+@dataclass(frozen=True, slots=True)
+class _ResolvedExtent(DecodedExtent):
+    """A tensor that was saved as a lazy conjugate or negative of its storage, in row-major order."""
+
+    view: StoredView
+    tensor: TorchTensor
+
+    @property
+    def storage(self) -> Storage:  # type: ignore[override]
+        return self.view.extent.storage
+
+    @property
+    def file(self) -> str:  # type: ignore[override]
+        return self.view.extent.file
+
+    @property
+    def start(self) -> int:  # type: ignore[override]
+        return self.view.extent.start
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        return self.tensor.nbytes
+
+    @property
+    def stored_bytes(self) -> int:
+        return self.view.extent.stored_bytes
+
+    @property
+    def has_checksum(self) -> bool:
+        return self.view.extent.has_checksum
+
+    def decode(self) -> memoryview:
+        data = bytearray(self.view.extent.nbytes)
+        self.view.extent.read_into(memoryview(data))
+        found = _strided(data, self.tensor.dtype, self.tensor.shape, self.view)
+        found = found.conj().resolve_conj() if self.tensor.is_conjugated else found
+        found = -found if self.tensor.is_negated else found
+        return memoryview(found.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 class TorchFile:
-    """A file of ``torch.save``, open for reading. Nothing that its pickle names is imported or called.
+    """A file of ``torch.save``, or a range of one. Nothing that its pickle names is imported or called.
 
     Args:
-        path: the file.
+        storage: holds the file.
+        file: name of the file in the storage.
         start: first byte, if the archive is a part of the file.
         size: bytes of the archive; None for all up to the end of the file.
 
     Raises:
-        StorageError: the file cannot be opened.
+        StorageError: the file is missing, short or unreadable.
         FormatError: the file is no whole file of ``torch.save``.
+        CorruptChunkError: the pickle does not match its CRC-32.
 
     Example:
         >>> import tempfile, torch
-        >>> path = tempfile.mkdtemp() + "/model.pt"
-        >>> torch.save({"weight": torch.arange(4.0).reshape(2, 2), "step": 3}, path)
-        >>> with TorchFile(path) as file:
-        ...     weight, step = file.value["weight"], file.value["step"]
-        ...     weight.shape, step, file.read(weight).tolist()
+        >>> from shardproof.storage import LocalStorage
+        >>> folder = tempfile.mkdtemp()
+        >>> torch.save({"weight": torch.arange(4.0).reshape(2, 2), "step": 3}, f"{folder}/model.pt")
+        >>> file = TorchFile(LocalStorage(folder), "model.pt")
+        >>> weight, step = file.value["weight"], file.value["step"]
+        >>> weight.shape, step, file.read(weight).tolist()
         ((2, 2), 3, [[0.0, 1.0], [2.0, 3.0]])
     """
 
@@ -148,49 +208,56 @@ class TorchFile:
     """The saved object as plain data: dicts, lists, tuples and scalars as they are, tensors as `TorchTensor`,
     other objects as `Opaque`."""
     has_checksums: bool
-    """True if `read` and `verify` can prove the bytes of tensors."""
+    """True if reads prove the bytes of tensors."""
 
-    def __init__(self, path: str | os.PathLike[str], *, start: int = 0, size: int | None = None) -> None:
-        self.path = os.fspath(path)
-        try:
-            self._opened = open(self.path, "rb", buffering=0)  # noqa: SIM115 the object closes it
-        except OSError as error:
-            raise StorageError(f"{self.path} cannot be opened: {error.strerror}", file=self.path) from error
-        self._records: dict[str, _Record] = {}
+    def __init__(self, storage: Storage, file: str, *, start: int = 0, size: int | None = None) -> None:
+        self.path = f"{storage.location}/{file}"
+        self._storage = storage
+        self._name = file
+        whole = storage.size(file)
+        if whole is None:
+            raise StorageError(f"{self.path} is missing", file=self.path, missing=True)
+        self._start = start
+        self._size = whole - start if size is None else size
+        if start < 0 or self._size < 0 or start + self._size > whole:
+            raise StorageError(
+                f"{self.path} has {whole} bytes, expected {self._size} from byte {start} on: it was cut or "
+                "replaced. Restore it from a copy",
+                file=self.path,
+                missing=False,
+            )
+        self._records: dict[str, FileRange] = {}
         self._storages: dict[str, _Storage] = {}
-        self._last_storage: tuple[tuple[str, str], torch.Tensor] | None = None
-        """Key and dtype of the storage that was read last, and its bytes in the order of this machine."""
+        self._last_extent: tuple[Extent, bytearray] | None = None
+        """The extent that was read last, and its bytes."""
         self._swapped = False
-        try:
-            whole = os.fstat(self._opened.fileno()).st_size
-            self._size = whole - start if size is None else size
-            if start < 0 or self._size < 0 or start + self._size > whole:
-                raise StorageError(
-                    f"{self.path} has {whole} bytes, expected {self._size} from byte {start} on",
-                    file=self.path,
-                )
-            self._file = _Window(self._opened, start, self._size)
-            if self._bytes(0, 4) == b"PK\x03\x04":
-                self._open_zip()
-            else:
-                self._open_legacy()
-            self._check_storages()
-        except BaseException:
-            self.close()
-            raise
+        self._file = _Window(storage, file, start, self._size)
+        if self._bytes(0, 4) == b"PK\x03\x04":
+            self._open_zip()
+        else:
+            self._open_legacy()
+        self._check_storages()
 
-    def __enter__(self) -> TorchFile:
-        return self
+    def view(self, tensor: TorchTensor) -> StoredView:
+        """Where the elements of a tensor lie.
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        A tensor that was saved as a lazy conjugate or negative of its storage is decoded when it is read.
+        """
+        record = self._records[tensor.storage]
+        width = DTYPES[tensor.dtype].itemsize
+        if self._swapped:
+            swap = width // 2 if tensor.dtype.startswith("complex") else width
+            record = FileRange(record.storage, record.file, record.start, record.nbytes, record.crc, swap)
+        view = StoredView(record, tensor.offset, tensor.stride)
+        if tensor.is_conjugated or tensor.is_negated:
+            return StoredView.dense(tensor.shape, _ResolvedExtent(view, tensor))
+        return view
 
-    def close(self) -> None:
-        """Closes the file."""
-        self._last_storage = None
-        self._opened.close()
+    def boxes(self, tensor: TorchTensor) -> list[StoredBox]:
+        """The only box of a tensor; none for a tensor of size 0."""
+        if 0 in tensor.shape:
+            return []
+        return [StoredBox.of((0,) * len(tensor.shape), tensor.shape, self.view(tensor))]
 
     def read(self, tensor: TorchTensor) -> torch.Tensor:
         """Reads a tensor. It is a view of its storage, with the stored shape and strides.
@@ -201,16 +268,17 @@ class TorchFile:
             CorruptChunkError: the bytes of the storage do not match their CRC-32.
             StorageError: the file cannot be read.
         """
-        key = tensor.storage, tensor.dtype
-        if self._last_storage is None or self._last_storage[0] != key:
-            self._last_storage = None  # frees its memory before the next storage takes some
-            self._last_storage = key, self._storage_bytes(*key)
-        dtype = getattr(torch, tensor.dtype)
-        raw = self._last_storage[1]
-        whole = raw[: raw.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-        view = whole.as_strided(tensor.shape, tensor.stride, tensor.offset)
-        view = view.conj().resolve_conj() if tensor.is_conjugated else view
-        return -view if tensor.is_negated else view
+        view = self.view(tensor)
+        if self._last_extent is None or self._last_extent[0] != view.extent:
+            self._last_extent = None  # frees its memory before the next storage takes some
+            data = bytearray(view.extent.nbytes)
+            view.extent.read_into(memoryview(data))
+            self._last_extent = view.extent, data
+        return _strided(self._last_extent[1], tensor.dtype, tensor.shape, view)
+
+    def archive(self) -> bytes:
+        """All bytes of the archive."""
+        return self._storage.read(self._name, self._start, self._start + self._size)
 
     def verify(self) -> int:
         """Reads all storages and checks their CRC-32.
@@ -221,30 +289,16 @@ class TorchFile:
         Raises:
             CorruptChunkError: the bytes of a storage do not match.
         """
-        proved = 0
-        for key, record in self._records.items():
-            self._verified(key)
-            proved += record.nbytes if record.crc is not None else 0
-        return proved
+        for record in self._records.values():
+            record.verify()
+        return sum(record.nbytes for record in self._records.values() if record.has_checksum)
 
     def _fault(self, text: str) -> FormatError:
         return FormatError(f"{self.path}: {text}", file=self.path)
 
     def _bytes(self, offset: int, count: int) -> bytes:
-        """Bytes of the file; fewer at its end.
-
-        Raises:
-            StorageError: the file cannot be read.
-        """
-        parts = []
-        try:
-            self._file.seek(offset)
-            while count and (part := self._file.read(count)):
-                parts.append(part)
-                count -= len(part)
-        except OSError as error:
-            raise StorageError(f"{self.path} cannot be read: {error.strerror}", file=self.path) from error
-        return b"".join(parts)
+        """Bytes of the file; fewer at its end."""
+        return bytes(self._file.bytes_at(offset, count))
 
     def _open_zip(self) -> None:
         try:
@@ -260,6 +314,8 @@ class TorchFile:
         for name, entry in entries.items():
             if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
                 raise self._fault(f"the record {name} is compressed, which torch.save never does")
+            if not (name in _METADATA_RECORDS or name.startswith("data/")):
+                continue
             local = self._bytes(entry.header_offset, _LOCAL_HEADER.size) if entry.header_offset >= 0 else b""
             if len(local) < _LOCAL_HEADER.size:
                 raise self._fault(f"the record {name} does not begin within the file")
@@ -267,7 +323,7 @@ class TorchFile:
             if offset + entry.file_size > self._size:
                 raise self._fault(f"the record {name} ends behind the end of the file")
             crc = entry.CRC if self.has_checksums else None
-            self._records[name] = _Record(offset, entry.file_size, crc)
+            self._records[name] = self._range(offset, entry.file_size, crc)
         order = bytes(self._verified("byteorder")) if "byteorder" in self._records else b"little"
         if order not in (b"little", b"big"):
             raise self._fault(f"the byte order {order[:16]!r} is unknown")
@@ -309,7 +365,7 @@ class TorchFile:
             (numel,) = struct.unpack("<q", data[at : at + 8])
             if numel != storage.numel:
                 raise self._fault(f"the storage {key} has {numel} elements, expected {storage.numel}")
-            self._records[key] = _Record(at + 8, storage.nbytes, None)
+            self._records[key] = self._range(at + 8, storage.nbytes, None)
             at += 8 + storage.nbytes
             if at > self._size:
                 raise self._fault(f"the storage {key} ends behind the end of the file")
@@ -336,37 +392,59 @@ class TorchFile:
             if record.nbytes != storage.nbytes:
                 raise self._fault(f"the storage {key} has {record.nbytes} bytes, expected {storage.nbytes}")
 
-    def _verified(self, key: str) -> bytearray:
-        """The bytes of a record, checked."""
-        record = self._records[key]
-        data = bytearray(record.nbytes)
-        try:
-            view, done = memoryview(data), 0
-            self._file.seek(record.offset)
-            while done < len(data) and (count := self._file.readinto(view[done:])):
-                done += count
-        except OSError as error:
-            raise StorageError(f"{self.path} cannot be read: {error.strerror}", file=self.path) from error
-        if done < len(data):
-            raise StorageError(f"{self.path} ends within the record {key}", file=self.path)
-        if record.crc is not None and zlib.crc32(data) != record.crc:
-            raise CorruptChunkError(
-                f"{self.path}: the record {key} ({record.nbytes} bytes at byte {record.offset}) does not "
-                f"match its CRC-32: expected {record.crc:08x}, found {zlib.crc32(data):08x}",
-                file=self.path,
-            )
-        return data
+    def _range(self, offset: int, nbytes: int, crc: int | None) -> FileRange:
+        return FileRange(self._storage, self._name, self._start + offset, nbytes, crc)
 
-    def _storage_bytes(self, key: str, dtype: str) -> torch.Tensor:
-        data = self._verified(key)
-        if not data:
-            return torch.empty(0, dtype=torch.uint8, device="cpu")
-        raw = torch.frombuffer(data, dtype=torch.uint8)
-        stored = getattr(torch, dtype)
-        width = stored.itemsize // 2 if stored.is_complex else stored.itemsize
-        if self._swapped and width > 1:
-            raw = raw.view(-1, width).flip(1).reshape(-1)
-        return raw
+    def _verified(self, name: str) -> bytearray:
+        """The bytes of a small record, checked."""
+        record = self._records[name]
+        data = self._file.bytes_at(record.start - self._start, record.nbytes)
+        if record.crc is not None and crc32(data) != record.crc:
+            record.verify()  # raises the error, with expected and found
+        return bytearray(data)
+
+
+def _strided(data: bytearray, dtype: str, shape: Sequence[int], view: StoredView) -> torch.Tensor:
+    """A strided view of bytes in memory."""
+    stored: torch.dtype = getattr(torch, dtype)
+    if not data:
+        return torch.empty(tuple(shape), dtype=stored, device="cpu")
+    raw = torch.frombuffer(data, dtype=torch.uint8)
+    whole = raw[: raw.numel() // stored.itemsize * stored.itemsize].view(stored)
+    return whole.as_strided(tuple(shape), view.stride, view.offset)
+
+
+def with_tensors(file: TorchFile) -> Any:
+    """The saved object with its tensors read.
+
+    Raises:
+        FormatError: the object is nested deeper than 200 levels.
+        CorruptChunkError: the bytes of a tensor do not match their CRC-32.
+    """
+    return _with_tensors(file, file.value, 0)
+
+
+def _with_tensors(file: TorchFile, value: Any, depth: int) -> Any:
+    if depth > _MOST_LEVELS:
+        raise FormatError(
+            f"{file.path}: an object is nested deeper than {_MOST_LEVELS} levels", file=file.path
+        )
+    if isinstance(value, TorchTensor):
+        return file.read(value).clone()
+    if isinstance(value, dict):
+        return {key: _with_tensors(file, item, depth + 1) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_with_tensors(file, item, depth + 1) for item in value)
+    return value
+
+
+def unpickled(file: TorchFile) -> Any:
+    """The saved object as torch unpickles it. This may run code that the file names.
+
+    Call it only if the caller passed ``trust_pickle=True``.
+    """
+    data = io.BytesIO(file.archive())
+    return torch.load(data, map_location="cpu", weights_only=False)  # noqa: TID251 the user trusts the file
 
 
 def flatten(value: Any) -> Iterator[tuple[str, Any]]:

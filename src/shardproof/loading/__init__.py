@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from shardproof.loading.checkpoint import Checkpoint, StoredTensor
-from shardproof.loading.checkpoint import open_checkpoint as open  # noqa: A004 the public name is sp.open
+from shardproof.loading.checkpoint import Checkpoint, NativeCheckpoint, StoredTensor
+from shardproof.loading.foreign_checkpoint import ForeignCheckpoint
 from shardproof.loading.load_protocol import LoadReport, load_from
 from shardproof.loading.matching import Options, ReadOnce, from_rank
+from shardproof.loading.opening import foreign_of, open_storage
+from shardproof.loading.opening import open_checkpoint as open  # noqa: A004 the public name is sp.open
 from shardproof.loading.read_once.agreement import UNREADABLE
 from shardproof.loading.selection import Cast, Patterns
 from shardproof.reentrance import refuse_inside
 from shardproof.rendezvous import Rendezvous, connected
-from shardproof.storage import LocalStorage, StrOrBytesPath
+from shardproof.storage import StrOrBytesPath
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -22,15 +24,19 @@ __all__ = [
     "UNREADABLE",
     "Cast",
     "Checkpoint",
+    "ForeignCheckpoint",
     "LoadReport",
+    "NativeCheckpoint",
     "Options",
     "Patterns",
     "ReadOnce",
     "StoredTensor",
+    "foreign_of",
     "from_rank",
     "load",
     "load_from",
     "open",
+    "open_storage",
 ]
 
 
@@ -47,6 +53,8 @@ def load(
     group: ProcessGroup | None = None,
     rendezvous: Rendezvous | None = None,
     deadline: float | None = None,
+    format: str | None = None,  # noqa: A002 the word that users know
+    trust_pickle: bool = False,
 ) -> LoadReport:
     """Fills a state tree from a committed checkpoint, saved from whatever layout. Called by every rank.
 
@@ -62,7 +70,7 @@ def load(
     instead, which pays where most of a chunk is for others, as when rows become columns.
 
     Args:
-        path: the folder of the checkpoint.
+        path: the folder of the checkpoint, or a checkpoint of another project: its folder or file.
         state: the tree to fill.
         strict: True if a key that only one side has is an error. Another shape or dtype always is one. An
             object with ``state_tree`` may be on one side alone.
@@ -80,6 +88,9 @@ def load(
             bounds each wait for another rank, and the time to reach the store. It does not bound the call as
             a whole: a rank that reports progress is waited for. None: the deadline of the rendezvous (300 s
             unless set). Not together with `rendezvous`, which has its own.
+        format: name of the format; None to find it. docs/formats.md lists the names.
+        trust_pickle: True to unpickle values of other formats that are no plain data. That may run code of
+            the checkpoint. Tensors never need it.
 
     Returns:
         What was read, and which keys were missing or left over.
@@ -102,7 +113,7 @@ def load(
         {'w': tensor([1., 1.]), 'epoch': 3}
     """
     refuse_inside("load")
-    options = Options(strict, include, exclude, cast, rename, read_once, group)
-    storage = LocalStorage(path)
-    with connected(rendezvous, deadline) as meetings, meetings.operation(f"load {storage.location}"):
-        return load_from(storage, state, meetings, options)
+    options = Options(strict, include, exclude, cast, rename, read_once, group, format, trust_pickle)
+    source = foreign_of(path)
+    with connected(rendezvous, deadline) as meetings, meetings.operation(f"load {source.location}"):
+        return load_from(source, state, meetings, options)

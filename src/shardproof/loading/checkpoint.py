@@ -4,72 +4,244 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import EllipsisType, TracebackType
-from typing import Any, SupportsIndex
+from typing import Any, Protocol, Self, SupportsIndex
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError
-from shardproof.format import MANIFEST_NAME, Manifest, check_size, locate_files, read_index, read_manifest
+from shardproof.format import (
+    MANIFEST_NAME,
+    Manifest,
+    TensorRecord,
+    check_size,
+    locate_files,
+    read_index,
+    read_manifest,
+)
 from shardproof.loading.block_reader import BlockDigests
 from shardproof.loading.chunk_reader import Chunks
+from shardproof.loading.cold_reads import Cold
 from shardproof.loading.destinations import Destination, DestinationWriter
 from shardproof.loading.read_executor import read_chunks
-from shardproof.planning import ChunkTable, ReadPlan, RequestedBoxes, plan_reads
+from shardproof.planning import OWN_ADVICE, ChunkTable, ReadPlan, RequestedBoxes, plan_reads
 from shardproof.state import Catalogue, decode_plain
-from shardproof.storage import LocalStorage, Storage, StrOrBytesPath
+from shardproof.storage import Storage
 
-__all__ = ["Checkpoint", "StoredTensor", "open_checkpoint", "read_plan"]
+__all__ = ["Checkpoint", "NativeCheckpoint", "Reads", "StoredTensor"]
 
 Index = SupportsIndex | slice | EllipsisType
 
 _KEY, _KIND = operator.attrgetter("key"), operator.attrgetter("dtype", "shape")
 
 
-def open_checkpoint(path: StrOrBytesPath) -> Checkpoint:
-    """Opens a committed checkpoint for reading, in one process.
+class Reads(Protocol):
+    """Reads of some chunks, planned and not begun."""
 
-    Args:
-        path: the folder that holds `manifest.json`.
+    @property
+    def nbytes(self) -> int:
+        """Bytes to read."""
+        ...
 
-    Raises:
-        NotCommittedError: there is no manifest.
-        FormatError: manifest or index are damaged.
+    def run(self, *, threads: int, moved: Callable[[int], None] | None, cold: Cold) -> int:
+        """Reads and verifies the chunks, and fills the destinations.
 
-    >>> import shardproof as sp, tempfile, torch
-    >>> place = tempfile.mkdtemp() + "/ckpt"
-    >>> _ = sp.save(place, {"w": torch.arange(12.0).reshape(4, 3), "note": "hi"})
-    >>> with sp.open(place) as ckpt:
-    ...     ckpt["w"][1:3, 0].tolist(), ckpt["note"], ckpt.shape("w")
-    ([3.0, 6.0], 'hi', (4, 3))
+        Args:
+            threads: reads in flight where the page cache has the bytes.
+            moved: called with the bytes read since the previous call, from any thread.
+            cold: how to read what the page cache does not have.
+
+        Returns:
+            Bytes read.
+
+        Raises:
+            CorruptChunkError: bytes do not match their digest; destinations may be partly written.
+            FormatError, StorageError: a file is damaged, missing, short or unreadable.
+        """
+        ...
+
+
+class Checkpoint(ABC):
+    """A committed checkpoint. Tensors are lazy (`StoredTensor`), plain values are as they were saved.
+
+    `shardproof.open` makes one. Its class depends on the format; what it offers does not.
     """
-    return Checkpoint(LocalStorage(path))
 
+    location: str
+    """The path, for messages."""
+    attempt: str
+    """Equal on all ranks that see the same checkpoint."""
+    step: int | None
+    """The training step, where the checkpoint records it."""
+    world_size: int
+    """Ranks that saved, where the checkpoint records it."""
+    tensors: Sequence[TensorRecord]
+    """Key, dtype and shape of each stored tensor."""
+    aliases: Mapping[str, str]
+    """Key of a tied tensor to the key that it is stored under."""
+    table: ChunkTable
+    """All stored chunks. Its rows name tensors by their place in `tensors`."""
+    objects: Mapping[str, Any]
+    """Key of each plain value to its encoded data."""
+    tiling_advice = OWN_ADVICE
+    """What the user can do if the chunks of a tensor do not tile it."""
 
-class Checkpoint:
-    """A committed checkpoint. Tensors are lazy (`StoredTensor`), plain values are as they were saved."""
+    def _index(self) -> None:
+        """Prepares the search by key; a constructor calls it when it has set `tensors`."""
+        self._row = dict(zip(map(_KEY, self.tensors), range(len(self.tensors)), strict=True))
 
-    def __init__(self, storage: Storage) -> None:
-        self.storage = storage
-        self.manifest: Manifest = read_manifest(storage)
-        self.table: ChunkTable = read_index(storage, self.manifest)
-        self.files: list[tuple[Storage, str]] = locate_files(storage, self.manifest)
-        """Storage and name of each shard file, in the order of the manifest's table."""
-        self.blocks = BlockDigests(self.files, self.manifest, self.table)
-        keys = map(_KEY, self.manifest.tensors)
-        self._row = dict(zip(keys, range(len(self.manifest.tensors)), strict=True))
-        self._sized: set[int] = set()
-
-    def __enter__(self) -> Checkpoint:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The metadata that was given at save."""
+        return {}
+
+    @abstractmethod
+    def close(self) -> None:
+        """Closes the files that reading opened."""
+
+    @abstractmethod
+    def check_files(self, rows: NDArray[np.int64] | None = None) -> None:
+        """Checks that files have their recorded sizes. Checks each file once.
+
+        A load calls it first: it finds a missing or short file before it allocates memory for the file's
+        chunks and before it overwrites any of the target.
+
+        Args:
+            rows: rows of the chunk table whose files are checked; None for all files.
+
+        Raises:
+            StorageError: a file is missing or has another size.
+        """
+
+    @abstractmethod
+    def reads(self, writer: DestinationWriter, rows: NDArray[np.int64]) -> Reads:
+        """Plans to read some chunks.
+
+        Args:
+            writer: where the parts of the chunks go.
+            rows: rows of the chunk table, distinct.
+        """
+
+    def fill(self, plan: ReadPlan, destinations: Sequence[Destination]) -> int:
+        """Reads and verifies the parts of a plan in this thread, and fills their destinations.
+
+        Args:
+            plan: from `plan_reads`; its `want` is an index into `destinations`.
+            destinations: of the wanted boxes.
+
+        Returns:
+            Bytes read.
+
+        Raises:
+            CorruptChunkError, FormatError, StorageError: as `Reads.run`.
+        """
+        writer = DestinationWriter(self.tensors, self.table, plan, destinations)
+        return self.reads(writer, np.unique(plan.chunk)).run(threads=1, moved=None, cold=Cold.AS_CACHED)
+
+    def keys(self) -> list[str]:
+        """All keys, of tensors and of plain values, sorted. Keys of tied tensors are among them."""
+        return sorted([*self._row, *self.aliases, *self.objects])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._row or key in self.aliases or key in self.objects
+
+    def __len__(self) -> int:
+        return len(self._row) + len(self.aliases) + len(self.objects)
+
+    def __getitem__(self, key: str) -> Any:
+        """A `StoredTensor`, or the plain value.
+
+        Raises:
+            KeyError: neither is stored under this key.
+        """
+        if key in self.objects:
+            return self._decoded(self.objects[key])
+        return StoredTensor(self, key, self.row(key))
+
+    def row(self, key: str) -> int:
+        """Row of a tensor in `tensors`; a tied tensor's is that of the key it is stored under."""
+        return self.rows([key])[0]
+
+    def rows(self, keys: Sequence[str]) -> list[int]:
+        """Rows of tensors in `tensors`, as `row`."""
+        row_of, stored_as = self._row, self.aliases
+        try:
+            if stored_as:
+                keys = [stored_as.get(key, key) for key in keys]
+            return list(map(row_of.__getitem__, keys))
+        except KeyError as error:
+            raise KeyError(f"{self.location} has no {error}; its keys are given by keys()") from None
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Global shape of a tensor."""
+        return self.tensors[self.row(key)].shape
+
+    def dtype(self, key: str) -> str:
+        """Torch's name of a tensor's dtype, for example "bfloat16"."""
+        return self.tensors[self.row(key)].dtype
+
+    def catalogue(self) -> Catalogue:
+        """What this checkpoint holds, for binding a state to it."""
+        tensors = dict(zip(self._row, map(_KIND, self.tensors), strict=True))
+        tensors |= {alias: tensors[key] for alias, key in self.aliases.items()}
+        return Catalogue(tensors, self.aliases, self.objects, self.world_size)
+
+    def _decoded(self, value: Any) -> Any:
+        """A plain value. A tensor that it refers to is read once, however often it does."""
+        return decode_plain(value, functools.cache(self._referenced))
+
+    def _referenced(self, key: str) -> torch.Tensor:
+        """A tensor that a plain value refers to."""
+        if self.aliases.get(key, key) not in self._row:
+            raise FormatError(
+                f"{self.location}: a plain value refers to the tensor {key!r}, which is not there",
+                file=MANIFEST_NAME,
+                key=key,
+            )
+        return StoredTensor(self, key, self.row(key)).read()
+
+
+class NativeCheckpoint(Checkpoint):
+    """A checkpoint of shardproof's own format.
+
+    Args:
+        storage: the folder of the checkpoint.
+
+    Raises:
+        NotCommittedError: there is no manifest.
+        FormatError: manifest or index are damaged.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self.location = storage.location
+        self.manifest: Manifest = read_manifest(storage)
+        self.attempt, self.step = self.manifest.attempt, self.manifest.step
+        self.world_size = self.manifest.world_size
+        self.tensors, self.aliases = self.manifest.tensors, self.manifest.aliases
+        self.objects = self.manifest.objects
+        self.table = read_index(storage, self.manifest)
+        self.files: list[tuple[Storage, str]] = locate_files(storage, self.manifest)
+        """Storage and name of each shard file, in the order of the manifest's table."""
+        self.blocks = BlockDigests(self.files, self.manifest, self.table)
+        self._sized: set[int] = set()
+        self._index()
 
     def close(self) -> None:
         """Closes the files that reading opened."""
@@ -78,127 +250,54 @@ class Checkpoint:
             storage.close()
 
     @property
-    def step(self) -> int | None:
-        """The step that was given at save."""
-        return self.manifest.step
-
-    @property
     def metadata(self) -> dict[str, Any]:
         """The metadata that was given at save."""
         decoded = self._decoded(self.manifest.metadata)
         assert isinstance(decoded, dict)
         return decoded
 
-    def keys(self) -> list[str]:
-        """All keys, of tensors and of plain values, sorted. Keys of tied tensors are among them."""
-        return sorted([*self._row, *self.manifest.aliases, *self.manifest.objects])
+    def check_files(self, rows: NDArray[np.int64] | None = None) -> None:
+        """Checks that shard files have their recorded sizes; see `Checkpoint.check_files`."""
+        files = range(len(self.files)) if rows is None else self.table.file[rows].tolist()
+        self._check_sizes(files)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.keys())
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._row or key in self.manifest.aliases or key in self.manifest.objects
-
-    def __len__(self) -> int:
-        return len(self._row) + len(self.manifest.aliases) + len(self.manifest.objects)
-
-    def __getitem__(self, key: str) -> Any:
-        """A `StoredTensor`, or the plain value.
-
-        Raises:
-            KeyError: neither is stored under this key.
-        """
-        if key in self.manifest.objects:
-            return self._decoded(self.manifest.objects[key])
-        return StoredTensor(self, key, self.row(key))
-
-    def row(self, key: str) -> int:
-        """Row of a tensor in the manifest's table; a tied tensor's is that of the key it is stored under."""
-        return self.rows([key])[0]
-
-    def rows(self, keys: Sequence[str]) -> list[int]:
-        """Rows of tensors in the manifest's table, as `row`."""
-        row_of, stored_as = self._row, self.manifest.aliases
-        try:
-            if stored_as:
-                keys = [stored_as.get(key, key) for key in keys]
-            return list(map(row_of.__getitem__, keys))
-        except KeyError as error:
-            raise KeyError(f"{self.storage.location} has no {error}; its keys are given by keys()") from None
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        """Global shape of a tensor."""
-        return self.manifest.tensors[self.row(key)].shape
-
-    def dtype(self, key: str) -> str:
-        """Torch's name of a tensor's dtype, for example "bfloat16"."""
-        return self.manifest.tensors[self.row(key)].dtype
-
-    def catalogue(self) -> Catalogue:
-        """What this checkpoint holds, for binding a state to it."""
-        tensors = dict(zip(self._row, map(_KIND, self.manifest.tensors), strict=True))
-        tensors |= {alias: tensors[key] for alias, key in self.manifest.aliases.items()}
-        return Catalogue(tensors, self.manifest.aliases, self.manifest.objects, self.manifest.world_size)
-
-    def check_sizes(self, files: Iterable[int]) -> None:
-        """Checks that shard files have their recorded sizes. Checks each file once.
-
-        A load calls it first: it finds a missing or short file before it allocates memory for the file's
-        chunks and before it overwrites any of the target.
-
-        Args:
-            files: rows of the manifest's table of files.
-
-        Raises:
-            StorageError: a file is missing or has another size.
-        """
+    def _check_sizes(self, files: Iterable[int]) -> None:
         for file in set(files) - self._sized:
             record = self.manifest.files[file]
             storage, name = self.files[file]
             advice = "Restore an older step; `shardproof verify` lists all damage"
             if record.folder:
                 advice = (
-                    f"{self.storage.location} was saved incrementally and has chunks in it, so it must stay "
+                    f"{self.location} was saved incrementally and has chunks in it, so it must stay "
                     f"beside it. {advice}"
                 )
             check_size(storage, record, path=f"{storage.location}/{name}", advice=advice)
             self._sized.add(file)
 
-    def _decoded(self, value: Any) -> Any:
-        """A plain value. A tensor that it refers to is read once, however often it does."""
-        return decode_plain(value, functools.cache(self._referenced))
+    def chunks(self, writer: DestinationWriter, rows: NDArray[np.int64]) -> Chunks:
+        """Some chunks, of which only the blocks that the destinations need are read."""
+        chunks = Chunks(self.files, self.manifest, self.table, rows)
+        chunks.narrow(writer.wanted, self.blocks)
+        return chunks
 
-    def _referenced(self, key: str) -> torch.Tensor:
-        """A tensor that a plain value refers to."""
-        if self.manifest.aliases.get(key, key) not in self._row:
-            raise FormatError(
-                f"{self.storage.location}: a plain value refers to the tensor {key!r}, which is not there",
-                file=MANIFEST_NAME,
-                key=key,
-            )
-        return StoredTensor(self, key, self.row(key)).read()
+    def reads(self, writer: DestinationWriter, rows: NDArray[np.int64]) -> Reads:
+        """Plans to read some chunks; see `Checkpoint.reads`."""
+        return _ChunkReads(self.chunks(writer, rows), writer)
 
 
-def read_plan(checkpoint: Checkpoint, plan: ReadPlan, destinations: Sequence[Destination]) -> int:
-    """Reads and verifies the parts of a plan, and copies them to their destinations.
+class _ChunkReads:
+    """Reads of chunks in shard files; see `Reads`."""
 
-    Args:
-        checkpoint: open for reading.
-        plan: from `plan_reads`; its `want` is an index into `destinations`.
-        destinations: of the wanted boxes.
+    def __init__(self, chunks: Chunks, writer: DestinationWriter) -> None:
+        self._chunks = chunks
+        self._writer = writer
 
-    Returns:
-        Bytes read.
+    @property
+    def nbytes(self) -> int:
+        return self._chunks.nbytes
 
-    Raises:
-        CorruptChunkError: bytes do not match their digest; destinations may be partly written.
-        StorageError: a file is missing, short or unreadable.
-    """
-    manifest, table = checkpoint.manifest, checkpoint.table
-    writer = DestinationWriter(manifest, table, plan, destinations)
-    chunks = Chunks(checkpoint.files, manifest, table, np.unique(plan.chunk))
-    chunks.narrow(writer.wanted, checkpoint.blocks)
-    return read_chunks(chunks, writer)
+    def run(self, *, threads: int, moved: Callable[[int], None] | None, cold: Cold) -> int:
+        return read_chunks(self._chunks, self._writer, threads=threads, moved=moved, cold=cold)
 
 
 class StoredTensor:
@@ -212,7 +311,7 @@ class StoredTensor:
         self._checkpoint = checkpoint
         self._row = row
         self.key = key
-        record = checkpoint.manifest.tensors[row]
+        record = checkpoint.tensors[row]
         self.shape: tuple[int, ...] = record.shape
         self.dtype: torch.dtype = getattr(torch, record.dtype)
         self.nbytes: int = DTYPES[record.dtype].itemsize * int(np.prod(self.shape, dtype=np.int64))
@@ -281,10 +380,10 @@ class StoredTensor:
         if 0 in sizes:
             return torch.empty(sizes, dtype=self.dtype, device="cpu")
         checkpoint = self._checkpoint
-        manifest, table = checkpoint.manifest, checkpoint.table
+        tensors, table = checkpoint.tensors, checkpoint.table
         wanted = RequestedBoxes(np.array([self._row]), np.array(offsets, np.int64), np.array(sizes, np.int64))
-        plan = plan_reads(manifest.tensors, table, wanted)
-        checkpoint.check_sizes(table.file[plan.chunk].tolist())
+        plan = plan_reads(tensors, table, wanted, advice=checkpoint.tiling_advice)
+        checkpoint.check_files(np.unique(plan.chunk))
         result = torch.empty(sizes, dtype=self.dtype, device="cpu")
-        read_plan(checkpoint, plan, [Destination.of(self.key, manifest.tensors[self._row].dtype, result)])
+        checkpoint.fill(plan, [Destination.of(self.key, tensors[self._row].dtype, result)])
         return result

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from shardproof._utils.streams import CurrentStreams
 from shardproof.dtypes import DTYPES
-from shardproof.format import Manifest
+from shardproof.format import TensorRecord
 from shardproof.geometry import row_major_strides
 from shardproof.loading.block_reader import Extents
 from shardproof.planning import ChunkTable, ReadPlan
@@ -56,14 +56,18 @@ class DestinationWriter:
     Any thread may call it after it has entered `streams`.
 
     Args:
-        manifest: of the checkpoint.
-        table: its chunks.
+        tensors: all tensors of the checkpoint.
+        table: all its chunks.
         plan: its `want` is an index into `destinations`.
         destinations: where the wanted boxes go.
     """
 
     def __init__(
-        self, manifest: Manifest, table: ChunkTable, plan: ReadPlan, destinations: Sequence[Destination]
+        self,
+        tensors: Sequence[TensorRecord],
+        table: ChunkTable,
+        plan: ReadPlan,
+        destinations: Sequence[Destination],
     ) -> None:
         self._table = table
         self._plan = plan
@@ -74,7 +78,7 @@ class DestinationWriter:
         tensor, volumes = table.tensor[plan.chunk], plan.sizes.prod(axis=1)
         tensor_of = np.zeros(len(destinations), np.int64)
         tensor_of[plan.want] = tensor
-        names = [manifest.tensors[row].dtype for row in tensor_of.tolist()]
+        names = [tensors[row].dtype for row in tensor_of.tolist()]
         known: dict[str, torch.dtype] = {name: getattr(torch, name) for name in set(names)}
         self._dtypes = [known[name] for name in names]
         """Stored dtype, by destination."""

@@ -29,14 +29,14 @@ from numpy.typing import NDArray
 
 from shardproof import events
 from shardproof._utils.gc_pause import no_garbage_collection
-from shardproof.errors import ShardproofError
+from shardproof.errors import ShardproofError, StructureError
 from shardproof.format import Manifest
-from shardproof.loading.checkpoint import Checkpoint
-from shardproof.loading.chunk_reader import Chunks
+from shardproof.interop import Foreign
+from shardproof.loading.checkpoint import Checkpoint, NativeCheckpoint, Reads
 from shardproof.loading.cold_reads import Cold, Sketch
 from shardproof.loading.destinations import DestinationWriter
 from shardproof.loading.matching import DEFAULTS, Matched, MatchReport, Options, from_rank, match
-from shardproof.loading.read_executor import read_chunks
+from shardproof.loading.opening import open_storage
 from shardproof.loading.read_once import offers
 from shardproof.loading.read_once.agreement import UNREADABLE, ReadOnceExchange
 from shardproof.loading.read_once.group_collectives import can_exchange
@@ -93,7 +93,7 @@ class LoadReport(msgspec.Struct, frozen=True):
 
 @guarded("load")
 def load_from(
-    storage: Storage,
+    source: Storage | Foreign,
     state: Any,
     rendezvous: Rendezvous,
     options: Options = DEFAULTS,
@@ -103,14 +103,15 @@ def load_from(
     """Fills a state tree from a checkpoint. Called by every rank.
 
     Args:
-        storage: the folder of the checkpoint.
+        source: the folder of the checkpoint, or another path that may hold one of a foreign format.
         state: the tree to fill.
         rendezvous: of all ranks.
         options: see `shardproof.load`, which also lists the errors.
         check: raises FormatError if the manifest is not the expected one.
     """
     begun = time.monotonic()
-    loader = _Loader(storage, rendezvous, options)
+    loader = _Loader(source, rendezvous, options)
+    location = source.location
     meetings = MeetingSequence(rendezvous, loader.operation)
     try:
         with loader.phase("match"):
@@ -118,7 +119,7 @@ def load_from(
                 meetings.meet(
                     "match",
                     lambda: loader.match(state, check),
-                    lambda posts: offers.answer(storage.location, posts, loader.stored),
+                    lambda posts: offers.answer(location, posts, loader.stored),
                 ),
                 type=offers.Answer,
             )
@@ -131,14 +132,14 @@ def load_from(
                 with loader.phase("apply"):
                     meetings.meet("apply", loader.finish, lambda posts: b"")
         except BaseException as error:
-            raise _overwritten(error, storage.location, loader.untouched(agreed.missing)) from error.__cause__
+            raise _overwritten(error, location, loader.untouched(agreed.missing)) from error.__cause__
     finally:
         loader.close()
     if agreed.dropped and rendezvous.rank == 0:
         _log.warning(
             "%s: no rank takes %d values that ranks had saved as their own: %s. "
             "sp.PerRank(fewer='gather') gives those of ranks that do not load to the ranks that do",
-            storage.location,
+            location,
             len(agreed.dropped),
             ", ".join(agreed.dropped[:10]) + (", ..." if len(agreed.dropped) > 10 else ""),
         )
@@ -148,15 +149,15 @@ def load_from(
 class _Loader:
     """One rank's part of a load."""
 
-    def __init__(self, storage: Storage, rendezvous: Rendezvous, options: Options) -> None:
-        self.operation = f"load {storage.location}"
+    def __init__(self, source: Storage | Foreign, rendezvous: Rendezvous, options: Options) -> None:
+        self.operation = f"load {source.location}"
         self.cold = Cold.THROUGH_CACHE
         """How this rank reads bytes that are not in the page cache."""
-        self._storage = storage
+        self._source = source
         self._rendezvous = rendezvous
         self._options = options
         self._read = self._received = self._needed = 0
-        self._opened: list[Callable[[], None]] = [storage.close]
+        self._opened: list[Callable[[], None]] = []
         self._checkpoint: Checkpoint
         self._matched: Matched
         self._memory: NodeMemory | None = None
@@ -180,22 +181,35 @@ class _Loader:
         options = self._options
         try:
             with no_garbage_collection():
-                checkpoint = self._checkpoint = Checkpoint(self._storage)
+                checkpoint = self._checkpoint = open_storage(
+                    self._source, format=options.format, trust_pickle=options.trust_pickle
+                )
                 self._opened = [checkpoint.close]
-                if check is not None:
-                    check(checkpoint.manifest)
+                self._check_kind(checkpoint, check)
                 if self._rendezvous.rank == 0:
-                    checkpoint.check_sizes(range(len(checkpoint.manifest.files)))
+                    checkpoint.check_files()
                 matched = self._matched = match(
                     checkpoint, state, options, self._rendezvous.rank, self._rendezvous.world_size
                 )
                 if matched.plan is not None:
                     self._writer = DestinationWriter(
-                        checkpoint.manifest, checkpoint.table, matched.plan, matched.destinations
+                        checkpoint.tensors, checkpoint.table, matched.plan, matched.destinations
                     )
             return offers.post(self._matched.report, self._offer(), self._sketch())
         except UNREADABLE as error:
             return offers.post(MatchReport("", options.strict, options.read_once, error=error.to_wire()))
+
+    def _check_kind(self, checkpoint: Checkpoint, check: Callable[[Manifest], None] | None) -> None:
+        """Checks that the checkpoint is one that this load can read."""
+        if isinstance(checkpoint, NativeCheckpoint):
+            if check is not None:
+                check(checkpoint.manifest)
+        elif check is not None or self._options.read_once is True:
+            needs = "restore" if check is not None else "read_once"
+            raise StructureError(
+                f"{checkpoint.location}: {needs} needs a checkpoint of shardproof's own format. `shardproof "
+                "convert` makes one. sp.load without read_once reads this one"
+            )
 
     def _offer(self) -> offers.Offer | None:
         """Memory to share with the ranks of this node; None if no rank sends tensors to another."""
@@ -213,6 +227,8 @@ class _Loader:
         if plan is None or self._rendezvous.world_size == 1:
             return None
         checkpoint, rows = self._checkpoint, np.unique(plan.chunk)
+        if not isinstance(checkpoint, NativeCheckpoint):
+            return None
         begin, end = checkpoint.blocks.covering(rows, self._writer.wanted(rows))
         return Sketch.of(rows, end - begin, checkpoint.table.byte_count[rows])
 
@@ -221,7 +237,8 @@ class _Loader:
         checkpoint, matched = self._checkpoint, self._matched
         assert matched.plan is not None
         self._needed = int(self._writer.part_bytes.sum())
-        if self._options.read_once and self._rendezvous.world_size > 1:
+        is_shared = self._options.read_once and self._rendezvous.world_size > 1
+        if is_shared and isinstance(checkpoint, NativeCheckpoint):
             exchange = ReadOnceExchange(
                 checkpoint,
                 matched.plan,
@@ -259,25 +276,22 @@ class _Loader:
         try:
             open_all()
             threads, moved = reading_threads(), _Moved(self._rendezvous, phase)
-            chunks = self._own_chunks(np.unique(plan.chunk))
-            moved.total = chunks.nbytes + (exchange.moved if exchange is not None else 0)
+            reads = self._own_reads(np.unique(plan.chunk))
+            moved.total = reads.nbytes + (exchange.moved if exchange is not None else 0)
         except BaseException:
             if exchange is not None:
                 exchange.abandon()
             raise
         if exchange is not None:
             self._read, self._received = exchange.run(threads, moved)
-        self._read += read_chunks(chunks, self._writer, threads=threads, moved=moved, cold=self.cold)
+        self._read += reads.run(threads=threads, moved=moved, cold=self.cold)
 
-    def _own_chunks(self, rows: NDArray[np.int64]) -> Chunks:
-        """Of the rows of the chunk table that this rank wants, what is not handed on."""
+    def _own_reads(self, rows: NDArray[np.int64]) -> Reads:
+        """The reads of the chunks that this rank wants and no exchange moves."""
         if self._exchange is not None:
             rows = np.setdiff1d(rows, self._exchange.shared_chunks())
-        checkpoint = self._checkpoint
         with no_garbage_collection():
-            chunks = Chunks(checkpoint.files, checkpoint.manifest, checkpoint.table, rows)
-            chunks.narrow(self._writer.wanted, checkpoint.blocks)
-            return chunks
+            return self._checkpoint.reads(self._writer, rows)
 
     def finish(self) -> bytes:
         """Sets plain values, attaches new optimizer state and gives objects their state."""
@@ -298,11 +312,11 @@ class _Loader:
 
     def report(self, begun: float, agreed: offers.Answer) -> LoadReport:
         """The report of this rank."""
-        manifest = self._checkpoint.manifest
+        checkpoint = self._checkpoint
         return LoadReport(
-            self._storage.location,
-            manifest.step,
-            manifest.attempt,
+            checkpoint.location,
+            checkpoint.step,
+            checkpoint.attempt,
             len(self._matched.destinations),
             self._read,
             time.monotonic() - begun,

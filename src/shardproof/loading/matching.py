@@ -52,6 +52,8 @@ class Options:
     rename: Mapping[str, str] | None = None
     read_once: ReadOnce = False
     group: ProcessGroup | None = None
+    format: str | None = None
+    trust_pickle: bool = False
 
     def __post_init__(self) -> None:
         if self.read_once not in (True, False, "auto"):
@@ -146,7 +148,7 @@ def match(checkpoint: Checkpoint, state: Any, options: Options, rank: int, world
     unexpected = sorted(filter(selected, unasked))
     spare = {key for key in unexpected if not parts.issuperset(parts_of(key))}
     report = MatchReport(
-        checkpoint.manifest.attempt,
+        checkpoint.attempt,
         options.strict,
         options.read_once,
         tuple(binding.missing),
@@ -197,13 +199,14 @@ def _planned(
     ]
     pieces = [piece for entry in entries for piece in entry.pieces]
     plan = plan_reads(
-        checkpoint.manifest.tensors,
+        checkpoint.tensors,
         checkpoint.table,
         RequestedBoxes(
             np.repeat(np.array(rows, np.int64), [len(entry.pieces) for entry in entries]),
             np.fromiter(chain.from_iterable([piece.offsets for piece in pieces]), np.int64),
             np.fromiter(chain.from_iterable([piece.sizes for piece in pieces]), np.int64),
         ),
+        advice=checkpoint.tiling_advice,
     )
     return destinations, plan
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from shardproof.errors import StructureError
-from shardproof.loading.checkpoint import Checkpoint, read_plan
+from shardproof.loading.checkpoint import Checkpoint
 from shardproof.loading.destinations import Destination
 from shardproof.planning import ReadPlan
 from shardproof.state import as_bytes
@@ -43,7 +43,7 @@ def check_shared_memory(
         for there in (destinations[row] for row in rows)
     ]
     wanted = np.array([place[row] for row in part.want.tolist()], np.int64)
-    read_plan(checkpoint, part.for_wants(wanted), again)
+    checkpoint.fill(part.for_wants(wanted), again)
     for row, copy in zip(rows, again, strict=True):
         if not _same_bits(destinations[row].view, copy.view):
             raise StructureError(

@@ -5,5 +5,6 @@ from __future__ import annotations
 from shardproof.maintenance.copy import make_standalone
 from shardproof.maintenance.repair import repair
 from shardproof.maintenance.verify import VerifyReport, verify
+from shardproof.maintenance.verify_foreign import verify_foreign
 
-__all__ = ["VerifyReport", "make_standalone", "repair", "verify"]
+__all__ = ["VerifyReport", "make_standalone", "repair", "verify", "verify_foreign"]

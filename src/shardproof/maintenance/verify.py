@@ -50,6 +50,11 @@ class VerifyReport:
     """Bytes of chunks that were compared with their digests."""
     seconds: float
     faults: list[ShardproofError] = field(default_factory=list)
+    unproved: int = 0
+    """Bytes that were read and that the format has no checksum for (only formats of other projects)."""
+    notes: list[str] = field(default_factory=list)
+    """What the format cannot prove or lost, a sentence each."""
+    format: str = "shardproof"
 
     @property
     def ok(self) -> bool:
@@ -67,6 +72,9 @@ class VerifyReport:
             "bytes": self.bytes,
             "seconds": self.seconds,
             "faults": [fault.to_wire() for fault in self.faults],
+            "format": self.format,
+            "unproved": self.unproved,
+            "notes": self.notes,
         }
 
 

@@ -7,7 +7,13 @@ load, on each rank: `ChunkTable` from the index, then `plan_reads`.
 """
 
 from shardproof.planning.chunk_table import ChunkTable
-from shardproof.planning.read_plan import ReadPlan, RequestedBoxes, plan_reads, prove_chunks
+from shardproof.planning.read_plan import (
+    OWN_ADVICE,
+    ReadPlan,
+    RequestedBoxes,
+    plan_reads,
+    prove_chunks,
+)
 from shardproof.planning.replicas import SAMPLE_BYTES, Replicas, SharedPieces, Slices
 from shardproof.planning.structure import Structure, TensorTable
 from shardproof.planning.write_plan import (
@@ -22,6 +28,7 @@ from shardproof.planning.write_plan import (
 __all__ = [
     "CHUNK_BYTES",
     "LARGE_BYTES",
+    "OWN_ADVICE",
     "SAMPLE_BYTES",
     "ChunkTable",
     "RankPlan",

@@ -17,6 +17,10 @@ from shardproof.planning.chunk_table import ChunkTable
 __all__ = ["ReadPlan", "RequestedBoxes", "TensorShape", "plan_reads", "prove_chunks"]
 
 
+OWN_ADVICE = (
+    "Restore another step, and report this as a bug: each save proves that the chunks cover their tensors"
+)
+"""Advice about a checkpoint that shardproof saved."""
 _PAIRS_EACH = 16
 """`_pairs` compares all pairs if there are at most so many for each box and chunk; else it searches."""
 
@@ -85,13 +89,20 @@ class ReadPlan:
         )
 
 
-def prove_chunks(tensors: Sequence[TensorShape], table: ChunkTable, chosen: NDArray[np.int64]) -> None:
+def prove_chunks(
+    tensors: Sequence[TensorShape],
+    table: ChunkTable,
+    chosen: NDArray[np.int64],
+    *,
+    advice: str = OWN_ADVICE,
+) -> None:
     """Proves that the stored chunks of some tensors tile them.
 
     Args:
         tensors: all tensors of the checkpoint.
         table: all chunks of the checkpoint.
         chosen: rows of the tensors to prove.
+        advice: what the user can do about chunks that do not tile their tensor, for the error message.
 
     Raises:
         TilingError: the chunks of a tensor do not tile it. The error names the first such tensor.
@@ -116,8 +127,7 @@ def prove_chunks(tensors: Sequence[TensorShape], table: ChunkTable, chosen: NDAr
             raise TilingError(
                 f"checkpoint: tensor {key!r} of shape {list(shape)}: {fault.kind} at offsets "
                 f"{list(fault.offsets)}, sizes {list(fault.sizes)}: the stored chunks do not cover "
-                "it exactly once. Restore another step, and report this as a bug: each save proves that the "
-                "chunks cover their tensors",
+                f"it exactly once. {advice}",
                 key=key,
                 kind=fault.kind,
                 box=[list(fault.offsets), list(fault.sizes)],
@@ -125,7 +135,13 @@ def prove_chunks(tensors: Sequence[TensorShape], table: ChunkTable, chosen: NDAr
             )
 
 
-def plan_reads(tensors: Sequence[TensorShape], table: ChunkTable, wanted: RequestedBoxes) -> ReadPlan:
+def plan_reads(
+    tensors: Sequence[TensorShape],
+    table: ChunkTable,
+    wanted: RequestedBoxes,
+    *,
+    advice: str = OWN_ADVICE,
+) -> ReadPlan:
     """Plans which parts of which chunks fill the requested boxes.
 
     Proves first that each element of the boxes is stored exactly once.
@@ -134,11 +150,12 @@ def plan_reads(tensors: Sequence[TensorShape], table: ChunkTable, wanted: Reques
         tensors: all tensors of the checkpoint. Only those of requested boxes are read.
         table: all chunks of the checkpoint.
         wanted: the requested boxes.
+        advice: as for `prove_chunks`.
 
     Raises:
         TilingError: the chunks of a requested tensor do not tile it, or a box reaches outside its tensor.
     """
-    prove_chunks(tensors, table, wanted.tensor)
+    prove_chunks(tensors, table, wanted.tensor, advice=advice)
     ndims = _ndims(tensors, wanted.tensor)
     want_table = BoxTable.of(ndims, wanted.box_offsets, wanted.box_sizes)
     width = int(ndims.max(initial=0))

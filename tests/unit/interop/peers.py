@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import random
 import tarfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
+
+import shardproof as sp
+from shardproof.loading import ForeignCheckpoint
+from shardproof.maintenance import verify_foreign
 
 PEERS = Path(__file__).resolve().parents[2] / "golden" / "peers"
 
@@ -51,4 +56,38 @@ def tagged(value: Any) -> Any:
 
 def bits(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
     """What two tensors have in common if they are equal bit for bit."""
-    return tensor.dtype, tensor.shape, bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    dense = tensor.reshape(-1)
+    if not dense.numel():
+        return tensor.dtype, tensor.shape, b""
+    if dense.stride(0) != 1:
+        dense = dense.clone(memory_format=torch.contiguous_format)
+    return tensor.dtype, tensor.shape, bytes(dense.view(torch.uint8).numpy())
+
+
+def check_golden(golden: Golden, name: str, path: Path | None = None) -> None:
+    """A golden checkpoint is recognized, and reads to its expected bits, whole and sliced.
+
+    Args:
+        golden: of which every key is expected under its own name.
+        name: of the format that has to be recognized.
+        path: to open; None for the folder of the checkpoint.
+    """
+    with sp.open(path or golden.checkpoint) as checkpoint:
+        assert isinstance(checkpoint, ForeignCheckpoint)
+        assert checkpoint.reader.name == name
+        assert checkpoint.keys() == sorted([*golden.kinds, *golden.objects])
+        chosen = random.Random(0)
+        for key in golden.kinds:
+            expected = golden.tensor(key)
+            assert bits(checkpoint[key].read()) == bits(expected), key
+            box = tuple(
+                slice(at, chosen.randint(at, extent), chosen.randint(1, 2))
+                for extent in expected.shape
+                for at in (chosen.randint(0, extent),)
+            )
+            assert bits(checkpoint[key][box]) == bits(expected[box]), (key, box)
+        found = {key: tagged(checkpoint.reader.object(key)) for key in golden.objects}
+        assert found == golden.objects
+        report = verify_foreign(checkpoint)
+        assert report.ok, report.faults
+        assert report.bytes + report.unproved > 0

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardproof.errors import FormatError
-from shardproof.interop import Opaque, read_pickle
+from shardproof.interop.pickle_data import Opaque, read_pickle
 
 SCALARS = (
     st.none()

@@ -17,7 +17,7 @@ import shardproof as sp
 from shardproof.errors import CorruptChunkError, StorageError
 from shardproof.format import read_manifest
 from shardproof.loading import LoadReport, cold_reads, load_from, read_executor
-from shardproof.loading.checkpoint import Checkpoint
+from shardproof.loading.checkpoint import NativeCheckpoint
 from shardproof.loading.chunk_reader import Chunks
 from shardproof.loading.cold_reads import MEMORY_BYTES, MOST_THREADS, SAMPLES, Fetcher, Sketch, reads_twice
 from shardproof.rendezvous import LocalRendezvous
@@ -224,7 +224,7 @@ def test_one_request_takes_no_more_memory_than_the_longest(
 
 def test_a_unit_that_is_handed_on_is_read_in_one_request(folder: Path) -> None:
     storage = Uncached(folder)
-    with Checkpoint(storage) as opened:
+    with NativeCheckpoint(storage) as opened:
         rows = np.flatnonzero(opened.table.tensor == opened.row("w0"))
         chunks = Chunks(opened.files, opened.manifest, opened.table, rows)
         unit = range(len(chunks))

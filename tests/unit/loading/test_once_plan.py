@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardproof as sp
-from shardproof.loading.checkpoint import Checkpoint
+from shardproof.loading.checkpoint import NativeCheckpoint
 from shardproof.loading.destinations import DestinationWriter
 from shardproof.loading.matching import Options, match
 from shardproof.loading.read_once.group_plan import plan_once
@@ -125,7 +125,7 @@ def shared_chunks(table: ChunkTable, requests: list[ChunkRequest]) -> set[int]:
     }
 
 
-def reads_of(opened: Checkpoint, writer: DestinationWriter, plan: ReadPlan) -> np.ndarray[Any, Any]:
+def reads_of(opened: NativeCheckpoint, writer: DestinationWriter, plan: ReadPlan) -> np.ndarray[Any, Any]:
     rows = np.unique(plan.chunk)
     begin, end = opened.blocks.covering(rows, writer.wanted(rows))
     return end - begin
@@ -298,14 +298,14 @@ def test_rounds_between_ranks_of_one_process_fill_every_destination(data: st.Dat
             ]
             for boxes in wanted
         ]
-        opened = Checkpoint(LocalStorage(folder))
+        opened = NativeCheckpoint(LocalStorage(folder))
         matched = []
         for boxes, views in zip(wanted, states, strict=True):
             pieces = [(view, box[:2]) for view, box in zip(views, boxes, strict=True)]
             state = {"a": torch.zeros_like(byte), "w": sp.LocalShards((rows, columns), pieces, dtype=cast)}
             matched.append((match(opened, state, Options(cast=True), 0, 1), state))
         writers = [
-            DestinationWriter(opened.manifest, opened.table, found.plan, found.destinations)
+            DestinationWriter(opened.tensors, opened.table, found.plan, found.destinations)
             for found, _ in matched
         ]
         requests = [

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import shardproof as sp
 from shardproof.errors import CorruptChunkError
 from shardproof.loading import load_from, read_executor
-from shardproof.loading.checkpoint import Checkpoint
+from shardproof.loading.checkpoint import NativeCheckpoint
 from shardproof.loading.chunk_reader import GAP, Chunks
 from shardproof.loading.threads import in_threads
 from shardproof.rendezvous import LocalRendezvous
@@ -133,7 +133,7 @@ def test_blocks_are_read_two_at_a_time(tmp_path: Path) -> None:
 
 def test_a_damaged_chunk_beside_a_gap_is_named(tmp_path: Path) -> None:
     sp.save(tmp_path, {f"{n}": torch.full((1000,), float(n)) for n in range(9)})
-    with Checkpoint(LocalStorage(tmp_path)) as opened:
+    with NativeCheckpoint(LocalStorage(tmp_path)) as opened:
         row = opened.row("7")
         at = int(opened.table.byte_start[np.flatnonzero(opened.table.tensor == row)[0]])
         name = opened.manifest.files[0].name

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 import shardproof as sp
 from shardproof.errors import CorruptChunkError, NotCommittedError, StorageError
-from shardproof.loading.checkpoint import Checkpoint
+from shardproof.loading.checkpoint import Checkpoint, NativeCheckpoint
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.saving import Saver
 from shardproof.storage import LocalStorage
@@ -181,7 +181,7 @@ INDICES: list[tuple[str, tuple[Index, ...]]] = [
 ]
 
 
-def _blocks_of_slice(opened: Checkpoint, key: str, index: tuple[Index, ...]) -> list[tuple[int, range]]:
+def _blocks_of_slice(opened: NativeCheckpoint, key: str, index: tuple[Index, ...]) -> list[tuple[int, range]]:
     """Of each chunk that a slice needs a part of, the row and the blocks: element by element."""
     value = TENSORS[key]
     filled = tuple(slice(part.start, part.stop) if isinstance(part, slice) else part for part in index)
@@ -202,7 +202,7 @@ def _blocks_of_slice(opened: Checkpoint, key: str, index: tuple[Index, ...]) -> 
 @pytest.mark.parametrize(("key", "index"), INDICES)
 def test_a_slice_reads_only_the_blocks_it_needs(folder: Path, key: str, index: tuple[Index, ...]) -> None:
     counting = _Counting(LocalStorage(folder))
-    opened = Checkpoint(counting)  # type: ignore[arg-type]
+    opened = NativeCheckpoint(counting)  # type: ignore[arg-type]
     counting.read_bytes = 0
     stored = opened[key]
     assert counting.read_bytes == 0, "a tensor that nobody slices is not read"

@@ -16,7 +16,7 @@ from shardproof.errors import (
     StructureError,
     TilingError,
 )
-from shardproof.loading.checkpoint import Checkpoint
+from shardproof.loading.checkpoint import NativeCheckpoint
 from shardproof.loading.chunk_reader import Chunks
 from shardproof.loading.destinations import DestinationWriter
 from shardproof.loading.matching import Options, from_rank
@@ -88,7 +88,7 @@ class ReadOnceExchange:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: NativeCheckpoint,
         plan: ReadPlan,
         writer: DestinationWriter,
         rendezvous: Rendezvous,

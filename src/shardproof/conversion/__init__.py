@@ -1,0 +1,1 @@
+"""Conversion of checkpoints between formats: planned in units, written in parallel, verified."""

@@ -1,0 +1,213 @@
+"""The protocol of a reader of a foreign format, and the tensors that it describes.
+
+A reader opens a checkpoint and describes it: keys, dtypes, shapes, and where each stored box of a tensor
+lies. It reads no tensor data. Loading, verification, comparison and conversion read boxes from these
+descriptions, so that they know nothing about formats.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from shardproof.errors import FormatError
+from shardproof.geometry import flat_range_boxes, row_major_strides
+from shardproof.interop.extents import Extent
+from shardproof.storage import Storage
+
+__all__ = ["Foreign", "FormatReader", "StoredBox", "StoredView", "TensorDescription", "flat_boxes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """A path that may hold a foreign checkpoint."""
+
+    storage: Storage
+    """The folder, or the folder of the file."""
+    file: str | None = None
+    """Name of the file in the storage; None if the path is a folder."""
+
+    @property
+    def location(self) -> str:
+        """The path, for messages."""
+        return self.storage.location if self.file is None else f"{self.storage.location}/{self.file}"
+
+    def has(self, name: str) -> bool:
+        """True if the path is a folder that has a file of this name."""
+        return self.file is None and self.storage.size(name) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredView:
+    """Elements of an extent, as a strided array."""
+
+    extent: Extent
+    offset: int
+    """First element, counted in elements of the tensor's dtype from the begin of the extent."""
+    stride: tuple[int, ...]
+    """(d,) elements from one index to the next in each dimension."""
+
+    @staticmethod
+    def dense(sizes: Sequence[int], extent: Extent, offset: int = 0) -> StoredView:
+        """Elements in row-major order, one after the other."""
+        return StoredView(extent, offset, tuple(row_major_strides(sizes)))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBox:
+    """A box of a tensor that a checkpoint stores."""
+
+    offsets: tuple[int, ...]
+    """(d,) first index of the box in the tensor."""
+    sizes: tuple[int, ...]
+    """(d,) sizes of the box; none is 0."""
+    file: str
+    """Name of the file in the storage, for the order of reads and for messages."""
+    start: int
+    """Byte of the file where the box, or what holds it, begins."""
+    nbytes: int
+    """Bytes of the file that a read of the box needs, at most."""
+    view: StoredView | Callable[[], StoredView]
+    """The elements, or a function that opens the file and finds them. It may raise as `Extent.read_into`."""
+
+    @staticmethod
+    def of(offsets: Sequence[int], sizes: Sequence[int], view: StoredView) -> StoredBox:
+        """A box whose elements are known without opening the file."""
+        extent = view.extent
+        return StoredBox(tuple(offsets), tuple(sizes), extent.file, extent.start, extent.stored_bytes, view)
+
+    @staticmethod
+    def whole(shape: Sequence[int], extent: Extent) -> list[StoredBox]:
+        """The only box of a tensor that an extent holds in row-major order; none for a tensor of size 0."""
+        if 0 in shape:
+            return []
+        return [StoredBox.of((0,) * len(shape), shape, StoredView.dense(shape, extent))]
+
+    def located(self) -> StoredView:
+        """The elements of the box. It may open the file, and raise as `Extent.read_into`."""
+        return self.view if isinstance(self.view, StoredView) else self.view()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDescription:
+    """A tensor of a foreign checkpoint, not read yet."""
+
+    dtype: str
+    """Torch's name of the dtype, for example "bfloat16"."""
+    shape: tuple[int, ...]
+    """Global shape."""
+    boxes: Sequence[StoredBox]
+    """The stored boxes, without empty ones. They tile the shape, unless the checkpoint is damaged."""
+    notes: tuple[str, ...] = field(default=(), kw_only=True)
+    """What the user has to know about this tensor alone, a sentence each."""
+
+
+def flat_boxes(
+    shape: Sequence[int], start: int, stop: int, extent: Extent, offset: int = 0
+) -> list[StoredBox]:
+    """The boxes of a flat range of a tensor that lies contiguously in an extent.
+
+    Args:
+        shape: (d,) of the tensor.
+        start: first element of the range, in the row-major order of the tensor.
+        stop: end of the range, exclusive.
+        extent: holds the elements in order.
+        offset: element of the extent where the range begins.
+
+    Returns:
+        At most 2·d − 1 boxes.
+    """
+    if start >= stop:
+        return []
+    boxes, first = flat_range_boxes(shape, start, stop)
+    return [
+        StoredBox.of(offsets, sizes, StoredView.dense(sizes, extent, offset + at))
+        for offsets, sizes, at in zip(
+            boxes.offsets.tolist(), boxes.sizes.tolist(), first.tolist(), strict=True
+        )
+    ]
+
+
+class FormatReader(ABC):
+    """A foreign checkpoint, open for reading. Nothing that its pickles name is imported or called.
+
+    A subclass reads the metadata in its constructor and sets the attributes. It stores no tensor data.
+
+    Args:
+        foreign: where the checkpoint is.
+
+    Raises:
+        NotCommittedError: there is no checkpoint, or its save did not finish.
+        FormatError: the metadata is damaged.
+        StorageError: a file of the metadata is missing or unreadable.
+    """
+
+    name: ClassVar[str]
+    """Name of the format, as ``format=`` and ``--to`` take it."""
+
+    def __init__(self, foreign: Foreign) -> None:
+        self.storage = foreign.storage
+        self.location = foreign.location
+        self.tensors: dict[str, TensorDescription] = {}
+        """Tensors by key."""
+        self.aliases: dict[str, str] = {}
+        """Key of a tied tensor to the key in `tensors` that it equals."""
+        self.world_size = 1
+        """Ranks that saved, where the format says so."""
+        self.step: int | None = None
+        """Training step, where the format says so."""
+        self.notes: list[str] = []
+        """What the format cannot prove or lost, a sentence each. Users see them once, as a warning."""
+        self.identity = ""
+        """Equal on all ranks that see the same checkpoint: a digest of the metadata."""
+
+    @classmethod
+    @abstractmethod
+    def recognizes(cls, foreign: Foreign) -> bool:
+        """True if the path looks like this format. It looks at names and a few bytes of small files only."""
+
+    @abstractmethod
+    def object_keys(self) -> Iterable[str]:
+        """Keys of the values that are not tensors."""
+
+    @abstractmethod
+    def object(self, key: str, *, trust_pickle: bool = False) -> Any:
+        """A value that is not a tensor, as plain data: None, numbers, strings, bytes, containers, tensors.
+
+        Args:
+            key: one of `object_keys`.
+            trust_pickle: True to unpickle the value with torch, which may run code of the file. Otherwise
+                objects of classes become `Opaque`.
+
+        Raises:
+            KeyError: no value has this key.
+            CorruptChunkError, FormatError, StorageError: the value is damaged, or its file missing or short.
+        """
+
+    def files(self) -> Mapping[str, int | None]:
+        """Files that the checkpoint needs: name to expected size, None if the format does not record it."""
+        return dict.fromkeys(box.file for tensor in self.tensors.values() for box in tensor.boxes)
+
+    def verify_extra(self) -> int:
+        """Verifies what is neither a tensor nor the metadata, for example objects and files with digests.
+
+        Returns:
+            The bytes that checksums proved.
+
+        Raises:
+            CorruptChunkError, FormatError, StorageError: the first damage.
+        """
+        for key in self.object_keys():
+            self.object(key)
+        return 0
+
+    def close(self) -> None:
+        """Closes the files that reading opened."""
+        self.storage.close()
+
+    def fault(self, file: str, text: str, **details: Any) -> FormatError:
+        """A `FormatError` that names a file of this checkpoint."""
+        path = f"{self.storage.location}/{file}"
+        return FormatError(f"{path}: {text}", file=path, **details)

@@ -1,0 +1,129 @@
+"""The protocol of a writer of a format: plan units, write them anywhere and in any order, commit.
+
+A writer cuts a checkpoint into units. A unit is written by one process, usually as one file, and no two units
+share a file. So units are written in parallel, and those that are complete survive an interrupted conversion.
+The commit writes the metadata, last.
+
+    units (same on every process) -> write each unit, in any process -> commit, in one process
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from shardproof.storage import Storage
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["BoxSource", "Contents", "FormatWriter", "Unit", "WriteOptions"]
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a checkpoint is to hold."""
+
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    """Key to torch's name of the dtype, and shape."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Key of a tied tensor to the key in `tensors` that it equals."""
+    objects: Mapping[str, Any] = field(default_factory=dict)
+    """Key to plain data."""
+    step: int | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """What the user wants to be stored beside, as plain data."""
+
+
+class BoxSource(Protocol):
+    """Gives the values of the tensors of a `Contents`."""
+
+    def read(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """Reads a box of a tensor.
+
+        Args:
+            key: of a tensor.
+            offsets: (d,) first index of the box.
+            sizes: (d,) sizes of the box.
+
+        Returns:
+            A dense tensor in host memory, of the shape `sizes` and the dtype that the contents give.
+
+        Raises:
+            ShardproofError: the source is damaged or cannot be read.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOptions:
+    """How to write a checkpoint."""
+
+    max_file_bytes: int | None = None
+    """Bytes of tensors in one file, at most, where the format allows several files. None: the format's
+    habit."""
+    piece_bytes: int = 64 << 20
+    """Bytes of one `BoxSource.read`, at most, unless a single row is larger. It bounds the memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A part of a checkpoint that one process writes."""
+
+    name: str
+    """Unique in the checkpoint, and a valid file name."""
+    boxes: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]]
+    """Key, offsets and sizes of the boxes that the unit holds."""
+    nbytes: int
+    """Bytes of the boxes."""
+
+
+class FormatWriter(ABC):
+    """Writes a checkpoint of one format.
+
+    A constructor plans the units. It depends on its arguments alone, so that all processes plan the same.
+
+    Args:
+        contents: what to write.
+        options: how to write it.
+
+    Raises:
+        StructureError: the format cannot hold a tensor or an object; the message names the key and says what
+            to do.
+    """
+
+    name: ClassVar[str]
+    """Name of the format, as ``--to`` takes it."""
+    units: Sequence[Unit]
+
+    @abstractmethod
+    def __init__(self, contents: Contents, options: WriteOptions) -> None: ...
+
+    @abstractmethod
+    def write(self, unit: Unit, source: BoxSource, target: Storage) -> dict[str, Any]:
+        """Writes a unit to files that no other unit writes, durably.
+
+        A file of the unit that is there already is left from an interrupted attempt and is replaced.
+
+        Args:
+            unit: one of `units`.
+            source: gives the boxes; asked for at most `WriteOptions.piece_bytes` at once.
+            target: a new folder that becomes the checkpoint.
+
+        Returns:
+            What `commit` needs to know about the unit, as JSON values.
+
+        Raises:
+            ShardproofError: the source is damaged, or the target fails.
+        """
+
+    @abstractmethod
+    def commit(self, records: Mapping[str, dict[str, Any]], target: Storage) -> None:
+        """Writes the metadata, when all units are written.
+
+        Args:
+            records: by name of the unit, what `write` returned.
+            target: where the units are.
+        """

@@ -1,0 +1,90 @@
+"""Verifies a checkpoint of another project, as far as its format can prove anything."""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Callable
+from itertools import groupby
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardproof.errors import CorruptChunkError, FormatError, ShardproofError, StorageError, TilingError
+from shardproof.loading import ForeignCheckpoint
+from shardproof.maintenance.verify import VerifyReport
+from shardproof.planning import prove_chunks
+
+__all__ = ["verify_foreign"]
+
+_DAMAGE = (CorruptChunkError, FormatError, StorageError)
+
+
+def verify_foreign(
+    checkpoint: ForeignCheckpoint, on_progress: Callable[[int, int], None] | None = None
+) -> VerifyReport:
+    """Reads a whole checkpoint of another project and checks what its format lets a reader check.
+
+    - The stored boxes of each tensor must tile it.
+    - Files must exist, with their recorded sizes. What they hold must have the described dtypes and shapes.
+    - Bytes must match their checksums. The report counts bytes without a checksum as unproved.
+
+    Args:
+        checkpoint: open for reading.
+        on_progress: called with bytes done and bytes in all.
+
+    Returns:
+        The report, with all faults.
+    """
+    begun = time.monotonic()
+    faults: list[ShardproofError] = []
+    _prove_tilings(checkpoint, faults)
+    where = operator.attrgetter("file", "start", "nbytes")
+    boxes = sorted(checkpoint.boxes, key=where)
+    groups = [list(group) for _, group in groupby(boxes, key=where)]
+    total = sum(group[0].nbytes for group in groups)
+    proved = unproved = done = 0
+    for group in groups:
+        try:
+            for extent in dict.fromkeys(box.located().extent for box in group):
+                extent.verify()
+                proved += extent.stored_bytes if extent.has_checksum else 0
+                unproved += 0 if extent.has_checksum else extent.stored_bytes
+        except _DAMAGE as error:
+            faults.append(error)
+        done += group[0].nbytes
+        if on_progress is not None:
+            on_progress(done, total)
+    try:
+        checkpoint.check_files()
+        proved += checkpoint.reader.verify_extra()
+    except _DAMAGE as error:
+        if error.message not in {fault.message for fault in faults}:
+            faults.append(error)
+    return VerifyReport(
+        checkpoint.location,
+        checkpoint.step,
+        len(checkpoint.reader.files()),
+        len(boxes),
+        proved,
+        time.monotonic() - begun,
+        faults,
+        unproved,
+        list(checkpoint.reader.notes),
+        checkpoint.reader.name,
+    )
+
+
+def _prove_tilings(checkpoint: ForeignCheckpoint, faults: list[ShardproofError]) -> None:
+    """Proves all tilings at once; tensor by tensor only if one fails, to find all faults."""
+    rows = np.arange(len(checkpoint.tensors))
+    if _tiling_fault(checkpoint, rows) is not None:
+        faults.extend(filter(None, (_tiling_fault(checkpoint, rows[at : at + 1]) for at in rows.tolist())))
+
+
+def _tiling_fault(checkpoint: ForeignCheckpoint, rows: NDArray[np.int64]) -> ShardproofError | None:
+    try:
+        prove_chunks(checkpoint.tensors, checkpoint.table, rows, advice=checkpoint.tiling_advice)
+    except (FormatError, TilingError) as error:
+        return error
+    return None
