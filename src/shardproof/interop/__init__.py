@@ -1,7 +1,7 @@
 """Formats of other projects: one reader and one writer each, behind two protocols.
 
-`FormatReader` describes a checkpoint: keys, dtypes, shapes and where each stored box lies. `FormatWriter` cuts
-a checkpoint into units and writes them. Nothing that a pickle names is imported or called.
+`FormatReader` describes a checkpoint: keys, dtypes, shapes and where each stored box lies. `FormatWriter`
+cuts a checkpoint into units and writes them. Nothing that a pickle names is imported or called.
 """
 
 from shardproof.interop.extents import DecodedExtent, Extent, FileRange
