@@ -13,7 +13,17 @@ import click
 
 from shardproof.cli.failures import BadPath
 
-__all__ = ["checkpoint_argument", "folder_argument", "json_option", "print_json", "span"]
+__all__ = [
+    "checkpoint_argument",
+    "folder_argument",
+    "format_option",
+    "json_option",
+    "path_argument",
+    "print_json",
+    "size",
+    "span",
+    "trust_pickle_option",
+]
 
 MANIFEST = "manifest.json"
 """As in `shardproof.format`, which would import numpy."""
@@ -47,6 +57,39 @@ def span(_context: click.Context, _parameter: click.Parameter, value: str) -> fl
         raise click.BadParameter(str(error)) from error
 
 
+_SIZES = {
+    "": 1,
+    **{
+        f"{unit}{kind}": base ** (at + 1)
+        for kind, base in (("B", 1000), ("iB", 1024))
+        for at, unit in enumerate("KMGT")
+    },
+}
+
+
+def bytes_of(text: str) -> int:
+    """Bytes of a size: a number with KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB or TiB (of 1024).
+
+    Raises:
+        ValueError: `text` has another form.
+
+    >>> bytes_of("5GB"), bytes_of("4GiB"), bytes_of("100")
+    (5000000000, 4294967296, 100)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B)?", text.strip(), re.ASCII)
+    if match is None:
+        raise ValueError(f"{text!r} is not a size; write 500MB, 5GB or 4GiB")
+    return int(float(match[1]) * _SIZES[match[2] or ""])
+
+
+def size(_context: click.Context, _parameter: click.Parameter, value: str | None) -> int | None:
+    """Callback of an option: bytes from a text such as "5GB"; a usage error for another form."""
+    try:
+        return None if value is None else bytes_of(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+
+
 def folder_argument(name: str) -> Callable[[Function], Function]:
     """An argument for a folder. A missing folder is bad usage (exit code 2)."""
     return click.argument(name, callback=_folder)
@@ -55,6 +98,15 @@ def folder_argument(name: str) -> Callable[[Function], Function]:
 def checkpoint_argument(name: str) -> Callable[[Function], Function]:
     """An argument for a checkpoint. A missing folder, or the folder of a run, is bad usage (exit code 2)."""
     return click.argument(name, callback=_checkpoint)
+
+
+def path_argument(name: str) -> Callable[[Function], Function]:
+    """An argument for a checkpoint of any format, a folder or a file. A missing one is bad usage."""
+    return click.argument(name, callback=_path)
+
+
+def _path(context: click.Context, parameter: click.Parameter, path: str) -> str:
+    return path if os.path.isfile(path) else _checkpoint(context, parameter, path)
 
 
 def _folder(_context: click.Context, parameter: click.Parameter, path: str) -> str:
@@ -93,6 +145,12 @@ def _checkpoint(context: click.Context, parameter: click.Parameter, path: str) -
     return path
 
 
+format_option = click.option("--format", metavar="FORMAT", help="Format of a checkpoint, if it is not found.")
+trust_pickle_option = click.option(
+    "--trust-pickle",
+    is_flag=True,
+    help="Unpickle values of other formats that are no plain data. This may run code of the checkpoint.",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 
 

@@ -1,32 +1,166 @@
-"""``shardproof convert`` and ``shardproof repair``: copy a checkpoint, rebuild a manifest."""
+"""``shardproof convert`` and ``shardproof repair``: write a checkpoint anew, rebuild a manifest."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from shardproof.cli.failures import YES
-from shardproof.cli.options import checkpoint_argument, json_option, print_json
+from shardproof.cli.options import (
+    checkpoint_argument,
+    format_option,
+    json_option,
+    path_argument,
+    print_json,
+    size,
+    trust_pickle_option,
+)
+
+if TYPE_CHECKING:
+    from shardproof.conversion import ConversionReport
 
 __all__ = ["convert_command", "repair_command"]
 
 
-@click.command("convert", short_help="Copy a step so that it needs no other.")
-@checkpoint_argument("src")
+FORMATS = ("shardproof", "dcp", "torch_dist", "fsdp_dtensor", "zarr", "safetensors", "hf", "torch")
+"""Formats that can be written; the keys of `shardproof.interop.WRITERS`, which would import numpy."""
+KEYS_SHOWN = 20
+
+
+@click.command("convert", short_help="Write a checkpoint in another format, or a step that needs no other.")
+@path_argument("src")
 @click.argument("dst", type=click.Path())
-@click.option("--standalone", is_flag=True, help="Make the copy refer to no other step.")
+@click.option("--to", type=click.Choice(FORMATS), help="Format to write.")
+@click.option(
+    "--standalone", is_flag=True, help="Make the copy of an incremental step refer to no other step."
+)
+@format_option
+@click.option("--dtype", metavar="DTYPE", help="Convert floating point tensors, for example to bfloat16.")
+@click.option("--include", multiple=True, metavar="PATTERN", help="Keys to convert, and all below them.")
+@click.option("--exclude", multiple=True, metavar="PATTERN", help="Keys to leave out, and all below them.")
+@click.option("--rename", type=click.Path(), help='TOML file with lines such as "model.module" = "model".')
+@click.option(
+    "--map", "key_map", metavar="MAP", help="Key map, such as megatron-to-hf:llama, or a TOML file."
+)
+@click.option("--max-file-size", callback=size, metavar="SIZE", help="Split into files of at most this size.")
+@click.option("--memory", callback=size, default="4GiB", show_default=True, help="Memory of all workers.")
+@click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Processes that write.")
+@click.option("--on", type=click.Choice(["processes", "ray"]), default="processes", show_default=True)
+@click.option("--dry-run", is_flag=True, help="Show what would be written, and write nothing.")
+@trust_pickle_option
 @json_option
-def convert_command(src: str, dst: str, standalone: bool, as_json: bool) -> int:
-    """Copy the checkpoint SRC to the folder DST and verify every chunk.
+def convert_command(
+    src: str,
+    dst: str,
+    to: str | None,
+    standalone: bool,
+    rename: str | None,
+    dry_run: bool,
+    on: Literal["processes", "ray"],
+    as_json: bool,
+    **options: Any,
+) -> int:
+    """Write the checkpoint SRC, of any known format, as the new checkpoint DST.
+
+    The conversion reads and writes within --memory, verifies what it wrote, and moves it to DST last. After
+    an interruption, the same command goes on where it was. Under torchrun, the ranks share the work.
 
     With --standalone, the copy of an incremental step has all its bytes and can be moved anywhere. It loads
-    as SRC does: the same tensors, plain values, step, time, metadata and world size. Exit code 0: copied. 1:
-    SRC is damaged or not committed, or DST holds a checkpoint; DST is unchanged.
-    """
-    if not standalone:
-        raise click.UsageError(
-            "no form of copy given: add --standalone for a copy that refers to no other step"
-        )
+    as SRC does: the same tensors, plain values, step, time, metadata and world size.
 
+    Exit code 0: converted. 1: SRC is damaged or not committed, or there is something at DST, which is
+    unchanged.
+    """
+    if standalone:
+        if to is not None:
+            raise click.UsageError("give --to or --standalone, not both")
+        return _make_standalone(src, dst, as_json)
+    if to is None:
+        raise click.UsageError(
+            f"name the format to write: --to {'|'.join(FORMATS)}; or give --standalone for a copy that "
+            "refers to no other step"
+        )
+    from shardproof.cli.terminal import bytes_progress
+    from shardproof.conversion import ConversionRequest, convert
+
+    request = ConversionRequest(
+        src,
+        dst,
+        to,
+        format=options["format"],
+        dtype=options["dtype"],
+        include=options["include"] or None,
+        exclude=options["exclude"] or None,
+        rename=_renames(rename) if rename else {},
+        key_map=options["key_map"],
+        max_file_bytes=options["max_file_size"],
+        memory_bytes=options["memory"],
+        workers=options["workers"],
+        trust_pickle=options["trust_pickle"],
+    )
+    try:
+        with bytes_progress("convert", shown=not as_json) as on_progress:
+            report = convert(request, on=on, dry_run=dry_run, on_progress=on_progress)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    if as_json:
+        import msgspec
+
+        print_json(msgspec.to_builtins(report))
+    else:
+        _show_conversion(report)
+    return YES
+
+
+def _renames(path: str) -> dict[str, str]:
+    """The table of a TOML file: stored key to written key."""
+    import tomllib
+
+    try:
+        with open(path, "rb") as file:
+            table = tomllib.load(file)
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise click.UsageError(f"--rename: {path} cannot be read: {error}") from error
+    wrong = [key for key, value in table.items() if not isinstance(value, str)]
+    if wrong:
+        raise click.UsageError(
+            f"--rename: {path}: the value of {wrong[0]!r} is no string. Write keys with dots in quotes: "
+            '"model.module" = "model"'
+        )
+    return table
+
+
+def _show_conversion(report: ConversionReport) -> None:
+    from shardproof._utils.humanize import counted, gigabytes, gigabytes_per_second, printable
+
+    held = f"{counted(report.tensors, 'tensor')}, {counted(report.objects, 'plain value')}"
+    if report.dry_run:
+        click.echo(
+            printable(
+                f"would write {report.location} as {report.format}: {held}, {gigabytes(report.bytes)} in "
+                f"{counted(report.units, 'unit')}"
+            )
+        )
+    else:
+        click.echo(
+            printable(
+                f"converted to {report.location} ({report.format}): {held}, {gigabytes(report.bytes)}, "
+                f"{gigabytes(report.verified)} verified, in {report.seconds:.1f} s at "
+                f"{gigabytes_per_second(report.bytes, report.seconds)}"
+            )
+        )
+        if report.resumed:
+            click.echo(f"{report.resumed} of {counted(report.units, 'unit')} were written before")
+    if report.left_out:
+        shown = ", ".join(report.left_out[:KEYS_SHOWN])
+        more = ", ..." if len(report.left_out) > KEYS_SHOWN else ""
+        click.echo(printable(f"left out: {counted(len(report.left_out), 'key')}: {shown}{more}"))
+    for note in report.notes:
+        click.echo(printable(f"note: {note}"))
+
+
+def _make_standalone(src: str, dst: str, as_json: bool) -> int:
     import time
 
     from shardproof.cli.terminal import bytes_progress

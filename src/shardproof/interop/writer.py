@@ -97,6 +97,8 @@ class FormatWriter(ABC):
     name: ClassVar[str]
     """Name of the format, as ``--to`` takes it."""
     units: Sequence[Unit]
+    notes: Sequence[str] = ()
+    """What the format cannot hold and the checkpoint loses, a sentence each."""
 
     @abstractmethod
     def __init__(self, contents: Contents, options: WriteOptions) -> None: ...

@@ -12,7 +12,7 @@ from shardproof.loading.matching import Options, ReadOnce, from_rank
 from shardproof.loading.opening import foreign_of, open_storage
 from shardproof.loading.opening import open_checkpoint as open  # noqa: A004 the public name is sp.open
 from shardproof.loading.read_once.agreement import UNREADABLE
-from shardproof.loading.selection import Cast, Patterns
+from shardproof.loading.selection import Cast, Patterns, check_patterns, selects
 from shardproof.reentrance import refuse_inside
 from shardproof.rendezvous import Rendezvous, connected
 from shardproof.storage import StrOrBytesPath
@@ -31,12 +31,14 @@ __all__ = [
     "Patterns",
     "ReadOnce",
     "StoredTensor",
+    "check_patterns",
     "foreign_of",
     "from_rank",
     "load",
     "load_from",
     "open",
     "open_storage",
+    "selects",
 ]
 
 

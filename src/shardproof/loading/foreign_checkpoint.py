@@ -190,12 +190,11 @@ class _BoxReads:
             return extent.stored_bytes
         spans = [self._span(row, view, extent) for row, view in views]
         wanted = sum(end - begin for begin, end in spans)
-        if extent.is_seekable and (
-            extent.nbytes > _WHOLE_BYTES or (not extent.has_checksum and 2 * wanted <= extent.nbytes)
-        ):
+        if extent.is_seekable and (extent.nbytes > _WHOLE_BYTES or 2 * wanted <= extent.nbytes):
             return self._read_ranges(extent, views, spans)
         memory = self._scratch(extent.nbytes)
         extent.read_into(memoryview(memory.numpy().data)[: extent.nbytes])
+        self._note_proved(extent)
         for row, view in views:
             self._put(row, view, memory, 0)
         return extent.stored_bytes
@@ -213,20 +212,20 @@ class _BoxReads:
     ) -> int:
         """Reads the parts of an extent that are wanted. The whole extent is verified once before."""
         read = 0
-        if extent.has_checksum:
-            with self._lock:
-                is_proved = extent in self._proved
-            if not is_proved:
-                extent.verify()
-                read += extent.stored_bytes
-                with self._lock:
-                    self._proved.add(extent)
+        if extent.has_checksum and extent not in self._proved:
+            extent.verify()
+            read += extent.stored_bytes
+            self._note_proved(extent)
         for (row, view), (begin, end) in zip(views, spans, strict=True):
             memory = self._scratch(end - begin)
             extent.read_range(begin, memoryview(memory.numpy().data)[: end - begin])
             self._put(row, view, memory, begin)
             read += end - begin
         return read
+
+    def _note_proved(self, extent: Extent) -> None:
+        if extent.has_checksum:
+            self._proved.add(extent)
 
     def _is_dense(self, row: int, view: StoredView) -> bool:
         return view.stride == tuple(row_major_strides(self._boxes[row].sizes))

@@ -1,0 +1,259 @@
+"""A conversion, from the stored checkpoint to the published one.
+
+    plan (every rank) -> begin (meet) -> write units -> commit (meet) -> verify units -> publish (meet)
+
+Under ``torchrun`` each rank writes a share of the units. In one process the meetings return at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from shardproof import events
+from shardproof.conversion.executors import (
+    Executor,
+    InlineExecutor,
+    ProcessExecutor,
+    RayExecutor,
+    Task,
+    VerifyTask,
+    WriteTask,
+)
+from shardproof.conversion.request import ConversionRequest
+from shardproof.conversion.work import Work
+from shardproof.errors import StructureError
+from shardproof.loading import ForeignCheckpoint
+from shardproof.rendezvous import MeetingSequence, Rendezvous, connected
+
+__all__ = ["ConversionReport", "convert"]
+
+_log = logging.getLogger("shardproof")
+_VERIFY_BOXES = 64
+"""Boxes that one task verifies."""
+
+Where = Literal["processes", "ray"]
+
+
+class ConversionReport(msgspec.Struct, frozen=True):
+    """The result of a conversion."""
+
+    source: str
+    location: str
+    """The new checkpoint."""
+    format: str
+    """The format that was written."""
+    tensors: int
+    objects: int
+    bytes: int
+    """Bytes of the tensors of the new checkpoint."""
+    units: int
+    resumed: int
+    """Units that an interrupted conversion had written before."""
+    verified: int
+    """Bytes of the new checkpoint that were read again and compared."""
+    seconds: float
+    left_out: tuple[str, ...] = ()
+    """Keys of the stored checkpoint that were not converted."""
+    notes: tuple[str, ...] = ()
+    """What the formats cannot hold or prove, a sentence each."""
+    dry_run: bool = False
+    """True if nothing was written."""
+
+
+def convert(
+    request: ConversionRequest,
+    *,
+    on: Where = "processes",
+    dry_run: bool = False,
+    on_progress: Callable[[int, int], None] | None = None,
+    rendezvous: Rendezvous | None = None,
+    deadline: float | None = None,
+) -> ConversionReport:
+    """Converts a checkpoint to another format. Under ``torchrun``, every rank calls it.
+
+    The new checkpoint is written to a folder beside the destination, verified, and moved to the destination
+    last. After an interruption, the same call goes on where it was.
+
+    Args:
+        request: what to convert, and how.
+        on: "processes" for processes of this machine, "ray" for a Ray cluster.
+        dry_run: True to plan and to write nothing.
+        on_progress: called with bytes done and in all; each byte is written once and verified once.
+        rendezvous: where the ranks meet; found by itself when None.
+        deadline: seconds that a rank may be silent; see `shardproof.load`.
+
+    Returns:
+        What was converted.
+
+    Raises:
+        AlreadyCommittedError: there is something at the destination.
+        PlainDataError, StructureError, ValueError: the request does not fit the checkpoint or the format.
+        CorruptChunkError, FormatError, StorageError, TilingError: the stored checkpoint is damaged, or the
+            new one could not be written. Nothing is published.
+        RankFailure, RankSilent: some rank failed or fell silent.
+
+    Example:
+        >>> import shardproof as sp, tempfile, torch
+        >>> from shardproof.conversion import ConversionRequest, convert
+        >>> folder = tempfile.mkdtemp()
+        >>> torch.save({"w": torch.ones(2)}, f"{folder}/model.pt")
+        >>> request = ConversionRequest(f"{folder}/model.pt", f"{folder}/model.safetensors", "safetensors")
+        >>> convert(request).verified
+        8
+    """
+    begun = time.monotonic()
+    operation = f"convert {request.source} to {request.destination}"
+    with connected(rendezvous, deadline) as ranks, ranks.operation(operation):
+        conversion = _Conversion(request, ranks, on, on_progress, operation)
+        try:
+            if dry_run:
+                return conversion.report(begun, dry_run=True)
+            meetings = MeetingSequence(ranks, operation)
+            todo = meetings.meet("plan", conversion.plan, conversion.begin)
+            meetings.meet("write", lambda: conversion.write(todo), conversion.commit)
+            meetings.meet("verify", conversion.verify, conversion.publish)
+            return conversion.report(begun)
+        finally:
+            conversion.close()
+
+
+class _Conversion:
+    """One rank's part of a conversion."""
+
+    def __init__(
+        self,
+        request: ConversionRequest,
+        ranks: Rendezvous,
+        on: Where,
+        on_progress: Callable[[int, int], None] | None,
+        operation: str,
+    ) -> None:
+        self._request = request
+        self._ranks = ranks
+        self._on = on
+        self._on_progress = on_progress
+        self._operation = operation
+        self._work = Work(request)
+        self._executor: Executor | None = None
+        self._done = self._total = 0
+        self._resumed = 0
+        self._verified = 0
+
+    def close(self) -> None:
+        """Ends the workers and gives the work folder free."""
+        if self._executor is not None:
+            self._executor.close()
+        self._work.folder.close()
+        self._work.close()
+
+    def plan(self) -> bytes:
+        """The digest of this rank's plan."""
+        return self._work.plan.digest.encode()
+
+    def begin(self, posts: Sequence[bytes]) -> bytes:
+        """Coordinator: takes the work folder, and answers which units are to be written.
+
+        Raises:
+            StructureError: the ranks plan differently.
+        """
+        for rank, post in enumerate(posts):
+            if post != posts[0]:
+                raise StructureError(
+                    f"{self._operation}: rank {rank} plans another conversion than rank 0. Do all ranks see "
+                    "the same checkpoint, and have the same options?",
+                    ranks=[0, rank],
+                )
+        plan, folder = self._work.plan, self._work.folder
+        folder.begin(plan.digest, plan.nbytes)
+        written = folder.records()
+        todo = [at for at, unit in enumerate(plan.writer.units) if unit.name not in written]
+        return msgspec.msgpack.encode(todo)
+
+    def write(self, todo: bytes) -> bytes:
+        """Writes this rank's share of the units that are left."""
+        units: list[int] = msgspec.msgpack.decode(todo, type=list[int])
+        self._resumed = len(self._work.plan.writer.units) - len(units)
+        largest_first = sorted(units, key=lambda at: -self._work.plan.writer.units[at].nbytes)
+        share = largest_first[self._ranks.rank :: self._ranks.world_size]
+        self._total = 2 * sum(self._work.plan.writer.units[at].nbytes for at in share)
+        with self._phase("write"):
+            for _ in self._workers(len(share)).run([WriteTask(at) for at in share], self._moved):
+                pass
+        return b""
+
+    def commit(self, posts: Sequence[bytes]) -> bytes:
+        """Coordinator: writes the metadata of the new checkpoint when all units are written."""
+        records = self._work.folder.records()
+        missing = [unit.name for unit in self._work.plan.writer.units if unit.name not in records]
+        if missing:
+            raise StructureError(
+                f"{self._operation}: {len(missing)} units have no record ({missing[0]}, ...): is "
+                f"{self._work.folder.path} shared by all nodes?"
+            )
+        written: Mapping[str, dict[str, object]] = {name: record.written for name, record in records.items()}
+        self._work.plan.writer.commit(written, self._work.folder.files)
+        return b""
+
+    def verify(self) -> bytes:
+        """Verifies this rank's share of the new checkpoint."""
+        records = self._work.folder.records()
+        boxes = [box for name in sorted(records) for box in records[name].boxes]
+        tasks: list[Task] = [
+            VerifyTask(boxes[at : at + _VERIFY_BOXES]) for at in range(0, len(boxes), _VERIFY_BOXES)
+        ]
+        share = tasks[self._ranks.rank :: self._ranks.world_size]
+        with self._phase("verify"):
+            verified = sum(self._workers(len(share)).run(share, self._moved))
+        return msgspec.msgpack.encode(verified)
+
+    def publish(self, posts: Sequence[bytes]) -> bytes:
+        """Coordinator: moves the new checkpoint to the destination."""
+        self._verified = sum(msgspec.msgpack.decode(post, type=int) for post in posts)
+        self._work.folder.publish()
+        return b""
+
+    def report(self, begun: float, *, dry_run: bool = False) -> ConversionReport:
+        """What was converted."""
+        plan, checkpoint = self._work.plan, self._work.checkpoint
+        read_notes = checkpoint.reader.notes if isinstance(checkpoint, ForeignCheckpoint) else []
+        return ConversionReport(
+            checkpoint.location,
+            str(self._work.folder.destination),
+            self._request.to,
+            len(plan.tensors),
+            plan.objects,
+            plan.nbytes,
+            len(plan.writer.units),
+            self._resumed,
+            self._verified,
+            time.monotonic() - begun,
+            plan.left_out,
+            (*read_notes, *plan.writer.notes),
+            dry_run,
+        )
+
+    def _workers(self, tasks: int) -> Executor:
+        """The executor, with as many workers as are of use for some tasks."""
+        if self._executor is None:
+            workers = max(1, min(self._request.workers, tasks))
+            if self._on == "ray":
+                self._executor = RayExecutor(self._request, workers)
+            elif workers > 1:
+                self._executor = ProcessExecutor(self._request, workers)
+            else:
+                self._executor = InlineExecutor(self._work)
+        return self._executor
+
+    def _phase(self, name: str) -> events.Phase:
+        return events.phase(self._operation, name, rank=self._ranks.rank, world_size=self._ranks.world_size)
+
+    def _moved(self, count: int) -> None:
+        self._done += count
+        self._ranks.progress(min(self._done, self._total), self._total)
+        if self._on_progress is not None:
+            self._on_progress(min(self._done, self._total), self._total)

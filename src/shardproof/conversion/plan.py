@@ -1,0 +1,166 @@
+"""The plan of a conversion: which tensors and values are written, and where they come from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shardproof.conversion.mapping import MappedTensor, Move
+from shardproof.conversion.request import ConversionRequest
+from shardproof.dtypes import DTYPES
+from shardproof.errors import PlainDataError, StructureError
+from shardproof.interop import Contents, FormatWriter, WriteOptions, writer_of
+from shardproof.loading import Checkpoint, check_patterns, selects
+
+__all__ = ["ConversionPlan", "plan_conversion"]
+
+_FLOATING = ("float16", "bfloat16", "float32", "float64")
+_PIECES_IN_MEMORY = 6
+"""Copies of a piece that a worker holds at once, at most: stored, scratch, cast, and those of the writer."""
+_MIN_PIECE, _MAX_PIECE = 1 << 20, 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionPlan:
+    """What is written. Equal requests for an unchanged checkpoint give equal plans on every process."""
+
+    tensors: Mapping[str, MappedTensor]
+    """By key of the written checkpoint."""
+    writer: FormatWriter
+    objects: int
+    """Number of plain values to write."""
+    digest: str
+    """Equal for equal plans, 32 hexadecimal digits."""
+    left_out: tuple[str, ...]
+    """Keys of the stored checkpoint that are not written."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors to write."""
+        return sum(unit.nbytes for unit in self.writer.units)
+
+
+def plan_conversion(checkpoint: Checkpoint, request: ConversionRequest) -> ConversionPlan:
+    """Plans a conversion. It reads metadata and plain values, and no tensor.
+
+    Args:
+        checkpoint: the stored one.
+        request: what to do.
+
+    Raises:
+        StructureError: a pattern or a rename fits no key, two keys get one name, or the format cannot hold a
+            tensor.
+        PlainDataError: values are no plain data; the message names all of them.
+        ValueError: the format cannot be written, or the dtype is unknown.
+    """
+    for option, patterns in (("include", request.include), ("exclude", request.exclude)):
+        check_patterns(option, patterns, checkpoint.keys())
+    selected = selects(request.include, request.exclude)
+    aliases = {key: other for key, other in checkpoint.aliases.items() if selected(key)}
+    tensors = {
+        item.key: MappedTensor(item.dtype, item.shape, [_whole(item.key, item.shape)])
+        for item in checkpoint.tensors
+        if selected(item.key)
+    }
+    for alias, other in list(aliases.items()):
+        if other not in tensors:  # the name that holds the bytes is left out
+            tensors[alias] = MappedTensor(
+                checkpoint.dtype(other), checkpoint.shape(other), [_whole(other, checkpoint.shape(other))]
+            )
+            del aliases[alias]
+    objects = _plain_values(checkpoint, selected)
+    new_name = _renamer(request.rename, [*tensors, *aliases, *objects])
+    cast = _caster(request.dtype)
+    tensors = {new_name(key): MappedTensor(cast(t.dtype), t.shape, t.moves) for key, t in tensors.items()}
+    contents = Contents(
+        {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()},
+        {new_name(key): new_name(other) for key, other in aliases.items()},
+        {new_name(key): value for key, value in objects.items()},
+        checkpoint.step,
+        checkpoint.metadata,
+    )
+    options = WriteOptions(request.max_file_bytes, piece_bytes(request))
+    writer = writer_of(request.to)(contents, options)
+    units = [(unit.name, unit.boxes) for unit in writer.units]
+    described = [
+        checkpoint.attempt,
+        {**asdict(request), "workers": 0, "memory_bytes": 0, "source": ""},
+        units,
+    ]
+    digest = hashlib.sha256(json.dumps(described, default=list).encode()).hexdigest()[:32]
+    left_out = tuple(key for key in checkpoint if not selected(key))
+    return ConversionPlan(tensors, writer, len(objects), digest, left_out)
+
+
+def piece_bytes(request: ConversionRequest) -> int:
+    """Bytes of one read of a worker, so that all workers together stay within the memory."""
+    share = request.memory_bytes // (max(request.workers, 1) * _PIECES_IN_MEMORY)
+    if share < _MIN_PIECE:
+        raise ValueError(
+            f"{request.memory_bytes} bytes of memory are too few for {request.workers} workers: give at "
+            f"least {_MIN_PIECE * _PIECES_IN_MEMORY * max(request.workers, 1)}, or fewer workers"
+        )
+    return min(share, _MAX_PIECE)
+
+
+def _whole(key: str, shape: tuple[int, ...]) -> Move:
+    start = (0,) * len(shape)
+    return Move(start, shape, key, start, shape)
+
+
+def _plain_values(checkpoint: Checkpoint, selected: Callable[[str], bool]) -> dict[str, Any]:
+    values, refused = {}, []
+    for key in checkpoint.objects:
+        if selected(key):
+            try:
+                values[key] = checkpoint[key]
+            except PlainDataError as error:
+                refused.append((key, error))
+    if refused:
+        lines = "\n".join(f"  {key}: {error.message}" for key, error in refused[:20])
+        more = f"\n  and {len(refused) - 20} more" if len(refused) > 20 else ""
+        raise PlainDataError(
+            f"{checkpoint.location}: {len(refused)} values are no plain data, so they cannot be converted. "
+            f"Leave them out (--exclude KEY):\n{lines}{more}",
+            path=refused[0][0],
+            keys=[key for key, _ in refused],
+        )
+    return values
+
+
+def _caster(dtype: str | None) -> Callable[[str], str]:
+    if dtype is None:
+        return lambda stored: stored
+    if dtype not in DTYPES or dtype not in _FLOATING:
+        raise ValueError(f"dtype is one of {', '.join(_FLOATING)}, not {dtype!r}")
+    return lambda stored: dtype if stored in _FLOATING else stored
+
+
+def _renamer(rename: Mapping[str, str], keys: list[str]) -> Callable[[str], str]:
+    """Gives the written name of a key: the longest stored prefix decides.
+
+    Raises:
+        StructureError: a prefix fits no key, or two keys get one name.
+    """
+    unused, names = set(rename), {}
+    for key in keys:
+        head, tail = key, ""
+        while head not in rename and "." in head:
+            head, _, last = head.rpartition(".")
+            tail = f".{last}{tail}"
+        if head in rename:
+            unused.discard(head)
+        name = (rename[head] + tail).removeprefix(".") if head in rename else key
+        if not name:
+            raise StructureError(f"rename: {key!r} would have an empty name", key=key)
+        names[key] = name
+    if unused:
+        raise StructureError(f"rename: the checkpoint has no {sorted(unused)}", keys=sorted(unused))
+    taken: dict[str, str] = {}
+    for key, name in names.items():
+        if taken.setdefault(name, key) != key:
+            raise StructureError(f"rename: {taken[name]!r} and {key!r} would both be {name!r}", key=name)
+    return names.__getitem__

@@ -1,0 +1,122 @@
+"""The values that a conversion writes: read from the stored checkpoint, moved, cast and hashed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import xxhash
+
+from shardproof.conversion.mapping import MappedTensor, Move
+from shardproof.loading import Checkpoint, StoredTensor
+
+__all__ = ["HashedBox", "MappedSource", "box_digest"]
+
+_Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class HashedBox:
+    """A box that was given to a writer, and the digest of its bytes."""
+
+    key: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    digest: str
+    """xxh3_128 of the dense bytes, 32 hexadecimal digits."""
+
+
+def box_digest(values: torch.Tensor) -> str:
+    """Digest of the bytes of a dense tensor in host memory."""
+    if not values.numel():
+        return xxhash.xxh3_128_hexdigest(b"")
+    return xxhash.xxh3_128_hexdigest(values.reshape(-1).view(torch.uint8).numpy().data)
+
+
+class MappedSource:
+    """Gives the boxes of written tensors; see `shardproof.interop.BoxSource`.
+
+    Args:
+        checkpoint: the stored one, open for reading.
+        tensors: by key, the written tensors.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, tensors: Mapping[str, MappedTensor]) -> None:
+        self._checkpoint = checkpoint
+        self._tensors = tensors
+        self._boxes: list[HashedBox] = []
+
+    def read(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """Reads a box of a written tensor and records its digest."""
+        tensor = self._tensors[key]
+        dtype: torch.dtype = getattr(torch, tensor.dtype)
+        box = tuple(offsets), tuple(sizes)
+        parts = (
+            []
+            if 0 in box[1]
+            else [(move, *shared) for move in tensor.moves if (shared := _shared(box, move))]
+        )
+        if len(parts) == 1 and parts[0][2] == box[1]:
+            values = self._moved(*parts[0]).to(dtype).contiguous()
+        else:
+            values = torch.zeros(box[1], dtype=dtype, device="cpu")
+            for move, low, extent in parts:
+                into = tuple(
+                    slice(a - o, a - o + size) for a, o, size in zip(low, box[0], extent, strict=True)
+                )
+                values[into].copy_(self._moved(move, low, extent))
+        self._boxes.append(HashedBox(key, *box, box_digest(values)))
+        return values
+
+    def take_boxes(self) -> list[HashedBox]:
+        """The boxes that were read since the last call."""
+        boxes, self._boxes = self._boxes, []
+        return boxes
+
+    def _moved(self, move: Move, low: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+        """The part of a move that fills a box of the written tensor."""
+        if move.key is None:
+            return torch.zeros(sizes, device="cpu")
+        stored = self._checkpoint[move.key]
+        assert isinstance(stored, StoredTensor)
+        inside = tuple(a - o for a, o in zip(low, move.offsets, strict=True))
+        source = _source_box(move, inside, sizes)
+        if source is not None:
+            return stored[_slices(*source)].reshape(sizes)
+        whole = stored[_slices(move.source_offsets, move.source_sizes)].reshape(move.sizes)
+        return whole[_slices(inside, sizes)]
+
+
+def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
+
+
+def _shared(box: _Box, move: Move) -> _Box | None:
+    """What a box shares with the box that a move fills; None if nothing."""
+    low = tuple(map(max, box[0], move.offsets))
+    high = tuple(
+        min(a + m, b + n) for a, m, b, n in zip(box[0], box[1], move.offsets, move.sizes, strict=True)
+    )
+    sizes = tuple(b - a for a, b in zip(low, high, strict=True))
+    return (low, sizes) if all(size > 0 for size in sizes) else None
+
+
+def _source_box(move: Move, inside: tuple[int, ...], sizes: tuple[int, ...]) -> _Box | None:
+    """The box of the stored tensor that holds a part of a move.
+
+    None if the part is no box there: the move changes the shape by more than axes of size 1.
+    """
+    if sizes == move.sizes:
+        return move.source_offsets, move.source_sizes
+    long = [dim for dim, size in enumerate(move.sizes) if size > 1]
+    source_long = [dim for dim, size in enumerate(move.source_sizes) if size > 1]
+    if [move.sizes[dim] for dim in long] != [move.source_sizes[dim] for dim in source_long]:
+        return None
+    offsets, extents = list(move.source_offsets), list(move.source_sizes)
+    for dim, source_dim in zip(long, source_long, strict=True):
+        offsets[source_dim] += inside[dim]
+        extents[source_dim] = sizes[dim]
+    assert prod(extents) == prod(sizes)
+    return tuple(offsets), tuple(extents)
