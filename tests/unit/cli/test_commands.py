@@ -340,7 +340,8 @@ def test_inspect(call: Any, ckpt: Path) -> None:
     told = json.loads(out)
     assert code == 0
     assert set(told) == {
-        "location", "format", "notes", "prefix", "step", "time", "writer", "attempt", "repaired", "world_size",
+        "location", "format", "notes", "prefix", "step", "time", "writer", "attempt", "repaired",
+        "world_size",
         "metadata",
         "tensors", "bytes", "borrowed", "chunks", "rows", "parts", "writers", "aliases", "objects",
     }  # fmt: skip
