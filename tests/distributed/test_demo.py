@@ -35,11 +35,7 @@ def check(report: DemoReport, ranks: int, resume_ranks: tuple[int, ...], *, loss
     assert same.end.identical == 188
     restored = [run.restored for run in report.runs if run.restored is not None]
     assert [comparison.identical for comparison in restored] == [188] * (1 + len(resume_ranks))
-    assert (
-        report.stored.step
-        == report.steps_left[-1]
-        == (report.steps if others else 2 * report.save_every)
-    )
+    assert report.stored.step == report.steps_left[-1] == (report.steps if others else 2 * report.save_every)
     assert report.stored.read.identical == 188
     assert reference.last_loss < loss
 
