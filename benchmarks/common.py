@@ -31,8 +31,7 @@ from recording import STDOUT, json_option, record
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shardproof.format import BLOCK_BYTES
-from shardproof.saving.prepared_shard import LARGE_IN_PAGE
+from shardproof.format import BLOCK_BYTES, LARGE_IN_PAGE
 from shardproof.storage import aligned_buffer
 
 GIB = 1 << 30

@@ -14,6 +14,7 @@ from shardproof.format.blocks import (
 )
 from shardproof.format.checkpoint_files import locate_files, lost_files, read_index, read_manifest, read_seal
 from shardproof.format.chunk_verifier import ChunkVerifier, block_digests, read_pieces
+from shardproof.format.declared import Declared, declaration_of, declared_header
 from shardproof.format.digests import (
     bytes_digest,
     digests_as_bytes,
@@ -56,6 +57,13 @@ from shardproof.format.references import (
     references_in,
     unreferenced_files,
 )
+from shardproof.format.shard_entries import (
+    LARGE_IN_PAGE,
+    Entries,
+    chunk_entries,
+    encode_chunks,
+    start_in_page,
+)
 from shardproof.format.shards import (
     BLOCKS,
     DIGESTS,
@@ -73,6 +81,7 @@ __all__ = [
     "BLOCK_BYTES",
     "DIGESTS",
     "FORMAT_VERSION",
+    "LARGE_IN_PAGE",
     "MANIFEST_NAME",
     "PADDING",
     "PAGE_BYTES",
@@ -81,6 +90,8 @@ __all__ = [
     "STEP_FOLDER",
     "ChunkHasher",
     "ChunkVerifier",
+    "Declared",
+    "Entries",
     "FileRecord",
     "HeaderEntry",
     "Manifest",
@@ -94,7 +105,10 @@ __all__ = [
     "chain_attempt",
     "chain_length",
     "check_size",
+    "chunk_entries",
     "chunk_name",
+    "declaration_of",
+    "declared_header",
     "decode_index",
     "decode_manifest",
     "decode_strictly",
@@ -103,6 +117,7 @@ __all__ = [
     "digests_as_table",
     "digests_from_bytes",
     "digests_from_table",
+    "encode_chunks",
     "encode_entries",
     "encode_index",
     "encode_manifest",
@@ -130,6 +145,7 @@ __all__ = [
     "shard_tail",
     "size_error",
     "size_fault",
+    "start_in_page",
     "tensor_bytes",
     "unreferenced_files",
 ]

@@ -11,16 +11,17 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shardproof.dtypes import DTYPES
 from shardproof.errors import AlreadyCommittedError, ShardproofError
 from shardproof.format import (
     FORMAT_VERSION,
     MANIFEST_NAME,
     ChunkVerifier,
+    Declared,
     FileRecord,
     Manifest,
     bytes_digest,
-    chunk_name,
+    chunk_entries,
+    declared_header,
     encode_index,
     file_digest,
     index_name,
@@ -31,14 +32,13 @@ from shardproof.format import (
     shard_tail,
 )
 from shardproof.maintenance.stored import close_all
-from shardproof.planning import ChunkTable, RankPlan, SharedPieces, prove_chunks, tensor_order
-from shardproof.saving import Attempt, PreparedShard, encode_chunks, publish
-from shardproof.storage import Sink, Storage, aligned_buffer
+from shardproof.planning import ChunkTable, prove_chunks, tensor_order
+from shardproof.saving import Attempt, publish
+from shardproof.storage import FileWriter, Storage
 from shardproof.version import __version__
 
 __all__ = ["make_standalone"]
 
-_BUFFER = 8 << 20
 _log = logging.getLogger("shardproof")
 
 
@@ -191,133 +191,56 @@ class _Copy:
     def _write(
         self, rank: int, rows: NDArray[np.int64], objects: list[str], files: int, *, is_first: bool
     ) -> _Shard:
-        table, manifest = self._table, self._manifest
+        table, manifest, attempt = self._table, self._manifest, self._attempt
         byte_count = table.byte_count[rows]
-        prepared = self._prepared(rows, byte_count, objects, files, is_first=is_first)
-        header = prepared.header(
-            self._attempt, rank, {key: msgspec.json.encode(manifest.objects[key]) for key in objects}
+        boxes = map(table.boxes.pair, rows.tolist())
+        records = [manifest.tensors[row] for row in table.tensor[rows].tolist()]
+        chunks = [(record.key, record.dtype, *box) for record, box in zip(records, boxes, strict=True)]
+        empty = [record for record in manifest.tensors if 0 in record.shape] if is_first else []
+        entries = chunk_entries(chunks, byte_count)
+        declared = Declared(
+            version=FORMAT_VERSION,
+            attempt=attempt.id,
+            step=attempt.step,
+            time=attempt.time,
+            rank=rank,
+            world_size=attempt.world_size,
+            files=files,
+            tensors={record.key: (record.dtype, record.shape) for record in (*records, *empty)},
+            aliases=manifest.aliases,
+            objects={key: manifest.objects[key] for key in objects},
+            metadata=attempt.metadata,
         )
-        name = shard_name(rank, self._attempt.id)
-        writer = _Writer(self._target.create(name))
-        try:
-            writer.put(memoryview(header))
+        header = declared_header(declared, entries)
+        name = shard_name(rank, attempt.id)
+        with FileWriter(self._target.create(name)) as file:
+            file.put(header)
             blocks: list[bytes] = []
             for row in rows.tolist():
-                blocks += self._copy_chunk(row, writer)
-            writer.put(memoryview(shard_tail(prepared.padding, blocks, table.digest[rows])))
-            size = writer.finish()
-        except BaseException:
-            writer.abort()
-            raise
+                blocks += self._copy_chunk(row, file)
+            file.put(shard_tail(entries.padding, blocks, table.digest[rows]))
+            size = file.finish()
         byte_start = len(header) + np.cumsum(byte_count) - byte_count
         digest = file_digest(header, table.digest[rows])
         return _Shard(rank, rows, byte_start, FileRecord(name, size, digest, len(header), rank))
 
-    def _prepared(
-        self,
-        rows: NDArray[np.int64],
-        byte_count: NDArray[np.int64],
-        objects: list[str],
-        files: int,
-        *,
-        is_first: bool,
-    ) -> PreparedShard:
-        table, tensors, boxes = self._table, self._manifest.tensors, self._table.boxes
-        names: list[str] = []
-        codes: list[str] = []
-        shapes: list[tuple[int, ...]] = []
-        for row in rows.tolist():
-            record = tensors[int(table.tensor[row])]
-            dtype = DTYPES[record.dtype]
-            offsets, sizes = boxes.pair(row)
-            names.append(chunk_name(record.key, offsets, sizes))
-            codes.append(dtype.code)
-            shapes.append((*sizes, dtype.parts) if dtype.parts > 1 else sizes)
-        stored = [tensors[row] for row in np.unique(table.tensor[rows]).tolist()]
-        empty = [record for record in tensors if 0 in record.shape] if is_first else []
-        declared = {record.key: (record.dtype, record.shape) for record in (*stored, *empty)}
-        nothing = np.zeros(0, np.int64)
-        return PreparedShard(
-            RankPlan(
-                nothing,
-                nothing,
-                nothing,
-                byte_count,
-                nothing,
-                nothing,
-                tuple(objects),
-                files,
-                self._manifest.aliases,
-                {},
-                SharedPieces(),
-            ),
-            tuple(names),
-            tuple(codes),
-            tuple(shapes),
-            encode_chunks(names, codes, shapes, byte_count),
-            msgspec.Raw(msgspec.json.encode(declared)),
-            int(byte_count.sum()),
-        )
-
-    def _copy_chunk(self, row: int, writer: _Writer) -> list[bytes]:
+    def _copy_chunk(self, row: int, file: FileWriter) -> list[bytes]:
         """Copies and verifies a chunk. Returns the digests of its blocks, if it has several."""
         table = self._table
-        file, start, count = (int(column[row]) for column in (table.file, table.byte_start, table.byte_count))
-        storage, name = self._files[file]
+        columns = table.file, table.byte_start, table.byte_count
+        number, start, count = (int(column[row]) for column in columns)
+        storage, name = self._files[number]
 
         def pieces() -> Iterator[memoryview]:
             done = 0
             while done < count:
-                piece = writer.room()[: count - done]
+                piece = file.room()[: count - done]
                 storage.read_into(name, start + done, piece)
                 yield piece
-                writer.advance(len(piece))
+                file.advance(len(piece))
                 done += len(piece)
                 self._done += len(piece)
                 if self._on_progress is not None:
                     self._on_progress(self._done, self._total)
 
         return self._verifier.check_pieces(row, pieces())
-
-
-class _Writer:
-    """A file written from its beginning to its end through one aligned buffer."""
-
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-        self._buffer = aligned_buffer(_BUFFER)
-        self._filled = 0
-        self._written = 0
-
-    def room(self) -> memoryview:
-        """The free part of the buffer, at least one byte."""
-        if self._filled == _BUFFER:
-            self._flush()
-        return self._buffer[self._filled :]
-
-    def advance(self, count: int) -> None:
-        """Marks the first `count` bytes of `room` as filled."""
-        self._filled += count
-
-    def put(self, data: memoryview) -> None:
-        """Appends bytes."""
-        while len(data):
-            room = self.room()[: len(data)]
-            room[:] = data[: len(room)]
-            self.advance(len(room))
-            data = data[len(room) :]
-
-    def finish(self) -> int:
-        """Writes the rest and flushes the file. Returns the bytes of the file."""
-        self._flush()
-        self._sink.finish(self._written)
-        return self._written
-
-    def abort(self) -> None:
-        """Removes the file."""
-        self._sink.abort()
-
-    def _flush(self) -> None:
-        self._sink.write_at(self._written, self._buffer[: self._filled])
-        self._written += self._filled
-        self._filled = 0

@@ -23,8 +23,8 @@ from shardproof.format import (
 )
 from shardproof.geometry import BoxTable
 from shardproof.maintenance.stored import FoundShard, VerifiedShard, find_shard, verify_shard
-from shardproof.planning import ChunkTable, prove_chunks
-from shardproof.saving import chunk_table, write_index
+from shardproof.planning import ChunkTable, chunk_table, prove_chunks
+from shardproof.saving import write_index
 from shardproof.storage import Storage
 from shardproof.version import __version__
 

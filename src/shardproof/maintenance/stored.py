@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any
 
-import msgspec
 import numpy as np
-from msgspec import Meta
 from numpy.typing import NDArray
 
 from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError
 from shardproof.format import (
     ChunkVerifier,
+    Declared,
     FileRecord,
     HeaderEntry,
     ShardHeader,
-    bytes_digest,
-    decode_strictly,
+    declaration_of,
     digests_as_bytes,
     encode_entries,
     file_digest,
@@ -31,39 +28,10 @@ from shardproof.format import (
 )
 from shardproof.storage import Storage
 
-__all__ = ["Declared", "FoundShard", "VerifiedShard", "close_all", "find_shard", "verify_shard"]
+__all__ = ["FoundShard", "VerifiedShard", "close_all", "find_shard", "verify_shard"]
 
 _BUFFER = 8 << 20
 """Bytes that are read and hashed at once."""
-
-_Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-
-
-class Declared(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What a shard file declares of itself and of its save."""
-
-    version: int
-    attempt: str
-    step: _Size | None
-    time: float
-    rank: _Size
-    world_size: _Size
-    files: _Size
-    tensors: dict[str, tuple[str, tuple[_Size, ...]]]
-    aliases: dict[str, str]
-    objects: dict[str, Any]
-    metadata: dict[str, Any]
-    base: str = ""
-    """Folder of the step that the save refers to for unchanged chunks; empty: none."""
-
-    @property
-    def save(self) -> tuple[Any, ...]:
-        """The values that are equal in all shards of one save."""
-        alike = (self.version, self.step, self.time, self.world_size, self.files, self.aliases, self.metadata)
-        return *alike, self.base
-
-
-_DECODER = msgspec.json.Decoder(Declared)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,12 +63,7 @@ def find_shard(storage: Storage, name: str) -> FoundShard:
         StorageError: it cannot be read.
     """
     header = read_shard_header(storage, name)
-    text = header.metadata.get("shardproof")
-    if text is None:
-        raise FormatError(f"{name}: a safetensors file, but no shard: it says nothing of its save", file=name)
-    if header.metadata.get("digest") != bytes_digest(text.encode() + _entries(header)):
-        raise FormatError(f"{name}: its header is damaged: it does not match the digest in it", file=name)
-    declared = decode_strictly(_DECODER, text.encode(), name)
+    declared = declaration_of(header.metadata, _entries(header), name)
     if name != shard_name(declared.rank, declared.attempt):
         raise FormatError(
             f"{name}: it says that it is {shard_name(declared.rank, declared.attempt)}. "

@@ -6,7 +6,7 @@ A save, on the coordinator: `Structure` of each rank, then `plan_writes` (merge,
 load, on each rank: `ChunkTable` from the index, then `plan_reads`.
 """
 
-from shardproof.planning.chunk_table import ChunkTable
+from shardproof.planning.chunk_table import ChunkTable, chunk_table
 from shardproof.planning.read_plan import (
     OWN_ADVICE,
     ReadPlan,
@@ -40,6 +40,7 @@ __all__ = [
     "Structure",
     "TensorTable",
     "WritePlan",
+    "chunk_table",
     "plan_reads",
     "plan_writes",
     "prove_chunks",

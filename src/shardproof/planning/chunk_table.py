@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardproof.geometry import BoxTable
+from shardproof.geometry import BoxTable, stable_order
 
-__all__ = ["ChunkTable"]
+__all__ = ["ChunkTable", "chunk_table"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,3 +41,28 @@ class ChunkTable:
 
     def __len__(self) -> int:
         return len(self.tensor)
+
+
+def chunk_table(
+    tensor: np.ndarray[Any, Any],
+    file: np.ndarray[Any, Any],
+    byte_start: np.ndarray[Any, Any],
+    byte_count: np.ndarray[Any, Any],
+    digest: np.ndarray[Any, Any],
+    box_start: np.ndarray[Any, Any],
+    box_offsets: np.ndarray[Any, Any],
+    box_sizes: np.ndarray[Any, Any],
+) -> ChunkTable:
+    """A chunk table from columns in any order of rows; rows of one tensor keep their order."""
+    order = stable_order(tensor)
+    boxes = BoxTable(box_start, box_offsets, box_sizes).take(order)
+    return ChunkTable(
+        tensor[order],
+        file[order],
+        byte_start[order],
+        byte_count[order],
+        digest[order],
+        boxes.start,
+        boxes.offsets,
+        boxes.sizes,
+    )

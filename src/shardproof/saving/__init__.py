@@ -12,8 +12,6 @@ from shardproof.saving.background import Workers
 from shardproof.saving.commit import publish, write_index
 from shardproof.saving.messages import Attempt
 from shardproof.saving.pending import PendingSave
-from shardproof.saving.placement import chunk_table
-from shardproof.saving.prepared_shard import PreparedShard, encode_chunks
 from shardproof.saving.replica_check import CheckReplicas
 from shardproof.saving.result import Divergence, SaveResult
 from shardproof.saving.saver import Saver, WhenBusy
@@ -25,13 +23,10 @@ __all__ = [
     "CheckReplicas",
     "Divergence",
     "PendingSave",
-    "PreparedShard",
     "SaveResult",
     "Saver",
     "WhenBusy",
     "Workers",
-    "chunk_table",
-    "encode_chunks",
     "open_all",
     "publish",
     "save",

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardproof.errors import StructureError
 from shardproof.format import FileRecord, Manifest
-from shardproof.geometry import BoxTable, row_pointers, stable_order
-from shardproof.planning import ChunkTable, WritePlan
+from shardproof.geometry import row_pointers
+from shardproof.planning import ChunkTable, WritePlan, chunk_table
 from shardproof.saving.incremental import Base, with_folders
 from shardproof.saving.messages import WriteReport, unpack_rows
 
-__all__ = ["Placement", "chunk_table", "place_chunks"]
+__all__ = ["Placement", "place_chunks"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,31 +43,6 @@ class Placement:
         row_of = np.cumsum(plan.is_stored) - 1  # in the manifest, of each merged tensor that is stored
         columns = self.file, self.byte_start, plan.byte_count, self.digest
         return chunk_table(row_of[plan.tensor], *columns, plan.box_start, plan.box_offsets, plan.box_sizes)
-
-
-def chunk_table(
-    tensor: np.ndarray[Any, Any],
-    file: np.ndarray[Any, Any],
-    byte_start: np.ndarray[Any, Any],
-    byte_count: np.ndarray[Any, Any],
-    digest: np.ndarray[Any, Any],
-    box_start: np.ndarray[Any, Any],
-    box_offsets: np.ndarray[Any, Any],
-    box_sizes: np.ndarray[Any, Any],
-) -> ChunkTable:
-    """A chunk table from columns in any order of rows; rows of one tensor keep their order."""
-    order = stable_order(tensor)
-    boxes = BoxTable(box_start, box_offsets, box_sizes).take(order)
-    return ChunkTable(
-        tensor[order],
-        file[order],
-        byte_start[order],
-        byte_count[order],
-        digest[order],
-        boxes.start,
-        boxes.offsets,
-        boxes.sizes,
-    )
 
 
 def place_chunks(plan: WritePlan, reports: Sequence[WriteReport], base: Base | None) -> Placement:

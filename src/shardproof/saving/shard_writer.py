@@ -27,10 +27,11 @@ from shardproof.format import (
     digests_from_bytes,
     file_digest,
     shard_tail,
+    start_in_page,
 )
 from shardproof.saving.background import Workers
 from shardproof.saving.incremental import BaseDigests
-from shardproof.saving.prepared_shard import PreparedShard, start_in_page
+from shardproof.saving.prepared_shard import PreparedShard
 from shardproof.saving.snapshot import Snapshot
 from shardproof.storage import ALIGNMENT, Sink, aligned_buffer
 

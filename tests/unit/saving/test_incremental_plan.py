@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from shardproof.errors import StructureError
 from shardproof.format import FileRecord, Manifest, TensorRecord, manifest_version, shard_name
-from shardproof.planning import ChunkTable, WritePlan, plan_writes
+from shardproof.planning import ChunkTable, WritePlan, chunk_table, plan_writes
 from shardproof.saving.incremental import Base, BaseDigests, match_base
 from shardproof.saving.messages import WriteReport, pack_rows
-from shardproof.saving.placement import Placement, chunk_table, place_chunks
+from shardproof.saving.placement import Placement, place_chunks
 from tests.unit.planning.test_plans import Run, runs, slices
 
 HEADER = 4096

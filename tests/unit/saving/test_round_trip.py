@@ -16,12 +16,11 @@ from safetensors import safe_open
 import shardproof as sp
 from shardproof.dtypes import DTYPES
 from shardproof.errors import StructureError
-from shardproof.format import parse_header
+from shardproof.format import parse_header, start_in_page
 from shardproof.loading import load_from
 from shardproof.maintenance import verify
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.saving import Saver
-from shardproof.saving.prepared_shard import start_in_page
 from shardproof.storage import LocalStorage
 
 

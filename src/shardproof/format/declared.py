@@ -1,0 +1,84 @@
+"""What a shard file declares of itself and of its save, so that a lost manifest can be written again."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from shardproof.errors import FormatError
+from shardproof.format.digests import bytes_digest
+from shardproof.format.json import decode_strictly
+from shardproof.format.shard_entries import Entries
+from shardproof.format.shards import shard_header
+
+__all__ = ["Declared", "declaration_of", "declared_header"]
+
+_Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+
+class Declared(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a shard file declares of itself and of its save."""
+
+    version: int
+    attempt: str
+    step: _Size | None
+    time: float
+    rank: _Size
+    world_size: _Size
+    files: _Size
+    """Number of shard files of the attempt, if all its chunks were written."""
+    tensors: dict[str, tuple[str, tuple[_Size, ...]]]
+    """Key to dtype and global shape, of the file's tensors; in the first file also of tensors without
+    elements."""
+    aliases: dict[str, str]
+    objects: dict[str, Any]
+    """Those that this file stores, as JSON values."""
+    metadata: dict[str, Any]
+    base: str = ""
+    """Folder of the step that the save refers to for unchanged chunks; empty: none."""
+
+    @property
+    def save(self) -> tuple[Any, ...]:
+        """The values that are equal in all shards of one save."""
+        alike = (self.version, self.step, self.time, self.world_size, self.files, self.aliases, self.metadata)
+        return *alike, self.base
+
+
+_DECODER = msgspec.json.Decoder(Declared)
+
+
+def declared_header(declared: Declared, entries: Entries, *, size: int = 0) -> bytes:
+    """All bytes of a shard file before its data.
+
+    Args:
+        declared: values may be `msgspec.Raw`, encoded before.
+        entries: of the file.
+        size: bytes to pad the header to, if it is shorter.
+
+    Raises:
+        FormatError: the header is longer than safetensors readers accept.
+    """
+    text = msgspec.json.encode(declared)
+    metadata = {"shardproof": text.decode(), "digest": bytes_digest(text + entries.encoded)}
+    return shard_header(entries.encoded, metadata, in_page=entries.in_page, size=size)
+
+
+def declaration_of(metadata: dict[str, str], entries: bytes, file: str) -> Declared:
+    """What a shard file declares, from its metadata.
+
+    Args:
+        metadata: texts of the file's ``__metadata__``.
+        entries: its entries, as `encode_entries` gives them.
+        file: name of the file in error messages.
+
+    Raises:
+        FormatError: the file is no shard file, or its header is damaged.
+    """
+    text = metadata.get("shardproof")
+    if text is None:
+        raise FormatError(f"{file}: a safetensors file, but no shard: it says nothing of its save", file=file)
+    if metadata.get("digest") != bytes_digest(text.encode() + entries):
+        raise FormatError(f"{file}: its header is damaged: it does not match the digest in it", file=file)
+    return decode_strictly(_DECODER, text.encode(), file)
