@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardproof.cli.failures import BAD, UNEXPECTED, YES, tells_nothing
-from shardproof.cli.options import checkpoint_argument, json_option, print_json
+from shardproof.cli.options import (
+    format_option,
+    json_option,
+    path_argument,
+    print_json,
+    trust_pickle_option,
+)
 
 if TYPE_CHECKING:
     from shardproof.report import Difference
@@ -18,26 +24,29 @@ FAULTS_SHOWN = 20
 
 
 @click.command("verify", short_help="Read every byte and prove a checkpoint whole.")
-@checkpoint_argument("ckpt")
+@path_argument("ckpt")
+@format_option
 @json_option
-def verify_command(ckpt: str, as_json: bool) -> int:
+def verify_command(ckpt: str, format: str | None, as_json: bool) -> int:  # noqa: A002 the name of the option
     """Compare every byte of CKPT with what was saved; prove that the chunks tile every tensor.
+
+    Of a checkpoint of another format, it checks what the format can prove, and says what it cannot.
 
     Exit code 0: whole. 1: damaged or not committed; the output names each fault. 3: the checkpoint could not
     be read and may be whole.
     """
     from shardproof.cli.terminal import bytes_progress
     from shardproof.errors import NotCommittedError
-    from shardproof.storage import UncachedStorage
+    from shardproof.interop import foreign_of
 
-    storage = UncachedStorage(ckpt)
+    foreign = foreign_of(ckpt)
     with bytes_progress("verify", shown=not as_json) as on_progress:
-        from shardproof.maintenance import verify
+        from shardproof.maintenance import verify_any
 
         try:
-            report: dict[str, Any] = verify(storage, on_progress).to_json()
+            report: dict[str, Any] = verify_any(foreign, on_progress, format=format).to_json()
         except NotCommittedError as error:  # a result of this command: print it to standard output
-            report = _nothing_there(storage.location, error.to_wire())
+            report = _nothing_there(foreign.location, error.to_wire())
     if as_json:
         print_json(report)
     else:
@@ -73,8 +82,13 @@ def _show_report(report: dict[str, Any]) -> None:
         f"{gigabytes(report['bytes'])} read in "
         f"{report['seconds']:.1f} s at {gigabytes_per_second(report['bytes'], report['seconds'])}"
     )
+    unproved = report.get("unproved", 0)
+    if unproved:
+        read += f", and {gigabytes(unproved)} that the format {report['format']} has no checksum for"
     if report["ok"]:
         click.echo(printable(f"whole: {report['location']}{step}: {read}"))
+        for note in report.get("notes", ()):
+            click.echo(printable(f"note: {note}"))
         return
     faults = report["faults"]
     title = "BAD" if _code(report) == BAD else "NO ANSWER"
@@ -95,21 +109,23 @@ _NOUNS = {"digest": "chunk", "read": "element"}
 
 
 @click.command("diff", short_help="Compare two checkpoints, to the bit.")
-@checkpoint_argument("a")
-@checkpoint_argument("b")
+@path_argument("a")
+@path_argument("b")
+@trust_pickle_option
 @json_option
-def diff_command(a: str, b: str, as_json: bool) -> int:
+def diff_command(a: str, b: str, trust_pickle: bool, as_json: bool) -> int:
     """Compare the states in A and B: keys, dtypes, shapes, plain values, and every tensor to the bit.
 
-    Digests decide where both checkpoints have the same chunks. Tensors of other layouts are read. Step,
-    time, metadata and layout are not differences. Exit code 0: the same state. 1: they differ.
+    A and B may have different formats. Digests decide where both checkpoints have the same chunks and
+    digests. Other tensors are read. Step, time, metadata and layout are not differences. Exit code 0: the
+    same state. 1: they differ.
     """
     from shardproof.cli.terminal import bytes_progress
+    from shardproof.interop import foreign_of
     from shardproof.report import diff
-    from shardproof.storage import LocalStorage
 
     with bytes_progress("diff", shown=not as_json) as on_progress:
-        difference = diff(LocalStorage(a), LocalStorage(b), on_progress=on_progress)
+        difference = diff(foreign_of(a), foreign_of(b), trust_pickle=trust_pickle, on_progress=on_progress)
     if as_json:
         print_json(difference.to_json())
     else:

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 import click
 
 from shardproof.cli.failures import YES
-from shardproof.cli.options import checkpoint_argument, folder_argument, json_option, print_json
+from shardproof.cli.options import (
+    folder_argument,
+    format_option,
+    json_option,
+    path_argument,
+    print_json,
+    trust_pickle_option,
+)
 
 if TYPE_CHECKING:
     from shardproof.format import Manifest
@@ -72,7 +79,7 @@ FOLDERS_SHOWN = 4
 
 
 @click.command("inspect", short_help="Show what a checkpoint holds, and who wrote what.")
-@checkpoint_argument("ckpt")
+@path_argument("ckpt")
 @click.argument("key", required=False)
 @click.option(
     "--depth",
@@ -81,20 +88,27 @@ FOLDERS_SHOWN = 4
     show_default=True,
     help="Words of a key that name a part of the tree.",
 )
+@format_option
+@trust_pickle_option
 @json_option
-def inspect_command(ckpt: str, key: str | None, depth: int, as_json: bool) -> int:
-    """Show what CKPT holds: tensors with repeated layers folded, bytes by part of the tree and by rank.
+def inspect_command(
+    ckpt: str,
+    key: str | None,
+    depth: int,
+    format: str | None,  # noqa: A002 the name of the option
+    trust_pickle: bool,
+    as_json: bool,
+) -> int:
+    """Show what CKPT holds, of any known format: tensors with repeated layers folded, bytes by part and file.
 
     With KEY: of a tensor its shape, dtype and where each chunk lies; of a plain value the value; of a part
     of the tree the same summary for that part.
     """
-    from shardproof.format import read_index, read_manifest
-    from shardproof.report import detail, summarise
-    from shardproof.storage import LocalStorage
+    from shardproof.interop import foreign_of
+    from shardproof.report import describe, detail, summarise
 
-    storage = LocalStorage(ckpt)
-    manifest = read_manifest(storage)
-    table = read_index(storage, manifest)
+    stored = describe(foreign_of(ckpt), format=format, trust_pickle=trust_pickle)
+    manifest, table = stored.manifest, stored.table
     found = detail(manifest, table, key) if key is not None else None
     if found is not None:
         if as_json:
@@ -102,9 +116,17 @@ def inspect_command(ckpt: str, key: str | None, depth: int, as_json: bool) -> in
         else:
             _show_detail(found)
         return YES
-    summary = summarise(storage.location, manifest, table, prefix=key, depth=depth)
+    summary = summarise(
+        stored.location,
+        manifest,
+        table,
+        prefix=key,
+        depth=depth,
+        format=stored.format,
+        notes=stored.notes,
+    )
     if key is not None and not (summary.tensors or summary.objects or summary.aliases):
-        raise click.UsageError(f"{storage.location} has no key {key!r}{_near(key, manifest)}")
+        raise click.UsageError(f"{stored.location} has no key {key!r}{_near(key, manifest)}")
     if as_json:
         print_json(summary.to_json())
     else:
@@ -133,8 +155,11 @@ def _show_summary(summary: Summary) -> None:
     where = summary.location + (f", {summary.prefix}" if summary.prefix else "")
     step = "no step" if summary.step is None else f"step {summary.step}"
     repaired = ", manifest rebuilt by repair" if summary.repaired else ""
-    out.print(printable(f"{where}: {step}, saved {age(time.time() - summary.time)} ago"), end="")
-    out.print(f" by {counted(summary.world_size, 'rank')} ({printable(summary.writer)}){repaired}")
+    if summary.format == "shardproof":
+        out.print(printable(f"{where}: {step}, saved {age(time.time() - summary.time)} ago"), end="")
+        out.print(f" by {counted(summary.world_size, 'rank')} ({printable(summary.writer)}){repaired}")
+    else:
+        out.print(printable(f"{where}: {step}, format {summary.format}"))
     out.print(
         f"{gigabytes(summary.bytes)} in {counted(summary.tensors, 'tensor')} and "
         f"{counted(summary.chunks, 'chunk')}, {counted(len(summary.aliases), 'tied tensor')}, "
@@ -180,6 +205,8 @@ def _show_summary(summary: Summary) -> None:
         out.print(table(("plain value", "count"), values[:OBJECTS_SHOWN], right=("count",)))
         if len(values) > OBJECTS_SHOWN:
             out.print(f"and {len(values) - OBJECTS_SHOWN:,} more (--json lists all)")
+    for note in summary.notes:
+        out.print(printable(f"note: {note}"))
     if summary.metadata:
         out.print()
         rows_of_metadata = ((key, str(value)) for key, value in summary.metadata.items())
@@ -195,7 +222,7 @@ def _show_writers(summary: Summary) -> None:
     most = sorted(summary.writers, key=lambda row: -row.bytes)[:WRITERS_SHOWN]
     rows = (
         (
-            str(row.rank),
+            _rank(row.rank),
             f"{row.tensors:,}",
             f"{row.chunks:,}",
             gigabytes(row.bytes),
@@ -228,16 +255,20 @@ def _show_detail(found: TensorDetail | ObjectDetail) -> None:
     rows = (
         (
             _box(chunk.offsets, chunk.sizes),
-            str(chunk.rank),
+            _rank(chunk.rank),
             chunk.file,
             f"[{chunk.byte_start}, {chunk.byte_stop})",
-            chunk.digest,
+            chunk.digest if chunk.digest.strip("0") else "-",
         )
         for chunk in found.chunks
     )
     if found.chunks:
         out.print()
         out.print(table(("box", "rank", "file", "bytes", "digest"), rows, right=("rank",)))
+
+
+def _rank(rank: int) -> str:
+    return "-" if rank < 0 else str(rank)
 
 
 def _shape(shape: Iterable[int]) -> str:

@@ -16,8 +16,8 @@ from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol, cast
 
+from shardproof.conversion.mapped_source import HashedBox
 from shardproof.conversion.request import ConversionRequest
-from shardproof.conversion.source import HashedBox
 from shardproof.conversion.work import Work
 from shardproof.conversion.work_folder import UnitRecord
 from shardproof.errors import ShardproofError

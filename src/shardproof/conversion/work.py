@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from shardproof.conversion.mapped_source import HashedBox, MappedSource, box_digest
 from shardproof.conversion.plan import ConversionPlan, plan_conversion
 from shardproof.conversion.request import ConversionRequest
-from shardproof.conversion.source import HashedBox, MappedSource, box_digest
 from shardproof.conversion.work_folder import UnitRecord, WorkFolder
 from shardproof.errors import CorruptChunkError
-from shardproof.loading import Checkpoint, StoredTensor, foreign_of, open_storage
+from shardproof.interop import foreign_of
+from shardproof.loading import Checkpoint, StoredTensor, open_storage
 
 __all__ = ["Work"]
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from shardproof.conversion.source import HashedBox
+from shardproof.conversion.mapped_source import HashedBox
 from shardproof.errors import AlreadyCommittedError, FormatError, StorageError, StructureError
 from shardproof.storage import LocalStorage, flush_folders, rename_exclusively
 

@@ -5,7 +5,7 @@ cuts a checkpoint into units and writes them. Nothing that a pickle names is imp
 """
 
 from shardproof.interop.extents import DecodedExtent, Extent, FileRange
-from shardproof.interop.formats import READERS, WRITERS, open_reader, recognized, writer_of
+from shardproof.interop.formats import NATIVE, READERS, WRITERS, format_of, open_reader, writer_of
 from shardproof.interop.pickle_data import Opaque
 from shardproof.interop.reader import (
     Foreign,
@@ -14,10 +14,12 @@ from shardproof.interop.reader import (
     StoredView,
     TensorDescription,
     flat_boxes,
+    foreign_of,
 )
 from shardproof.interop.writer import BoxSource, Contents, FormatWriter, Unit, WriteOptions
 
 __all__ = [
+    "NATIVE",
     "READERS",
     "WRITERS",
     "BoxSource",
@@ -35,7 +37,8 @@ __all__ = [
     "Unit",
     "WriteOptions",
     "flat_boxes",
+    "foreign_of",
+    "format_of",
     "open_reader",
-    "recognized",
     "writer_of",
 ]

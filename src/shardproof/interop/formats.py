@@ -6,10 +6,14 @@ from collections.abc import Mapping
 from importlib import import_module
 
 from shardproof.errors import FormatError
+from shardproof.format import MANIFEST_NAME
 from shardproof.interop.reader import Foreign, FormatReader
 from shardproof.interop.writer import FormatWriter
 
-__all__ = ["READERS", "WRITERS", "open_reader", "recognized", "writer_of"]
+__all__ = ["NATIVE", "READERS", "WRITERS", "format_of", "open_reader", "writer_of"]
+
+NATIVE = "shardproof"
+"""Name of the project's own format."""
 
 READERS: Mapping[str, str] = {
     "dcp": "dcp:DcpReader",
@@ -41,30 +45,39 @@ def _reader(name: str) -> type[FormatReader]:
     return reader
 
 
-def recognized(foreign: Foreign) -> str | None:
-    """The name of the format of a path; None if no reader recognizes it."""
-    return next((name for name in READERS if _reader(name).recognizes(foreign)), None)
+def format_of(foreign: Foreign) -> str:
+    """The name of the format of a path.
 
-
-def open_reader(foreign: Foreign, format: str | None = None) -> FormatReader:  # noqa: A002 as in sp.open
-    """Opens a foreign checkpoint.
-
-    Args:
-        foreign: where it is.
-        format: name of the format; None to find it.
+    A folder that no reader recognizes is of shardproof's own format: it may be a save that did not finish.
 
     Raises:
-        FormatError: no reader recognizes the path, or its metadata is damaged.
-        NotCommittedError: the save of the checkpoint did not finish.
-        StorageError: a file of the metadata is missing or unreadable.
+        FormatError: the path is a file of no known format.
     """
-    if format is not None and format not in READERS:
-        raise ValueError(f"format is one of {', '.join(READERS)}, not {format!r}")
-    name = format or recognized(foreign)
-    if name is None:
+    if foreign.has(MANIFEST_NAME):
+        return NATIVE
+    name = next((name for name in READERS if _reader(name).recognizes(foreign)), None)
+    if name is None and foreign.file is not None:
         raise FormatError(
             f"{foreign.location} is no checkpoint of a known format ({', '.join(READERS)}). Name its format "
             "with format=, or on the command line with --format",
             file=foreign.location,
         )
+    return name or NATIVE
+
+
+def open_reader(foreign: Foreign, name: str) -> FormatReader:
+    """Opens a checkpoint of another project.
+
+    Args:
+        foreign: where it is.
+        name: name of the format.
+
+    Raises:
+        ValueError: no format has this name.
+        FormatError: the metadata is damaged.
+        NotCommittedError: the save of the checkpoint did not finish.
+        StorageError: a file of the metadata is missing or unreadable.
+    """
+    if name not in READERS:
+        raise ValueError(f"format is one of {', '.join([NATIVE, *READERS])}, not {name!r}")
     return _reader(name)(foreign)

@@ -7,6 +7,7 @@ descriptions, so that they know nothing about formats.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,9 +16,17 @@ from typing import Any, ClassVar
 from shardproof.errors import FormatError
 from shardproof.geometry import flat_range_boxes, row_major_strides
 from shardproof.interop.extents import Extent
-from shardproof.storage import Storage
+from shardproof.storage import LocalStorage, Storage, StrOrBytesPath
 
-__all__ = ["Foreign", "FormatReader", "StoredBox", "StoredView", "TensorDescription", "flat_boxes"]
+__all__ = [
+    "Foreign",
+    "FormatReader",
+    "StoredBox",
+    "StoredView",
+    "TensorDescription",
+    "flat_boxes",
+    "foreign_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +46,14 @@ class Foreign:
     def has(self, name: str) -> bool:
         """True if the path is a folder that has a file of this name."""
         return self.file is None and self.storage.size(name) is not None
+
+
+def foreign_of(path: StrOrBytesPath) -> Foreign:
+    """A path as a folder, or as a file in its folder."""
+    if os.path.isfile(path):
+        folder, name = os.path.split(os.fsdecode(path))
+        return Foreign(LocalStorage(folder or "."), name)
+    return Foreign(LocalStorage(path))
 
 
 @dataclass(frozen=True, slots=True)

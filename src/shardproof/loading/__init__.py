@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from shardproof.interop import foreign_of
 from shardproof.loading.checkpoint import Checkpoint, NativeCheckpoint, StoredTensor
 from shardproof.loading.foreign_checkpoint import ForeignCheckpoint
 from shardproof.loading.load_protocol import LoadReport, load_from
 from shardproof.loading.matching import Options, ReadOnce, from_rank
-from shardproof.loading.opening import foreign_of, open_storage
 from shardproof.loading.opening import open_checkpoint as open  # noqa: A004 the public name is sp.open
+from shardproof.loading.opening import open_storage
 from shardproof.loading.read_once.agreement import UNREADABLE
 from shardproof.loading.selection import Cast, Patterns, check_patterns, selects
 from shardproof.reentrance import refuse_inside
@@ -32,7 +33,6 @@ __all__ = [
     "ReadOnce",
     "StoredTensor",
     "check_patterns",
-    "foreign_of",
     "from_rank",
     "load",
     "load_from",

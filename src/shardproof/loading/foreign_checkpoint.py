@@ -53,7 +53,9 @@ class ForeignCheckpoint(Checkpoint):
         self.tensors = [TensorRecord(key, item.dtype, item.shape) for key, item in reader.tensors.items()]
         self.boxes: list[StoredBox] = [box for item in reader.tensors.values() for box in item.boxes]
         """The stored box of each row of the chunk table."""
-        self.table = _table(reader)
+        self.files = list(dict.fromkeys(box.file for box in self.boxes))
+        """Names of the files that hold tensors; the chunk table refers to them by row."""
+        self.table = _table(reader, self.files)
         self.objects = _Objects(reader, trust_pickle)
         self.proved: set[Extent] = set()
         """Extents whose checksum was compared with all their bytes."""
@@ -91,12 +93,12 @@ class ForeignCheckpoint(Checkpoint):
         return _BoxReads(self, writer, rows)
 
 
-def _table(reader: FormatReader) -> ChunkTable:
+def _table(reader: FormatReader, names: Sequence[str]) -> ChunkTable:
     """The stored boxes as a chunk table. Its bytes are those of the elements, not those in the file."""
     descriptions = list(reader.tensors.values())
     boxes = [box for item in descriptions for box in item.boxes]
     counts = [len(item.boxes) for item in descriptions]
-    files = {name: at for at, name in enumerate(dict.fromkeys(box.file for box in boxes))}
+    files = {name: at for at, name in enumerate(names)}
     itemsizes = [DTYPES[item.dtype].itemsize for item in descriptions for _ in item.boxes]
     return ChunkTable(
         np.repeat(np.arange(len(descriptions)), counts),

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import logging
-import os
 
-from shardproof.format import MANIFEST_NAME
-from shardproof.interop import Foreign, open_reader, recognized
+from shardproof.interop import NATIVE, Foreign, foreign_of, format_of, open_reader
 from shardproof.loading.checkpoint import Checkpoint, NativeCheckpoint
 from shardproof.loading.foreign_checkpoint import ForeignCheckpoint
-from shardproof.storage import LocalStorage, Storage, StrOrBytesPath
+from shardproof.storage import Storage, StrOrBytesPath
 
-__all__ = ["foreign_of", "open_checkpoint", "open_storage"]
+__all__ = ["open_checkpoint", "open_storage"]
 
 _log = logging.getLogger("shardproof")
-
-NATIVE = "shardproof"
-"""Name of the project's own format."""
 
 
 def open_checkpoint(
@@ -48,14 +43,6 @@ def open_checkpoint(
     return open_storage(foreign_of(path), format=format, trust_pickle=trust_pickle)
 
 
-def foreign_of(path: StrOrBytesPath) -> Foreign:
-    """A path as a folder, or as a file in its folder."""
-    if os.path.isfile(path):
-        folder, name = os.path.split(os.fsdecode(path))
-        return Foreign(LocalStorage(folder or "."), name)
-    return Foreign(LocalStorage(path))
-
-
 def open_storage(
     foreign: Foreign | Storage,
     *,
@@ -64,10 +51,10 @@ def open_storage(
 ) -> Checkpoint:
     """Opens a checkpoint in a storage; see `open_checkpoint`."""
     place = foreign if isinstance(foreign, Foreign) else Foreign(foreign)
-    name = format or (None if place.has(MANIFEST_NAME) else recognized(place)) or NATIVE
-    if name != NATIVE or place.file is not None:
-        reader = open_reader(place, None if name == NATIVE else name)
-        for note in reader.notes:
-            _log.warning("%s: %s", reader.location, note)
-        return ForeignCheckpoint(reader, trust_pickle=trust_pickle)
-    return NativeCheckpoint(place.storage)
+    name = format or format_of(place)
+    if name == NATIVE:
+        return NativeCheckpoint(place.storage)
+    reader = open_reader(place, name)
+    for note in reader.notes:
+        _log.warning("%s: %s", reader.location, note)
+    return ForeignCheckpoint(reader, trust_pickle=trust_pickle)

@@ -5,6 +5,6 @@ from __future__ import annotations
 from shardproof.maintenance.copy import make_standalone
 from shardproof.maintenance.repair import repair
 from shardproof.maintenance.verify import VerifyReport, verify
-from shardproof.maintenance.verify_foreign import verify_foreign
+from shardproof.maintenance.verify_foreign import verify_any, verify_foreign
 
-__all__ = ["VerifyReport", "make_standalone", "repair", "verify", "verify_foreign"]
+__all__ = ["VerifyReport", "make_standalone", "repair", "verify", "verify_any", "verify_foreign"]

@@ -11,13 +11,46 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardproof.errors import CorruptChunkError, FormatError, ShardproofError, StorageError, TilingError
-from shardproof.loading import ForeignCheckpoint
-from shardproof.maintenance.verify import VerifyReport
+from shardproof.interop import NATIVE, Foreign, format_of
+from shardproof.loading import ForeignCheckpoint, open_storage
+from shardproof.maintenance.verify import VerifyReport, verify
 from shardproof.planning import prove_chunks
+from shardproof.storage import LocalStorage, UncachedStorage
 
-__all__ = ["verify_foreign"]
+__all__ = ["verify_any", "verify_foreign"]
 
 _DAMAGE = (CorruptChunkError, FormatError, StorageError)
+
+
+def verify_any(
+    foreign: Foreign,
+    on_progress: Callable[[int, int], None] | None = None,
+    *,
+    format: str | None = None,  # noqa: A002 as in sp.open
+) -> VerifyReport:
+    """Verifies a checkpoint of any format; see `verify` and `verify_foreign`.
+
+    Args:
+        foreign: where it is.
+        on_progress: called with bytes done and bytes in all.
+        format: name of the format; None to find it.
+
+    Raises:
+        NotCommittedError: there is no checkpoint, or its save did not finish.
+    """
+    begun = time.monotonic()
+    try:
+        name = format or format_of(foreign)
+        if name == NATIVE:
+            storage = foreign.storage
+            uncached = UncachedStorage(storage.path) if isinstance(storage, LocalStorage) else storage
+            return verify(uncached, on_progress)
+        checkpoint = open_storage(foreign, format=name)
+    except (FormatError, StorageError) as error:
+        return VerifyReport(foreign.location, None, 0, 0, 0, time.monotonic() - begun, [error])
+    with checkpoint:
+        assert isinstance(checkpoint, ForeignCheckpoint)
+        return verify_foreign(checkpoint, on_progress)
 
 
 def verify_foreign(

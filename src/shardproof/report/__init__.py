@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardproof.checkpointer import PrunePlan, StepInfo, plan_prune, scan_run
+from shardproof.report.description import Stored, describe
 from shardproof.report.detail import ObjectDetail, TensorDetail, detail, spelled
 from shardproof.report.difference import Difference, diff, structure_changes
 from shardproof.report.summary import Folded, Summary, fold, summarise, tensor_bytes
@@ -13,8 +14,10 @@ __all__ = [
     "ObjectDetail",
     "PrunePlan",
     "StepInfo",
+    "Stored",
     "Summary",
     "TensorDetail",
+    "describe",
     "detail",
     "diff",
     "fold",

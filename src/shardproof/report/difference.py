@@ -1,7 +1,7 @@
 """The difference of two checkpoints: structure, plain values, and the bits of tensors.
 
-Where both checkpoints cut a tensor into the same boxes, `diff` compares digests and reads no chunk. Otherwise
-`compare_chunks` reads both. Both ways compare bits: a NaN equals itself, and 0.0 is not -0.0.
+Where both checkpoints cut a tensor into the same boxes and have digests, `diff` compares digests and reads no
+chunk. Otherwise `compare_tensors` reads both. Both compare bits: a NaN equals itself, and 0.0 is not -0.0.
 
 Only the state counts. Step, time, metadata and layout are not differences.
 """
@@ -9,15 +9,18 @@ Only the state counts. Step, time, metadata and layout are not differences.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from shardproof.format import Manifest, read_index, read_manifest
+from shardproof.format import Manifest
+from shardproof.interop import Foreign
 from shardproof.planning import ChunkTable
-from shardproof.report.compare import CHUNK_CACHE_BYTES, ChunkReader, compare_chunks
+from shardproof.report.compare import compare_tensors
+from shardproof.report.description import describe
 from shardproof.report.detail import rows_of
 from shardproof.report.summary import tensor_bytes
 from shardproof.storage import Storage
@@ -63,8 +66,9 @@ class Difference:
     by_digest: int
     """Tensors compared by digests alone."""
     by_reading: int
-    """Tensors that were read, because their layouts differ."""
+    """Tensors that were read, because their layouts differ or one format has no digests."""
     bytes_read: int
+    """Bytes of tensors that were read, in both checkpoints."""
 
     @property
     def same(self) -> bool:
@@ -88,52 +92,47 @@ def structure_changes(a: Manifest, b: Manifest) -> tuple[list[str], list[str], l
 
 
 def diff(
-    a: Storage,
-    b: Storage,
+    a: Storage | Foreign,
+    b: Storage | Foreign,
     *,
+    trust_pickle: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
-    cache_bytes: int = CHUNK_CACHE_BYTES,
 ) -> Difference:
-    """Compares the states in two checkpoints.
+    """Compares the states in two checkpoints of any formats.
 
     `diff` trusts the digests; `verify` checks them against the bytes.
 
     Args:
         a: one checkpoint.
         b: the other.
+        trust_pickle: True to unpickle values of other formats that are no plain data.
         on_progress: called with the bytes read so far and in all.
-        cache_bytes: memory for chunks of `b` that several chunks of `a` overlap.
 
     Raises:
         NotCommittedError, FormatError, StorageError: one of them cannot be read.
+        PlainDataError: a value of another format is no plain data.
         CorruptChunkError: a chunk that had to be read does not match its digest.
         TilingError: the chunks of a tensor that had to be read do not cover it.
     """
-    manifest_a, manifest_b = read_manifest(a), read_manifest(b)
-    table_a, table_b = read_index(a, manifest_a), read_index(b, manifest_b)
+    one, other = (describe(place, trust_pickle=trust_pickle) for place in (a, b))
+    manifest_a, manifest_b = one.manifest, other.manifest
     only_a, only_b, changed = structure_changes(manifest_a, manifest_b)
     pairs = list(_comparable(manifest_a, manifest_b))
     unlike, values = [], []
     for key, row_a, row_b in pairs:
-        different = _different_chunks(table_a, row_a, table_b, row_b, len(manifest_a.tensors[row_a].shape))
+        different = None
+        if one.has_digests and other.has_digests:
+            ndim = len(manifest_a.tensors[row_a].shape)
+            different = _different_chunks(one.table, row_a, other.table, row_b, ndim)
         if different is None:
-            unlike.append((key, row_a, row_b))
+            unlike.append((key, tensor_bytes(manifest_a.tensors[row_a])))
         elif different.any():
             values.append(ValueDifference(key, "digest", int(different.sum()), len(different)))
-    total = 2 * sum(tensor_bytes(manifest_a.tensors[row]) for _, row, _ in unlike)
-    left = ChunkReader(a, manifest_a, table_a)
-    right = ChunkReader(b, manifest_b, table_b, cache_bytes)
-    done = 0
-    for key, row_a, row_b in unlike:
-        for step in compare_chunks(left, row_a, right, row_b):
-            if on_progress is not None:
-                on_progress(min(done + step.bytes, total), total)
-        done += 2 * tensor_bytes(manifest_a.tensors[row_a])
-        if step.different:
-            values.append(ValueDifference(key, "read", step.different, step.elements))
+    if unlike:
+        values += _read_differences(a, b, unlike, on_progress)
     return Difference(
-        a.location,
-        b.location,
+        one.location,
+        other.location,
         tuple(only_a),
         tuple(only_b),
         tuple(changed),
@@ -142,8 +141,37 @@ def diff(
         len(pairs) - len(values),
         len(pairs) - len(unlike),
         len(unlike),
-        left.bytes_read + right.bytes_read,
+        2 * sum(nbytes for _, nbytes in unlike),
     )
+
+
+def _read_differences(
+    a: Storage | Foreign,
+    b: Storage | Foreign,
+    tensors: Sequence[tuple[str, int]],
+    on_progress: Callable[[int, int], None] | None,
+) -> list[ValueDifference]:
+    """Reads tensors in both checkpoints and compares them.
+
+    Args:
+        a: one checkpoint.
+        b: the other.
+        tensors: key and bytes of each.
+        on_progress: as of `diff`.
+    """
+    from shardproof.loading import open_storage  # imports torch
+
+    values, done, total = [], 0, 2 * sum(nbytes for _, nbytes in tensors)
+    with ExitStack() as opened:
+        one, other = (opened.enter_context(open_storage(place)) for place in (a, b))
+        for key, nbytes in tensors:
+            for step in compare_tensors(one, other, key):
+                if on_progress is not None:
+                    on_progress(done + step.bytes, total)
+            done += 2 * nbytes
+            if step.different:
+                values.append(ValueDifference(key, "read", step.different, step.elements))
+    return values
 
 
 def _described(manifest: Manifest) -> dict[str, str]:
@@ -203,6 +231,6 @@ def _boxes_in_order(
 def _object_changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterable[Change]:
     """Plain values under a key of both that differ. As JSON text: 1, 1.0 and true are three values."""
     for key in sorted(a.keys() & b.keys()):
-        left, right = (json.dumps(value, sort_keys=True, ensure_ascii=False) for value in (a[key], b[key]))
+        left, right = (json.dumps(side[key], sort_keys=True, ensure_ascii=False) for side in (a, b))
         if left != right:
             yield Change(key, left, right)

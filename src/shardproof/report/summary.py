@@ -152,6 +152,7 @@ class WriterRow:
     """The chunks that one rank wrote into one file."""
 
     rank: int
+    """-1 if the format does not record it."""
     file: str
     """Its name, with the folder in front if another step's save wrote it."""
     tensors: int
@@ -168,6 +169,7 @@ class Summary:
     """The contents of one checkpoint, or of a part of its tree."""
 
     location: str
+    format: str
     prefix: str | None
     """The part of the tree that is summarised; None for all."""
     step: int | None
@@ -189,6 +191,8 @@ class Summary:
     """Tied tensors: key to the key it is stored under."""
     objects: tuple[str, ...]
     """Keys of plain values."""
+    notes: tuple[str, ...] = ()
+    """What the format cannot prove or lost, a sentence each."""
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -205,7 +209,14 @@ def is_below(key: str, prefix: str | None) -> bool:
 
 
 def summarise(
-    location: str, manifest: Manifest, table: ChunkTable, *, prefix: str | None = None, depth: int = 2
+    location: str,
+    manifest: Manifest,
+    table: ChunkTable,
+    *,
+    prefix: str | None = None,
+    depth: int = 2,
+    format: str = "shardproof",  # noqa: A002 as in sp.open
+    notes: Sequence[str] = (),
 ) -> Summary:
     """The summary of a checkpoint, or of the part of its tree below `prefix`.
 
@@ -215,6 +226,8 @@ def summarise(
         table: its chunk table.
         prefix: of the keys to summarise, in whole words; None for all.
         depth: how many words of a key name a part of the tree, counted below `prefix`.
+        format: name of the format.
+        notes: what the format cannot prove or lost.
     """
     chosen = [row for row, record in enumerate(manifest.tensors) if is_below(record.key, prefix)]
     records = [manifest.tensors[row] for row in chosen]
@@ -224,6 +237,8 @@ def summarise(
     base = 0 if prefix is None else prefix.count(".") + 1
     return Summary(
         location=location,
+        format=format,
+        notes=tuple(notes),
         prefix=prefix,
         step=manifest.step,
         time=manifest.time,

@@ -110,11 +110,18 @@ def test_no_command_is_bad_usage_and_shows_the_help(call: Any) -> None:
     assert "Commands:" in err
 
 
-@pytest.mark.parametrize("name", ["ls", "inspect", "verify", "repair", "prune"])
+@pytest.mark.parametrize("name", ["ls", "repair", "prune"])
 def test_a_file_is_not_a_folder(call: Any, ckpt: Path, name: str) -> None:
     code, _, err = call(name, ckpt / MANIFEST_NAME)
     assert code == 2
     assert "is a file, and a folder is needed" in err
+
+
+@pytest.mark.parametrize("name", ["inspect", "verify", "diff"])
+def test_a_file_of_no_known_format_is_no_checkpoint(call: Any, ckpt: Path, name: str) -> None:
+    code, out, err = call(name, *[ckpt / MANIFEST_NAME] * (2 if name == "diff" else 1))
+    assert code == 1
+    assert "is no checkpoint of a known format" in out + err
 
 
 @pytest.mark.parametrize("name", ["inspect", "verify", "diff", "repair"])
@@ -333,7 +340,9 @@ def test_inspect(call: Any, ckpt: Path) -> None:
     told = json.loads(out)
     assert code == 0
     assert set(told) == {
-        "location", "prefix", "step", "time", "writer", "attempt", "repaired", "world_size", "metadata",
+        "location", "format", "notes", "prefix", "step", "time", "writer", "attempt", "repaired",
+        "world_size",
+        "metadata",
         "tensors", "bytes", "borrowed", "chunks", "rows", "parts", "writers", "aliases", "objects",
     }  # fmt: skip
     assert {
@@ -410,7 +419,10 @@ def test_verify(call: Any, ckpt: Path) -> None:
     code, out, _ = call("verify", ckpt, "--json")
     told = json.loads(out)
     assert code == 0
-    assert set(told) == {"location", "step", "ok", "files", "chunks", "bytes", "seconds", "faults"}
+    assert set(told) == {
+        "location", "format", "step", "ok", "files", "chunks", "bytes", "unproved", "seconds", "faults",
+        "notes",
+    }  # fmt: skip
     assert (told["ok"], told["faults"], told["bytes"]) == (True, [], sum(x.nbytes for x in STATE.values()))
 
 

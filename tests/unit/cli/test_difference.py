@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import shardproof as sp
 from shardproof.errors import CorruptChunkError, NotCommittedError
-from shardproof.format import read_index, read_manifest
 from shardproof.report import Difference, diff
-from shardproof.report.compare import ChunkReader, compare_chunks
+from shardproof.report.compare import compare_tensors
 from shardproof.storage import LocalStorage
 from tests.unit.cli.samples import Sample, model, rows_cut, write
 
@@ -168,19 +169,15 @@ def test_what_is_not_committed_cannot_be_compared(tmp_path: Path) -> None:
         diff(LocalStorage(tmp_path / "a"), LocalStorage(tmp_path / "b"))
 
 
-@pytest.mark.parametrize("cache", [0, 512, 1 << 20])
-def test_memory_is_the_cache_and_a_chunk(tmp_path: Path, cache: int) -> None:
+@pytest.mark.parametrize("box_bytes", [256, 1 << 20])
+def test_memory_is_bounded_by_the_box(tmp_path: Path, box_bytes: int) -> None:
     array = np.random.default_rng(0).integers(0, 1 << 30, (64, 64), np.int32)
-    readers = []
-    for name, dim, size in (("a", 0, 0), ("b", 1, cache)):
-        storage = LocalStorage(tmp_path / name)
-        write(storage, cut({"w": array}, 16, dim))
-        manifest = read_manifest(storage)
-        readers.append(ChunkReader(storage, manifest, read_index(storage, manifest), size))
-
-    for step in compare_chunks(readers[0], 0, readers[1], 0):  # noqa: B007
-        assert sum(bits.nbytes for bits in readers[1].cached.values()) <= cache
-        assert not readers[0].cached
-    assert (step.elements, step.different) == (array.size, 0)
-    assert readers[0].bytes_read == array.nbytes
-    assert readers[1].bytes_read == (array.nbytes if cache > array.nbytes else 16 * array.nbytes)
+    other = array.copy()
+    other[3, 5] ^= 1
+    write(LocalStorage(tmp_path / "a"), cut({"w": array}, 16, 0))
+    write(LocalStorage(tmp_path / "b"), cut({"w": other}, 16, 1))
+    with sp.open(tmp_path / "a") as one, sp.open(tmp_path / "b") as two:
+        steps = list(compare_tensors(one, two, "w", box_bytes=box_bytes))
+    assert len(steps) == 1 + max(array.nbytes // box_bytes, 1)
+    assert max(after.bytes - before.bytes for before, after in pairwise(steps)) <= 2 * max(box_bytes, 256)
+    assert (steps[-1].elements, steps[-1].different) == (array.size, 1)

@@ -1,0 +1,81 @@
+"""A stored checkpoint of any format as a manifest and a chunk table, which the reports are made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from shardproof.format import FileRecord, Manifest, read_index, read_manifest
+from shardproof.interop import NATIVE, Foreign, format_of
+from shardproof.planning import ChunkTable
+from shardproof.storage import Storage
+
+if TYPE_CHECKING:
+    from shardproof.loading import ForeignCheckpoint
+
+__all__ = ["Stored", "describe"]
+
+_NO_DIGEST = 32 * "0"
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What is stored, without the values of tensors."""
+
+    location: str
+    format: str
+    manifest: Manifest
+    """Of a foreign checkpoint: made from its description. Plain values are read when they are asked for."""
+    table: ChunkTable
+    notes: tuple[str, ...] = ()
+    """What a foreign format cannot prove or lost, a sentence each."""
+
+    @property
+    def has_digests(self) -> bool:
+        """True if each chunk has a digest."""
+        return self.format == NATIVE
+
+
+def describe(
+    place: Storage | Foreign,
+    *,
+    format: str | None = None,  # noqa: A002 as in sp.open
+    trust_pickle: bool = False,
+) -> Stored:
+    """Describes a checkpoint of any format. Those of shardproof's own need no torch.
+
+    Raises:
+        NotCommittedError, FormatError, StorageError: it cannot be read.
+    """
+    foreign = place if isinstance(place, Foreign) else Foreign(place)
+    if (name := format or format_of(foreign)) == NATIVE:
+        manifest = read_manifest(foreign.storage)
+        return Stored(foreign.location, NATIVE, manifest, read_index(foreign.storage, manifest))
+    from shardproof.loading import ForeignCheckpoint, open_storage
+
+    with open_storage(foreign, format=name, trust_pickle=trust_pickle) as checkpoint:
+        assert isinstance(checkpoint, ForeignCheckpoint)
+        return _described(checkpoint)
+
+
+def _described(checkpoint: ForeignCheckpoint) -> Stored:
+    sizes = checkpoint.reader.files()
+    files = tuple(
+        FileRecord(name, sizes.get(name) or checkpoint.reader.storage.size(name) or 0, _NO_DIGEST, 0, -1)
+        for name in checkpoint.files
+    )
+    manifest = Manifest(
+        writer=checkpoint.reader.name,
+        attempt=checkpoint.attempt,
+        step=checkpoint.step,
+        time=0.0,
+        world_size=checkpoint.world_size,
+        metadata={},
+        tensors=tuple(checkpoint.tensors),
+        aliases=dict(checkpoint.aliases),
+        objects=cast(dict[str, Any], checkpoint.objects),
+        files=files,
+        index=FileRecord("", 0, _NO_DIGEST, 0, -1),
+    )
+    notes = tuple(checkpoint.reader.notes)
+    return Stored(checkpoint.location, checkpoint.reader.name, manifest, checkpoint.table, notes)
