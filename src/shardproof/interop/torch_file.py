@@ -30,7 +30,7 @@ from shardproof.interop.pickle_data import Opaque, read_pickle
 from shardproof.interop.reader import StoredBox, StoredView
 from shardproof.storage import Storage
 
-__all__ = ["TorchFile", "TorchTensor", "flatten", "unpickled", "with_tensors"]
+__all__ = ["STORAGE_DTYPES", "TorchFile", "TorchTensor", "flatten", "unpickled", "with_tensors"]
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 _PROTOCOL = 1001
@@ -41,7 +41,7 @@ _MOST_LEVELS = 200
 _EDGE_BYTES = 4096
 """Bytes at the begin and at the end of an archive that one read fetches. The metadata of an archive of one
 tensor lies in them."""
-_STORAGE_DTYPES = {
+STORAGE_DTYPES = {
     "Double": "float64",
     "Float": "float32",
     "Half": "float16",
@@ -55,6 +55,7 @@ _STORAGE_DTYPES = {
     "ComplexDouble": "complex128",
     "ComplexFloat": "complex64",
 }
+"""Dtype of the elements of a typed storage, by the name of its class without `Storage`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -482,7 +483,7 @@ def _storage_dtype(name: str) -> str | None:
     if name in ("torch.storage.UntypedStorage", "torch.UntypedStorage"):
         return "uint8"
     kind = name.removeprefix("torch.").removeprefix("cuda.").removesuffix("Storage")
-    return _STORAGE_DTYPES.get(kind)
+    return STORAGE_DTYPES.get(kind)
 
 
 def _tensor(
