@@ -203,7 +203,7 @@ def test_wrong_sizes_and_names_are_refused() -> None:
         Layout.whole((2, 3)).pieces(torch.zeros(1, 3))
     with pytest.raises(StructureError, match=r"elements 1 to 3 has shape \[3\]"):
         Layout.whole((2, 3)).range(torch.zeros(3), 1, 3)
-    with pytest.raises(StructureError, match=r"\[5, 8\) is no range of the 6 elements"):
+    with pytest.raises(StructureError, match=r"\[5, 8\) is not a range of the 6 elements"):
         Layout.whole((2, 3)).range(torch.zeros(3), 5, 8)
     with pytest.raises(ValueError, match="no order of 2 axes"):
         Layout.of(IndexMap.whole((2, 3)), order=(0, 0))
