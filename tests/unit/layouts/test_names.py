@@ -109,7 +109,7 @@ def test_segments_are_renamed_and_left_out() -> None:
     assert keys_of({"m": model}) == ["m.layers.12.weight"]
     with pytest.raises(StructureError, match="is not one segment of a key"):
         rename(model["decoder"], "a.b")
-    with pytest.raises(ValueError, match="first layer has the number -1"):
+    with pytest.raises(ValueError, match="first layer must not be negative, found -1"):
         layers(model["decoder"]["layers"], -1)
 
 
