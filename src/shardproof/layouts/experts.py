@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from shardproof.errors import StructureError
-from shardproof.layouts.module_tensors import Owned, local_segments
+from shardproof.layouts.module_tensors import Owned, segments_of
 from shardproof.layouts.parts import Part, Segments, blocks_of, index_map_of
 from shardproof.state import Layout, declare, number_expert
 
@@ -219,7 +219,7 @@ def _declare_axes(
             )
         sizes = [part.size if isinstance(part, Part) else part for part in parts]
         blocks = blocks_of(parts, ranks)
-        own[dim] = (local_segments(item.tensor, split.shape[dim], blocks, rank, item.where), sum(sizes))
+        own[dim] = (segments_of(item.tensor, split.shape[dim], blocks, rank, item.where), sum(sizes))
     axes = [*own[: split.axis], ([(first, split.count)], total), *own[split.axis :]]
     within = [axis for axis in range(len(axes)) if axis != split.axis]
     order = (split.axis, *(reversed(within) if transposed else within))

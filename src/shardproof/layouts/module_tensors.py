@@ -10,7 +10,7 @@ from shardproof.errors import StructureError
 from shardproof.layouts.parts import Segments, check_rank, index_map_of, length_of
 from shardproof.state import LAYOUTS, Layout, declare, inside, is_dtensor
 
-__all__ = ["Owned", "declare_along", "local_segments"]
+__all__ = ["Owned", "declare_along", "segments_of"]
 
 
 class Owned:
@@ -56,7 +56,7 @@ class Owned:
         declare(self.module, self.name, layout)
 
 
-def local_segments(
+def segments_of(
     tensor: torch.Tensor, length: int, blocks: Sequence[Segments], rank: int, where: str
 ) -> Segments:
     """The segments of the model's dimension that a dimension of a tensor contains, in order.
@@ -112,5 +112,5 @@ def declare_along(
         raise StructureError(f"{item.where} has shape {list(tensor.shape)} and no dimension {dim}")
     dim %= tensor.dim()
     axes: list[tuple[Segments, int]] = [([(0, length)], length) for length in tensor.shape]
-    axes[dim] = (local_segments(tensor, tensor.shape[dim], blocks, rank, item.where), size)
+    axes[dim] = (segments_of(tensor, tensor.shape[dim], blocks, rank, item.where), size)
     item.declare(Layout.of(index_map_of(axes, tensor.shape)))

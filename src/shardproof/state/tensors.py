@@ -28,7 +28,7 @@ __all__ = [
     "is_in_host_memory",
     "local_of",
     "locals_of",
-    "same_memory",
+    "memory_identity",
     "storage_of",
     "tensor_of_array",
     "torch_dtype",
@@ -105,7 +105,7 @@ def is_in_host_memory(tensor: torch.Tensor) -> bool:
     (True, False)
     """
     plain = type(tensor) in PLAIN_TYPES and tensor.dtype in _NAMES
-    return plain and tensor.device.type == "cpu" and _is_strided(tensor) and _lacks(tensor) is None
+    return plain and tensor.device.type == "cpu" and _is_strided(tensor) and _memory_fault(tensor) is None
 
 
 def addresses_of(tensors: Sequence[torch.Tensor], paths: Sequence[str]) -> tuple[list[int], list[bool]]:
@@ -169,12 +169,12 @@ def check_memory(tensor: torch.Tensor, path: str) -> None:
     shardproof.errors.StructureError: model.weight: the tensor takes 16 bytes of a storage of 8. ...
     """
     _check(tensor, path)
-    reason = _lacks(tensor)
+    reason = _memory_fault(tensor)
     if reason is not None:
         raise StructureError(f"{path}: {reason}", key=path)
 
 
-def _lacks(tensor: torch.Tensor) -> str | None:
+def _memory_fault(tensor: torch.Tensor) -> str | None:
     """Why not all elements of a strided tensor are in memory, and what to do; None if they are."""
     if not tensor.numel():
         return None
@@ -280,7 +280,7 @@ def storage_of(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def same_memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+def memory_identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal for two tensors just when they are the same elements of the same storage."""
     return (
         storage_of(tensor),

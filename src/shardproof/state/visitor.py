@@ -14,7 +14,7 @@ import torch
 
 from shardproof.errors import StructureError
 from shardproof.state.descriptions import describe_tensors
-from shardproof.state.dtensor import Layouts
+from shardproof.state.dtensor import LocalBoxesCache
 from shardproof.state.records import TensorEntry
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Visitor(Generic[H]):
     """Calls for the end of the walk, when all modules are known."""
     named: dict[int, NamedModule] = field(default_factory=dict)
     """Modules with their names, by identity; see `named` in `state/handlers/modules.py`."""
-    layouts: Layouts = field(default_factory=Layouts)
+    layouts: LocalBoxesCache = field(default_factory=LocalBoxesCache)
     """Of the DTensors visited so far."""
     anchors: dict[str, torch.Tensor] = field(default_factory=dict)
     """The empty local tensor of each key of which the rank has no piece."""

@@ -49,7 +49,7 @@ class _Plain:
         if data is not MISSING:
             put = to.put_of(place)
             rebuilt = to.rebuild(place.key, data, lambda: value)
-            to.later_on(lambda: put(rebuilt()))
+            to.on_finish(lambda: put(rebuilt()))
 
 
 class _Tensor:
@@ -79,7 +79,7 @@ class _Array:
         if not value.flags.writeable:
             raise StructureError(f"{place.key}: the array is read-only. Load into a copy", key=place.key)
         if to.tensor(place.key, tensor) and not shared:
-            to.later_on(lambda: np.copyto(value, tensor.numpy()))
+            to.on_finish(lambda: np.copyto(value, tensor.numpy()))
 
     @staticmethod
     def _tensor(place: Place, value: np.ndarray[Any, Any]) -> tuple[torch.Tensor, bool]:
@@ -147,7 +147,7 @@ class _Tuple(_List):
                 if any(new is not old for new, old in zip(items, value, strict=True)):
                     put(value._make(items) if hasattr(value, "_make") else tuple(items))
 
-            to.later_on(rebuild)
+            to.on_finish(rebuild)
 
 
 _PLAIN, _TENSOR, _ARRAY, _MAPPING, _LIST, _TUPLE = (

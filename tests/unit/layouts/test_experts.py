@@ -219,7 +219,7 @@ def test_options_that_differ_between_experts_are_refused() -> None:
         {"params": [p for other in others for p in other.parameters()]},
     ]
     with pytest.raises(
-        StructureError, match=r"kept under one key, 'optimizer.fc1.weight.@options', but differ"
+        StructureError, match=r"have the same key 'optimizer.fc1.weight.@options', but differ"
     ):
         collect({"model": model, "optimizer": torch.optim.AdamW(groups)})
 

@@ -40,8 +40,8 @@ class _Module:
             if not isinstance(item, torch.Tensor) or _is_extra(name):
                 out.object(key, item, (place.path, name))
             elif (layout := module.layout(name)) is not None:
-                sharded, local = _laid_out(item, layout, key)
-                out.laid_out(key, sharded, (place.path, name), local)
+                sharded, local = _local_shards_of(item, layout, key)
+                out.local_shards(key, sharded, (place.path, name), local)
             else:
                 out.tensor(key, item, (place.path, name))
         declare_fsdp2_owners(part for _, part in module.parts)
@@ -51,8 +51,8 @@ class _Module:
         """Tensors in place. What the module made up for its state dict goes through load_state_dict."""
         module, state = _state_of(value, place, to)
         prefix = f"{place.key}." if place.key else ""
-        lives = _lives_in(module.module)
-        made_up: dict[str, Callable[[], Any]] = {}
+        is_live = _live_memory_of(module.module)
+        computed: dict[str, Callable[[], Any]] = {}
         for name, item in state.items():
             if "@" in (clean := module.clean(name)):
                 check_name(clean, place.key, place.path)
@@ -62,19 +62,19 @@ class _Module:
             elif not isinstance(item, torch.Tensor):
                 data = to.object(key)
                 if data is not MISSING:
-                    made_up[name] = to.rebuild(key, data, partial(_same, item))
+                    computed[name] = to.rebuild(key, data, partial(_same, item))
             elif (layout := module.layout(name)) is not None:
-                self._bind_laid_out(name, key, item, layout, lives(item), to, made_up)
-            elif lives(item):
+                self._bind_laid_out(name, key, item, layout, is_live(item), to, computed)
+            elif is_live(item):
                 to.tensor(key, item)
             elif item.is_meta:
                 to.tensor(key, item)  # refused there
             else:
                 fresh = empty_like_layout(item, item.dtype)
                 if to.tensor(key, fresh):
-                    made_up[name] = partial(_same, fresh)
-        if made_up:
-            to.later_on(lambda: _load(module.module, state, made_up))
+                    computed[name] = partial(_same, fresh)
+        if computed:
+            to.on_finish(lambda: _load(module.module, state, computed))
         to.modules.append(OwnedParameters(place.key, module, state))
 
     @staticmethod
@@ -83,16 +83,16 @@ class _Module:
         key: str,
         item: torch.Tensor,
         layout: Layout,
-        lives: bool,
+        is_live: bool,
         to: Binder,
-        made_up: dict[str, Callable[[], Any]],
+        computed: dict[str, Callable[[], Any]],
     ) -> None:
         local_of(item, key)
-        if not lives:
+        if not is_live:
             # Elements that are stored nowhere (padding) stay what they are.
             item = item.detach().clone()
-        if to.laid_out(key, *_laid_out(item, layout, key)) and not lives:
-            made_up[name] = partial(_same, item)
+        if to.local_shards(key, *_local_shards_of(item, layout, key)) and not is_live:
+            computed[name] = partial(_same, item)
 
     @staticmethod
     def _bind_extra(module: torch.nn.Module, name: str, key: str, current: Any, to: Binder) -> None:
@@ -100,7 +100,7 @@ class _Module:
         if data is not MISSING:
             owner = inside(module.get_submodule(name.rpartition(".")[0]))
             rebuilt = to.rebuild(key, data, lambda: current)
-            to.later_on(lambda: owner.set_extra_state(rebuilt()))
+            to.on_finish(lambda: owner.set_extra_state(rebuilt()))
 
 
 MODULE = _Module()
@@ -155,33 +155,33 @@ def _refuse_fsdp1(module: NamedModule, place: Place) -> None:
         )
 
 
-def _lives_in(module: torch.nn.Module) -> Callable[[torch.Tensor], bool]:
+def _live_memory_of(module: torch.nn.Module) -> Callable[[torch.Tensor], bool]:
     """Whether a value of the state dict is memory of the module."""
     live = [*module.parameters(), *module.buffers()]
     objects = set(map(id, live))
     storages: set[int] = set()
 
-    def lives(tensor: torch.Tensor) -> bool:
+    def is_live(tensor: torch.Tensor) -> bool:
         if id(tensor) in objects:
             return True
         if not storages:
             storages.update(storage_of(local_tensor(item)) for item in live if not item.is_meta)
         return not tensor.is_meta and storage_of(local_tensor(tensor)) in storages
 
-    return lives
+    return is_live
 
 
-def _laid_out(tensor: torch.Tensor, layout: Layout, key: str) -> tuple[LocalShards, torch.Tensor]:
+def _local_shards_of(tensor: torch.Tensor, layout: Layout, key: str) -> tuple[LocalShards, torch.Tensor]:
     """The pieces of a tensor with a declared layout, and their memory."""
     local = local_of(tensor, key)
     return local_layout(tensor, layout, key).pieces(local), local
 
 
 def _load(
-    module: torch.nn.Module, state: Mapping[str, Any], made_up: Mapping[str, Callable[[], Any]]
+    module: torch.nn.Module, state: Mapping[str, Any], computed: Mapping[str, Callable[[], Any]]
 ) -> None:
     filled = OrderedDict(state)
-    filled.update({name: value() for name, value in made_up.items()})
+    filled.update({name: value() for name, value in computed.items()})
     metadata = getattr(state, "_metadata", None)
     if metadata is not None:
         filled._metadata = metadata  # type: ignore[attr-defined]

@@ -126,7 +126,7 @@ class _PerRank:
             rank: _stored_value(join(place.key, f"@rank-{rank}"), keys, to)
             for rank, keys in sorted(others.items())
         }
-        to.later_on(lambda: setattr(value, "gathered", {rank: make() for rank, make in made.items()}))
+        to.on_finish(lambda: setattr(value, "gathered", {rank: make() for rank, make in made.items()}))
 
     @staticmethod
     def _inner(place: Place, value: PerRank | RandomState, rank: int) -> Place:

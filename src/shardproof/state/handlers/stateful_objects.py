@@ -68,7 +68,7 @@ class _Part:
         loaded = getattr(value, "state_loaded", None)
         if loaded is not None:
             # Optimizers of the part are set by what waits for the end of the walk, and so before this.
-            to.later.append(lambda: to.later_on(loaded))
+            to.later.append(lambda: to.on_finish(loaded))
 
 
 def _inner(place: Place) -> Place:
@@ -138,7 +138,7 @@ class Stateful:
         data = to.object(place.key)
         if data is not MISSING:
             rebuilt = to.rebuild(place.key, data, lambda: self.read(value))
-            to.later_on(lambda: self.write(value, rebuilt()))
+            to.on_finish(lambda: self.write(value, rebuilt()))
 
 
 STATEFUL = Stateful(lambda value: value.state_dict(), lambda value, state: value.load_state_dict(state))

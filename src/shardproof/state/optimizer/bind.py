@@ -74,15 +74,15 @@ class OptimizerBinding:
                 self._check_slots(key, parameter)
                 data = self.to.object(f"{key}.@options")
                 if data is MISSING:
-                    self._known_slots(key, parameter)
+                    self._bind_existing_slots(key, parameter)
                     continue
                 _check_data(data, key)
                 stored[name] = data["options"]
                 self._parameter(key, group, parameter, data)
             self.attach.append(Options(self.place.key, stored).bind(group, self.to))
-        self._beside()
+        self._bind_shared()
         for act in self.attach:
-            self.to.later_on(act)
+            self.to.on_finish(act)
 
     def _check_slots(self, key: str, parameter: torch.Tensor) -> None:
         """Refuse slots of the target that would pass for keys of shardproof's own."""
@@ -95,7 +95,7 @@ class OptimizerBinding:
         """The slots of one parameter become those that are stored."""
         layout = self.layouts.of_slots(parameter)
         stored, unselected = self._stored(key, layout, data)
-        if MASTER in stored and not self._is_of_use(parameter, stored[MASTER]):
+        if MASTER in stored and not self._has_more_precision(parameter, stored[MASTER]):
             del stored[MASTER]
             self.to.binding.used.add(f"{key}.{MASTER}")
         receipt = self.receive(parameter, group, stored)
@@ -160,13 +160,13 @@ class OptimizerBinding:
             if slot != MASTER or found is None or torch_dtype(found[0]) != dtype:
                 return False
             key = weight
-        laid_out = layout.sharded(destination, key)
-        if laid_out is not None:
-            return self.to.laid_out(key, laid_out)
+        local_shards = layout.sharded(destination, key)
+        if local_shards is not None:
+            return self.to.local_shards(key, local_shards)
         assert isinstance(destination, torch.Tensor)
         return self.to.tensor(key, destination)
 
-    def _is_of_use(self, parameter: torch.Tensor, master: StoredSlot) -> bool:
+    def _has_more_precision(self, parameter: torch.Tensor, master: StoredSlot) -> bool:
         """Whether a stored master says more than the stored weight, to those who asked for it."""
         if parameter.dtype != master.dtype:
             return True
@@ -181,7 +181,7 @@ class OptimizerBinding:
         exact = empty_like_layout(parameter, parameter.dtype)
         _copy(exact, parameter)  # elements that are stored nowhere (padding) stay what they are
         if self._fill(layout, f"{key}.{MASTER}", MASTER, exact, True):
-            self.to.later_on(partial(_copy, parameter, exact))
+            self.to.on_finish(partial(_copy, parameter, exact))
 
     def _check_class(self, data: Any, kind: str, key: str) -> None:
         """State of another optimizer is a mismatch, once, however many parameters have it."""
@@ -192,7 +192,7 @@ class OptimizerBinding:
                 f"{key}.@options", f"state of {kind}", f"state of {found}; strict=False loads it all the same"
             )
 
-    def _known_slots(self, key: str, parameter: torch.Tensor) -> None:
+    def _bind_existing_slots(self, key: str, parameter: torch.Tensor) -> None:
         """Options are left out or missing: what can still be filled in place is."""
         if self.keeper is not None:
             return
@@ -201,7 +201,7 @@ class OptimizerBinding:
             if isinstance(item, torch.Tensor):
                 self._fill(layout, f"{key}.{slot}", slot, item, True)
 
-    def _beside(self) -> None:
+    def _bind_shared(self) -> None:
         extra, shared = join(self.place.key, EXTRA), join(self.place.key, SHARED)
         if extra in self.to.catalogue.objects:
             data = self.to.object(extra)

@@ -106,18 +106,18 @@ def _collect(
         stepped.append(parameter)
         for slot, item in slots.tensors.items():
             of_key = _key_of(key, slot)
-            laid_out = layout.sharded(item, of_key)
-            if laid_out is None:
+            local_shards = layout.sharded(item, of_key)
+            if local_shards is None:
                 assert isinstance(item, torch.Tensor)
                 out.tensor(of_key, item, origin)
             else:
-                out.laid_out(of_key, laid_out, origin)
+                out.local_shards(of_key, local_shards, origin)
             stepped.append(item.buffer if isinstance(item, LocalRange) else item)
         values = {}
         for slot, item in slots.values.items():
             of_key = _key_of(key, slot)
             values[slot] = encode(item, of_key, Hoister(of_key, out, place.path))
-        out.agreed(f"{key}.@options", options.of(slots, values), origin)
+        out.common_object(f"{key}.@options", options.of(slots, values), origin)
     out.stepped.append(Stepped(optimizer, tuple(stepped), tuple(map(local_tensor, stepped))))
     _collect_shared(place, optimizer, out)
 

@@ -88,7 +88,7 @@ def _receive(
         if isinstance(present, torch.Tensor):
             tensors[slot] = present
         elif slot != MASTER:
-            made[slot] = _made_dtype(optimizer, parameter, like)
+            made[slot] = _slot_dtype(optimizer, parameter, like)
             widens = torch.promote_types(like.dtype, made[slot]) == made[slot]
             filled = like if widens else replace(like, dtype=made[slot])
             tensors[slot] = _new_slot(parameter, group, slot, filled)
@@ -116,7 +116,7 @@ def _attach(
         optimizer.state.pop(parameter, None)
 
 
-def _made_dtype(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, like: StoredSlot) -> torch.dtype:
+def _slot_dtype(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, like: StoredSlot) -> torch.dtype:
     """The dtype in which the optimizer makes a slot of its own, where that is known.
 
     Torch's own classes make shaped slots in the parameter's dtype, and most cannot step with another: state
