@@ -199,15 +199,15 @@ def test_wrong_sizes_and_names_are_refused() -> None:
         StructureError, match=r"weight has shape \[2, 3\], but its declared layout has \[3, 2\]"
     ):
         declare(linear, "weight", Layout.whole((3, 2)))
-    with pytest.raises(StructureError, match=r"m.weight has shape \[2, 3\], .* for \[4, 3\]"):
+    with pytest.raises(StructureError, match=r"m.weight has shape \[2, 3\], .* layout has \[4, 3\]"):
         local_layout(linear.weight, Layout.whole((4, 3)), "m.weight")
-    with pytest.raises(StructureError, match=r"has shape \[1, 3\], its layout is of \[2, 3\]"):
+    with pytest.raises(StructureError, match=r"has shape \[1, 3\], but its layout has \[2, 3\]"):
         Layout.whole((2, 3)).pieces(torch.zeros(1, 3))
     with pytest.raises(StructureError, match=r"elements 1 to 3 has shape \[3\]"):
         Layout.whole((2, 3)).range(torch.zeros(3), 1, 3)
     with pytest.raises(StructureError, match=r"\[5, 8\) is not a range of the 6 elements"):
         Layout.whole((2, 3)).range(torch.zeros(3), 5, 8)
-    with pytest.raises(ValueError, match="no order of 2 axes"):
+    with pytest.raises(ValueError, match="not an order of 2 axes"):
         Layout.of(IndexMap.whole((2, 3)), order=(0, 0))
     with pytest.raises(ValueError, match="do not make the index map's local shape"):
         Layout.of(IndexMap.whole((2, 3)), factors=((6,),))

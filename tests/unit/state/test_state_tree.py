@@ -250,7 +250,7 @@ def test_per_rank_values_and_ranks_that_come_and_go() -> None:
     leaf = {"mine": PerRank(0)}
     FakeCheckpoint([collect({"mine": PerRank(5)})]).load(leaf)
     assert leaf["mine"].value == 5
-    with pytest.raises(StructureError, match="inside of a per-rank"):
+    with pytest.raises(StructureError, match="inside a per-rank"):
         collect({"a": PerRank({"b": RandomState()})})
 
 

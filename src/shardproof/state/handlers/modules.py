@@ -30,7 +30,7 @@ class _Module:
     """Handles `torch.nn.Module`."""
 
     def collect(self, place: Place, value: torch.nn.Module, out: Collector) -> None:
-        """Each tensor under its name; extra state as an object."""
+        """Adds each tensor under its name, and extra state as an object."""
         module, state = _state_of(value, place, out)
         prefix = f"{place.key}." if place.key else ""
         for name, item in state.items():
@@ -48,7 +48,7 @@ class _Module:
         out.modules.append(OwnedParameters(place.key, module, state))
 
     def bind(self, place: Place, value: torch.nn.Module, to: Binder) -> None:
-        """Tensors in place. What the module made up for its state dict goes through load_state_dict."""
+        """Fills tensors in place. Values that the state dict computes go through `load_state_dict`."""
         module, state = _state_of(value, place, to)
         prefix = f"{place.key}." if place.key else ""
         is_live = _live_memory_of(module.module)
@@ -68,7 +68,7 @@ class _Module:
             elif is_live(item):
                 to.tensor(key, item)
             elif item.is_meta:
-                to.tensor(key, item)  # refused there
+                to.tensor(key, item)  # raises: a meta tensor has no memory
             else:
                 fresh = empty_like_layout(item, item.dtype)
                 if to.tensor(key, fresh):
@@ -89,7 +89,7 @@ class _Module:
     ) -> None:
         local_of(item, key)
         if not is_live:
-            # Elements that are stored nowhere (padding) stay what they are.
+            # The checkpoint does not store padding, so the copy preserves it.
             item = item.detach().clone()
         if to.local_shards(key, *_local_shards_of(item, layout, key)) and not is_live:
             computed[name] = partial(_same, item)
@@ -107,7 +107,7 @@ MODULE = _Module()
 
 
 def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """The module inside of data parallelism and compilation, in any order, or the module itself."""
+    """The module inside wrappers of data parallelism and compilation, in any order."""
     while True:
         if isinstance(module, PARALLEL):
             module = module.module
@@ -126,7 +126,7 @@ def _is_extra(name: str) -> bool:
 
 
 def named(module: torch.nn.Module, visitor: Visitor[Any]) -> NamedModule:
-    """The module inside of data parallelism and compilation, with its names: worked out once a walk."""
+    """The module inside wrappers, with its names. Each walk computes the names once."""
     inner = _unwrapped(module)
     if id(inner) not in visitor.named:
         visitor.named[id(inner)] = NamedModule(inner)
@@ -140,23 +140,23 @@ def _state_of(
     _refuse_fsdp1(module, place)
     if type(module.module).state_dict is torch.nn.Module.state_dict:
         return module, module.module.state_dict(keep_vars=True)
-    return module, module.module.state_dict()  # its own, which may take no arguments
+    return module, module.module.state_dict()  # an overridden state_dict may take no arguments
 
 
 def _refuse_fsdp1(module: NamedModule, place: Place) -> None:
-    """Its state dict gathers from all ranks, which collecting must not do."""
+    """Raises for FSDP1, whose state_dict is a collective: collecting must not communicate."""
     fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     kind = getattr(fsdp, "FullyShardedDataParallel", None)
     if kind is not None and any(isinstance(part, kind) for _, part in module.parts):
         raise StructureError(
             f"{place.path} holds FullyShardedDataParallel (FSDP1), whose state_dict is a collective. "
-            "Use fully_shard (FSDP2), or hand over its flat parameters as shardproof.FlatShard",
+            "Use fully_shard (FSDP2), or save its flat parameters as shardproof.FlatShard",
             key=place.key,
         )
 
 
 def _live_memory_of(module: torch.nn.Module) -> Callable[[torch.Tensor], bool]:
-    """Whether a value of the state dict is memory of the module."""
+    """Returns a predicate: True if a tensor of the state dict is memory of the module."""
     live = [*module.parameters(), *module.buffers()]
     objects = set(map(id, live))
     storages: set[int] = set()
@@ -172,7 +172,7 @@ def _live_memory_of(module: torch.nn.Module) -> Callable[[torch.Tensor], bool]:
 
 
 def _local_shards_of(tensor: torch.Tensor, layout: Layout, key: str) -> tuple[LocalShards, torch.Tensor]:
-    """The pieces of a tensor with a declared layout, and their memory."""
+    """The pieces of a tensor with a declared layout, and its local tensor."""
     local = local_of(tensor, key)
     return local_layout(tensor, layout, key).pieces(local), local
 
