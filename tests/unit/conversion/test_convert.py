@@ -254,5 +254,5 @@ def test_the_command_prints_the_report(
     assert json.loads(capsys.readouterr().out)["tensors"] == 6
     assert "net.weight" in tensors_of(tmp_path / "there")
     assert run([*arguments, "--json"]) == 1
-    assert "was not touched" in capsys.readouterr().out
+    assert "was not touched" in capsys.readouterr().err
     assert run(["convert", str(source), str(tmp_path / "more")]) == 2
