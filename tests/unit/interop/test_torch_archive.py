@@ -125,7 +125,12 @@ def test_arrays_and_declared_classes_are_named() -> None:
     assert found == values
 
 
-@pytest.mark.parametrize("value", [object(), print, int, io.BytesIO(), LocalStorage("/")], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [object(), print, int, io.BytesIO(), LocalStorage("/")],
+    ids=str,
+    ids=lambda value: type(value).__name__,
+)
 def test_other_objects_are_refused(value: Any) -> None:
     with pytest.raises(TypeError, match="is no plain data"):
         TorchArchive({"a": [value]})
