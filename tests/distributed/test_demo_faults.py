@@ -200,7 +200,7 @@ def test_a_report_with_a_claim_that_does_not_hold_says_so(seen: Seen) -> None:
     assert report.to_json()["claims"][0]["ok"] is False
     shown = text_of(report)
     assert "17, 16, 0 (expected: 16, 16, 0)" in shown
-    assert f"1 of {len(report.claims)} claims did not hold" in shown
+    assert f"1 of {len(report.claims)} claims are false" in shown
 
 
 # ---- the parts
