@@ -27,8 +27,8 @@ __all__ = ["Coordinator"]
 _OUTCOMES = {
     False: "nothing was committed",
     True: (
-        "committed, but perhaps not durable (readers see it, its files stay, and a crash of the machine may "
-        "undo it; save again with overwrite=True once the storage works)"
+        "committed, but not known to be durable (readers see it, its files stay, and a crash of the machine "
+        "may undo it; save again with overwrite=True once the storage works)"
     ),
     None: (
         "it is unknown whether it was committed, because the storage cannot be read (its files stay; once "
