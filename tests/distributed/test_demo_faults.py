@@ -122,9 +122,9 @@ def test_a_persistent_fault_on_one_rank(seen: Seen) -> None:
         (0, {"times": 1}, "times that step"),
         (2, {"source": "step 4"}, "started from"),
         (1, {"suspects": ()}, "suspect checkpoints"),
-        (2, {"in_output": False}, "says so in its output"),
-        (1, {"in_output": True}, "says so in its output"),
-        (0, {"decisions": 2}, "decided alike"),
+        (2, {"in_output": False}, "reaches a verdict and prints it"),
+        (1, {"in_output": True}, "reaches a verdict and prints it"),
+        (0, {"decisions": 2}, "decided equally"),
     ],
 )
 def test_other_facts_are_seen(seen: Seen, run: int, changes: dict[str, Any], claim: str) -> None:

@@ -150,16 +150,16 @@ class Restore:
             self._removed.append(last)
             if len(self._removed) >= MOST_TRIES:
                 raise StorageError(
-                    f"{location}: {len(self._removed)} times in a row the step that was restored was removed "
-                    f"or replaced while it was read, {last} at last. {KEEP_MORE}",
+                    f"{location}: another process removed or replaced {len(self._removed)} chosen steps in a "
+                    f"row during their load, {last} last. {KEEP_MORE}",
                     file=location,
                     damaged=False,
                 ) from failed.error
         if chosen.folder is None or chosen.seal is None:
             left = "no step is committed there now" if chosen.folder is None else "it is not committed now"
             raise NotCommittedError(
-                f"{location}: {last} was committed when this restore began, and {left}: it was removed while "
-                "it was read, or the folder is out of sight",
+                f"{location}: {last} was committed when this restore began, and {left}: another process removed "
+                "it during the load, or this node lost sight of the folder",
                 path=location,
             ) from failed.error
 
