@@ -158,8 +158,8 @@ class Restore:
         if chosen.folder is None or chosen.seal is None:
             left = "no step is committed there now" if chosen.folder is None else "it is not committed now"
             raise NotCommittedError(
-                f"{location}: {last} was committed when this restore began, and {left}: another process removed "
-                "it during the load, or this node lost sight of the folder",
+                f"{location}: {last} was committed when this restore began, and {left}: another process "
+                "removed it during the load, or this node does not see the folder",
                 path=location,
             ) from failed.error
 
