@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from shardproof.cli.failures import YES
+from shardproof.cli.failures import YES, BadPath
 from shardproof.cli.options import (
     checkpoint_argument,
     format_option,
@@ -75,6 +76,8 @@ def convert_command(
     if standalone:
         if to is not None:
             raise click.UsageError("give --to or --standalone, not both")
+        if os.path.isfile(src):
+            raise BadPath(f"SRC: {src!r} is a file, and the folder of a step is needed")
         return _make_standalone(src, dst, as_json)
     if to is None:
         raise click.UsageError(
