@@ -1,4 +1,4 @@
-"""Live objects to sharded tensors and plain data, and back, on one rank and without communication."""
+"""Converts live objects to sharded tensors and plain data, and back, on one rank without communication."""
 
 from __future__ import annotations
 
