@@ -85,7 +85,7 @@ class SafetensorsWriter(FormatWriter):
         self._piece_bytes = options.piece_bytes
         self.notes: list[str] = []
         files = _filled(self._tensors(contents), self._file_bytes(options))
-        metadata = [{} for _ in files]
+        metadata: list[dict[str, str]] = [{} for _ in files]
         metadata[0] = self._metadata(contents)
         self._files = {
             _file_name(at, len(files)): _File.of(tensors, texts | {"format": "pt"})
@@ -119,9 +119,9 @@ class SafetensorsWriter(FormatWriter):
             StorageError: a file is missing or has another size, or the storage failed.
         """
         for name, file in self._files.items():
-            expected, found = len(file.header) + file.nbytes, target.size(name)
             if name not in records:
                 raise StructureError(f"the unit {name} was not written, so nothing is committed")
+            expected, found = len(file.header) + file.nbytes, target.size(name)
             if found != expected:
                 raise StorageError(
                     f"{target.location}/{name}: expected {expected} bytes, "
