@@ -22,6 +22,8 @@ READERS: Mapping[str, str] = {
 
 WRITERS: Mapping[str, str] = {
     "shardproof": "shardproof_writer:ShardproofWriter",
+    "safetensors": "safetensors_writer:SafetensorsWriter",
+    "hf": "safetensors_writer:HuggingFaceWriter",
 }
 """Name of each format that can be written and where its writer is."""
 
