@@ -6,7 +6,7 @@ cuts a checkpoint into units and writes them. Nothing that a pickle names is imp
 
 from shardproof.interop.extents import DecodedExtent, Extent, FileRange
 from shardproof.interop.formats import READERS, WRITERS, open_reader, recognized, writer_of
-from shardproof.interop.pickle_data import Opaque
+from shardproof.interop.pickle_data import Opaque, opaque_names
 from shardproof.interop.reader import (
     Foreign,
     FormatReader,
@@ -35,6 +35,7 @@ __all__ = [
     "Unit",
     "WriteOptions",
     "flat_boxes",
+    "opaque_names",
     "open_reader",
     "recognized",
     "writer_of",

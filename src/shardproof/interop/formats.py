@@ -13,6 +13,7 @@ __all__ = ["READERS", "WRITERS", "open_reader", "recognized", "writer_of"]
 
 READERS: Mapping[str, str] = {
     "dcp": "dcp:DcpReader",
+    "torch": "torch_save:TorchSaveReader",
 }
 """Name of each format and where its reader is, in the order in which a path is looked at."""
 
