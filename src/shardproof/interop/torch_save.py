@@ -91,6 +91,10 @@ class TorchFilesReader(FormatReader):
                 self.tensors[key] = TensorDescription(leaf.dtype, leaf.shape, file.boxes(leaf))
         return file
 
+    def keys(self) -> set[str]:
+        """All keys so far: of tensors, of aliases and of objects."""
+        return {*self.tensors, *self.aliases, *self._objects}
+
     def conclude(self, *digests: str) -> None:
         """Sets the identity, and the notes on checksums, when all files are added.
 

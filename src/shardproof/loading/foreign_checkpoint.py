@@ -60,6 +60,11 @@ class ForeignCheckpoint(Checkpoint):
         self._sized: set[str] = set()
         self._index()
 
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What the writer stored beside the tensors, where the format has a place for it."""
+        return self.reader.user_metadata
+
     def close(self) -> None:
         """Closes the files that reading opened."""
         self.reader.close()
