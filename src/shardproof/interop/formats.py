@@ -14,6 +14,8 @@ __all__ = ["READERS", "WRITERS", "open_reader", "recognized", "writer_of"]
 READERS: Mapping[str, str] = {
     "dcp": "dcp:DcpReader",
     "torch": "torch_save:TorchSaveReader",
+    "megatron_legacy": "megatron_legacy:MegatronLegacyReader",
+    "megatron_legacy_merged": "megatron_legacy:MegatronLegacyMergedReader",
     "accelerate": "accelerate:AccelerateReader",
     "hf_trainer": "accelerate:TrainerReader",
     "safetensors": "safetensors_files:SafetensorsReader",
