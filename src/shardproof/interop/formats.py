@@ -17,6 +17,13 @@ NATIVE = "shardproof"
 
 READERS: Mapping[str, str] = {
     "dcp": "dcp:DcpReader",
+    "torch": "torch_save:TorchSaveReader",
+    "megatron_legacy": "megatron_legacy:MegatronLegacyReader",
+    "megatron_legacy_merged": "megatron_legacy:MegatronLegacyMergedReader",
+    "accelerate": "accelerate:AccelerateReader",
+    "hf_trainer": "accelerate:TrainerReader",
+    "safetensors": "safetensors_files:SafetensorsReader",
+    "hf_bin": "hf_bin:HfBinReader",
 }
 """Name of each format and where its reader is, in the order in which a path is looked at."""
 

@@ -29,7 +29,7 @@ from shardproof.errors import StructureError
 from shardproof.geometry import Boxes, cut, row_major_strides
 from shardproof.interop.extents import crc32
 from shardproof.interop.pickle_writer import Call, Named, Persistent, write_pickle
-from shardproof.interop.torch_file import STORAGE_DTYPES
+from shardproof.interop.torch_tensors import STORAGE_DTYPES
 from shardproof.interop.writer import BoxSource
 
 __all__ = ["ArchiveTensor", "TorchArchive"]
