@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import random
 import tarfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 
@@ -45,12 +47,30 @@ class Golden:
 
 def tagged(value: Any) -> Any:
     """A value as the expectations write it."""
-    if isinstance(value, float):
-        return {"$": "float", "v": value.hex()}
-    if isinstance(value, tuple):
-        return {"$": "tuple", "v": [tagged(item) for item in value]}
-    if isinstance(value, list):
-        return [tagged(item) for item in value]
+    match value:
+        case bool() | None | str():
+            return value
+        case np.generic():
+            raw = base64.b64encode(value.tobytes()).decode()
+            return {"$": "scalar", "dtype": value.dtype.str, "v": raw}
+        case int():
+            return value if abs(value) < 2**53 else {"$": "int", "v": str(value)}
+        case float():
+            return {"$": "float", "v": value.hex()}
+        case torch.Size():
+            return {"$": "size", "v": list(value)}
+        case torch.dtype() | torch.device():
+            return {"$": type(value).__name__, "v": str(value)}
+        case tuple():
+            return {"$": "tuple", "v": [tagged(item) for item in value]}
+        case list():
+            return [tagged(item) for item in value]
+        case dict():
+            pairs = [[tagged(key), tagged(item)] for key, item in value.items()]
+            return {"$": "dict", "of": type(value).__name__, "v": pairs}
+        case np.ndarray():
+            raw = base64.b64encode(value.tobytes()).decode()
+            return {"$": "ndarray", "dtype": value.dtype.str, "shape": list(value.shape), "v": raw}
     return value
 
 
