@@ -16,7 +16,10 @@ READERS: Mapping[str, str] = {
 }
 """Name of each format and where its reader is, in the order in which a path is looked at."""
 
-WRITERS: Mapping[str, str] = {}
+WRITERS: Mapping[str, str] = {
+    "dcp": "dcp_writer:DcpWriter",
+    "fsdp_dtensor": "dcp_writer:FsdpDTensorWriter",
+}
 """Name of each format that can be written and where its writer is."""
 
 
