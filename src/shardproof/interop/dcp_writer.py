@@ -11,16 +11,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from shardproof.dtypes import DTYPES
-from shardproof.errors import StorageError, StructureError
 from shardproof.geometry import Boxes, cut
 from shardproof.interop.dcp_metadata import Place, StoredChunk, metadata_pickle
-from shardproof.interop.new_file import NewFile
+from shardproof.interop.new_file import NewFile, check_size
 from shardproof.interop.state_paths import state_paths
-from shardproof.interop.torch_archive import ArchiveTensor, TorchArchive
-from shardproof.interop.writer import BoxSource, Contents, FormatWriter, Unit, WriteOptions
+from shardproof.interop.torch_archive import ArchiveTensor, TorchArchive, archive_of
+from shardproof.interop.writer import BoxSource, Contents, FormatWriter, Unit, WriteOptions, notes_of
 from shardproof.storage import Storage
 
-__all__ = ["DcpWriter", "FsdpDTensorWriter", "archive_of"]
+__all__ = ["DcpWriter", "FsdpDTensorWriter"]
 
 _METADATA = ".metadata"
 _FILE_BYTES = 4 << 30
@@ -55,11 +54,7 @@ class DcpWriter(FormatWriter):
             self._files.append([])
         self.units = [self._unit(number, chunks) for number, chunks in enumerate(self._files)]
         self._numbers = {unit.name: number for number, unit in enumerate(self.units)}
-        self.notes: list[str] = []
-        """What the checkpoint cannot hold, a sentence each."""
-        if contents.metadata:
-            keys = ", ".join(sorted(map(str, contents.metadata)))
-            self.notes.append(f"{self.name} has no place for the metadata of the checkpoint: {keys}.")
+        self.notes = notes_of(self.name, contents)
 
     def write(self, unit: Unit, source: BoxSource, target: Storage) -> dict[str, Any]:
         """Writes a ``.distcp`` file; see `FormatWriter.write`. It returns where each entry lies."""
@@ -81,7 +76,7 @@ class DcpWriter(FormatWriter):
         chunks: dict[str, list[StoredChunk]] = {key: [] for key in self._contents.tensors}
         for number, unit in enumerate(self.units):
             places = [Place(unit.name, start, nbytes) for start, nbytes in records[unit.name]["entries"]]
-            _check_size(target, unit.name, places)
+            check_size(target, unit.name, sum(place.nbytes for place in places))
             if number == 0:
                 objects = dict(zip(self._objects, places, strict=False))
             for (key, offsets, sizes), place in zip(
@@ -124,21 +119,6 @@ class FsdpDTensorWriter(DcpWriter):
     name = "fsdp_dtensor"
 
 
-def archive_of(key: str, value: Any, format_name: str) -> TorchArchive:
-    """The archive of an object.
-
-    Raises:
-        StructureError: the object is no plain data.
-    """
-    try:
-        return TorchArchive(value)
-    except (TypeError, ValueError) as error:
-        raise StructureError(
-            f"{format_name} cannot hold {key!r}: {error}. Leave it out (exclude=, or --exclude {key})",
-            key=key,
-        ) from error
-
-
 def _files(tensors: Mapping[str, tuple[str, tuple[int, ...]]], most_bytes: int) -> list[list[_Chunk]]:
     """The chunks of each file, in the order of the tensors.
 
@@ -171,15 +151,3 @@ def _chunks(shape: tuple[int, ...], most: int) -> Iterator[tuple[tuple[int, ...]
     parts, _ = cut(Boxes.whole(shape), most)
     for row in range(len(parts)):
         yield parts.pair(row)
-
-
-def _check_size(target: Storage, name: str, places: list[Place]) -> None:
-    found, expected = target.size(name), sum(place.nbytes for place in places)
-    if found != expected:
-        path = f"{target.location}/{name}"
-        raise StorageError(
-            f"{path} has {found or 0} bytes, expected {expected}: it was cut or removed after it was "
-            "written. Remove the new checkpoint and write it again",
-            file=path,
-            missing=found is None,
-        )

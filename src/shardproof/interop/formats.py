@@ -19,6 +19,8 @@ READERS: Mapping[str, str] = {
 WRITERS: Mapping[str, str] = {
     "dcp": "dcp_writer:DcpWriter",
     "fsdp_dtensor": "dcp_writer:FsdpDTensorWriter",
+    "torch_dist": "megatron_writer:TorchDistWriter",
+    "torch": "torch_writer:TorchWriter",
 }
 """Name of each format that can be written and where its writer is."""
 

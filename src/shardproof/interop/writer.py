@@ -19,7 +19,7 @@ from shardproof.storage import Storage
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BoxSource", "Contents", "FormatWriter", "Unit", "WriteOptions"]
+__all__ = ["BoxSource", "Contents", "FormatWriter", "Unit", "WriteOptions", "notes_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +97,8 @@ class FormatWriter(ABC):
     name: ClassVar[str]
     """Name of the format, as ``--to`` takes it."""
     units: Sequence[Unit]
+    notes: Sequence[str] = ()
+    """What the checkpoint will not hold, a sentence each. Users see them once, as a warning."""
 
     @abstractmethod
     def __init__(self, contents: Contents, options: WriteOptions) -> None: ...
@@ -127,3 +129,16 @@ class FormatWriter(ABC):
             records: by name of the unit, what `write` returned.
             target: where the units are.
         """
+
+
+def notes_of(name: str, contents: Contents) -> list[str]:
+    """The notes of a format without a place for metadata of the user.
+
+    Args:
+        name: of the format.
+        contents: what is written.
+    """
+    if not contents.metadata:
+        return []
+    keys = ", ".join(sorted(map(str, contents.metadata)))
+    return [f"{name} has no place for the metadata of the checkpoint, so these were not written: {keys}."]

@@ -80,7 +80,7 @@ def test_objects_are_read_by_torch_and_by_us(tmp_path: Path) -> None:
         "blob": b"\0\xff",
     }
     written("dcp", {"w": torch.ones(2)}, tmp_path, objects=objects)
-    found: dict[str, Any] = {"w": torch.zeros(2), **dict.fromkeys(objects, None)}
+    found: dict[str, Any] = {"w": torch.zeros(2), **dict.fromkeys(objects, None), "scheduler": {"betas": 0}}
     dcp.load(found, checkpoint_id=tmp_path, no_dist=True)
     assert found["w"].tolist() == [1, 1]
     assert bits(found.pop("rng")) == bits(objects["rng"])  # type: ignore[arg-type]
@@ -232,7 +232,9 @@ def test_what_the_format_cannot_hold_is_said() -> None:
     with pytest.raises(StructureError, match=r"'a\.b'.*--exclude a\.b"):
         writer_of("dcp")(Contents({}, objects={"a.b": [object()]}), WriteOptions())
     writer = writer_of("dcp")(Contents({}, metadata={"run": "x"}), WriteOptions())
-    assert writer.notes == ["dcp has no place for the metadata of the checkpoint: run."]  # type: ignore[attr-defined]
+    (note,) = writer.notes
+    assert "no place for the metadata" in note
+    assert note.endswith("run.")
 
 
 NAMES_OF_TORCH_2_2 = {
