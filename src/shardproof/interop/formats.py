@@ -31,6 +31,10 @@ WRITERS: Mapping[str, str] = {
     "shardproof": "shardproof_writer:ShardproofWriter",
     "safetensors": "safetensors_writer:SafetensorsWriter",
     "hf": "safetensors_writer:HuggingFaceWriter",
+    "dcp": "dcp_writer:DcpWriter",
+    "fsdp_dtensor": "dcp_writer:FsdpDTensorWriter",
+    "torch_dist": "megatron_writer:TorchDistWriter",
+    "torch": "torch_writer:TorchWriter",
 }
 """Name of each format that can be written and where its writer is."""
 

@@ -19,7 +19,7 @@ from shardproof.storage import Storage
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BoxSource", "Contents", "FormatWriter", "Unit", "WriteOptions"]
+__all__ = ["BoxSource", "Contents", "FormatWriter", "Unit", "WriteOptions", "notes_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,3 +131,16 @@ class FormatWriter(ABC):
             records: by name of the unit, what `write` returned.
             target: where the units are.
         """
+
+
+def notes_of(name: str, contents: Contents) -> list[str]:
+    """The notes of a format without a place for metadata of the user.
+
+    Args:
+        name: of the format.
+        contents: what is written.
+    """
+    if not contents.metadata:
+        return []
+    keys = ", ".join(sorted(map(str, contents.metadata)))
+    return [f"{name} has no place for the metadata of the checkpoint, so these were not written: {keys}."]
