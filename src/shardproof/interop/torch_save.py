@@ -23,6 +23,8 @@ __all__ = ["TorchFilesReader", "TorchSaveReader", "is_torch_file"]
 
 _MAGICS = (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", b"\x80\x04\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.")
 """How files of the format before zip begin, with the protocols 2 and 4."""
+_WRITTEN = "checkpoint.pt"
+"""The file in a folder that `shardproof convert --to torch` wrote."""
 _FIRST_BYTES = 512
 """Bytes that `is_torch_file` looks at: a zip file begins with the name of its first record."""
 
@@ -188,9 +190,10 @@ class TorchSaveReader(TorchFilesReader):
 
     def __init__(self, foreign: Foreign) -> None:
         super().__init__(foreign)
-        if foreign.file is None:
+        name = foreign.file or _WRITTEN
+        if foreign.file is None and not foreign.has(_WRITTEN):
             raise FormatError(f"{self.location} is no file: name the file of torch.save", file=self.location)
-        file = self.add_torch_file(foreign.file)
+        file = self.add_torch_file(name)
         self.conclude()
         if isinstance(file.value, dict) and "pytorch-lightning_version" in file.value:
             step = file.value.get("global_step")
@@ -198,5 +201,5 @@ class TorchSaveReader(TorchFilesReader):
 
     @classmethod
     def recognizes(cls, foreign: Foreign) -> bool:
-        """True for a file that begins as torch.save writes it."""
-        return foreign.file is not None and is_torch_file(foreign, foreign.file)
+        """True for a file that begins as torch.save writes it, and for a folder that `convert` wrote."""
+        return is_torch_file(foreign, foreign.file or _WRITTEN)
