@@ -47,12 +47,11 @@ class Golden:
     def tensor(self, key: str) -> torch.Tensor:
         """The expected tensor. Dtypes that safetensors lacks are in the file as bytes."""
         dtype, shape = self.kinds[key]
-        found = self._tensors[key]
-        return (
-            found.reshape(-1).view(getattr(torch, dtype)).reshape(shape)
-            if found.numel()
-            else (torch.empty(shape, dtype=getattr(torch, dtype)))
-        )
+        found = self._tensors[key].reshape(-1)
+        if not found.numel():
+            return torch.empty(shape, dtype=getattr(torch, dtype))
+        aligned = found.view(torch.uint8).clone()  # the file aligns no tensor
+        return aligned.view(getattr(torch, dtype)).reshape(shape)
 
 
 def tagged(value: Any) -> Any:
