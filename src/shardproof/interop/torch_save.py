@@ -8,7 +8,7 @@ tied: the first key has the tensor, the others are aliases. Everything else is a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +77,7 @@ class TorchFilesReader(FormatReader):
         file = self._files[name] = TorchFile(self.storage, name)
         used = self._used[name] = set()
         ties: dict[TorchTensor, str] = {}
-        for path, leaf in self._leaves(name, file):
+        for path, leaf in self._leaves(name, file):  # too many raise before any has a key
             key = rename(".".join(map(str, path)) or "value")
             if key is None:
                 continue
@@ -145,9 +145,9 @@ class TorchFilesReader(FormatReader):
             proved += file.verify(key for key in file.storages if key not in self._used[name])
         return proved
 
-    def _leaves(self, name: str, file: TorchFile) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    def _leaves(self, name: str, file: TorchFile) -> list[tuple[tuple[Any, ...], Any]]:
         try:
-            yield from leaves(file.value)
+            return list(leaves(file.value))
         except ValueError as error:
             raise self.fault(name, str(error)) from error
 

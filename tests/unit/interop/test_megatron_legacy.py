@@ -139,6 +139,13 @@ def test_missing_ranks_are_found(tmp_path: Path, rank: str) -> None:
         opened(tmp_path)
 
 
+def test_a_missing_rank_is_found_without_arguments(tmp_path: Path) -> None:
+    for rank in ("mp_rank_00_000", "mp_rank_01_000", "mp_rank_01_001"):
+        save(tmp_path, rank, {})
+    with pytest.raises(FormatError, match="not all ranks"):
+        opened(tmp_path)
+
+
 def test_a_whole_stage_that_is_missing_is_found_by_the_arguments(tmp_path: Path) -> None:
     pipeline(tmp_path)
     for rank in ("mp_rank_00_001", "mp_rank_01_001"):

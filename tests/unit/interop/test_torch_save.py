@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import struct
+import tracemalloc
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof.errors import FormatError, PlainDataError, ShardproofError
+from shardproof.errors import CorruptChunkError, FormatError, PlainDataError, ShardproofError
 from shardproof.interop import Foreign
 from shardproof.interop.torch_file import TorchFile
 from shardproof.interop.torch_save import TorchSaveReader
@@ -118,6 +119,17 @@ def test_one_unknown_class_spoils_only_its_own_key(tmp_path: Path, is_zip: bool)
         assert checkpoint.reader.object("args.strange", trust_pickle=True).attribute == 3
 
 
+def test_damage_of_a_tensor_in_an_object_is_found(tmp_path: Path) -> None:
+    torch.save({"pair": (torch.arange(7), "x")}, tmp_path / "a.pt")
+    whole = bytearray((tmp_path / "a.pt").read_bytes())
+    whole[whole.index(bytes(torch.arange(7).numpy()))] ^= 1
+    (tmp_path / "a.pt").write_bytes(whole)
+    with opened(tmp_path / "a.pt") as checkpoint:
+        assert [type(fault) for fault in verify_foreign(checkpoint).faults] == [CorruptChunkError]
+        with pytest.raises(CorruptChunkError, match="CRC-32"):
+            checkpoint["pair"]
+
+
 def test_a_pickled_module_has_the_keys_of_its_state_dict(tmp_path: Path) -> None:
     module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
     module.register_buffer("scratch", torch.zeros(9), persistent=False)
@@ -143,7 +155,7 @@ def test_a_single_tensor_and_keys_that_clash(tmp_path: Path) -> None:
 
 
 def test_the_legacy_format_opens_without_reading_its_storages(tmp_path: Path) -> None:
-    """A sparse file of 1 TB: whoever reads all of it runs out of memory."""
+    """A sparse file of 1 TB opens in a few megabytes."""
     numel = 1 << 38
     state = {"a": torch.zeros(2), "b": torch.arange(3)}
     torch.save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
@@ -164,9 +176,23 @@ def test_the_legacy_format_opens_without_reading_its_storages(tmp_path: Path) ->
             else:
                 file.write(head[begin : begin + 8 + 24])
         file.truncate()
+    tracemalloc.start()
     with opened(tmp_path / "b.pt") as checkpoint:
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+        tracemalloc.stop()
         assert checkpoint["b"].read().tolist() == [0, 1, 2]
         assert checkpoint["a"].read().tolist() == [0.0, 0.0]
+
+
+def test_a_text_of_the_legacy_format_that_claims_gigabytes_is_refused_unread(tmp_path: Path) -> None:
+    torch.save({}, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+    whole = (tmp_path / "a.pt").read_bytes()
+    at = whole.index(b"}q\0.")  # the empty dict
+    with open(tmp_path / "b.pt", "wb") as file:
+        file.write(whole[:at] + b"\x8e" + struct.pack("<Q", 2 << 30))
+        file.truncate(4 << 30)
+    with pytest.raises(FormatError, match="ends early"):
+        opened(tmp_path / "b.pt")
 
 
 def test_a_pickle_of_the_legacy_format_is_read_in_pieces(tmp_path: Path) -> None:
@@ -219,7 +245,7 @@ def test_every_changed_byte_is_an_error_or_other_contents(tmp_path: Path, is_zip
     torch.save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=is_zip)
     whole = (tmp_path / "a.pt").read_bytes()
     found = 0
-    for at in range(len(whole)):
+    for at in range(0, len(whole), 3):
         damaged = bytearray(whole)
         damaged[at] ^= 0x10
         (tmp_path / "b.pt").write_bytes(damaged)
@@ -233,7 +259,7 @@ def test_every_changed_byte_is_an_error_or_other_contents(tmp_path: Path, is_zip
                     checkpoint.reader.object(key)
         except ShardproofError:
             found += 1
-    assert found > len(whole) // 50
+    assert found > len(whole) // 150
 
 
 def test_a_folder_is_no_file_of_torch_save(tmp_path: Path) -> None:
