@@ -16,6 +16,7 @@ NATIVE = "shardproof"
 """Name of the project's own format."""
 
 READERS: Mapping[str, str] = {
+    "zarr": "zarr:ZarrReader",
     "dcp": "dcp:DcpReader",
 }
 """Name of each format and where its reader is, in the order in which a path is looked at."""
