@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from shardproof.checkpointer import RestoredStep as RestoredStep
     from shardproof.checkpointer import Retention as Retention
     from shardproof.checkpointer import StepFolder as StepFolder
+    from shardproof.conversion import ConversionReport as ConversionReport
+    from shardproof.conversion import convert as convert
     from shardproof.errors import AlreadyCommittedError as AlreadyCommittedError
     from shardproof.errors import CorruptChunkError as CorruptChunkError
     from shardproof.errors import FormatError as FormatError
@@ -80,6 +82,7 @@ _HOMES = {
         "Retention",
         "StepFolder",
     ),
+    "conversion": ("ConversionReport", "convert"),
     "errors": (
         "AlreadyCommittedError",
         "CorruptChunkError",

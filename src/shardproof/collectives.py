@@ -2,8 +2,8 @@
 
 Note: gloo
     On the CPU, gloo's reduce-scatter and all-gather take two to three times as long as equivalent
-    collectives. A reduce-scatter there is an all-to-all whose parts each rank adds up in rank order. An
-    all-gather is one broadcast per rank.
+    collectives. So `reduce_scatter` uses an all-to-all, and each rank adds up the parts in rank order.
+    `all_gather` uses one broadcast per rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 __all__ = ["Work", "all_gather", "all_reduce", "reduce_scatter"]
 
-# Torch 2.13 renames both and warns at the old names.
+# Torch 2.13 renames both functions and warns about the old names.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -33,7 +33,7 @@ def all_gather(whole: torch.Tensor, part: torch.Tensor, group: ProcessGroup | No
     """Starts to fill `whole` with the parts of all ranks, in rank order.
 
     Args:
-        whole: 1-D, as long as all parts together.
+        whole: 1-D, with room for the parts of all ranks.
         part: 1-D; may be this rank's slice of `whole`.
         group: None for all ranks.
     """
@@ -49,11 +49,11 @@ def all_gather(whole: torch.Tensor, part: torch.Tensor, group: ProcessGroup | No
 
 
 def reduce_scatter(part: torch.Tensor, whole: torch.Tensor, group: ProcessGroup | None) -> Work:
-    """Starts to sum `whole` over the ranks and to give each rank its part of the sum.
+    """Starts to sum `whole` over the ranks. Each rank receives its part of the sum.
 
     Args:
         part: 1-D, filled by `Work.wait`; may be a slice of `whole`.
-        whole: 1-D, as long as all parts together. The caller may reuse it after `Work.wait`.
+        whole: 1-D, the parts of all ranks. The caller may reuse it after `Work.wait`.
         group: None for all ranks.
     """
     if whole.device.type != "cpu" or not whole.numel():
@@ -74,7 +74,7 @@ class _WorkList:
         self._works = works
 
     def wait(self) -> None:
-        """Waits for all of them."""
+        """Waits for all collectives."""
         for work in self._works:
             work.wait()
 

@@ -1,7 +1,7 @@
-"""Calls that a thread must not make from inside another one: from a signal handler, or a callback.
+"""Refuses calls that a signal handler or a callback makes from inside another call on the same thread.
 
-A handler runs on top of the main thread's call, which keeps its locks until the handler returns. A save
-that the handler begins would wait for itself. So `refuse_inside` refuses such a call at once.
+A handler interrupts the main thread's call, which holds its locks until the handler returns. A save that
+the handler starts would wait for itself. So `refuse_inside` refuses such a call at once.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _guarded: dict[CodeType, str] = {}
 
 
 def guarded(name: str) -> Callable[[Function], Function]:
-    """Marks a function inside which `refuse_inside` refuses.
+    """Marks a function inside which `refuse_inside` raises.
 
-    `refuse_inside` looks for the function on the stack of the thread. A flag would not do: an interrupt may
-    come between setting it and the block that resets it.
+    `refuse_inside` looks for the function on the thread's stack. A flag is not enough: an interrupt can
+    arrive between setting it and the block that resets it.
 
     Args:
-        name: the name of the function in messages.
+        name: name of the function in messages.
     """
 
     def mark(function: Function) -> Function:
@@ -39,11 +39,11 @@ def guarded(name: str) -> Callable[[Function], Function]:
 
 
 def refuse_inside(call: str, *functions: str) -> None:
-    """Refuses a call that this thread makes from inside a guarded function.
+    """Raises if this thread is inside a guarded function.
 
     Args:
-        call: the name of the call in the message.
-        functions: names of the guarded functions to look for; none for all.
+        call: name of the call in the message.
+        functions: names of the guarded functions to look for; without any, all of them.
 
     Raises:
         ReentrantCallError: a guarded function is on this thread's stack, below the caller.
@@ -62,7 +62,7 @@ def refuse_inside(call: str, *functions: str) -> None:
         if inside is not None and (not functions or inside in functions):
             raise ReentrantCallError(
                 f"{call} was called from inside {inside} on the same thread, by a signal handler or a "
-                f"callback: nothing was begun, and {inside} goes on. Have the handler set a flag, and save "
+                f"callback. {call} did nothing, and {inside} continues. Set a flag in the handler, and save "
                 "at the next step boundary",
                 call=call,
                 inside=inside,

@@ -252,7 +252,7 @@ def test_a_position_in_another_text_is_refused() -> None:
 
 
 def test_a_short_text_is_refused() -> None:
-    with pytest.raises(ValueError, match="give one of at least 97"):
+    with pytest.raises(ValueError, match="use a text of at least 97"):
         TextLoader(bytes(96), batch=12, length=8)
 
 

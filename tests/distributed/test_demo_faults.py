@@ -122,9 +122,9 @@ def test_a_persistent_fault_on_one_rank(seen: Seen) -> None:
         (0, {"times": 1}, "times that step"),
         (2, {"source": "step 4"}, "started from"),
         (1, {"suspects": ()}, "suspect checkpoints"),
-        (2, {"in_output": False}, "says so in its output"),
-        (1, {"in_output": True}, "says so in its output"),
-        (0, {"decisions": 2}, "decided alike"),
+        (2, {"in_output": False}, "reaches a verdict and prints it"),
+        (1, {"in_output": True}, "reaches a verdict and prints it"),
+        (0, {"decisions": 2}, "decided equally"),
     ],
 )
 def test_other_facts_are_seen(seen: Seen, run: int, changes: dict[str, Any], claim: str) -> None:
@@ -200,7 +200,7 @@ def test_a_report_with_a_claim_that_does_not_hold_says_so(seen: Seen) -> None:
     assert report.to_json()["claims"][0]["ok"] is False
     shown = text_of(report)
     assert "17, 16, 0 (expected: 16, 16, 0)" in shown
-    assert f"1 of {len(report.claims)} claims did not hold" in shown
+    assert f"1 of {len(report.claims)} claims are false" in shown
 
 
 # ---- the parts

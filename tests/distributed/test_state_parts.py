@@ -183,6 +183,6 @@ def test_per_rank_values_of_a_damaged_step_are_not_kept(
     shard.write_bytes(raw)
     for outcome in run_ranks(2, _restore_step, str(tmp_path)):
         if mixture:
-            assert "it lacks own.@rank-1\nThe target holds values of both" in outcome.value
+            assert "it lacks own.@rank-1\nThe target has values of both" in outcome.value
         else:
             assert outcome.value == 1

@@ -108,5 +108,5 @@ class _Renamed:
 
 def test_a_place_that_is_not_shared_is_found_out_before_the_commit(tmp_path: Path) -> None:
     for outcome in run_ranks(2, _save_apart, str(tmp_path), timeout=60):
-        assert "is this place shared by all nodes?" in outcome.value
+        assert "check that all nodes share this storage" in outcome.value
     assert not list(tmp_path.rglob("manifest.json"))

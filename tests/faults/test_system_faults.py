@@ -27,7 +27,7 @@ from tests.faulty_system import Fault, faulty_system
 
 NOTHING = "nothing was committed"
 UNCONFIRMED = "committed, but not known to be durable"
-UNKNOWN = "whether it was committed is not known"
+UNKNOWN = "it is unknown whether it was committed"
 CODES = (errno.EIO, errno.ENOSPC, errno.EROFS, errno.EDQUOT)
 
 

@@ -86,9 +86,9 @@ def test_ranks_asked_for_different_things_all_learn_of_it(tmp_path: Path) -> Non
             "some of them with suspect=True; nothing was changed",
             "different steps: ['1', '2']; nothing was changed",
             "suspect-00000003",
-            "rank 1 suspect-00000003: transient fault; nothing was settled",
-            "rank 1 suspect-00000002: the verdict of 1; nothing was settled",
-            "settled with a text",
+            "rank 1 settles suspect-00000003: transient fault; nothing was settled",
+            "rank 1 settles suspect-00000002: the verdict of 1; nothing was settled",
+            "needs a text as verdict",
         ],
         strict=True,
     ):

@@ -101,7 +101,9 @@ def test_a_reader_that_is_always_too_late_says_so(tmp_path: Path) -> None:
         pytest.raises(sp.StorageError, match=r"KeepLatest\(2\)") as caught,
     ):
         sp.Checkpointer(tmp_path).restore(target())
-    assert f"{MOST_TRIES} times in a row" in str(caught.value) and f"step {MOST_TRIES}" in str(caught.value)
+    assert f"{MOST_TRIES} chosen steps in a row" in str(caught.value) and f"step {MOST_TRIES}" in str(
+        caught.value
+    )
     assert not caught.value.details["damaged"] and isinstance(caught.value.__cause__, sp.ShardproofError)
 
 
@@ -188,6 +190,6 @@ def test_a_choice_that_never_ends_is_given_up(tmp_path: Path) -> None:
                 training.save()
             return super().size(name)
 
-    with pytest.raises(sp.StorageError, match=rf"{MOST_TRIES} times in a row.*KeepLatest\(2\)"):
+    with pytest.raises(sp.StorageError, match=rf"{MOST_TRIES} chosen steps in a row.*KeepLatest\(2\)"):
         choose(Removing(tmp_path), (), suspect=False)
     assert training.step == MOST_TRIES + 1

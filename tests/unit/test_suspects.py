@@ -69,7 +69,7 @@ def test_a_restore_that_leaves_suspects_aside_says_so(
     run: sp.Checkpointer, caplog: pytest.LogCaptureFixture
 ) -> None:
     restored(run)
-    assert "suspect step 2, suspect step 3: validation failed there" in caplog.text
+    assert "suspect step 2, suspect step 3: its validation failed" in caplog.text
     caplog.clear()
     run.save(4, state(4)).result()
     restored(run)
@@ -97,7 +97,7 @@ def test_a_run_of_suspects_alone_begins_anew_unless_asked(
     checkpointer = sp.Checkpointer(tmp_path)
     checkpointer.save(5, state(5), suspect=True).result()
     assert restored(checkpointer) == (None, -1)
-    assert "suspect step 5: validation failed there" in caplog.text
+    assert "suspect step 5: its validation failed" in caplog.text
     assert restored(checkpointer, suspect=True) == (5, 5)
 
 
@@ -132,7 +132,7 @@ def test_nothing_to_settle_is_said_and_nothing_happens(
 
 @pytest.mark.parametrize(("step", "verdict"), [(-1, "correct"), (3, None), ("3", "correct")])
 def test_what_cannot_be_settled_is_refused(run: sp.Checkpointer, step: Any, verdict: Any) -> None:
-    with pytest.raises(sp.ShardproofError, match="a whole number|with a text"):
+    with pytest.raises(sp.ShardproofError, match="a whole number|a text as verdict"):
         run.settle_suspect(step, verdict)
     assert run.suspects() == [2, 3]
 

@@ -1,1 +1,1 @@
-"""Small helpers without knowledge of checkpoints. Import each module by its own name."""
+"""Small helpers that do not depend on checkpoints. Import each module by its own name."""

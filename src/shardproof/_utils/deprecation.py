@@ -14,7 +14,7 @@ def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
     """Return a module's ``__getattr__`` that resolves old names and warns at the caller.
 
     Args:
-        module: full name of the module, its ``__name__``.
+        module: ``__name__`` of the module.
         names: new name by old name.
     """
 

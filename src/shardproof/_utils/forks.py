@@ -1,11 +1,11 @@
-"""Locks that are free in a child made by `os.fork`.
+"""Locks that `os.fork` releases in the child.
 
-A child has one thread: the one that forked. If another thread held a lock at that moment, the child never
-releases it. So this module makes all locks that outlive a call, and frees them in every child. The state that
-they guard is whole, because single steps of the interpreter replace or change it.
+A child has one thread: the one that forked. A lock that another thread had acquired would stay locked in the
+child for ever. So this module creates every lock that outlives a call, and releases all of them in the child.
+The state that they guard stays consistent, because each update is a single step of the interpreter.
 
-The fork renews nothing else. The child knows threads, saves and connections of its parent by the process
-number, and makes its own when it needs them.
+Nothing else is reset. The child recognises threads, saves and connections of its parent by their process id,
+and creates its own when it needs them.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _locks: WeakSet[threading.Lock] = WeakSet()
 
 
 def lock() -> threading.Lock:
-    """A lock that is free in a child made by fork, whichever thread of the parent held it.
+    """A new lock that is unlocked in every forked child.
 
     >>> with lock():
     ...     pass
     """
-    made = threading.Lock()
-    _locks.add(made)
-    return made
+    created = threading.Lock()
+    _locks.add(created)
+    return created
 
 
-def _free_all() -> None:
-    for one in list(_locks):
-        one._at_fork_reinit()  # type: ignore[attr-defined]  # as `logging` and `concurrent.futures` do
+def _release_all() -> None:
+    for each in list(_locks):
+        each._at_fork_reinit()  # type: ignore[attr-defined]  # as `logging` and `concurrent.futures` do
 
 
-os.register_at_fork(after_in_child=_free_all)
+os.register_at_fork(after_in_child=_release_all)

@@ -1,4 +1,4 @@
-"""Pauses Python's garbage collector around code that makes many objects and no garbage."""
+"""Pauses Python's garbage collector around code that creates many objects and no garbage."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["no_garbage_collection"]
 def no_garbage_collection() -> Iterator[None]:
     """Turns the collector off until the context ends.
 
-    A large state makes several small objects a tensor, and the search for garbage among them triples the
-    time. Reference counting goes on: only cycles that other threads drop meanwhile wait for the end.
+    A walk of a large state creates several small objects per tensor. Collections among them triple its time.
+    Reference counting still runs: only reference cycles wait until the context ends.
 
     >>> with no_garbage_collection():
     ...     gc.isenabled()

@@ -31,7 +31,7 @@ def gigabytes_per_second(count: float, seconds: float) -> str:
 
 
 def span(seconds: float) -> str:
-    """A duration in the unit that suits it.
+    """A duration in a unit of suitable size.
 
     >>> span(0.0042), span(0.5), span(42.3), span(5000), span(1e6)
     ('4.2 ms', '0.50 s', '42.3 s', '83 min', '278 h')
@@ -44,9 +44,9 @@ def span(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    r"""The text with an escape for every character that a terminal obeys or does not show.
+    r"""The text with every character escaped that a terminal interprets or does not print.
 
-    Keys and file names come from the checkpoint, and a hostile one may try to steer the reader's terminal.
+    Keys and file names come from the checkpoint, and may contain control sequences for the reader's terminal.
 
     >>> printable("a\x1b[2Jb")
     'a\\x1b[2Jb'

@@ -1,4 +1,4 @@
-"""Functions of the C library that Python lacks. They run without the interpreter's lock."""
+"""Functions of the C library that Python lacks. They run without the GIL."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _library() -> Any:
 
 
 def has(name: str) -> bool:
-    """Whether the C library has a function of this name.
+    """True if the C library has a function of this name.
 
     >>> has("getpid"), has("no_such_function")
     (True, False)
@@ -28,11 +28,11 @@ def call(name: str, *arguments: Any) -> None:
     """Call a function that returns -1 and sets errno when it fails.
 
     Args:
-        name: of a function that the library has.
+        name: name of a function that the library has (see `has`).
         arguments: ctypes values, so that each has the width that the function expects.
 
     Raises:
-        OSError: it failed.
+        OSError: the function failed.
 
     >>> call("close", ctypes.c_int(-1))
     Traceback (most recent call last):

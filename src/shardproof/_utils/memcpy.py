@@ -23,15 +23,15 @@ def address(buffer: memoryview) -> int:
 
 
 def copy_runs(into: Sequence[int], out_of: Sequence[int], counts: Sequence[int]) -> None:
-    """Copies many short runs of bytes, in their order.
+    """Copies many short runs of bytes, in the given order.
 
-    If every run has at most 16 KiB, the call keeps Python's global lock. To release the lock takes longer
-    than such a copy.
+    If every run has at most 16 KiB, the call holds the GIL, because releasing it takes longer than such a
+    copy.
 
     Args:
-        into: the address that each run is copied to.
-        out_of: the address that each run is copied from.
-        counts: the bytes of each run.
+        into: destination address of each run.
+        out_of: source address of each run.
+        counts: bytes of each run.
 
     >>> one, two = bytearray(b"ab"), bytearray(2)
     >>> source, target = (ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in (one, two))
@@ -45,7 +45,7 @@ def copy_runs(into: Sequence[int], out_of: Sequence[int], counts: Sequence[int])
 
 
 def read_words(addresses: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """The words of 8 bytes at these addresses, in this machine's byte order.
+    """Reads the 8-byte word at each address, in native byte order.
 
     Args:
         addresses: multiples of 8, in memory that this process may read. Any shape.

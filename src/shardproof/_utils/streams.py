@@ -1,16 +1,16 @@
 """The current streams of threads.
 
 Note: Current streams belong to threads
-    `on_stream` makes a stream the current one of the calling thread, and restores the former one
-    afterwards. A thread that never chose a device has device 0. Going back to device 0 must not make a
-    context there, which the guards of the device modules ensure. (`with stream:`, which torch has from 2.7
-    on, keeps the former stream in the stream object, which several threads share.)
+    `on_stream` makes a stream the current one of the calling thread, and restores the previous one
+    afterwards. A thread that never chose a device has device 0. Restoring device 0 must not create a
+    context there: the guards of the device modules ensure that. (`with stream:`, available from torch 2.7,
+    stores the previous stream in the stream object, which several threads share.)
 
 Note: Helpers work on their caller's streams
     A new thread's current stream is the device's default one. The device does not order work there with
-    work on the caller's stream. So earlier work of the caller may overwrite a copy of the helper. And the
-    copy may still run when the caller reads its target: the host waits for the bytes to arrive, and not for
-    the kernel that lays them out. So a helper thread makes the caller's streams its own.
+    work on the caller's stream. So earlier work of the caller may overwrite what the helper copies. The
+    copy may also still run when the caller reads its destination: the host waits for the bytes to arrive,
+    but not for the kernel that arranges them. So a helper thread enters the caller's streams.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class CurrentStreams:
     """The current streams of the thread that makes this object. See "Helpers work on their caller's streams".
 
     Args:
-        devices: the devices; those without streams are left out.
+        devices: the devices. Those without streams are ignored.
 
     >>> streams = CurrentStreams([torch.device("cpu")])
     >>> with streams.entered():
@@ -64,7 +64,7 @@ class CurrentStreams:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Makes them the current streams of the calling thread. Several threads may do so at once."""
+        """Makes these the current streams of the calling thread. Several threads may enter at once."""
         with ExitStack() as stack:
             for stream, device in self._streams:
                 stack.enter_context(on_stream(stream, device))

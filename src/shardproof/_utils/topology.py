@@ -9,7 +9,7 @@ __all__ = ["processors", "ranks_here"]
 
 
 def ranks_here() -> int:
-    """Ranks of this job on this node, from torchrun, Slurm, Open MPI or MPICH; 1 without any of them."""
+    """Number of this job's ranks on this node, from torchrun, Slurm, Open MPI or MPICH; otherwise 1."""
     for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
         found = os.environ.get(name, "")
         if found.isdecimal() and int(found) > 0:
@@ -20,22 +20,22 @@ def ranks_here() -> int:
 
 
 def processors() -> float:
-    """Processors that this rank may use: its own, or its share of those that ranks have in common.
+    """Processors that this rank may use: its own, or its share of those that the node's ranks share.
 
     >>> processors() > 0
     True
     """
-    there, ranks = os.cpu_count() or 1, ranks_here()
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else there
-    return usable if usable * ranks <= there else usable / ranks
+    total, ranks = os.cpu_count() or 1, ranks_here()
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
+    return usable if usable * ranks <= total else usable / ranks
 
 
 def _tasks_of_slurm(tasks: str, node: str) -> int:
-    """Slurm's tasks of a job step on one of its nodes.
+    """Number of tasks of a Slurm job step on one of its nodes.
 
     Args:
         tasks: Slurm's list of tasks by node, for example "4(x2),3".
-        node: the number of the node in the step.
+        node: number of the node in the step.
 
     >>> [_tasks_of_slurm("4(x2),3", str(node)) for node in range(3)]
     [4, 4, 3]

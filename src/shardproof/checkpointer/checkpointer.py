@@ -45,25 +45,26 @@ _log = logging.getLogger("shardproof")
 
 
 class Checkpointer:
-    """Saves and restores the steps of one run. Every rank makes one, and all ranks call its methods together.
+    """Saves and restores the steps of one run. All ranks must call the methods together.
 
     Args:
         root: folder of the run. Each step becomes a folder in it, such as ``step-00001000``. A relative path
             is resolved when the `Checkpointer` is made.
         keep: which committed steps stay; None for all. A save removes the others after its commit.
-        rendezvous: where the ranks meet. None: the process group's store, else torchrun's, else one rank.
+        rendezvous: the rendezvous of all ranks. None: the process group's store, torchrun's store, or one
+            rank.
         deadline: seconds that a rank may be silent before all ranks fail with `RankSilent`. It bounds each
             wait for another rank, and the time to reach the store. It does not bound a save or a restore:
-            the ranks wait for a rank that reports progress. It holds for all users of the rendezvous that is
-            found. None: the deadline of that rendezvous (300 s unless set). Not allowed together with
+            the ranks wait for a rank that reports progress. It applies to all users of the same
+            rendezvous. None: the deadline of that rendezvous (default 300 s). Not allowed together with
             `rendezvous`, which has its own.
-        when_busy: what `save` does while an earlier save is under way: "wait" for it, or "skip" this one.
+        when_busy: during an earlier save, `save` may "wait" for it, or "skip" the new save.
         snapshot: "fence" reads parameters and optimizer state while training runs. The next optimizer step
             waits until the rest is copied. "stage" copies everything before `save` returns. Other parts of
             the state are always staged.
-        host_memory_budget: bytes of copies on this rank that may wait to be written. When the copies use all
-            of it, training waits for the writer. None: a quarter of the available memory, divided by the
-            ranks of the node.
+        host_memory_budget: largest size in bytes of the copies on this rank that wait for the writer. If the
+            budget is used up, training waits for the writer. None: a quarter of the available memory, divided
+            by the ranks of the node.
         incremental: True to write only chunks whose bytes differ from an earlier step of the run, and to
             refer to that step for the others. Retention keeps files that a kept step refers to. To move such
             a step, copy it with ``shardproof convert --standalone``.
@@ -71,21 +72,21 @@ class Checkpointer:
             to no other step. Damaged bytes then reach at most `full_every` steps, and each step needs fewer
             than `full_every` others. A save that replaces a step without references writes every chunk, too.
             None: no bound, so that one damaged byte may reach every later step of the run.
-        scrub: bytes a second at which rank 0 reads again, in the background and from the device, what the
-            newest step refers to. It does so after `incremental` saves and after a restore. It logs damage
+        scrub: bytes a second at which rank 0 reads the references of the newest step again, in the background
+            and from the device. It does so after `incremental` saves and after a restore. It logs damage
             with the file, the bytes and the steps that need them (see `damage`), and no later save refers to
             these steps. If `keep` selects no step that is proved readable, the newest proved step stays, too.
             A step is proved if it has no references, or the scrub has read them since its commit. The scrub
             yields to saves, and ends with the `Checkpointer` or the process. None: no scrub.
-        check_replicas: which replicas a save compares among the ranks: "all" of them, or a "sample" that
-            moves on with each save; None: none. See `SaveResult.diverged`.
+        check_replicas: the replicas that a save compares among the ranks: "all", or a "sample" that changes
+            with each save; None: none. See `SaveResult.diverged`.
         cache: "newest" to leave the newest step in the page cache of each node, for a restart in place. After
             the commit each rank reads its file again, at most 256 MiB a second, until the next save, and
             only into memory that nothing uses. "auto" does so on local file systems, if a quarter of the
             node's memory stays free. "none" leaves the step on the storage alone.
 
     Raises:
-        ValueError: an argument is not one of those above.
+        ValueError: an argument has an invalid value.
 
     Example:
         >>> import shardproof as sp, tempfile, torch
@@ -135,9 +136,9 @@ class Checkpointer:
         check_deadline(rendezvous, deadline)
         self.root = os.fsdecode(root)
         self.last_restore: LoadReport | None = None
-        """What the last `restore` loaded."""
+        """Report of the last `restore`."""
         self.passed_over: tuple[PassedOver, ...] = ()
-        """Newer steps that the last `restore` passed over, and why; newest first."""
+        """Newer steps that the last `restore` passed over, with the reasons; newest first."""
         self._keep = keep
         self._damaged: set[int] = set()
         """Steps that a restore passed over as damaged. A save of one of them replaces it."""
@@ -166,7 +167,7 @@ class Checkpointer:
         when_busy: WhenBusy | None = None,
         suspect: bool = False,
     ) -> PendingSave:
-        """Begins to save a step, and returns when training may go on.
+        """Begins to save a step, and returns when training may continue.
 
         The checkpoint has the values as of this call. Code that writes to parameters or optimizer state calls
         `fence` first; optimizer steps and loads need not.
@@ -189,11 +190,11 @@ class Checkpointer:
                 the commit of a newer step.
 
         Returns:
-            The save under way. A failure in the background is logged at once. Its `result` raises the
+            The pending save. A failure in the background is logged at once. Its `result` raises the
             failure; if the program does not call `result`, the next `save` or `wait` raises it.
 
         Raises:
-            ShardproofError: see `shardproof.save`; or the failure of the save before this one.
+            ShardproofError: see `shardproof.save`; or the failure of the previous save.
         """
         self._check_group()
         number, folder = _named(step, suspect)
@@ -256,27 +257,28 @@ class Checkpointer:
         return None
 
     def _is_damaged(self, step: int) -> bool:
-        """Whether a restore or the scrub found a committed step damaged."""
+        """True if a restore or the scrub found a committed step damaged."""
         return step in self._damaged or self._scrub.is_damaged(step_name(step))
 
     def fence(self) -> None:
         """Waits until any code may write to parameters and optimizer state.
 
-        The fence copies what the save under way has not written yet. If the ranks have not agreed on it, the
-        fence waits for them, within the deadlines of their meetings. Optimizers and loads call the fence
-        themselves. Without a save under way it does nothing. A write to parameters or optimizer state without
-        it fails the save. docs/snapshots.md lists the ways to write, and the writes that no check finds.
+        The fence copies the memory that the current save has not written yet. If the ranks have not agreed on
+        the save, the fence waits for them, within the deadlines of their meetings. Optimizers and loads call
+        the fence themselves. Without a current save, it does nothing. A write to parameters or optimizer
+        state without it fails the save. docs/snapshots.md lists the ways to write, and the writes that no
+        check finds.
         """
         self._saver.fence()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits for the save that is under way.
+        """Waits for the current save.
 
         Args:
             timeout: seconds to wait at most; None: as long as the save makes progress.
 
         Raises:
-            TimeoutError: the save is still under way.
+            TimeoutError: the save has not ended.
             ShardproofError: the save failed, and neither its `result` nor `wait` has raised the failure yet.
         """
         self._saver.wait(timeout)
@@ -312,21 +314,21 @@ class Checkpointer:
             step: number of the step to load; None for the newest.
             strict: see `shardproof.load`; so are the other options.
             include: keys to load.
-            exclude: keys to leave.
+            exclude: keys not to load.
             cast: keys to convert.
             rename: keys with other names in the checkpoint.
-            read_once: whether one rank reads what several ranks want, and sends it to them.
-            group: the process group for that; None: the default one.
+            read_once: True if one rank reads each box that several ranks need, and sends it to them.
+            group: the process group for `read_once`; None: the default group.
             suspect: True if unsettled suspects count as steps. A suspect comes before the step of its number.
 
         Returns:
-            The step, an `int` with a `report` of what was loaded, and with the newer steps that were passed
-            over and why (`passed_over`). None if no rank sees a committed step.
+            The step, an `int` with a `report` of the load and the newer steps that were passed over
+            (`passed_over`). None if no rank sees a committed step.
 
         Raises:
             ReentrantCallError: a signal handler that interrupted a save or a load called `restore`.
             NotCommittedError: there are committed steps, but none can be read; or `step` is not committed, or
-                was removed while it was read.
+                was removed during the read.
             StorageError: a rank cannot list the run, or sees a newer step than rank 0; or another process
                 removes steps faster than this one reads them.
             ShardproofError: see `shardproof.load`.
@@ -367,7 +369,7 @@ class Checkpointer:
                 return  # another process removed the step after it was read
             self._saver.unconfirmed.add(storage)
             _log.warning(
-                "%s: %s was restored and every byte that was read is verified, but it is not known to be "
+                "%s: %s was restored, and every byte that was read is verified, but it is not known to be "
                 "durable: %s. No incremental save refers to it and retention does not count it until a "
                 "restore can flush it or it is saved again",
                 self._storage.location,
@@ -388,19 +390,19 @@ class Checkpointer:
         return [folder.step for folder in unsettled_suspects(self._storage)]
 
     def settle_suspect(self, step: int, verdict: str) -> None:
-        """Stores the verdict on a suspect durably. Every rank calls this; it waits for the save under way.
+        """Stores the verdict on a suspect durably. Every rank calls this; it waits for the current save.
 
         From then on `restore` does not take the suspect, and retention removes it after the commit of a newer
         step. Without a suspect of that number, rank 0 logs a warning, and nothing else happens.
 
         Args:
             step: number of the suspect.
-            verdict: any text, for the people who read it.
+            verdict: any text.
 
         Raises:
             StructureError: ranks settle different suspects, or with different verdicts.
-            StorageError: the storage failed, and the suspect is not settled. If the text says that the file
-                is in place, the suspect counts as settled, and a crash of the machine may undo that.
+            StorageError: the storage failed, and the suspect is not settled. If the message says that the
+                file is in place, the suspect counts as settled, and a crash of the machine may undo that.
             RankFailure, RankSilent: a rank failed or fell silent. If it was the coordinator, the suspect may
                 be settled or not.
 
@@ -423,13 +425,14 @@ class Checkpointer:
             other = next((rank for rank, one in enumerate(verdicts) if one != verdicts[0]), None)
             if other is not None:
                 raise StructureError(
-                    f"{self._storage.location}: rank 0 settles {': '.join(verdicts[0])}, and rank {other} "
-                    f"{': '.join(verdicts[other])}; nothing was settled",
+                    f"{self._storage.location}: rank 0 settles {': '.join(verdicts[0])}, but rank {other} "
+                    f"settles {': '.join(verdicts[other])}; nothing was settled. Pass the same verdict on "
+                    "all ranks",
                     ranks=[0, other],
                 )
             if not write_settled(self._storage.within(folder), verdict):
                 _log.warning(
-                    "%s/%s: nothing to settle: no suspect is committed there", self._storage.location, folder
+                    "%s/%s: nothing to settle: there is no committed suspect", self._storage.location, folder
                 )
             return b""
 
@@ -446,7 +449,7 @@ class Checkpointer:
             timeout: seconds to wait at most; None: until the scrub ends.
 
         Raises:
-            TimeoutError: the scrub still reads.
+            TimeoutError: the scrub has not ended.
 
         >>> import shardproof as sp, tempfile, torch
         >>> checkpointer = sp.Checkpointer(tempfile.mkdtemp(), incremental=True)
@@ -498,7 +501,7 @@ def _settling(step: Any, verdict: Any) -> tuple[str, str]:
     """The folder and the verdict that a rank reports; all ranks must report the same."""
     number, folder = _named(step, suspect=True)
     if not isinstance(number, int):
-        raise StructureError(f"a suspect is settled by its step, a whole number, not {step!r}")
+        raise StructureError(f"settle_suspect needs a whole number as step, not {step!r}")
     if not isinstance(verdict, str):
-        raise StructureError(f"a suspect is settled with a text, not with {verdict!r}")
+        raise StructureError(f"settle_suspect needs a text as verdict, not {verdict!r}")
     return folder, verdict

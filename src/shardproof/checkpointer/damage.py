@@ -62,11 +62,11 @@ class Damage:
         return Damage(file, start, start + error.details["byte_count"])
 
     def is_in(self, folder: str, manifest: Manifest, table: ChunkTable) -> bool:
-        """Whether a step has a chunk, with at least one byte, in the range.
+        """True if a step has a chunk, with at least one byte, in the range.
 
         Args:
-            folder: of the step.
-            manifest: of the step.
+            folder: folder of the step.
+            manifest: manifest of the step.
             table: chunks of the step.
         """
         for row, record in enumerate(manifest.files):

@@ -101,7 +101,7 @@ class NewestStep:
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits for the read under way. Returns whether it ended."""
+        """Waits for the current read. Returns True if it ended."""
         if self._thread is not None:
             self._thread.join(timeout)
             return not self._thread.is_alive()

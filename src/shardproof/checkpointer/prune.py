@@ -1,4 +1,4 @@
-"""Removes from a run what dead saves left, steps beyond those to keep, and steps past repair."""
+"""Removes the leftovers of dead saves, steps beyond those to keep, and steps past repair."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["PrunePlan", "plan_prune", "prune"]
 
 @dataclass(frozen=True, slots=True)
 class PrunePlan:
-    """What `prune` removes from a run, and what stays."""
+    """The removals of `prune`, and the folders that stay."""
 
     leftovers: tuple[Leftover, ...]
     """To remove: files of dead saves."""
@@ -39,7 +39,7 @@ class PrunePlan:
     unsettled: tuple[str, ...]
     """These stay: folders of unsettled suspects."""
     young: tuple[Leftover, ...]
-    """These stay: files that no manifest names, and whose save may still be under way."""
+    """These stay: files that no manifest names, and whose save may not have ended."""
     damaged: tuple[str, ...]
     """These stay, for `repair`: folders with a damaged manifest or index."""
     beyond_repair: tuple[str, ...]
@@ -59,7 +59,7 @@ class PrunePlan:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to remove."""
+        """True if there is nothing to remove."""
         return not (self.leftovers or self.steps or self.settled or self.lost)
 
     def to_json(self) -> dict[str, Any]:
@@ -76,16 +76,16 @@ def plan_prune(
     keep: int | None = None,
     damaged: bool = False,
 ) -> PrunePlan:
-    """Plans what `prune` removes from a run. Removes nothing.
+    """Plans the removals of `prune`. Removes nothing.
 
     Args:
         storage: the run's folder.
         modified: the time of the last write to a file, Unix seconds; None if it is gone.
-        older_than: seconds since the last write to a leftover, or to a damaged step, before it may go.
+        older_than: least seconds since the last write to a leftover, or to a damaged step, for its removal.
         now: Unix seconds.
         keep: how many of the newest committed steps to keep; damaged ones do not count. None: all steps and
             all suspects.
-        damaged: whether to remove steps past repair.
+        damaged: True to remove steps past repair.
 
     Raises:
         StorageError: the storage failed.
@@ -96,13 +96,13 @@ def plan_prune(
     infos = scan_run(storage, sizes=True)
     scanned = {step: info for info in infos if (step := parse_step(info.name)) is not None}
     committed = [step for step, info in scanned.items() if info.committed]
-    kept = set(committed) if keep is None else KeepLatest(keep).select(committed)
+    selected = set(committed) if keep is None else KeepLatest(keep).select(committed)
     young = tuple(leftover for leftover in found if leftover not in old)
-    # A save under way may be replacing a step in one of these folders.
+    # A running save may be replacing a step in one of these folders.
     busy = {leftover.folder for leftover in young}
     gone = [
         info
-        for info in (scanned[step] for step in committed if step not in kept)
+        for info in (scanned[step] for step in committed if step not in selected)
         if info.name not in busy and not info.linked
     ]
     newest = -1 if keep is None else max(committed, default=-1)
@@ -152,17 +152,17 @@ def plan_prune(
 
 
 def prune(storage: Storage, plan: PrunePlan) -> list[str]:
-    """Removes what a plan names.
+    """Executes a plan.
 
     Args:
         storage: the run's folder.
-        plan: of this run.
+        plan: plan for this run.
 
     Returns:
         Folders that stay, because a save committed them after the plan was made.
 
     Raises:
-        StorageError: the storage failed. Some of the files may be gone.
+        StorageError: the storage failed. Some of the files may be removed.
     """
     spared = [leftover.folder for leftover in plan.leftovers if not remove_leftover(storage, leftover)]
     lost = [name for name in plan.lost if _is_lost(storage.within(name))]

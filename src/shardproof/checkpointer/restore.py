@@ -110,7 +110,7 @@ class Restore:
             return chosen.folder, report
 
     def _choose(self, failed: Failed | None) -> Chosen:
-        """The step that rank 0 chooses after every rank has reported. Raises if the restore cannot go on."""
+        """The step that rank 0 chooses after all reports. Raises if the restore cannot continue."""
         rank = self._rendezvous.rank
 
         def report() -> bytes:
@@ -135,7 +135,7 @@ class Restore:
         return chosen
 
     def _check(self, chosen: Chosen, first: bool, manifest: Manifest) -> None:
-        """Raises if what this rank reads does not fit the choice of rank 0."""
+        """Raises if the step on this rank differs from the choice of rank 0."""
         assert chosen.folder is not None
         check_folder(self._run, chosen.folder, manifest)
         if first and 0 < self._rendezvous.rank == self._rendezvous.world_size - 1:
@@ -150,16 +150,16 @@ class Restore:
             self._removed.append(last)
             if len(self._removed) >= MOST_TRIES:
                 raise StorageError(
-                    f"{location}: {len(self._removed)} times in a row the step that was restored was removed "
-                    f"or replaced while it was read, {last} at last. {KEEP_MORE}",
+                    f"{location}: another process removed or replaced {len(self._removed)} chosen steps in a "
+                    f"row during their load, {last} last. {KEEP_MORE}",
                     file=location,
                     damaged=False,
                 ) from failed.error
         if chosen.folder is None or chosen.seal is None:
             left = "no step is committed there now" if chosen.folder is None else "it is not committed now"
             raise NotCommittedError(
-                f"{location}: {last} was committed when this restore began, and {left}: it was removed while "
-                "it was read, or the folder is out of sight",
+                f"{location}: {last} was committed when this restore began, and {left}: another process "
+                "removed it during the load, or this node does not see the folder",
                 path=location,
             ) from failed.error
 
@@ -191,25 +191,25 @@ class Restore:
 
 
 class RestoreReport(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank reports before rank 0 chooses a step."""
+    """The report of one rank before rank 0 chooses a step."""
 
     step: int | None
-    """The step that the caller asks for; None for the newest."""
+    """The step that the caller requests; None for the newest."""
     suspect: bool
     newest: StepFolder | None = None
     """The newest committed step that the rank sees. For a numbered step: its folder."""
     error: dict[str, object] | None = None
-    """Why the rank cannot list the run."""
+    """The error due to which the rank cannot list the run."""
 
 
 def report_view(run: Storage, rank: int, step: int | None, *, suspect: bool) -> RestoreReport:
-    """What this rank sees of a run. Rank 0 does not list it here (note "Rank 0 looks last").
+    """This rank's view of a run. Rank 0 does not list it here (note "Rank 0 looks last").
 
     Args:
         run: the run's folder.
-        rank: of this process.
-        step: see `Checkpointer.restore`; so is `suspect`.
-        suspect: whether suspects count.
+        rank: rank of this process.
+        step: see `Checkpointer.restore`.
+        suspect: True if suspects count.
     """
     if rank == 0 or (step is not None and not suspect):  # there is nothing to choose
         return RestoreReport(step, suspect)
@@ -220,17 +220,17 @@ def report_view(run: Storage, rank: int, step: int | None, *, suspect: bool) -> 
 
 
 def check_reports(run: Storage, reports: Sequence[RestoreReport]) -> None:
-    """Rank 0 checks that the ranks ask for one step, and that no rank sees a newer step than rank 0.
+    """Rank 0 checks that all ranks request the same step, and that no rank sees a newer step than rank 0.
 
     Raises:
-        StructureError: ranks were asked to restore different steps.
+        StructureError: the callers request different steps.
         StorageError: a rank cannot list the run, or ranks see different runs.
     """
     wanted = {(report.step, report.suspect) for report in reports}
     if len(wanted) > 1:
         steps = sorted({str(step) for step, _ in wanted})
         raise StructureError(
-            f"{run.location}: ranks were asked to restore different steps: {steps}"
+            f"{run.location}: the ranks request different steps: {steps}"
             f"{'' if len(steps) > 1 else ', some of them with suspect=True'}; nothing was changed"
         )
     for rank, report in enumerate(reports):
@@ -245,9 +245,8 @@ def check_reports(run: Storage, reports: Sequence[RestoreReport]) -> None:
         rank, folder = max(newer.items(), key=lambda item: (item[1], -item[0]))
         own = f"sees no run at {run.location}" if newest is None else f"sees no step after {newest}"
         raise StorageError(
-            f"{run.location}: rank 0 {own}, rank {rank} sees {folder}; nothing was changed. Is this place "
-            "shared by all nodes, and mounted on the node of rank 0? Restore again when all ranks see the "
-            "same steps",
+            f"{run.location}: rank 0 {own}, rank {rank} sees {folder}; nothing was changed. Check "
+            "that all nodes share and mount this folder, and restore again when all ranks see the same steps",
             file=run.location,
             damaged=False,
             ranks=[0, *sorted(newer)],
@@ -257,7 +256,7 @@ def check_reports(run: Storage, reports: Sequence[RestoreReport]) -> None:
 def check_damage(run: Storage, chosen: Chosen) -> None:
     """The last rank checks that the damage that rank 0 found is damage on its node, too.
 
-    A rank that loses sight of a file must not cost all ranks the work since an older step. With several
+    If rank 0 alone cannot see a file, the ranks must not restore an older step. With several
     nodes, the last rank is on another node than rank 0.
 
     Args:
@@ -271,7 +270,7 @@ def check_damage(run: Storage, chosen: Chosen) -> None:
         if item.damaged and why_unreadable(run, item.folder) is None:
             raise StorageError(
                 f"{run.location}: this rank can read {item.folder}, and rank 0 cannot: {item.reason}\n"
-                "Nothing was changed. Is this place shared by all nodes, and mounted on the node of rank 0?",
+                "Nothing was changed. Check that all nodes share and mount this folder",
                 file=run.location,
                 damaged=False,
             )
@@ -288,8 +287,8 @@ def _half_restored(error: ShardproofError, overwritten: StepFolder) -> Shardproo
 
 def _mixed(problem: str, damaged: StepFolder, older: StepFolder) -> StructureError:
     return StructureError(
-        f"{damaged} could not be read to its end, after part of the target was overwritten, and {older} does "
-        f"not replace all of it: {problem}\nThe target holds values of both: make the state anew, and "
-        f"restore step={older.step} into it with what it lacks left out or strict=False",
+        f"{damaged} could not be read completely, after part of the target was overwritten, and {older} does "
+        f"not replace all of it: {problem}\nThe target has values of both: make a new state, and restore "
+        f"step={older.step} into it, without the missing keys or with strict=False",
         overwritten=True,
     )

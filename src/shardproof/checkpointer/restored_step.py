@@ -1,4 +1,4 @@
-"""What a restore returns: the step, what was loaded from it, and which newer steps were passed over."""
+"""The result of a restore: the step, the report of the load, and the newer steps that were passed over."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["RestoredStep"]
 
 
 class RestoredStep(int):
-    """The step that `Checkpointer.restore` loaded. It is an `int`, and says how the restore went.
+    """The step that `Checkpointer.restore` loaded: an `int` with a report of the restore.
 
     It compares, hashes, formats and JSON-encodes as the number of the step. Arithmetic gives a plain `int`.
     A checkpoint stores it as a plain `int`, too. The attributes cannot be set. The number and `passed_over`
@@ -19,8 +19,8 @@ class RestoredStep(int):
 
     Args:
         step: number of the step.
-        report: what this rank loaded.
-        passed_over: newer steps that the restore did not take, and why; newest first.
+        report: report of the load on this rank.
+        passed_over: newer steps that the restore passed over, with the reasons; newest first.
 
     Example:
         >>> import shardproof as sp, tempfile, torch
@@ -34,9 +34,9 @@ class RestoredStep(int):
     __stored_as__ = int
     """The type of plain data that a checkpoint stores in its place."""
     report: LoadReport
-    """What this rank loaded."""
+    """Report of the load on this rank."""
     passed_over: tuple[PassedOver, ...]
-    """Newer steps that the restore did not take, and why; newest first."""
+    """Newer steps that the restore passed over, with the reasons; newest first."""
 
     def __new__(cls, step: int, report: LoadReport, passed_over: tuple[PassedOver, ...] = ()) -> RestoredStep:
         """Makes the value; see the class."""
@@ -45,7 +45,7 @@ class RestoredStep(int):
         return made
 
     def __reduce__(self) -> tuple[type[RestoredStep], tuple[int, LoadReport, tuple[PassedOver, ...]]]:
-        """What pickle and copy make an equal value from."""
+        """Supports pickle and copy."""
         return RestoredStep, (int(self), self.report, self.passed_over)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:

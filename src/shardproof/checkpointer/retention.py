@@ -9,7 +9,7 @@ dead save, and never a committed step that lacks files.
 
 Note "Lent files stay": an incremental step refers to files of earlier steps. If such an earlier step is
 deleted, its manifest goes, so that it is no checkpoint any more. The files that other steps refer to stay,
-until the last of these steps is deleted. The manifests of the remaining steps tell which files those are.
+until the last of these steps is deleted. The manifests of the remaining steps name these files.
 
 Note "The last proved step stays": a policy may keep only steps whose references were not read since their
 commit, and no step that is proved readable (note "Proved" in `shardproof.checkpointer.scrub`). Then the
@@ -248,10 +248,10 @@ class Leftover:
     modified: float | None
     """Time of the last write to any of the files, Unix seconds; None if unknown."""
     committed: bool
-    """Whether another attempt is committed in the same folder."""
+    """True if another attempt is committed in the same folder."""
 
     def older_than(self, seconds: float, now: float) -> bool:
-        """Whether the last write is this long ago. Only that tells a dead save from one under way."""
+        """True if the last write is older than this. Only the age shows that a save is dead."""
         return self.modified is not None and now - self.modified >= seconds
 
 

@@ -41,10 +41,10 @@ class StepInfo:
     - "leftover": without a manifest;
     - "lends": deleted, except for files that other steps refer to;
     - "damaged": its manifest is damaged, or a file is missing or cut;
-    - "unreadable": the storage failed, which says nothing about the checkpoint.
+    - "unreadable": the storage failed, and the state of the checkpoint is unknown.
     """
     reason: str | None
-    """Why it is not committed."""
+    """The reason why it is not committed."""
     time: float | None
     """When it was saved, Unix seconds."""
     bytes: int
@@ -63,7 +63,7 @@ class StepInfo:
     lends: tuple[str, ...] = ()
     """Folders of later steps that refer to its files."""
     suspect: bool = False
-    """Whether it is in the folder of a suspect."""
+    """True if it is in the folder of a suspect."""
     verdict: str | None = None
     """The verdict of a settled suspect."""
     linked: bool = False
@@ -71,16 +71,16 @@ class StepInfo:
 
     @property
     def committed(self) -> bool:
-        """Whether it can be restored as a step of the run."""
+        """True if it can be restored as a step of the run."""
         return self.status == "committed"
 
     @property
     def whole(self) -> bool:
-        """Whether it is a readable checkpoint, of a step or of a suspect."""
+        """True if it is a readable checkpoint, of a step or of a suspect."""
         return self.status in ("committed", "suspect", "settled")
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """Return plain JSON values."""
         return {**asdict(self), "committed": self.committed}
 
 

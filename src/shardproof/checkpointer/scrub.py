@@ -30,7 +30,7 @@ from shardproof.storage import LocalStorage, UncachedStorage
 __all__ = ["Scrub"]
 
 _POLL = 0.05
-"""Seconds between two checks whether a save is under way."""
+"""Seconds between two checks for a running save."""
 
 _log = logging.getLogger("shardproof")
 
@@ -71,7 +71,7 @@ class Scrub:
         Returns at once. `prepare` must be called before.
 
         Args:
-            folder: of the step.
+            folder: folder of the step.
         """
         if self._rate is None:
             return
@@ -84,7 +84,7 @@ class Scrub:
         """Waits until the scheduled steps are read, or the scrub is stopped.
 
         Raises:
-            TimeoutError: the scrub still reads.
+            TimeoutError: the scrub has not ended.
         """
         under_way = self._pass
         if self._process == os.getpid() and under_way is not None:
@@ -96,17 +96,17 @@ class Scrub:
             self._stop.set()
 
     def is_proved(self, folder: str) -> bool:
-        """Whether a committed step without known damage is proved readable (note "Proved").
+        """True if a committed step without known damage is proved readable (note "Proved").
 
         Raises:
-            StorageError: the storage cannot tell.
+            StorageError: the storage failed.
         """
         place = self._run.within(folder)
         seal = read_seal(place)
         return seal is not None and ((folder, seal) in self._proved or has_no_references(place))
 
     def is_damaged(self, folder: str) -> bool:
-        """Whether a committed step has chunks in damaged bytes; True if the storage cannot tell."""
+        """True if a committed step has chunks in damaged bytes, or the storage cannot be read."""
         return bool(self.damage) and self._has_chunks_in(folder, self.damage)
 
     def _work(self) -> None:
@@ -163,7 +163,7 @@ class Scrub:
             )
 
     def _has_chunks_in(self, folder: str, damage: Sequence[Damage]) -> bool:
-        """Whether a step has chunks in damaged bytes; True if the storage cannot tell."""
+        """True if a step has chunks in damaged bytes, or the storage cannot be read."""
         place = self._run.within(folder)
         try:
             manifest = read_manifest(place)

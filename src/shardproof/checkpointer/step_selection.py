@@ -35,11 +35,11 @@ MOST_TRIES = 16
 other step too early, one restore in 60,000 fails."""
 
 KEEP_MORE = (
-    "Retention removes steps faster than this process reads them: keep more of them, such as "
-    "Checkpointer(keep=KeepLatest(2)) where training runs"
+    "Retention removes steps faster than this process reads them: keep more steps in the training job, for "
+    "example by Checkpointer(keep=KeepLatest(2))"
 )
 
-_NEVER_COMMITTED = "it has no manifest: its save died or is still under way, so it is not a checkpoint"
+_NEVER_COMMITTED = "it has no manifest: its save died or has not ended, so it is not a checkpoint"
 
 _log = logging.getLogger("shardproof")
 
@@ -53,11 +53,11 @@ class PassedOver:
     damaged: bool
     """It was committed and its bytes are lost or changed. A save of this step may replace it."""
     suspect: bool = False
-    """Whether it is the suspect of that number."""
+    """True for the suspect of that number."""
     damage: Damage | None = None
     """The damaged bytes. `restore` passes over older steps with chunks there, without reading them."""
     committed: bool = True
-    """Whether it has or had a manifest. Without one, its save died or is still under way."""
+    """True if it has or had a manifest. Without one, its save died or has not ended."""
 
     @property
     def folder(self) -> StepFolder:
@@ -72,18 +72,18 @@ class Chosen:
     folder: StepFolder | None
     """None: the run has no committed step."""
     seal: bytes | None = None
-    """Of the manifest that was chosen (see `seal_now`)."""
+    """Seal of the chosen manifest (see `seal_now`)."""
     passed: list[PassedOver] = field(default_factory=list)
     """Newer steps that rank 0 passed over."""
     changed: bool = False
-    """Whether another process removed or replaced the last chosen step while it was read."""
+    """True if another process removed or replaced the last chosen step during the read."""
     stands: bool = False
-    """Whether the error of the last chosen step stands, and rank 0 chooses no other."""
+    """True if the error of the last chosen step is final, and rank 0 chooses no other step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A chosen step that could not be read; the same on all ranks."""
+    """A chosen step that could not be read. Equal on all ranks."""
 
     chosen: Chosen
     error: ShardproofError
@@ -94,7 +94,7 @@ def written_folders(run: Storage, *, suspect: bool) -> dict[StepFolder, bool]:
 
     Args:
         run: the run's folder.
-        suspect: whether to list suspects, too.
+        suspect: True to list suspects, too.
     """
     found: dict[StepFolder, bool] = {}
     for name in run.folders():
@@ -114,16 +114,16 @@ def newest_committed(run: Storage, *, suspect: bool) -> StepFolder | None:
 
     Args:
         run: the run's folder.
-        suspect: whether unsettled suspects count.
+        suspect: True if unsettled suspects count.
 
     Raises:
-        StorageError: the storage cannot tell.
+        StorageError: the storage failed.
     """
     return next((folder for folder in _folders(run, suspect) if _is_committed(run, folder)), None)
 
 
 def named(run: Storage, step: int, *, suspect: bool) -> StepFolder:
-    """The folder of the step that the caller asks for by its number.
+    """The folder of the step with the number that the caller requests.
 
     Args:
         run: the run's folder.
@@ -142,11 +142,11 @@ def choose(run: Storage, known: Sequence[PassedOver], *, suspect: bool) -> Chose
     Args:
         run: the run's folder.
         known: steps that are known to be unreadable.
-        suspect: whether unsettled suspects count. A suspect comes before the step of its number.
+        suspect: True if unsettled suspects count. A suspect comes before the step of its number.
 
     Raises:
         NotCommittedError: there are committed steps, but none can be read.
-        StorageError: the storage cannot tell, or another process removes steps faster than this one reads.
+        StorageError: the storage failed, or another process removes steps faster than this one reads.
     """
     for _ in range(MOST_TRIES):
         found = _choose_once(run, known, suspect)
@@ -155,7 +155,7 @@ def choose(run: Storage, known: Sequence[PassedOver], *, suspect: bool) -> Chose
                 _warn_of_suspects(run, 0 if found.folder is None else found.folder.step)
             return found
     raise StorageError(
-        f"{run.location}: {MOST_TRIES} times in a row a step was removed or replaced while it was looked at. "
+        f"{run.location}: another process removed or replaced {MOST_TRIES} chosen steps in a row. "
         f"{KEEP_MORE}",
         file=run.location,
         damaged=False,
@@ -167,15 +167,15 @@ def choose_after(
 ) -> Chosen:
     """The first choice of a restore, and each choice after a chosen step could not be read.
 
-    If the manifest of that step is gone or has changed, another process removed or replaced the step, and the
-    choice is made again. Otherwise a damaged step is passed over, and any other error stands.
+    If the manifest of that step is gone or has changed, another process removed or replaced the step, and
+    rank 0 chooses again. Otherwise a damaged step is passed over, and any other error is final.
 
     Args:
         run: the run's folder.
         known: steps that are known to be unreadable.
-        step: the step that the caller asks for; None for the newest.
+        step: the step that the caller requests; None for the newest.
         failed: the last choice, if it could not be read.
-        suspect: see `choose`; so are the errors.
+        suspect: see `choose`, also for the errors.
     """
     passed: list[PassedOver] = []
     changed = False
@@ -197,7 +197,7 @@ def choose_after(
 
 
 def _choose_once(run: Storage, known: Sequence[PassedOver], suspect: bool) -> Chosen | None:
-    """As `choose`; None if the run changed in a way that may change the answer."""
+    """As `choose`; None if the run changed in a way that may change the choice."""
     passed: list[PassedOver] = []
     committed: list[StepFolder] = []
     unreadable = {item.folder for item in known if item.committed}
@@ -252,7 +252,7 @@ def seal_now(run: Storage, folder: StepFolder) -> bytes | None:
     Empty if the manifest is too short for a seal, or is being replaced.
 
     Raises:
-        StorageError: the storage cannot tell.
+        StorageError: the storage failed.
     """
     place = run.within(folder.name)
     try:
@@ -270,18 +270,18 @@ def check_folder(run: Storage, folder: StepFolder, manifest: Manifest) -> None:
     """Refuses a folder that was renamed or copied, because it would restore one step as another.
 
     Raises:
-        FormatError: the manifest is that of another step.
+        FormatError: the manifest belongs to another step.
     """
     if manifest.step not in (None, folder.step):
         raise FormatError(
-            f"{run.location}/{folder.name} holds step {manifest.step}: it was renamed or copied. Give it "
-            "back its name, or load it with shardproof.load",
+            f"{run.location}/{folder.name} contains step {manifest.step}: it was renamed or copied. Restore "
+            "its name, or load it with shardproof.load",
             file=f"{folder.name}/{MANIFEST_NAME}",
         )
 
 
 def why_unreadable(run: Storage, folder: StepFolder, known: Sequence[PassedOver] = ()) -> PassedOver | None:
-    """What is wrong with a step according to manifest, index, file sizes and known damage; None if nothing.
+    """The fault of a step according to manifest, index, file sizes and known damage; None if it has none.
 
     Damage that the load of a newer step found counts if this step has chunks in the same bytes.
     """
@@ -311,7 +311,7 @@ def _folders(run: Storage, suspect: bool) -> list[StepFolder]:
 
 
 def _is_committed(run: Storage, folder: StepFolder) -> bool:
-    """Whether the folder holds a committed step, or a suspect that is not settled."""
+    """True if the folder contains a committed step, or a suspect that is not settled."""
     place = run.within(folder.name)
     return place.size(MANIFEST_NAME) is not None and not (folder.suspect and read_settled(place) is not None)
 
@@ -321,7 +321,7 @@ def _has_files(run: Storage, folder: StepFolder) -> bool:
 
 
 def _lenders(run: Storage) -> set[StepFolder]:
-    """Folders of deleted steps that hold only files that other steps refer to."""
+    """Folders of deleted steps with only those files that other steps refer to."""
     references = references_in(run)
     found = set()
     for name in references.by_folder:
@@ -337,12 +337,12 @@ def _warn_of_suspects(run: Storage, oldest: int) -> None:
     try:
         suspects = [folder for folder in unsettled_suspects(run) if folder.step >= oldest]
     except StorageError as error:
-        _log.warning("%s: suspects are left aside, and cannot be looked at: %s", run.location, error)
+        _log.warning("%s: restore ignores suspects, but cannot list them: %s", run.location, error)
         return
     if suspects:
         _log.warning(
-            "%s: %s: validation failed there and is not settled. restore(..., suspect=True) takes it to find "
-            "out why; without it the run goes on from an older state",
+            "%s: %s: its validation failed, and it has no verdict. restore(..., suspect=True) restores it to "
+            "attribute the failure; without it, the run continues from an older state",
             run.location,
             ", ".join(map(str, suspects)),
         )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from shardproof.cli.failures import YES
+from shardproof.cli.failures import YES, BadPath
 from shardproof.cli.options import (
     checkpoint_argument,
     format_option,
@@ -75,6 +76,8 @@ def convert_command(
     if standalone:
         if to is not None:
             raise click.UsageError("give --to or --standalone, not both")
+        if os.path.isfile(src):
+            raise BadPath(f"SRC: {src!r} is a file, and the folder of a step is needed")
         return _make_standalone(src, dst, as_json)
     if to is None:
         raise click.UsageError(
@@ -82,26 +85,28 @@ def convert_command(
             "refers to no other step"
         )
     from shardproof.cli.terminal import bytes_progress
-    from shardproof.conversion import ConversionRequest, convert
+    from shardproof.conversion import convert
 
-    request = ConversionRequest(
-        src,
-        dst,
-        to,
-        format=options["format"],
-        dtype=options["dtype"],
-        include=options["include"] or None,
-        exclude=options["exclude"] or None,
-        rename=_renames(rename) if rename else {},
-        key_map=options["key_map"],
-        max_file_bytes=options["max_file_size"],
-        memory_bytes=options["memory"],
-        workers=options["workers"],
-        trust_pickle=options["trust_pickle"],
-    )
     try:
         with bytes_progress("convert", shown=not as_json) as on_progress:
-            report = convert(request, on=on, dry_run=dry_run, on_progress=on_progress)
+            report = convert(
+                src,
+                dst,
+                to=to,
+                format=options["format"],
+                dtype=options["dtype"],
+                include=options["include"] or None,
+                exclude=options["exclude"] or None,
+                rename=_renames(rename) if rename else None,
+                key_map=options["key_map"],
+                max_file_bytes=options["max_file_size"],
+                memory_bytes=options["memory"],
+                workers=options["workers"],
+                on=on,
+                trust_pickle=options["trust_pickle"],
+                dry_run=dry_run,
+                on_progress=on_progress,
+            )
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     if as_json:

@@ -1,7 +1,115 @@
 """Conversion of checkpoints between formats: planned, written in units, verified, published."""
 
-from shardproof.conversion.convert import ConversionReport, convert
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+
+from shardproof.conversion.conversion_protocol import ConversionReport, Where, carry_out
 from shardproof.conversion.mapping import MappedTensor, Move
 from shardproof.conversion.request import ConversionRequest
+from shardproof.reentrance import refuse_inside
+from shardproof.rendezvous import Rendezvous
+from shardproof.storage import StrOrBytesPath
 
-__all__ = ["ConversionReport", "ConversionRequest", "MappedTensor", "Move", "convert"]
+__all__ = ["ConversionReport", "ConversionRequest", "MappedTensor", "Move", "Where", "convert"]
+
+
+def convert(
+    source: StrOrBytesPath,
+    destination: StrOrBytesPath,
+    *,
+    to: str,
+    format: str | None = None,  # noqa: A002 as in sp.open
+    dtype: str | None = None,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    rename: Mapping[str, str] | None = None,
+    key_map: str | None = None,
+    max_file_bytes: int | None = None,
+    memory_bytes: int = 4 << 30,
+    workers: int = 1,
+    on: Where = "processes",
+    trust_pickle: bool = False,
+    dry_run: bool = False,
+    on_progress: Callable[[int, int], None] | None = None,
+    rendezvous: Rendezvous | None = None,
+    deadline: float | None = None,
+) -> ConversionReport:
+    """Converts a checkpoint to another format. Under ``torchrun``, every rank calls it.
+
+    The new checkpoint is written to a folder beside the destination, verified, and moved to the destination
+    last. After an interruption, the same call goes on where it was. Processes and ranks share the work by
+    units, most often files.
+
+    Args:
+        source: a checkpoint of any known format: its folder or file.
+        destination: path of the new checkpoint. A name that ends in ``.safetensors``, ``.pt``, ``.pth``,
+            ``.bin`` or ``.ckpt`` gets one file, other names a folder.
+        to: name of the format to write. docs/formats.md lists the names.
+        format: name of the stored format; None to find it.
+        dtype: torch's name of the dtype that floating point tensors are converted to; None to leave them.
+        include: patterns (`fnmatch`, over the whole key or the keys above it) of the keys to convert; None
+            for all.
+        exclude: patterns of the keys to leave out.
+        rename: stored key to written key, for a key and all below it. The longest stored key decides. An
+            empty written key removes the prefix.
+        key_map: map between the keys of two projects: a name such as "megatron-to-hf:llama", or the path of a
+            TOML file.
+        max_file_bytes: bytes of tensors in one file, at most; None for the habit of the format.
+        memory_bytes: memory of all processes together, above that of their libraries.
+        workers: processes that write units, on each machine.
+        on: "processes" for processes of this machine, "ray" for a Ray cluster.
+        trust_pickle: True to unpickle values that are no plain data. That may run code of the checkpoint.
+        dry_run: True to plan and to write nothing.
+        on_progress: called with bytes done and in all; each byte is written once and verified once.
+        rendezvous: where the ranks meet; found by itself when None.
+        deadline: seconds that a rank may be silent; see `shardproof.load`.
+
+    Returns:
+        What was converted.
+
+    Raises:
+        AlreadyCommittedError: there is something at the destination.
+        PlainDataError, StructureError, ValueError: the request does not fit the checkpoint or the format.
+        CorruptChunkError, FormatError, StorageError, TilingError: the stored checkpoint is damaged, or the
+            new one could not be written. Nothing is published.
+        RankFailure, RankSilent: some rank failed or fell silent.
+
+    Example:
+        >>> import shardproof as sp, tempfile, torch
+        >>> folder = tempfile.mkdtemp()
+        >>> _ = sp.save(f"{folder}/step", {"w": torch.ones(2)})
+        >>> sp.convert(f"{folder}/step", f"{folder}/model.safetensors", to="safetensors").verified
+        8
+    """
+    refuse_inside("convert")
+    request = ConversionRequest(
+        os.fsdecode(source),
+        os.fsdecode(destination),
+        to,
+        format=format,
+        dtype=dtype,
+        include=_listed(include),
+        exclude=_listed(exclude),
+        rename=dict(rename or {}),
+        key_map=key_map,
+        max_file_bytes=max_file_bytes,
+        memory_bytes=memory_bytes,
+        workers=workers,
+        trust_pickle=trust_pickle,
+    )
+    return carry_out(
+        request,
+        on=on,
+        dry_run=dry_run,
+        on_progress=on_progress,
+        rendezvous=rendezvous,
+        deadline=deadline,
+    )
+
+
+def _listed(patterns: str | Sequence[str] | None) -> list[str] | None:
+    if patterns is None:
+        return None
+    return [patterns] if isinstance(patterns, str) else list(patterns)

@@ -78,7 +78,7 @@ class MappedSource:
     def _moved(self, move: Move, low: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
         """The part of a move that fills a box of the written tensor."""
         if move.key is None:
-            return torch.zeros(sizes, device="cpu")
+            return torch.zeros(sizes, dtype=torch.uint8, device="cpu")
         stored = self._checkpoint[move.key]
         assert isinstance(stored, StoredTensor)
         inside = tuple(a - o for a, o in zip(low, move.offsets, strict=True))

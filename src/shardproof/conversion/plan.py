@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from shardproof.conversion.request import ConversionRequest
 from shardproof.dtypes import DTYPES
 from shardproof.errors import PlainDataError, StructureError
 from shardproof.interop import Contents, FormatWriter, WriteOptions, writer_of
-from shardproof.loading import Checkpoint, check_patterns, selects
+from shardproof.loading import Checkpoint, NativeCheckpoint, check_patterns, selects
 
 __all__ = ["ConversionPlan", "plan_conversion"]
 
@@ -81,6 +82,7 @@ def plan_conversion(checkpoint: Checkpoint, request: ConversionRequest) -> Conve
         {new_name(key): value for key, value in objects.items()},
         checkpoint.step,
         checkpoint.metadata,
+        _time(checkpoint, request.source),
     )
     options = WriteOptions(request.max_file_bytes, piece_bytes(request))
     writer = writer_of(request.to)(contents, options)
@@ -104,6 +106,13 @@ def piece_bytes(request: ConversionRequest) -> int:
             f"least {_MIN_PIECE * _PIECES_IN_MEMORY * max(request.workers, 1)}, or fewer workers"
         )
     return min(share, _MAX_PIECE)
+
+
+def _time(checkpoint: Checkpoint, path: str) -> float:
+    """Seconds since 1970 that the new checkpoint is dated: as the stored one, so that all processes agree."""
+    return (
+        checkpoint.manifest.time if isinstance(checkpoint, NativeCheckpoint) else int(os.stat(path).st_mtime)
+    )
 
 
 def _whole(key: str, shape: tuple[int, ...]) -> Move:

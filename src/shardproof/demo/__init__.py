@@ -11,7 +11,7 @@
 `run_fault_demo` injects a wrong result on one rank. The rerun machine attributes it to a device or to the
 data.
 
-Each takes one to two minutes on two cores. Both start their own processes, so any program may call them.
+Each takes one to two minutes on two cores. Both start separate processes, so any program may call them.
 """
 
 from __future__ import annotations

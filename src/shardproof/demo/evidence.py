@@ -1,6 +1,6 @@
 """Facts and comparisons of the demo's runs, computed from the records that the ranks wrote.
 
-`DemoReport` holds all of them. The table for a person and the JSON for a program both show this value.
+`DemoReport` contains all facts. Both the printed table and the JSON show it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class RunRecords:
 
     @classmethod
     def of(cls, task: Task) -> RunRecords:
-        """Read them."""
+        """Read the records of a task."""
         return cls(tuple(tuple(read_records(task.records(rank))) for rank in range(task.layout.ranks)))
 
     def all(self, event: str, rank: int = 0) -> list[Record]:
-        """A rank's records of one kind."""
+        """A rank's records of one event."""
         return [record for record in self.ranks[rank] if record["event"] == event]
 
     def losses(self) -> dict[int, float]:
@@ -55,7 +55,7 @@ class RunRecords:
         return {record["step"]: record["draws"] for record in self.all("step", rank)}
 
     def digests(self, when: str, step: int, rank: int = 0) -> Record | None:
-        """The last digests that a rank took at this point of this step; None without."""
+        """The last digests of a rank at this point of this step, or None."""
         found = [
             record for record in self.all("digests", rank) if (record["when"], record["step"]) == (when, step)
         ]
@@ -69,7 +69,7 @@ class TensorComparison:
     compared: int
     identical: int
     bytes: int
-    """Of the tensors compared, each once."""
+    """Size of the compared tensors, each counted once."""
     differing: tuple[str, ...] = field(default=())
     """Names that differ, or that only one side has."""
     plain_identical: bool = True
@@ -88,21 +88,21 @@ def compare_tensors(
 
     A tensor whose digests differ between two ranks of one run counts as different: replicas must be equal.
     """
-    sides = [_seen(before, when_before, step), _seen(after, when_after, step)]
+    sides = [_digests(before, when_before, step), _digests(after, when_after, step)]
     names = sorted({name for side in sides for name in side[0]})
     differing = [
-        name for name in names if len({side[0].get(name) for side in sides}) > 1 or _split(sides, name)
+        name for name in names if len({side[0].get(name) for side in sides}) > 1 or _ranks_differ(sides, name)
     ]
     size = sum(int(sides[0][0][name][0][1]) for name in sides[0][0])
     plain = {text for side in sides for text in side[1]}
     return TensorComparison(len(names), len(names) - len(differing), size, tuple(differing), len(plain) == 1)
 
 
-Seen = dict[str, tuple[tuple[str, int], ...]]
+Digests = dict[str, tuple[tuple[str, int], ...]]
 
 
-def _seen(run: RunRecords, when: str, step: int) -> tuple[Seen, list[str]]:
-    """Name to the distinct (digest, bytes) that the ranks saw, and the ranks' plain states."""
+def _digests(run: RunRecords, when: str, step: int) -> tuple[Digests, list[str]]:
+    """The distinct (digest, bytes) over all ranks by name, and the ranks' plain states."""
     records = [run.digests(when, step, rank) for rank in range(len(run.ranks))]
     present = [record for record in records if record is not None]
     seen: dict[str, set[tuple[str, int]]] = {}
@@ -116,12 +116,12 @@ def _seen(run: RunRecords, when: str, step: int) -> tuple[Seen, list[str]]:
     ]
 
 
-def _split(sides: list[tuple[Seen, list[str]]], name: str) -> bool:
+def _ranks_differ(sides: list[tuple[Digests, list[str]]], name: str) -> bool:
     return any(len(side[0].get(name, ())) != 1 for side in sides)
 
 
 def compare_losses(reference: RunRecords, run: RunRecords) -> float:
-    """Largest relative difference of a step's loss; infinity where the learning rates or the steps differ."""
+    """Largest relative difference of a step's loss; infinity if the learning rates or the steps differ."""
     expected, found = reference.losses(), run.losses()
     rates = reference.rates()
     if not found or not found.keys() <= expected.keys():
@@ -132,7 +132,7 @@ def compare_losses(reference: RunRecords, run: RunRecords) -> float:
 
 
 def compare_draws(reference: RunRecords, run: RunRecords, ranks: int) -> bool:
-    """Whether the generators of the first `ranks` ranks gave the same numbers at the same steps."""
+    """True if the generators of the first `ranks` ranks gave the same numbers at the same steps."""
     for rank in range(ranks):
         expected, found = reference.draws(rank), run.draws(rank)
         if not found or any(expected.get(step) != draws for step, draws in found.items()):
@@ -142,7 +142,7 @@ def compare_draws(reference: RunRecords, run: RunRecords, ranks: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """One run of the trainer. None: there was nothing of the kind to compare."""
+    """One run of the trainer. A comparison is None if it does not apply to the run."""
 
     name: str
     layout: str
@@ -158,23 +158,23 @@ class RunFacts:
     loss_difference: float | None
     """Largest relative difference to the uninterrupted run."""
     loss_tolerance: float
-    """The largest difference allowed; 0.0 for the same layout, which must repeat every bit."""
+    """Largest allowed difference; 0.0 for the same layout, which must repeat every bit."""
     restored_step: int | None = None
     restore_seconds: float = 0.0
     passed_over: dict[str, str] | None = None
-    """Newer checkpoints that were not restored, and why."""
+    """Newer checkpoints that were not restored, with the reasons."""
     expected_step: int | None = None
-    """The step that it had to restore."""
+    """The expected step of the restore."""
     restored: TensorComparison | None = None
-    """The state after the restore, compared with the state that was saved."""
+    """Comparison of the restored state with the saved state."""
     end: TensorComparison | None = None
-    """The state at the end, compared with the uninterrupted run; for the same layout only."""
+    """Comparison of the final state with the uninterrupted run, for the same layout only."""
     draws_identical: bool | None = None
-    """Whether random generators went on as in the uninterrupted run, on every rank that both have."""
+    """True if random generators continued as in the uninterrupted run, on all common ranks."""
 
     @property
     def ok(self) -> bool:
-        """Whether every comparison holds."""
+        """True if every comparison succeeded."""
         return (
             self.restored_step == self.expected_step
             and (self.restored is None or self.restored.ok)
@@ -190,15 +190,15 @@ class KillFacts:
 
     step: int
     workers: int
-    """Processes that SIGKILL ended."""
+    """Number of processes that SIGKILL ended."""
     files: int
-    """Shard files of the unfinished save, as the kill left them."""
+    """Number of shard files of the unfinished save after the kill."""
     bytes: int
     committed: bool
 
     @property
     def ok(self) -> bool:
-        """Whether the kill came in the middle: after the first bytes and before the commit."""
+        """True if the kill came after the first bytes and before the commit."""
         return self.workers > 0 and self.files > 0 and self.bytes > 0 and not self.committed
 
 
@@ -214,11 +214,11 @@ class StoredFacts:
     bytes: int
     seconds: float
     read: TensorComparison
-    """The tensors that `shardproof.open` reads, compared with those saved."""
+    """Comparison of the tensors that `shardproof.open` reads with the saved ones."""
 
     @property
     def ok(self) -> bool:
-        """Whether it verified and reads as saved."""
+        """True if the checkpoint verified and reads as saved."""
         return self.verified and self.read.ok
 
 
@@ -241,16 +241,16 @@ class DemoReport:
     steps_left: tuple[int, ...]
     """Committed steps in the run folder at the end."""
     folder: str | None
-    """Where everything is; None if it was removed."""
+    """Folder of the demo; None if it was removed."""
     seconds: float
 
     @property
     def ok(self) -> bool:
-        """Whether every claim held."""
+        """True if every claim is true."""
         return all(run.ok for run in self.runs) and self.kill.ok and self.stored.ok
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain JSON values, with the verdicts; a number that is not finite as its text."""
+        """The report as plain JSON values, with the verdicts. A number that is not finite becomes a text."""
         values = asdict(self) | {"ok": self.ok}
         for run, facts in zip(values["runs"], self.runs, strict=True):
             run["ok"] = facts.ok
@@ -275,7 +275,7 @@ def facts_of(
     loss_difference: float | None = None,
     loss_tolerance: float = 0.0,
 ) -> RunFacts:
-    """The facts of a run: from its records, and from the comparisons that the caller made."""
+    """The facts of a run, from its records and the caller's comparisons."""
     losses = records.losses()
     restore = next(iter(records.all("restored")), None)
     return RunFacts(
@@ -301,7 +301,7 @@ def facts_of(
 
 
 def stored_facts(checkpoints: Path, step: int, saved: RunRecords) -> StoredFacts:
-    """Verify the checkpoint of a step, and compare what `shardproof.open` reads with what its run saved."""
+    """Verify the checkpoint of a step, and compare it with the digests of the run that saved it."""
     from shardproof.maintenance import verify
     from shardproof.storage import LocalStorage
 

@@ -22,17 +22,17 @@ class FaultRunFacts:
     code: int
     """Exit code of its processes."""
     source: str
-    """The state that it started from, as in `FaultRun`."""
+    """The initial state of the run, as in `FaultRun`."""
     times: int
-    """How often the step with the fault was run; -1 if the ranks' records differ."""
+    """Number of runs of the step with the fault; -1 if the ranks' records differ."""
     suspects: tuple[int, ...]
-    """Checkpoints that waited for a verdict afterwards."""
+    """Steps of suspect checkpoints without a verdict after the run."""
     verdict: str | None
     """The verdict of rank 0, as text."""
     decisions: int
-    """Number of different lists of decisions among its ranks; 1 if all ranks decided alike."""
+    """Number of different lists of decisions among its ranks; 1 if all ranks decided equally."""
     in_output: bool
-    """Whether the verdict is a line of its output."""
+    """True if the verdict is a line of its output."""
     seconds: float
 
     @classmethod
@@ -77,7 +77,7 @@ class Claim:
 
     @property
     def ok(self) -> bool:
-        """Whether the claim holds."""
+        """True if the claim is true."""
         return self.expected == self.found
 
 
@@ -92,7 +92,7 @@ def claims_of(
     Args:
         story: the planned runs.
         reference: records of the run without a fault.
-        runs: facts and records of the runs with the fault, in their order.
+        runs: facts and records of the runs with the fault, in order.
         log: the file of rejected results.
     """
     planned, facts = story.runs, [each for each, _ in runs]
@@ -111,12 +111,12 @@ def claims_of(
             _each(_steps(run.suspects) for run in facts),
         ),
         Claim(
-            "the run that comes to a verdict, and says so in its output",
+            "the run that reaches a verdict and prints it",
             _each(run.name for run in planned if run.finds),
             _each(run.name for run in facts if run.in_output),
         ),
         Claim(
-            "runs whose ranks decided alike",
+            "runs whose ranks decided equally",
             _each(run.name for run in planned),
             _each(run.name for run in facts if run.decisions == 1),
         ),
@@ -132,7 +132,7 @@ def _logged(story: FaultStory, log: Path) -> list[Claim]:
     return [
         Claim("verdict in the log", FAULTS[story.fault], _each(record.verdict for record in rejected)),
         Claim(
-            "device named there",
+            "device in the log",
             named,
             _each(f"rank {each.rank}, {each.device}, index {each.index} of {each.node}" for each in rejected),
         ),
@@ -142,7 +142,7 @@ def _logged(story: FaultStory, log: Path) -> list[Claim]:
             _each(f"{each.step}: {each.message}, first {each.first}" for each in rejected),
         ),
         Claim(
-            "the result again",
+            "the result of the rerun",
             "nan" if story.fault == "correct" else "a number",
             _each("nan" if str(each.second) == "nan" else "a number" for each in rejected),
         ),
@@ -158,8 +158,8 @@ def _identical(
     story: FaultStory, reference: RunRecords, runs: Sequence[tuple[FaultRunFacts, RunRecords]]
 ) -> list[Claim]:
     """Claims that the runs equal the reference bit for bit and train the same steps."""
-    left_out = f"left step {story.fault_step} out from the start"
-    other = f"a run that {left_out if story.fault == 'correct' else 'had no fault'}"
+    skipped = f"skipped step {story.fault_step}"
+    other = f"a run that {skipped if story.fault == 'correct' else 'had no fault'}"
     last = runs[-1][1]
     end = compare_tensors(reference, "end", last, "end", story.steps)
     trained = [records for _, records in runs if records.losses()]
@@ -181,7 +181,7 @@ def _identical(
 
 
 def _source(records: RunRecords) -> str:
-    """The state that all ranks started from."""
+    """The initial state of all ranks."""
     folders = {
         "".join(record["folder"] for record in records.all("restored", rank))
         for rank in range(len(records.ranks))
@@ -197,7 +197,7 @@ def _each(values: Iterable[object]) -> str:
 
 
 def _steps(steps: Iterable[int]) -> str:
-    """Steps in order, with neighbours as a range: "1-9, 11-24"."""
+    """Steps in order, as ranges: "1-9, 11-24"."""
     ranges: list[list[int]] = []
     for step in sorted(steps):
         if ranges and ranges[-1][1] == step - 1:

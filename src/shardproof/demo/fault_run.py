@@ -34,29 +34,29 @@ class FaultReport:
     steps: int
     save_every: int
     fault_step: int
-    """Counted from 1."""
+    """The step with the fault, counted from 1."""
     runs: tuple[FaultRunFacts, ...]
-    """Those with the fault, in their order."""
+    """The runs with the fault, in order."""
     claims: tuple[Claim, ...]
     folder: str | None
-    """Where everything is; None if it was removed."""
+    """Folder of the demo; None if it was removed."""
     seconds: float
 
     @property
     def ok(self) -> bool:
-        """Whether every claim held."""
+        """True if every claim is true."""
         return all(claim.ok for claim in self.claims)
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values, with the verdict on each claim."""
         values = asdict(self) | {"ok": self.ok}
-        for claim, held in zip(values["claims"], self.claims, strict=True):
-            claim["ok"] = held.ok
+        for values_of_claim, claim in zip(values["claims"], self.claims, strict=True):
+            values_of_claim["ok"] = claim.ok
         return values
 
 
 def print_fault_report(report: FaultReport, console: Console) -> None:
-    """Prints the runs, the verdict as in the log, and each claim with the value found."""
+    """Prints the runs, the logged verdict, and each claim with the found value."""
     from rich.markup import escape
     from rich.table import Table
     from rich.text import Text
@@ -80,7 +80,7 @@ def print_fault_report(report: FaultReport, console: Console) -> None:
     console.print(table)
     console.print()
     failed = sum(not claim.ok for claim in report.claims)
-    verdict = "Every claim held." if report.ok else f"{failed} of {len(report.claims)} claims did not hold."
+    verdict = "Every claim is true." if report.ok else f"{failed} of {len(report.claims)} claims are false."
     console.print(
         Text.from_markup(
             f"{_mark(report.ok)} [bold]{verdict}[/] {report.layout}, {report.optimizer}; fault in step "
@@ -113,40 +113,40 @@ def run_fault_demo(
     on_event: Callable[[DemoEvent], None] | None = None,
     limit: float = RUN_LIMIT,
 ) -> FaultReport:
-    """Train with a wrong result on one rank, restart where the rerun machine says so, and check its verdict.
+    """Train with a wrong result on one rank, restart if the rerun machine requires it, and check its verdict.
 
     Args:
         fault: "transient" (the second run of the step is right), "persistent" (the first node's device is
-            always wrong; the job is restarted on it, and then on another node), or "correct" (the result is
-            the same everywhere; the step is left out in the end).
-        text: file to train on; None for the one that comes with the package.
-        ranks: processes of every run; even numbers from 4 on use tensor parallelism beneath.
-        device: "cpu", or "cuda" and the like for tensors on an accelerator.
+            always wrong; the job restarts on it, and then on another node), or "correct" (all devices give
+            the same result; the last run skips the step).
+        text: file to train on; None for the text in the package.
+        ranks: number of processes of every run. Even numbers from 4 on use tensor parallelism too.
+        device: "cpu", or the type of an accelerator, such as "cuda".
         steps: training steps.
         save_every: steps between saves.
         optimizer: "adamw", "distributed" or "hybrid".
-        sharding: of the parameters: "fsdp2", "flat" or "none".
-        run_dir: an empty or new folder that stays; None for a temporary one.
-        keep: keep the temporary folder as well. It is also kept when something fails.
+        sharding: sharding of the parameters: "fsdp2", "flat" or "none".
+        run_dir: an empty or new folder; None for a temporary folder.
+        keep: True to keep the temporary folder. A failure keeps it too.
         on_event: called with each event of the runs.
-        limit: seconds that one run may take.
+        limit: time limit of one run, in seconds.
 
     Raises:
-        ValueError: no such fault, sizes that make no story, an optimizer and a sharding that do not go
-            together, or a folder that is not empty.
-        DemoError: a run failed. A claim that does not hold is no error, but ``ok`` of the report is False.
+        ValueError: an unknown fault, sizes that do not fit together, an optimizer and a sharding that exclude
+            each other, or a folder that is not empty.
+        DemoError: a run failed. A false claim is not an error, but ``ok`` of the report is False.
     """
     begin = time.monotonic()
     story = FaultStory.of(fault, ranks, steps, save_every, optimizer=optimizer, sharding=sharding)
     folder, stays = demo_folder(run_dir, keep)
-    tell = on_event or ignore
+    emit = on_event or ignore
     task_of = partial(story.task, folder=folder, text=(text or TEXT).resolve(), device=device)
     reference = task_of(0)
-    _finish(reference, tell, limit)
+    _finish(reference, emit, limit)
     runs = []
     for number, run in enumerate(story.runs, start=1):
         task = task_of(number)
-        code, job = _finish(task, tell, limit)
+        code, job = _finish(task, emit, limit)
         records = RunRecords.of(task)
         facts = FaultRunFacts.of(
             run,
@@ -178,23 +178,23 @@ def run_fault_demo(
     return report
 
 
-def _finish(task: FaultTask, tell: Callable[[DemoEvent], None], limit: float) -> tuple[int, Job]:
-    """Runs a task to its end and reports its events."""
+def _finish(task: FaultTask, emit: Callable[[DemoEvent], None], limit: float) -> tuple[int, Job]:
+    """Runs a task to its end and emits its events."""
 
-    def hear(record: Record) -> None:
+    def on_record(record: Record) -> None:
         for kind, text in _events_of(record):
-            tell(DemoEvent(task.name, kind, text, record["step"], task.stop))
+            emit(DemoEvent(task.name, kind, text, record["step"], task.stop))
 
     node = f" on {task.node}" if task.node else ""
-    tell(DemoEvent(task.name, "begin", f"{task.layout}{node}", last_step=task.stop))
+    emit(DemoEvent(task.name, "begin", f"{task.layout}{node}", last_step=task.stop))
     with Job(task, limit=limit, module=TRAINER) as job:
-        code = job.end(hear, codes=(0, RESTART, FAILED))
-    tell(DemoEvent(task.name, "end", f"exit code {code}, {job.seconds:.1f} s", last_step=task.stop))
+        code = job.end(on_record, codes=(0, RESTART, FAILED))
+    emit(DemoEvent(task.name, "end", f"exit code {code}, {job.seconds:.1f} s", last_step=task.stop))
     return code, job
 
 
 def _events_of(record: Record) -> list[tuple[str, str]]:
-    """Kinds and texts of the events that a record stands for."""
+    """Kinds and texts of the events of a record."""
     if record["event"] == "step":
         return [("step", f"loss {record['loss']:.4f}")]
     if record["event"] == "restored":
@@ -202,12 +202,12 @@ def _events_of(record: Record) -> list[tuple[str, str]]:
     if record["event"] == "saved":
         return [("saved", f"saved step {record['step']} in {record['seconds']:.2f} s")]
     if record["event"] == "left out":
-        return [("left out", f"step {record['step']} left out")]
+        return [("left out", f"step {record['step']} skipped")]
     if record["event"] == "decided":
-        told = [("decided", record["attribution"])] if record["attribution"] else []
+        texts = [record["attribution"]] if record["attribution"] else []
         if record["checkpoint"]:
-            told.append(("decided", "a rejected result came out twice here: a suspect checkpoint is taken"))
+            texts.append("the rerun in place gave the same rejected result: saving a suspect checkpoint")
         elif record["code"] == RESTART:
-            told.append(("decided", "nothing learnt on the same device: the checkpoint stays as it is"))
-        return told
+            texts.append("the rerun on the same device allows no attribution: the checkpoint stays")
+        return [("decided", text) for text in texts]
     return []

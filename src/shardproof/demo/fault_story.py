@@ -14,14 +14,14 @@ __all__ = ["FAILED", "FAULTS", "RESTART", "FaultRun", "FaultStory", "FaultTask"]
 
 RESTART = 16
 FAILED = 17
-"""Exit codes of the trainer: start again on another node; a result was rejected and stays so."""
+"""Exit codes of the trainer: restart on another node; the last run of a step gave a rejected result."""
 
 FAULTS = {
     "transient": "transient fault",
     "persistent": "persistent fault",
     "correct": "correct result",
 }
-"""Each kind of injected fault, and the verdict that it must get."""
+"""Each kind of injected fault, with its expected verdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +29,17 @@ class FaultTask(Task):
     """One run of the trainer under the rerun machine."""
 
     node: str = ""
-    """The name that the run's devices have; "" for a run without the machine."""
+    """Node name of the run's devices; "" for a run without the machine."""
     fault: str = ""
     """Kind of the injected fault; "" for none."""
     fault_step: int = 0
-    """The step, counted from 1, in which the loss is wrong."""
+    """The step with the wrong loss, counted from 1."""
     fault_rank: int = 0
-    """The rank on which it is."""
+    """The rank with the wrong loss."""
     log: str = ""
-    """File for rejected results. The steps that it says to skip are left out."""
+    """Log of rejected results. The run skips the steps of `steps_to_skip`."""
     left_out: int = 0
-    """A step to leave out in any case; 0 for none."""
+    """A step to skip in any case; 0 for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +49,19 @@ class FaultRun:
     name: str
     node: str
     source: str
-    """The state that it starts from: "the beginning", "step 8", "suspect 9"."""
+    """The initial state of the run: "the beginning", "step 8", "suspect 9"."""
     code: int
     times: int
-    """How often the step with the fault is run."""
+    """Number of runs of the step with the fault."""
     suspects: tuple[int, ...] = ()
-    """Steps of suspect checkpoints afterwards."""
+    """Steps of suspect checkpoints after the run."""
     finds: bool = False
-    """Whether this run reaches the verdict."""
+    """True if this run reaches the verdict."""
 
 
 @dataclass(frozen=True, slots=True)
 class FaultStory:
-    """A fault and its sizes.
+    """A fault, and the sizes of its runs.
 
     >>> story = FaultStory.of("persistent", 4, 24, 4)
     >>> story.fault_step, story.fault_rank, [run.code for run in story.runs]
@@ -84,29 +84,29 @@ class FaultStory:
         optimizer: str = "adamw",
         sharding: str = "fsdp2",
     ) -> FaultStory:
-        """The story of these sizes.
+        """Make a story of these sizes.
 
         Raises:
             ValueError: the sizes do not fit together, or `fault` is unknown.
         """
         if fault not in FAULTS:
-            raise ValueError(f"fault {fault!r}: choose one of {', '.join(FAULTS)}")
+            raise ValueError(f"fault is {fault!r}, not one of {', '.join(FAULTS)}")
         story = Story.of(ranks, (), steps, save_every, optimizer=optimizer, sharding=sharding)
         return cls(fault, story.layout, steps, save_every)
 
     @property
     def fault_step(self) -> int:
-        """Counted from 1; between two saves where there is room."""
+        """The step with the fault, counted from 1. It is between two saves if `save_every` is above 1."""
         return 2 * self.save_every + (self.save_every + 1) // 2
 
     @property
     def fault_rank(self) -> int:
-        """The last one."""
+        """The last rank."""
         return self.layout.ranks - 1
 
     @property
     def runs(self) -> tuple[FaultRun, ...]:
-        """After the reference."""
+        """The runs after the reference."""
         before = self.fault_step - 1
         begin, suspect = "the beginning", f"suspect {before}"
         saved = f"step {2 * self.save_every}"
@@ -128,14 +128,14 @@ class FaultStory:
     def task(self, number: int, *, folder: Path, text: Path, device: str) -> FaultTask:
         """The task of one run; run 0 is the reference without the fault.
 
-        In the story of a correct result the reference leaves the step out. Each resumed run starts with
-        other weights and generators, so that a right state must come from the checkpoint.
+        With a correct result, the reference skips the step. Each resumed run starts with other weights and
+        generators, so that only the checkpoint can give the right state.
 
         Args:
-            number: of the run, from 1; 0 for the reference.
-            folder: of the whole demo.
-            text: to train on.
-            device: of the tensors.
+            number: number of the run, from 1; 0 for the reference.
+            folder: folder of the whole demo.
+            text: file with the text to train on.
+            device: device of the tensors.
         """
         run = self.runs[number - 1] if number else None
         return FaultTask(

@@ -1,8 +1,9 @@
-"""Starts the trainer's processes, follows them and ends them within a time limit.
+"""Starts the trainer's processes, reads their records and ends them within a time limit.
 
 Note "Worker processes": torchrun starts each worker in its own session. A signal to torchrun's process group
-does not reach the workers, and a killed torchrun leaves them running. So each worker first records its
-process id. `Job.kill` ends these ids one by one, after it checks that each id still is a worker of this task.
+does not reach the workers, and workers continue after a kill of torchrun. So each worker first records its
+process id. `Job.kill` kills these ids one by one, after it checks that each id still is a worker of this
+task.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ __all__ = ["DemoError", "Job"]
 
 POLL = 0.05
 GRACE = 5.0
-"""Seconds between asking a job to end and making it."""
+"""Seconds between SIGTERM and SIGKILL."""
 
 
 class DemoError(ShardproofError):
-    """A run of the demo failed, so that the next one cannot start. Details: ``log``."""
+    """A run of the demo failed, so the next run cannot start. Details: ``log``."""
 
 
 class Job:
     """The processes of one run.
 
-    A context manager: whatever happens inside, no process outlives it.
+    A context manager, which ends all processes on exit.
 
     Args:
-        task: what they do.
-        limit: seconds that they may take.
-        module: the trainer, run with the task's file as its argument.
+        task: the task of the processes.
+        limit: time limit in seconds.
+        module: the trainer module, which gets the task's file as its argument.
     """
 
     def __init__(self, task: Task, *, limit: float, module: str = "shardproof.demo.train") -> None:
@@ -47,7 +48,7 @@ class Job:
         self.seconds = 0.0
         self._limit = limit
         self._begin = time.monotonic()
-        self._heard = 0
+        self._records_read = 0
         worker = ["-m", module, str(task.write())]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -71,44 +72,44 @@ class Job:
                 pass
         self.kill()
 
-    def finish(self, hear: Callable[[Record], None]) -> None:
-        """Follow the run to its end.
+    def finish(self, on_record: Callable[[Record], None]) -> None:
+        """Wait for the end of the run.
 
         Raises:
-            DemoError: it failed, or took longer than its limit.
+            DemoError: the run failed, or took longer than its limit.
         """
-        self.end(hear, codes=(0,))
+        self.end(on_record, codes=(0,))
 
-    def end(self, hear: Callable[[Record], None], *, codes: Collection[int]) -> int:
-        """Follow the run to its end; the exit code, which is one of `codes`.
+    def end(self, on_record: Callable[[Record], None], *, codes: Collection[int]) -> int:
+        """Wait for the end of the run. Returns the exit code.
 
         Raises:
-            DemoError: it ended with another one, or took longer than its limit.
+            DemoError: the exit code is not in `codes`, or the run took longer than its limit.
         """
         while self._process.poll() is None:
-            self._follow(hear, "finish")
-        self._hear(hear)
+            self._poll(on_record, "finish")
+        self._read_records(on_record)
         self.seconds = time.monotonic() - self._begin
         if self._process.returncode not in codes:
             raise self._error(f"ended with exit code {self._process.returncode}")
         return self._process.returncode
 
-    def wait_for(self, mark: Path, hear: Callable[[Record], None]) -> None:
-        """Follow the run until it has made the file `mark`.
+    def wait_for(self, mark: Path, on_record: Callable[[Record], None]) -> None:
+        """Wait until the run has made the file `mark`.
 
         Raises:
-            DemoError: it ended without, or took longer than its limit.
+            DemoError: the run ended without the file, or took longer than its limit.
         """
         while not mark.exists():
             if self._process.poll() is not None:
                 raise self._error(
                     f"ended with exit code {self._process.returncode} before it made {mark.name}"
                 )
-            self._follow(hear, f"make {mark.name}")
-        self._hear(hear)
+            self._poll(on_record, f"make {mark.name}")
+        self._read_records(on_record)
 
     def kill(self) -> int:
-        """SIGKILL to the launcher, so that it cannot clean up, and to every worker.
+        """Send SIGKILL to the launcher, so that it cannot clean up, and to every worker.
 
         Returns:
             The number of workers that were running.
@@ -128,17 +129,17 @@ class Job:
         self.seconds = time.monotonic() - self._begin
         return len(workers)
 
-    def _follow(self, hear: Callable[[Record], None], what: str) -> None:
-        self._hear(hear)
+    def _poll(self, on_record: Callable[[Record], None], what: str) -> None:
+        self._read_records(on_record)
         if time.monotonic() - self._begin > self._limit:
             raise self._error(f"did not {what} within {self._limit:.0f} s")
         time.sleep(POLL)
 
-    def _hear(self, hear: Callable[[Record], None]) -> None:
+    def _read_records(self, on_record: Callable[[Record], None]) -> None:
         records = read_records(self.task.records(0))
-        for record in records[self._heard :]:
-            hear(record)
-        self._heard = len(records)
+        for record in records[self._records_read :]:
+            on_record(record)
+        self._records_read = len(records)
 
     def _worker_pids(self) -> list[int]:
         ranks = range(self.task.layout.ranks)
@@ -152,21 +153,21 @@ class Job:
             for record in read_records(self.task.records(rank))
             if record["event"] == "failed"
         ]
-        said = failures or _outline(self.log.read_text(errors="replace").splitlines())
+        cause = failures or _outline(self.log.read_text(errors="replace").splitlines())
         return DemoError(
             f"the demo's run {self.task.name!r} ({self.task.layout}) {what}; its output is in {self.log}\n"
-            + "\n".join(said),
+            + "\n".join(cause),
             log=str(self.log),
         )
 
 
 def _outline(lines: list[str]) -> list[str]:
-    """The beginning of a log, with the worker's error, and its end, with torchrun's summary."""
+    """The first lines of a log, with the worker's error, and the last lines, with torchrun's summary."""
     return lines if len(lines) <= 30 else [*lines[:12], f"({len(lines) - 27} more lines)", *lines[-15:]]
 
 
 def _launcher(ranks: int) -> list[str]:
-    """torchrun with a rendezvous of its own on a free port; one rank needs no launcher."""
+    """The torchrun command with a rendezvous on a free port. One rank needs no launcher."""
     if ranks == 1:
         return []
     torchrun = [
@@ -180,7 +181,7 @@ def _launcher(ranks: int) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment, without what a launcher would have put there."""
+    """This process's environment, without the variables of a launcher."""
     launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
     environment["OMP_NUM_THREADS"] = "1"
@@ -188,13 +189,13 @@ def _environment() -> dict[str, str]:
     package = str(Path(shardproof.__file__).parents[1])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH")]))
     if Path("/sys/class/net/lo").exists():
-        # gloo would look up the host's name, which need not resolve.
+        # Otherwise gloo looks up the host's name, which may not resolve.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return environment
 
 
 def _is_alive(pid: int, task: Task) -> bool:
-    """Whether `pid` is a worker of `task` that runs (one that has ended and was not collected does not)."""
+    """True if `pid` is a running worker of `task`. A zombie does not run."""
     process = Path(f"/proc/{pid}")
     if Path("/proc/self").exists():
         try:

@@ -142,7 +142,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def _initialise(self, size: ModelSize, generator: torch.Generator) -> None:
-        """Draw the weights from a generator of their own, so that every layout starts from the same ones."""
+        """Draw the weights from a separate generator, so that every layout starts from the same weights."""
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 deviation = 0.02 if "embedding" in name else parameter.shape[1] ** -0.5
@@ -179,11 +179,12 @@ class TextLoader:
         text: the bytes to train on.
         batch: windows in the batch of a step, over all ranks.
         length: predicted bytes in a window.
-        rows: ``(part, parts)``: this rank takes the part-th of so many nearly equal parts of each batch.
-        seed: of the order.
+        rows: ``(part, parts)``: this rank takes part number `part` of `parts` nearly equal parts of each
+            batch.
+        seed: seed of the order.
 
-    The state is that of the whole job, equal on all ranks: seed, windows handed out, and a digest of the
-    text, since a position means nothing in another text.
+    The state is equal on all ranks: seed, number of windows read, and a digest of the text, because a
+    position is only valid in the same text.
 
     >>> loader = TextLoader(bytes(range(200)), batch=2, length=8)
     >>> _ = loader.next()
@@ -201,7 +202,7 @@ class TextLoader:
         if self._windows < batch:
             raise ValueError(
                 f"the text has {len(text)} bytes, too few for one batch of {batch} windows of {length + 1} "
-                f"bytes: give one of at least {batch * length + 1}"
+                f"bytes: use a text of at least {batch * length + 1} bytes"
             )
         self._batch = batch
         self._length = length

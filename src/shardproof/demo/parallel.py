@@ -1,7 +1,7 @@
 """How the demo's ranks shard the model and the optimizer, and the digests that compare whole tensors.
 
 The digests prove a restore: the demo compares those taken at a save with those taken after a load. They are
-independent of the checkpoint path: torch's collectives gather the shards, which the engine itself never uses.
+independent of the checkpoint path: torch's collectives, which the engine does not use, gather the shards.
 For an optimizer that describes its slots (`SlotKeeper`), the digests cover the tensors that it describes.
 """
 
@@ -44,7 +44,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank stands in its layout."""
+    """The position of a rank in its layout."""
 
     mesh: DeviceMesh | None
     """None on a single rank."""
@@ -52,7 +52,7 @@ class Place:
 
     @classmethod
     def of(cls, layout: Layout, device: torch.device) -> Place:
-        """This rank's place; all ranks of the default process group call it together."""
+        """This rank's position. All ranks of the default process group must call it."""
         if layout.ranks == 1:
             return cls(None, 0)
         names = ("data", "tensor")[: 2 if layout.tensor > 1 else 1]
@@ -61,14 +61,14 @@ class Place:
 
     @property
     def data_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same tensor-parallel part; None on a single rank."""
+        """The ranks with the same tensor-parallel part; None on a single rank."""
         return None if self.mesh is None else self.mesh.get_group("data")
 
 
 class _Replicated(ParallelStyle):
-    """A module whose parameters every tensor-parallel rank holds whole, as tensors of the mesh.
+    """A module whose parameters are replicated over the tensor-parallel ranks, as DTensors of the mesh.
 
-    Clipping the gradient takes the norm over all parameters, which must therefore lie on one mesh.
+    Gradient clipping computes the norm over all parameters, which requires one mesh.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -84,12 +84,13 @@ def _leave(_module: nn.Module, output: Any, _mesh: DeviceMesh) -> Any:
 
 
 def spread(model: Transformer, place: Place, sharding: str) -> None:
-    """Spread `model` in place: tensor parallel over the mesh's "tensor" dimension, `sharding` over "data".
+    """Shard `model` in place: tensor parallel over the mesh's "tensor" dimension, `sharding` over "data".
 
-    Rows of the projections into heads and hidden units go to tensor-parallel ranks. FSDP2 cuts each rank's
-    rows again: what torch calls a strided shard, where a rank's rows are not one block of the tensor. The
-    flat sharding cuts the buffer that a block's parameters lie in, so that ranks have unequal numbers of rows
-    and, of many parameters, none.
+    Tensor parallelism shards the rows of the projections into heads and hidden units. FSDP2 shards each
+    rank's
+    rows again, which gives strided shards: a rank's rows are not one block of the tensor. The flat sharding
+    cuts the buffer of a block's parameters, so ranks have unequal numbers of rows, and no rows of many
+    parameters.
     """
     mesh = place.mesh
     if mesh is None:
@@ -127,7 +128,7 @@ def _block_plan() -> dict[str, ParallelStyle]:
 
 
 def average_gradients(model: nn.Module, place: Place) -> None:
-    """The mean over data-parallel ranks, for parameters that each has whole and no optimizer reduces."""
+    """Average the gradients of unsharded parameters over the data-parallel ranks."""
     group = place.data_group
     if group is None:
         return
@@ -148,7 +149,7 @@ BETAS = (0.9, 0.95)
 
 
 def make_optimizer(model: nn.Module, layout: Layout, place: Place) -> torch.optim.Optimizer:
-    """AdamW that decays matrices and leaves norms and gains alone."""
+    """Make an AdamW optimizer with weight decay for matrices, and none for norms and gains."""
     if layout.optimizer == "distributed":
         return optim.DistributedOptimizer(
             model,
@@ -173,13 +174,13 @@ def _options(parameter: torch.Tensor) -> dict[str, Any]:
 
 
 def finish_gradients(model: nn.Module, layout: Layout, place: Place) -> None:
-    """Their mean over the data-parallel ranks, unless backward or the optimizer's step takes it."""
+    """Average the gradients over the data-parallel ranks, unless backward or the optimizer's step does."""
     if layout.sharding == "none" and layout.optimizer != "distributed":
         average_gradients(model, place)
 
 
 def clip_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, most: float) -> None:
-    """Scale all gradients so that their joint norm is `most` at most."""
+    """Scale all gradients so that their joint norm is at most `most`."""
     if isinstance(optimizer, optim.DistributedOptimizer):
         optimizer.clip_grad_norm_(most)
     else:
@@ -191,15 +192,14 @@ def state_digests(
 ) -> dict[str, tuple[str, int]]:
     """Name to (digest, bytes) of every parameter and every tensor of its optimizer state.
 
-    All ranks call it together. A bit that differs changes the digest: this is equality of bits, under which
-    0.0 and -0.0 are two values and nan equals itself.
+    All ranks must call it. Digests compare bits, so 0.0 differs from -0.0, and NaN equals itself.
 
     Args:
-        model: its parameters, as any of the demo's shardings holds them.
-        optimizer: over them.
+        model: the model, with any of the demo's shardings.
+        optimizer: the optimizer of its parameters.
         group: the data-parallel ranks; None on a single rank.
     """
-    slots_of = list(_slots(optimizer))  # first: an optimizer waits here for parameters in transfer
+    slots_of = list(_slots(optimizer))  # first, because this waits for parameters in transfer
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found = {name: digest_of(_whole(each, each, group)) for name, each in model.named_parameters()}
     for parameter, slots in slots_of:
@@ -210,7 +210,7 @@ def state_digests(
 
 
 def digest_of(tensor: Tensor) -> tuple[str, int]:
-    """xxh3_128 over dtype, shape and the bytes in row-major order; and the number of bytes.
+    """The xxh3_128 digest of dtype, shape and bytes in row-major order; and the number of bytes.
 
     >>> digest_of(torch.zeros(2)) == digest_of(torch.zeros(2).neg())
     False
@@ -241,7 +241,7 @@ def _whole(value: Tensor | LocalRange, parameter: Tensor, group: dist.ProcessGro
     if not isinstance(parameter, DTensor):
         return local
     mesh, placements = parameter.device_mesh, parameter.placements
-    if hasattr(parameter, "_shardproof_local"):  # rows of the flat sharding, as many as came to each rank
+    if hasattr(parameter, "_shardproof_local"):  # uneven rows of the flat sharding
         local = torch.cat([rows.to(local.device) for rows in _of_all(local.cpu(), group)])
         if mesh.ndim == 1:
             return local
@@ -259,14 +259,14 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _joined_ranges(own: LocalRange, shape: torch.Size, group: dist.ProcessGroup | None) -> Tensor:
-    """The tensor of which each rank has a range of the row-major elements."""
+    """Join the ranks' ranges of row-major elements to a tensor."""
     joined = own.buffer.new_empty(shape.numel())
     reached = 0
     for start, stop, elements in sorted(_of_all((own.start, own.stop, own.buffer.cpu()), group), key=_start):
         if start == stop:
             continue
         if start != reached:
-            raise ValueError(f"the ranks' ranges leave or repeat elements between {reached} and {start}")
+            raise ValueError(f"the ranks' ranges omit or repeat elements between {reached} and {start}")
         joined[start:stop] = elements
         reached = stop
     if reached != shape.numel():
@@ -279,7 +279,7 @@ def _start(part: tuple[int, int, Tensor]) -> tuple[int, int]:
 
 
 def _of_all(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """The value of each rank of the group, in the order of the ranks."""
+    """The value of each rank of the group, in rank order."""
     if group is None:
         return [value]
     values = [None] * group.size()

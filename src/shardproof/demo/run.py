@@ -61,23 +61,24 @@ def run_demo(
     """Train, save, kill in the middle of a save, resume on other layouts, and compare every bit.
 
     Args:
-        text: file to train on; None for the one that comes with the package.
-        ranks: processes before the accident; even numbers from 4 on use tensor parallelism beneath.
-        resume_ranks: processes of each further run, data parallel alone; each resumes from the one before.
-        device: "cpu", or "cuda" and the like for tensors on an accelerator.
-        steps: training steps of the whole story.
+        text: file to train on; None for the text in the package.
+        ranks: number of processes before the kill. Even numbers from 4 on use tensor parallelism too.
+        resume_ranks: numbers of data-parallel processes of the resumed runs. Each resumes from the previous
+            run.
+        device: "cpu", or the type of an accelerator, such as "cuda".
+        steps: training steps of the whole demo.
         save_every: steps between saves.
         optimizer: "adamw", "distributed" or "hybrid".
-        sharding: of the parameters: "fsdp2", "flat" or "none".
-        run_dir: an empty or new folder that stays; None for a temporary one.
-        keep: keep the temporary folder as well. It is also kept when something fails.
+        sharding: sharding of the parameters: "fsdp2", "flat" or "none".
+        run_dir: an empty or new folder; None for a temporary folder.
+        keep: True to keep the temporary folder. A failure keeps it too.
         on_event: called with each event of the runs.
-        limit: seconds that one run may take.
+        limit: time limit of one run, in seconds.
 
     Raises:
-        ValueError: sizes that make no story, an optimizer and a sharding that do not go together, or a folder
-            that is not empty.
-        DemoError: a run failed. A claim that does not hold is no error, but ``ok`` of the report is False.
+        ValueError: sizes that do not fit together, an optimizer and a sharding that exclude each other, or a
+            folder that is not empty.
+        DemoError: a run failed. A false claim is not an error, but ``ok`` of the report is False.
     """
     story = Story.of(ranks, resume_ranks, steps, save_every, optimizer=optimizer, sharding=sharding)
     folder, stays = demo_folder(run_dir, keep)
@@ -88,13 +89,13 @@ def run_demo(
 
 
 def demo_folder(run_dir: Path | None, keep: bool) -> tuple[Path, bool]:
-    """The folder of a demo, with one for its runs in it, and whether it stays.
+    """Make the folder of a demo, with a subfolder for its runs. Returns it, and whether to keep it.
 
     Raises:
         ValueError: the folder is not empty.
     """
     if run_dir is not None and run_dir.exists() and any(run_dir.iterdir()):
-        raise ValueError(f"{run_dir} is not empty: give the demo a new or empty folder")
+        raise ValueError(f"{run_dir} is not empty: choose a new or empty folder")
     if run_dir is None:
         folder = Path(tempfile.mkdtemp(prefix="shardproof-demo-"))
     else:
@@ -125,7 +126,7 @@ class _Demo:
         self._checkpoints = folder / "checkpoints"
 
     def run(self, stays: bool) -> DemoReport:
-        """Does all runs in order and compares them."""
+        """Executes all runs in order and compares them."""
         begin = time.monotonic()
         story = self._story
         whole = self._task("uninterrupted", story.layout, stop=story.steps)
@@ -146,7 +147,7 @@ class _Demo:
         known_ranks = story.layout.ranks
         runs.append(self._resume(same, saved, step, reference, known_ranks, same_layout=True)[1])
 
-        # From here on each run saves, and the next one resumes from what it saved.
+        # Each of these runs resumes from the saves of the previous one.
         for part, (layout, stop) in enumerate(zip(story.resume_layouts, story.stops, strict=True)):
             known_ranks = min(known_ranks, layout.ranks)
             task = self._task(
@@ -210,15 +211,15 @@ class _Demo:
 
     def _finish(self, task: Task) -> tuple[RunRecords, float]:
         with Job(task, limit=self._limit) as job:
-            self._tell(task, "begin", str(task.layout))
-            job.finish(self._teller(task))
-        self._tell(task, "end", f"{job.seconds:.1f} s")
+            self._emit(task, "begin", str(task.layout))
+            job.finish(self._record_handler(task))
+        self._emit(task, "end", f"{job.seconds:.1f} s")
         return RunRecords.of(task), job.seconds
 
     def _kill(self, task: Task, reference: RunRecords) -> tuple[RunRecords, RunFacts, KillFacts]:
         with Job(task, limit=self._limit) as job:
-            self._tell(task, "begin", str(task.layout))
-            job.wait_for(task.stalled, self._teller(task))
+            self._emit(task, "begin", str(task.layout))
+            job.wait_for(task.stalled, self._record_handler(task))
             workers = job.kill()
         step = self._story.killed_step
         files = [path for path in self._checkpoints.glob(f"step-{step:08d}/**/*") if path.is_file()]
@@ -226,7 +227,7 @@ class _Demo:
         size = sum(path.stat().st_size for path in shards)
         committed = any(path.name == "manifest.json" for path in files)
         kill = KillFacts(step, workers, len(shards), size, committed)
-        self._tell(task, "killed", f"SIGKILL to every worker ({workers}) in the save of step {step}", step)
+        self._emit(task, "killed", f"SIGKILL to every worker ({workers}) in the save of step {step}", step)
         records = RunRecords.of(task)
         if not records.all("saved"):
             raise DemoError(f"nothing was saved before the kill; see {job.log}", log=str(job.log))
@@ -258,17 +259,17 @@ class _Demo:
         )
         return records, facts
 
-    def _teller(self, task: Task) -> Callable[[Record], None]:
-        def hear(record: Record) -> None:
+    def _record_handler(self, task: Task) -> Callable[[Record], None]:
+        def on_record(record: Record) -> None:
             if record["event"] == "step":
-                self._tell(task, "step", f"loss {record['loss']:.4f}", record["step"])
+                self._emit(task, "step", f"loss {record['loss']:.4f}", record["step"])
             elif record["event"] in ("saved", "restored"):
                 text = f"{record['event']} step {record['step']} in {record['seconds']:.2f} s"
-                self._tell(task, record["event"], text, record["step"])
+                self._emit(task, record["event"], text, record["step"])
 
-        return hear
+        return on_record
 
-    def _tell(self, task: Task, kind: str, text: str, step: int | None = None) -> None:
+    def _emit(self, task: Task, kind: str, text: str, step: int | None = None) -> None:
         self._on_event(DemoEvent(task.name, kind, text, step, task.stop))
 
 
@@ -282,4 +283,4 @@ def _versions() -> dict[str, str]:
 
 
 def ignore(_event: DemoEvent) -> None:
-    """Says nothing to anybody."""
+    """Ignores an event."""

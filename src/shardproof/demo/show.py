@@ -16,7 +16,7 @@ __all__ = ["print_event", "print_report"]
 
 
 def print_event(event: DemoEvent, console: Console) -> None:
-    """One line for what just happened; of training steps, those that a person can follow."""
+    """Print one line for an event. Of training steps, print every fourth and the last."""
     from rich.text import Text
 
     if event.kind == "step" and event.step is not None and event.step % 4 and event.step != event.last_step:
@@ -27,7 +27,7 @@ def print_event(event: DemoEvent, console: Console) -> None:
 
 
 def print_report(report: DemoReport, console: Console) -> None:
-    """The facts as a table, then what they mean."""
+    """Print the facts as a table, then the comparisons and the verdict."""
     from rich.table import Table
     from rich.text import Text
 
@@ -60,14 +60,14 @@ def _lines(report: DemoReport) -> list[str]:
         f"{report.parameters:,} parameters; {escape(report.text)} ({report.text_bytes:,} bytes); "
         + f"{report.device}; "
         + ", ".join(f"{name} {number}" for name, number in report.versions.items()),
-        "from: the step restored",
-        "tensors: of model and optimizer, bit-identical to what was saved; end: to the uninterrupted run",
-        "loss: largest relative difference to it (same layout: 0, every bit; another: up to "
+        "from: the restored step",
+        "tensors: number of tensors that are bit-identical to the saved ones; end: to the uninterrupted run",
+        "loss: largest relative difference to that run (same layout: 0; other layout: up to "
         f"{LOSS_TOLERANCE:.0e}), and the last step's loss",
-        "random: each rank's generators go on as in the uninterrupted run",
+        "random: each rank's generators continue as in the uninterrupted run",
         "",
         f"{_mark(kill.ok)} SIGKILL in the save of step {kill.step}: {_count(kill.workers, 'worker')}; "
-        f"left behind {_size(kill.bytes)} in {_count(kill.files, 'shard file')} and "
+        f"left {_size(kill.bytes)} in {_count(kill.files, 'shard file')} and "
         + ("a manifest" if kill.committed else "no manifest: not a checkpoint"),
     ]
     for run in report.runs:
@@ -84,7 +84,7 @@ def _lines(report: DemoReport) -> list[str]:
         f"{_mark(read.ok)} read by one process without a process group: {_counts(read)} tensors, "
         f"{_size(read.bytes)}",
         f"  committed in the run folder: {', '.join(str(step) for step in report.steps_left)}"
-        + (f"; everything is in {escape(report.folder)}" if report.folder else ""),
+        + (f"; all files are in {escape(report.folder)}" if report.folder else ""),
         "",
         f"{_mark(report.ok)} [bold]{_verdict(report)}[/] ({report.seconds:.0f} s)",
     ]
@@ -100,12 +100,10 @@ def _comparisons(report: DemoReport) -> list[tuple[TensorComparison, str]]:
 
 def _verdict(report: DemoReport) -> str:
     if report.ok:
-        return (
-            "Every tensor came back bit for bit on every layout; training went on as if nothing had happened."
-        )
+        return "Every tensor was restored bit for bit on every layout, and training continued unchanged."
     failed = [run.name for run in report.runs if not run.ok]
     failed += ["the kill"] * (not report.kill.ok) + ["the last checkpoint"] * (not report.stored.ok)
-    return f"Not as it has to be: {', '.join(failed)}."
+    return f"Failed: {', '.join(failed)}."
 
 
 def _restored(run: RunFacts) -> str:

@@ -19,14 +19,14 @@ OPTIMIZERS = ("adamw", "distributed", "hybrid")
 """torch's AdamW; AdamW under `optim.DistributedOptimizer`; AdamW under `optim.HybridDeviceOptimizer`."""
 
 SHARDINGS = ("fsdp2", "flat", "none")
-"""How data-parallel ranks hold the parameters: torch's FSDP2, `shardproof.fsdp`, or each rank all of them."""
+"""Sharding of the parameters over data-parallel ranks: torch's FSDP2, `shardproof.fsdp`, or none."""
 
 _SHARDING_NAMES = {"fsdp2": "FSDP2", "flat": "flat", "none": "DP"}
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """So many data-parallel by so many tensor-parallel ranks, and how they hold and step parameters."""
+    """The numbers of data-parallel and tensor-parallel ranks, the sharding and the optimizer."""
 
     data: int
     tensor: int = 1
@@ -35,31 +35,31 @@ class Layout:
     optimizer: str = "adamw"
     """One of `OPTIMIZERS`."""
     cpu_fraction: float = 0.5
-    """Of the elements, those whose step the hybrid optimizer does on the CPU."""
+    """Fraction of the elements that the hybrid optimizer updates on the CPU."""
 
     @classmethod
     def of(cls, ranks: int, sharding: str = "fsdp2", optimizer: str = "adamw") -> Layout:
-        """Data-parallel ranks alone.
+        """A layout of data-parallel ranks.
 
         Raises:
-            ValueError: no such choice, or the two do not go together.
+            ValueError: an unknown choice, or choices that exclude each other.
         """
         for what, value, choices in (
             ("sharding", sharding, SHARDINGS),
             ("optimizer", optimizer, OPTIMIZERS),
         ):
             if value not in choices:
-                raise ValueError(f"{what} {value!r}: choose one of {', '.join(choices)}")
+                raise ValueError(f"{what} is {value!r}, not one of {', '.join(choices)}")
         if optimizer == "distributed" and sharding != "none":
             raise ValueError(
-                f"the distributed optimizer shards the state of parameters that every rank has whole, and "
-                f"{sharding} shards the parameters: use --optimizer distributed with --sharding none, or "
-                f"--sharding {sharding} with --optimizer adamw or hybrid"
+                f"the distributed optimizer needs unsharded parameters, but {sharding} shards them: use "
+                f"--optimizer distributed with --sharding none, or --sharding {sharding} with --optimizer "
+                "adamw or hybrid"
             )
         return cls(ranks, sharding=sharding, optimizer=optimizer)
 
     def widest(self) -> Layout:
-        """As many ranks, two by two tensor parallel from 4 ranks on, where the number is even.
+        """The layout with the same number of ranks, and tensor parallelism of 2 for even numbers from 4 on.
 
         >>> str(Layout(4).widest()), str(Layout(3).widest()), str(Layout(1).widest())
         ('4 ranks, FSDP2 2 × TP 2', '3 ranks, FSDP2', '1 rank')
@@ -69,12 +69,12 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """All ranks."""
+        """Number of ranks."""
         return self.data * self.tensor
 
     @property
     def method(self) -> str:
-        """The optimizer, for a person.
+        """The optimizer, as a text.
 
         >>> Layout(2, optimizer="hybrid", cpu_fraction=0.25).method
         'hybrid, 25% on CPU'
@@ -91,14 +91,14 @@ class Layout:
 
 
 LOSS_TOLERANCE = 1e-4
-"""Relative difference of a loss that another layout may make: its float32 sums run in another order, and the
-steps that follow let the last bits grow. A tensor in the wrong place, or a step repeated, makes far more."""
+"""Largest relative difference of a loss between layouts, whose float32 sums have another order. The
+difference grows over the steps. A misplaced tensor or a repeated step gives a much larger difference."""
 
 KILLED_IN_SAVE = 3
-"""The number of the save that the kill interrupts, from 1."""
+"""Number of the save that the kill interrupts, from 1."""
 
 BATCH = 12
-"""Windows in a step's batch; more ranks than that cannot share it."""
+"""Number of windows in a step's batch, and largest number of ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Story:
     """
 
     layout: Layout
-    """Of the runs before the accident, and of the resume on the same layout."""
+    """Layout of the runs before the kill, and of the resume on the same layout."""
     resume_ranks: tuple[int, ...]
     steps: int
     save_every: int
@@ -127,7 +127,7 @@ class Story:
         optimizer: str = "adamw",
         sharding: str = "fsdp2",
     ) -> Story:
-        """The story of these sizes.
+        """Make a story of these sizes.
 
         Raises:
             ValueError: the sizes do not fit together.
@@ -139,15 +139,15 @@ class Story:
         least = save_every * (2 + max(1, len(resume_ranks)))
         if save_every < 1 or steps % save_every or steps < least:
             raise ValueError(
-                f"{steps} steps, a save after every {save_every}: give a multiple of that, at least {least}, "
-                f"so that two saves, one cut short and {len(resume_ranks)} resumed runs find their place"
+                f"steps is {steps}: it must be a multiple of save_every, {save_every}, and at least {least}, "
+                f"for two saves, one interrupted save and {len(resume_ranks)} resumed runs"
             )
         layout = Layout.of(ranks, sharding, optimizer).widest()
         return cls(layout, tuple(resume_ranks), steps, save_every)
 
     @property
     def resume_layouts(self) -> tuple[Layout, ...]:
-        """Of each run on other ranks. The hybrid optimizer's CPU share changes too: all, none, all, ...
+        """Layouts of the runs on other ranks. The hybrid optimizer's CPU fraction changes too: 1, 0, 1, ...
 
         >>> story = Story.of(4, (3, 1), 24, 4, optimizer="hybrid", sharding="flat")
         >>> [f"{layout}: {layout.method}" for layout in story.resume_layouts]
@@ -165,12 +165,12 @@ class Story:
 
     @property
     def restored_step(self) -> int:
-        """The step of the last save before it."""
+        """The step of the last save before the kill."""
         return self.save_every * (KILLED_IN_SAVE - 1)
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """Last step of each run on another layout; each resumes from the one before."""
+        """Last step of each run on another layout. Each run resumes from the previous one."""
         parts = len(self.resume_ranks)
         saves = self.steps // self.save_every - (KILLED_IN_SAVE - 1)
         return tuple(
@@ -179,7 +179,8 @@ class Story:
 
 
 Record = dict[str, Any]
-"""One line. Events: "start", "model", "restored", "step", "digests", "saving", "saved", "done", "failed"."""
+"""One line of a record file. "event" is one of "start", "model", "restored", "step", "digests", "saving",
+"saved", "done" and "failed"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +189,7 @@ class Task:
 
     name: str
     folder: str
-    """Where the records go."""
+    """Folder of the records."""
     text: str
     """File with the text to train on."""
     device: str
@@ -196,21 +197,21 @@ class Task:
     checkpoints: str
     """The run folder of the `Checkpointer`."""
     horizon: int
-    """Steps over which the learning rate falls, whatever part of them this run does."""
+    """Number of steps of the learning rate schedule, over all runs."""
     stop: int
     """Last step of this run."""
     save_every: int = 0
-    """Save after each so many steps; 0: never."""
+    """Number of steps between saves; 0: no saves."""
     restore: bool = False
     """Start from the newest checkpoint."""
     die_in_save_of: int = 0
-    """The step in whose save the last rank stops, once some of its bytes are written; 0: none."""
+    """The step in whose save the last rank stops, after it has written some bytes; 0: none."""
     seed: int = 0
-    """Of the weights before the first step and of the generators."""
+    """Seed of the initial weights and of the generators."""
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The task in a file that `write` made."""
+        """Read a task from a file that `write` made."""
         values = json.loads(path.read_text())
         return cls(**values | {"layout": Layout(**values["layout"])})
 
@@ -221,7 +222,7 @@ class Task:
         return path
 
     def records(self, rank: int) -> Path:
-        """Where a rank's records go."""
+        """The file of a rank's records."""
         return Path(self.folder) / f"{self.name}.{rank}.jsonl"
 
     @property
@@ -231,7 +232,7 @@ class Task:
 
 
 def read_records(path: Path) -> list[Record]:
-    """The whole lines of a record file; a line that a kill cut short is left out."""
+    """Read the complete lines of a record file. A line that a kill cut short is ignored."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]

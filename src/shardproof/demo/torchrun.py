@@ -15,7 +15,7 @@ __all__ = ["run"]
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run torchrun; 0, or the exit code of the worker that failed first (1 if a signal ended it)."""
+    """Run torchrun. Returns 0, or the exit code of the first failed worker (1 if a signal ended it)."""
     try:
         main(list(arguments))
     except ChildFailedError as error:

@@ -1,10 +1,10 @@
 """One trainer process of the demo: ``python -m shardproof.demo.train TASK.json`` under torchrun.
 
-`Trainer.__init__` and `Trainer.save` show all that a training script does with shardproof: name the state,
-restore, save. The rest is training, and the records that the demo evaluates.
+`Trainer.__init__`, `Trainer.restore` and `Trainer.save` show all calls of a training script to shardproof.
+The other code trains, and writes the records that the demo evaluates.
 
 A kill at a random time would miss a save that takes milliseconds. So the last rank stops in the middle of a
-write (`stop_in_the_middle`). The parent waits for that, and then kills the whole job.
+write (`stop_in_the_middle`). The parent waits for this, and then kills the whole job.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ PATIENCE = 300.0
 def stop_in_the_middle(folder_name: str, mark: Path) -> None:
     """Make this process stop inside its first write into a checkpoint folder of that name.
 
-    This replaces a method of the storage, because the engine has no switch for failures.
+    This replaces a method of the storage, because the engine has no option for failures.
 
     Args:
-        folder_name: of the step, as ``step-00000012``.
-        mark: file to make once the bytes are written.
+        folder_name: folder name of the step, such as ``step-00000012``.
+        mark: file to make after the bytes are written.
     """
     create = LocalStorage.create
 
-    def create_doomed(storage: LocalStorage, name: str) -> Sink:
+    def create_unfinished(storage: LocalStorage, name: str) -> Sink:
         sink = create(storage, name)
         return _Unfinished(sink, mark) if folder_name in f"{storage.location}/{name}" else sink
 
-    setattr(LocalStorage, "create", create_doomed)  # noqa: B010 (mypy refuses to assign a method)
+    setattr(LocalStorage, "create", create_unfinished)  # noqa: B010 (mypy refuses to assign a method)
 
 
 class _Unfinished:
-    """A file whose first write stops half way."""
+    """A file whose first write stops after half of its bytes."""
 
     def __init__(self, sink: Sink, mark: Path) -> None:
         self._sink = sink
@@ -106,8 +106,8 @@ class Trainer:
         self._records = task.records(self.rank).open("a")
         self.record("start", pid=os.getpid())
 
-        # A run that resumes starts from other weights and generators than the run it continues: whatever
-        # is right after the restore came from the checkpoint.
+        # A resumed run starts from other weights and generators than the previous run, so that only the
+        # checkpoint can give the right state.
         size = ModelSize()
         self.place = Place.of(task.layout, self.device)
         self.model = Transformer(size, seed=task.seed).to(self.device)
@@ -153,7 +153,7 @@ class Trainer:
         self.step = step
 
     def run(self) -> int:
-        """Train to the task's last step, saving on the way; the exit code."""
+        """Train to the task's last step, with saves. Returns the exit code."""
         task = self.task
         if task.restore:
             self.restore()
@@ -170,7 +170,7 @@ class Trainer:
         return 0
 
     def save(self) -> None:
-        """Save this step, and record what went in so that a later run can compare."""
+        """Save this step, and record the digests for a comparison with a later run."""
         self.record_state("saved", self.step)
         self.record("saving", step=self.step)
         begin = time.perf_counter()
@@ -178,24 +178,24 @@ class Trainer:
         self.record("saved", step=self.step, seconds=time.perf_counter() - begin)
 
     def train_step(self) -> tuple[float, float]:
-        """One step; the loss of the whole batch and the learning rate used."""
+        """Run one step. Returns the loss of the whole batch and the learning rate."""
         share = self.compute_gradients(*self.data.next())
         rate = self.apply_gradients()
         return self.mean_loss(share), rate
 
     def compute_gradients(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Forward and backward; this rank's share of the loss of the whole batch, float64 of shape ()."""
+        """Run forward and backward. Returns this rank's share of the loss of the whole batch, 0-D float64."""
         tokens, targets = tokens.to(self.device), targets.to(self.device)
         scores = self.model(tokens)
         total = F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum")
-        # Gradients are averaged over the data-parallel ranks: scaled so, the average is the gradient of the
-        # mean over the whole batch, however many rows each rank has.
+        # Gradients are averaged over the data-parallel ranks. With this scale, the average is the gradient of
+        # the mean over the whole batch, for any number of rows per rank.
         every = BATCH * tokens.shape[1]
         torch.autograd.backward(total * (self.task.layout.data / every))
         return total.detach().double() / every
 
     def apply_gradients(self) -> float:
-        """The step of optimizer and schedule; the learning rate used."""
+        """Step the optimizer and the schedule. Returns the learning rate of the step."""
         finish_gradients(self.model, self.task.layout, self.place)
         clip_gradients(self.model, self.optimizer, 1.0)
         rate = float(self.scheduler.get_last_lr()[0])
@@ -222,7 +222,7 @@ class Trainer:
         self._records.flush()
 
     def close(self) -> None:
-        """Leave the process group."""
+        """Close the records and leave the process group."""
         self._records.close()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -242,8 +242,8 @@ class _Schedule:
 
 
 def _device(name: str) -> torch.device:
-    """The device of this rank; ranks share devices where there are fewer."""
-    # Two runs of one layout are compared bit for bit, so sums must not depend on which thread comes first.
+    """The device of this rank. Ranks share devices if there are fewer devices than ranks."""
+    # Runs of the same layout are compared bit for bit, so the order of sums must be deterministic.
     torch.use_deterministic_algorithms(True)
     if name == "cpu":
         return torch.device("cpu")
@@ -258,18 +258,18 @@ def _device(name: str) -> torch.device:
 
 
 def _backend(device: torch.device) -> str:
-    """gloo, beside NCCL where every rank has a device of its own (NCCL refuses two ranks on one)."""
+    """gloo, and NCCL if every rank has its own device (NCCL refuses two ranks on one device)."""
     own = device.type == "cuda" and torch.cuda.device_count() >= ranks_here()
     return "cpu:gloo,cuda:nccl" if own else "gloo"
 
 
 def draws() -> list[float]:
-    """One draw of each generator: had a restore not put them back, these would tell."""
+    """Draw one number from each generator, to check that a restore has restored the generators."""
     return [random.random(), float(np.random.random()), float(torch.rand((), dtype=torch.float64))]
 
 
 def run_task(make: Callable[[AnyTask], Trainer], task: AnyTask) -> int:
-    """Run a trainer to its end; its exit code. An error is recorded before it is raised."""
+    """Run a trainer to its end. Returns its exit code. An error is recorded before it is raised."""
     torch.set_num_threads(1)
     try:
         trainer = make(task)
@@ -283,11 +283,12 @@ def run_task(make: Callable[[AnyTask], Trainer], task: AnyTask) -> int:
 
 
 def leave(code: int) -> None:
-    """End this process, which has nothing left to do, without ending the interpreter.
+    """Exit this process without a shutdown of the interpreter.
 
-    A thread of gloo needs the interpreter to let go of a collective's tensors, which may come after their
-    result was used. One that asks while the interpreter ends is ended by force, which C++ makes an abort.
-    Leaving the process group would join these threads, were it not kept alive by the caches of DTensor.
+    A thread of gloo needs the interpreter to release the tensors of a collective, perhaps after their last
+    use. During a shutdown of the interpreter, Python ends such a thread by force, and C++ aborts the process.
+    The caches of DTensor keep the process group alive, so `destroy_process_group` does not join these
+    threads.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,6 +1,6 @@
 """The trainer under the rerun machine: ``python -m shardproof.demo.watched TASK.json`` under torchrun.
 
-`WatchedTrainer.run_step` shows all that a training script does with the machine.
+`WatchedTrainer.run_step` shows all calls of a training script to the machine.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class WatchedTrainer(Trainer):
         self.state["rerun"] = self.machine
 
     def run(self) -> int:
-        """Train to the task's last step, or to where the machine says that this is enough; the exit code."""
+        """Train to the task's last step, or until the machine decides to exit. Returns the exit code."""
         task = self.watched
         if task.restore:
             self.restore(suspect=True)
@@ -57,7 +57,7 @@ class WatchedTrainer(Trainer):
         return 0
 
     def run_step(self) -> int | None:
-        """One step, run as often as the machine wants; the exit code if it is the last one."""
+        """Run one step, and rerun it if the machine requires it. Returns an exit code to exit the process."""
         number = self.step + 1
         while self.machine.should_run(self.batches):
             self.optimizer.zero_grad()
@@ -88,7 +88,7 @@ class WatchedTrainer(Trainer):
         return None
 
     def record_decision(self, number: int, decision: rerun.Decision) -> None:
-        """What was decided, unless it is that all is well."""
+        """Record a decision, unless no result was rejected."""
         if decision == rerun.Decision():
             return
         found = decision.attribution
@@ -107,7 +107,7 @@ def _injector(task: FaultTask) -> rerun.FaultInjector | None:
     if not task.fault:
         return None
     kind = cast(FaultKind, task.fault)
-    return rerun.FaultInjector(kind, steps=[task.fault_step - 1], ranks=[task.fault_rank])  # it counts from 0
+    return rerun.FaultInjector(kind, steps=[task.fault_step - 1], ranks=[task.fault_rank])  # steps from 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Progress for people: lines and bars with GB, GB/s, time left, and the slowest rank."""
+"""Shows progress as lines and bars with GB, GB/s, time left, and the slowest rank."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["Bars", "Lines", "finished", "moving", "show"]
 def show(file: TextIO | None = None, *, every: float = 5.0) -> Subscription:
     """Shows the phases of rank 0 on `file`.
 
-    On a terminal, each phase longer than a moment has a bar, and each phase leaves a line. Elsewhere there
-    are only lines, one every few seconds for a phase under way. Other ranks than 0 show nothing, so every
-    rank may call it. While rank 0 waits for others, it shows the slowest of them.
+    On a terminal, each long phase has a bar, and each phase prints a line at its end. Elsewhere there are
+    only lines, one every few seconds for a running phase. Other ranks than 0 show nothing, so every rank may
+    call it. While rank 0 waits for other ranks, it shows the slowest of them.
 
     Args:
         file: the text file to write to; None for standard error.
-        every: least seconds between two lines for phases under way. Not for a terminal.
+        every: least seconds between two lines for running phases, except on a terminal.
 
     Returns:
         The subscription. It ends when the caller calls it, or leaves it as a context.

@@ -18,20 +18,20 @@ class KnownPhase:
     """
 
     operation: str
-    """First word of the operation, as ``save``; ``any`` for a phase that every operation may have."""
+    """First word of the operation, such as ``save``; ``any`` for a phase of every operation."""
     name: str
     kind: Literal["local", "meeting", "background"]
     """Work of one rank in the caller's thread; a meeting of the ranks; or work of the background thread."""
     text: str
-    """What a rank does in it, in one line of Markdown."""
+    """The work of a rank in the phase, in one line of Markdown."""
     in_events: bool = True
-    """Whether events name it."""
+    """True if events name the phase."""
     in_errors: bool = True
-    """Whether errors and ``heard`` events name it."""
+    """True if errors and ``heard`` events name the phase."""
     reported_in: str = ""
-    """The phase of events in which the ranks report its outcome, where that is another one."""
+    """The phase of events in which the ranks report the outcome; empty for the phase itself."""
     compares_clocks: bool = False
-    """Whether all ranks end it within moments, so that `merge_traces` compares their clocks by it."""
+    """True if all ranks end the phase almost together, so that `merge_traces` compares their clocks by it."""
 
 
 def _event(
@@ -55,17 +55,17 @@ def _error(
     return KnownPhase(operation, name, kind, text, in_events=False, reported_in=reported_in)
 
 
-_PLAN = "reports its structure; rank 0 proves the tilings and shares out the writing. Only after a change"
-_BASE = "learns the digests of the step that an incremental save refers to. Only if it does not have them"
+_PLAN = "reports its structure; rank 0 proves the tilings and makes the plan. Only after a change"
+_BASE = "receives the digests of the base of an incremental save. Only if they are not cached"
 _COMMIT = "reports its digests; rank 0 checks them and publishes the manifest: the commit"
-_APPLY = "replaces plain values and calls `load_state_dict`. Only if a rank has such"
-_AGAIN = "votes on that run, where a suspect came back to the same device"
+_APPLY = "replaces plain values and calls `load_state_dict`. Only if a rank has any"
+_AGAIN = "votes on the rerun, with a suspect on the same device as before"
 
 PHASES: tuple[KnownPhase, ...] = (
     _error("any", "connect", "local", "connects to the store that the environment names"),
     _error("any", "begin", "local", "works before the first meeting of the operation"),
     _error("any", "turn", "local", "waits until another of its threads has left its meeting"),
-    _event("save", "blocked", "local", "spans all that the caller of `Checkpointer.save` waits for"),
+    _event("save", "blocked", "local", "spans the call of `Checkpointer.save`"),
     _error("save", "busy", "meeting", 'agrees whether to skip the save (`when_busy="skip"`)', "blocked"),
     KnownPhase(
         "save",
@@ -78,7 +78,7 @@ PHASES: tuple[KnownPhase, ...] = (
         "save",
         "agree",
         "meeting",
-        "reports its structure digest and learns whether the plan of the save before still holds",
+        "reports its structure digest; rank 0 decides whether the ranks reuse their cached plan",
         compares_clocks=True,
     ),
     KnownPhase("save", "plan", "meeting", _PLAN, compares_clocks=True),
@@ -87,14 +87,14 @@ PHASES: tuple[KnownPhase, ...] = (
         "save",
         "replicas",
         "background",
-        "hashes what other ranks hold too, while training waits. Only with `check_replicas`",
+        "hashes its replicas while training waits. Only with `check_replicas`",
     ),
-    _event("save", "stage", "local", "copies what may change outside of an optimizer's step"),
+    _event("save", "stage", "local", "copies memory that other code than an optimizer's step may write"),
     _event(
         "save",
         "fence",
         "local",
-        "holds the step of an optimizer, a load or `fence` until what they write to is copied",
+        "delays the step of an optimizer, a load or `fence` until the memory is copied",
     ),
     KnownPhase("save", "write", "background", "hashes and writes its file", reported_in="commit"),
     KnownPhase("save", "commit", "meeting", _COMMIT, compares_clocks=True),
@@ -103,7 +103,7 @@ PHASES: tuple[KnownPhase, ...] = (
         "save",
         "background",
         "background",
-        "fails where the ranks do not meet any more: retention, or an interrupt",
+        "fails outside of the meetings: retention, or an interrupt",
     ),
     _error(
         "restore",
@@ -115,20 +115,20 @@ PHASES: tuple[KnownPhase, ...] = (
         "restore",
         "compare",
         "meeting",
-        "compares which keys the chosen step lacks. Only after a damaged step had overwritten some",
+        "compares which keys the chosen step lacks. Only after a load of a damaged step",
     ),
     KnownPhase(
         "load",
         "match",
         "local",
-        "compares its tree with what is stored; nothing is touched",
+        "compares its tree with the checkpoint; changes nothing",
         compares_clocks=True,
     ),
     _error(
         "load",
         "share",
         "meeting",
-        "agrees who reads what several ranks want. Only with `read_once`",
+        "agrees which rank reads each box that several ranks need. Only with `read_once`",
         "match",
     ),
     _error(
@@ -137,7 +137,10 @@ PHASES: tuple[KnownPhase, ...] = (
     KnownPhase("load", "read", "local", "reads, verifies and fills tensors; the target changes from here on"),
     KnownPhase("load", "apply", "local", _APPLY, compares_clocks=True),
     _event("verify", "read", "local", "reads and verifies every chunk"),
-    _event("diff", "read", "local", "reads what may differ"),
+    _event("diff", "read", "local", "reads the tensors that may differ"),
+    _error("convert", "plan", "meeting", "plans the conversion; rank 0 takes the work folder"),
+    KnownPhase("convert", "write", "local", "writes its units; rank 0 then writes the metadata"),
+    KnownPhase("convert", "verify", "local", "reads its share again; rank 0 then moves the checkpoint"),
     _event("copy", "read", "local", "copies the files of a step (`convert --standalone`)"),
     _error("settle", "settle", "meeting", "agrees on the verdict of a suspect, which rank 0 writes"),
     _error("validate", "initial run", "meeting", "votes on the first run of a step"),
@@ -146,9 +149,9 @@ PHASES: tuple[KnownPhase, ...] = (
         "validate",
         "will rerun from checkpoint",
         "meeting",
-        "takes up a step that a checkpoint was made for",
+        "resumes the step of a suspect checkpoint",
     ),
-    _error("validate", "rerunning from checkpoint", "meeting", "votes on that run, on another device"),
+    _error("validate", "rerunning from checkpoint", "meeting", "votes on the rerun on another device"),
     _error("validate", "rerunning again from checkpoint", "meeting", _AGAIN),
 )
 """Every phase that this package names, in the order in which a rank goes through it."""

@@ -1,12 +1,12 @@
 """Phases, the events that they publish, and the hub that hands events to listeners.
 
-Note: What a listener may count on
-----------------------------------
+Note: Guarantees for listeners
+------------------------------
 The thread that reports calls the listeners, one after another. For one phase, listeners get begin, progress
 and end in this order and never two at a time, because the phase's lock covers each of them.
 `Phase.progress` only tries the lock. So a thread that copies or writes never waits for a listener that
-handles another thread's report; the next report carries its numbers. The end of a phase waits for a report
-under way. A listener that subscribes in the middle of a phase gets the rest of it, without a begin.
+handles another thread's report; the next report carries its numbers. The end of a phase waits for a running
+report. A listener that subscribes in the middle of a phase gets the rest of it, without a begin.
 """
 
 from __future__ import annotations

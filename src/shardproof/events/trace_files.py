@@ -47,8 +47,8 @@ def trace(path: str | os.PathLike[str]) -> Subscription:
     """Writes a trace of every operation of this rank.
 
     Open a file at https://ui.perfetto.dev. To see all ranks, merge their files first: `merge_traces`, or
-    ``shardproof trace FOLDER -o all.json``. The files grow as the operations go on, so they also show what a
-    job that died was doing.
+    ``shardproof trace FOLDER -o all.json``. The files grow during the operations, so they also show the
+    running operations of a job that died.
 
     Args:
         path: a folder, for one file an operation and rank; it is made if missing. Or a name that ends in

@@ -29,7 +29,7 @@ __all__ = ["Merged", "merge_traces"]
 _MEETINGS = {phase.name for phase in PHASES if phase.compares_clocks}
 """Phases that all ranks end together."""
 _SAME = 5e-4
-"""Microseconds: half of the unit in which times are kept."""
+"""Microseconds: half of the unit in which traces store times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def merge_traces(files: Iterable[str | os.PathLike[str]], out: str | os.PathLike
         out: the name of the new file.
 
     Returns:
-        What was merged, and what was skipped.
+        The numbers of merged files and phases, and the skipped files.
 
     Raises:
         FormatError: none of the files is a trace of shardproof.

@@ -1,4 +1,4 @@
-"""Fully sharded data parallel over flat buffers, with uneven shards whose layout is known by arithmetic."""
+"""Fully sharded data parallel over flat buffers, with uneven shards whose layout follows from arithmetic."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def clip_grad_norm_(
     """
     wanted = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
     if not wanted:
-        raise ValueError("clip_grad_norm_ was given no parameters")
+        raise ValueError("clip_grad_norm_ needs at least one parameter")
     device = local_tensor(wanted[0]).device
     kinds: dict[tuple[int, ...], tuple[list[ProcessGroup], list[torch.Tensor]]] = {}
     gradients = []

@@ -20,14 +20,14 @@ class FlatBuffer:
     """The parameters of a unit with one dtype and one alignment class, as one tensor.
 
     Args:
-        packing: the place of each parameter in the buffer.
+        packing: the position of each parameter in the buffer.
         ranks: the ranks that share the buffer.
-        parameters: in the packing's order.
+        parameters: parameters in the order of the packing.
         master: dtype of the shard.
         compute: dtype of the whole.
         reduce: dtype in which gradients are reduced.
-        keep: whether to keep the whole between uses. The shard is then a view of it, if the dtypes are equal.
-        device: of shard and whole.
+        keep: True to keep the whole between uses. The shard is then a view of it, if the dtypes are equal.
+        device: device of shard and whole.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class FlatBuffer:
 
     @property
     def trainable(self) -> bool:
-        """Whether any parameter requires a gradient."""
+        """True if a parameter requires a gradient."""
         return any(parameter.sharded.requires_grad for parameter in self.parameters)
 
     def allocate(self, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Gives parameters on the meta device memory and values, one unit at a time."""
+"""Allocates and initialises parameters on the meta device, one unit at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _reset(module: nn.Module) -> None:
     if reset is None:
         raise ValueError(
             f"{type(module).__name__} has parameters and no reset_parameters(): pass materialize(..., "
-            "initialize=function) that gives a module's own parameters and buffers their values"
+            "initialize=function), which sets a module's own parameters and buffers"
         )
     reset()
 
@@ -29,11 +29,11 @@ def materialize(
     """Allocates and initialises a module that was built on the meta device. A collective.
 
     For one unit after another, each rank allocates and initialises whole parameters. The first rank of the
-    mesh broadcasts its values, and each rank keeps its own rows. Parameters keep their identity.
+    mesh broadcasts its values, and each rank copies its own rows. The parameter objects stay the same.
 
     Args:
         module: a module with units.
-        device: of parameters and buffers.
+        device: device of parameters and buffers.
         initialize: sets the parameters and buffers of one module, without its children; None: the module's
             `reset_parameters()`. It is called for modules with parameters or buffers on the meta device.
 

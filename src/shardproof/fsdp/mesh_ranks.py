@@ -45,7 +45,9 @@ class MeshRanks:
             )
         coordinate = mesh.get_coordinate()
         if coordinate is None:
-            raise ValueError(f"this rank is not in the mesh {mesh} that it is to shard a module over")
+            raise ValueError(
+                f"this rank is not in the mesh {mesh}: call fully_shard only on ranks of the mesh"
+            )
         groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
         if not sharded:
             return MeshRanks(mesh, 1, 0, None, tuple(groups))
@@ -116,11 +118,11 @@ def spec_of(parameter: torch.Tensor, ranks: MeshRanks, name: str) -> TensorSpec:
     """The layout of a parameter that is sharded over ranks.
 
     Raises:
-        ValueError: it has no dimension, is already sharded over these ranks, holds partial sums, or its
-            placements define no layout.
+        ValueError: the parameter is a scalar, is already sharded over these ranks, contains partial sums, or
+            its placements define no layout.
     """
     if parameter.dim() == 0:
-        raise ValueError(f"{name} is a scalar, which has no rows to shard: give it shape [1]")
+        raise ValueError(f"{name} is a scalar, which has no rows to shard: use shape [1]")
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
         return TensorSpec(shape, ranks.mesh, ranks.placements(), IndexMap.whole(shape), None)
@@ -130,8 +132,8 @@ def spec_of(parameter: torch.Tensor, ranks: MeshRanks, name: str) -> TensorSpec:
     names = set(mesh.mesh_dim_names or ())
     if not names or names & set(ranks.mesh.mesh_dim_names or ("",)):
         raise ValueError(
-            f"{name} is a DTensor on mesh dimensions {mesh.mesh_dim_names}, and is to be sharded over "
-            f"{ranks.mesh.mesh_dim_names}: both must be named, different dimensions of one mesh"
+            f"{name} is a DTensor on mesh dimensions {mesh.mesh_dim_names}, and fully_shard uses "
+            f"{ranks.mesh.mesh_dim_names}: these must be different named dimensions of one mesh"
         )
     split = 1
     for dim, placement in enumerate(beneath):

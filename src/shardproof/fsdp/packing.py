@@ -44,7 +44,7 @@ class Packing:
         return self.ranks * self.shard
 
     def rows(self, member: int, rank: int) -> tuple[int, int]:
-        """First row, and one past the last, that a rank holds of a member; (0, 0) if none."""
+        """The rows [first, stop) of a member in a rank's range; (0, 0) if none."""
         row = prod(self.shapes[member][1:])
         count, start = self.shapes[member][0], self.starts[member]
         if not row or not count:
@@ -66,9 +66,9 @@ def pack(shapes: Sequence[tuple[int, ...]], ranks: int, alignment: int = 16) -> 
     """Packs parameters into flat buffers whose ranges, one for each rank, cut no row.
 
     Args:
-        shapes: of the parameters, each of at least one dimension.
-        ranks: ranges of each buffer.
-        alignment: elements. A parameter starts at a multiple of it, unless that costs too much padding.
+        shapes: shapes of the parameters, each of at least one dimension.
+        ranks: number of ranges of each buffer.
+        alignment: a parameter starts at a multiple of so many elements, unless that costs too much padding.
 
     Returns:
         The buffers. The padding of one is below `ranks` times its row unit, and for each member below the

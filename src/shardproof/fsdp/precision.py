@@ -10,25 +10,25 @@ import torch
 __all__ = ["MixedPrecision", "Strategy", "check_strategy"]
 
 Strategy = Literal["all", "optimizer_gradients", "optimizer", "none"]
-"""What the ranks shard, in this order: parameters, gradients and optimizer state (ZeRO-3); gradients and
-optimizer state (ZeRO-2); optimizer state (ZeRO-1); nothing (DDP)."""
+"""The sharded state, in this order: parameters, gradients and optimizer state (ZeRO-3); gradients and
+optimizer state (ZeRO-2); optimizer state (ZeRO-1); none (DDP)."""
 
 
 def check_strategy(strategy: str) -> Strategy:
     """Returns the strategy of this name.
 
     Raises:
-        ValueError: there is no such strategy.
+        ValueError: the strategy is unknown.
     """
-    for known in get_args(Strategy):
-        if known == strategy:
-            return known  # type: ignore[no-any-return]
-    raise ValueError(f"there is no strategy {strategy!r}: choose one of {', '.join(get_args(Strategy))}")
+    for name in get_args(Strategy):
+        if name == strategy:
+            return name  # type: ignore[no-any-return]
+    raise ValueError(f"strategy is {strategy!r}, not one of {', '.join(get_args(Strategy))}")
 
 
 @dataclass(frozen=True, slots=True)
 class MixedPrecision:
-    """Dtypes of floating point parameters and gradients. None keeps a dtype as it is.
+    """Dtypes of floating point parameters and gradients. None does not change a dtype.
 
     Example:
         >>> MixedPrecision(compute_dtype=torch.bfloat16, reduce_dtype=torch.float32).cast_inputs
@@ -42,6 +42,6 @@ class MixedPrecision:
     master_dtype: torch.dtype | None = None
     """Dtype of sharded parameters and gradients, which the optimizer gets. None: the parameter's own."""
     cast_inputs: bool = True
-    """Whether to cast floating point inputs of a unit to the compute dtype."""
+    """True to cast floating point inputs of a unit to the compute dtype."""
     output_dtype: torch.dtype | None = None
     """Dtype of floating point tensors in the unit's output. None: unchanged."""

@@ -1,6 +1,7 @@
-"""Reduces gradients over the ranks while backward runs. Each rank keeps its own range.
+"""Reduces gradients over the ranks while backward runs. Each rank gets its own range.
 
-`GradientFlags` makes all ranks agree which parameters have a gradient. `.grad` is then None on all or none.
+`GradientFlags` makes all ranks agree which parameters have a gradient, so `.grad` is None on all ranks or
+none.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from shardproof.fsdp.lanes import Done, Lane
 __all__ = ["GradientFlags", "GradientPool", "Reduction"]
 
 IN_FLIGHT = 2
-"""Reductions under way at most: one is sent while the memory of the next is filled."""
+"""Largest number of concurrent reductions: one is sent while the memory of the next is filled."""
 
 
 class Reduction:
     """The reduction of one flat buffer's gradients.
 
-    A sum in fp16 is divided in two parts, as PyTorch's FSDP does, so that it neither overflows nor underflows
-    early: before the reduction by a power of two near the root of the divisor, and afterwards by the rest.
-    Other sums are divided after the reduction.
+    A sum in fp16 is divided twice, as in PyTorch's FSDP, against overflow and underflow: before the reduction
+    by a power of two near the root of the divisor, and after it by the remaining factor. Other sums are
+    divided after the reduction.
 
     Args:
         buffer: the buffer; all of its gradients have arrived.
-        divisor: of the sum.
+        divisor: divisor of the sum.
         lane: the lane for reductions.
         give_back: called with the memory of the gradients when it may be written again; None: not called.
     """
@@ -51,7 +52,7 @@ class Reduction:
         if scattered:
             self._sum = torch.empty(packing.shard, dtype=buffer.reduce, device=buffer.device)
         elif ranks.shard_group is not None:
-            self._sum = torch.empty_like(self._memory)  # the pool takes the memory back, and the sum stays
+            self._sum = torch.empty_like(self._memory)  # because the memory returns to the pool
         self.result = self._sum
         if buffer.reduce != buffer.master:
             self.result = torch.empty(packing.shard, dtype=buffer.master, device=buffer.device)
@@ -74,7 +75,7 @@ class Reduction:
                 self.advance()
 
     def advance(self) -> None:
-        """On a CPU, waits for the collective under way and starts the next one."""
+        """On a CPU, waits for the current collective and starts the next one."""
         if self._lane.stream is None and self._to_reduce:
             for work in self._works:
                 work.wait()
@@ -154,21 +155,21 @@ class GradientPool:
         self._in_flight.popleft().finish()
 
     def _trim(self) -> None:
-        """Keeps the memory that was used last, up to the size of `IN_FLIGHT` of the largest buffers."""
+        """Frees the oldest memory, beyond the size of `IN_FLIGHT` of the largest buffers."""
         allowed = IN_FLIGHT * max((memory.nbytes for memory in self._idle), default=0)
-        kept: list[torch.Tensor] = []
+        retained: list[torch.Tensor] = []
         for memory in reversed(self._idle):
             if memory.nbytes <= allowed:
                 allowed -= memory.nbytes
-                kept.append(memory)
-        self._idle = kept[::-1]
+                retained.append(memory)
+        self._idle = retained[::-1]
 
 
 class GradientFlags:
-    """Which parameters have a gradient on any rank: one flag each, in one tensor for each mesh.
+    """One flag for each parameter with a gradient on any rank, in one tensor for each mesh.
 
-    The flags are reduced while the gradients are. A rank with gradients for all parameters does not read the
-    answer, so on an accelerator its host does not wait.
+    The flags are reduced together with the gradients. A rank with gradients for all parameters does not read
+    the result, so its host does not wait for an accelerator.
     """
 
     def __init__(self, reductions: list[Reduction]) -> None:

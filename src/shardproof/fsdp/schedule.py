@@ -1,4 +1,4 @@
-"""Schedules the units of a model: which to gather next, when to reduce gradients, and how backward ends."""
+"""Schedules the gathers, the reductions and the end of backward for the units of a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Schedule", "is_backward"]
 
 
 def is_backward() -> bool:
-    """Whether autograd is running. A forward is then one that activation checkpointing repeats."""
+    """True if autograd is running. Then a forward is a recomputation of activation checkpointing."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
@@ -27,9 +27,9 @@ class Schedule:
 
     Note: gathered at once
         At any time the units with whole parameters are the running unit, the units around it, and at most
-        `prefetch` units after it (before it, in backward). The last forward tells which units come next; the
-        first forward gathers each unit when it runs. A unit that was gathered ahead and did not run is freed
-        at the end of the pass.
+        `prefetch` units after it (before it, in backward). The order of the previous forward gives the next
+        units; the first forward gathers each unit when it runs. A unit that was gathered ahead and did not
+        run is freed at the end of the pass.
     """
 
     def __init__(self, units: list[Unit]) -> None:
@@ -41,7 +41,7 @@ class Schedule:
             unit.on_gradient = partial(self._note_gradient, unit)
         self._pool = shared.pool
         self._running: list[Unit] = []
-        """Units whose forward is under way, the outermost first."""
+        """Units whose forward is running, the outermost first."""
         self._order: list[Unit] = []
         self._expected: list[Unit] = []
         self._cursor = 0
@@ -113,7 +113,7 @@ class Schedule:
         for unit in self.units:
             unit.calls = 0
             unit.free()
-        self._give_gradients()
+        self._set_gradients()
         self._ending = False
         self._finished.clear()
 
@@ -123,7 +123,7 @@ class Schedule:
             Variable._execution_engine.queue_callback(self.end_backward)
 
     def _note_gradient(self, unit: Unit) -> None:
-        """Records a gradient, which need not come by the unit's output: an attribute may hold the loss."""
+        """Records a gradient. It may not come by the unit's output, if an attribute refers to the loss."""
         self._ensure_end()
         self._to_reduce.setdefault(unit)
 
@@ -151,14 +151,14 @@ class Schedule:
             self._sent.clear()
         self._cursor = 0
         self._order = []
-        del self._finished[: -4 * len(self.units)]  # forwards whose backward never came
+        del self._finished[: -4 * len(self.units)]  # forwards without a backward
         for unit in self.units:
             unit.forget_old()
 
     def _gather_ahead(self, unit: Unit) -> None:
         try:
             self._cursor = self._expected.index(unit, self._cursor) + 1
-        except ValueError:  # another order than last time
+        except ValueError:  # the order of units has changed
             return
         for other in self._expected[self._cursor : self._cursor + unit.prefetch]:
             other.adopt_changes()
@@ -181,7 +181,7 @@ class Schedule:
             if unit.sync:
                 self._sent += unit.reduce()
 
-    def _give_gradients(self) -> None:
+    def _set_gradients(self) -> None:
         sent, self._sent = self._sent, []
         flags = GradientFlags(sent)
         self._pool.finish()

@@ -20,9 +20,9 @@ from shardproof.state import LOCAL, local_tensor
 __all__ = ["fully_shard"]
 
 CACHE_LINE = 64
-"""Bytes. Parameters are aligned like memory of their own, so that kernels give the same bits."""
+"""Alignment of parameters in bytes, as for separate memory, so that kernels give the same bits."""
 
-_IN_UNIT = "_shardproof_taken"
+_IN_UNIT = "_shardproof_in_unit"
 """Attribute of a parameter that a unit replaced."""
 
 
@@ -36,13 +36,13 @@ def fully_shard(
     prefetch: int = 1,
     gradient_divisor: float | None = None,
 ) -> nn.Module:
-    """Shards a module's parameters over ranks in flat buffers, row-aligned, and trains it as one unit.
+    """Shards a module's parameters over ranks in row-aligned flat buffers, as one unit.
 
     Call it on inner modules first, and on the outermost module last. A unit has the parameters of its module
-    that no unit inside has. The outermost unit may have none; it schedules the units inside. Parameters
+    that no inner unit has. The outermost unit, which schedules the inner units, may have none. Parameters
     become DTensors of which this rank holds *its own* rows: those in its range of the buffer, possibly none.
 
-    - Make the optimizer afterwards.
+    - Make the optimizer after this call.
     - Call the module, not its `forward`, and do not change its output in place.
     - Return all results of a unit in its output, as tensors, lists, tuples or dicts. With strategy "all", the
       backward of a loss that an attribute holds raises, because the parameters are freed by then.
@@ -68,7 +68,7 @@ def fully_shard(
         The same module.
 
     Raises:
-        ValueError: the mesh, the strategy or a parameter is not supported; the text says why.
+        ValueError: the mesh, the strategy or a parameter is not supported.
 
     Sources: ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054), FSDP (Zhao et al. 2023, arXiv:2304.11277).
 
@@ -86,7 +86,7 @@ def fully_shard(
     check_strategy(strategy)
     precision = mixed_precision or MixedPrecision()
     if unit_of(module) is not None:
-        raise ValueError(f"fully_shard was called on this {type(module).__name__} before")
+        raise ValueError(f"this {type(module).__name__} is already a unit of fully_shard")
     ranks = MeshRanks.of(mesh, strategy != "none")
     device = torch.device(mesh.device_type)
     if device.type not in ("cpu", "meta"):

@@ -1,4 +1,4 @@
-"""State dicts of whole tensors. `module.state_dict()` is the sharded one, and needs no other rank."""
+"""State dicts of whole tensors. `module.state_dict()` is sharded, and does not communicate."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def full_state_dict(
 
     Args:
         module: a module with units.
-        device: of the result; None: that of the parameters.
-        on_all_ranks: False to return the parameters of each unit on the first rank of its mesh alone.
+        device: device of the result; None: device of the parameters.
+        on_all_ranks: False to return the parameters of each unit only on the first rank of its mesh.
 
     Returns:
         Copies, under the names of `module.state_dict()`.

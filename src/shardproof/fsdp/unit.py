@@ -39,13 +39,13 @@ class Unit:
         module: the module.
         buffers: its parameters; empty for a unit that only schedules others.
         ranks: the ranks that shard it.
-        device: of the computation.
-        strategy: what the ranks shard.
+        device: device of the computation.
+        strategy: see `Strategy`.
         precision: dtypes.
-        reshard_after_forward: whether to free gathered parameters between forward and backward. None: True
+        reshard_after_forward: True to free gathered parameters between forward and backward. None: True
             unless the unit is the outermost, whose backward follows at once.
-        divisor: of summed gradients.
-        prefetch: units to gather ahead.
+        divisor: divisor of summed gradients.
+        prefetch: number of units to gather ahead.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class Unit:
         self.on_gradient: Callable[[], None] = _no_schedule
         self.sync = True
         self.may_have_changed = True
-        """Whether parameters may have changed since the last gather; False only within `no_sync`."""
+        """True if parameters may have changed since the last gather; False only within `no_sync`."""
         self.calls = 0
-        """Forwards whose backward has not ended, and will report its end."""
+        """Number of forwards whose backward will report its end and has not."""
         self.in_backward = False
         self.has_gathered = False
         self._running: list[Done] = []
@@ -87,7 +87,7 @@ class Unit:
 
     @property
     def keeps(self) -> bool:
-        """Whether gathered parameters are never freed."""
+        """True if gathered parameters are never freed."""
         return self.strategy != "all"
 
     def adopt_changes(self) -> None:
@@ -116,7 +116,7 @@ class Unit:
         self.sync, self.may_have_changed = required, True
 
     def forget_old(self) -> None:
-        """Drops what an earlier forward gathered, if the parameters may have changed."""
+        """Drops the parameters of an earlier gather, if they may have changed."""
         if self.may_have_changed:
             self._forget()
         self.may_have_changed = self.sync
@@ -138,7 +138,7 @@ class Unit:
             parameter.show_whole()
 
     def show_sharded(self) -> None:
-        """Registers the sharded parameters again. A tensor that other code registered stays."""
+        """Registers the sharded parameters again, except for tensors that other code registered."""
         for parameter in self.parameters:
             if parameter.current() is parameter.whole:
                 parameter.show_sharded()

@@ -21,10 +21,10 @@ class UnitParameter:
     """A parameter, the modules that have it, and its position in a flat buffer.
 
     Args:
-        name: for messages.
+        name: name for messages.
         owners: each module that has the parameter, with its name there. A tied parameter has several.
         spec: its layout.
-        packing: of its buffer.
+        packing: packing of its buffer.
         member: its index in the packing.
         index: index of this rank's range of the buffer.
     """
@@ -100,12 +100,12 @@ class UnitParameter:
         view = whole[self.start : self.stop].view(self.shape)
         with torch.no_grad():
             self.whole = nn.Parameter(self.spec.gathered(view), requires_grad=view.is_floating_point())
-        if self.whole.requires_grad:  # frozen or not: it may change
+        if self.whole.requires_grad:  # also if frozen, because that may change
             self.whole.register_post_accumulate_grad_hook(self._arrived)
             self.whole.requires_grad_(self.sharded.requires_grad)
 
     def is_bound(self) -> bool:
-        """Whether the module's parameter is still the view of the flat buffer."""
+        """True if the module's parameter is still the view of the flat buffer."""
         current = self.current()
         return current is self.sharded and current._local_tensor is self.local
 
@@ -118,7 +118,7 @@ class UnitParameter:
         if isinstance(parameter, DTensor) and tuple(parameter.placements) == self.spec.placements:
             if tuple(parameter._local_tensor.shape) == self.local_shape():
                 return parameter._local_tensor
-            raise self._unfit(parameter._local_tensor, self.local_shape())
+            raise self._shape_error(parameter._local_tensor, self.local_shape())
         return self.rows_of(parameter)
 
     def rows_of(self, whole: torch.Tensor) -> torch.Tensor:
@@ -140,13 +140,13 @@ class UnitParameter:
                 packed[_box(local, size)] = whole[_box(start, size)]
             whole = packed
         if tuple(whole.shape) != self.shape:
-            raise self._unfit(whole, self.shape)
+            raise self._shape_error(whole, self.shape)
         return whole[self.rows[0] : self.rows[1]]
 
-    def _unfit(self, found: torch.Tensor, expected: tuple[int, ...]) -> ValueError:
+    def _shape_error(self, found: torch.Tensor, expected: tuple[int, ...]) -> ValueError:
         return ValueError(
-            f"{self.name} was given a tensor whose local shape is {list(found.shape)}; this rank has "
-            f"{list(expected)} of {list(self.spec.shape)}. Use load_full_state_dict or shardproof.load"
+            f"{self.name}: expected a tensor of local shape {list(expected)}, this rank's part of "
+            f"{list(self.spec.shape)}, found {list(found.shape)}. Use load_full_state_dict or shardproof.load"
         )
 
     def gradient(self, part: torch.Tensor) -> None:

@@ -1,7 +1,8 @@
 """Boxes in a tensor's index space, and arithmetic on many of them at once. It needs numpy only.
 
-`Boxes` holds boxes of one number of dimensions, `BoxTable` boxes of several. The functions cut, intersect and
-compare them, prove that they tile tensors, and map them from local to global arrays (`IndexMap`).
+`Boxes` holds boxes of one number of dimensions, `BoxTable` boxes of different ones. The functions cut,
+intersect and compare boxes, prove that they tile tensors, and map them from local to global arrays
+(`IndexMap`).
 """
 
 from __future__ import annotations

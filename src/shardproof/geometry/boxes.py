@@ -16,20 +16,20 @@ Int64s: TypeAlias = NDArray[np.int64]
 
 INT64_MAX = int(np.iinfo(np.int64).max)
 
-_SHOWN = 4
-"""Boxes in a repr, at most."""
+_MAX_SHOWN = 4
+"""Maximum number of boxes in a repr."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Boxes:
     """``n`` boxes of ``d`` dimensions: box ``i`` is ``offsets[i] <= index < offsets[i] + sizes[i]``.
 
-    A box with a size of 0 is empty and holds no element. A box of no dimensions holds exactly one: the
-    element of a scalar.
+    A box with a size of 0 is empty: it contains no element. A box of no dimensions contains exactly one
+    element, that of a scalar.
 
     Args:
         offsets: (n, d) int64, first index of each box, in elements.
-        sizes: (n, d) int64, elements along each dimension, none negative.
+        sizes: (n, d) int64, elements along each dimension, not negative.
 
     Raises:
         ValueError: the columns are not two (n, d) int64 arrays, or a size is negative.
@@ -67,7 +67,7 @@ class Boxes:
 
     @staticmethod
     def whole(shape: Sequence[int]) -> Boxes:
-        """One box, which covers a tensor of this shape.
+        """One box that covers a tensor of this shape.
 
         >>> Boxes.whole((3, 4))
         Boxes([0:3, 0:4])
@@ -76,7 +76,7 @@ class Boxes:
 
     @staticmethod
     def of(*pairs: tuple[Sequence[int], Sequence[int]]) -> Boxes:
-        """Boxes from pairs of offsets and sizes: at least one pair, all of one number of dimensions.
+        """Boxes from pairs of offsets and sizes. There is at least one pair, and all have one length.
 
         >>> Boxes.of(((1,), (2,)), ((5,), (0,)))
         Boxes([1:3] [5:5])
@@ -90,7 +90,7 @@ class Boxes:
 
     @staticmethod
     def concatenate(parts: Sequence[Boxes]) -> Boxes:
-        """All boxes of the parts, in order: at least one part, all of one number of dimensions.
+        """All boxes of the parts, in order. There is at least one part; all have the same dimensions.
 
         >>> Boxes.concatenate([Boxes.whole((2,)), Boxes.empty(1), Boxes.of(((2,), (3,)))])
         Boxes([0:2] [2:5])
@@ -103,13 +103,13 @@ class Boxes:
         return len(self.offsets)
 
     def __repr__(self) -> str:
-        shown = zip(self.offsets[:_SHOWN].tolist(), self.sizes[:_SHOWN].tolist(), strict=True)
+        shown = zip(self.offsets[:_MAX_SHOWN].tolist(), self.sizes[:_MAX_SHOWN].tolist(), strict=True)
         texts = [
             "[" + ", ".join(f"{o}:{o + s}" for o, s in zip(offsets, sizes, strict=True)) + "]"
             for offsets, sizes in shown
         ]
-        if len(self) > _SHOWN:
-            texts.append(f"and {len(self) - _SHOWN} more")
+        if len(self) > _MAX_SHOWN:
+            texts.append(f"and {len(self) - _MAX_SHOWN} more")
         return f"Boxes({' '.join(texts)})" if texts else f"Boxes(none of {self.ndim} dimensions)"
 
     @property
@@ -119,11 +119,11 @@ class Boxes:
 
     @property
     def ends(self) -> Int64s:
-        """(n, d) one past the last index of each box."""
+        """(n, d) index after the last one of each box."""
         return self.offsets + self.sizes
 
     def volumes(self) -> Int64s:
-        """(n,) elements of each box.
+        """(n,) number of elements of each box.
 
         Raises:
             OverflowError: a box has 2**63 - 1 elements or more.
@@ -140,7 +140,7 @@ class Boxes:
         return volumes
 
     def nonempty(self) -> NDArray[np.bool_]:
-        """(n,) whether each box holds at least one element.
+        """(n,) True for each box that contains at least one element.
 
         >>> Boxes.of(((0,), (2,)), ((4,), (0,))).nonempty().tolist()
         [True, False]
@@ -149,7 +149,7 @@ class Boxes:
         return nonempty
 
     def inside(self, shapes: Sequence[int] | Int64s) -> NDArray[np.bool_]:
-        """(n,) whether each box lies within a tensor of this shape, or box ``i`` within ``shapes[i]``.
+        """(n,) True for each box that lies within a tensor of this shape, or box ``i`` within ``shapes[i]``.
 
         No sum can overflow, so columns from an untrusted file are allowed.
 
@@ -213,10 +213,10 @@ def row_major_strides(shape: Sequence[int]) -> list[int]:
 
 
 def stable_order(keys: Int64s) -> Int64s:
-    """The order that sorts `keys`, stable: equal to ``np.argsort(keys, kind="stable")``.
+    """The order that sorts `keys`, equal to ``np.argsort(keys, kind="stable")``.
 
-    numpy sorts plain integers with vector instructions, but not their order. So where a key and a row number
-    fit into 63 bits, both are sorted as one integer, which is several times faster.
+    numpy sorts integers with vector instructions, but not their row numbers. So if a key and a row number fit
+    into 63 bits, this function sorts both as one integer, which is several times faster.
 
     Args:
         keys: (n,) int64.

@@ -12,17 +12,17 @@ __all__ = ["cut"]
 def cut(boxes: Boxes, max_elements: int | Int64s) -> tuple[Boxes, Int64s]:
     """Cuts every box into pieces of at most `max_elements`, each contiguous in its box's row-major order.
 
-    A box is cut along dimension 0 into blocks of as many whole rows as fit. Where one row does not fit, each
-    row is cut along dimension 1 in the same way, and so on. All pieces of a box thus have one index along the
-    first dimensions, a block of them along the next, and everything after it.
+    The function cuts a box along dimension 0 into blocks of as many whole rows as fit. If one row does not
+    fit, it cuts each row along dimension 1 in the same way, and so on. Each piece of a box thus has one index
+    along the first dimensions, a block of indices along the next, and all indices along the others.
 
     Args:
         boxes: n boxes.
         max_elements: limit for all boxes, or (n,) limits; at least 1.
 
     Returns:
-        The pieces, and (m,) int64, the row of the box that each comes from. Pieces keep the order of the
-        boxes and, within a box, the row-major order of its elements. An empty box has no pieces.
+        The pieces, and (m,) int64, the row of each piece's box. Pieces are in the order of the boxes and,
+        within a box, in the row-major order of its elements. An empty box has no pieces.
 
     Raises:
         ValueError: a limit is below 1.
@@ -42,7 +42,7 @@ def cut(boxes: Boxes, max_elements: int | Int64s) -> tuple[Boxes, Int64s]:
     if ((volumes > 0) & (volumes <= limits)).all():
         return boxes, every
 
-    # Of each box: the dimension that is cut into blocks, indices a block, blocks, pieces.
+    # For each box: the dimension that is cut into blocks, indices per block, blocks, pieces.
     row_volumes = suffix_volumes(boxes.sizes)[:, 1:]
     axis = np.argmax(row_volumes <= limits[:, None], axis=1)
     along = boxes.sizes[every, axis]
@@ -51,7 +51,7 @@ def cut(boxes: Boxes, max_elements: int | Int64s) -> tuple[Boxes, Int64s]:
     before = np.where(np.arange(d) < axis[:, None], boxes.sizes, 1)
     pieces = np.where(volumes > 0, blocks * before.prod(axis=1), 0)
 
-    # Of each piece: its box, and where it starts in the box, from its number among the box's pieces.
+    # For each piece: its box, and its start in the box, computed from its number among the box's pieces.
     parent = np.repeat(every, pieces)
     number = np.arange(len(parent)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     number, position = np.divmod(number, blocks[parent])

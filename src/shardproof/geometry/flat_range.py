@@ -15,18 +15,18 @@ __all__ = ["flat_range_boxes", "flat_range_of"]
 def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Boxes, Int64s]:
     """Describes a range of a tensor's row-major elements by boxes.
 
-    From the range's beginning the boxes grow (part of a row, rows up to the end of a matrix, ...) until the
-    outermost dimension that the range crosses, and then shrink again: at most two for each dimension but that
-    one, so 2 n - 1 for n dimensions.
+    From the start of the range the boxes grow (part of a row, rows up to the end of a matrix, ...) up to the
+    outermost dimension that the range crosses. Then they shrink again. Each dimension but the outermost has
+    at most two boxes, so n dimensions have at most 2 n - 1.
 
     Args:
-        shape: of the tensor.
+        shape: shape of the tensor.
         start: first element.
-        stop: one past the last.
+        stop: element after the last.
 
     Returns:
         The boxes in row-major order, each contiguous in the range; and (k,) int64, the first element of each,
-        counted from the start of the range: its position in a buffer that holds the range.
+        counted from the start of the range. That is its position in a buffer that contains the range.
 
     Raises:
         ValueError: the range does not lie within the tensor.
@@ -36,7 +36,7 @@ def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Boxes
     """
     if not 0 <= start <= stop <= prod(shape):
         raise ValueError(
-            f"[{start}, {stop}) is no range of the {prod(shape)} elements of shape {tuple(shape)}"
+            f"[{start}, {stop}) is not a range of the {prod(shape)} elements of shape {tuple(shape)}"
         )
     if start == stop:
         return Boxes.empty(len(shape)), np.zeros(0, np.int64)
@@ -46,7 +46,7 @@ def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Boxes
     pairs, starts = [], []
     position = start
     while position < stop:
-        # The outermost dimension along which the range holds at least one whole index from here.
+        # The outermost dimension along which the rest of the range contains at least one whole index.
         axis = next(
             k for k, stride in enumerate(strides) if position % stride == 0 and position + stride <= stop
         )
@@ -62,11 +62,11 @@ def flat_range_of(shape: Sequence[int], boxes: Boxes) -> tuple[int, int]:
     """Finds the range of row-major elements that boxes form together: the inverse of `flat_range_boxes`.
 
     Args:
-        shape: of the tensor.
-        boxes: in any order. Empty boxes are ignored; without others, the range is (0, 0).
+        shape: shape of the tensor.
+        boxes: boxes in any order. Empty boxes are ignored. If all are empty, the range is (0, 0).
 
     Returns:
-        First element, and one past the last.
+        The first element, and the element after the last.
 
     Raises:
         ValueError: a box is not within the tensor, or the boxes are not one contiguous range of it.
@@ -82,7 +82,7 @@ def flat_range_of(shape: Sequence[int], boxes: Boxes) -> tuple[int, int]:
         raise ValueError(f"{boxes.take(outside)} are not within shape {tuple(shape)}")
     if not len(boxes):
         return 0, 0
-    # Elements of a tensor too large for int64 are counted by Python's integers.
+    # A tensor may have more elements than int64 can count; Python's integers have no limit.
     strides = np.array(row_major_strides(shape), np.int64 if prod(shape) <= INT64_MAX else object)
     firsts = (boxes.offsets * strides).sum(axis=1)
     stops = firsts + ((boxes.sizes - 1) * strides).sum(axis=1) + 1

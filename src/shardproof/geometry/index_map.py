@@ -1,4 +1,4 @@
-"""Maps a local index space into a global one by translating boxes, and sees axes as several."""
+"""Maps a local index space into a global one by translating boxes, and splits axes into factors."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["IndexMap", "axis_weights", "compose", "flat_shard", "split_axes"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IndexMap:
-    """The position of a local array's elements in a global one: each local box is translated.
+    """The position of a local array's elements in a global array: each local box is translated.
 
-    Local elements in no box are padding and have no position. No element may be in two boxes.
+    Local elements outside all boxes are padding and have no position. No element may be in two boxes.
 
     Args:
         local_shape: shape of the local array.
-        global_shape: shape of the global one, of as many dimensions.
+        global_shape: shape of the global array, with the same number of dimensions.
         local: n boxes of the local array.
         offsets: (n, d) int64, global offsets of each local box.
 
@@ -45,8 +45,8 @@ class IndexMap:
     def __post_init__(self) -> None:
         if not self.local.ndim == len(self.local_shape) == len(self.global_shape):
             raise ValueError(
-                f"an index map of {self.local_shape} in {self.global_shape} needs boxes of as many"
-                f" dimensions, found {self.local.ndim}"
+                f"an index map needs one number of dimensions: local shape {self.local_shape}, global shape "
+                f"{self.global_shape}, boxes of {self.local.ndim} dimensions"
             )
         for name, boxes, shape in (
             ("local", self.local, self.local_shape),
@@ -75,8 +75,8 @@ def compose(outer: IndexMap, inner: IndexMap) -> IndexMap:
     """Maps the local array of `inner` into the global array of `outer`.
 
     Args:
-        outer: index map whose local array is the global one of `inner`.
-        inner: index map; its elements in no box of `outer` are padding in the result.
+        outer: index map whose local array is the global array of `inner`.
+        inner: index map. Its elements outside all boxes of `outer` are padding in the result.
 
     Raises:
         ValueError: the shapes of the array between the two maps differ.
@@ -89,7 +89,8 @@ def compose(outer: IndexMap, inner: IndexMap) -> IndexMap:
     """
     if inner.global_shape != outer.local_shape:
         raise ValueError(
-            f"cannot put an array of {inner.global_shape} where one of {outer.local_shape} belongs"
+            f"cannot compose index maps: the inner one maps into shape {inner.global_shape}, the outer one "
+            f"maps from shape {outer.local_shape}"
         )
     i, o = overlapping_pairs(inner.placed, outer.local)
     between = intersect(inner.placed.take(i), outer.local.take(o))
@@ -99,21 +100,21 @@ def compose(outer: IndexMap, inner: IndexMap) -> IndexMap:
 
 
 def flat_shard(index_map: IndexMap, start: int, stop: int) -> tuple[Boxes, Int64s, Int64s]:
-    """Describes a 1-D buffer that holds a range of the row-major elements of a local array.
+    """Describes a 1-D buffer that contains a range of the row-major elements of a local array.
 
     Args:
-        index_map: from the local array to the global one; `IndexMap.whole` if they are the same.
-        start: first element of the local array that the buffer holds.
-        stop: one past the last.
+        index_map: map from the local array to the global one; `IndexMap.whole` if they are the same.
+        start: first element of the local array in the buffer.
+        stop: element after the last.
 
     Returns:
-        k boxes of the global array; (k,) int64, the element of the buffer that is each box's first; and
-        (k, d) int64, elements of the buffer between neighbours along each dimension of a box.
+        k boxes of the global array; (k,) int64, the position in the buffer of each box's first element; and
+        (k, d) int64, the strides of each box in the buffer, in elements.
 
     Raises:
         ValueError: the range does not lie within the local array.
 
-    Columns 4 to 8 of a (2, 8) weight, of which the buffer holds all but the first two elements:
+    The local array is columns 4 to 8 of a (2, 8) weight. The buffer contains all but its first two elements:
 
     >>> columns = IndexMap((2, 4), (2, 8), Boxes.whole((2, 4)), np.array([[0, 4]]))
     >>> boxes, starts, strides = flat_shard(columns, 2, 8)
@@ -122,14 +123,14 @@ def flat_shard(index_map: IndexMap, start: int, stop: int) -> tuple[Boxes, Int64
     """
     ranges, _ = flat_range_boxes(index_map.local_shape, start, stop)
     r, e = overlapping_pairs(ranges, index_map.local)
-    held = intersect(ranges.take(r), index_map.local.take(e))
+    local = intersect(ranges.take(r), index_map.local.take(e))
     strides = np.array(row_major_strides(index_map.local_shape), np.int64)
-    boxes = Boxes(held.offsets - index_map.local.offsets[e] + index_map.offsets[e], held.sizes)
-    return boxes, held.offsets @ strides - start, np.tile(strides, (len(boxes), 1))
+    boxes = Boxes(local.offsets - index_map.local.offsets[e] + index_map.offsets[e], local.sizes)
+    return boxes, local.offsets @ strides - start, np.tile(strides, (len(boxes), 1))
 
 
 def split_axes(boxes: Boxes, factors: Sequence[Sequence[int]]) -> tuple[Boxes, Int64s]:
-    """Converts boxes to an array whose axes are split into several: 12 rows to 3 groups of 4.
+    """Converts boxes to an array whose axes are split, for example an axis of 12 rows into 3 groups of 4.
 
     A box that does not consist of whole groups becomes several boxes.
 
@@ -138,7 +139,7 @@ def split_axes(boxes: Boxes, factors: Sequence[Sequence[int]]) -> tuple[Boxes, I
         factors: for each axis the sizes of its factors, slowest first.
 
     Returns:
-        The boxes in the split axes, and for each the row of the box that it is a part of.
+        The boxes in the split axes, and the row of the original box of each.
 
     >>> boxes, rows = split_axes(Boxes.of(((2, 0), (9, 2))), ((3, 4), (2,)))
     >>> boxes, rows.tolist()
@@ -147,8 +148,8 @@ def split_axes(boxes: Boxes, factors: Sequence[Sequence[int]]) -> tuple[Boxes, I
     source = np.arange(len(boxes))
     axis = 0
     for sizes in factors:
-        for place in range(len(sizes) - 1):
-            boxes, rows = _split(boxes, axis, prod(sizes[place + 1 :]))
+        for position in range(len(sizes) - 1):
+            boxes, rows = _split(boxes, axis, prod(sizes[position + 1 :]))
             source = source[rows]
             axis += 1
         axis += 1
@@ -156,7 +157,7 @@ def split_axes(boxes: Boxes, factors: Sequence[Sequence[int]]) -> tuple[Boxes, I
 
 
 def _split(boxes: Boxes, axis: int, length: int) -> tuple[Boxes, Int64s]:
-    """Splits one axis into rows: a box becomes the end of a row, whole rows, and the beginning of a row."""
+    """Splits one axis into rows. A box becomes the end of a row, whole rows, and the start of a row."""
     start, stop = boxes.offsets[:, axis], boxes.ends[:, axis]
     row = start // max(length, 1)
     column = start - row * length
@@ -169,11 +170,11 @@ def _split(boxes: Boxes, axis: int, length: int) -> tuple[Boxes, Int64s]:
         (last > full, full, last - full, zeros, zeros + length),
         (last >= full, last, ones, zeros, stop - last * length),
     )
-    rows = [np.flatnonzero(there & (sizes > 0)) for there, _, _, _, sizes in parts]
+    rows = [np.flatnonzero(exists & (sizes > 0)) for exists, _, _, _, sizes in parts]
     source = np.concatenate(rows)
 
-    def column_of(place: int) -> Int64s:
-        return np.concatenate([part[place][at] for part, at in zip(parts, rows, strict=True)])
+    def column_of(position: int) -> Int64s:
+        return np.concatenate([part[position][at] for part, at in zip(parts, rows, strict=True)])
 
     offsets = np.insert(boxes.offsets[source], axis, column_of(1), axis=1)
     sizes = np.insert(boxes.sizes[source], axis, column_of(2), axis=1)
@@ -183,7 +184,7 @@ def _split(boxes: Boxes, axis: int, length: int) -> tuple[Boxes, Int64s]:
 
 
 def axis_weights(factors: Sequence[Sequence[int]]) -> Int64s:
-    """(split axes, axes) int64: an index in the split axes, times this matrix, is the index in the axes.
+    """(split axes, axes) int64: an index in the split axes, times this matrix, is the original index.
 
     >>> (np.array([2, 1, 1]) @ axis_weights(((3, 4), (2,)))).tolist()
     [9, 1]
@@ -191,7 +192,7 @@ def axis_weights(factors: Sequence[Sequence[int]]) -> Int64s:
     weights = np.zeros((sum(map(len, factors)), len(factors)), np.int64)
     row = 0
     for axis, sizes in enumerate(factors):
-        for place in range(len(sizes)):
-            weights[row, axis] = prod(sizes[place + 1 :])
+        for position in range(len(sizes)):
+            weights[row, axis] = prod(sizes[position + 1 :])
             row += 1
     return weights

@@ -12,13 +12,13 @@ _FANOUT = 4
 """Children of a node in the tree of bounding boxes."""
 _FEW_BOXES = 16
 _FEW_PAIRS = 1 << 14
-"""Up to so many boxes on a side, or pairs, testing all pairs is faster than building a tree."""
+"""Up to this many boxes on one side, or pairs, testing all pairs is faster than building a tree."""
 _BATCH_PAIRS = 1 << 15
-"""Pairs that are searched together, which bounds the memory of a search."""
+"""Pairs in one batch, which bounds the memory of a search."""
 
 
 def intersect(a: Boxes, b: Boxes) -> Boxes:
-    """Intersects boxes row by row; boxes with no common element give a size of 0.
+    """Intersects boxes row by row. Boxes without a common element give a size of 0.
 
     Args:
         a: n boxes, or one for all of `b`.
@@ -34,11 +34,11 @@ def intersect(a: Boxes, b: Boxes) -> Boxes:
 def overlapping_pairs(a: Boxes, b: Boxes) -> tuple[Int64s, Int64s]:
     """Finds all pairs of a box of `a` and a box of `b` that share at least one element.
 
-    The boxes of `b` are packed into a tree of bounding boxes (sort-tile-recursive packing; Leutenegger, Lopez
-    and Edgington, 1997), which the boxes of `a` descend level by level, many together. For boxes that overlap
-    few others, as tilings do, this takes n log n.
+    The function packs the boxes of `b` into a tree of bounding boxes (sort-tile-recursive packing;
+    Leutenegger, Lopez and Edgington, 1997). Batches of boxes of `a` descend the tree level by level. If each
+    box overlaps few others, as in tilings, this takes n log n.
 
-    To search several tensors at once, give the boxes one more dimension: the tensor's number, of size 1.
+    To search several tensors at once, add a dimension to the boxes: the tensor's number, of size 1.
 
     Args:
         a: boxes of d dimensions.
@@ -82,10 +82,10 @@ def overlapping_pairs(a: Boxes, b: Boxes) -> tuple[Int64s, Int64s]:
 
 
 def _tree(boxes: Boxes, queries: int) -> tuple[Int64s, list[tuple[Int64s, Int64s]]]:
-    """Packs boxes into a tree: their order, and each level's low and high corners, root first.
+    """Packs boxes into a tree. Returns their order, and each level's low and high corners, root first.
 
-    Node ``i`` of a level bounds nodes ``i * _FANOUT`` and following of the next; the last level is the boxes
-    themselves. For few boxes or queries it is the only level.
+    Node ``i`` of a level bounds `_FANOUT` nodes of the next level, from ``i * _FANOUT`` on. The last level is
+    the boxes themselves. For few boxes or queries it is the only level.
     """
     n = len(boxes)
     if min(n, queries) <= _FEW_BOXES or n * queries <= _FEW_PAIRS:
@@ -103,8 +103,8 @@ def _tree(boxes: Boxes, queries: int) -> tuple[Int64s, list[tuple[Int64s, Int64s
 def _tiled_order(boxes: Boxes) -> Int64s:
     """Orders boxes such that neighbours in the order are neighbours in space.
 
-    The boxes are sorted by their centres along dimension 0 and split into slabs of equal count, each slab is
-    sorted and split along dimension 1, and so on.
+    The function sorts the boxes by their centres along dimension 0 and splits them into slabs of equal count.
+    It sorts and splits each slab along dimension 1, and so on.
     """
     n, d = len(boxes), boxes.ndim
     centres = boxes.offsets + boxes.sizes // 2
@@ -112,7 +112,7 @@ def _tiled_order(boxes: Boxes) -> Int64s:
     order = np.arange(n)
     for k in range(d):
         order = np.lexsort((centres[:, k], slab))
-        # The boxes of one leaf's parent are shared evenly among the remaining dimensions.
+        # The remaining dimensions divide the boxes evenly, down to one parent of leaves.
         splits = max(1, round((n / _FANOUT / (slab.max(initial=0) + 1)) ** (1 / (d - k))))
         counts = np.bincount(slab)
         within = np.arange(n) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,4 +1,4 @@
-"""Boxes of tensors that differ in their number of dimensions: ragged rows in flat columns."""
+"""Boxes of different numbers of dimensions: ragged rows in flat columns."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["BoxTable", "consecutive", "row_pointers"]
 
 
 def row_pointers(counts: Int64s | Sequence[int]) -> Int64s:
-    """(n + 1,) where each of n ragged rows begins in its flat column; the last is the column's length.
+    """(n + 1,) start of each of n ragged rows in its flat column, then the column's length.
 
     Args:
-        counts: (n,) entries of each row.
+        counts: (n,) number of entries of each row.
 
     >>> row_pointers([2, 0, 3]).tolist()
     [0, 2, 2, 5]
@@ -43,10 +43,10 @@ def consecutive(first: Int64s, count: Int64s) -> Int64s:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoxTable:
-    """``n`` boxes, each of its own number of dimensions.
+    """``n`` boxes, each with its own number of dimensions.
 
-    Box ``i`` has its offsets in ``offsets[start[i]:start[i + 1]]`` and its sizes at the same places of
-    ``sizes``. `Boxes` holds boxes of one number of dimensions; `groups` and `of_groups` convert.
+    Box ``i`` has the offsets ``offsets[start[i]:start[i + 1]]`` and the same range of ``sizes``.
+    `groups` and `of_groups` convert to and from `Boxes`.
 
     Example:
         >>> table = BoxTable.of([1, 0, 2], np.array([4, 0, 8]), np.array([9, 2, 3]))
@@ -63,7 +63,7 @@ class BoxTable:
 
     @staticmethod
     def of(ndim: Int64s | Sequence[int], offsets: Int64s, sizes: Int64s) -> BoxTable:
-        """The table of boxes whose numbers of dimensions are known.
+        """A table from the number of dimensions of each box.
 
         Args:
             ndim: (n,) dimensions of each box.
@@ -74,11 +74,11 @@ class BoxTable:
 
     @staticmethod
     def of_groups(ndim: Int64s | Sequence[int], groups: Iterable[tuple[Int64s, Boxes]]) -> BoxTable:
-        """The table of boxes that stand in groups of one number of dimensions each.
+        """A table from groups of boxes, each group of one number of dimensions.
 
         Args:
             ndim: (n,) dimensions of each row.
-            groups: rows, and the boxes of those rows. Together the groups have each row once.
+            groups: rows, and the boxes of those rows. Each row is in exactly one group.
 
         >>> groups = [(np.array([1]), Boxes.whole((5,))), (np.array([0, 2]), Boxes.of(((), ()), ((), ())))]
         >>> BoxTable.of_groups([0, 1, 0], groups).volumes().tolist()
@@ -111,7 +111,7 @@ class BoxTable:
 
         Args:
             rows: (k,) rows in any order.
-            ndim: dimensions that each of these rows has.
+            ndim: number of dimensions of all these rows.
 
         >>> BoxTable.of([0, 1, 1], np.array([4, 6]), np.array([1, 2])).boxes(np.array([2, 1]), 1)
         Boxes([6:8] [4:5])
@@ -120,7 +120,7 @@ class BoxTable:
         return Boxes(self.offsets[at], self.sizes[at])
 
     def groups(self) -> Iterator[tuple[Int64s, Boxes]]:
-        """Rows and their boxes, by ascending number of dimensions."""
+        """Yields rows and their boxes, by ascending number of dimensions."""
         ndim = self.ndim
         for dimensions in np.unique(ndim).tolist():
             rows = np.flatnonzero(ndim == dimensions)
@@ -162,11 +162,11 @@ class BoxTable:
         """Cuts each box into parts of limited size, as `geometry.cut` does.
 
         Args:
-            max_elements: (n,) elements that a part of each box may have.
+            max_elements: (n,) maximum number of elements of a part of each box.
 
         Returns:
-            The parts, by box and in row-major order within it; (k,) the row of the box of each part; (k,) the
-            part's first element in the row-major order of its box.
+            The parts, by box, then in row-major order of the box; (k,) row of each part's box; (k,) first
+            element of each part in the row-major order of its box.
 
         >>> boxes = BoxTable.of([0, 2], np.array([4, 0]), np.array([2, 3]))
         >>> parts, box, first = boxes.cut(np.array([9, 3]))

@@ -1,4 +1,4 @@
-"""Proves that boxes cover tensors exactly once, or finds the fault. Finds equal boxes.
+"""Proves that boxes cover tensors exactly once, or finds the fault. Finds distinct boxes.
 
 Note: Why corners prove a tiling
 --------------------------------
@@ -6,16 +6,16 @@ Let H(x) be 1 where no coordinate of x is negative, and 0 elsewhere. The indicat
 sum of sign(c) H(x - c) over its 2**d corners c. A corner takes the low or the high (exclusive) border along
 each dimension; its sign is -1 for an odd number of high ones. Add the corners of all boxes of a tensor,
 subtract those of the tensor itself, cancel opposite signs at equal points, and let p be the lexicographically
-smallest point left over. No other point left over is at most p in every coordinate, so of all the terms only
-those at p count there: the number of boxes that hold p, less 1, is the sum of the signs left at p. Therefore
+smallest point left over. No other point left over is at most p in every coordinate. So at p only the terms at
+p count: the number of boxes that contain p, less 1, is the sum of the signs left at p. Therefore
 
-- the boxes cover the tensor exactly once if and only if nothing is left over: n 2**d log n for n boxes;
-- otherwise p is a witness, covered not at all (a gap) or more than once (an overlap).
+- the boxes cover the tensor exactly once if and only if no point is left over: n 2**d log n for n boxes;
+- otherwise p is a witness: either no box contains it (a gap), or several do (an overlap).
 
-To compare, no signs are added up. A corner to be subtracted moves to the other side: the boxes' even corners
-and the tensor's odd ones on the left, the boxes' odd and the tensor's even ones on the right. Both sides
-have 2**(d-1) points for each box and tensor, so once they are sorted, each tensor's points stand at the same
-places of both, and p is the smaller of the first two that differ.
+The comparison adds up no signs. It moves each corner that is subtracted to the other side. The left side has
+the boxes' even corners and the tensor's odd ones, the right side the others. Both sides have 2**(d-1) points
+for each box and tensor. So in the sorted sides each tensor's points have the same positions, and p is the
+smaller of the first two points that differ.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ from shardproof.geometry.boxes import INT64_MAX, Boxes, Int64s, stable_order
 
 __all__ = ["TilingFault", "deduplicate", "tiling_faults"]
 
-_MOST_CORNERS = 1 << 27
-"""Corners that are compared at once, 1 GiB. Tensors are proved in parts below this limit. A single tensor
-above it (a few boxes of many dimensions) is refused."""
-_MOST_LARGE_CORNERS = 1 << 22
-"""The same limit where int64 cannot count the points, so that a corner is a Python integer."""
+_MAX_CORNERS = 1 << 27
+"""Maximum number of corners in one comparison, 1 GiB. Above it, `_left_over` divides the tensors. A single
+tensor above it (a few boxes of many dimensions) is an error."""
+_MAX_LARGE_CORNERS = 1 << 22
+"""The same limit if int64 cannot count the points, so that each corner is a Python integer."""
 
 
 @dataclass(frozen=True, slots=True)
 class TilingFault:
-    """A place where the boxes of a tensor do not cover it exactly once."""
+    """A region where the boxes of a tensor do not cover it exactly once."""
 
     tensor: int
     """Row of the tensor."""
     kind: Literal["gap", "overlap", "out of bounds"]
     offsets: tuple[int, ...]
-    """Offsets of a region that no box covers, that several boxes share, or that is out of bounds."""
+    """Offsets of the region: no box covers it, several boxes share it, or it is out of bounds."""
     sizes: tuple[int, ...]
     """Sizes of the region."""
     boxes: tuple[int, ...]
-    """Rows of the offending boxes, ascending; none for a gap."""
+    """Rows of the boxes at fault, ascending; none for a gap."""
 
 
 def tiling_faults(shapes: Int64s, tensor: Int64s, boxes: Boxes) -> list[TilingFault]:
     """Proves that the boxes of each tensor cover it exactly once, or finds where they do not.
 
-    Empty boxes count for nothing, so a tensor without elements needs no boxes; a scalar needs exactly one.
-    The time is in n 2**d log n (note "Why corners prove a tiling"), where d counts only dimensions along
-    which some box does not span its tensor.
+    Empty boxes are ignored, so a tensor without elements needs no boxes. A scalar needs exactly one. The time
+    is in n 2**d log n (note "Why corners prove a tiling"), where d counts only dimensions along which some
+    box does not span its tensor.
 
     Args:
         shapes: (t, d) int64, shapes of the tensors.
@@ -65,11 +65,11 @@ def tiling_faults(shapes: Int64s, tensor: Int64s, boxes: Boxes) -> list[TilingFa
         boxes: n boxes.
 
     Returns:
-        At most one fault a tensor, sorted by tensor. None at all is the proof.
+        At most one fault per tensor, sorted by tensor. An empty list is the proof.
 
     Raises:
-        ValueError: the arguments do not fit each other, or the boxes of one tensor have more than 2**27
-            corners (2**22 if it has more points than int64 counts).
+        ValueError: the arguments have different sizes, or the boxes of one tensor have more than 2**27
+            corners (2**22 if it has more points than int64 can count).
 
     >>> shapes = np.array([[4, 4], [2, 2]])
     >>> boxes = Boxes.of(((0, 0), (4, 2)), ((0, 2), (3, 2)), ((0, 0), (2, 2)))
@@ -78,7 +78,7 @@ def tiling_faults(shapes: Int64s, tensor: Int64s, boxes: Boxes) -> list[TilingFa
     """
     _check_arguments(shapes, tensor, boxes)
     rows = np.flatnonzero(boxes.nonempty())
-    outside = rows[~_of(boxes, rows).inside(shapes[_at(tensor, rows)])]
+    outside = rows[~_select_boxes(boxes, rows).inside(shapes[_select(tensor, rows)])]
     wrong, where = np.unique(tensor[outside], return_index=True)
     faults = [
         TilingFault(t, "out of bounds", *boxes.pair(row), (row,))
@@ -89,9 +89,9 @@ def tiling_faults(shapes: Int64s, tensor: Int64s, boxes: Boxes) -> list[TilingFa
     proved[wrong] = False
     tensors = np.flatnonzero(proved)
     if len(tensors) == len(shapes):
-        points = _left_over(shapes, _at(tensor, rows), _of(boxes, rows))
+        points = _left_over(shapes, _select(tensor, rows), _select_boxes(boxes, rows))
     else:
-        number = np.cumsum(proved) - 1  # of each tensor among those
+        number = np.cumsum(proved) - 1  # row of each tensor in `tensors`
         rows = rows[proved[tensor[rows]]]
         points = _left_over(shapes[tensors], number[tensor[rows]], boxes.take(rows))
     if points:
@@ -103,41 +103,45 @@ def tiling_faults(shapes: Int64s, tensor: Int64s, boxes: Boxes) -> list[TilingFa
     return sorted(faults, key=lambda fault: fault.tensor)
 
 
-def _at(column: Int64s, rows: Int64s) -> Int64s:
-    """Ascending rows of a column; no copy if all rows are chosen."""
+def _select(column: Int64s, rows: Int64s) -> Int64s:
+    """Ascending rows of a column, without a copy if these are all rows."""
     return column if len(rows) == len(column) else column[rows]
 
 
-def _of(boxes: Boxes, rows: Int64s) -> Boxes:
-    """Ascending rows of boxes; no copy if all rows are chosen."""
+def _select_boxes(boxes: Boxes, rows: Int64s) -> Boxes:
+    """Ascending rows of boxes, without a copy if these are all rows."""
     return boxes if len(rows) == len(boxes) else boxes.take(rows)
 
 
 def _check_arguments(shapes: Int64s, tensor: Int64s, boxes: Boxes) -> None:
     if shapes.ndim != 2 or shapes.shape[1] != boxes.ndim:
-        raise ValueError(f"boxes of {boxes.ndim} dimensions cannot tile tensors of shapes {shapes.shape}")
+        raise ValueError(
+            f"boxes of {boxes.ndim} dimensions need shapes of (tensors, {boxes.ndim}), found {shapes.shape}"
+        )
     if tensor.shape != (len(boxes),):
-        raise ValueError(f"{len(boxes)} boxes need as many tensors, found an array of shape {tensor.shape}")
+        raise ValueError(f"{len(boxes)} boxes need as many tensor rows, found shape {tensor.shape}")
     if len(tensor) and not 0 <= tensor.min() <= tensor.max() < len(shapes):
-        raise ValueError(f"boxes name tensors {tensor.min()} to {tensor.max()}, there are {len(shapes)}")
+        raise ValueError(
+            f"boxes refer to tensor rows {tensor.min()} to {tensor.max()} of {len(shapes)} tensors"
+        )
 
 
 def _left_over(shapes: Int64s, tensor: Int64s, boxes: Boxes) -> list[tuple[int, Int64s]]:
     """For each tensor that is not tiled, its row and the smallest point left over.
 
-    All boxes and tensors hold elements, all boxes lie within their tensor.
+    No box and no tensor is empty, and every box lies within its tensor.
     """
     # A dimension that every box spans adds nothing to the proof. If there is no other, all boxes equal their
-    # tensor (scalars too) and count as boxes of one element in a line of one element.
+    # tensor (scalars too), and the code below treats each as a box of one element in a line of one element.
     split = [k for k in range(boxes.ndim) if (boxes.sizes[:, k] != shapes[tensor, k]).any()]
     lengths = shapes[:, split] if split else np.ones((len(shapes), 1), np.int64)
 
-    # A corner is the number of its point among all points of all tensors, so that it sorts by tensor, then
-    # lexicographically. If int64 cannot count the points, Python's integers do. The test is in floating
-    # point, with a margin wider than its error.
+    # A corner is the number of its point among all points of all tensors. So it sorts by tensor, then
+    # lexicographically. If int64 cannot count the points, the corners are Python integers. The test uses
+    # floating point, with a margin larger than its error.
     fits = bool((lengths + 1.0).prod(axis=1).sum() < 2.0**62)
     corners = (len(boxes) + len(shapes)) << lengths.shape[1]
-    if corners > (_MOST_CORNERS if fits else _MOST_LARGE_CORNERS):
+    if corners > (_MAX_CORNERS if fits else _MAX_LARGE_CORNERS):
         return _left_over_in_parts(shapes, tensor, boxes)
     dtype: Any = np.int64 if fits else object
     bases = np.append(np.zeros(1, dtype), (lengths.astype(dtype) + 1).prod(axis=1).cumsum())
@@ -207,7 +211,7 @@ def _fault_at(point: Int64s, tensor: int, shape: Int64s, rows: Int64s, boxes: Bo
         low, high = own.offsets[holds].max(axis=0), own.ends[holds].min(axis=0)
         kind: Literal["gap", "overlap"] = "overlap"
     else:
-        # Grow the gap along one dimension after the other up to the nearest box in the way.
+        # The gap grows along one dimension after the other up to the nearest box in its way.
         low, high = point, point + 1
         kind = "gap"
         for k in reversed(range(len(shape))):
@@ -228,8 +232,7 @@ def deduplicate(tensor: Int64s, boxes: Boxes) -> tuple[Int64s, Int64s]:
         boxes: n boxes.
 
     Returns:
-        (m,) first row of each distinct (tensor, box); (n,) for each row the position of its equal among
-        those.
+        (m,) first row of each distinct (tensor, box); (n,) for each row the position of its distinct box.
 
     >>> rows, inverse = deduplicate(np.array([1, 0, 1]), Boxes.of(((0,), (4,)), ((0,), (4,)), ((0,), (4,))))
     >>> rows.tolist(), inverse.tolist()
@@ -237,7 +240,7 @@ def deduplicate(tensor: Int64s, boxes: Boxes) -> tuple[Int64s, Int64s]:
     """
     n = len(boxes)
     if tensor.shape != (n,):
-        raise ValueError(f"{n} boxes need as many tensors, found an array of shape {tensor.shape}")
+        raise ValueError(f"{n} boxes need as many tensor rows, found shape {tensor.shape}")
     if n == 0:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     keys = _packed([tensor, *boxes.offsets.T, *boxes.sizes.T])
@@ -255,13 +258,13 @@ def deduplicate(tensor: Int64s, boxes: Boxes) -> tuple[Int64s, Int64s]:
 
 
 def _packed(columns: list[Int64s]) -> list[Int64s]:
-    """Columns of the same lexicographic order, packed into as few int64 keys as their ranges allow.
+    """Packs columns into as few int64 keys as their ranges allow, in the same lexicographic order.
 
     >>> _packed([np.array([5, 6]), np.array([-1, 1])])[0].tolist()
     [0, 5]
     """
     keys: list[Int64s] = []
-    room = 0  # distinct values of one more column that the last key can take
+    room = 0  # distinct values of the next column that fit into the last key
     for column in columns:
         low, high = int(column.min()), int(column.max())
         extent = high - low + 1

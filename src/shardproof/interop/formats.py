@@ -21,7 +21,11 @@ READERS: Mapping[str, str] = {
 }
 """Name of each format and where its reader is, in the order in which a path is looked at."""
 
-WRITERS: Mapping[str, str] = {}
+WRITERS: Mapping[str, str] = {
+    "shardproof": "shardproof_writer:ShardproofWriter",
+    "safetensors": "safetensors_writer:SafetensorsWriter",
+    "hf": "safetensors_writer:HuggingFaceWriter",
+}
 """Name of each format that can be written and where its writer is."""
 
 

@@ -1,8 +1,9 @@
 """Reads a pickle as data. Nothing that the pickle names is imported or called.
 
 The reader interprets the opcodes of protocols 0 to 5 itself. A pickle refers to classes and functions by
-name; the caller gives a table of names and of functions that build a plain value for each. A name that is
-not in the table becomes an `Opaque`, which records the name and the arguments and does nothing.
+name; the caller gives a table of names and of functions that build a plain value for each, and a table of
+names that stand for a value. A name in neither table becomes an `Opaque`, which records the name and the
+arguments and does nothing.
 
 Memory is bounded by the length of the pickle: an opcode makes at most one object, lengths are checked
 against the bytes that are left, and the memo is a dict, so a large memo index costs nothing.
@@ -14,13 +15,25 @@ from __future__ import annotations
 
 import codecs
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from shardproof.errors import FormatError
 
-__all__ = ["Opaque", "Pickle", "read_pickle"]
+__all__ = ["Bytes", "Opaque", "Pickle", "Unfinished", "check_keys", "read_pickle"]
+
+_MOST_KEY_TUPLES = 1000
+"""Tuples inside a key of a dict or an element of a set, at most. Python hashes them recursively, and a tuple
+that is in a key many times is hashed as many times."""
+
+
+class Bytes(Protocol):
+    """Bytes that are read when they are needed."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: slice, /) -> bytes | bytearray | memoryview: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -41,6 +54,25 @@ class Opaque:
 
     def __repr__(self) -> str:
         return f"<{self.name}, not imported>"
+
+
+@dataclass(eq=False, slots=True)
+class Unfinished:
+    """A value that a builder returns if the pickle may set its state afterwards.
+
+    Example:
+        >>> import argparse, pickle
+        >>> def namespace():
+        ...     return Unfinished({}, lambda state: state)
+        >>> data = pickle.dumps([argparse.Namespace(lr=0.1), argparse.Namespace()])
+        >>> read_pickle(data, {"argparse.Namespace": namespace}, file="example").value
+        [{'lr': 0.1}, {}]
+    """
+
+    value: Any
+    """The value, as long as no state is set."""
+    with_state: Callable[[Any], Any]
+    """Returns the value for a state. It may raise as a builder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,26 +111,30 @@ _SIZED: dict[int, tuple[str, Callable[[bytes], Any]]] = {
     0x8B: ("<i", lambda raw: int.from_bytes(raw, "little", signed=True)),
 }
 """Opcodes with a length and as many bytes, and the value of the bytes."""
+_RECONSTRUCTORS = ("copyreg._reconstructor", "copy_reg._reconstructor")
+"""What protocols below 2 call with a class, its base and the base's value to make an instance."""
 _EMPTY: dict[int, Callable[[], Any]] = {ord("]"): list, ord("}"): dict, ord(")"): tuple, 0x8F: set}
 
 
 def read_pickle(
-    data: bytes | memoryview,
+    data: bytes | bytearray | memoryview | Bytes,
     builders: Mapping[str, Callable[..., Any]],
     *,
     file: str,
     start: int = 0,
     persistent: Callable[[Any], Any] | None = None,
+    constants: Mapping[str, Any] | None = None,
 ) -> Pickle:
     """Reads one pickle as data.
 
     Args:
         data: bytes that hold the pickle.
         builders: by module and qualified name, a function of the arguments that the pickle passes. It returns
-            the value to use instead of the object.
+            the value to use instead of the object, or an `Unfinished`.
         file: name of the file in error messages.
         start: offset of the pickle in `data`.
         persistent: returns the value of a persistent identifier; None if the pickle may have none.
+        constants: by module and qualified name, the value of a name that the pickle does not call.
 
     Returns:
         The value and the offset after it.
@@ -117,23 +153,42 @@ def read_pickle(
         >>> value, value.args
         (<posix.system, not imported>, ('touch /tmp/owned',))
     """
-    return _Reader(memoryview(data), builders, file, start, persistent).read()
+    whole = memoryview(data) if isinstance(data, (bytes, bytearray, memoryview)) else data
+    return _Reader(whole, builders, file, start, persistent, constants or {}).read()
+
+
+def check_keys(keys: Iterable[Any]) -> None:
+    """Refuses keys that would overflow the stack of the process, or take forever, when Python hashes them.
+
+    Raises:
+        ValueError: a key has more than 1000 tuples in it.
+    """
+    for key in keys:
+        pending = [key] if isinstance(key, (tuple, frozenset)) else []
+        count = 0
+        while pending:
+            count += 1
+            if count > _MOST_KEY_TUPLES:
+                raise ValueError(f"a key has more than {_MOST_KEY_TUPLES} tuples in it")
+            pending.extend(item for item in pending.pop() if isinstance(item, (tuple, frozenset)))
 
 
 class _Reader:
     def __init__(
         self,
-        data: memoryview,
+        data: memoryview | Bytes,
         builders: Mapping[str, Callable[..., Any]],
         file: str,
         start: int,
         persistent: Callable[[Any], Any] | None,
+        constants: Mapping[str, Any],
     ) -> None:
         self._data = data
         self._at = start
         self._builders = builders
         self._file = file
         self._persistent = persistent
+        self._constants = constants
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
 
@@ -143,10 +198,7 @@ class _Reader:
             while True:
                 opcode = self._take(1)[0]
                 if opcode == stop:
-                    value = self._pop()
-                    if isinstance(value, _Reference):
-                        value = Opaque(value.name)
-                    return Pickle(value, self._at)
+                    return Pickle(self._value(), self._at)
                 self._step(opcode)
         except (AttributeError, LookupError, TypeError, ValueError, OverflowError, struct.error) as error:
             raise FormatError(
@@ -157,7 +209,7 @@ class _Reader:
     def _fault(self, text: str) -> NoReturn:
         raise FormatError(f"{self._file}: {text} at byte {self._at}", file=self._file)
 
-    def _take(self, count: int) -> memoryview:
+    def _take(self, count: int) -> bytes | bytearray | memoryview:
         if not 0 <= count <= len(self._data) - self._at:
             self._fault(f"the pickle ends early: {count} bytes expected, {len(self._data) - self._at} left,")
         self._at += count
@@ -184,7 +236,7 @@ class _Reader:
         mark = self._last_mark()
         items = stack[mark + 1 :]
         del stack[mark:]
-        return [Opaque(item.name) if isinstance(item, _Reference) else item for item in items]
+        return [self._settled(item) for item in items]
 
     def _last_mark(self) -> int:
         """Index of the last mark on the stack."""
@@ -195,8 +247,13 @@ class _Reader:
 
     def _value(self) -> Any:
         """Pops a value that goes into a container."""
-        value = self._pop()
-        return Opaque(value.name) if isinstance(value, _Reference) else value
+        return self._settled(self._pop())
+
+    def _settled(self, item: Any) -> Any:
+        """An item of the stack as a value: of a name, its constant or an `Opaque`."""
+        if isinstance(item, _Reference):
+            return self._constants[item.name] if item.name in self._constants else Opaque(item.name)
+        return item.value if isinstance(item, Unfinished) else item
 
     def _step(self, opcode: int) -> None:
         push = self._stack.append
@@ -221,10 +278,13 @@ class _Reader:
             items = [self._value() for _ in range(_TUPLES[opcode])]
             push(tuple(reversed(items)))
         elif opcode in (ord("t"), ord("l"), 0x91):
-            kind = {ord("t"): tuple, ord("l"): list, 0x91: frozenset}[opcode]
-            push(kind(self._pop_to_mark()))
+            items = self._pop_to_mark()
+            if opcode == 0x91:
+                check_keys(items)
+            push({ord("t"): tuple, ord("l"): list, 0x91: frozenset}[opcode](items))
         elif opcode == ord("d"):
             items = self._pop_to_mark()
+            check_keys(items[::2])
             push(dict(zip(items[::2], items[1::2], strict=True)))
         elif opcode == ord("G"):
             push(struct.unpack(">d", self._take(8))[0])
@@ -274,6 +334,8 @@ class _Reader:
             state = self._value()
             if isinstance(self._stack[-1], Opaque):
                 self._stack[-1].state = state
+            elif isinstance(self._stack[-1], Unfinished):
+                self._stack[-1].value = self._stack[-1].with_state(state)
             elif self._stack[-1] is _MARK or isinstance(self._stack[-1], _Reference):
                 self._fault("the pickle changes a class, or a mark,")
         elif opcode in (ord("Q"), ord("P")):
@@ -305,20 +367,27 @@ class _Reader:
         return raw.decode("latin-1")
 
     def _add(self, items: Sequence[Any]) -> None:
-        into = self._stack[-1]
+        into = self._inside()
         if isinstance(into, list):
             into.extend(items)
         elif isinstance(into, set):
+            check_keys(items)
             into.update(items)
         elif isinstance(into, Opaque):
             into.items.extend(items)
         else:
             self._fault(f"the pickle appends to a {type(into).__name__}")
 
-    def _set(self, items: Sequence[Any]) -> None:
+    def _inside(self) -> Any:
+        """The container on top of the stack that the pickle fills."""
         into = self._stack[-1]
+        return into.value if isinstance(into, Unfinished) else into
+
+    def _set(self, items: Sequence[Any]) -> None:
+        into = self._inside()
         pairs = zip(items[::2], items[1::2], strict=True)
         if isinstance(into, dict):
+            check_keys(items[::2])
             into.update(pairs)
         elif isinstance(into, Opaque):
             into.items.extend(pairs)
@@ -330,6 +399,8 @@ class _Reader:
             self._fault("the pickle calls something that is not a class or a function by name,")
         if not isinstance(args, tuple) or not isinstance(options, dict):
             self._fault(f"the pickle calls {reference.name} with arguments that are not a tuple,")
+        if reference.name in _RECONSTRUCTORS and len(args) == 3 and isinstance(args[0], Opaque):
+            reference, args = _Reference(args[0].name), ()
         builder = self._builders.get(reference.name) if isinstance(reference, _Reference) else None
         if builder is None:
             return Opaque(reference.name, args + tuple(options.items()))

@@ -26,11 +26,12 @@ import torch
 from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError, StorageError
 from shardproof.interop.extents import DecodedExtent, Extent, FileRange, crc32
+from shardproof.interop.pickle_builders import CONSTANTS, plain_builders
 from shardproof.interop.pickle_data import Opaque, read_pickle
 from shardproof.interop.reader import StoredBox, StoredView
 from shardproof.storage import Storage
 
-__all__ = ["TorchFile", "TorchTensor", "flatten", "unpickled", "with_tensors"]
+__all__ = ["STORAGE_DTYPES", "TorchFile", "TorchTensor", "flatten", "unpickled", "with_tensors"]
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 _PROTOCOL = 1001
@@ -41,7 +42,7 @@ _MOST_LEVELS = 200
 _EDGE_BYTES = 4096
 """Bytes at the begin and at the end of an archive that one read fetches. The metadata of an archive of one
 tensor lies in them."""
-_STORAGE_DTYPES = {
+STORAGE_DTYPES = {
     "Double": "float64",
     "Float": "float32",
     "Half": "float16",
@@ -55,6 +56,7 @@ _STORAGE_DTYPES = {
     "ComplexDouble": "complex128",
     "ComplexFloat": "complex64",
 }
+"""Dtype of the elements of a typed storage, by the name of its class without `Storage`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +332,11 @@ class TorchFile:
         self._swapped = order.decode() != sys.byteorder
         pickled = memoryview(self._verified("data.pkl"))
         self.value = read_pickle(
-            pickled, _builders(), file=f"{self.path}/data.pkl", persistent=self._persistent
+            pickled,
+            _builders(),
+            file=f"{self.path}/data.pkl",
+            persistent=self._persistent,
+            constants=CONSTANTS,
         ).value
         self._records = {
             name.removeprefix("data/"): record
@@ -352,7 +358,9 @@ class TorchFile:
         if head[1] != _PROTOCOL or not isinstance(head[2], dict):
             raise self._fault(f"the protocol {head[1]!r} of torch.save is unknown")
         self._swapped = head[2].get("little_endian") is not (sys.byteorder == "little")
-        found = read_pickle(data, _builders(), file=file, start=at, persistent=self._persistent)
+        found = read_pickle(
+            data, _builders(), file=file, start=at, persistent=self._persistent, constants=CONSTANTS
+        )
         self.value = found.value
         keys = read_pickle(data, {}, file=file, start=found.end)
         at = keys.end
@@ -482,7 +490,7 @@ def _storage_dtype(name: str) -> str | None:
     if name in ("torch.storage.UntypedStorage", "torch.UntypedStorage"):
         return "uint8"
     kind = name.removeprefix("torch.").removeprefix("cuda.").removesuffix("Storage")
-    return _STORAGE_DTYPES.get(kind)
+    return STORAGE_DTYPES.get(kind)
 
 
 def _tensor(
@@ -526,32 +534,18 @@ def _rebuild_v3(
     stride: Any,
     grad: Any,
     hooks: Any,
-    dtype: Opaque,
+    dtype: torch.dtype,
     metadata: Any = None,
 ) -> TorchTensor:
-    return _tensor(storage, offset, shape, stride, dtype.name.removeprefix("torch."), metadata)
-
-
-def _encode(text: str, encoding: str) -> bytes:
-    if encoding not in ("latin1", "latin-1"):
-        raise ValueError(f"the encoding {encoding!r} is not the one of pickled bytes")
-    return text.encode("latin-1")
+    return _tensor(storage, offset, shape, stride, str(dtype).removeprefix("torch."), metadata)
 
 
 def _builders() -> dict[str, Callable[..., Any]]:
     """Builders of what a state dict holds. None of them makes more than it is given."""
-    return {
+    return plain_builders() | {
         "torch._utils._rebuild_tensor": _rebuild_v2,
         "torch._utils._rebuild_tensor_v2": _rebuild_v2,
         "torch._utils._rebuild_tensor_v3": _rebuild_v3,
         "torch._utils._rebuild_parameter": lambda data, *_: data,
         "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
-        "torch.Size": lambda sizes=(): tuple(sizes),
-        "torch.device": lambda kind, index=None: kind if index is None else f"{kind}:{index}",
-        "collections.OrderedDict": lambda items=(): dict(items),
-        "_codecs.encode": _encode,
-        "builtins.set": lambda items=(): set(items),
-        "__builtin__.set": lambda items=(): set(items),
-        "builtins.frozenset": lambda items=(): frozenset(items),
-        "__builtin__.frozenset": lambda items=(): frozenset(items),
     }

@@ -35,6 +35,8 @@ class Contents:
     step: int | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """What the user wants to be stored beside, as plain data."""
+    time: float = 0.0
+    """Seconds since 1970 that the checkpoint is dated, for formats that store it. Equal in all processes."""
 
 
 class BoxSource(Protocol):

@@ -1,8 +1,8 @@
-"""Layouts of weights that lie otherwise in memory than in the model: fused, padded, stacked, renumbered.
+"""Layouts of weights whose memory differs from the model's tensor: fused, padded, stacked, renumbered.
 
-A layout is declared once on the module that owns the parameter, and holds for the weight, its master and
-every optimizer slot alike. The order in a checkpoint is that of the model's own tensor at tensor parallel
-size 1, so any layout of a tensor loads into any other.
+The program declares a layout once, on the module that owns the parameter. It applies to the weight, its
+master and every optimizer slot. A checkpoint stores the model's tensor at tensor parallel size 1, so any
+layout of a tensor loads into any other.
 """
 
 from __future__ import annotations

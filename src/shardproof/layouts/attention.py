@@ -1,7 +1,4 @@
-"""Fused projections of attention.
-
-Fused projections of linear attention by the gated delta rule.
-"""
+"""Fused projections of softmax attention, latent attention and the gated delta rule."""
 
 from __future__ import annotations
 
@@ -28,37 +25,36 @@ def query_key_value(
 ) -> None:
     """Declares that a tensor is the query, key and value projection of attention.
 
-    Separate, the model's tensor is all queries, then all keys, then all values. Interleaved, it is group
-    after group, each the queries, the key and the value of one group, as Megatron-LM has it. A rank holds
-    whole heads. With fewer groups than ranks, neighbouring ranks hold copies of a group's key and value, and
-    each its own queries.
+    The model's tensor is all queries, then all keys, then all values. If `interleaved`, it is one group after
+    the other, each with its queries, key and value, as in Megatron-LM. A rank holds whole heads. With fewer
+    groups than ranks, neighbouring ranks hold copies of a group's key and value, and each its own queries.
 
     Args:
-        module: that owns the tensor, or has below it the one that does.
-        name: of the tensor, with dots.
-        heads: of queries in the whole model.
-        groups: heads of keys, and of values; as many as of queries by default.
+        module: the module that owns the tensor, or one above it.
+        name: dotted name of the tensor in `module`.
+        heads: query heads in the whole model.
+        groups: key heads, and value heads, in the whole model. Default: as many as query heads.
         head_dim: elements of a head.
-        interleaved: the order of the model's tensor.
+        interleaved: True if the model's tensor is ordered by group.
         rank: tensor parallel rank of this process.
-        ranks: tensor parallel ranks.
-        dim: dimension along which the heads are put together.
+        ranks: number of tensor parallel ranks.
+        dim: dimension along which the heads are concatenated.
 
     Raises:
-        ValueError: the ranks cannot share the heads.
-        StructureError: there is no such tensor, it has other sizes, or its layout is declared already.
+        ValueError: the ranks cannot divide the heads.
+        StructureError: there is no such tensor, its sizes differ, or its layout is already declared.
 
-    Rank 1 of 2 of 4 heads of queries and 2 of keys and values:
+    Rank 1 of 2, with 4 query heads and 2 key and value heads:
 
     >>> query_key_value(torch.nn.Linear(2, 12), "weight", heads=4, groups=2, head_dim=3, rank=1, ranks=2)
     """
     groups = heads if groups is None else groups
     if groups < 1 or heads % groups:
-        raise ValueError(f"{heads} heads of queries cannot share {groups} groups of keys and values evenly")
+        raise ValueError(f"{heads} query heads cannot be divided evenly into {groups} groups")
     if ranks < 1 or heads % ranks or (groups % ranks and ranks % groups):
         raise ValueError(
-            f"{ranks} tensor parallel ranks cannot share {heads} heads of queries and {groups} groups of "
-            "keys and values: ranks must divide heads, and divide groups or be a multiple of them"
+            f"{ranks} tensor parallel ranks cannot divide {heads} query heads and {groups} groups of keys "
+            "and values: ranks must divide heads, and either divide groups or be a multiple of groups"
         )
     pieces = min(groups, ranks)
     if not interleaved:
@@ -69,9 +65,9 @@ def query_key_value(
     stride = queries + 2 * head_dim
     blocks = blocks_of((groups * stride,), ranks) if groups >= ranks else []
     for at in range(ranks if groups < ranks else 0):
-        sharing = ranks // groups
-        group, place, own = at // sharing, at % sharing, queries // sharing
-        blocks.append([(group * stride + place * own, own), (group * stride + queries, 2 * head_dim)])
+        ranks_per_group = ranks // groups
+        group, position, own = at // ranks_per_group, at % ranks_per_group, queries // ranks_per_group
+        blocks.append([(group * stride + position * own, own), (group * stride + queries, 2 * head_dim)])
     declare_along(module, name, dim, blocks, groups * stride, rank)
 
 
@@ -93,31 +89,32 @@ def latent_attention(
 ) -> None:
     """Declares the projections of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
 
-    Down projections are whole on every rank: the query's latent; and the key's and value's latent with the
-    rotary key after it. Up projections are cut by head: of queries, a part without and one with rotary
-    embedding; of keys and values, the key's part without, and the value.
+    Every rank holds the whole down projections. That of queries gives their latent. That of keys and values
+    gives their latent, then the rotary key. Up projections are divided by head. A query head has a part
+    without and a part with rotary embedding. A key and value head has the key without rotary embedding, and
+    the value.
 
     Args:
-        module: that has the projections below it.
-        heads: in the whole model.
-        query_rank: size of the query's latent; None where queries have no down projection.
-        key_value_rank: size of the latent of keys and values.
+        module: the module that contains the projections.
+        heads: heads in the whole model.
+        query_rank: size of the query latent; None if queries have no down projection.
+        key_value_rank: size of the key and value latent.
         nope_dim: elements of a head's query and key without rotary embedding.
-        rope_dim: elements with it.
+        rope_dim: elements of a head's query and key with rotary embedding.
         value_dim: elements of a head's value.
-        query_down: name of this weight in the module, with dots; None where there is none.
-        query_up: the same; of the only projection of queries where there is no latent.
-        key_value_down: the same.
-        key_value_up: the same.
+        query_down: dotted name of the query down projection's weight in `module`; None if there is none.
+        query_up: dotted name of the query up projection's weight, or of the only query projection.
+        key_value_down: dotted name of the key and value down projection's weight.
+        key_value_up: dotted name of the key and value up projection's weight.
         rank: tensor parallel rank of this process.
-        ranks: tensor parallel ranks.
+        ranks: number of tensor parallel ranks.
 
     Raises:
         ValueError: the ranks do not divide the heads.
-        StructureError: there is no such weight, it has other sizes, or its layout is declared already.
+        StructureError: there is no such weight, its sizes differ, or its layout is already declared.
     """
     if ranks < 1 or heads % ranks:
-        raise ValueError(f"{ranks} tensor parallel ranks cannot share {heads} heads evenly")
+        raise ValueError(f"{ranks} tensor parallel ranks cannot divide {heads} heads evenly")
     if query_down is not None and query_rank is not None:
         fused(module, query_down, (query_rank,), rank=rank, ranks=ranks, replicated=[0])
     if key_value_down is not None:
@@ -143,29 +140,29 @@ def gated_delta_net(
 ) -> None:
     """Declares the fused weights of a gated delta net (arXiv 2412.06464).
 
-    The input projection is six parts (query, key, value, gate z, beta, alpha), the convolution three (query,
-    key, value). Every part is cut by head. Biases are laid out as their weights.
+    The input projection has six parts (query, key, value, gate z, beta, alpha). The convolution has three
+    (query, key, value). Every part is divided by head. Biases have the layout of their weights.
 
     Args:
-        module: that has the projection and the convolution below it.
-        key_heads: of queries, and of keys, in the whole model.
-        value_heads: of values, gates, betas and alphas.
+        module: the module that contains the projection and the convolution.
+        key_heads: query heads, and key heads, in the whole model.
+        value_heads: heads of values, gates, betas and alphas.
         key_dim: elements of a head's query or key.
         value_dim: elements of a head's value or gate.
-        in_proj: name of the projection in the module, with dots; None where there is none.
-        conv1d: name of the convolution, likewise.
-        per_head: names of tensors with one element for each head of values (``A_log``, ``dt_bias``).
+        in_proj: dotted name of the projection in `module`; None if there is none.
+        conv1d: dotted name of the convolution in `module`; None if there is none.
+        per_head: names of tensors with one element per value head (``A_log``, ``dt_bias``).
         rank: tensor parallel rank of this process.
-        ranks: tensor parallel ranks.
+        ranks: number of tensor parallel ranks.
 
     Raises:
         ValueError: the ranks do not divide the heads.
-        StructureError: there is no such tensor, it has other sizes, or its layout is declared already.
+        StructureError: there is no such tensor, its sizes differ, or its layout is already declared.
     """
     if ranks < 1 or key_heads % ranks or value_heads % ranks:
         raise ValueError(
-            f"{ranks} tensor parallel ranks cannot share {key_heads} heads of keys and {value_heads} of "
-            "values evenly"
+            f"{ranks} tensor parallel ranks cannot divide {key_heads} key heads and {value_heads} value "
+            "heads evenly"
         )
     keys, values = key_heads * key_dim, value_heads * value_dim
     for name, sizes in (

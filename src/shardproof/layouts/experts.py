@@ -1,7 +1,8 @@
-"""Experts as modules of their own, as numbered parameters, side by side in one weight, or stacked.
+"""Experts as separate modules, as numbered parameters, side by side in one weight, or stacked.
 
-All four have the same key and the same shape in the model, (experts, *one expert's), so a checkpoint of one
-loads into any other. Each expert has its own scalars too (step counts), which experts in one weight share.
+All four have the same key and the same shape in the model, (experts, *shape of one expert). So a checkpoint
+of one loads into any other. A checkpoint stores scalars (step counts) for each expert. Experts in one weight
+share theirs.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from shardproof.errors import StructureError
-from shardproof.layouts.module_tensors import Owned, segments_held
+from shardproof.layouts.module_tensors import Owned, segments_of
 from shardproof.layouts.parts import Part, Segments, blocks_of, index_map_of
 from shardproof.state import Layout, declare, number_expert
 
@@ -22,16 +23,16 @@ __all__ = ["grouped", "numbered", "sequential", "stacked"]
 def sequential(experts: Sequence[torch.nn.Module], *, first: int = 0, total: int | None = None) -> None:
     """Declares that modules are experts, each with the same parameters.
 
-    The segment of an expert (its number in the list) is left out of the keys. Layouts inside an expert (a
-    fused SwiGLU) are declared before.
+    The keys omit the segment of an expert (its number in the list). Declare layouts inside an expert (a fused
+    SwiGLU) before this call.
 
     Args:
         experts: the local experts, in order.
-        first: number of the first one in the model.
-        total: experts in the model; those that are here by default.
+        first: number of the first local expert in the model.
+        total: number of experts in the model. Default: up to the last local expert.
 
     Raises:
-        StructureError: there are more experts than `total`, or a parameter is an expert's already.
+        StructureError: there are more experts than `total`, or a parameter already belongs to an expert.
 
     >>> from shardproof.state import collect
     >>> local = torch.nn.ModuleList([torch.nn.Linear(3, 2, bias=False) for _ in range(2)])
@@ -44,9 +45,9 @@ def sequential(experts: Sequence[torch.nn.Module], *, first: int = 0, total: int
     for number, expert in enumerate(experts, first):
         number_expert(expert, number)
         for part in expert.modules():
-            kept = {name for name in part._buffers if name not in part._non_persistent_buffers_set}
+            persistent = {name for name in part._buffers if name not in part._non_persistent_buffers_set}
             for name, tensor in {**part._parameters, **part._buffers}.items():
-                if tensor is not None and (name in part._parameters or name in kept):
+                if tensor is not None and (name in part._parameters or name in persistent):
                     _declare_expert(Owned(part, name), number, total, None)
 
 
@@ -54,13 +55,14 @@ def numbered(module: torch.nn.Module, name: str, *, first: int = 0, total: int |
     """Declares that parameters ``<name>0``, ``<name>1``, ... of one module are experts.
 
     Args:
-        module: that owns the parameters, or has below it the one that does.
-        name: without the number, with dots. It is the parameter's name in keys.
-        first: number of the first one in the model.
-        total: experts in the model; those that are here by default.
+        module: the module that owns the parameters, or one above it.
+        name: dotted name of the parameters in `module`, without the number. Keys contain this name.
+        first: number of the first local expert in the model.
+        total: number of experts in the model. Default: up to the last local expert.
 
     Raises:
-        StructureError: there are no such parameters, more than `total`, or one is an expert's already.
+        StructureError: there are no such parameters, there are more than `total`, or one already belongs to
+            an expert.
 
     >>> from shardproof.state import collect
     >>> module = torch.nn.Module()
@@ -91,23 +93,23 @@ def stacked(
     rank: int = 0,
     ranks: int = 1,
 ) -> None:
-    """Declares that the first dimension of a tensor numbers experts.
+    """Declares that the first dimension of a tensor indexes experts.
 
     Args:
-        module: that owns the tensor, or has below it the one that does.
-        name: of the tensor, with dots.
-        first: number of the first expert in the model.
-        total: experts in the model; those that are here by default.
-        transposed: whether an expert's matrix lies here as (in, out) and in the model as (out, in).
-        key: segments that stand for the tensor's own name in keys, for example ``fc1.weight``.
-        parts: of which an expert's own tensor is fused, or over which it is cut, along `dim`; see `fused`.
-        dim: dimension of an expert's tensor, as it lies here.
+        module: the module that owns the tensor, or one above it.
+        name: dotted name of the tensor in `module`.
+        first: number of the first local expert in the model.
+        total: number of experts in the model. Default: up to the last local expert.
+        transposed: True if an expert's matrix is (in, out) in this tensor and (out, in) in the model.
+        key: name of the tensor in keys, if it differs from its own name, for example ``fc1.weight``.
+        parts: the parts of an expert's tensor along `dim`, as in `fused`.
+        dim: dimension of an expert's tensor in local memory.
         rank: tensor parallel rank of this process, within an expert.
-        ranks: tensor parallel ranks of an expert.
+        ranks: number of tensor parallel ranks of an expert.
 
     Raises:
-        ValueError: the ranks cannot share the parts.
-        StructureError: there is no such tensor, it has other sizes, or its layout is declared already.
+        ValueError: the ranks cannot divide the parts.
+        StructureError: there is no such tensor, its sizes differ, or its layout is already declared.
 
     >>> from shardproof.state import collect
     >>> module = torch.nn.Module()
@@ -118,10 +120,10 @@ def stacked(
     """
     item = Owned(module, name)
     if not item.tensor.dim():
-        raise StructureError(f"{item.where} is a scalar, which has no dimension of experts")
+        raise StructureError(f"{item.where} is a scalar and has no dimension for experts")
     count, *shape = item.tensor.shape
-    seen = _Seen(tuple((size,) for size in item.tensor.shape), 0, count, tuple(shape))
-    _declare_seen(item, seen, _total(first, count, total), first, transposed, key, parts, dim, rank, ranks)
+    axes = _ExpertAxes(tuple((size,) for size in item.tensor.shape), 0, count, tuple(shape))
+    _declare_axes(item, axes, _total(first, count, total), first, transposed, key, parts, dim, rank, ranks)
 
 
 def grouped(
@@ -139,25 +141,25 @@ def grouped(
     rank: int = 0,
     ranks: int = 1,
 ) -> None:
-    """Declares that a tensor is those of several experts side by side.
+    """Declares that a tensor concatenates the tensors of several experts.
 
     Args:
-        module: that owns the tensor, or has below it the one that does.
-        name: of the tensor, with dots.
-        count: experts in it.
-        along: dimension along which they lie: 1 for (in, experts * out).
-        first: number of the first expert in the model.
-        total: experts in the model; those that are here by default.
-        transposed: whether an expert's matrix lies here as (in, out) and in the model as (out, in).
-        key: segments that stand for the tensor's own name in keys, for example ``fc1.weight``.
-        parts: of which an expert's own tensor is fused, or over which it is cut, along `dim`; see `fused`.
-        dim: dimension of an expert's tensor, as it lies here.
+        module: the module that owns the tensor, or one above it.
+        name: dotted name of the tensor in `module`.
+        count: number of experts in the tensor.
+        along: dimension of the concatenation: 1 for (in, experts * out).
+        first: number of the first local expert in the model.
+        total: number of experts in the model. Default: up to the last local expert.
+        transposed: True if an expert's matrix is (in, out) in this tensor and (out, in) in the model.
+        key: name of the tensor in keys, if it differs from its own name, for example ``fc1.weight``.
+        parts: the parts of an expert's tensor along `dim`, as in `fused`.
+        dim: dimension of an expert's tensor in local memory.
         rank: tensor parallel rank of this process, within an expert.
-        ranks: tensor parallel ranks of an expert.
+        ranks: number of tensor parallel ranks of an expert.
 
     Raises:
-        ValueError: the ranks cannot share the parts.
-        StructureError: there is no such tensor, it has other sizes, or its layout is declared already.
+        ValueError: the ranks cannot divide the parts.
+        StructureError: there is no such tensor, its sizes differ, or its layout is already declared.
 
     >>> from shardproof.state import collect
     >>> module = torch.nn.Module()
@@ -175,25 +177,27 @@ def grouped(
     along %= len(shape)
     factors = tuple((count, size // count) if axis == along else (size,) for axis, size in enumerate(shape))
     own = tuple(size // count if axis == along else size for axis, size in enumerate(shape))
-    seen = _Seen(factors, along, count, own)
-    _declare_seen(item, seen, _total(first, count, total), first, transposed, key, parts, dim, rank, ranks)
+    axes = _ExpertAxes(factors, along, count, own)
+    _declare_axes(item, axes, _total(first, count, total), first, transposed, key, parts, dim, rank, ranks)
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """A tensor of several experts, its axes seen so that one of them numbers the experts."""
+class _ExpertAxes:
+    """The axes of a tensor of several experts, split so that one of them indexes the experts."""
 
     factors: tuple[tuple[int, ...], ...]
+    """For each axis of the tensor, the sizes of the axes that it is split into."""
     axis: int
-    """Of the axes as seen, the one of the experts."""
+    """The split axis that indexes the experts."""
     count: int
+    """Number of experts."""
     shape: tuple[int, ...]
-    """Of one expert's tensor."""
+    """Shape of one expert's tensor."""
 
 
-def _declare_seen(
+def _declare_axes(
     item: Owned,
-    seen: _Seen,
+    split: _ExpertAxes,
     total: int,
     first: int,
     transposed: bool,
@@ -203,30 +207,32 @@ def _declare_seen(
     rank: int,
     ranks: int,
 ) -> None:
-    if transposed and len(seen.shape) != 2:
+    if transposed and len(split.shape) != 2:
         raise StructureError(
-            f"{item.where} holds experts of shape {list(seen.shape)}; transposed is said of matrices"
+            f"{item.where} holds experts of shape {list(split.shape)}; transposed=True needs matrices"
         )
-    own: list[tuple[Segments, int]] = [([(0, size)], size) for size in seen.shape]
+    own: list[tuple[Segments, int]] = [([(0, size)], size) for size in split.shape]
     if parts is not None:
         if not -len(own) <= dim < len(own):
-            raise StructureError(f"{item.where} holds experts of shape {list(seen.shape)}, without {dim}")
+            raise StructureError(
+                f"{item.where} holds experts of shape {list(split.shape)}, which have no dimension {dim}"
+            )
         sizes = [part.size if isinstance(part, Part) else part for part in parts]
         blocks = blocks_of(parts, ranks)
-        own[dim] = (segments_held(item.tensor, seen.shape[dim], blocks, rank, item.where), sum(sizes))
-    axes = [*own[: seen.axis], ([(first, seen.count)], total), *own[seen.axis :]]
-    within = [axis for axis in range(len(axes)) if axis != seen.axis]
-    order = (seen.axis, *(reversed(within) if transposed else within))
-    local_shape = [size for axis in seen.factors for size in axis]
+        own[dim] = (segments_of(item.tensor, split.shape[dim], blocks, rank, item.where), sum(sizes))
+    axes = [*own[: split.axis], ([(first, split.count)], total), *own[split.axis :]]
+    within = [axis for axis in range(len(axes)) if axis != split.axis]
+    order = (split.axis, *(reversed(within) if transposed else within))
+    local_shape = [size for axis in split.factors for size in axis]
     item.declare(
-        Layout.of(index_map_of(axes, local_shape), factors=seen.factors, order=order, name=key, experts=True)
+        Layout.of(index_map_of(axes, local_shape), factors=split.factors, order=order, name=key, experts=True)
     )
 
 
 def _declare_expert(item: Owned, number: int, total: int, name: str | None) -> None:
     layout = item.layout or Layout.whole(item.tensor.shape)
     if layout.experts:
-        raise StructureError(f"{item.where} is the parameter of an expert already: {layout}")
+        raise StructureError(f"{item.where} already belongs to an expert: {layout}")
     layout = layout.expert(number, total)
     declare(item.module, item.name, replace(layout, name=name) if name else layout)
 
@@ -234,5 +240,5 @@ def _declare_expert(item: Owned, number: int, total: int, name: str | None) -> N
 def _total(first: int, count: int, total: int | None) -> int:
     total = first + count if total is None else total
     if first < 0 or first + count > total:
-        raise StructureError(f"{count} experts from number {first} do not fit into {total}")
+        raise StructureError(f"{count} experts from number {first} on exceed a total of {total}")
     return total

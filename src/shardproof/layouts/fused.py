@@ -1,4 +1,4 @@
-"""Weights that are several in one."""
+"""Weights that concatenate several weights."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ def fused(
     dim: int = 0,
     replicated: Collection[int] = (),
 ) -> None:
-    """Declares that a tensor is a concatenation of parts, each cut over the tensor parallel ranks.
+    """Declares that a tensor concatenates parts, each divided over the tensor parallel ranks.
 
-    The model's tensor is the whole parts one after the other. One part alone is a tensor that is cut over
-    ranks as it is.
+    The model's tensor is the concatenation of the whole parts. A single part is a tensor that the ranks
+    divide without fusion.
 
     Args:
-        module: that owns the tensor, or has below it the one that does.
-        name: of the tensor, with dots.
-        sizes: of the parts in the whole model; a `Part` where a part is not cut evenly over all ranks.
+        module: the module that owns the tensor, or one above it.
+        name: dotted name of the tensor in `module`.
+        sizes: size of each part in the whole model, or a `Part` if the ranks do not divide it evenly.
         rank: tensor parallel rank of this process.
-        ranks: tensor parallel ranks.
-        dim: dimension along which the parts are put together.
-        replicated: positions of parts of which every rank holds the whole.
+        ranks: number of tensor parallel ranks.
+        dim: dimension along which the parts are concatenated.
+        replicated: positions of the parts that every rank holds whole.
 
     Raises:
-        ValueError: the ranks cannot share the parts.
-        StructureError: there is no such tensor, it has other sizes, or its layout is declared already.
+        ValueError: the ranks cannot divide the parts.
+        StructureError: there is no such tensor, its sizes differ, or its layout is already declared.
 
-    A plain parameter holds the part of its rank:
+    A plain parameter holds its rank's share of each part:
 
     >>> from shardproof.state import collect
     >>> linear = torch.nn.Linear(2, 5, bias=False)  # rank 1 of 2: half of 6 rows, half of 2, a copy of 1
@@ -61,16 +61,16 @@ def swiglu(
     """Declares that a tensor is the gate and the up projection of a SwiGLU layer: [gate; up].
 
     Args:
-        module: that owns the tensor, or has below it the one that does.
-        name: of the tensor, with dots.
-        size: hidden size of the layer in the whole model: rows of the gate, and as many of the up projection.
+        module: the module that owns the tensor, or one above it.
+        name: dotted name of the tensor in `module`.
+        size: hidden size of the layer in the whole model, the number of rows of each projection.
         rank: tensor parallel rank of this process.
-        ranks: tensor parallel ranks.
-        dim: dimension along which gate and up projection are put together.
+        ranks: number of tensor parallel ranks.
+        dim: dimension along which the two projections are concatenated.
 
     Raises:
         ValueError: the ranks do not divide the size.
-        StructureError: there is no such tensor, it has other sizes, or its layout is declared already.
+        StructureError: there is no such tensor, its sizes differ, or its layout is already declared.
 
     >>> swiglu(torch.nn.Linear(2, 4), "weight", 4, rank=1, ranks=2)
     """

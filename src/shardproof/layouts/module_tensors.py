@@ -1,4 +1,4 @@
-"""Tensors of modules by dotted name, and declaring a layout of one of their dimensions."""
+"""Finds tensors of modules by dotted name, and declares layouts of one of their dimensions."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from shardproof.errors import StructureError
 from shardproof.layouts.parts import Segments, check_rank, index_map_of, length_of
 from shardproof.state import LAYOUTS, Layout, declare, inside, is_dtensor
 
-__all__ = ["Owned", "declare_along", "segments_held"]
+__all__ = ["Owned", "declare_along", "segments_of"]
 
 
 class Owned:
     """A tensor and the module that owns it.
 
     Args:
-        module: that owns the tensor, or has below it the one that does.
-        name: of the tensor in `module`, with dots.
+        module: the module that owns the tensor, or one above it.
+        name: dotted name of the tensor in `module`.
 
     Raises:
         StructureError: there is no such tensor.
@@ -32,60 +32,60 @@ class Owned:
             below = self.module._modules.get(segment)
             if below is None:
                 raise StructureError(
-                    f"{self.where}: there is no module {segment!r}; there are {[*self.module._modules]}"
+                    f"{self.where}: there is no module {segment!r}. Expected one of {[*self.module._modules]}"
                 )
             self.module = inside(below)
         tensor = self.module._parameters.get(self.name, self.module._buffers.get(self.name))
         if tensor is None:
             raise StructureError(
-                f"{self.where}: there is no such parameter or buffer; there are "
+                f"{self.where}: there is no such parameter or buffer. Expected one of "
                 f"{[*self.module._parameters, *self.module._buffers]}"
             )
         self.tensor = tensor
 
     @property
     def layout(self) -> Layout | None:
-        """What is declared already."""
+        """The declared layout; None if there is none."""
         layout: Layout | None = self.module.__dict__.get(LAYOUTS, {}).get(self.name)
         return layout
 
     def declare(self, layout: Layout) -> None:
-        """Declares a layout of a tensor that is the model's own so far."""
+        """Declares the layout. Raises StructureError if the tensor already has one."""
         if self.layout is not None and not self.layout.is_whole:
-            raise StructureError(f"{self.where} has a declared layout already: {self.layout}")
+            raise StructureError(f"{self.where} already has a declared layout: {self.layout}")
         declare(self.module, self.name, layout)
 
 
-def segments_held(
+def segments_of(
     tensor: torch.Tensor, length: int, blocks: Sequence[Segments], rank: int, where: str
 ) -> Segments:
-    """Which segments a dimension of a tensor is made of.
+    """The segments of the model's dimension that a dimension of a tensor contains, in order.
 
-    A plain tensor holds the block of its rank. So does a DTensor that is sharded by data parallelism alone;
-    one that is sharded by tensor parallelism too is the blocks of all ranks, one after the other.
+    A plain tensor contains the block of its rank. So does a DTensor that only data parallelism shards. A
+    DTensor that tensor parallelism also shards contains the blocks of all ranks.
 
     Args:
-        tensor: plain or a DTensor.
-        length: of the dimension.
-        blocks: what each tensor parallel rank holds.
+        tensor: a plain tensor or a DTensor.
+        length: size of the dimension.
+        blocks: the block of each tensor parallel rank.
         rank: tensor parallel rank.
         where: name of the tensor, for errors.
 
     Raises:
-        StructureError: the length is neither.
+        StructureError: the length is neither that of the rank's block nor that of all blocks.
     """
     check_rank(rank, len(blocks))
-    everything = [segment for block in blocks for segment in block]
-    if is_dtensor(tensor) and length == length_of(everything):
-        return everything
+    every = [segment for block in blocks for segment in block]
+    if is_dtensor(tensor) and length == length_of(every):
+        return every
     if length == length_of(blocks[rank]):
         return blocks[rank]
     expected = f"{length_of(blocks[rank])} for tensor parallel rank {rank} of {len(blocks)}"
     if is_dtensor(tensor):
-        expected += f", or {length_of(everything)} for all"
+        expected += f", or {length_of(every)} for all ranks"
     raise StructureError(
-        f"{where} has shape {list(tensor.shape)}; of its {length} elements along the fused dimension, parts "
-        f"of these sizes make {expected}",
+        f"{where} has shape {list(tensor.shape)}, with {length} elements along the fused dimension. Parts of "
+        f"these sizes need {expected}",
         key=where,
     )
 
@@ -93,25 +93,24 @@ def segments_held(
 def declare_along(
     module: torch.nn.Module, name: str, dim: int, blocks: Sequence[Segments], size: int, rank: int
 ) -> None:
-    """Declares that one dimension of a tensor is made of blocks, and the others are the model's own.
+    """Declares that one dimension of a tensor consists of blocks. The others are equal to the model's.
 
     Args:
-        module: that owns the tensor, or has below it the one that does.
-        name: of the tensor, with dots.
+        module: the module that owns the tensor, or one above it.
+        name: dotted name of the tensor in `module`.
         dim: the dimension; from the end if negative.
-        blocks: what each tensor parallel rank holds.
-        size: of the dimension in the model.
+        blocks: the block of each tensor parallel rank.
+        size: size of the dimension in the model.
         rank: tensor parallel rank.
 
     Raises:
-        StructureError: there is no such tensor, it has other sizes, or its layout is declared already.
+        StructureError: there is no such tensor, its sizes differ, or its layout is already declared.
     """
     item = Owned(module, name)
     tensor = item.tensor
     if not -tensor.dim() <= dim < tensor.dim():
         raise StructureError(f"{item.where} has shape {list(tensor.shape)} and no dimension {dim}")
     dim %= tensor.dim()
-    held = segments_held(tensor, tensor.shape[dim], blocks, rank, item.where)
     axes: list[tuple[Segments, int]] = [([(0, length)], length) for length in tensor.shape]
-    axes[dim] = (held, size)
+    axes[dim] = (segments_of(tensor, tensor.shape[dim], blocks, rank, item.where), size)
     item.declare(Layout.of(index_map_of(axes, tensor.shape)))

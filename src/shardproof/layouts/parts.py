@@ -1,4 +1,4 @@
-"""One dimension of a weight as parts, each cut over the tensor parallel ranks: which rows are where."""
+"""Parts of one dimension of a weight, and the segments of each part on each tensor parallel rank."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from shardproof.geometry import Boxes, IndexMap
 __all__ = ["Part", "Segments", "blocks_of", "check_rank", "index_map_of", "length_of"]
 
 Segments: TypeAlias = Sequence[tuple[int, int]]
-"""Start and size in the model's dimension, in the order in which they lie in memory, without gaps."""
+"""Start and size of each segment in the model's dimension, in memory order. In memory there are no gaps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of a fused dimension, and how tensor parallel ranks share it.
+    """One part of a fused dimension, and its division over tensor parallel ranks.
 
     Args:
-        size: in the whole model, in elements.
-        pieces: into how many equal pieces it is cut, as many as ranks by default. With fewer, neighbouring
-            ranks hold copies of a piece; with 1, all hold the whole part.
-        sizes: instead of pieces, what each rank holds, where that is uneven.
+        size: number of elements in the whole model.
+        pieces: number of equal pieces. Default: the number of ranks. With fewer pieces, neighbouring ranks
+            hold copies of a piece; with 1, all ranks hold the whole part.
+        sizes: instead of `pieces`, the number of elements on each rank, for an uneven division.
 
     Raises:
-        ValueError: the pieces do not divide the size, or the sizes do not make it.
+        ValueError: the pieces do not divide the size, or the sizes do not add up to it.
 
     >>> Part(6).held(1, 3), Part(6, pieces=2).held(3, 4), Part(5, sizes=(3, 2)).held(1, 2)
     ((2, 2), (3, 3), (3, 2))
@@ -43,15 +43,15 @@ class Part:
             raise ValueError(f"a part has a size of {self.size}")
         if self.sizes is not None and (self.pieces is not None or sum(self.sizes) != self.size):
             raise ValueError(
-                f"a part of {self.size} is shared by ranks as {list(self.sizes)}, which makes "
-                f"{sum(self.sizes)}; sizes say it all, without pieces"
+                f"a part of {self.size} elements: the sizes {list(self.sizes)} add up to {sum(self.sizes)}. "
+                "Give sizes that add up to the size, without pieces"
             )
 
     def held(self, rank: int, ranks: int) -> tuple[int, int]:
-        """Start and size of what a rank holds."""
+        """Start and size of a rank's segment of the part."""
         if self.sizes is not None:
             if len(self.sizes) != ranks:
-                raise ValueError(f"a part says the sizes of {len(self.sizes)} ranks, there are {ranks}")
+                raise ValueError(f"a part has sizes for {len(self.sizes)} ranks, expected {ranks}")
             return sum(self.sizes[:rank]), self.sizes[rank]
         pieces = ranks if self.pieces is None else self.pieces
         if pieces < 1 or ranks % pieces:
@@ -63,39 +63,39 @@ class Part:
 
 
 def blocks_of(parts: Sequence[int | Part], ranks: int) -> list[list[tuple[int, int]]]:
-    """What each rank holds of parts that follow each other in the model, part after part.
+    """The segments of each rank, if the model's dimension is the concatenation of the parts.
 
     >>> blocks_of((4, 4), 2)
     [[(0, 2), (4, 2)], [(2, 2), (6, 2)]]
     """
     if ranks < 1:
-        raise ValueError(f"there are {ranks} tensor parallel ranks")
+        raise ValueError(f"expected at least 1 tensor parallel rank, found {ranks}")
     whole = [part if isinstance(part, Part) else Part(part) for part in parts]
     starts = [0, *accumulate(part.size for part in whole)]
     blocks = []
     for rank in range(ranks):
-        held = [part.held(rank, ranks) for part in whole]
-        blocks.append([(base + start, size) for base, (start, size) in zip(starts, held, strict=False)])
+        segments = [part.held(rank, ranks) for part in whole]
+        blocks.append([(base + start, size) for base, (start, size) in zip(starts, segments, strict=False)])
     return blocks
 
 
 def check_rank(rank: int, ranks: int) -> None:
-    """Refuses a rank that is none of `ranks`."""
+    """Raises if there is no rank of this number."""
     if not 0 <= rank < ranks:
-        raise ValueError(f"rank {rank} is none of {ranks} tensor parallel ranks")
+        raise ValueError(f"rank {rank} is not one of {ranks} tensor parallel ranks")
 
 
 def length_of(segments: Segments) -> int:
-    """Elements that segments take in memory."""
+    """The number of elements in the segments."""
     return sum(size for _, size in segments)
 
 
 def index_map_of(axes: Sequence[tuple[Segments, int]], local_shape: Sequence[int]) -> IndexMap:
-    """A local array whose every dimension is made of segments of the model's.
+    """The index map of a local array whose dimensions consist of segments of the model's dimensions.
 
     Args:
-        axes: for each dimension, its segments and the size of the model's.
-        local_shape: of the local array. What follows the segments is padding.
+        axes: for each dimension, its segments and the size of the model's dimension.
+        local_shape: shape of the local array. Elements after the segments are padding.
 
     >>> index_map_of([([(0, 2), (4, 2)], 8), ([(0, 3)], 3)], (4, 3)).placed
     Boxes([0:2, 0:3] [4:6, 0:3])

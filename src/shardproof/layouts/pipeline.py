@@ -1,4 +1,4 @@
-"""Numbers of layers in the whole model, and parameters that pipeline stages hold copies of."""
+"""Layers of pipeline stages with their numbers in the whole model, and parameters that stages share."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["layers", "shared"]
 
 
 def layers(modules: Iterable[torch.nn.Module], first: int) -> None:
-    """Numbers the layers of a pipeline stage as the whole model does, or depths of multi-token prediction.
+    """Gives the layers of a pipeline stage, or depths of multi-token prediction, their numbers in the model.
 
     Args:
-        modules: the layers of this stage, in order, as a `ModuleList` or any other container has them.
-        first: number of the first one in the model.
+        modules: the layers of this stage, in order, for example a `ModuleList`.
+        first: number of the stage's first layer in the model.
 
     >>> from shardproof.state import collect
     >>> stage = torch.nn.ModuleList([torch.nn.Linear(1, 1, bias=False) for _ in range(2)])
@@ -26,21 +26,21 @@ def layers(modules: Iterable[torch.nn.Module], first: int) -> None:
     ['6.weight', '7.weight']
     """
     if first < 0:
-        raise ValueError(f"the first layer has the number {first}")
+        raise ValueError(f"the number of the first layer must not be negative, found {first}")
     for number, module in enumerate(modules, first):
         rename(module, str(number))
 
 
 def shared(module: torch.nn.Module, name: str, key: str) -> None:
-    """Declares that a parameter is a copy of one that the model keeps under another key.
+    """Declares that a parameter is a copy of one with another key in the model.
 
-    The last stage of a pipeline has a copy of the embedding for its output, or for multi-token prediction.
-    It is stored once, and loaded into all copies, wherever they are.
+    The last stage of a pipeline has a copy of the embedding for its output, or for multi-token prediction. A
+    save stores the parameter once. A load fills all copies, on any rank.
 
     Args:
-        module: that owns the parameter, or has below it the one that does.
-        name: of the parameter, with dots.
-        key: in the module that is saved, as the model has it: ``embedding.weight``.
+        module: the module that owns the parameter, or one above it.
+        name: dotted name of the parameter in `module`.
+        key: key of the parameter in the whole model, relative to the saved module: ``embedding.weight``.
 
     Raises:
         StructureError: there is no such parameter.
@@ -53,5 +53,5 @@ def shared(module: torch.nn.Module, name: str, key: str) -> None:
     """
     item = Owned(module, name)
     if item.layout is None:
-        item.declare(Layout.whole(item.tensor.shape))  # what has a layout may be kept together with others
+        item.declare(Layout.whole(item.tensor.shape))  # several tensors may have one key if they have layouts
     share(item.module, item.name, key)

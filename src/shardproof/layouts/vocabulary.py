@@ -1,4 +1,4 @@
-"""Vocabularies that are padded to a size that ranks divide."""
+"""Vocabularies with padding, so that ranks can divide them."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ __all__ = ["vocabulary"]
 def vocabulary(
     module: torch.nn.Module, name: str, size: int, *, rank: int = 0, ranks: int = 1, dim: int = 0
 ) -> None:
-    """Declares that a tensor has a row for each token, and more that are padding.
+    """Declares that a tensor has a row for each token, then rows of padding.
 
-    Padding is never stored, and a load leaves it as it is. So runs may pad differently, and whole ranks may
-    hold nothing else.
+    A save does not store padding, and a load does not change it. So runs may pad differently, and a rank may
+    have only padding.
 
     Args:
-        module: that owns the tensor, or has below it the one that does.
-        name: of the tensor, with dots.
-        size: tokens in the vocabulary, without padding.
-        rank: tensor parallel rank of this process; all ranks hold equally many rows.
-        ranks: tensor parallel ranks.
+        module: the module that owns the tensor, or one above it.
+        name: dotted name of the tensor in `module`.
+        size: number of tokens in the vocabulary, without padding.
+        rank: tensor parallel rank of this process. All ranks have the same number of rows.
+        ranks: number of tensor parallel ranks.
         dim: dimension of the tokens.
 
     Raises:
         StructureError: there is no such tensor, or the ranks together have fewer rows than tokens.
 
-    Rank 1 of 2 has rows 4 to 8 of 7 and one of padding:
+    Rank 1 of 2 has rows 4 to 7 of a vocabulary of 7 tokens, and one row of padding:
 
     >>> from shardproof.state import collect
     >>> table = torch.nn.Embedding(4, 2)
@@ -50,8 +50,8 @@ def vocabulary(
     start, total = (0, rows) if whole else (rank * rows, ranks * rows)
     if total < size:
         raise StructureError(
-            f"{item.where} has {rows} rows, on {ranks} tensor parallel ranks {total}: too few for {size} "
-            "tokens"
+            f"{item.where} has {rows} rows, which makes {total} on {ranks} tensor parallel ranks: too few "
+            f"for {size} tokens"
         )
     own = min(max(size - start, 0), rows)
     axes: list[tuple[Segments, int]] = [([(0, length)], length) for length in tensor.shape]

@@ -1,4 +1,4 @@
-"""Finds the slots that an optimizer keeps for a parameter, by stepping a temporary tensor.
+"""Finds the slots that an optimizer has for a parameter, by stepping a temporary tensor.
 
 A rank that owns no element of a parameter has no state that shows the slots. It computes the schema from the
 optimizer class and options, which are the same on every rank.
@@ -18,7 +18,7 @@ from shardproof.state import LocalRange, RandomState, SlotKeeper
 
 __all__ = ["Factory", "Spec", "check_slots", "slot_schema"]
 
-_HOW_NOT_WHAT = ("fused", "foreach", "capturable", "differentiable", "params", "param_names")
+_IMPLEMENTATION_OPTIONS = ("fused", "foreach", "capturable", "differentiable", "params", "param_names")
 """Options that select an implementation. They do not change the slots, and some require a device."""
 
 _RATE = 0.5
@@ -44,7 +44,7 @@ class Factory:
     """An optimizer class, or a callable like one, with its options.
 
     Args:
-        make: ``make(params, **options)`` gives the optimizer: a class, or a `functools.partial` of one, for
+        make: ``make(params, **options)`` returns the optimizer: a class, or a `functools.partial` of one, for
             example ``partial(HybridDeviceOptimizer, optimizer_class=torch.optim.AdamW)``.
         options: keyword arguments.
 
@@ -88,7 +88,7 @@ class Factory:
         >>> Factory(torch.optim.AdamW, {}).kind
         'AdamW'
         """
-        return _kept(self.trial())[0]
+        return _kind_and_slots(self.trial())[0]
 
     def schema(self, dtype: torch.dtype) -> dict[str, Spec]:
         """The `slot_schema` of the optimizer that this makes."""
@@ -98,7 +98,7 @@ class Factory:
 def slot_schema(
     optimizer_class: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any], dtype: torch.dtype
 ) -> dict[str, Spec]:
-    """The slots that an elementwise optimizer keeps for a parameter after it has stepped it.
+    """The slots that an elementwise optimizer has for a parameter after a step.
 
     The function steps a temporary tensor twice, so it finds slots that only the second step creates. It
     restores the state of the random generators.
@@ -126,7 +126,7 @@ def slot_schema(
     ValueError: Adafactor is not elementwise: ...
     """
     name = getattr(optimizer_class, "__qualname__", None) or repr(optimizer_class)
-    chosen = {key: _apart(value) for key, value in options.items() if key not in _HOW_NOT_WHAT} | {
+    chosen = {key: _apart(value) for key, value in options.items() if key not in _IMPLEMENTATION_OPTIONS} | {
         "lr": _RATE
     }
     factory = Factory(optimizer_class, {}).accepting(chosen)
@@ -139,17 +139,19 @@ def slot_schema(
             matrix, _ = _stepped(factory, chosen, _WEIGHT, (2, 2), dtype)
         except Exception as error:
             raise ValueError(
-                f"{name} is not elementwise: it does not step a tensor of one dimension from its gradient "
-                f"alone ({type(error).__name__}: {error}). Parts of parameters need AdamW, SGD or another "
-                "optimizer that is"
+                f"{name} is not elementwise: it cannot step a 1-D tensor from its gradient alone "
+                f"({type(error).__name__}: {error}). Use an elementwise optimizer, such as AdamW or SGD"
             ) from error
         apart = torch.cat(alone)
         if not (_near(whole, apart[:2]) and _near(matrix, apart)):
             raise ValueError(
-                f"{name} is not elementwise: stepping elements together gives {matrix.tolist()}, alone "
-                f"{apart.tolist()}. Parts of parameters need AdamW, SGD or another optimizer that is"
+                f"{name} is not elementwise: stepping elements together gives {matrix.tolist()}, one by one "
+                f"{apart.tolist()}. Use an elementwise optimizer, such as AdamW or SGD"
             )
-        return {slot: _spec(item, f"{name}: slot {slot!r}") for slot, item in _kept(optimizer)[1].items()}
+        return {
+            slot: _spec(item, f"{name}: slot {slot!r}")
+            for slot, item in _kind_and_slots(optimizer)[1].items()
+        }
 
 
 def check_slots(dtypes: Mapping[str, torch.dtype], schemas: Iterable[Mapping[str, Spec]]) -> None:
@@ -158,9 +160,9 @@ def check_slots(dtypes: Mapping[str, torch.dtype], schemas: Iterable[Mapping[str
     Raises:
         ValueError: a key names no such slot.
     """
-    known = {slot for schema in schemas for slot, spec in schema.items() if spec.kind == "elements"}
-    if strange := dtypes.keys() - known:
-        raise ValueError(f"state_dtypes names {sorted(strange)}; the optimizer's slots are {sorted(known)}")
+    slots = {slot for schema in schemas for slot, spec in schema.items() if spec.kind == "elements"}
+    if unknown := dtypes.keys() - slots:
+        raise ValueError(f"state_dtypes names {sorted(unknown)}; the optimizer's slots are {sorted(slots)}")
 
 
 def _stepped(
@@ -180,7 +182,7 @@ def _stepped(
     return tensor.flatten().float(), optimizer
 
 
-def _kept(optimizer: torch.optim.Optimizer) -> tuple[str, dict[str, Any]]:
+def _kind_and_slots(optimizer: torch.optim.Optimizer) -> tuple[str, dict[str, Any]]:
     """Class and slots of an optimizer of one parameter."""
     if isinstance(optimizer, SlotKeeper):
         (slots,) = optimizer.describe_slots()
@@ -195,7 +197,9 @@ def _spec(item: Any, what: str) -> Spec:
     if not isinstance(item, torch.Tensor):
         return Spec("value", None)
     if item.shape not in ((), (2,)):
-        raise ValueError(f"{what} is not elementwise: a parameter of shape [2] has one of {list(item.shape)}")
+        raise ValueError(
+            f"{what} is not elementwise: its shape is {list(item.shape)} for a parameter of shape [2]"
+        )
     return Spec("elements" if item.dim() else "scalar", item.dtype)
 
 

@@ -1,9 +1,9 @@
 """The plans of saves and loads: which rank writes which chunk where, and which chunks a rank reads.
 
-The functions here see keys, shapes and boxes only. They touch no tensor data and do not communicate.
+The functions here work on keys, shapes and boxes only. They access no tensor data and do not communicate.
 
-A save, on the coordinator: `Structure` of each rank, then `plan_writes` (merge, prove, writers, replicas). A
-load, on each rank: `ChunkTable` from the index, then `plan_reads`.
+In a save, the coordinator calls `plan_writes` on the `Structure` of each rank (merge, prove, writers,
+replicas). In a load, each rank calls `plan_reads` on the `ChunkTable` of the index.
 """
 
 from shardproof.planning.chunk_table import ChunkTable, chunk_table

@@ -15,16 +15,16 @@ __all__ = ["ChunkTable", "chunk_table"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkTable:
-    """A row for each chunk, sorted by `tensor`. The last three columns are those of `boxes`."""
+    """A row for each chunk, sorted by `tensor`. The last three columns form `boxes`."""
 
     tensor: NDArray[np.int64]
     """(n,) row of the chunk's tensor in the manifest."""
     file: NDArray[np.int64]
     """(n,) row of the chunk's file in the manifest."""
     byte_start: NDArray[np.int64]
-    """(n,) first byte of the chunk, counted from the first of the file."""
+    """(n,) first byte of the chunk, counted from the start of the file."""
     byte_count: NDArray[np.int64]
-    """(n,) bytes of the chunk."""
+    """(n,) size of the chunk in bytes."""
     digest: NDArray[np.uint64]
     """(n, 2) high and low half of the chunk's digest (`shardproof.format.ChunkHasher`)."""
     box_start: NDArray[np.int64]

@@ -1,7 +1,7 @@
-"""The structures of all ranks merged: one table of tensors, and every box with the rank that holds it.
+"""Merges the structures of all ranks into one table of tensors and the boxes of all ranks.
 
-Equal tables are decoded once. Ranks with pieces of the same tensors in the same order are merged together in
-columns, so that one more rank costs a few array operations.
+`merge` decodes equal tables once. It merges ranks with pieces of the same tensors in the same order together,
+column by column, so that one more rank costs a few array operations.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from shardproof.errors import StructureError
 from shardproof.geometry import Boxes, row_pointers
 from shardproof.planning.structure import Structure, TensorTable
 
-__all__ = ["HeldBoxes", "MergedStructures", "merge"]
+__all__ = ["MergedStructures", "RankBoxes", "merge"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HeldBoxes:
-    """The non-empty boxes of one number of dimensions: a row for each holding (box and rank)."""
+class RankBoxes:
+    """The non-empty boxes of one number of dimensions that the ranks declare: a row for each rank and box."""
 
     boxes: Boxes
     tensor: NDArray[np.int64]
     """(n,) row of the merged tensor table."""
     rank: NDArray[np.int64]
-    """(n,) rank that holds the box."""
+    """(n,) rank that declares the box."""
     piece: NDArray[np.int64]
     """(n,) row of the box in that rank's structure."""
 
@@ -42,23 +42,23 @@ class MergedStructures:
     dtypes: list[str]
     shapes: list[tuple[int, ...]]
     aliases: dict[str, str]
-    """Key to the key that is stored in its place; all ranks that declare the key declare the same alias."""
+    """Alias to the key that is stored. All ranks that declare the alias declare it for the same key."""
     objects: dict[str, int]
     """Object key to the rank that stores it."""
     ndims: NDArray[np.int64]
-    """(t,) dimensions of each tensor."""
+    """(t,) number of dimensions of each tensor."""
     itemsizes: NDArray[np.int64]
-    """(t,) bytes of an element of each tensor."""
+    """(t,) element size of each tensor in bytes."""
 
 
-def merge(structures: Sequence[Structure]) -> tuple[MergedStructures, dict[int, HeldBoxes]]:
+def merge(structures: Sequence[Structure]) -> tuple[MergedStructures, dict[int, RankBoxes]]:
     """Merges the structures of all ranks.
 
     Args:
-        structures: of each rank, in rank order.
+        structures: the structure of each rank, in rank order.
 
     Returns:
-        The merged tables, and the boxes by their number of dimensions.
+        The merged tables, and the boxes by number of dimensions.
 
     Raises:
         StructureError: ranks declare different dtypes, shapes or kinds (tensor or object) for a key.
@@ -85,14 +85,14 @@ def merge(structures: Sequence[Structure]) -> tuple[MergedStructures, dict[int, 
         ndims,
         np.array([size_of[dtype] for dtype in dtypes], np.int64),
     )
-    return merged, _holdings(structures, rows_of, ndims)
+    return merged, _rank_boxes(structures, rows_of, ndims)
 
 
 _Declared = dict[str, tuple[str, tuple[int, ...], int]]
 
 
 def _agree(tables: dict[bytes, TensorTable], ranks_of: dict[bytes, list[int]]) -> _Declared:
-    """Key to dtype, shape and the first rank that declares it. Raises if two ranks declare different ones."""
+    """Key to dtype, shape and the first rank that declares them. Raises if two ranks disagree."""
     declared: _Declared = {}
     for raw, table in sorted(tables.items(), key=lambda item: ranks_of[item[0]][0]):
         rank = ranks_of[raw][0]
@@ -102,8 +102,8 @@ def _agree(tables: dict[bytes, TensorTable], ranks_of: dict[bytes, list[int]]) -
             if other is not own and other[:2] != (dtype, shape):
                 raise StructureError(
                     f"tensor {key!r}: rank {other[2]} declares {other[0]} {list(other[1])}, rank {rank} "
-                    f"declares {dtype} {list(shape)}. All ranks must declare one dtype and one global shape "
-                    "for a key. Put a value that differs by rank into sp.PerRank",
+                    f"declares {dtype} {list(shape)}. All ranks must declare the same dtype and global shape "
+                    "for a key. Wrap a value that differs by rank in sp.PerRank",
                     key=key,
                     ranks=[other[2], rank],
                 )
@@ -111,10 +111,10 @@ def _agree(tables: dict[bytes, TensorTable], ranks_of: dict[bytes, list[int]]) -
 
 
 def _aliases(tables: Collection[TensorTable], declared: _Declared) -> dict[str, str]:
-    """Keys that are an alias of one and the same key on every rank that declares them."""
+    """Keys that are an alias of the same key on every rank that declares them."""
     targets_of: dict[str, set[str]] = {
         key: set() for table in tables for key in compress(table.keys, table.aliases)
-    }  # most keys are an alias on no rank
+    }  # most keys are aliases on no rank
     if not targets_of:
         return {}
     for table in tables:
@@ -130,14 +130,14 @@ def _aliases(tables: Collection[TensorTable], declared: _Declared) -> dict[str, 
     }
 
 
-def _holdings(
+def _rank_boxes(
     structures: Sequence[Structure], rows_of: dict[bytes, NDArray[np.int64]], ndims: NDArray[np.int64]
-) -> dict[int, HeldBoxes]:
+) -> dict[int, RankBoxes]:
     """All non-empty boxes of all ranks, by number of dimensions."""
     ranks_of: dict[tuple[bytes, bytes], list[int]] = {}
     for rank, structure in enumerate(structures):
         ranks_of.setdefault((structure.table, structure.box_tensor.tobytes()), []).append(rank)
-    parts: dict[int, list[HeldBoxes]] = {int(ndim): [] for ndim in np.unique(ndims)}
+    parts: dict[int, list[RankBoxes]] = {int(ndim): [] for ndim in np.unique(ndims)}
     for (table, _), ranks in ranks_of.items():
         alike = [structures[rank] for rank in ranks]
         tensor = rows_of[table][alike[0].box_tensor]
@@ -146,20 +146,20 @@ def _holdings(
         for dimensions in np.unique(ndim).tolist():
             pieces = np.flatnonzero(ndim == dimensions)
             columns = start[pieces, None] + np.arange(dimensions)
-            parts[dimensions].append(_held(alike, np.array(ranks), tensor[pieces], pieces, columns))
-    return {dimensions: _joined(part, dimensions) for dimensions, part in parts.items()}
+            parts[dimensions].append(_boxes_of(alike, np.array(ranks), tensor[pieces], pieces, columns))
+    return {dimensions: _concatenated(part, dimensions) for dimensions, part in parts.items()}
 
 
-def _held(
+def _boxes_of(
     alike: Sequence[Structure],
     ranks: NDArray[np.int64],
     tensor: NDArray[np.int64],
     pieces: NDArray[np.int64],
     columns: NDArray[np.int64],
-) -> HeldBoxes:
+) -> RankBoxes:
     """The boxes of one number of dimensions, of ranks with pieces of the same tensors in the same order.
 
-    They are sorted by piece, then by rank, so that the sorts of later steps are cheap.
+    The rows are sorted by piece, then by rank, so that later sorts are cheap.
     """
     offsets = np.empty((len(pieces), len(ranks), columns.shape[1]), np.int64)
     sizes = np.empty_like(offsets)
@@ -168,20 +168,22 @@ def _held(
         sizes[:, at] = structure.box_sizes[columns]
     shape = (-1, columns.shape[1]) if columns.shape[1] else (len(pieces) * len(ranks), 0)
     boxes = Boxes(offsets.reshape(shape), sizes.reshape(shape))
-    held = HeldBoxes(
+    every = RankBoxes(
         boxes, np.repeat(tensor, len(ranks)), np.tile(ranks, len(pieces)), np.repeat(pieces, len(ranks))
     )
-    filled = boxes.nonempty()
-    if filled.all():
-        return held
-    return HeldBoxes(boxes.take(filled), held.tensor[filled], held.rank[filled], held.piece[filled])
+    nonempty = boxes.nonempty()
+    if nonempty.all():
+        return every
+    return RankBoxes(
+        boxes.take(nonempty), every.tensor[nonempty], every.rank[nonempty], every.piece[nonempty]
+    )
 
 
-def _joined(parts: Sequence[HeldBoxes], dimensions: int) -> HeldBoxes:
+def _concatenated(parts: Sequence[RankBoxes], dimensions: int) -> RankBoxes:
     if len(parts) == 1:
         return parts[0]
     none = np.zeros(0, np.int64)
-    return HeldBoxes(
+    return RankBoxes(
         Boxes.concatenate([Boxes.empty(dimensions), *(part.boxes for part in parts)]),
         np.concatenate([none, *(part.tensor for part in parts)]),
         np.concatenate([none, *(part.rank for part in parts)]),
@@ -190,7 +192,7 @@ def _joined(parts: Sequence[HeldBoxes], dimensions: int) -> HeldBoxes:
 
 
 def _owners(structures: Sequence[Structure], declared: _Declared) -> dict[str, int]:
-    """Object key to the rank that stores it: the lowest that has it."""
+    """Object key to the rank that stores it: the lowest rank that declares it."""
     owners: dict[str, int] = {}
     seen: set[tuple[str, ...]] = set()
     for rank, structure in enumerate(structures):
@@ -201,7 +203,7 @@ def _owners(structures: Sequence[Structure], declared: _Declared) -> dict[str, i
             if key in declared:
                 raise StructureError(
                     f"{key!r} is a tensor on rank {declared[key][2]} and a plain value on rank {rank}. Use "
-                    "different keys, or sp.PerRank for values that differ by rank",
+                    "different keys, or wrap values that differ by rank in sp.PerRank",
                     key=key,
                     ranks=[declared[key][2], rank],
                 )

@@ -1,4 +1,4 @@
-"""The plan of a load on one rank: which chunk holds which part of which requested box."""
+"""The plan of a load on one rank: which chunk contains which part of which requested box."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ from shardproof.planning.chunk_table import ChunkTable
 __all__ = ["ReadPlan", "RequestedBoxes", "TensorShape", "plan_reads", "prove_chunks"]
 
 
-OWN_ADVICE = (
-    "Restore another step, and report this as a bug: each save proves that the chunks cover their tensors"
-)
+OWN_ADVICE = "Load another step, and report a bug: each save proves that its chunks cover their tensors"
 """Advice about a checkpoint that shardproof saved."""
 _PAIRS_EACH = 16
-"""`_pairs` compares all pairs if there are at most so many for each box and chunk; else it searches."""
+"""`_pairs` compares all pairs if there are at most this many per box and chunk; otherwise it searches."""
 
 
 class TensorShape(Protocol):
@@ -39,7 +37,7 @@ class TensorShape(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestedBoxes:
-    """The boxes that a rank requests. The last two columns are those of a `BoxTable`."""
+    """The boxes that a rank requests. The last two columns are as in `BoxTable`."""
 
     tensor: NDArray[np.int64]
     """(w,) row of the box's tensor in the manifest."""
@@ -51,7 +49,7 @@ class RequestedBoxes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadPlan:
-    """A row for each part of a requested box that one chunk holds, sorted by chunk."""
+    """A row for each intersection of a requested box and a chunk (a part), sorted by chunk."""
 
     chunk: NDArray[np.int64]
     """(n,) row of the chunk table."""
@@ -63,20 +61,21 @@ class ReadPlan:
     chunk_start: NDArray[np.int64]
     """(n,) first element of the part in the row-major order of the chunk."""
     chunk_stop: NDArray[np.int64]
-    """(n,) one past its last element there. The part is contiguous in the chunk if it has all between."""
+    """(n,) element after the part's last one in that order. The part is contiguous in the chunk if it
+    contains all elements between the two."""
     in_chunk: NDArray[np.int64]
-    """(n, width) offsets of the part from the chunk's; 0 in dimensions that the tensor does not have."""
+    """(n, width) offsets of the part relative to the chunk; 0 in dimensions that the tensor does not have."""
     in_want: NDArray[np.int64]
-    """(n, width) offsets of the part from the requested box's."""
+    """(n, width) offsets of the part relative to the requested box."""
     sizes: NDArray[np.int64]
     """(n, width) sizes of the part; 1 in dimensions that the tensor does not have."""
 
     def for_wants(self, want: NDArray[np.int64]) -> ReadPlan:
-        """The same parts with other rows of requested boxes."""
+        """The same parts with the column `want` replaced."""
         return replace(self, want=want)
 
     def only(self, rows: NDArray[np.bool_]) -> ReadPlan:
-        """The plan of some rows, given as a mask."""
+        """The plan of some rows, selected by a mask."""
         return ReadPlan(
             self.chunk[rows],
             self.want[rows],
@@ -96,38 +95,38 @@ def prove_chunks(
     *,
     advice: str = OWN_ADVICE,
 ) -> None:
-    """Proves that the stored chunks of some tensors tile them.
+    """Proves that the stored chunks of the chosen tensors tile them.
 
     Args:
         tensors: all tensors of the checkpoint.
         table: all chunks of the checkpoint.
-        chosen: rows of the tensors to prove.
+        chosen: rows of the chosen tensors.
         advice: what the user can do about chunks that do not tile their tensor, for the error message.
 
     Raises:
         TilingError: the chunks of a tensor do not tile it. The error names the first such tensor.
-        FormatError: the chunks are so many that the proof would not fit in memory.
+        FormatError: there are so many chunks that the proof would not fit in memory.
     """
     chosen = _distinct(chosen)
     ndims = _ndims(tensors, chosen)
     for dimensions in _distinct(ndims).tolist():
         group = chosen[ndims == dimensions]
         rows = _rows_of(table, group)
-        local = np.searchsorted(group, table.tensor[rows])
+        position = np.searchsorted(group, table.tensor[rows])
         shapes = [tensors[row].shape for row in group.tolist()]
         extents = np.fromiter(chain.from_iterable(shapes), np.int64)
         extents = extents.reshape(len(group), dimensions)
         try:
-            faults = tiling_faults(extents, local, table.boxes.boxes(rows, dimensions))
+            faults = tiling_faults(extents, position, table.boxes.boxes(rows, dimensions))
         except ValueError as error:
-            raise FormatError(f"the chunk index is no tiling that could have been saved: {error}") from error
+            raise FormatError(f"the chunk index is not a tiling that a save can write: {error}") from error
         if faults:
             fault = faults[0]
             key, shape = tensors[int(group[fault.tensor])].key, shapes[fault.tensor]
             raise TilingError(
                 f"checkpoint: tensor {key!r} of shape {list(shape)}: {fault.kind} at offsets "
-                f"{list(fault.offsets)}, sizes {list(fault.sizes)}: the stored chunks do not cover "
-                f"it exactly once. {advice}",
+                f"{list(fault.offsets)}, sizes {list(fault.sizes)}: the stored chunks do not cover the "
+                f"tensor exactly once. {advice}",
                 key=key,
                 kind=fault.kind,
                 box=[list(fault.offsets), list(fault.sizes)],
@@ -144,16 +143,16 @@ def plan_reads(
 ) -> ReadPlan:
     """Plans which parts of which chunks fill the requested boxes.
 
-    Proves first that each element of the boxes is stored exactly once.
+    The function first proves that each element of the boxes is stored exactly once.
 
     Args:
-        tensors: all tensors of the checkpoint. Only those of requested boxes are read.
+        tensors: all tensors of the checkpoint.
         table: all chunks of the checkpoint.
         wanted: the requested boxes.
         advice: as for `prove_chunks`.
 
     Raises:
-        TilingError: the chunks of a requested tensor do not tile it, or a box reaches outside its tensor.
+        TilingError: the chunks of a requested tensor do not tile it, or a box exceeds its tensor.
     """
     prove_chunks(tensors, table, wanted.tensor, advice=advice)
     ndims = _ndims(tensors, wanted.tensor)
@@ -187,14 +186,14 @@ def _pairs(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Pairs of a requested box and a chunk of its tensor that share an element, sorted by box, then chunk.
 
-    Where tensors have few chunks (`_PAIRS_EACH`), each box is compared with each chunk of its tensor. For
-    20,000 tensors of 2 chunks that takes 3 ms, and a search through all boxes 25 ms.
+    If tensors have few chunks (`_PAIRS_EACH`), comparing each box with each chunk of its tensor is faster
+    than a search through all boxes.
 
     Args:
         wants: requested boxes.
-        want_tensor: (wants,) row of the tensor of each.
+        want_tensor: (wants,) row of each box's tensor.
         chunks: boxes of the chunks.
-        chunk_tensor: (chunks,) row of the tensor of each, ascending.
+        chunk_tensor: (chunks,) row of each chunk's tensor, ascending.
     """
     first = np.searchsorted(chunk_tensor, want_tensor, "left")
     count = np.searchsorted(chunk_tensor, want_tensor, "right") - first
@@ -227,7 +226,7 @@ def _sorted_by_chunk(parts: Sequence[ReadPlan]) -> ReadPlan:
 
 
 def _ndims(tensors: Sequence[TensorShape], rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """(rows,) dimensions of the tensors of these rows."""
+    """(rows,) number of dimensions of the tensors in these rows."""
     return np.fromiter([len(tensors[row].shape) for row in rows.tolist()], np.int64, len(rows))
 
 
@@ -237,14 +236,14 @@ def _distinct(values: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _rows_of(table: ChunkTable, tensors: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Rows of the chunks of some tensors, whose rows ascend."""
+    """Rows of the chunks of some tensors. The tensors' rows are ascending."""
     first = np.searchsorted(table.tensor, tensors, "left")
     count = np.searchsorted(table.tensor, tensors, "right") - first
     return consecutive(first, count)
 
 
 def _with_tensor(boxes: Boxes, tensor: NDArray[np.int64]) -> Boxes:
-    """The boxes with the tensor's row as first dimension: boxes of different tensors never overlap."""
+    """Adds the tensor's row as first dimension, so that boxes of different tensors never overlap."""
     return Boxes(
         np.column_stack((tensor, boxes.offsets)), np.column_stack((np.ones_like(tensor), boxes.sizes))
     )
@@ -258,7 +257,10 @@ def _prove_covered(
     of_want: NDArray[np.int64],
     shared: Boxes,
 ) -> None:
-    """Chunks of a tensor are disjoint: they cover a box if the volumes of the parts add up to the box's."""
+    """Raises if the chunks do not cover a box.
+
+    The chunks of a tensor are disjoint. So they cover a box if the volumes of its parts add up to its own.
+    """
     found = np.zeros(len(wants), np.int64)
     np.add.at(found, of_want, shared.volumes())
     short = np.flatnonzero(found != boxes.volumes())
@@ -268,8 +270,8 @@ def _prove_covered(
         offsets, sizes = boxes.offsets[row].tolist(), boxes.sizes[row].tolist()
         raise TilingError(
             f"tensor {key!r}: the requested box at offsets {offsets}, sizes {sizes} has "
-            f"{int(boxes.volumes()[row])} elements, of which the checkpoint holds {int(found[row])}. The box "
-            "must lie within the tensor",
+            f"{int(boxes.volumes()[row])} elements, but the checkpoint stores {int(found[row])} of them. The "
+            "box must lie within the tensor",
             key=key,
             kind="out of bounds",
             box=[offsets, sizes],
@@ -284,7 +286,7 @@ def _run_start(part: Boxes, parent: Boxes) -> NDArray[np.int64]:
 
 
 def _extent(part: Boxes, parent: Boxes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """First element of each part in its parent's row-major order, and one past its last."""
+    """First element of each part in its parent's row-major order, and the element after its last one."""
     count, dimensions = part.sizes.shape
     strides = np.ones((count, dimensions), np.int64)
     if dimensions:

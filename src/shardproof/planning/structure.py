@@ -1,7 +1,7 @@
 """The structure of a rank's state: keys, dtypes, shapes and boxes, without values.
 
-Each rank sends its structure to the coordinator, or its digest where the coordinator knows the structure.
-Integer columns travel packed (`pack`).
+Each rank sends its structure to the coordinator, or only its digest if the coordinator has the structure in
+its cache. `pack` shortens integer columns.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ __all__ = ["Packed", "Structure", "TensorTable", "pack", "unpack"]
 
 
 class TensorTable(msgspec.Struct, frozen=True, array_like=True):
-    """The tensors that one rank declares, sorted by key. Row ``i`` of every column describes one tensor."""
+    """The tensors that one rank declares, as columns sorted by key."""
 
     keys: tuple[str, ...]
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     aliases: tuple[str, ...]
-    """The key of the tensor that shares this tensor's memory; empty if none does."""
+    """The key of the tensor that shares this tensor's memory; empty if there is none."""
 
 
 class _Wire(msgspec.Struct, frozen=True, array_like=True):
-    """The encoded form. The table is nested as bytes, so that equal tables are decoded once."""
+    """The encoded form. The table is nested as bytes, so that the coordinator decodes equal tables once."""
 
     table: bytes
     objects: tuple[str, ...]
@@ -43,20 +43,20 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True):
 
 
 _LEVEL = 3
-"""Level of compression. It shrinks keys, which are alike, to a 20th at 500 MB/s."""
+"""Compression level. It reduces similar keys to a 20th of their size at 500 MB/s."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Structure:
     """Keys, dtypes, shapes and boxes of one rank's state, and the keys of its objects.
 
-    Boxes are in the order of the rank's pieces. Their columns are those of a `BoxTable`: box ``i`` has as
-    many dimensions as its tensor, ``box_tensor[i]``.
+    Boxes are in the order of the rank's pieces. Their columns are as in `BoxTable`: box ``i`` has the number
+    of dimensions of its tensor, ``box_tensor[i]``.
     """
 
     table: bytes
-    """An encoded and compressed `TensorTable`. Equal tables from equal compressors are equal bytes, which the
-    coordinator decodes once. Other compressors cost only time."""
+    """An encoded and compressed `TensorTable`. The coordinator decodes equal bytes once. Compressors that
+    differ between ranks only cost time."""
     objects: tuple[str, ...]
     box_tensor: NDArray[np.int64]
     box_offsets: NDArray[np.int64]
@@ -86,7 +86,7 @@ class Structure:
         box_offsets: Sequence[int],
         box_sizes: Sequence[int],
     ) -> Structure:
-        """A structure from plain columns, which are those of the class.
+        """A structure from plain columns.
 
         >>> table = TensorTable(("w",), ("float32",), ((4, 2),), ("",))
         >>> Structure.build(table, [], [0], [0, 0], [4, 2]).digest().hex()[:8] != ""
@@ -101,7 +101,7 @@ class Structure:
         )
 
     def encode(self) -> bytes:
-        """The structure as bytes for the rendezvous."""
+        """The structure as bytes, for the rendezvous."""
         return msgspec.msgpack.encode(
             _Wire(
                 self.table,
@@ -134,20 +134,20 @@ class Structure:
 
 
 class Packed(msgspec.Struct, frozen=True, array_like=True):
-    """A column of int64, packed: either evenly spaced, or distances from its smallest value."""
+    """A packed int64 column: either evenly spaced values, or distances from the smallest value."""
 
     base: int
-    """The first value if `width` is 0; else the smallest."""
+    """The first value if `width` is 0, otherwise the smallest."""
     step: int
-    """Distance between neighbours if `width` is 0; else 0."""
+    """Distance between neighbours if `width` is 0, otherwise 0."""
     count: int
     width: int
-    """Bytes of each distance in `data`; 0 if the column is evenly spaced."""
+    """Bytes per distance in `data`; 0 if the values are evenly spaced."""
     data: bytes
 
 
 def pack(column: NDArray[np.int64]) -> Packed:
-    """Packs a column: no data if it is evenly spaced, else as few bytes a value as all values fit in.
+    """Packs a column. Evenly spaced values need no data; others need 1, 2, 4 or 8 bytes each.
 
     >>> pack(np.arange(5, 500)), pack(np.array([7, 300, 8])).data.hex()
     (Packed(base=5, step=1, count=495, width=0, data=b''), '000025010100')
@@ -166,7 +166,7 @@ def pack(column: NDArray[np.int64]) -> Packed:
 
 
 def unpack(packed: Packed) -> NDArray[np.int64]:
-    """The column that `pack` was given.
+    """The column that `pack` packed.
 
     >>> unpack(pack(np.array([7, 300, 8]))).tolist()
     [7, 300, 8]

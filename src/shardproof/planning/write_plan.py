@@ -1,13 +1,13 @@
-"""The plan of a save: which rank writes which chunks, and where in its file. The coordinator makes it.
+"""The plan of a save, made by the coordinator: which rank writes which chunks, and where in its file.
 
-1. `merge` builds one table of all tensors, and columns of all boxes that ranks hold.
-2. `prove` shows that the distinct boxes of each tensor tile it. Equal boxes are replicas.
-3. `_cut` cuts boxes into chunks of at most `chunk_bytes`. A chunk is contiguous in its box. So no reader has
-   to verify a large tensor whole, and no rank has to write one alone.
-4. `choose_writers` names one holder as the writer of each chunk.
+1. `merge` builds one table of all tensors, and columns of the boxes of all ranks.
+2. `prove` proves that the distinct boxes of each tensor tile it. Equal boxes are replicas.
+3. `_cut` cuts boxes into chunks of at most `chunk_bytes`. A chunk is contiguous in its box. So a reader can
+   verify a part of a large tensor, and several ranks can share the writing of one.
+4. `choose_writers` chooses one holder as the writer of each chunk.
 5. `find_replicas` lists the boxes that several ranks hold, for the replica check.
-6. `_lay_out` orders each writer's file: by alignment, so that entries are aligned for any reader, then small
-   tensors before large ones, then by tensor and box.
+6. `_lay_out` orders each writer's file: by alignment, so that entries are aligned for any reader; then small
+   tensors before large ones; then by tensor and box.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ __all__ = ["CHUNK_BYTES", "LARGE_BYTES", "RankPlan", "WritePlan", "plan_writes",
 _Ints = NDArray[np.int64]
 
 CHUNK_BYTES = 16 << 20
-"""Bytes of a chunk, at most. Small chunks share bytes evenly among writers and readers; large ones keep the
-index short. 16 MiB gives 8,192 chunks for 128 GiB."""
+"""Maximum size of a chunk in bytes. Small chunks divide bytes evenly among writers and readers; large chunks
+make the index short. 16 MiB gives 8,192 chunks for 128 GiB."""
 
 LARGE_BYTES = 64 << 10
-"""Bytes from which a chunk is large: a load reads it on its own, straight into its destination. A smaller
-chunk shares its read with neighbours, since copying it costs less than a read."""
+"""Minimum size of a large chunk in bytes. A load reads a large chunk on its own, straight into its
+destination. It reads small chunks together with their neighbours, because a copy costs less than a read."""
 
 _CELLS = 64
-"""Cells in `chunk_bytes` (see the note in `writers`). A cell of 256 KiB takes as long to read as a file takes
-to open."""
+"""Cells in `chunk_bytes` (see the note in `writers`). Reading a cell of 256 KiB takes as long as opening a
+file."""
 
 
 def plan_writes(
@@ -54,11 +54,11 @@ def plan_writes(
     """Plans a save from the structures of all ranks, in rank order.
 
     Args:
-        structures: one for each rank.
-        chunk_bytes: bytes of a chunk, at most.
-        nodes: node number of each rank. Bytes are balanced over nodes, then over the ranks of each node.
+        structures: the structure of each rank.
+        chunk_bytes: maximum size of a chunk in bytes.
+        nodes: node number of each rank. The plan balances bytes over nodes, then over the ranks of each node.
             None: each rank is a node.
-        sample_bytes: bytes of replicas that a rank compares in one save of a sampled replica check, at most.
+        sample_bytes: maximum bytes of replicas that a rank compares in one save of a sampled replica check.
 
     Returns:
         The plan of all ranks. It depends on the arguments alone.
@@ -81,11 +81,11 @@ def plan_writes(
     proved = prove(merged, declared)
     del declared
     parts = [_cut(merged, distinct, chunk_bytes) for distinct in proved]
-    places = np.arange(world_size) if nodes is None else np.asarray(nodes, np.int64)
-    group, rank, piece = _holdings(proved)
+    node_of = np.arange(world_size) if nodes is None else np.asarray(nodes, np.int64)
+    group, rank, piece = _replica_columns(proved)
     shared = find_shared(group, rank, world_size)
     chosen = choose_writers(
-        group, rank, shared, *_chunks_of(proved, parts), places, cell_bytes=max(chunk_bytes // _CELLS, 1)
+        group, rank, shared, *_chunk_columns(proved, parts), node_of, cell_bytes=max(chunk_bytes // _CELLS, 1)
     )
     writers, pieces = rank[chosen], piece[chosen]
     replicas = find_replicas(merged, proved, shared, rank, piece, world_size, sample_bytes)
@@ -100,50 +100,50 @@ class _Chunks:
     boxes: Boxes
     tensor: _Ints
     parent: _Ints
-    """(c,) row of the distinct box that the chunk is cut from."""
+    """(c,) row of the chunk's distinct box."""
     start: _Ints
     """(c,) first element of the chunk in the row-major order of that box."""
     byte_count: _Ints
 
 
 def _cut(merged: MergedStructures, distinct: DistinctBoxes, chunk_bytes: int) -> _Chunks:
-    """Cuts the distinct boxes into chunks, but for those of aliases, which are not stored."""
+    """Cuts the distinct boxes into chunks, except those of aliases, which are not stored."""
     boxes, tensor = distinct.boxes, distinct.tensor
-    kept = np.arange(len(tensor))
+    rows = np.arange(len(tensor))
     if merged.aliases:
-        stored = np.array([key not in merged.aliases for key in merged.keys], np.bool_)
-        kept = np.flatnonzero(stored[tensor])
-        boxes, tensor = boxes.take(kept), tensor[kept]
+        is_stored = np.array([key not in merged.aliases for key in merged.keys], np.bool_)
+        rows = np.flatnonzero(is_stored[tensor])
+        boxes, tensor = boxes.take(rows), tensor[rows]
     chunks, parent = cut(boxes, np.maximum(chunk_bytes // merged.itemsizes[tensor], 1))
     volume = chunks.volumes()
     if chunks is boxes:
-        return _Chunks(chunks, tensor, kept, np.zeros_like(kept), volume * merged.itemsizes[tensor])
+        return _Chunks(chunks, tensor, rows, np.zeros_like(rows), volume * merged.itemsizes[tensor])
     before = np.cumsum(volume) - volume
     begins = np.flatnonzero(np.diff(parent, prepend=-1))
     start = before - np.repeat(before[begins], np.diff(begins, append=len(parent)))
     tensor = tensor[parent]
-    return _Chunks(chunks, tensor, kept[parent], start, volume * merged.itemsizes[tensor])
+    return _Chunks(chunks, tensor, rows[parent], start, volume * merged.itemsizes[tensor])
 
 
-def _holdings(proved: Sequence[DistinctBoxes]) -> tuple[_Ints, _Ints, _Ints]:
-    """For every holding its distinct box, its rank, and the row of the box among the rank's pieces.
+def _replica_columns(proved: Sequence[DistinctBoxes]) -> tuple[_Ints, _Ints, _Ints]:
+    """The distinct box of each replica, its rank, and the row of the box among the rank's pieces.
 
-    Distinct boxes are numbered through all numbers of dimensions.
+    Rows of distinct boxes count through all numbers of dimensions.
     """
     before = np.cumsum([0, *(len(distinct.tensor) for distinct in proved)])
     return (
-        _joined([distinct.group + count for distinct, count in zip(proved, before, strict=False)]),
-        _joined([distinct.rank for distinct in proved]),
-        _joined([distinct.piece for distinct in proved]),
+        _concatenated([distinct.group + count for distinct, count in zip(proved, before, strict=False)]),
+        _concatenated([distinct.rank for distinct in proved]),
+        _concatenated([distinct.piece for distinct in proved]),
     )
 
 
-def _chunks_of(proved: Sequence[DistinctBoxes], parts: Sequence[_Chunks]) -> tuple[_Ints, _Ints]:
-    """For every chunk its distinct box, numbered as in `_holdings`, and its bytes."""
+def _chunk_columns(proved: Sequence[DistinctBoxes], parts: Sequence[_Chunks]) -> tuple[_Ints, _Ints]:
+    """The distinct box of each chunk, with rows as in `_replica_columns`, and the chunk's size in bytes."""
     before = np.cumsum([0, *(len(distinct.tensor) for distinct in proved)])
     return (
-        _joined([part.parent + count for part, count in zip(parts, before, strict=False)]),
-        _joined([part.byte_count for part in parts]),
+        _concatenated([part.parent + count for part, count in zip(parts, before, strict=False)]),
+        _concatenated([part.byte_count for part in parts]),
     )
 
 
@@ -155,16 +155,16 @@ def _lay_out(
     world_size: int,
     replicas: Replicas,
 ) -> WritePlan:
-    """Sorts the chunks of all dimensions by writer and file order, and places each in its file."""
-    tensor = _joined([part.tensor for part in parts])
-    byte_count = _joined([part.byte_count for part in parts])
-    place = tensor_order(merged.dtypes, tensor, byte_count)
-    order = stable_order(writer * max(len(place), 1) + place[tensor])
+    """Sorts the chunks of all dimensions by writer and file order, and gives each a position in its file."""
+    tensor = _concatenated([part.tensor for part in parts])
+    byte_count = _concatenated([part.byte_count for part in parts])
+    position = tensor_order(merged.dtypes, tensor, byte_count)
+    order = stable_order(writer * max(len(position), 1) + position[tensor])
     tensor, byte_count = tensor[order], byte_count[order]
     counts = np.bincount(writer, minlength=world_size)
     writer_start = row_pointers(counts)
     before = row_pointers(byte_count)
-    number = np.empty(len(order), np.int64)  # of each chunk in the order of the files
+    number = np.empty(len(order), np.int64)  # row of each chunk in the order of the files
     number[order] = np.arange(len(order))
     ends = np.cumsum([len(part.tensor) for part in parts])
     rows = np.split(number, ends[:-1])
@@ -176,7 +176,7 @@ def _lay_out(
         tensor,
         writer_start,
         piece[order],
-        _joined([part.start for part in parts])[order],
+        _concatenated([part.start for part in parts])[order],
         before[:-1] - np.repeat(before[writer_start[:-1]], counts),
         byte_count,
         boxes.start,
@@ -188,14 +188,14 @@ def _lay_out(
 
 
 def tensor_order(dtypes: Sequence[str], tensor: _Ints, byte_count: _Ints) -> _Ints:
-    """The order of tensors in every file: by alignment, then small before large, then as given.
+    """The order of tensors in every file: by alignment, then small before large, then by row.
 
     A tensor is large if it has a chunk of at least `LARGE_BYTES`.
 
     Args:
         dtypes: names of the dtypes of n tensors.
-        tensor: (c,) row of the tensor of each chunk.
-        byte_count: (c,) bytes of each chunk.
+        tensor: (c,) row of each chunk's tensor.
+        byte_count: (c,) size of each chunk in bytes.
 
     Returns:
         (n,) position of each tensor in the order.
@@ -208,12 +208,12 @@ def tensor_order(dtypes: Sequence[str], tensor: _Ints, byte_count: _Ints) -> _In
     is_large = np.zeros(len(alignment), np.bool_)
     is_large[tensor[byte_count >= LARGE_BYTES]] = True
     rows = np.arange(len(alignment))
-    places = np.empty_like(rows)
-    places[np.lexsort((rows, is_large, -alignment))] = rows
-    return places
+    positions = np.empty_like(rows)
+    positions[np.lexsort((rows, is_large, -alignment))] = rows
+    return positions
 
 
-def _joined(columns: Sequence[_Ints]) -> _Ints:
+def _concatenated(columns: Sequence[_Ints]) -> _Ints:
     if len(columns) == 1:
         return columns[0]
     return np.concatenate([np.zeros(0, np.int64), *columns])
@@ -231,16 +231,16 @@ _Wire = tuple[
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankPlan:
-    """What one rank writes: a row for each chunk, in the order of the rank's file."""
+    """The chunks that one rank writes: a row for each, in the order of the rank's file."""
 
     piece: NDArray[np.int64]
-    """(n,) row of the piece that holds the chunk, among the rank's own pieces."""
+    """(n,) row of the chunk's piece among the rank's pieces."""
     piece_start: NDArray[np.int64]
     """(n,) first element of the chunk in the row-major order of its piece."""
     byte_start: NDArray[np.int64]
-    """(n,) first byte, counted from the first data byte of the file. Chunks leave no gap."""
+    """(n,) first byte, counted from the first data byte of the file. There is no gap between chunks."""
     byte_count: NDArray[np.int64]
-    """(n,) bytes of each chunk."""
+    """(n,) size of each chunk in bytes."""
     box_offsets: NDArray[np.int64]
     """(m,) global offsets of the chunks, as in `BoxTable`."""
     box_sizes: NDArray[np.int64]
@@ -250,14 +250,14 @@ class RankPlan:
     files: int
     """Number of shard files of the whole checkpoint."""
     aliases: dict[str, str]
-    """Aliases: key to the key that is stored in its place."""
+    """Alias to the key that is stored."""
     empty: dict[str, tuple[str, tuple[int, ...]]]
-    """Tensors without elements, so without chunks: key to dtype and shape. Only the first writer has any."""
+    """Tensors without elements, so without chunks: key to dtype and shape. The first writer declares them."""
     shared: SharedPieces
-    """The pieces that other ranks hold, too."""
+    """The pieces that other ranks also hold."""
 
     def encode(self) -> bytes:
-        """The plan as bytes for the rendezvous."""
+        """The plan as bytes, for the rendezvous."""
         columns = (self.piece, self.piece_start, self.byte_count, self.box_offsets, self.box_sizes)
         wire = [pack(column) for column in columns]
         rest = self.objects, self.files, self.aliases, self.empty, self.shared.wire()
@@ -268,18 +268,18 @@ class RankPlan:
         """The plan that `encode` wrote."""
         wire, objects, files, aliases, empty, shared = msgspec.msgpack.decode(data, type=_Wire)
         piece, piece_start, byte_count, offsets, sizes = map(unpack, wire)
-        byte_start = np.cumsum(byte_count) - byte_count  # chunks follow each other without a gap
+        byte_start = np.cumsum(byte_count) - byte_count  # there is no gap between chunks
         chunks = piece, piece_start, byte_start, byte_count, offsets, sizes
         return RankPlan(*chunks, objects, files, aliases, empty, SharedPieces.of_wire(shared))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WritePlan:
-    """What all ranks write: a row for each chunk, by writer, then in the order of the writer's file."""
+    """The chunks that all ranks write: a row for each, by writer, then in the order of the writer's file."""
 
     merged: MergedStructures
     tensor: NDArray[np.int64]
-    """(n,) row of `merged.keys`, the tensor of the chunk."""
+    """(n,) row of the chunk's tensor in `merged.keys`."""
     writer_start: NDArray[np.int64]
     """(world size + 1,) row pointers: rank r writes the rows writer_start[r] to writer_start[r + 1]."""
     piece: NDArray[np.int64]
@@ -292,7 +292,7 @@ class WritePlan:
     box_offsets: NDArray[np.int64]
     box_sizes: NDArray[np.int64]
     writers: tuple[int, ...]
-    """The ranks that write a file, ascending: those with a chunk or an object."""
+    """The ranks with a chunk or an object to write, ascending."""
     replicas: Replicas
     """The boxes that several ranks hold."""
 
@@ -303,7 +303,7 @@ class WritePlan:
 
     @property
     def is_stored(self) -> list[bool]:
-        """For each merged tensor: True if the manifest has a row for it, False for an alias."""
+        """True for each merged tensor with a row in the manifest, False for an alias."""
         return [key not in self.merged.aliases for key in self.merged.keys]
 
     def rank_plans(self) -> list[RankPlan]:

@@ -2,20 +2,20 @@
 
 Note: How bytes are balanced
 ----------------------------
-Boxes that the same ranks hold make a *set*. The chunks of a set, in the order of tensors and boxes, form one
-line of bytes. Each holder gets one contiguous share of the line, so that neighbours in a tensor are
+The boxes that the same ranks hold form a *set*. The chunks of a set, in the order of tensors and boxes, form
+one line of bytes. Each holder gets one contiguous share of the line, so that neighbours in a tensor are
 neighbours in a file.
 
 The lengths of the shares follow a water-filling rule, first for nodes, then for the ranks of each node: bytes
-raise the least loaded to one common level. Bytes that one rank alone holds come first, then the sets, those
-with the fewest holders first. Where sets cross (a node is in several), each set is filled again after the
-others, for at most `_ROUNDS` rounds. Each round lowers the sum of the squared loads; its minimum is the
-fairest division of divisible bytes. The result depends on the input alone.
+raise the least loaded to one common level. Bytes with one holder come first, then the sets, those with the
+fewest holders first. If sets cross (a node is in several), each set is filled again after the others, for at
+most `_ROUNDS` rounds. Each round lowers the sum of the squared loads. Its minimum is the fairest division of
+divisible bytes. The result depends on the input alone.
 
-Chunks are not divided. The line is cut into equal *cells*. A chunk belongs to the cell that holds the chunk's
-middle, and goes to the rank whose share holds the middle of that cell. So small boxes of many holders fill
-few files. A rank gets at most a chunk and a cell more than its share of a set, and the sets that follow take
-this excess into account.
+Chunks are not divided. The line is cut into equal *cells*. A chunk belongs to the cell that contains the
+chunk's middle. Its writer is the rank whose share contains the middle of that cell. So small boxes of many
+holders need few files. A rank gets at most a chunk and a cell more than its share of a set, and the next sets
+take this excess into account.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _Floats = NDArray[np.float64]
 _Ints = NDArray[np.int64]
 
 _ROUNDS = 8
-"""Rounds of filling for sets that cross, at most."""
+"""Maximum number of rounds for sets that cross."""
 
 
 def choose_writers(
@@ -46,21 +46,21 @@ def choose_writers(
     *,
     cell_bytes: int = 1,
 ) -> _Ints:
-    """Chooses one holder for each chunk, such that bytes are even over nodes, then over ranks.
+    """Chooses one holder as the writer of each chunk, and balances bytes over nodes, then over ranks.
 
     See the note "How bytes are balanced".
 
     Args:
-        group: (n,) row of the distinct box of each holding.
-        rank: (n,) rank of each holding.
-        shared: result of `find_shared` for these holdings.
+        group: (n,) row of the distinct box of each replica.
+        rank: (n,) rank of each replica.
+        shared: result of `find_shared` for these replicas.
         chunk_group: (c,) row of the distinct box of each chunk, ascending.
-        chunk_bytes: (c,) bytes of each chunk.
+        chunk_bytes: (c,) size of each chunk in bytes.
         nodes: (world size,) node number of each rank.
-        cell_bytes: bytes of a cell. Chunks of one set and one cell have one writer.
+        cell_bytes: size of a cell in bytes. Chunks of one set and one cell have one writer.
 
     Returns:
-        (c,) row of the chosen holding of each chunk, 0 to n - 1.
+        (c,) row of the chosen replica of each chunk, 0 to n - 1.
 
     >>> group, rank = np.array([0, 0, 1, 1, 2]), np.array([0, 1, 0, 1, 0])
     >>> chunk_group, chunk_bytes = np.array([0, 0, 1, 2]), np.array([4, 4, 6, 3])
@@ -70,19 +70,19 @@ def choose_writers(
     [0, 1, 1, 0]
     """
     boxes = int(group.max(initial=-1)) + 1
-    holding = np.empty(boxes, np.int64)
-    holding[group] = np.arange(len(group))
-    chosen = holding[chunk_group]
-    at = np.full(boxes, -1, np.int64)  # row of each box among those that several ranks hold
+    replica = np.empty(boxes, np.int64)
+    replica[group] = np.arange(len(group))
+    chosen = replica[chunk_group]
+    at = np.full(boxes, -1, np.int64)  # row of each box in `shared`
     at[shared.box] = np.arange(len(shared.box))
-    several = np.flatnonzero(at[chunk_group] >= 0)
-    if len(several) == 0:
+    shared_chunks = np.flatnonzero(at[chunk_group] >= 0)
+    if len(shared_chunks) == 0:
         return chosen
-    alone = np.ones(len(chosen), np.bool_)
-    alone[several] = False
-    loads = _sums(rank[chosen[alone]], chunk_bytes[alone], len(nodes))
+    has_one_holder = np.ones(len(chosen), np.bool_)
+    has_one_holder[shared_chunks] = False
+    loads = _sums(rank[chosen[has_one_holder]], chunk_bytes[has_one_holder], len(nodes))
     holder = rank[shared.rows]
-    lines = several[stable_order(shared.set[at[chunk_group[several]]])]
+    lines = shared_chunks[stable_order(shared.set[at[chunk_group[shared_chunks]]])]
     begins = np.flatnonzero(np.diff(shared.set[at[chunk_group[lines]]], prepend=-1))
     sets = []
     for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(lines)], strict=True):
@@ -90,8 +90,8 @@ def choose_writers(
         first = at[chunk_group[chunks[0]]]
         ranks = holder[shared.starts[first] : shared.starts[first + 1]]
         sets.append(_Set.of(chunks, chunk_bytes, ranks, nodes))
-    for line, place in zip(sets, _places(sets, loads, len(nodes), nodes, cell_bytes), strict=True):
-        chosen[line.chunks] = shared.rows[shared.starts[at[chunk_group[line.chunks]]] + place]
+    for line, holders in zip(sets, _writers(sets, loads, len(nodes), nodes, cell_bytes), strict=True):
+        chosen[line.chunks] = shared.rows[shared.starts[at[chunk_group[line.chunks]]] + holders]
     return chosen
 
 
@@ -102,13 +102,13 @@ class _Set:
     chunks: _Ints
     """(c,) rows of the chunks, ascending."""
     byte_count: _Ints
-    """(c,) bytes of each."""
+    """(c,) size of each chunk in bytes."""
     order: _Ints
-    """(k,) position of each entry of `ranks` among the holders by rank."""
+    """(k,) position of each entry of `ranks` among the holders sorted by rank."""
     ranks: _Ints
     """(k,) the holders, sorted by node, then by rank."""
     node_starts: _Ints
-    """(j,) where the ranks of each node begin in `ranks`."""
+    """(j,) start of each node's ranks in `ranks`."""
 
     @staticmethod
     def of(chunks: _Ints, chunk_bytes: _Ints, ranks: _Ints, nodes: _Ints) -> _Set:
@@ -117,42 +117,42 @@ class _Set:
         return _Set(chunks, chunk_bytes[chunks], order, ranks[order], starts)
 
 
-def _places(sets: list[_Set], loads: _Floats, world_size: int, nodes: _Ints, cell_bytes: int) -> list[_Ints]:
-    """For each set: (c,) position of each chunk's writer among the holders by rank."""
+def _writers(sets: list[_Set], loads: _Floats, world_size: int, nodes: _Ints, cell_bytes: int) -> list[_Ints]:
+    """For each set: (c,) position of each chunk's writer among the holders sorted by rank."""
     _, node_of = np.unique(nodes, return_inverse=True)
     node_loads = _sums(node_of, loads, world_size)
-    held_by = [node_of[line.ranks[line.node_starts]] for line in sets]
-    turns = sorted(range(len(sets)), key=lambda at: len(sets[at].ranks))
+    nodes_of = [node_of[line.ranks[line.node_starts]] for line in sets]
+    fewest_holders_first = sorted(range(len(sets)), key=lambda at: len(sets[at].ranks))
     shares = [np.zeros(len(line.ranks)) for line in sets]
 
     def add(at: int, share: _Floats) -> None:
         loads[sets[at].ranks] += share
-        node_loads[held_by[at]] += np.add.reduceat(share, sets[at].node_starts)
+        node_loads[nodes_of[at]] += np.add.reduceat(share, sets[at].node_starts)
 
-    def pour(at: int) -> _Floats:
+    def refill(at: int) -> _Floats:
         add(at, -shares[at])
-        return _divide(sets[at], loads, node_loads[held_by[at]])
+        return _divide(sets[at], loads, node_loads[nodes_of[at]])
 
-    crossing = np.bincount(np.concatenate(held_by)).max() > 1
-    for _ in range(_ROUNDS if crossing else 0):
+    are_crossing = np.bincount(np.concatenate(nodes_of)).max() > 1
+    for _ in range(_ROUNDS if are_crossing else 0):
         moved = 0.0
-        for at in turns:
-            share = pour(at)
+        for at in fewest_holders_first:
+            share = refill(at)
             add(at, share)
             moved = max(moved, float(np.abs(share - shares[at]).max()))
             shares[at] = share
         if moved <= cell_bytes:
             break
-    places = [np.zeros(0, np.int64)] * len(sets)
-    for at in turns:
-        line, share = sets[at], pour(at)
+    writers = [np.zeros(0, np.int64)] * len(sets)
+    for at in fewest_holders_first:
+        line, share = sets[at], refill(at)
         middle = np.cumsum(line.byte_count) - line.byte_count / 2
         cell = (np.floor(middle / cell_bytes) + 0.5) * cell_bytes
-        place = np.minimum(np.searchsorted(np.cumsum(share), cell, "right"), len(line.ranks) - 1)
-        shares[at] = _sums(place, line.byte_count, len(line.ranks))
+        writer = np.minimum(np.searchsorted(np.cumsum(share), cell, "right"), len(line.ranks) - 1)
+        shares[at] = _sums(writer, line.byte_count, len(line.ranks))
         add(at, shares[at])
-        places[at] = line.order[place]
-    return places
+        writers[at] = line.order[writer]
+    return writers
 
 
 def _sums(at: _Ints, values: _Ints | _Floats, length: int) -> _Floats:
@@ -161,7 +161,7 @@ def _sums(at: _Ints, values: _Ints | _Floats, length: int) -> _Floats:
 
 
 def _divide(line: _Set, loads: _Floats, node_loads: _Floats) -> _Floats:
-    """(k,) bytes of the share of each holder of a set: over nodes first, then over ranks."""
+    """(k,) bytes of each holder's share of a set, divided over nodes, then over ranks."""
     total = np.array([float(line.byte_count.sum())])
     shares = _filled(node_loads, np.zeros(1, np.int64), total)
     if len(line.node_starts) == len(line.ranks):
@@ -170,15 +170,15 @@ def _divide(line: _Set, loads: _Floats, node_loads: _Floats) -> _Floats:
 
 
 def _filled(loads: _Floats, starts: _Ints, totals: _Floats) -> _Floats:
-    """Water-filling: how much each load gets, such that those of a segment that get any end at one level.
+    """Water-filling: raises the lowest loads of each segment to one level.
 
     Args:
         loads: (k,) loads before.
-        starts: (s,) where each segment begins.
+        starts: (s,) start of each segment.
         totals: (s,) amount to divide in each segment.
 
     Returns:
-        (k,) amount that each gets.
+        (k,) amount added to each load.
 
     >>> _filled(np.array([5.0, 1.0, 2.0, 0.0]), np.array([0, 3]), np.array([5.0, 2.0])).tolist()
     [0.0, 3.0, 2.0, 2.0]
@@ -190,7 +190,7 @@ def _filled(loads: _Floats, starts: _Ints, totals: _Floats) -> _Floats:
     before = np.cumsum(ascending) - ascending
     before -= before[starts][segment]
     within = np.arange(len(loads)) - starts[segment]
-    # To reach a load, water has to fill all lower ones of its segment.
+    # Water reaches a load after it has filled all lower ones of the segment.
     wet = ascending * within - before <= totals[segment]
     deepest = np.add.reduceat(wet, starts, dtype=np.int64)
     last = starts + deepest - 1
@@ -200,24 +200,24 @@ def _filled(loads: _Floats, starts: _Ints, totals: _Floats) -> _Floats:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedBoxes:
-    """The distinct boxes that two ranks or more hold: m boxes, h holdings."""
+    """The distinct boxes that two ranks or more hold: m boxes, h replicas."""
 
     box: _Ints
     """(m,) row of the distinct box, ascending."""
     rows: _Ints
-    """(h,) row of the holding, sorted by box, then by rank. A rank that holds a box twice counts once."""
+    """(h,) row of the replica, sorted by box, then by rank. A second copy on the same rank does not count."""
     starts: _Ints
     """(m + 1,) row pointers into `rows`."""
     set: _Ints
-    """(m,) number of the box's set, from 0 on. Boxes have one number if the same ranks hold them."""
+    """(m,) number of the box's set, from 0. Boxes of the same holders have the same number."""
 
 
 def find_shared(group: _Ints, rank: _Ints, world_size: int) -> SharedBoxes:
-    """Finds the boxes that several ranks hold, and which of them have the same holders.
+    """Finds the boxes that several ranks hold, and groups them by their holders.
 
     Args:
-        group: (n,) row of the distinct box of each holding.
-        rank: (n,) rank of each holding.
+        group: (n,) row of the distinct box of each replica.
+        rank: (n,) rank of each replica.
         world_size: number of ranks.
 
     >>> shared = find_shared(np.array([0, 0, 1, 2, 2, 3, 3]), np.array([1, 0, 0, 0, 1, 1, 2]), 3)
@@ -226,16 +226,16 @@ def find_shared(group: _Ints, rank: _Ints, world_size: int) -> SharedBoxes:
     """
     none = np.zeros(0, np.int64)
     boxes = int(group.max(initial=-1)) + 1
-    if len(group) == boxes:  # nothing is held twice
+    if len(group) == boxes:  # each box has one replica
         return SharedBoxes(none, none, np.zeros(1, np.int64), none)
     holders = np.bincount(group, minlength=boxes)
     rows = np.flatnonzero(holders[group] > 1)
     key = group[rows] * world_size + rank[rows]
     order = stable_order(key)
     rows, key = rows[order], key[order]
-    again = np.flatnonzero(key[1:] == key[:-1]) + 1
-    if len(again):
-        rows = np.delete(rows, again)
+    repeated = np.flatnonzero(key[1:] == key[:-1]) + 1
+    if len(repeated):
+        rows = np.delete(rows, repeated)
         holders = np.bincount(group[rows], minlength=boxes)
         rows = rows[holders[group[rows]] > 1]
     box = np.flatnonzero(holders > 1) if len(rows) else none
@@ -246,11 +246,11 @@ def find_shared(group: _Ints, rank: _Ints, world_size: int) -> SharedBoxes:
 def _sets(ranks: _Ints, starts: _Ints) -> _Ints:
     """(m,) number of each box's set, in the order of the first box of each set.
 
-    Boxes whose sums of 64-bit hashes of their holders are equal are compared with the first box of that sum.
-    A box with other holders but an equal sum gets a number of its own: correct, but a set more.
+    The function sums 64-bit hashes of each box's holders, and compares boxes of equal sums with the first one
+    of that sum. A box with other holders but an equal sum gets its own number, which only adds a set.
 
     Args:
-        ranks: (h,) holders of one box after the other.
+        ranks: (h,) holders, box after box.
         starts: (m + 1,) row pointers into `ranks`.
     """
     if len(starts) == 1:
@@ -273,7 +273,7 @@ def _hashes(ranks: _Ints) -> NDArray[np.uint64]:
 
 
 def _verified(ranks: _Ints, starts: _Ints, first: _Ints) -> _Ints:
-    """(m,) the entry of `first` where that box has the same holders; else the box itself."""
+    """(m,) the entry of `first` if that box has the same holders, otherwise the row of the box itself."""
     counts = np.diff(starts)
     same = counts == counts[first]
     expected = consecutive(starts[first], counts)

@@ -26,4 +26,4 @@ __all__ = [
 ]
 
 __getattr__ = renamed(__name__, {"Meetings": "MeetingSequence"})
-"""Resolves old names."""
+"""Resolves deprecated names."""

@@ -24,7 +24,7 @@ class Heartbeat:
 
     def __init__(self) -> None:
         self.period = 1.0
-        """Seconds between two looks at the evidence."""
+        """Seconds between two checks of the evidence."""
         self._progress = (0, 0)
         self._ticks = 0
         self._phase = ""

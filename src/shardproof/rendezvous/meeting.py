@@ -36,7 +36,7 @@ _LONGEST_STAY = 10.0
 
 
 class PassedOver(Exception):
-    """The others gave up this meeting, which was for another operation. This rank goes on to the next one."""
+    """The other ranks gave up this meeting of another operation. This rank continues with the next."""
 
 
 @dataclass(frozen=True, slots=True)

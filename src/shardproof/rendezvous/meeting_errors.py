@@ -84,15 +84,15 @@ def silence(
     progress: Mapping[int, str],
 ) -> RankSilent:
     """The error of a meeting in which ranks showed no sign of life for the deadline."""
-    said = {}
+    states = {}
     for rank, seconds in sorted(last_heard.items()):
-        said[rank] = "never heard" if seconds is None else f"last heard {seconds:.1f} s ago"
-        said[rank] += f", {progress[rank]}"
+        states[rank] = "never heard" if seconds is None else f"last heard {seconds:.1f} s ago"
+        states[rank] += f", {progress[rank]}"
     lines = [
         f"{operation}, phase {phase}: {_ranks(last_heard)} of {world_size} silent for {deadline:g} s, the "
         "deadline, so it failed on every rank."
     ]
-    lines += _listed(said)
+    lines += _listed(states)
     lines.append(
         "Look at the process of the rank that is named: ended, stopped, out of memory, or stuck in a file "
         "system or a collective. A longer deadline helps only where work makes no progress it can report."

@@ -14,7 +14,7 @@ from shardproof.rendezvous import meeting_errors
 __all__ = ["Operation", "Order", "Reservation", "Turns"]
 
 _LOOK = 1.0
-"""Seconds between two looks at whether the thread that has the turn makes progress."""
+"""Seconds between two checks for progress of the thread that has the turn."""
 
 
 class Reservation:
@@ -128,7 +128,7 @@ class Turns:
 
 
 class Order(Protocol):
-    """What keeps the order of the meetings of a rank."""
+    """The order of the meetings of a rank."""
 
     def enter(self, operation: Operation) -> None:
         """Assign the meetings of this thread to this operation.

@@ -24,7 +24,7 @@ class Rendezvous(Protocol):
     rank: int
     world_size: int
     deadline: float
-    """Seconds of silence after which the others give up a rank. Progress is no silence."""
+    """Seconds of silence after which the other ranks give up a rank. Progress ends the silence."""
 
     def meet(self, operation: str, phase: str, post: bytes | BaseException, decide: Decide) -> bytes:
         """Post a report, and return the answer that rank 0 decides on once every rank has posted.

@@ -303,7 +303,7 @@ def _close(channel: Channel, process: int) -> None:
 
 
 def _ends_with_this_process(store: Any) -> bool:
-    """True if rank 0 may serve this store. A client object does not tell."""
+    """True if rank 0 may serve this store. A client object does not reveal it."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return type(store).__name__ == "TCPStore" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

@@ -1,4 +1,4 @@
-"""Runs a step again when a result is suspicious, and tells a faulty device from a bad batch."""
+"""Reruns a step with a suspicious result, to distinguish a faulty device from a bad batch."""
 
 from __future__ import annotations
 
@@ -52,4 +52,4 @@ __all__ = [
 ]
 
 __getattr__ = renamed(__name__, {"Kept": "StepState"})
-"""Resolves old names."""
+"""Resolves deprecated names."""

@@ -1,4 +1,4 @@
-"""The device that a rejected result is attributed to, with the evidence."""
+"""The attribution of a rejected result, with the evidence and the device."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["Attribution", "DeviceIdentity", "Shown", "Suspect"]
 
 @dataclass(frozen=True, slots=True)
 class DeviceIdentity:
-    """A device, as it can be told from all others, also after a restart.
+    """Identifies a device, also after a restart.
 
     Args:
         node: the node's name.
-        uuid: of the accelerator; "" where there is none, or where it has none.
-        index: of the device on its node.
+        uuid: UUID of the accelerator; "" if there is no accelerator or it has no UUID.
+        index: index of the device on its node.
 
     >>> a = DeviceIdentity("gpu-7", "GPU-2f1e", 3)
     >>> a == DeviceIdentity("gpu-7", "GPU-2f1e", 3), str(a)
@@ -35,9 +35,9 @@ class DeviceIdentity:
 
     @classmethod
     def here(cls) -> DeviceIdentity:
-        """The device of this process: the current accelerator, or its share of the node's CPUs.
+        """The device of this process: the current accelerator, or the CPU.
 
-        On a CPU there is no UUID, and the index is the rank on the node (``LOCAL_RANK``, 0 without it).
+        A CPU has no UUID. Its index is the rank on the node (``LOCAL_RANK``, or 0 if it is not set).
         """
         index, uuid = int(os.environ.get("LOCAL_RANK", "0")), ""
         if torch.accelerator.is_available():
@@ -46,11 +46,11 @@ class DeviceIdentity:
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> DeviceIdentity:
-        """The identity that `to_plain` described."""
+        """Decode the value of `to_plain`."""
         return cls(plain["node"], plain["uuid"], plain["index"])
 
     def same_device(self, other: DeviceIdentity) -> bool:
-        """Whether both are one device. A UUID is the device's own; node names and indices are given anew.
+        """Return True if both are the same device. A restart may change node name and index, not the UUID.
 
         >>> before = DeviceIdentity("pod-a", "GPU-2f1e", 3)
         >>> before.same_device(DeviceIdentity("pod-b", "GPU-2f1e", 0))
@@ -63,7 +63,7 @@ class DeviceIdentity:
         return self == other
 
     def to_plain(self) -> dict[str, Any]:
-        """This identity as plain data."""
+        """Encode this identity as plain data."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ class DeviceIdentity:
 
 
 def _current_device() -> tuple[int, str]:
-    """Index and UUID, as far as the device's module tells them."""
+    """Index and UUID, as far as the device's module supports them."""
     module = torch.get_device_module(torch.accelerator.current_accelerator())
     index = module.current_device() if hasattr(module, "current_device") else 0
     if not hasattr(module, "get_device_properties"):
@@ -81,12 +81,12 @@ def _current_device() -> tuple[int, str]:
 
 
 Shown = float | int | str | None
-"""A result for people and logs: see `shardproof.rerun.result_log.shown_value`."""
+"""A result for messages and logs. See `shardproof.rerun.result_log.shown_value`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """The first rejected result of one rank in a step, and what became of it when the step ran again.
+    """The first rejected result of one rank in a step, and the result of the rerun.
 
     >>> suspect = Suspect(1, DeviceIdentity("gpu-7"), 0, "loss", float("nan"))
     >>> print(suspect.again(2.5, reproduced=False))
@@ -97,20 +97,20 @@ class Suspect:
     identity: DeviceIdentity
     """The device of the first run."""
     call: int
-    """Which call of `validate` in the step, from 0."""
+    """Position of the `validate` call in the step, from 0."""
     message: str
     first: Shown
-    """What the first run gave."""
+    """The result of the first run."""
     second: Shown = None
-    """What the last run gave; None where the call was not reached."""
+    """The result of the last run; None if the run did not reach the call."""
     reproduced: bool = False
-    """Whether the last run gave the same."""
+    """True if the last run gave the same result."""
     same_device: bool = True
-    """Whether the last run was on the device of the first."""
+    """True if the last run used the device of the first run."""
 
     @property
     def kind(self) -> AttributionKind:
-        """What this rank's result is put down to, now that the last run has decided."""
+        """The attribution of this rank's result after the last run."""
         if self.reproduced:
             return AttributionKind.CORRECT_RESULT
         return AttributionKind.TRANSIENT_FAULT if self.same_device else AttributionKind.PERSISTENT_FAULT
@@ -120,17 +120,17 @@ class Suspect:
         return replace(self, second=second, reproduced=reproduced)
 
     def to_plain(self) -> dict[str, Any]:
-        """This suspect as plain data."""
+        """Encode this suspect as plain data."""
         return asdict(self)
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Suspect:
-        """The suspect that `to_plain` described."""
+        """Decode the value of `to_plain`."""
         return cls(**(plain | {"identity": DeviceIdentity.from_plain(plain["identity"])}))
 
     @property
     def suspicion(self) -> str:
-        """What was rejected, as far as the first run tells."""
+        """A text about the rejected result of the first run."""
         what = repr(self.message) if self.message else f"call {self.call}"
         return f"rank {self.rank} on {self.identity}: {what} was {_text(self.first)}"
 
@@ -138,14 +138,14 @@ class Suspect:
         if self.reproduced:
             then = "the same"
         else:
-            then = "did not come up" if self.second is None else _text(self.second)
+            then = "was not computed" if self.second is None else _text(self.second)
         where = "" if self.same_device else " on another device"
         return f"{self.suspicion}, and {then} when run again{where}"
 
 
 @dataclass(frozen=True, slots=True)
 class Attribution:
-    """What rejected results of a step were found to be. Its text is a line for the log.
+    """The attribution of the rejected results of a step. `str` gives a line for the log.
 
     >>> suspect = Suspect(1, DeviceIdentity("gpu-7"), 0, "loss", float("nan"))
     >>> suspect = suspect.again(2.5, reproduced=False)
@@ -155,15 +155,15 @@ class Attribution:
 
     kind: AttributionKind
     step: int
-    """As `RerunMachine.step` counts."""
+    """Number of the step, as in `RerunMachine.step`."""
     suspects: tuple[Suspect, ...]
-    """In the order of their ranks. With several, `Suspect.kind` says what is put down to each."""
+    """Suspects in rank order. `Suspect.kind` is the attribution of each."""
 
     def records(self, time: float) -> list[Rejected]:
-        """A record for the log of each suspect.
+        """Return a log record for each suspect.
 
         Args:
-            time: of the decision, in seconds since 1970.
+            time: time of the decision, in seconds since 1970.
         """
         return [
             Rejected(

@@ -1,8 +1,7 @@
-"""Nested plain data and tensors as one tensor of bytes, and back, without pickle.
+"""Packs nested plain data and tensors into one tensor of bytes, and unpacks it, without pickle.
 
-The bytes are a safetensors file, which any reader of such opens. Its metadata has one entry, ``plain``: the
-JSON of `shardproof.state.encode_plain` for what lies around the tensors, and of each tensor its true dtype,
-shape and kind of device.
+The bytes are a valid safetensors file. Its metadata has one entry, ``plain``: the JSON of
+`shardproof.state.encode_plain` for the plain data, and the dtype, shape and device type of each tensor.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ _ALIGNED = 8
 
 
 def pack(value: Any, path: str) -> torch.Tensor:
-    """The bytes that stand for a value.
+    """Pack a value into bytes.
 
     Args:
         value: plain data, and tensors on any device.
-        path: of the value, for errors.
+        path: the name of the value, for error messages.
 
     Returns:
         1-D, uint8, on the CPU.
 
     Raises:
-        PlainDataError: something in it is neither; the text says where.
+        PlainDataError: the value holds another type; the message gives its path.
 
     >>> packed = pack({"tokens": torch.arange(3), "rows": (1, None)}, "batch")
     >>> packed.dtype, unpack(packed)
@@ -49,7 +48,7 @@ def pack(value: Any, path: str) -> torch.Tensor:
         if not is_plain or dtype not in DTYPES:
             raise PlainDataError(
                 f"{path}.{where}: a {type(tensor).__name__} ({tensor.layout}, {dtype}, {device}) cannot be "
-                "kept for a rerun. Hand over plain tensors that hold its values",
+                "saved for a rerun. Pass a plain tensor with its values",
                 path=f"{path}.{where}",
             )
         tensors[name] = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
@@ -59,7 +58,7 @@ def pack(value: Any, path: str) -> torch.Tensor:
     plain = json.dumps({"value": encode_plain(value, path, take), "tensors": described})
     header: dict[str, Any] = {"__metadata__": {"plain": plain}}
     end = 0
-    # No gaps are allowed between tensors, so the widest elements come first.
+    # Gaps between tensors are not allowed, so the order by alignment aligns every tensor.
     names = sorted(tensors, key=lambda name: -DTYPES[described[name][0]].alignment)
     for name in names:
         dtype, start = DTYPES[described[name][0]], end
@@ -75,7 +74,7 @@ def pack(value: Any, path: str) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor) -> Any:
-    """The value that `pack` packed. Tensors come back on the current device of the kind that they were on."""
+    """Unpack the value. Each tensor is placed on the current device of its original device type."""
     packed = packed.cpu()
     begin = _ALIGNED + int.from_bytes(packed[:_ALIGNED].numpy().tobytes(), "little")
     header = json.loads(packed[_ALIGNED:begin].numpy().tobytes())
@@ -84,7 +83,9 @@ def unpack(packed: torch.Tensor) -> Any:
     def give(name: str) -> torch.Tensor:
         dtype, shape, device = content["tensors"][name]
         if dtype not in DTYPES:
-            raise PlainDataError(f"a tensor of dtype {dtype!r} is unknown to this version")
+            raise PlainDataError(
+                f"this version of shardproof has no dtype {dtype!r}: install the version that saved the step"
+            )
         start, end = header[name]["data_offsets"]
         tensor = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
         as_bytes(tensor).copy_(packed[begin + start : begin + end])

@@ -1,4 +1,4 @@
-"""How far two results of the same computation are apart."""
+"""The relative difference of two results of the same computation."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from shardproof.state import local_tensor
 __all__ = ["Compare", "relative_difference", "reproduced"]
 
 Compare = Callable[[Any, Any], float]
-"""Of the first and the second result: their relative difference, 0.0 where they are equal."""
+"""Returns the relative difference of the first and the second result, 0.0 if they are equal."""
 
 _ELEMENTS = 1 << 20
-"""Of a large tensor, this many are widened at a time."""
+"""Elements of a large tensor that are converted to float64 at a time."""
 _LEAST = math.ulp(0.0)
-"""What unequal values differ by at least, even where the quotient is too small for a float."""
+"""Least difference of unequal values, for quotients that underflow to 0.0."""
 
 
 def relative_difference(first: Any, second: Any) -> float:
@@ -33,20 +33,20 @@ def relative_difference(first: Any, second: Any) -> float:
     finite numbers of opposite signs           more than 1.0 and at most 2.0
     infinity and any other value; NaN and a    infinity
     number
-    whole numbers                              exact, of any size: they are never equal by rounding
-    complex numbers                            the larger one of the real and the imaginary parts'
-    tensors and arrays                         the largest of their elements'; 0.0 without elements
-    tensors unlike in shape or dtype; a tensor infinity
+    integers                                   exact for any size: rounding never makes them equal
+    complex numbers                            the larger difference of the real and imaginary parts
+    tensors and arrays                         the largest difference of elements; 0.0 without elements
+    tensors of other shape or dtype; a tensor  infinity
     and a number
     ========================================== ==========================================================
 
     Args:
-        first: a number, a numpy array, or a tensor of any shape, dtype and device. Of a DTensor the part that
-            this rank holds is compared: ranks may compare at different times.
-        second: the same of another run.
+        first: a number, a numpy array, or a tensor of any shape, dtype and device. For a DTensor, the local
+            tensors are compared, because ranks may compare at different times.
+        second: the result of another run.
 
     Raises:
-        TypeError: values of other types; give ``compare`` for these.
+        TypeError: values of other types, which need a ``compare`` function.
 
     >>> relative_difference(2.0, 1.0), relative_difference(1.0, -1.0), relative_difference(math.nan, math.nan)
     (0.5, 2.0, 0.0)
@@ -66,18 +66,18 @@ def relative_difference(first: Any, second: Any) -> float:
 
 
 def reproduced(first: Any, second: Any, *, compare: Compare | None = None, tolerance: float = 0.0) -> bool:
-    """Whether a second run gave the result of the first.
+    """Return True if a second run gave the result of the first.
 
     Args:
-        first: of the first run.
-        second: of the second run.
-        compare: gives the relative difference, in place of `relative_difference`. Where it gives NaN, as most
-            formulas do for values that are NaN, `relative_difference` decides.
-        tolerance: the largest difference that counts as the same. With 0.0 the results have to be equal: bit
-            for bit, but for the sign of zero and the payload of NaN.
+        first: result of the first run.
+        second: result of the second run.
+        compare: returns the relative difference, in place of `relative_difference`. If it returns NaN, as
+            most formulas do for NaN, `relative_difference` is used.
+        tolerance: the largest difference that counts as the same. With 0.0, the results must be equal bit for
+            bit, except for the sign of zero and the payload of NaN.
 
     Raises:
-        TypeError: values that cannot be compared, or `compare` answers with a bool or no number at all.
+        TypeError: the values cannot be compared, or `compare` does not return a number.
 
     >>> reproduced(math.nan, math.nan), reproduced(1.0, 1.001), reproduced(1.0, 1.001, tolerance=0.01)
     (True, False, True)
@@ -89,8 +89,8 @@ def reproduced(first: Any, second: Any, *, compare: Compare | None = None, toler
     difference = compare(first, second)
     if isinstance(difference, bool | np.bool_) or not isinstance(difference, numbers.Real):
         raise TypeError(
-            f"compare answered {difference!r:.80}: it gives the relative difference of the two results as a "
-            "number, 0.0 where they are equal"
+            f"compare returned {difference!r:.80}: it must return the relative difference of the two results "
+            "as a number, 0.0 if they are equal"
         )
     if math.isnan(difference):
         return relative_difference(first, second) <= tolerance
@@ -98,7 +98,7 @@ def reproduced(first: Any, second: Any, *, compare: Compare | None = None, toler
 
 
 def _comparable(value: Any) -> Any:
-    """A number or a plain tensor."""
+    """Convert a value to a number or a plain tensor."""
     if isinstance(value, torch.Tensor):
         return local_tensor(value.detach())
     if isinstance(value, np.ndarray):
@@ -108,8 +108,8 @@ def _comparable(value: Any) -> Any:
     if isinstance(value, numbers.Number):
         return value
     raise TypeError(
-        f"a {type(value).__name__} cannot be compared between runs: give a number, a tensor or an array, or "
-        "a function as compare= that gives the relative difference of two such values"
+        f"a {type(value).__name__} cannot be compared between runs: pass a number, a tensor or an array, "
+        "or a function as compare= that returns the relative difference of two such values"
     )
 
 
@@ -136,9 +136,9 @@ def _of_tensors(first: torch.Tensor, second: torch.Tensor) -> float:
 
 
 def _of_elements(first: torch.Tensor, second: torch.Tensor) -> float:
-    """Of flat tensors of one dtype.
+    """The largest difference between the elements of two flat tensors of one dtype.
 
-    float64 holds every value of every dtype but large integers, which are therefore equal by their bits.
+    Integers are compared by their bits, because float64 cannot hold large ones exactly.
     """
     if first.numel() == 0:
         return 0.0
@@ -148,7 +148,7 @@ def _of_elements(first: torch.Tensor, second: torch.Tensor) -> float:
     else:
         equal = _bits(first) == _bits(second)
     scale = torch.maximum(a.abs(), b.abs())
-    # Divided before it is subtracted: the difference itself can be too large for a float.
+    # Division comes before subtraction, because the difference may overflow.
     difference = (a / scale - b / scale).abs().clamp(min=_LEAST)
     difference = torch.where(scale.isfinite(), difference, math.inf)
     return float(torch.where(equal, 0.0, difference).max())

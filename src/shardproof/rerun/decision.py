@@ -1,4 +1,4 @@
-"""What the machine tells the loop, and the launcher."""
+"""The machine's decision for the training loop, and exit codes for the launcher."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ __all__ = ["Decision", "ExitCodes"]
 
 @dataclass(frozen=True, slots=True)
 class ExitCodes:
-    """What a job ends with, for its launcher.
+    """The exit codes of a job, for its launcher.
 
     >>> ExitCodes(restart=75).failed
     17
     """
 
     restart: int = 16
-    """Start the job again, on other devices: a rejected result shall be computed there."""
+    """Restart the job on other devices, to rerun a step with a rejected result."""
     failed: int = 17
-    """A result was rejected, and training must not go on with it."""
+    """A result was rejected, and training must not continue with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the loop does with a step. Equal on all ranks."""
+    """The decision about a step. Equal on all ranks."""
 
     checkpoint: bool = False
     """Save the state as it is now, before the optimizer step, as a suspect checkpoint."""
     exit: bool = False
-    """End this process with `code`, and do not use what the step computed."""
+    """Exit this process with `code`, and discard the results of the step."""
     code: int = 0
     attribution: Attribution | None = None
-    """What the rejected results of the step were found to be, if that is known now."""
+    """The attribution of the rejected results of the step, if this step decided it."""
     settles: bool = False
-    """Whether that is what the suspect checkpoint was taken to find out."""
+    """True if `attribution` resolves the pending rerun of a suspect checkpoint."""
 
     @classmethod
     def of(cls, action: Action, attribution: Attribution | None, codes: ExitCodes) -> Decision:
-        """What an action of the table means for the loop."""
+        """Convert an action of the table."""
         restart = action.effect in (Effect.RESTART, Effect.RESTART_UNSAVED)
         stop = action.effect is Effect.STOP
         return cls(

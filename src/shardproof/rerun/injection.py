@@ -1,4 +1,4 @@
-"""Faults on purpose, so that every path of the machine can be tried before a device takes it."""
+"""Injects faults, to test every path of the machine."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ __all__ = ["FaultInjector", "FaultKind", "Run"]
 
 FaultKind = Literal["transient", "persistent", "correct"]
 Run = Literal["initial", "in place", "from checkpoint"]
-"""Which run of a step: the first, the one after it in the same process, or the one after a restart."""
+"""The first run of a step, the rerun in the same process, or the rerun after a restart."""
 
 
 class FaultInjector:
-    """Puts a wrong value in the place of a result, at steps named or drawn.
+    """Replaces results by wrong values, at chosen or random steps.
 
-    Whether a call is hit follows from seed, step, rank and call alone, so that a run that is repeated is hit
-    again at the same places, on any machine. The kind says which runs of such a step see the wrong value:
+    Seed, step, rank and call alone determine whether a call is hit. So every repetition of a run, on any
+    machine, hits the same calls. The kind determines which runs of a step see the wrong value:
 
     ============== =========================================================================================
-    ``transient``  the first one alone
-    ``persistent`` all that are on the device where the fault began: on another one the value is right
-    ``correct``    all, as a bad batch or an error in the program would
+    ``transient``  only the first run
+    ``persistent`` all runs on the device of the first run; on other devices, the value is right
+    ``correct``    all runs, as with a bad batch or an error in the program
     ============== =========================================================================================
 
-    Its state (where the fault began) belongs in the checkpoint; the machine puts it there.
+    The machine saves the injector's state (the device of the first run) in the checkpoint.
 
     Args:
         kind: one of the above.
-        rate: chance of a call to be hit, from 0.0 to 1.0.
-        steps: steps all of whose calls are hit.
+        rate: probability that a call is hit, from 0.0 to 1.0.
+        steps: steps in which every call is hit.
         ranks: ranks that can be hit; None for all.
-        seed: of the draw.
-        factor: the wrong value is the right one times this; None for NaN.
+        seed: seed of the random choice.
+        factor: the wrong value is the right value times this factor; None for NaN.
 
     Raises:
         ValueError: an unknown kind, a rate outside of 0 to 1, or neither a rate nor steps.
@@ -58,11 +58,11 @@ class FaultInjector:
         factor: float | None = None,
     ) -> None:
         if kind not in get_args(FaultKind):
-            raise ValueError(f"a fault is one of {', '.join(get_args(FaultKind))}, not {kind!r}")
+            raise ValueError(f"kind is {kind!r}, not one of {', '.join(get_args(FaultKind))}")
         if not 0.0 <= rate <= 1.0:
-            raise ValueError(f"a rate is a chance from 0 to 1, not {rate}")
+            raise ValueError(f"rate is {rate}, not a probability from 0 to 1")
         if rate == 0.0 and not steps:
-            raise ValueError("nothing would be injected: give a rate above 0, or steps")
+            raise ValueError("nothing would be injected: set a rate above 0, or steps")
         self.kind = kind
         self.rate = rate
         self.steps = frozenset(steps)
@@ -72,7 +72,7 @@ class FaultInjector:
         self._began: tuple[int, str] | None = None
 
     def hits(self, *, step: int, rank: int, call: int) -> bool:
-        """Whether a call is hit, in those runs that the kind names.
+        """Return True if a call is hit, in the runs that the kind selects.
 
         >>> FaultInjector("correct", rate=1.0, ranks=[1]).hits(step=0, rank=0, call=0)
         False
@@ -85,18 +85,18 @@ class FaultInjector:
         return draw < self.rate
 
     def apply(self, value: Any, *, step: int, rank: int, call: int, run: Run, identity: object) -> Any:
-        """The value that the machine shall see: the one given, or a wrong one.
+        """Return the value, or a wrong value if the call is hit.
 
         Args:
-            value: a number or a tensor. It is never written to, and a wrong tensor is not part of its graph.
+            value: a number or a tensor, which is not modified. A wrong tensor has no autograd graph.
             step: number of the step.
-            rank: of this process.
-            call: which call of `validate` in the step, from 0.
-            run: which run of the step.
-            identity: of this rank's device; its text tells devices apart.
+            rank: rank of this process.
+            call: position of the `validate` call in the step, from 0.
+            run: the run of the step.
+            identity: identity of this rank's device. Its text must be unique to the device.
 
         Raises:
-            TypeError: a value without NaN (a tensor of whole numbers) is hit and no factor was given.
+            TypeError: an integer tensor, which cannot hold NaN, is hit and `factor` is None.
         """
         if not self.hits(step=step, rank=rank, call=call):
             return value
@@ -110,11 +110,11 @@ class FaultInjector:
         return self._wrong(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the last persistent fault of this rank began, as plain data."""
+        """Return the step and the device of this rank's last persistent fault, as plain data."""
         return {"began": None if self._began is None else list(self._began)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Restore a saved state."""
         self._began = None if state["began"] is None else tuple(state["began"])
 
     def _wrong(self, value: Any) -> Any:
@@ -124,5 +124,5 @@ class FaultInjector:
         if self.factor is not None:
             return right * self.factor
         if not (right.is_floating_point() or right.is_complex()):
-            raise TypeError(f"a tensor of {right.dtype} cannot be NaN: give the injector a factor")
+            raise TypeError(f"a tensor of {right.dtype} cannot be NaN: set factor= of the injector")
         return torch.full_like(right, math.nan)

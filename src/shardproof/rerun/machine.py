@@ -1,6 +1,6 @@
-"""The rerun machine: runs a suspicious step again, and tells a faulty device from a bad batch.
+"""The rerun machine: reruns a suspicious step, to distinguish a faulty device from a bad batch.
 
-`shardproof.rerun.transitions` says what follows from what the ranks found; here it is done.
+`shardproof.rerun.transitions` is the table of transitions; this module is the interface to the training loop.
 """
 
 from __future__ import annotations
@@ -37,38 +37,40 @@ Data: TypeAlias = "ReplayableIterator[Any] | Sequence[ReplayableIterator[Any] | 
 
 
 class RerunMachine:
-    """Decides, on all ranks alike, what becomes of each step.
+    """Decides about each step, equally on all ranks.
 
-    A step is run once. If some rank rejects a result, all ranks run it again from the same beginning: what
-    does not come out the same was a transient fault of that rank's device. What does is looked at on another
-    device: a checkpoint is taken, the job ends, and the restarted job runs the step with the microbatches
-    that the checkpoint holds. There it is a persistent fault of the first device, or a correct result.
+    A step runs once. If a rank rejects a result, all ranks rerun the step from the same start. A result that
+    differs in the rerun is a transient fault of that rank's device. If the result is the same, the loop saves
+    a checkpoint and the job exits. The restarted job reruns the step on another device, with the
+    microbatches from the checkpoint. A result that differs there is a persistent fault of the first device.
+    A result that is the same is correct.
 
-    The body of the loop must be able to run twice: it begins by zeroing the gradients, and changes nothing
-    but gradients, random generators, data and what is in `step_state`. The machine belongs
-    in the state of every checkpoint: ``{"model": model, ..., "rerun": machine}``.
+    The body of the loop must be able to run twice. It begins by zeroing the gradients, and changes only
+    gradients, random generators, data and the objects in `step_state`. The machine must be part of the state
+    of every checkpoint: ``{"model": model, ..., "rerun": machine}``.
 
     Args:
         mode: "validate", "report" (every step runs twice, and the differences are counted) or "disabled".
-        rendezvous: where the ranks meet for votes; found by itself when None, as `Checkpointer` does.
-        group: a process group of all ranks for the votes of quiet steps, used for nothing else; None to meet
-            after each run.
-        deadline: seconds of silence after which a rank is given up at a meeting. An all-reduce over `group`
-            ends by the group's own timeout: make the group with the same.
-        identity: of this rank's device, or what gives it; `DeviceIdentity.here` when None. Asked for once.
-        step_state: what a step changes besides, each with save and restore: see `BufferState`.
-        skip_first: number of steps, from the start of this process, that are not validated. A step that was
-            pending when the process started is.
+        rendezvous: the rendezvous for votes. None connects as `Checkpointer` does.
+        group: a process group of all ranks for the votes of steps without a rejected result. Use it for
+            nothing else. None holds a meeting after each run.
+        deadline: seconds of silence after which a meeting gives up a rank. An all-reduce over `group` has the
+            group's own timeout: create the group with the same value.
+        identity: the identity of this rank's device, or a function that returns it, called once. None:
+            `DeviceIdentity.here`.
+        step_state: objects that save and restore other state of a step, such as `BufferState`.
+        skip_first: number of steps, from the start of this process, that are not validated. A pending rerun
+            is always validated.
         exit_codes: see `ExitCodes`.
-        layout: your text for the parallel layout, such as "dp2 tp2": a pending rerun needs the same.
+        layout: a text for the parallel layout, such as "dp2 tp2". A pending rerun requires the same layout.
         pending: what to do with a pending rerun that another world size or layout saved: "refuse" to load it
             (StructureError), or "drop" it.
-        log: where rejected results are written to (rank 0 writes): a `ResultLog` or its path.
-        inject: puts wrong results in the place of right ones, for trials.
+        log: the log of rejected results, which rank 0 writes: a `ResultLog` or its path.
+        inject: replaces results by wrong ones, for tests.
         kept: the deprecated name of `step_state`.
 
     Raises:
-        ValueError: an argument is not as described.
+        ValueError: an argument has an invalid value.
         TypeError: both `step_state` and `kept` are given.
 
     >>> import math, torch
@@ -103,7 +105,7 @@ class RerunMachine:
     ) -> None:
         if kept is not None:
             if step_state:
-                raise TypeError("RerunMachine takes step_state= or its old name kept=, not both")
+                raise TypeError("RerunMachine takes step_state= or its deprecated name kept=, not both")
             warnings.warn(
                 "RerunMachine(kept=) is now RerunMachine(step_state=): use that name",
                 DeprecationWarning,
@@ -121,8 +123,8 @@ class RerunMachine:
         self._identity_of = identity or DeviceIdentity.here
         self._inject = inject
         self._recorder = Recorder(self._exchange.rank, results)
-        self._ends = False
-        """Whether this process has nothing to do but to exit."""
+        self._exiting = False
+        """True after a decision to exit."""
         self._steps = Steps(
             Mode(mode),
             self._persistent,
@@ -136,12 +138,12 @@ class RerunMachine:
 
     @property
     def step(self) -> int:
-        """Number of steps that were decided, over all processes of the run: the number of the next one."""
+        """Number of decided steps over all processes of the run, which is the number of the next step."""
         return self._persistent.job.step
 
     @property
     def state(self) -> State:
-        """Where the machine is."""
+        """The state of the machine."""
         return self._persistent.job.state
 
     @cached_property
@@ -152,23 +154,23 @@ class RerunMachine:
     # ------------------------------------------------------------------------------------------- the loop
 
     def should_run(self, data: Data) -> bool:
-        """Whether the body of the loop runs now, for the first time or again.
+        """Return True if the body of the loop runs now, for the first time or again.
 
         Args:
-            data: what the step takes its microbatches from; several for a virtual pipeline; None for none,
-                also in place of one of several.
+            data: the iterators of the step's microbatches: one, or a list for a virtual pipeline. None stands
+                for a stage without data.
 
         Raises:
-            RankFailure, RankSilent: another rank raised, or is gone. Equal on all ranks.
-            StructureError: ranks are in different steps, or a pending step cannot be run with this data.
-            PlainDataError: a microbatch or a kept value is nothing that a checkpoint can hold.
-            TypeError: the data cannot be given twice.
-            RuntimeError: it is not its turn.
+            RankFailure, RankSilent: another rank raised or is silent. Equal on all ranks.
+            StructureError: ranks are in different steps, or a pending step cannot run with this data.
+            PlainDataError: a checkpoint cannot store a microbatch or a value of `step_state`.
+            TypeError: the data is not a `ReplayableIterator`.
+            RuntimeError: the call is out of order.
         """
         iterators = iterators_of(data)
-        if self._ends:
+        if self._exiting:
             raise RuntimeError(
-                "the machine has decided that this process ends: leave the loop when decide() says exit"
+                "the machine has decided that this process ends: leave the loop when Decision.exit is True"
             )
         if self._steps.decision is not None:
             raise RuntimeError(f"step {self.step} has been run: call decide() before the next should_run")
@@ -193,26 +195,28 @@ class RerunMachine:
         fatal: bool = True,
         message: str = "",
     ) -> None:
-        """Look at a result of this step. Changes neither the result nor the flow.
+        """Check a result of this step. The result and the control flow do not change.
 
         Args:
             value: a number, or a tensor of any shape, dtype and device.
-            rejected: whether a value is suspicious: `not_finite`, `UnexpectedlyLarge`, `Spike` or any
-                function. The same value must get the same answer within a step.
-            compare: gives the relative difference of two runs' values; `relative_difference` when None.
-            tolerance: largest relative difference of values that count as the same. With 0.0, equal.
-            fatal: whether training must not go on with a value that is rejected to the end.
-            message: what the value is, for logs; names the statistics.
+            rejected: returns True for a suspicious value: `not_finite`, `UnexpectedlyLarge`, `Spike` or any
+                function. Within a step, it must return the same for the same value.
+            compare: returns the relative difference of two runs' values; `relative_difference` when None.
+            tolerance: largest relative difference of values that count as the same. 0.0 requires equality.
+            fatal: True if training must not continue with a value that the last run rejects too.
+            message: the name of the value, for logs and statistics.
 
         Raises:
-            RuntimeError: no step runs.
+            RuntimeError: no step is running.
         """
         if self._steps.run is None:
-            raise RuntimeError("validate() is called inside of `while machine.should_run(data):`")
+            raise RuntimeError("validate() must be called inside of `while machine.should_run(data):`")
         if not self._steps.validates:
             return
         if isinstance(value, torch.Tensor):
-            value = value.detach()  # a rejection such as math.isnan may convert it
+            value = (
+                value.detach()
+            )  # math.isnan converts it to a number, for which torch warns about gradients
         if self._inject is not None:
             value = self._inject.apply(
                 value,
@@ -222,43 +226,45 @@ class RerunMachine:
                 run=self._steps.run.name,
                 identity=self.identity,
             )
-        self._persistent.own.rejections.use(rejected, message)
-        self._steps.run.take(Call(value, rejected, compare, tolerance, fatal, message))
+        self._persistent.own.rejections.register(rejected, message)
+        self._steps.run.record(Call(value, rejected, compare, tolerance, fatal, message))
 
     def decide(self) -> Decision:
-        """What becomes of the step, after the loop and before the optimizer step. Exchanges nothing.
+        """Return the decision about the step. Call it after the loop and before the optimizer step.
+
+        Involves no communication.
 
         Raises:
-            RuntimeError: the step is not over, or there is none.
+            RuntimeError: the step is not over, or no step has run.
         """
         if self._steps.run is not None:
             raise RuntimeError(
-                f"decide() in the middle of step {self.step}: let the loop end by should_run, not by break"
+                f"decide() in the middle of step {self.step}: end the loop by should_run, not by break"
             )
         if self._steps.decision is None:
-            raise RuntimeError("decide() is called once after each `while machine.should_run(data):`")
+            raise RuntimeError("decide() must be called once after each `while machine.should_run(data):`")
         decision, self._steps.decision = self._steps.decision, None
-        self._ends = decision.exit
+        self._exiting = decision.exit
         if self.state is not State.WILL_RERUN:
             self._persistent.job.step += 1
         return decision
 
     def reject(self, message: str, *, ranks: Sequence[int]) -> None:
-        """Say that something outside of the steps is wrong, such as a replica that has diverged.
+        """Report a fault outside of the steps, such as a replica that has diverged.
 
-        The step that is voted on next is not used: its decision is to exit as failed, without a checkpoint.
-        It is enough that one rank says so, unless the machine is disabled. All that is said is logged.
+        The next vote discards its step: the decision is to exit as failed, without a checkpoint. One rank's
+        report is enough, unless the machine is disabled. Every report is logged.
 
         Args:
             message: what is wrong.
-            ranks: whose fault it is, or may be; none given: this rank's.
+            ranks: the ranks that are or may be at fault; empty for this rank.
         """
         self._steps.outside += tuple((rank, message) for rank in ranks or [self._exchange.rank])
 
     def report(self) -> str:
-        """What was found so far, for people: attributions, and how much this rank's runs differed.
+        """Return a text with the attributions so far and the differences between this rank's runs.
 
-        Rank 0 adds how much they differed to the log, if there is one.
+        Rank 0 appends its differences to the log, if there is one.
         """
         self._recorder.spreads(self.step, self._persistent.own.differences)
         found = [f"{n} × {kind.value}" for kind, n in self._persistent.job.attributed.items() if n]
@@ -270,40 +276,41 @@ class RerunMachine:
     # -------------------------------------------------------------------------------------- in checkpoints
 
     def state_tree(self) -> dict[str, Any]:
-        """What a checkpoint holds of the machine: the same keys whether a rerun is pending or not.
+        """The machine's state for a checkpoint. A pending rerun does not change the keys.
 
         Raises:
-            StructureError: a step is under way.
+            StructureError: a step is running.
         """
         if self._steps.run is not None or self._steps.decision is not None:
             raise StructureError(
-                f"the rerun machine is in the middle of step {self.step} ({self.state.value}), whose "
-                "microbatches the loader has given already: a run that resumed from here would miss them. "
-                "Save and load after decide() and before the next should_run"
+                f"the rerun machine is in the middle of step {self.step} ({self.state.value}). The loader "
+                "has already returned the microbatches of the step: a run that resumes from here would skip "
+                "them. Save and load after decide() and before the next should_run"
             )
         return self._persistent.tree()
 
     def check_stored(self, stored: dict[str, Any]) -> None:
-        """Before a load overwrites anything: whether this run can take what is stored.
+        """Check, before a load overwrites anything, that this run can load the stored state.
 
         Args:
-            stored: the plain data that all ranks have in common, by key.
+            stored: the plain data that is equal on all ranks, by key.
 
         Raises:
-            StructureError: a rerun is pending that a run of another shape saved, and it is not to be dropped.
+            StructureError: a run of another shape saved a pending rerun, and `pending` is "refuse".
         """
         self._persistent.check(stored)
 
     def state_loaded(self) -> None:
-        """After a load: go on from what it brought."""
-        dropped = self._persistent.take_over()
+        """Apply the loaded state, after a load."""
+        dropped = self._persistent.apply_loaded()
         if dropped:
-            self._recorder.say(
-                self.step, f"was pending in a run of another shape ({dropped}): it is dropped with its data"
+            self._recorder.warn(
+                self.step,
+                f"was pending in a run of another shape ({dropped}): dropped, with its microbatches",
             )
-        self._ends = False
+        self._exiting = False
 
-    # ------------------------------------------------------------------------------- in step with the others
+    # --------------------------------------------------------------------------------------- exceptions
 
     def __enter__(self) -> Self:
         return self
@@ -311,9 +318,12 @@ class RerunMachine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """An exception that leaves the block fails the others' next vote. See the note in `votes`."""
-        told = isinstance(error, RankFailure | RankSilent) or (isinstance(error, SystemExit) and self._ends)
-        if error is None or told or self._steps.mode is Mode.DISABLED:
+        """Fail the next vote of the other ranks if an exception leaves the block. See the note in `votes`."""
+        # All ranks raise a meeting's errors, and all ranks exit by the same decision.
+        known_to_all = isinstance(error, RankFailure | RankSilent) or (
+            isinstance(error, SystemExit) and self._exiting
+        )
+        if error is None or known_to_all or self._steps.mode is Mode.DISABLED:
             return
         between = self._steps.run is None and not self._persistent.job.pending
         over = self._steps.decision is not None and not self._persistent.job.pending

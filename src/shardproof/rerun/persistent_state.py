@@ -1,9 +1,9 @@
-"""What the machine remembers from one process to the next, and how it stands in a checkpoint.
+"""The machine's state in a checkpoint.
 
-Two values: ``job``, which is the same on all ranks and says whether a rerun is pending, and ``own``, which
-each rank has for itself. They have the same keys whether a rerun is pending or not. What the suspicious step
-began with (microbatches, generators, kept values, the rejected result) is one tensor of bytes in ``own``,
-which is empty when nothing is pending: its length is all that changes.
+The state has two parts. ``job`` is equal on all ranks and records whether a rerun is pending. ``own`` is the
+state of one rank. A pending rerun does not change their keys. The start of the suspicious step (microbatches,
+random generators, `StepState` values, the rejected result) is one tensor of bytes in ``own``. The tensor is
+empty if no rerun is pending.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from shardproof.state import PerRank
 
 __all__ = ["JobState", "PersistentState"]
 
-_NAMES, _OTHERS = 256, "(others)"
-"""So many results have statistics of their own: a message may hold the number of the step."""
+_MAX_NAMES, _OTHERS = 256, "(others)"
+"""Largest number of results with separate statistics. Messages may include the step number."""
 
 
 @dataclass(frozen=True, slots=True)
 class _StatePart:
-    """A part of the machine's state, as a checkpoint takes it and gives it back."""
+    """A part of the machine's state, as an object that a checkpoint saves and loads."""
 
     read: Callable[[], dict[str, Any]]
     write: Callable[[dict[str, Any]], None]
 
     def state_dict(self) -> dict[str, Any]:
-        """The part, now."""
+        """Return the current state."""
         return self.read()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What is stored of it."""
+        """Write the stored state."""
         self.write(state)
 
 
 @dataclass
 class JobState:
-    """What is the same on all ranks.
+    """State that is equal on all ranks.
 
     Args:
         world_size: number of ranks.
@@ -58,20 +58,20 @@ class JobState:
     world_size: int
     layout: str
     step: int = 0
-    """Steps that were decided."""
+    """Number of decided steps."""
     state: State = State.NOT_RUNNING
     suspects: tuple[Suspect, ...] = ()
-    """Of the step that runs again, or shall, in the order of their ranks."""
+    """The suspects of the pending or running rerun, in rank order."""
     attributed: Counter[AttributionKind] = field(default_factory=Counter)
-    """Number of steps by what their rejected results were put down to."""
+    """Number of steps by attribution."""
 
     @property
     def pending(self) -> bool:
-        """Whether a step waits to be run again elsewhere."""
+        """True if a step waits for a rerun on another device."""
         return self.state is State.WILL_RERUN
 
     def state_dict(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return the state as plain data."""
         return {
             "state": self.state.value,
             "step": self.step,
@@ -82,17 +82,20 @@ class JobState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state. World size and layout remain those of this run."""
+        """Restore a saved state, except for world size and layout."""
         self.state = State(state["state"])
         self.step = state["step"]
         self.suspects = tuple(map(Suspect.from_plain, state["suspects"]))
         self.attributed = Counter({AttributionKind(name): n for name, n in state["attributed"].items()})
 
-    def elsewhere(self, stored: dict[str, Any]) -> str:
-        """How the run that stored a pending rerun differs from this one; "" if not, or if none is pending.
+    def mismatch(self, stored: dict[str, Any]) -> str:
+        """The differences between this run and the run that stored a pending rerun.
 
         Args:
-            stored: what `state_dict` gave there.
+            stored: the `state_dict` of that run.
+
+        Returns:
+            An empty string if the runs have the same shape, or no rerun is pending.
         """
         if stored["state"] != State.WILL_RERUN.value:
             return ""
@@ -104,49 +107,48 @@ class JobState:
         return "; ".join(differs)
 
     def check(self, stored: dict[str, Any]) -> None:
-        """Refuse a pending rerun of another run's shape.
+        """Refuse a pending rerun that a run of another shape stored.
 
         Raises:
-            StructureError: with what can be done.
+            StructureError: the world size or the layout differs.
         """
-        differs = self.elsewhere(stored)
+        differs = self.mismatch(stored)
         if differs:
             raise StructureError(
-                f"step {stored['step']} waits to be run again, to tell a faulty device from a bad batch, and "
-                f"was saved by a run of another shape ({differs}): its microbatches belong to those ranks. "
-                "Resume it with that shape, on other devices, and let it be decided; or drop it with "
-                'RerunMachine(pending="drop"), which leaves out its microbatches and its verdict; or restore '
-                "a checkpoint that is not suspect"
+                f"step {stored['step']} waits for a rerun, but a run of another shape saved it ({differs}), "
+                "and its microbatches belong to its ranks. Resume with the saved shape, on other devices; or "
+                'drop the rerun with RerunMachine(pending="drop"), which skips its microbatches and gives no '
+                "attribution; or restore a checkpoint that is not suspect"
             )
 
 
 class RankState:
-    """What a rank has for itself.
+    """State of one rank.
 
     Args:
-        inject: the injector whose state is kept too.
+        inject: an injector whose state is part of this state, or None.
     """
 
     def __init__(self, inject: FaultInjector | None) -> None:
         self._inject = inject
         self.rejections = Rejections()
         self.differences: dict[str, Differences] = {}
-        """By name of the validated result."""
+        """Differences between runs, by name of the validated result."""
         self.step_data = torch.empty(0, dtype=torch.uint8, device="cpu")
-        """What the suspicious step began with, packed; empty when nothing is pending."""
+        """The packed start of the suspicious step; empty if no rerun is pending."""
 
-    def forget_step(self) -> None:
-        """Nothing is pending."""
+    def clear_step(self) -> None:
+        """Drop the start of the suspicious step."""
         self.step_data = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def count(self, differences: dict[str, float]) -> None:
         """Add the differences between two runs of a step."""
         for name, difference in differences.items():
-            known = name in self.differences or len(self.differences) < _NAMES
-            self.differences.setdefault(name if known else _OTHERS, Differences()).add(difference)
+            separate = name in self.differences or len(self.differences) < _MAX_NAMES
+            self.differences.setdefault(name if separate else _OTHERS, Differences()).add(difference)
 
     def state_dict(self) -> dict[str, Any]:
-        """As plain data and one tensor."""
+        """Return the state as plain data and one tensor."""
         return {
             "rejections": self.rejections.state_dict(),
             "differences": {name: seen.state_dict() for name, seen in self.differences.items()},
@@ -155,7 +157,7 @@ class RankState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Restore a saved state."""
         self.rejections.load_state_dict(state["rejections"])
         self.differences = {}
         for name, counts in state["differences"].items():
@@ -167,13 +169,13 @@ class RankState:
 
 
 class PersistentState:
-    """Both, and the way into a checkpoint and out of it.
+    """Saves and loads the state of the job and of this rank.
 
     Args:
         world_size: number of ranks.
         layout: the user's text for the parallel layout.
-        drops: whether a pending rerun of a run of another shape is dropped.
-        inject: the injector whose state is kept too.
+        drops: True to drop a pending rerun that a run of another shape stored.
+        inject: an injector whose state is part of the rank's state, or None.
     """
 
     def __init__(self, world_size: int, layout: str, *, drops: bool, inject: FaultInjector | None) -> None:
@@ -183,34 +185,34 @@ class PersistentState:
         self._loaded: dict[str, dict[str, Any]] = {}
 
     def tree(self) -> dict[str, Any]:
-        """What is saved, and filled by a load."""
+        """The state tree for saves and loads."""
         job = _StatePart(self.job.state_dict, partial(self._loaded.__setitem__, "job"))
         own = _StatePart(self.own.state_dict, partial(self._loaded.__setitem__, "own"))
         return {"job": job, "own": PerRank(own)}
 
     def check(self, stored: dict[str, Any]) -> None:
-        """Before a load. See `JobState.check`."""
-        self._loaded.clear()  # a load that failed may have left something
+        """Check the stored state before a load. See `JobState.check`."""
+        self._loaded.clear()  # a failed load may have filled it partly
         if not self._drops:
             self.job.check(stored["job"])
 
-    def take_over(self) -> str:
-        """After a load: go on from what it brought.
+    def apply_loaded(self) -> str:
+        """Apply the state of a load.
 
         Returns:
-            How the run whose pending rerun is dropped differs from this one; "" if none is.
+            The `JobState.mismatch` due to which a pending rerun was dropped; empty if none was.
         """
         loaded = dict(self._loaded)
         self._loaded.clear()
-        elsewhere = self.job.elsewhere(loaded["job"])
+        mismatch = self.job.mismatch(loaded["job"])
         self.job.load_state_dict(loaded["job"])
-        if "own" in loaded:  # not on ranks beyond those that saved
+        if "own" in loaded:  # absent on ranks beyond the saved world size
             self.own.load_state_dict(loaded["own"])
-        if elsewhere or not self.job.pending:
+        if mismatch or not self.job.pending:
             self.settle()
-        return elsewhere
+        return mismatch
 
     def settle(self) -> None:
-        """No step waits to be run again."""
+        """Clear the pending rerun."""
         self.job.state, self.job.suspects = State.NOT_RUNNING, ()
-        self.own.forget_step()
+        self.own.clear_step()

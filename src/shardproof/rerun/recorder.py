@@ -1,4 +1,4 @@
-"""What the machine says: to the process's log, and to the log of rejected results. Rank 0 speaks for all."""
+"""Rank 0 writes the machine's messages to the process's log and to the log of rejected results."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ _FROM_OUTSIDE = "rejected from outside of the step"
 
 
 class Recorder:
-    """Writes on rank 0; does nothing elsewhere.
+    """Writes on rank 0 and does nothing on other ranks.
 
     Args:
-        rank: of this process.
-        results: the log of rejected results, if there is one.
+        rank: the rank of this process.
+        results: the log of rejected results, or None.
     """
 
     def __init__(self, rank: int, results: ResultLog | None) -> None:
-        self._speaks = rank == 0
+        self._writes = rank == 0
         self._results = results
 
-    def say(self, step: int, text: str) -> None:
-        """Something about a step, for people."""
-        if self._speaks:
+    def warn(self, step: int, text: str) -> None:
+        """Log a text about a step."""
+        if self._writes:
             _log.warning("rerun: step %d %s", step, text)
 
     def attributed(self, attribution: Attribution) -> None:
-        """What rejected results were found to be."""
-        if self._speaks:
+        """Log the attribution of rejected results."""
+        if self._writes:
             _log.warning("rerun: %s", attribution)
             self._append(attribution.records(time.time()))
 
-    def outside(self, step: int, said: Collection[tuple[int, str]]) -> None:
-        """Something outside of the step is wrong.
+    def outside(self, step: int, faults: Collection[tuple[int, str]]) -> None:
+        """Log faults outside of a step.
 
         Args:
-            step: that is not used because of it.
-            said: what is wrong, each with the rank that it is about.
+            step: the step whose results are discarded.
+            faults: messages, each with the rank at fault.
         """
-        if not self._speaks:
+        if not self._writes:
             return
-        for rank, message in said:
-            _log.error("rerun: step %d is not used, because of rank %d: %s", step, rank, message)
+        for rank, message in faults:
+            _log.error("rerun: the results of step %d are discarded, due to rank %d: %s", step, rank, message)
         self._append(
             [
                 Rejected(
@@ -65,18 +65,18 @@ class Recorder:
                     verdict=_FROM_OUTSIDE,
                     time=time.time(),
                 )
-                for rank, message in said
+                for rank, message in faults
             ]
         )
 
     def spreads(self, step: int, differences: Mapping[str, Differences]) -> None:
-        """How much runs differed so far.
+        """Log the differences between runs so far.
 
         Args:
-            step: number of steps that were decided.
-            differences: of this rank, by the text that `validate` was given.
+            step: number of decided steps.
+            differences: the differences on this rank, by the message of `validate`.
         """
-        if self._speaks:
+        if self._writes:
             now = time.time()
             self._append(
                 [

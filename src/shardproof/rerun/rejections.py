@@ -1,11 +1,11 @@
-"""Ready answers to the question whether a result is to be rejected.
+"""Functions that decide whether a result is rejected.
 
-A rejection is any function from a value (a number or a tensor) to a bool. One that judges by earlier values
-has three methods more, which the machine calls where they are there: ``accept(value)`` once a step, with the
-result of the run that counted, and ``state_dict`` and ``load_state_dict``, for its values to be part of the
-checkpoint. A call does not change it: while a step is run again, the same question has the same answer.
+A rejection is any function from a value (a number or a tensor) to a bool. A rejection that depends on earlier
+values has three more methods. The machine calls ``accept(value)`` once a step, with the result of the run
+whose results are used. ``state_dict`` and ``load_state_dict`` save and restore its state in checkpoints. A
+call does not change the state, so it returns the same for the same value in each run of a step.
 
-Of a DTensor the part that this rank holds is judged.
+For a DTensor, the rejections of this module check the local tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Spike", "UnexpectedlyLarge", "not_finite"]
 
 
 def not_finite(value: Any) -> bool:
-    """Whether a number, or any element of a tensor, is NaN or infinite.
+    """Return True if a number, or any element of a tensor, is NaN or infinite.
 
     Args:
         value: a number, or a tensor of any shape, dtype and device.
@@ -31,10 +31,10 @@ def not_finite(value: Any) -> bool:
     (False, True)
     """
     if isinstance(value, torch.Tensor):
-        judged = _judged(value)
-        if judged.numel() == 1 and judged.is_floating_point():
-            return not math.isfinite(judged.item())  # a loss, at each step: far quicker
-        return not bool(judged.isfinite().all())
+        local = _local_values(value)
+        if local.numel() == 1 and local.is_floating_point():
+            return not math.isfinite(local.item())  # faster, for the loss of each step
+        return not bool(local.isfinite().all())
     return not math.isfinite(value)
 
 
@@ -43,44 +43,44 @@ class _Window:
 
     def __init__(self, threshold: float, window: int = 100) -> None:
         if not threshold > 0.0:
-            raise ValueError(f"the threshold is {threshold}: give a number above 0")
+            raise ValueError(f"threshold is {threshold}: it must be above 0")
         if window < 2:
-            raise ValueError(f"a window of {window} values says nothing: give at least 2")
+            raise ValueError(f"window is {window}: it must be at least 2 values")
         self.threshold = threshold
         self.window = window
         self._values: deque[float] = deque(maxlen=window)
 
     def number(self, value: Any) -> float:
-        """The one number that stands for `value`; NaN where any element is NaN."""
+        """The largest element of `value`; NaN if any element is NaN."""
         if not isinstance(value, torch.Tensor):
             return float(value)
-        judged = _judged(value)
-        return float(judged.max()) if judged.numel() else 0.0
+        local = _local_values(value)
+        return float(local.max()) if local.numel() else 0.0
 
     def accept(self, value: Any) -> None:
-        """Take in the result of the run that counted; one that is not finite is left out."""
+        """Add the result of the run whose results are used, unless it is not finite."""
         number = self.number(value)
         if math.isfinite(number):
             self._values.append(number)
 
     def state_dict(self) -> dict[str, Any]:
-        """The values, as plain data."""
+        """Return the values as plain data."""
         return {"values": list(self._values)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from saved values; of more than the window holds, the last ones."""
+        """Restore saved values, the last `window` of them."""
         self._values = deque(map(float, state["values"]), maxlen=self.window)
 
 
 class UnexpectedlyLarge(_Window):
     """Rejects a value whose magnitude is above `threshold` times the largest of the last `window` values.
 
-    Of a tensor the element of the largest magnitude counts. Until `window` values have been accepted nothing
-    is rejected but what is not finite, which always is.
+    For a tensor, the largest magnitude of its elements counts. A value that is not finite is always rejected.
+    Other values are rejected only after `window` values have been accepted.
 
     Args:
         threshold: factor above the running maximum.
-        window: accepted values that the maximum is taken over.
+        window: number of accepted values for the maximum.
 
     Raises:
         ValueError: a threshold of 0 or less, or a window of less than 2 values.
@@ -93,14 +93,14 @@ class UnexpectedlyLarge(_Window):
     """
 
     def number(self, value: Any) -> float:
-        """The largest magnitude."""
+        """The largest magnitude of the elements of `value`."""
         if not isinstance(value, torch.Tensor):
             return abs(float(value))
-        judged = _judged(value)
-        return float(judged.abs().max()) if judged.numel() else 0.0
+        local = _local_values(value)
+        return float(local.abs().max()) if local.numel() else 0.0
 
     def __call__(self, value: Any) -> bool:
-        """Whether `value` is rejected."""
+        """Return True if `value` is rejected."""
         number = self.number(value)
         if not math.isfinite(number):
             return True
@@ -110,13 +110,13 @@ class UnexpectedlyLarge(_Window):
 class Spike(_Window):
     """Rejects a value more than `threshold` standard deviations above the mean of the last `window` values.
 
-    Of a tensor the largest element counts. Until `window` values have been accepted nothing is rejected but
-    what is not finite, which always is. Deviations below a millionth of the mean count as that much: where
-    values hardly change, rounding is no spike.
+    For a tensor, the largest element counts. A value that is not finite is always rejected. Other values are
+    rejected only after `window` values have been accepted. The deviation is at least a millionth of the mean,
+    so that rounding is not a spike if values hardly change.
 
     Args:
         threshold: in standard deviations of the values in the window.
-        window: accepted values that mean and deviation are taken over.
+        window: number of accepted values for mean and deviation.
 
     Raises:
         ValueError: a threshold of 0 or less, or a window of less than 2 values.
@@ -140,7 +140,7 @@ class Spike(_Window):
         return number - mean > self.threshold * max(deviation, 1e-6 * abs(mean))
 
 
-def _judged(value: torch.Tensor) -> torch.Tensor:
-    """What this rank holds, without its graph; floats of 8 bits, which lack operations, are widened."""
+def _local_values(value: torch.Tensor) -> torch.Tensor:
+    """The local tensor without its graph. 8-bit floats, which lack operations, become fp32."""
     own = local_tensor(value.detach())
     return own.float() if own.element_size() == 1 else own

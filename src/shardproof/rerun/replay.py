@@ -1,4 +1,4 @@
-"""Data that a step can be given twice."""
+"""Data that can be replayed when a step runs again."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ Batch = TypeVar("Batch")
 
 
 class ReplayableIterator(Generic[Batch]):
-    """An iterator that keeps the microbatches of the current step, and gives them again when asked.
+    """An iterator that stores the microbatches of the current step and can replay them.
 
     Args:
-        iterator: gives microbatches: tensors, plain data, and dicts, lists and tuples of these.
-        copy: whether to keep copies, as a step may write into its microbatches. Without it a step that does
-            so is not run again on the same data.
-        draws: whether the iterator may draw from the random generators of this process, so that these are
-            noted with each microbatch (about 0.1 ms) where the machine asks for it.
+        iterator: yields microbatches: tensors, plain data, and dicts, lists and tuples of these.
+        copy: True to store copies. False is safe only if a step does not write into its microbatches.
+        draws: True if the iterator may draw from the random generators of this process. For steps that may
+            run again, their state is then stored with each microbatch (about 0.1 ms).
 
     >>> data = ReplayableIterator(iter(range(10)))
     >>> next(data), next(data)
@@ -41,76 +40,77 @@ class ReplayableIterator(Generic[Batch]):
         self._iterator = iter(iterator)
         self._copy = copy
         self._draws = draws
-        self._kept: list[Batch] = []
-        self._after: list[dict[str, Any] | None] = []
-        """For each that is kept: where random generators stood once it had come, if that was noted."""
-        self._notes = False
-        self._given = 0
-        self._theirs = 0
-        """How many of the first that are kept came by `load`, and are the caller's."""
-        self._spare: list[Batch] = []
-        """Copies of the step before, into which those of this step go: memory new to a process costs more."""
+        self._batches: list[Batch] = []
+        self._generators: list[dict[str, Any] | None] = []
+        """For each batch, the state of the random generators after it was drawn, or None."""
+        self._captures = False
+        """True if the state of the random generators is stored in this step."""
+        self._position = 0
+        self._loaded = 0
+        """Number of batches at the front that came from `load` and belong to the caller."""
+        self._reusable: list[Batch] = []
+        """Copies of the previous step, whose memory the copies of this step reuse."""
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        if self._given == len(self._kept):
+        if self._position == len(self._batches):
             batch = next(self._iterator)
-            spare = self._spare.pop(0) if self._spare else None
-            self._kept.append(copy_of(batch, spare) if self._copy else batch)
-            self._after.append(RandomState().state_dict() if self._notes else None)
+            reusable = self._reusable.pop(0) if self._reusable else None
+            self._batches.append(copy_of(batch, reusable) if self._copy else batch)
+            self._generators.append(RandomState().state_dict() if self._captures else None)
         else:
-            batch, after = self._kept[self._given], self._after[self._given]
+            batch, generators = self._batches[self._position], self._generators[self._position]
             batch = copy_of(batch) if self._copy else batch
-            if after is not None:  # the iterator may have drawn, which it does not do again
-                RandomState().load_state_dict(after)
-        self._given += 1
+            if generators is not None:  # a replay skips the draws of the iterator
+                RandomState().load_state_dict(generators)
+        self._position += 1
         return batch
 
     @property
     def microbatches(self) -> Sequence[Batch]:
-        """What was given since the last `advance`, or will be given first. Not to be written to."""
-        return tuple(self._kept)
+        """The stored microbatches since the last `advance` or `load`. The caller must not write to them."""
+        return tuple(self._batches)
 
     @property
     def generators(self) -> Sequence[dict[str, Any] | None]:
-        """For each of `microbatches`: where random generators stood once it had come, if that was noted."""
-        return tuple(self._after)
+        """For each of `microbatches`, the state of the random generators after it was drawn, or None."""
+        return tuple(self._generators)
 
     def rewind(self) -> None:
-        """Give the step's microbatches once more, then go on with new ones."""
-        self._given = 0
+        """Replay the step's microbatches, then continue with new ones."""
+        self._position = 0
 
     def advance(self, *, generators: bool = False) -> None:
-        """A new step begins: forget what was given. What `load` brought and nobody took is given yet.
+        """Begin a new step and drop the microbatches of the last one. Loaded ones that were not read remain.
 
         Args:
-            generators: whether a microbatch that is given once more also puts the random generators of this
-                process to where they stood when it had come first. An iterator that draws from them
-                (augmentation, a shuffle at the end of an epoch) then leaves the same draws to the step.
+            generators: True if the replay of a microbatch also restores the state that the random generators
+                of this process had after its first draw. The step then draws the same numbers, even if the
+                iterator draws too (augmentation, a shuffle at the end of an epoch).
         """
         if self._copy:
-            self._spare = self._kept[self._theirs : self._given]
-        del self._kept[: self._given]
-        self._after, self._notes = [None] * len(self._kept), generators and self._draws
-        self._theirs = max(self._theirs - self._given, 0)
-        self._given = 0
+            self._reusable = self._batches[self._loaded : self._position]
+        del self._batches[: self._position]
+        self._generators, self._captures = [None] * len(self._batches), generators and self._draws
+        self._loaded = max(self._loaded - self._position, 0)
+        self._position = 0
 
     def load(
         self, microbatches: Iterable[Batch], generators: Iterable[dict[str, Any] | None] | None = None
     ) -> None:
-        """Give these before anything else, in place of what is kept.
+        """Replace the stored microbatches by these, which come before new ones.
 
         Args:
-            microbatches: as `microbatches` gave them.
-            generators: as `generators` gave them with these; None: nothing was noted.
+            microbatches: the value of `microbatches`.
+            generators: the value of `generators` for these microbatches; None if none was stored.
         """
-        self._kept = list(microbatches)
-        self._after = [None] * len(self._kept) if generators is None else list(generators)
-        self._notes = generators is not None and self._draws
-        self._theirs = len(self._kept)
-        self._given = 0
+        self._batches = list(microbatches)
+        self._generators = [None] * len(self._batches) if generators is None else list(generators)
+        self._captures = generators is not None and self._draws
+        self._loaded = len(self._batches)
+        self._position = 0
 
 
 def copy_of(value: Any, into: Any = None) -> Any:
@@ -118,12 +118,12 @@ def copy_of(value: Any, into: Any = None) -> Any:
 
     Args:
         value: tensors, plain data, and dicts, lists and tuples of these.
-        into: an earlier copy, of which nobody needs the values any more: tensors that are alike are reused.
+        into: an earlier copy whose values are not needed any more. Similar tensors are overwritten.
 
     >>> batch = {"tokens": torch.arange(3), "lengths": [3]}
-    >>> kept = copy_of(batch)
+    >>> copy = copy_of(batch)
     >>> _ = batch["tokens"].zero_(); batch["lengths"].clear()
-    >>> kept
+    >>> copy
     {'tokens': tensor([0, 1, 2]), 'lengths': [3]}
     """
     kind = type(value)
@@ -135,9 +135,9 @@ def copy_of(value: Any, into: Any = None) -> Any:
         old = into if type(into) is dict else {}
         return {name: copy_of(item, old.get(name)) for name, item in value.items()}
     if kind in (list, tuple):
-        spare = list(into) if type(into) is kind else []
-        spare += [None] * (len(value) - len(spare))
-        return kind(copy_of(item, old) for item, old in zip(value, spare, strict=False))
+        reusable = list(into) if type(into) is kind else []
+        reusable += [None] * (len(value) - len(reusable))
+        return kind(copy_of(item, old) for item, old in zip(value, reusable, strict=False))
     return copying.deepcopy(value)
 
 

@@ -1,6 +1,6 @@
-"""The log of rejected results: what was rejected where, what it was found to be, and which steps to skip.
+"""The log of rejected results: the step, the rank, the device and the attribution of each.
 
-It also takes how much runs of one step differed (`Spread`), so that a tolerance can be chosen from it.
+The log also stores the differences between two runs of a step (`Spread`), from which to choose a tolerance.
 """
 
 from __future__ import annotations
@@ -30,46 +30,46 @@ __all__ = [
 ]
 
 CORRECT_RESULT = "correct result"
-"""The verdict on a result that came out again on another device: the data or the program is to blame."""
+"""The verdict on a result that another device reproduced: the cause is the data or the program."""
 
 _NOT_FINITE = {text: float(text) for text in ("nan", "inf", "-inf")}
 
 
 class Rejected(msgspec.Struct, frozen=True, kw_only=True):
-    """One rejected result, with what it was found to be."""
+    """One rejected result, with its verdict."""
 
     step: int
     rank: int
     node: str
-    """Name of the machine of the first run's device."""
+    """Name of the node with the first run's device."""
     device: str
-    """UUID of that device; "" for a CPU."""
+    """UUID of the device; "" for a CPU."""
     index: int
-    """Index of that device on its node."""
+    """Index of the device on its node."""
     call: int
-    """Which call of `validate` in the step, from 0."""
+    """Position of the `validate` call in the step, from 0."""
     message: str
-    """The text that the call was given."""
+    """The message argument of the call."""
     first: float | int | str | None
-    """What the first run gave: a number, or a text about a tensor."""
+    """The result of the first run: a number, or a text that describes a tensor."""
     second: float | int | str | None
-    """What the run gave that decided; None where there was none."""
+    """The result of the run that decided; None if there was none."""
     verdict: str
     """"transient fault", "persistent fault" or "correct result"; another text for what came from outside."""
     time: float
-    """When it was decided, in seconds since 1970."""
+    """Time of the decision, in seconds since 1970."""
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
-    """How much one validated value differed between two runs of a step, over many steps."""
+    """The differences of one validated value between two runs of a step, over many steps."""
 
     spread_of: str
-    """The text that `validate` was given."""
+    """The message argument of `validate`."""
     step: int
-    """Steps that had been decided."""
+    """Number of decided steps."""
     rank: int
     count: int
-    """Steps that were compared."""
+    """Number of compared steps."""
     quantiles: dict[str, float | str]
     """Relative differences by name: "p50", "p90", "p99", "p99.9" and "max"."""
     time: float
@@ -79,11 +79,11 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 class ResultLog:
     """Appends rejected results to a file, one line of JSON each, durably.
 
-    One process writes a log. A line that a crash cut short is no record: readers leave it out, and it is
-    removed before the next one is written.
+    Only one process may write a log. Readers ignore a last line that a crash cut short, and the next append
+    removes it.
 
     Args:
-        path: of the file. It and its folders are made with the first record.
+        path: path of the file. The first record creates the file and its folders.
 
     >>> import tempfile
     >>> log = ResultLog(Path(tempfile.mkdtemp()) / "rejected.jsonl")
@@ -117,13 +117,13 @@ class ResultLog:
 
 
 def read_rejected(path: str | os.PathLike[str]) -> list[Rejected]:
-    """The rejected results of a log, oldest first; none if there is no such file yet.
+    """Read the rejected results of a log, oldest first. A missing file gives an empty list.
 
     Args:
-        path: that was given to `ResultLog`.
+        path: path of the log.
 
     Raises:
-        FormatError: a whole line is no record.
+        FormatError: a complete line is not a record.
 
     >>> read_rejected("no/such.jsonl")
     []
@@ -136,13 +136,13 @@ def read_rejected(path: str | os.PathLike[str]) -> list[Rejected]:
 
 
 def read_spreads(path: str | os.PathLike[str]) -> list[Spread]:
-    """How much runs differed, as a log has it, oldest first; none if there is no such file yet.
+    """Read the differences between runs from a log, oldest first. A missing file gives an empty list.
 
     Args:
-        path: that was given to `ResultLog`.
+        path: path of the log.
 
     Raises:
-        FormatError: a whole line is no record.
+        FormatError: a complete line is not a record.
 
     >>> read_spreads("no/such.jsonl")
     []
@@ -158,13 +158,13 @@ def read_spreads(path: str | os.PathLike[str]) -> list[Spread]:
 
 
 def steps_to_skip(path: str | os.PathLike[str]) -> set[int]:
-    """The steps whose rejected result was found to be correct: those that a later run may leave out.
+    """The steps with a rejected result that is correct. A later run may skip these steps.
 
     Args:
-        path: that was given to `ResultLog`.
+        path: path of the log.
 
     Raises:
-        FormatError: a whole line of the log is no record.
+        FormatError: a complete line is not a record.
 
     >>> steps_to_skip("no/such.jsonl")
     set()
@@ -173,10 +173,10 @@ def steps_to_skip(path: str | os.PathLike[str]) -> set[int]:
 
 
 def shown_value(value: Any) -> float | int | str | None:
-    """What a record says of a result: a number as such, anything else as a short text.
+    """Convert a result for a record: a number stays, anything else becomes a short text.
 
     Args:
-        value: a number, a tensor or an array (of one element: that number), or anything with a repr.
+        value: a number, a tensor, an array, or an object with a repr. A tensor of one element is a number.
 
     >>> shown_value(torch.tensor(1.5)), shown_value(torch.tensor([1.0, math.nan, -3.0]))
     (1.5, 'float32 tensor of shape (3,), 1 not finite, largest magnitude 3')
@@ -203,7 +203,7 @@ def _outline(tensor: torch.Tensor) -> str:
 
 
 def _text(value: float | int | str | None) -> float | int | str | None:
-    """JSON has no NaN and no infinities, and readers of large integers differ: they are written as text."""
+    """Writes NaN and infinities, which JSON lacks, and integers that a double cannot hold, as text."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return str(value) if isinstance(value, int) and abs(value) >= 2**53 else value
@@ -233,7 +233,7 @@ def _records(path: str | os.PathLike[str]) -> list[Rejected | Spread]:
         except msgspec.DecodeError as error:
             raise FormatError(
                 f"{path}, line {number} is not a rejected result ({error}). Correct or remove the line; the "
-                "others are independent of it",
+                "other lines do not depend on it",
                 file=str(path),
             ) from error
     return found
@@ -244,7 +244,7 @@ def _whole_lines(data: bytes) -> bytes:
 
 
 def _drop_torn_line(file: BinaryIO) -> None:
-    """Cut off what is behind the last end of a line: of a record whose write was cut short."""
+    """Truncate the file after its last line end, to remove a record that a crash cut short."""
     end = file.seek(0, os.SEEK_END)
     if end == 0:
         return

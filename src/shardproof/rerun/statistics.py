@@ -10,17 +10,17 @@ __all__ = ["Differences"]
 
 _BINS_PER_OCTAVE = 8
 _OCTAVES = 64
-"""On either side of 1.0; what lies beyond counts in the outermost bin."""
+"""Octaves on either side of 1.0. Values beyond them count in the outermost bin."""
 _LAST = _OCTAVES * _BINS_PER_OCTAVE
 _SHOWN = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99.9": 0.999}
 
 
 class Differences:
-    """How often two runs of the same step differed, and by how much.
+    """The distribution of the differences between two runs of the same step.
 
-    Zero, infinity and the largest value are kept exactly; the others are counted in bins of equal width on a
-    logarithmic scale, eight for each factor of two from 2^-64 to 2^64. A quantile is thus right to 5 % of its
-    value, and memory stays below 1,024 counters, whatever is added.
+    Zeros, infinities and the largest value are exact. Other values are counted in bins of equal width on a
+    logarithmic scale, eight for each factor of two from 2^-64 to 2^64. So a quantile has an error of at most
+    5 %, and there are at most 1,024 counters.
 
     >>> seen = Differences()
     >>> for difference in (0.0, 0.0, 0.0, 1e-7):
@@ -33,11 +33,11 @@ class Differences:
 
     def __init__(self) -> None:
         self.count = 0
-        """Differences added."""
+        """Number of differences added."""
         self.zeros = 0
-        """Of these, exactly 0.0: the runs gave the same."""
+        """Number of differences that are 0.0: both runs gave the same result."""
         self.infinite = 0
-        """Of these, infinite: results that have nothing in common, such as NaN and a number."""
+        """Number of infinite differences, such as between NaN and a number."""
         self.largest = 0.0
         self._bins: Counter[int] = Counter()
 
@@ -45,7 +45,7 @@ class Differences:
         """Count one difference.
 
         Raises:
-            ValueError: it is negative or NaN.
+            ValueError: the difference is negative or NaN.
         """
         if not difference >= 0.0:
             raise ValueError(f"a relative difference is a number from 0 up, not {difference}")
@@ -60,20 +60,23 @@ class Differences:
 
     @property
     def differing(self) -> int:
-        """Differences that were not 0.0."""
+        """Number of differences that are not 0.0."""
         return self.count - self.zeros
 
     def quantile(self, share: float) -> float:
-        """The smallest difference that at least this share of all are not above; NaN if there are none.
+        """The smallest difference d such that at least this share of the differences is <= d.
 
         Args:
             share: from 0.0 to 1.0.
 
+        Returns:
+            NaN if there are no differences.
+
         Raises:
-            ValueError: a share outside of that.
+            ValueError: `share` is out of range.
         """
         if not 0.0 <= share <= 1.0:
-            raise ValueError(f"a quantile is asked for by a share from 0 to 1, not {share}")
+            raise ValueError(f"share is {share}, not a number from 0 to 1")
         if not self.count:
             return math.nan
         rank = max(1, math.ceil(share * self.count))
@@ -93,7 +96,7 @@ class Differences:
         return {name: self.quantile(share) for name, share in _SHOWN.items()} | {"max": self.quantile(1.0)}
 
     def merge(self, other: Differences) -> None:
-        """Add all that another has counted, such as that of another rank."""
+        """Add the counts of another distribution, such as that of another rank."""
         self.count += other.count
         self.zeros += other.zeros
         self.infinite += other.infinite
@@ -101,7 +104,7 @@ class Differences:
         self._bins.update(other._bins)
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts, as plain data."""
+        """Return the counts as plain data."""
         return {
             "count": self.count,
             "zeros": self.zeros,
@@ -111,7 +114,7 @@ class Differences:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from saved counts."""
+        """Restore saved counts."""
         self.count = state["count"]
         self.zeros = state["zeros"]
         self.infinite = state["infinite"]

@@ -20,7 +20,7 @@ __all__ = ["Steps"]
 
 @dataclass
 class Steps:
-    """Runs the steps of one process, one after another."""
+    """Runs the steps of one process in order."""
 
     mode: Mode
     persistent: PersistentState
@@ -61,13 +61,13 @@ class Steps:
         self.validates = self.mode is not Mode.DISABLED and self.to_skip == 0
         self.to_skip = max(self.to_skip - 1, 0)
         self.start = StepStart.new(iterators, self.step_state, captured=self.validates)
-        self.run = StepRun("initial", keeps=self.mode is Mode.REPORT)
+        self.run = StepRun("initial", stores_results=self.mode is Mode.REPORT)
         self.job.state = transition(State.NOT_RUNNING, Votes())[0]
 
     def _resume(self, iterators: Iterators) -> None:
         """Begins the pending step of a checkpoint from its original start."""
 
-        def take_up() -> Ballot:
+        def load_start() -> Ballot:
             self.start, suspicion = StepStart.stored(
                 self.persistent.own.step_data, iterators, self.step_state
             )
@@ -80,19 +80,19 @@ class Steps:
             return Ballot(suspect=self._suspect)
 
         if self.mode is not Mode.VALIDATE:
-            take_up()
-            self.run, self._suspect = StepRun("initial", keeps=self.mode is Mode.REPORT), None
+            load_start()
+            self.run, self._suspect = StepRun("initial", stores_results=self.mode is Mode.REPORT), None
             self.validates = self.mode is Mode.REPORT
             self.job.state = State.INITIAL_RUN
-            self.recorder.say(
+            self.recorder.warn(
                 self.job.step,
-                "runs on its saved data, but nothing is decided: the machine does not validate",
+                f"runs on its saved data without an attribution, because the mode is {self.mode.value!r}",
             )
             return
         self.validates = True
-        ballots = self.exchange.vote(self.job.step, self.job.state, take_up, quick=False)
+        ballots = self.exchange.vote(self.job.step, self.job.state, load_start, quick=False)
         self.job.state = transition(self.job.state, count(ballots, report=False))[0]
-        self.recorder.say(self.job.step, f"is taken up: {self.job.state.value}")
+        self.recorder.warn(self.job.step, f"resumes: {self.job.state.value}")
 
     def finish(self) -> bool:
         """Ends a run. Returns True if the step runs again."""
@@ -108,10 +108,10 @@ class Steps:
             return False
         assert self.start is not None and self.run is not None
         for suspect in suspects:
-            self.recorder.say(self.job.step, f"runs again in place: {suspect.suspicion}")
+            self.recorder.warn(self.job.step, f"reruns in place: {suspect.suspicion}")
         self.start.again(self.step_state)
         self._first = self.run
-        self.run = StepRun("in place", self._first.found, keeps=self._first.keeps)
+        self.run = StepRun("in place", self._first.found, stores_results=self._first.stores_results)
         self.job.state = then
         return True
 
@@ -119,12 +119,14 @@ class Steps:
         run, start = self.run, self.start
         assert run is not None and start is not None
         if self.validates and not self._can_pack and self.mode is Mode.VALIDATE:
-            start.pack(None)  # the step with a fault would be the wrong time to learn that it cannot
+            start.pack(None)  # fails at the first step, not at the first fault, if the data cannot be stored
             self._can_pack = True
         if self._suspect is not None:
             self._suspect = self._suspect.again(shown_value(run.second), reproduced=run.reproduced)
             if run.name == "in place" and run.reproduced:
-                start.pack(run.suspicion)  # all ranks learn now if it cannot travel, before any of them saves
+                start.pack(
+                    run.suspicion
+                )  # a failure reaches all ranks in this vote, before any of them saves
         elif run.name == "initial" and run.found is not None:
             found, first = run.found, shown_value(run.found.value)
             self._suspect = Suspect(self.exchange.rank, self.identity(), found.call, found.message, first)
@@ -133,13 +135,13 @@ class Steps:
     def _conclude(
         self, then: State, action: Action, suspects: tuple[Suspect, ...], ballots: Sequence[Ballot]
     ) -> None:
-        """The step has run for the last time in this process."""
+        """Ends the step after its last run in this process."""
         run, start, job, own = self.run, self.start, self.job, self.persistent.own
         assert run is not None and start is not None
         attribution = None
         for rank, ballot in enumerate(ballots):
             if ballot.rejected and ballot.suspect is None:
-                self.recorder.say(self.job.step, f"rank {rank} rejects a result of the last run alone")
+                self.recorder.warn(self.job.step, f"rank {rank} rejects a result of the last run only")
         if action.kind is not None:
             attribution = Attribution(action.kind, self.job.step, suspects)
             self._attribute(attribution)
@@ -151,23 +153,23 @@ class Steps:
             suspected = any(suspect.rank == self.exchange.rank for suspect in job.suspects)
             own.step_data = start.pack(run.suspicion if suspected else None)
             for suspect in job.suspects:
-                self.recorder.say(self.job.step, f"shall run again on another device: {suspect}")
+                self.recorder.warn(self.job.step, f"will rerun on another device: {suspect}")
         elif action.effect is Effect.RESTART_UNSAVED:
             for suspect in suspects:
                 if suspect.same_device:
-                    self.recorder.say(
+                    self.recorder.warn(
                         self.job.step,
-                        f"came back to the same device, so nothing is learnt: exclude {suspect.identity}",
+                        f"ran on the same device again, so nothing is attributed: exclude {suspect.identity}",
                     )
         else:
             self.persistent.settle()
         if action.effect is Effect.GO_ON:
-            run.accept(all_of_them=action.kind is AttributionKind.CORRECT_RESULT)
-            if self._first is not None and run.keeps:
+            run.accept(include_rejected=action.kind is AttributionKind.CORRECT_RESULT)
+            if self._first is not None and run.stores_results:
                 own.count(run.differences(self._first))
         self.outside = ()
         if action.effect is Effect.STOP and action.kind is None:
-            self.recorder.outside(job.step, dict.fromkeys(said for one in ballots for said in one.outside))
+            self.recorder.outside(job.step, dict.fromkeys(fault for one in ballots for fault in one.outside))
         job.state = then
         self.decision = Decision.of(action, attribution, self.codes)
         self.run = self._first = self.start = None

@@ -1,4 +1,4 @@
-"""One run of a step on one rank: what was validated in it, and what came of that."""
+"""One run of a step on one rank: the validated results and the rejected ones."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from shardproof.state import local_tensor
 __all__ = ["Call", "Rejection", "Rejections", "StepRun", "Suspicion"]
 
 Rejection = Callable[[Any], Any]
-"""From a result to whether it is rejected."""
-_MANY = 64
+"""Returns True for a result that is rejected."""
+_MAX_STATEFUL = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,80 +36,80 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    """The first rejected result of a step on this rank, as its first run gave it."""
+    """The first rejected result of a step on this rank, in the first run."""
 
     call: int
     message: str
     nth: int
-    """Of the calls with this message, from 0: a program that was changed meanwhile may have others too."""
+    """Position among the calls with this message, from 0. It finds the call after a change of the program."""
     value: Any
 
 
 @dataclass
 class StepRun:
-    """What `validate` has seen in one run of a step."""
+    """The results of the `validate` calls in one run of a step."""
 
     name: RunName
     suspicion: Suspicion | None = None
-    """From the first run, when this one is to show whether it comes up again."""
-    keeps: bool = False
-    """Whether to keep all results, to be compared with those of another run."""
+    """The rejected result of the first run, which this run has to reproduce."""
+    stores_results: bool = False
+    """True to store all results, for the comparison with another run."""
     calls: int = 0
     rejected: bool = False
     fatal: bool = False
     found: Suspicion | None = None
     """The first result that this run rejected."""
     second: Any = None
-    """What this run gave in the place of the suspicion."""
+    """This run's result of the suspicious call."""
     reproduced: bool = False
-    """Whether that is the same."""
+    """True if `second` reproduces the suspicious result."""
     results: dict[str, tuple[Any, Compare | None]] = field(default_factory=dict)
-    """By name of the call, where results are kept, with what compares them."""
+    """The stored results by name of the call, each with its comparison."""
     _to_accept: list[tuple[Any, Any, bool]] = field(default_factory=list)
     _messages: Counter[str] = field(default_factory=Counter)
     _named: bool = False
-    """Whether `second` is of the call with the suspicion's message, not just of its number."""
+    """True if `second` belongs to the call with the suspicion's message, not only with its number."""
 
-    def take(self, call: Call) -> None:
-        """Look at the result of one call."""
+    def record(self, call: Call) -> None:
+        """Check the result of one call."""
         number, self.calls = self.calls, self.calls + 1
         nth = self._messages[call.message]
         self._messages[call.message] += 1
-        if self.keeps:
-            self.results[self._name_of(call, number)] = (_copied(call.value), call.compare)
+        if self.stores_results:
+            self.results[self._name_of(call, number)] = (_detached_copy(call.value), call.compare)
             return
         bad = bool(call.rejected(call.value))
         if hasattr(call.rejected, "accept"):
-            self._to_accept.append((call.rejected, _copied(call.value), bad))
+            self._to_accept.append((call.rejected, _detached_copy(call.value), bad))
         if bad:
             self.rejected = True
             self.fatal |= call.fatal
             if self.found is None:
-                self.found = Suspicion(number, call.message, nth, _copied(call.value))
+                self.found = Suspicion(number, call.message, nth, _detached_copy(call.value))
         wanted = self.suspicion
         if wanted is None:
             return
-        # In another process the program may have been changed, and the call have another number.
+        # The program may have changed since the first run, and with it the number of the call.
         same_name = self.name != "in place" and (call.message, nth) == (wanted.message, wanted.nth)
         if same_name or (number == wanted.call and not self._named):
             self._named = same_name
-            self.second = _copied(call.value)
+            self.second = _detached_copy(call.value)
             self.reproduced = reproduced(
                 wanted.value, self.second, compare=call.compare, tolerance=call.tolerance
             )
 
-    def accept(self, *, all_of_them: bool) -> None:
-        """This run counts: tell the rejections that want to know, once for each result.
+    def accept(self, *, include_rejected: bool) -> None:
+        """Pass the results of this run to the rejections that have an `accept` method.
 
         Args:
-            all_of_them: also the results that were rejected, because they have been found to be right.
+            include_rejected: also pass the rejected results, which were attributed as correct.
         """
         for rejection, value, bad in self._to_accept:
-            if all_of_them or not bad:
+            if include_rejected or not bad:
                 rejection.accept(value)
 
     def differences(self, first: StepRun) -> dict[str, float]:
-        """By name of the call, how much the results differ; infinity where only one of the runs has it."""
+        """The differences by name of the call; infinity if only one of the runs has the result."""
         found = dict.fromkeys([*first.results, *self.results], math.inf)
         for name in first.results.keys() & self.results.keys():
             value, compare = self.results[name]
@@ -122,49 +122,48 @@ class StepRun:
 
 
 class Rejections:
-    """The rejections that have a state, under names by which a checkpoint knows them.
+    """The rejections that have a state, by their names in a checkpoint.
 
-    They are named by the message of their first call. A state that was loaded waits for its rejection to be
-    used.
+    The name is the message of the first call. A loaded state is applied when its rejection is registered.
     """
 
     def __init__(self) -> None:
-        self._known: dict[str, Any] = {}
-        self._waiting: dict[str, Any] = {}
+        self._by_name: dict[str, Any] = {}
+        self._loaded: dict[str, Any] = {}
 
-    def use(self, rejection: Rejection, message: str) -> None:
-        """A rejection is about to be used.
+    def register(self, rejection: Rejection, message: str) -> None:
+        """Register a rejection before its use.
 
         Raises:
-            ValueError: it is one of very many that have a state.
+            ValueError: there are too many rejections with a state.
         """
         if not hasattr(rejection, "load_state_dict"):
             return
-        if any(known is rejection for known in self._known.values()):
+        if any(registered is rejection for registered in self._by_name.values()):
             return
-        if len(self._known) == _MANY:
+        if len(self._by_name) == _MAX_STATEFUL:
             raise ValueError(
-                f"validate was given {_MANY + 1} different objects with a state, such as this "
-                f"{type(rejection).__name__}: their running statistics never get going. Make one for each "
+                f"validate got {_MAX_STATEFUL + 1} different objects with a state, such as this "
+                f"{type(rejection).__name__}: a new object at each step has no statistics. Make one for each "
                 "validated result, before the loop"
             )
         name = message or type(rejection).__name__
-        while name in self._known:
+        while name in self._by_name:
             name += "'"
-        self._known[name] = rejection
-        if name in self._waiting:
-            rejection.load_state_dict(self._waiting.pop(name))
+        self._by_name[name] = rejection
+        if name in self._loaded:
+            rejection.load_state_dict(self._loaded.pop(name))
 
     def state_dict(self) -> dict[str, Any]:
         """The states by name."""
-        return self._waiting | {name: known.state_dict() for name, known in self._known.items()}
+        return self._loaded | {name: one.state_dict() for name, one in self._by_name.items()}
 
     def load_state_dict(self, states: dict[str, Any]) -> None:
-        """Go on from saved states."""
-        self._waiting = dict(states)
-        for name, known in self._known.items():
-            if name in self._waiting:
-                known.load_state_dict(self._waiting.pop(name))
+        """Restore saved states."""
+        self._loaded = dict(states)
+        for name, rejection in self._by_name.items():
+            if name in self._loaded:
+                rejection.load_state_dict(self._loaded.pop(name))
 
 
 def _difference(first: Any, second: Any, compare: Compare | None) -> float:
@@ -175,6 +174,6 @@ def _difference(first: Any, second: Any, compare: Compare | None) -> float:
     return relative_difference(first, second)
 
 
-def _copied(value: Any) -> Any:
-    """A copy that later steps cannot change; of a DTensor this rank's part."""
+def _detached_copy(value: Any) -> Any:
+    """A copy that later steps cannot change. For a DTensor, a copy of the local tensor."""
     return local_tensor(value.detach()).clone() if isinstance(value, torch.Tensor) else copy_of(value)

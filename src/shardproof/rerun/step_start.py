@@ -82,7 +82,7 @@ class ProcessState:
         """Save the state of this process now."""
         return cls(RandomState().state_dict(), [one.save() for one in step_state])
 
-    def put_back(self, step_state: Sequence[StepState]) -> None:
+    def restore(self, step_state: Sequence[StepState]) -> None:
         """Restore the generators and every `StepState`.
 
         Raises:
@@ -124,7 +124,7 @@ class StepStart:
     def stored(
         cls, packed: torch.Tensor, iterators: Iterators, step_state: Sequence[StepState]
     ) -> tuple[StepStart, Suspicion | None]:
-        """Begin a step again from what another process packed.
+        """Begin a step from a start that another process packed.
 
         Raises:
             StructureError: the number of iterators or of `StepState` objects differs.
@@ -134,7 +134,7 @@ class StepStart:
         if len(microbatches) != len(iterators):
             raise StructureError(
                 f"the suspicious step took its data from {len(microbatches)} iterators, and should_run got "
-                f"{len(iterators)}. Call it with as many as in the run before"
+                f"{len(iterators)}. Call should_run with as many iterators as the previous run"
             )
         start = cls(iterators, ProcessState(content["generators"], content["kept"]))
         for iterator, given, after in zip(iterators, microbatches, drawn, strict=True):
@@ -145,12 +145,12 @@ class StepStart:
     def again(self, step_state: Sequence[StepState]) -> None:
         """Restore the state and rewind the data to the start of the step."""
         assert self.beginning is not None
-        self.beginning.put_back(step_state)
+        self.beginning.restore(step_state)
         for iterator in self.iterators:
             iterator.rewind()
 
     def pack(self, suspicion: Suspicion | None) -> torch.Tensor:
-        """Pack the start of the step, and the rejected result that the rerun computes again.
+        """Pack the start of the step, and the rejected result to compare with the rerun.
 
         Returns:
             1-D, uint8.

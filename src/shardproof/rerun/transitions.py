@@ -1,9 +1,9 @@
-"""The rerun machine as one pure table: (state, votes) to (state, action).
+"""The transitions of the rerun machine as a pure table: (state, votes) to (state, action).
 
-The table says what all ranks do once they know what each of them found; `shardproof.rerun.machine` does it.
+`shardproof.rerun.step_effects` applies the actions.
 
-Source: the three attributions and the two stages (again in place, then elsewhere from a checkpoint) are those
-of Megatron-LM's rerun state machine.
+The three attributions and the two stages (a rerun in place, then a rerun from a checkpoint on another device)
+are those of Megatron-LM's rerun state machine.
 """
 
 from __future__ import annotations
@@ -15,56 +15,56 @@ __all__ = ["TABLE", "Action", "AttributionKind", "Effect", "Mode", "Row", "State
 
 
 class Mode(Enum):
-    """What the machine is for in this run."""
+    """The mode of the machine in this run."""
 
     DISABLED = "disabled"
-    """Nothing is looked at and nothing is exchanged."""
+    """No validation and no communication."""
     VALIDATE = "validate"
-    """Steps with a rejected result are run again, and attributed."""
+    """Steps with a rejected result are rerun, and the results attributed."""
     REPORT = "report"
     """Every step runs twice in place, and the differences are counted."""
 
 
 class State(Enum):
-    """Where the machine is."""
+    """The state of the machine."""
 
     NOT_RUNNING = "not running"
-    """Between steps, with nothing to find out."""
+    """Between steps, with no pending rerun."""
     INITIAL_RUN = "initial run"
     """In the first run of a step."""
     IN_PLACE = "rerunning in place"
     """In the second run of a step, in the same process."""
     WILL_RERUN = "will rerun from checkpoint"
-    """A result was rejected twice alike: it waits for a run elsewhere."""
+    """Both runs gave the same rejected result: the step waits for a rerun on another device."""
     FROM_CHECKPOINT = "rerunning from checkpoint"
-    """In that run, on another device."""
+    """In the rerun from a checkpoint, on another device."""
     AGAIN_FROM_CHECKPOINT = "rerunning again from checkpoint"
-    """In that run, but a suspect came back to the same device."""
+    """In the rerun from a checkpoint, with a suspect on the same device as before."""
 
 
 class AttributionKind(Enum):
-    """Whom a rejected result is put down to."""
+    """The cause of a rejected result."""
 
     TRANSIENT_FAULT = "transient fault"
-    """The device computed something else when it was asked again."""
+    """A rerun on the same device gave another result."""
     PERSISTENT_FAULT = "persistent fault"
-    """The device computes it each time, and another one does not."""
+    """The device gives the result each time, and another device does not."""
     CORRECT_RESULT = "correct result"
-    """Other devices compute it too: it is the data or the program."""
+    """Another device gives the same result: the cause is the data or the program."""
 
 
 @dataclass(frozen=True, slots=True)
 class Votes:
-    """What all ranks together say after a run, or before a run from a checkpoint.
+    """The votes of all ranks after a run, or before a run from a checkpoint. Each is true if one rank's is.
 
     Args:
-        rejected: some rank rejected a result of this run.
-        fatal: one of those was such that training must not go on with it.
-        reproduced: some rank's suspicious result came out the same in this run.
-        same_device: some rank's suspicious result that came out the same did so on one and the same device.
-        moved: some rank's suspicious result was, the first time, computed on another device.
-        outside: somebody says that something outside of the step is wrong.
-        report: every step shall run twice.
+        rejected: this run gave a rejected result.
+        fatal: this run gave a rejected result with which training must not continue.
+        reproduced: this run reproduced a suspicious result.
+        same_device: this run reproduced a suspicious result on the device of the first run.
+        moved: another device computed a suspicious result in the first run.
+        outside: a fault outside of the step was reported.
+        report: every step runs twice.
     """
 
     rejected: bool = False
@@ -77,37 +77,37 @@ class Votes:
 
 
 class Effect(Enum):
-    """What the ranks do next."""
+    """The next action of all ranks."""
 
     RUN = "run"
     """Run the step, with new data."""
     RUN_AGAIN = "run again"
-    """Run the step from its beginning."""
+    """Run the step from its start."""
     RESUME = "resume"
-    """Run the step from the beginning that the checkpoint holds."""
+    """Run the step from the start in the checkpoint."""
     GO_ON = "go on"
-    """The step is done: take what this run computed."""
+    """Use the results of this run."""
     RESTART = "restart"
-    """Save the state from before the step, with the step's beginning, and start again elsewhere."""
+    """Save the state from before the step, with the start of the step, and restart on other devices."""
     RESTART_UNSAVED = "restart, unsaved"
-    """Start again elsewhere, from the checkpoint that is there."""
+    """Restart on other devices from the existing checkpoint."""
     STOP = "stop"
-    """Training cannot go on with this step."""
+    """Training cannot continue with this step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What follows from the votes."""
+    """The action that the table gives for the votes."""
 
     effect: Effect
     kind: AttributionKind | None = None
     settles: bool = False
-    """Whether this decides what a checkpoint was taken for."""
+    """True if this action resolves a pending rerun."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table. A vote that is None may be either."""
+    """One row of the table. None matches both values of a vote."""
 
     state: State
     then: State
@@ -121,7 +121,7 @@ class Row:
     report: bool | None = None
 
     def matches(self, state: State, votes: Votes) -> bool:
-        """Whether this row is the one for a state and votes."""
+        """Return True if this row applies to a state and votes."""
         return self.state is state and all(
             wanted is None or wanted is found
             for wanted, found in (
@@ -136,7 +136,7 @@ class Row:
         )
 
 
-def _gone(
+def _not_reproduced(
     state: State,
     fault: AttributionKind,
     *,
@@ -144,7 +144,7 @@ def _gone(
     report: bool | None = None,
     settles: bool = True,
 ) -> tuple[Row, ...]:
-    """No result came back in a further run: it was the device's."""
+    """No suspicious result was reproduced: the device was at fault."""
     go_on, stop = Action(Effect.GO_ON, fault, settles), Action(Effect.STOP, fault, settles)
 
     def row(action: Action, rejected: bool, fatal: bool | None) -> Row:
@@ -155,8 +155,8 @@ def _gone(
     return row(go_on, False, None), row(go_on, True, False), row(stop, True, True)
 
 
-def _came_back(state: State, same_device: bool | None = None) -> tuple[Row, ...]:
-    """A result came back on another device: it is the data's or the program's."""
+def _reproduced(state: State, same_device: bool | None = None) -> tuple[Row, ...]:
+    """Another device reproduced a result: the cause is the data or the program."""
     go_on, stop = Action(Effect.GO_ON, _CORRECT, settles=True), Action(Effect.STOP, _CORRECT, settles=True)
     return (
         Row(state, State.NOT_RUNNING, go_on, fatal=False, reproduced=True, same_device=same_device),
@@ -191,11 +191,11 @@ TABLE: tuple[Row, ...] = (
     # After the run in place.
     Row(State.IN_PLACE, State.NOT_RUNNING, Action(Effect.GO_ON), report=True),
     Row(State.IN_PLACE, State.WILL_RERUN, Action(Effect.RESTART), reproduced=True, report=False),
-    *_gone(State.IN_PLACE, _TRANSIENT, report=False, settles=False),
-    # After the run from a checkpoint. It is for one result, whatever the mode.
-    *_came_back(State.FROM_CHECKPOINT),
-    *_gone(State.FROM_CHECKPOINT, _PERSISTENT),
-    # Of several suspects some may be on another device now, and some on the same.
+    *_not_reproduced(State.IN_PLACE, _TRANSIENT, report=False, settles=False),
+    # After the run from a checkpoint, in any mode.
+    *_reproduced(State.FROM_CHECKPOINT),
+    *_not_reproduced(State.FROM_CHECKPOINT, _PERSISTENT),
+    # With several suspects, some may be on another device now and some on the same device.
     Row(
         State.AGAIN_FROM_CHECKPOINT,
         State.WILL_RERUN,
@@ -203,10 +203,10 @@ TABLE: tuple[Row, ...] = (
         reproduced=True,
         same_device=True,
     ),
-    *_came_back(State.AGAIN_FROM_CHECKPOINT, same_device=False),
-    *_gone(State.AGAIN_FROM_CHECKPOINT, _PERSISTENT, moved=True),
-    *_gone(State.AGAIN_FROM_CHECKPOINT, _TRANSIENT, moved=False),
-    # Something outside of the step is wrong: nothing that this step computed is worth keeping.
+    *_reproduced(State.AGAIN_FROM_CHECKPOINT, same_device=False),
+    *_not_reproduced(State.AGAIN_FROM_CHECKPOINT, _PERSISTENT, moved=True),
+    *_not_reproduced(State.AGAIN_FROM_CHECKPOINT, _TRANSIENT, moved=False),
+    # A fault outside of the step: the results of the step are discarded.
     *(
         Row(state, State.NOT_RUNNING, Action(Effect.STOP), outside=True)
         for state in (
@@ -217,11 +217,11 @@ TABLE: tuple[Row, ...] = (
         )
     ),
 )
-"""Exactly one row is for each state with each combination of votes."""
+"""Exactly one row matches each state with each combination of votes."""
 
 
 def transition(state: State, votes: Votes) -> tuple[State, Action]:
-    """What follows.
+    """Return the next state and the action.
 
     >>> transition(State.INITIAL_RUN, Votes(rejected=True, fatal=True))[0]
     <State.IN_PLACE: 'rerunning in place'>

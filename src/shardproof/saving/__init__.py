@@ -54,13 +54,13 @@ def save(
         step: stored in the manifest.
         metadata: plain data, stored in the manifest.
         overwrite: whether to replace a committed checkpoint. It stays valid until the new one is committed.
-        check_replicas: whether ranks that hold the same boxes compare their bytes, ``"all"`` of them or a
-            ``"sample"``. Differences are in `SaveResult.diverged`, and logged.
-        rendezvous: where the ranks meet. None: the one that `shardproof.rendezvous.connect` finds.
+        check_replicas: ``"all"`` or ``"sample"`` to compare the bytes of boxes that several ranks have.
+            Differences are in `SaveResult.diverged`, and logged.
+        rendezvous: the rendezvous of all ranks. None: the one that `shardproof.rendezvous.connect` finds.
         deadline: seconds that a rank may be silent before all ranks fail with `RankSilent`. It bounds each
             wait for another rank, and the time to reach the store. It does not bound the whole call: the
-            ranks wait for a rank that reports progress. None: the deadline of the rendezvous (300 s unless
-            set). Not together with `rendezvous`, which has its own.
+            ranks wait for a rank that reports progress. None: the deadline of the rendezvous (default
+            300 s). Cannot be combined with `rendezvous`, which has its own deadline.
 
     Returns:
         The committed checkpoint.

@@ -1,9 +1,9 @@
-"""Threads that work while the caller trains, and that the end of the process waits for.
+"""Threads that work while the caller trains. The process waits for them at exit.
 
 Note "The end of the interpreter": these threads are daemons, so a thread that hangs in a dead file system
 cannot keep the process alive. An `atexit` function waits for their work. It runs after the program's last
 line and before the interpreter shuts down. At that time no thread can be started and executors accept no
-work, so these threads exist from the first save on and need only a queue. A child made by fork has none of
+work, so these threads are started at the first save and need only a queue. A child made by fork has none of
 them, and waits for nothing.
 """
 
@@ -36,8 +36,8 @@ class Workers:
     """Threads that run tasks from one queue, in the order in which they were submitted.
 
     Args:
-        name: of the threads.
-        count: of threads.
+        name: name of the threads.
+        count: number of threads.
 
     >>> workers = Workers("shardproof-doctest", 1)
     >>> workers.submit(lambda: 6 * 7).result()
@@ -52,11 +52,11 @@ class Workers:
         weakref.finalize(self, _stop, self._tasks, count)
 
     def submit(self, work: Callable[[], T], future: Future[T] | None = None) -> Future[T]:
-        """Runs `work` when a thread is free. Any error of it becomes the error of the future.
+        """Runs `work` when a thread is free. Its error becomes the error of the future.
 
         Args:
             work: the task.
-            future: for its result; None: a new one.
+            future: future for the result; None: a new one.
         """
         result: Future[T] = Future() if future is None else future
         self._tasks.put(lambda: _fulfil(result, work))
@@ -88,21 +88,21 @@ class Progress:
 
     def __init__(self) -> None:
         self.is_bounded = False
-        """Whether the current step ends by itself: a meeting of ranks, which has deadlines of its own."""
+        """True if the current step ends by itself, as a meeting of ranks does by its deadlines."""
         self._count = 0
 
     def moved(self) -> None:
-        """Counts one step of progress."""
+        """Counts one step."""
         self._count += 1
 
     @property
     def count(self) -> int:
-        """Steps so far."""
+        """Number of steps so far."""
         return self._count
 
     @contextmanager
     def bounded(self, is_bounded: bool = True) -> Iterator[None]:
-        """Sets `is_bounded` for the time of a context."""
+        """Sets `is_bounded` within a context."""
         before, self.is_bounded = self.is_bounded, is_bounded
         try:
             yield
@@ -116,13 +116,13 @@ def wait_while_moving(
     """Waits for a future while its work makes progress.
 
     Args:
-        future: of the work.
-        progress: of the work.
+        future: future of the work.
+        progress: progress of the work.
         patience: seconds without progress after which the wait ends.
         tick: called after each progress.
 
     Returns:
-        Whether the future is done.
+        True if the future is done.
     """
     seen, since = progress.count, time.monotonic()
     while not _is_done(future, _POLL_SECONDS):
@@ -144,7 +144,7 @@ def _is_done(future: Future[Any], seconds: float) -> bool:
 
 
 class _Unfinished:
-    """The saves under way in this process, for the end of the interpreter."""
+    """The unfinished saves of this process, for the end of the interpreter."""
 
     def __init__(self) -> None:
         self._lock = forks.lock()

@@ -1,4 +1,4 @@
-"""What one save leaves for the next: plans, digests, buffers and threads."""
+"""The cache between saves: plans, digests, buffers and threads."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class Limits:
     """Upper bounds, in bytes."""
 
     chunk_bytes: int = CHUNK_BYTES
-    """Of a stored chunk."""
+    """Size of a stored chunk."""
     sample_bytes: int = SAMPLE_BYTES
-    """Of the replicas that a rank hashes in one save with ``check_replicas="sample"``."""
+    """Size of the replicas that a rank hashes in one save with ``check_replicas="sample"``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class CoordinatorPlan:
     id: str
     """The attempt that the plan was made in."""
     digests: tuple[bytes, ...]
-    """Of the structures that the plan was made from, by rank."""
+    """Digests of the structures that the plan was made from, by rank."""
     plan: WritePlan
 
 
@@ -70,12 +70,12 @@ class CachedPlan:
     """The attempt that the plan was made in."""
     shard: PreparedShard
     digest: bytes
-    """Of the structure that the plan was made from."""
+    """Digest of the structure that the plan was made from."""
     slices: Slices | None = None
     """See `shared_slices`."""
 
     def shared_slices(self, structure: Structure) -> Slices:
-        """Slices of the pieces that other ranks hold too; made at the first replica check."""
+        """Slices of the pieces that other ranks have too; made at the first replica check."""
         if self.slices is None:
             self.slices = self.shard.plan.shared.slices(structure)
         return self.slices
@@ -101,7 +101,7 @@ class CachedDigests:
 
 @dataclass(slots=True)
 class SaveCache:
-    """What one save leaves for the next, in one process."""
+    """The cache between the saves of one process."""
 
     writers: Workers
     """Threads that write buffers."""
@@ -116,13 +116,13 @@ class SaveCache:
     """Descriptions of this rank's tensors."""
     structure: CachedStructure | None = None
     succeeded: bool = False
-    """Whether this rank saw the last save succeed."""
+    """True if the last save succeeded on this rank."""
     buffers: BufferPool | None = None
     """Absent during a save and after a failed one, which may have lost buffers."""
     base: CachedBase | None = None
     """Coordinator: the last step that was saved by `coordinator_plan`."""
     digests: CachedDigests | None = None
-    """Of the chunks of `plan` in the last step."""
+    """Digests of the chunks of `plan` in the last step."""
     background_name: str = ""
     """Coordinator: name of the rendezvous in the background."""
     background: tuple[str, Rendezvous] | None = None
@@ -131,11 +131,11 @@ class SaveCache:
     """Coordinator: number of the next sample of replicas."""
 
     def background_rendezvous(self, rendezvous: Rendezvous, name: str) -> Rendezvous:
-        """The rendezvous beside `rendezvous` at which saves meet in the background.
+        """The rendezvous for meetings in the background, separate from `rendezvous`.
 
         Args:
-            rendezvous: of the saver.
-            name: the same on all ranks: that of the first save.
+            rendezvous: rendezvous of the saver.
+            name: name of the first save, equal on all ranks.
         """
         if self.background is None or self.background[0] != name:
             self.background = name, rendezvous.beside(name)

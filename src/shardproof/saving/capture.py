@@ -1,4 +1,4 @@
-"""What a save records of the state while training waits."""
+"""The record of a state, which a save makes while training waits."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from shardproof.state import Collected, ObjectEntry, Piece, Stepped
 __all__ = ["Capture"]
 
 _UNFENCED_BYTES = 1 << 20
-"""Bytes of unfenced tensors that a save copies before the ranks agree on who writes them."""
+"""Largest size of unfenced tensors that a save copies before the ranks agree on a plan."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Capture:
-    """The state of one rank, as a save found it."""
+    """The state of one rank at the begin of a save."""
 
     pieces: Sequence[Piece]
     """In the order of the structure."""
     names: Sequence[str]
-    """Of the pieces' tensors, for messages."""
+    """Names of the pieces' tensors, for messages."""
     objects: dict[str, bytes]
     """As JSON, by key."""
     copies: dict[torch.device, DeviceCopies]
     """Copies of the pieces' current values, by device."""
     watch: WriteWatch | None
-    """Of the pieces; None: the caller waits, so no memory changes."""
+    """Detects writes to the pieces; None: the caller waits, so no memory changes."""
     is_complete: bool
-    """Whether all unfenced memory is copied, so that only fenced memory can change."""
+    """True if all unfenced memory is copied, so that only fenced memory can change."""
 
     @staticmethod
     def of(collected: Collected, stepped: Sequence[Stepped], *, guarded: bool, complete: bool) -> Capture:
         """Records the collected state.
 
         Args:
-            collected: of this rank.
-            stepped: the optimizers whose steps the fence stops.
-            guarded: whether memory may change before the save is over.
-            complete: whether to copy the unfenced memory, if it is small.
+            collected: collected state of this rank.
+            stepped: the optimizers whose steps the fence delays.
+            guarded: True if memory may change before the save is over.
+            complete: True to copy the unfenced memory, if it is small.
         """
         pieces = [piece for entry in collected.tensors for piece in entry.pieces]
         watch = WriteWatch(pieces, stepped) if guarded else None
@@ -81,8 +81,8 @@ def _copy_unfenced(pieces: list[Piece], watch: WriteWatch | None) -> bool:
 
 def _encoded(objects: Sequence[ObjectEntry]) -> dict[str, bytes]:
     """Objects as JSON, by key. A value that several keys share is encoded once."""
-    known: dict[int, bytes] = {}
+    encoded: dict[int, bytes] = {}
     for entry in objects:
-        if id(entry.value) not in known:
-            known[id(entry.value)] = msgspec.json.encode(entry.value)
-    return {entry.key: known[id(entry.value)] for entry in objects}
+        if id(entry.value) not in encoded:
+            encoded[id(entry.value)] = msgspec.json.encode(entry.value)
+    return {entry.key: encoded[id(entry.value)] for entry in objects}

@@ -53,12 +53,12 @@ def commit(
     """Checks that the ranks wrote what was planned, then writes the index and, last, the manifest.
 
     Args:
-        storage: of the step.
-        plan: of all ranks.
+        storage: storage of the step.
+        plan: plan of all ranks.
         attempt: see `Attempt`.
-        reports: of each rank.
-        overwrite: whether to replace a committed checkpoint.
-        base: stores the chunks that were not written.
+        reports: reports by rank.
+        overwrite: True to replace a committed checkpoint.
+        base: the base, which stores the chunks that were not written.
 
     Returns:
         The manifest; and the new step as the base of the next save by the same plan.
@@ -67,7 +67,7 @@ def commit(
         StructureError: the value of an object differs between ranks that share it, or a rank did not write
             what was planned.
         AlreadyCommittedError: another job committed here first.
-        StorageError: the storage failed, or a file that is referred to is gone.
+        StorageError: the storage failed, or a referenced file is missing.
     """
     _check_objects_agree(reports)
     _check_planned(plan, reports)
@@ -110,10 +110,10 @@ def commit(
 
 
 def publish(storage: Storage, manifest: Manifest, index: bytes, *, overwrite: bool) -> bytes:
-    """Writes the index, then the manifest, and only then removes the files of what it replaced.
+    """Writes the index, then the manifest, and then removes the files of the replaced checkpoint.
 
     Returns:
-        `shardproof.format.read_seal` the checkpoint.
+        The seal of the checkpoint, as `shardproof.format.read_seal` returns it.
 
     Raises:
         AlreadyCommittedError: a checkpoint is committed here and `overwrite` is False.
@@ -158,19 +158,19 @@ def _check_visible(storage: Storage, manifest: Manifest) -> None:
     for record, (folder, name) in zip(manifest.files, locate_files(storage, manifest), strict=True):
         if record.folder:
             advice = (
-                "The new step refers to unchanged chunks of this file. Save again: chunks that are gone are "
-                "then written"
+                "The new step refers to unchanged chunks of this file. Save again: the next save writes "
+                "missing chunks"
             )
         else:
             advice = (
-                f"Rank {record.rank} wrote this file, and rank 0 looked for it: is this place shared by all "
-                "nodes?"
+                f"Rank {record.rank} wrote this file, but rank 0 does not see it: check that all nodes share "
+                "this storage"
             )
         check_size(folder, record, path=f"{folder.location}/{name}", advice=advice)
 
 
 def _check_objects_agree(reports: Sequence[WriteReport]) -> None:
-    """Checks that a key has the same value on all ranks that have it."""
+    """Checks that a key has the same value on all ranks with this key."""
     first: dict[str, tuple[bytes, int]] = {}
     seen: set[tuple[tuple[str, ...], bytes]] = set()
     for rank, report in enumerate(reports):
@@ -182,9 +182,9 @@ def _check_objects_agree(reports: Sequence[WriteReport]) -> None:
             other, other_rank = first.setdefault(key, (digest, rank))
             if other != digest:
                 raise StructureError(
-                    f"the value of {key!r} differs between rank {other_rank} and rank {rank}, and only one "
-                    "of them can be stored. If each rank has its own, wrap it in sp.PerRank; if it should be "
-                    "the same, make it so before saving",
+                    f"the value of {key!r} differs between rank {other_rank} and rank {rank}, but a "
+                    "checkpoint stores one value. Wrap it in sp.PerRank if each rank has its own; otherwise "
+                    "make it equal before the save",
                     key=key,
                     ranks=[other_rank, rank],
                 )
@@ -206,26 +206,26 @@ def _committed(storage: Storage) -> Manifest | None:
 
 
 def _remove_replaced(storage: Storage, old: Manifest, new: Manifest) -> None:
-    """Removes files that only the replaced manifest names; logs a failure, which costs space only."""
+    """Removes files that only the replaced manifest names. A failure only wastes space, so it is logged."""
     try:
         references = references_beside(storage)
         lent = references.files(storage.folder)
-        kept = {new.index.name, *(record.name for record in new.own_files)}
+        current = {new.index.name, *(record.name for record in new.own_files)}
         shards = [record.name for record in old.own_files if record.name not in lent]
         for name in (old.index.name, *(() if references.unknown else shards)):
-            if name not in kept:
+            if name not in current:
                 storage.delete(name)
         for record in unreferenced_files(old.borrowed_files, references, storage.sibling):
             storage.sibling(record.folder).delete(record.name)
         if references.unknown:
             _log.warning(
-                "%s: shard files of the checkpoint that was replaced stay: %s",
+                "%s: shard files of the replaced checkpoint stay: %s",
                 storage.location,
                 kept_files_message(references.unknown),
             )
     except (FormatError, StorageError) as error:
         _log.warning(
-            "%s: files of the checkpoint that was replaced stay (%s); prune removes them",
+            "%s: files of the replaced checkpoint stay (%s); prune removes them",
             storage.location,
             error,
         )

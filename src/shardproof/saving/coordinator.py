@@ -1,4 +1,4 @@
-"""What the coordinator does at the meetings of one save: agree, plan, send the base, commit."""
+"""The coordinator's side of the meetings of one save: agree, plan, send the base, commit."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ _OUTCOMES = {
         "may undo it; save again with overwrite=True once the storage works)"
     ),
     None: (
-        "whether it was committed is not known, for the storage cannot be read (its files stay; "
-        "`shardproof ls` tells once the storage works; save again with overwrite=True then)"
+        "it is unknown whether it was committed, because the storage cannot be read (its files stay; once "
+        "the storage works, run `shardproof ls` and save again with overwrite=True)"
     ),
 }
-"""By whether the manifest is in place; None: not known."""
+"""Outcome by whether the manifest is in place; None: unknown."""
 
 
 class Coordinator:
     """The coordinator's side of one save. Each method takes the posts of all ranks and returns the answer.
 
     Args:
-        storage: of the step.
+        storage: storage of the step.
         request: see `Request`.
-        cache: of earlier saves; updated.
+        cache: cache of earlier saves, which is updated.
         limits: see `Limits`.
     """
 
@@ -54,7 +54,7 @@ class Coordinator:
         self._cache = cache
         self._limits = limits
         self.facts: dict[str, float] = {}
-        """For the commit event of this rank: the rank that wrote longest, and its seconds."""
+        """For the commit event of this rank: the slowest rank, and its seconds."""
         self._attempt: Attempt
         self._replace = request.overwrite
         self._nodes: list[int] = []
@@ -73,7 +73,7 @@ class Coordinator:
         self._nodes = [report.node for report in reports]
         metadata = msgspec.json.decode(reports[0].metadata)
         choice = BaseChoice(self._storage, self._request.base, self._cache.base if reuse_plan else None)
-        is_cached = choice.take_cached([report.cached_digests for report in reports])
+        is_cached = choice.use_cached([report.cached_digests for report in reports])
         choice.bound_chain(self._request.full_every)
         send_base, self._choice = bool(choice.folder) and not is_cached, choice
         name, now = secrets.token_hex(8), time.time()
@@ -95,22 +95,22 @@ class Coordinator:
         for rank, report in enumerate(reports):
             if report.request_text() != first.request_text():
                 raise StructureError(
-                    f"{location}: rank 0 was asked for {first.request_text()}; rank {rank} for "
-                    f"{report.request_text()}. All ranks must be asked for the same; what differs by rank "
-                    "belongs into the state, in sp.PerRank",
+                    f"{location}: the request of rank 0 is {first.request_text()}; that of rank {rank} is "
+                    f"{report.request_text()}. All ranks must pass the same arguments; put values that "
+                    "differ by rank into the state, in sp.PerRank",
                     ranks=[0, rank],
                 )
         self._replace = first.overwrite or self._cache.unconfirmed.may_replace(self._storage)
         if not self._replace and self._storage.size(MANIFEST_NAME) is not None:
             raise AlreadyCommittedError(
-                f"{location} holds a committed checkpoint; save under another step, or pass overwrite=True "
+                f"{location} has a committed checkpoint; save under another step, or pass overwrite=True "
                 "to replace it (the old one stays valid until the new one is committed)",
                 path=location,
             )
 
     @no_garbage_collection()
     def plan(self, posts: Sequence[bytes]) -> list[bytes]:
-        """Proves that the boxes tile each tensor, and plans; returns each rank's part of the plan."""
+        """Proves that the boxes tile each tensor, makes the plan, and returns each rank's part of it."""
         self._cache.coordinator_plan = self._cache.base = None
         structures = [Structure.decode(post) for post in posts]
         plan = plan_writes(

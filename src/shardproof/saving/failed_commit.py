@@ -28,11 +28,11 @@ class Unconfirmed:
         self._attempts: dict[str, str] = {}
 
     def add(self, storage: Storage, attempt: str = "") -> None:
-        """Remembers the checkpoint in `storage`. With its attempt, the same saver may replace it."""
+        """Records an unconfirmed checkpoint in `storage`. With its attempt, the same saver may replace it."""
         self._attempts[storage.location] = attempt or self._attempts.get(storage.location, "")
 
     def confirm(self, storage: Storage) -> None:
-        """Forgets the checkpoint in `storage`: it is durable."""
+        """Records that the checkpoint in `storage` is durable."""
         self._attempts.pop(storage.location, None)
 
     def __contains__(self, storage: Storage) -> bool:
@@ -60,14 +60,14 @@ def remove_own_files(storage: Storage, rank: int, attempt: str) -> None:
     Note "Whose files": a file may be removed only if no manifest can name it, now or later. After a refusal
     by the coordinator none can, unless the error says that the manifest is or may be in place
     (`details["committed"]`). A rank does not conclude this from the folder, since another node may see an
-    older state of it; it only checks once more for a manifest that another node put there. A silent
-    coordinator may be slow, and commit later; an interrupt of this rank says nothing about what the
-    coordinator does. In these cases the files stay, and prune removes them.
+    older state of it; it only checks once more for a manifest that another node wrote. A silent coordinator
+    may be slow, and commit later. An interrupt of this rank does not stop the coordinator. In these cases the
+    files stay, and prune removes them.
 
     Args:
-        storage: of the step.
-        rank: of this process; rank 0 removes the index, too.
-        attempt: of the save.
+        storage: storage of the step.
+        rank: rank of this process. Rank 0 also removes the index.
+        attempt: attempt of the save.
     """
     names = [shard_name(rank, attempt)]
     if rank == 0:

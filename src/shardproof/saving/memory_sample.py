@@ -30,14 +30,14 @@ _Ints = NDArray[np.int64]
 
 
 class MemorySample:
-    """Samples of the memory of n pieces, taken when this object is made.
+    """Samples of the memory of n pieces, from the time of construction.
 
-    The samples have equal distances, from the first byte of a piece to its last. A write that misses all of
-    them does not show, for example one to a few rows of an embedding.
+    The samples have equal distances, from the first byte of a piece to its last. A write that misses all
+    samples is not detected, for example a write to a few rows of an embedding.
 
     Args:
-        pieces: with at least one element each, on any device.
-        pointers: address of the memory of each.
+        pieces: pieces with at least one element each, on any device.
+        pointers: address of each piece.
 
     >>> one, two = torch.zeros(100), torch.zeros(100)
     >>> pieces = [Piece.of(tensor, (0,), (100,)) for tensor in (one, two)]
@@ -65,7 +65,7 @@ class MemorySample:
         """Reads the samples again.
 
         Args:
-            copies: for each device that a tensor is on.
+            copies: copies for each device of the tensors.
 
         Returns:
             Rows of the pieces whose samples or addresses differ, ascending.

@@ -1,4 +1,4 @@
-"""What the ranks and the coordinator send each other in a save: reports, and the answers to them."""
+"""The messages of a save: reports of the ranks, and answers of the coordinator."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Attempt(msgspec.Struct, frozen=True):
 
 
 class RankReport(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank reports before the ranks agree: the structure of its state, and its caller's request."""
+    """A rank's first report: the structure of its state, and the request of its caller."""
 
     digest: bytes
-    """Of the structure."""
+    """Digest of the structure."""
     cached_plan: str
     """The attempt whose plan the rank has cached; empty: none."""
     step: int | None
@@ -42,7 +42,7 @@ class RankReport(msgspec.Struct, frozen=True, array_like=True):
     check_replicas: str
     """Empty: no replicas are compared."""
     failed: bytes = b""
-    """The error of the save before, if this rank's caller has not seen it."""
+    """The error of the previous save, if this rank's caller has not received it."""
     full_every: int | None = None
     """See `Request`."""
 
@@ -61,9 +61,9 @@ class Agreement(msgspec.Struct, frozen=True, array_like=True):
 
     attempt: Attempt
     reuse_plan: bool
-    """Whether all ranks write by the plan that they have cached."""
+    """True if all ranks use their cached plan."""
     send_base: bool
-    """Whether the coordinator sends each rank the base's digests of its chunks, at a meeting of its own."""
+    """True if the coordinator sends each rank the base's digests of its chunks, at a separate meeting."""
     background: str
     """Name of the rendezvous in the background: the name of the coordinator's first attempt."""
     turn: int = 0
@@ -71,7 +71,7 @@ class Agreement(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WriteReport(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank reports of its shard file. Without a file, `size` and `data_start` are 0."""
+    """A rank's report of its shard file. Without a file, `size` and `data_start` are 0."""
 
     size: int
     data_start: int

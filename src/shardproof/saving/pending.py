@@ -1,4 +1,4 @@
-"""The handle of a save that goes on in the background."""
+"""The handle of a save in the background."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["PendingSave"]
 
 
 class PendingSave:
-    """A save that goes on in the background.
+    """A save that continues in the background.
 
     >>> import shardproof as sp, tempfile, torch
     >>> pending = sp.Checkpointer(tempfile.mkdtemp()).save(7, {"w": torch.ones(2)})
@@ -42,25 +42,25 @@ class PendingSave:
 
     @property
     def skipped(self) -> bool:
-        """Whether nothing was saved, because the save before was still under way."""
+        """True if nothing was saved, because the previous save had not ended."""
         return self._future is None
 
     def done(self) -> bool:
-        """Whether the save is over: committed, failed or skipped."""
+        """True if the save is over: committed, failed or skipped."""
         return self._future is None or self._future.done()
 
     def result(self, timeout: float | None = None) -> SaveResult:
         """Waits for the commit.
 
         Args:
-            timeout: seconds to wait at most; the save goes on in any case. None: until the save is over or
-                makes no progress.
+            timeout: seconds to wait at most; the save continues in any case. None: until the save is over
+                or makes no progress.
 
         Returns:
             The committed, durable checkpoint.
 
         Raises:
-            TimeoutError: the save is still under way.
+            TimeoutError: the save has not ended.
             ReentrantCallError: a signal handler that interrupted a save or a load called it.
             SaveSkipped: the save was skipped.
             RuntimeError: the parent of this forked process began the save.
@@ -76,13 +76,12 @@ class PendingSave:
         """`result` without the check for reentrant calls; a synchronous save calls it."""
         if self._future is None:
             raise SaveSkipped(
-                f"step {self.step} was not saved: the save before it was still under way, and when_busy is "
-                "'skip'"
+                f"step {self.step} was not saved: the previous save had not ended, and when_busy is 'skip'"
             )
         if self._process != os.getpid():
             raise RuntimeError(
-                f"the save of step {self.step} began in another process, which this one was forked from: "
-                "ask there"
+                f"the save of step {self.step} began in the parent of this forked process: call "
+                "result() there"
             )
         if timeout is None:
             self.settle()
@@ -106,16 +105,16 @@ class PendingSave:
         ):
             raise StorageError(
                 f"the save of step {self.step} has made no progress for {self._patience:.0f} s and cannot be "
-                "ended: the storage hangs. It may be committed, or yet be once the storage answers. Start "
-                "the process again; restore looks at what is there"
+                "ended: the storage hangs. It may be committed, now or when the storage answers. Restart the "
+                "process; restore finds the newest committed step"
             )
 
     def tell(self) -> None:
-        """Marks a failure as reported, because the caller gets it in another way."""
+        """Marks a failure as reported, because the caller receives it directly."""
         self._reported = True
 
     def take_failure(self) -> ShardproofError | None:
-        """The error of the save, for one caller: None if it has none, or a caller has it already."""
+        """Returns the error of the save once; None if it has none, or it was returned before."""
         if self._reported or self._future is None or not self._future.done():
             return None
         error = self._future.exception()
@@ -127,7 +126,7 @@ class PendingSave:
         if self._future is None:
             state = "skipped"
         elif not self._future.done():
-            state = "under way"
+            state = "saving"
         else:
             state = "failed" if self._future.exception() else "committed"
         return f"PendingSave(step={self.step}, {state})"

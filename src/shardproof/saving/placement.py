@@ -1,4 +1,4 @@
-"""Where the chunks of a plan are after a save: in the files that the ranks wrote, or in files of the base."""
+"""Positions of a plan's chunks after a save: in the files that the ranks wrote, or in files of the base."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class Placement:
     """The file and byte of each chunk of a plan, in the order of the plan."""
 
     writers: tuple[int, ...]
-    """Ranks that wrote a file, ascending: the first rows of the new file table."""
+    """Ranks that wrote a file, ascending. Their files are the first rows of the new file table."""
     borrowed: tuple[FileRecord, ...]
-    """Files of other steps: the rows after them."""
+    """Files of other steps, which are the following rows."""
     file: NDArray[np.int64]
     """(n,) row of the new file table."""
     byte_start: NDArray[np.int64]
     """(n,) first byte in the file."""
     digest: NDArray[np.uint64]
-    """(n, 2) of the bytes."""
+    """(n, 2) digest of the bytes."""
 
     def as_base(self, manifest: Manifest, folder: str, seal: bytes) -> Base:
-        """The step that these chunks are committed in, as the base of the next save by the same plan."""
+        """Converts the committed step to the base of the next save by the same plan."""
         files = with_folders(manifest.files, folder)
         return Base(folder, seal, files, self.file, self.byte_start, self.digest)
 
@@ -83,7 +83,7 @@ def _place_written(
     file: NDArray[np.int64],
     byte_start: NDArray[np.int64],
 ) -> None:
-    """Written chunks lie in the file of their rank without gaps, in the order of the plan."""
+    """Positions of written chunks, which are in the file of their rank without gaps, in plan order."""
     rank_of = np.repeat(np.arange(len(reports)), np.diff(plan.writer_start))
     file_of = np.full(len(reports), -1, np.int64)
     file_of[list(writers)] = np.arange(len(writers))
@@ -106,7 +106,7 @@ def _place_borrowed(
     file: NDArray[np.int64],
     byte_start: NDArray[np.int64],
 ) -> tuple[FileRecord, ...]:
-    """Unwritten chunks lie in the base; returns the files that store them."""
+    """Positions of unwritten chunks, which are in the base. Returns the files that store them."""
     rows = np.flatnonzero(unwritten)
     if not len(rows):
         return ()
@@ -118,8 +118,8 @@ def _place_borrowed(
         rank = int(np.searchsorted(plan.writer_start, row, side="right")) - 1
         key = plan.merged.keys[int(plan.tensor[row])]
         raise StructureError(
-            f"rank {rank} did not write a chunk of {key!r} that no earlier step has with the same bytes; "
-            "nothing was committed",
+            f"rank {rank} did not write a chunk of {key!r}, but the base does not have it with the same "
+            "bytes; nothing was committed",
             key=key,
             rank=rank,
         )

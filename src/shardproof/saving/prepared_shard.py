@@ -1,4 +1,4 @@
-"""The header of a rank's shard file: the parts that stay the same while the plan does, and the rest."""
+"""The header of a rank's shard file: the parts that depend on the plan alone, and the other parts."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ class PreparedShard:
 
     plan: RankPlan
     names: tuple[str, ...]
-    """Of the chunks' entries, as `codes` and `shapes`."""
+    """Names of the chunks' entries, in the order of `codes` and `shapes`."""
     codes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     entries: Entries
-    """Of a file with all chunks."""
+    """Entries of a file with all chunks."""
     tensors: msgspec.Raw
-    """Encoded: key to dtype and global shape, of the file's tensors and of the empty tensors that it
-    declares."""
+    """Encoded mapping of key to dtype and global shape, for the tensors of the file and the empty tensors
+    that it declares."""
     data_bytes: int
 
     @property
     def is_written(self) -> bool:
-        """Whether the plan gives this rank a file."""
+        """True if the plan gives this rank a file."""
         return len(self.plan.piece) > 0 or len(self.plan.objects) > 0
 
     @property
@@ -78,10 +78,10 @@ class PreparedShard:
 
         Args:
             attempt: see `Attempt`.
-            rank: that writes the file.
-            objects: of the file, as JSON.
-            entries: of the file; None: of all chunks.
-            size: bytes to pad the header to, if it is shorter.
+            rank: the rank that writes the file.
+            objects: objects of the file, as JSON.
+            entries: entries of the file; None: entries of all chunks.
+            size: smallest size of the header in bytes.
         """
         entries = self.entries if entries is None else entries
         declared = Declared(
@@ -106,7 +106,7 @@ def prepare_shard(structure: Structure, plan: RankPlan) -> PreparedShard:
     table = structure.tensors()
     rows = structure.box_tensor[plan.piece].tolist()
     dtypes = {name: DTYPES[name] for name in set(table.dtypes)}
-    boxes: dict[tuple[int, ...], tuple[str, tuple[int, ...]]] = {}  # few, since tensors are cut alike
+    boxes: dict[tuple[int, ...], tuple[str, tuple[int, ...]]] = {}  # few, because most cuts are alike
     names: list[str] = []
     codes: list[str] = []
     shapes: list[tuple[int, ...]] = []
@@ -115,13 +115,13 @@ def prepare_shard(structure: Structure, plan: RankPlan) -> PreparedShard:
     for row in rows:
         dtype, ndim = dtypes[table.dtypes[row]], len(table.shapes[row])
         box = *offsets[at : at + ndim], *sizes[at : at + ndim], dtype.parts
-        known = boxes.get(box)
-        if known is None:
+        named = boxes.get(box)
+        if named is None:
             shape = box[ndim:] if dtype.parts > 1 else box[ndim:-1]
-            known = boxes[box] = box_name(box[:ndim], box[ndim:-1]), shape
-        names.append(table.keys[row] + known[0])
+            named = boxes[box] = box_name(box[:ndim], box[ndim:-1]), shape
+        names.append(table.keys[row] + named[0])
         codes.append(dtype.code)
-        shapes.append(known[1])
+        shapes.append(named[1])
         at += ndim
     declared = {table.keys[row]: (table.dtypes[row], table.shapes[row]) for row in np.unique(rows).tolist()}
     return PreparedShard(

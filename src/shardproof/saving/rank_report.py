@@ -1,4 +1,4 @@
-"""What a rank reports of its state and request before the ranks agree."""
+"""A rank's first report: the structure of its state, and the request of its caller."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def structure_of(collected: Collected, cache: SaveCache) -> tuple[Structure, byt
 
 
 def fits_cached_plan(request: Request, cache: SaveCache, digest: bytes) -> bool:
-    """True if this rank can reuse its cached plan, and its request needs no other answer."""
+    """True if this rank can reuse its cached plan, and its request needs no answer of the coordinator."""
     is_plain = request.base is None and not request.check_replicas
     return is_plain and cache.plan is not None and cache.plan.digest == digest
 
@@ -41,14 +41,14 @@ def report_rank(request: Request, cache: SaveCache, digest: bytes, failed: Shard
     """Encodes a rank's report.
 
     Args:
-        request: of this rank's caller.
-        cache: of earlier saves.
-        digest: of the structure of the state.
-        failed: the error of the save before, if this rank's caller has not seen it.
+        request: request of this rank's caller.
+        cache: cache of earlier saves.
+        digest: digest of the state's structure.
+        failed: the error of the previous save, if this rank's caller has not received it.
 
     Raises:
         StructureError: the step or `check_replicas` is invalid.
-        PlainDataError: the metadata are no plain data.
+        PlainDataError: the metadata are not plain data.
     """
     report = RankReport(
         digest,
@@ -71,7 +71,7 @@ def _checked_step(step: Any) -> int | None:
         return None
     is_index = not isinstance(step, bool) and hasattr(step, "__index__")
     if not is_index or not 0 <= operator.index(step) < _LATEST_STEP:
-        raise StructureError(f"a step is an int from 0 to 10**18 - 1, got {step!r}")
+        raise StructureError(f"step is {step!r}, not an int from 0 to 10**18 - 1")
     return operator.index(step)
 
 

@@ -22,14 +22,14 @@ class Divergence(msgspec.Struct, frozen=True):
 
     key: str
     offsets: tuple[int, ...]
-    """Of the box, in elements of the global tensor."""
+    """Offsets of the box, in elements of the global tensor."""
     sizes: tuple[int, ...]
     ranks: tuple[int, ...]
     """Ranks that differ from the majority, ascending; all holders if there is no majority."""
     holders: tuple[int, ...]
-    """All ranks that hold the box, ascending."""
+    """All ranks with the box, ascending."""
     by_majority: bool
-    """Whether more than half of the holders have the same bytes."""
+    """True if more than half of the holders have the same bytes."""
 
     def __str__(self) -> str:
         ends = zip(self.offsets, self.sizes, strict=True)
@@ -59,11 +59,11 @@ class SaveResult(msgspec.Struct, frozen=True):
     bytes: int
     """Size of all shard files that this save wrote."""
     reused: int = 0
-    """Bytes of chunks that earlier steps store, so that they were not written again (`incremental`)."""
+    """Bytes of chunks in files of earlier steps, which were not written again (`incremental`)."""
     seconds: float = 0.0
-    """From the call to the commit, on this rank."""
+    """Seconds from the call to the commit, on this rank."""
     diverged: tuple[Divergence, ...] = ()
-    """Compared replicas that differ (`check_replicas`); the same on all ranks. Of more than 100, those behind
-    the first 100 are listed only if they name a rank that no other names."""
+    """Compared replicas that differ (`check_replicas`); the same on all ranks. After the first 100, only
+    divergences with a rank that no earlier one names are listed."""
     diverged_count: int = 0
     """Number of divergences, listed or not."""

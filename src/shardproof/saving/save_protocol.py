@@ -2,7 +2,7 @@
 
 Two threads take the steps. `Save.start` has those of the caller's thread, which collects and stages.
 `Save._save` has those of the save thread, which no interrupt reaches: it holds all meetings and writes. The
-methods after them are in the order of the steps.
+following methods are in the order of the steps.
 
 A rank *goes ahead* if it returns to its caller before the ranks agree. It does so if it can reuse its cached
 plan and has copied all memory that no fence protects. Each rank decides this for itself; the other ranks see
@@ -10,9 +10,9 @@ no difference. After a failed save, the next save agrees synchronously, so that 
 exactly once.
 
 Note "Fixed meetings": every rank takes part in every meeting, with its result or with its error. So the error
-of one rank is the answer to all, and no rank waits for one that gave up. The meetings before the caller goes
-on follow the order of the caller's own meetings. A save in the background writes and commits at a rendezvous
-of its own, so the caller's meetings do not wait for it.
+of one rank is the answer to all ranks, and no rank waits for a rank that gave up. The meetings before the
+caller continues follow the order of the caller's own meetings. A save in the background writes and commits at
+a separate rendezvous, so the caller's meetings do not wait for it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from shardproof.storage import Storage
 __all__ = ["After", "Save"]
 
 After = Callable[[SaveResult, Callable[[int, int], None]], None]
-"""Called after the commit, with the result and a function that takes steps done and steps in all."""
+"""Called after the commit, with the result and a function that takes the numbers of done and total steps."""
 
 _log = logging.getLogger("shardproof")
 _NOTHING = Capture((), (), {}, {}, None, is_complete=False)
@@ -65,12 +65,12 @@ class Save:
     """One save on one rank.
 
     Args:
-        rendezvous: where the ranks agree.
-        storage: of the step.
-        request: of the caller.
-        cache: of earlier saves; updated.
+        rendezvous: rendezvous of all ranks.
+        storage: storage of the step.
+        request: request of the caller.
+        cache: cache of earlier saves, which is updated.
         limits: see `Limits`.
-        failed: the error of the save before, if the caller has not seen it.
+        failed: the error of the previous save, if the caller has not received it.
     """
 
     def __init__(
@@ -103,19 +103,19 @@ class Save:
         self._report: bytes | BaseException
         self._reservation: Reservation | None = None
         self._goes_ahead = False
-        """Whether the caller goes on before the ranks agree."""
+        """True if the caller continues before the ranks agree."""
         self._agreement: Agreement
         self._refusal: BaseException | None = None
-        """Why the ranks do not agree."""
+        """The error due to which the ranks do not agree."""
         self._agreed: Future[None] = Future()
-        """Done when the ranks have agreed, or failed to."""
+        """Done when the ranks have agreed, or the agreement failed."""
         self._base: BaseDigests | None = None
         self._replica_digests = b""
         self._chunk_digests: NDArray[np.uint64] | None = None
         self._snapshot: Snapshot | None = None
         self._fence: Fence | None = None
         self._problem: BaseException | None = None
-        """What ended the local steps of this rank; reported at the meeting of the commit."""
+        """The error of a local step of this rank, which is reported at the meeting of the commit."""
         self._given_up: BaseException | None = None
 
     def start(
@@ -132,10 +132,10 @@ class Save:
 
         Args:
             state: the state tree.
-            operation: the place of the first meetings in the order of this rank's meetings.
+            operation: position of the first meetings in the order of this rank's meetings.
             submit: runs a function on the save thread, for `future`.
-            background: whether the caller goes on before the commit. Otherwise it waits for `future`.
-            stage_all: whether all memory is copied, and none left to the fence.
+            background: True if the caller continues before the commit. Otherwise it waits for `future`.
+            stage_all: True to copy all memory, without use of the fence.
             after: called after the commit.
         """
         self._collect(state, guarded=background, stage_all=stage_all)
@@ -147,7 +147,7 @@ class Save:
         """Takes the steps of the save thread."""
         with ExitStack() as order:
             order.enter_context(operation)
-            part = self._agree(keeps_turn=not background)  # meetings: collect [plan] [base]
+            part = self._agree(exclusive=not background)  # meetings: collect [plan] [base]
             rendezvous = self._write_rendezvous(background)
             with self._local_steps():
                 self._prepare(part)
@@ -167,8 +167,8 @@ class Save:
 
         Args:
             state: the state tree.
-            guarded: whether memory may change before the save is over; staging and the fence protect it.
-            stage_all: whether nothing is left to the fence.
+            guarded: True if memory may change before the save is over; staging and the fence protect it.
+            stage_all: True to copy all memory, without use of the fence.
         """
         succeeded, self._cache.succeeded = self._cache.succeeded, False
 
@@ -181,7 +181,7 @@ class Save:
                 may_go_ahead = succeeded and fits_cached_plan(self._request, self._cache, self._digest)
                 self._capture = Capture.of(collected, stepped, guarded=guarded, complete=may_go_ahead)
                 if self._capture.watch:
-                    self._fence = Fence(stepped, self._secure, partial(self._phase, "fence"))
+                    self._fence = Fence(stepped, self._stage_for_fence, partial(self._phase, "fence"))
             return report_rank(self._request, self._cache, self._digest, self._failed_before)
 
         with self._phase("collect") as phase:
@@ -191,7 +191,7 @@ class Save:
         self._store = self._rendezvous.hold()
 
     def _run(self, operation: Operation, background: bool, after: After | None) -> SaveResult:
-        """Runs `_save`, and makes any error one of this package."""
+        """Runs `_save`, and converts any error to a `ShardproofError`."""
         if not operation.claim():
             raise SaveSkipped(f"{self._storage.location}: the save was interrupted before it began")
         try:
@@ -202,11 +202,11 @@ class Save:
             self.end()
         raise failure  # here, so that its context does not hold the state
 
-    def _agree(self, *, keeps_turn: bool) -> bytes | None:
+    def _agree(self, *, exclusive: bool) -> bytes | None:
         """Meets the other ranks in the reserved turn.
 
         Args:
-            keeps_turn: whether no other meeting of this rank may come before the commit.
+            exclusive: True if no other meeting of this rank may come before the commit.
 
         Returns:
             This rank's part of a new plan; None: the cached plan is reused.
@@ -216,7 +216,7 @@ class Save:
             try:
                 self._reservation.__enter__()
                 part = self._meet()
-                if not keeps_turn:
+                if not exclusive:
                     self._reservation.give_up()
             except BaseException as error:
                 self._refusal = error
@@ -244,21 +244,21 @@ class Save:
         return part
 
     def _write_rendezvous(self, background: bool) -> Rendezvous:
-        """Where the ranks meet to commit."""
+        """The rendezvous of the commit."""
         if not background:
             return self._rendezvous
         return self._cache.background_rendezvous(self._rendezvous, self._agreement.background)
 
     @contextmanager
     def _local_steps(self) -> Iterator[None]:
-        """Keeps an error of this rank for its report at the commit (note "Fixed meetings")."""
+        """Stores an error of this rank for its report at the commit (note "Fixed meetings")."""
         try:
             yield
         except BaseException as error:
             self._problem = error
 
     def _prepare(self, part: bytes | None) -> None:
-        """Makes the snapshot of what this rank writes, by a new part of the plan or the cached one."""
+        """Makes the snapshot of this rank's chunks, by a new part of the plan or the cached one."""
         with nullcontext() if self._goes_ahead else no_garbage_collection():  # not training's garbage
             if part is not None:
                 shard = prepare_shard(self._structure, RankPlan.decode(part))
@@ -276,7 +276,7 @@ class Save:
             self._snapshot.give_up(self._given_up)
 
     def _hash_replicas(self, rendezvous: Rendezvous) -> None:
-        """Hashes the replicas that the request asks for."""
+        """Hashes the replicas that the request selects."""
         if not self._request.check_replicas:
             return
         rendezvous.arrive()  # other ranks may wait there already
@@ -299,14 +299,14 @@ class Save:
         """Returns when the ranks have agreed; at once if this rank goes ahead.
 
         Raises:
-            BaseException: why the ranks do not agree, or the interrupt that ended a local step.
+            BaseException: the error due to which the ranks do not agree, or an interrupt of a local step.
         """
         if self._goes_ahead:
             return
         if not wait_while_moving(self._agreed, self.progress, self.patience):
             raise StorageError(
                 f"{self._storage.location}: the ranks have not agreed for {self.patience:.0f} s, and the "
-                "save is given up. Check that the storage responds"
+                "save fails. Check that the storage responds"
             )
         if self._refusal is not None:
             raise self._refusal
@@ -314,14 +314,14 @@ class Save:
             raise self._problem  # the save thread reports it to the other ranks
 
     def _stage(self) -> None:
-        """Returns when all memory that no fence protects is copied. The commit reports an error."""
+        """Copies all memory that no fence protects. The commit reports an error."""
         if self._snapshot is not None and not self._goes_ahead:
             with self._phase("stage") as phase:
-                self._snapshot.secure(fenced=False)
+                self._snapshot.stage_live(fenced=False)
                 phase.progress(self._snapshot.staged_bytes, self._snapshot.staged_bytes)
 
     def _write(self, rendezvous: Rendezvous) -> bytes | BaseException:
-        """Writes this rank's shard file, if it has one; the rank's report for the commit, or its error."""
+        """Writes this rank's shard file, if it has one. Returns the report for the commit, or the error."""
         with self._phase("write") as phase:
             return _outcome(partial(self._write_shard, rendezvous, phase), phase)
 
@@ -390,7 +390,7 @@ class Save:
         return msgspec.structs.replace(result, seconds=time.monotonic() - self._begun)
 
     def end(self) -> None:
-        """Releases the state, the turn and the store. Called at the end of every save, at least once."""
+        """Releases the state, the turn and the store. Called at least once at the end of every save."""
         if self._reservation is not None:
             self._reservation.give_up()
         self.release_caller()
@@ -402,23 +402,23 @@ class Save:
         self._store = None
 
     def open_fence(self) -> None:
-        """Returns when no memory of the state is read any more."""
+        """Waits until the save does not read memory of the state any more."""
         if self._fence is not None:
             self._fence.open()
 
-    def _secure(self) -> int:
-        """For the fence: returns when no memory of the state is read any more; the bytes copied for it."""
+    def _stage_for_fence(self) -> int:
+        """For the fence: copies all live memory. Returns the number of copied bytes."""
         if not wait_while_moving(self._agreed, self.progress, self.patience):
             self.give_up(
                 StorageError(
-                    f"the ranks have not agreed for {self.patience:.0f} s while training waited. The save is "
-                    "given up, and training goes on. Check that the storage responds"
+                    f"the ranks have not agreed for {self.patience:.0f} s while training waited. The save "
+                    "fails, and training continues. Check that the storage responds"
                 )
             )
         if self._snapshot is None:
             return 0
         before = self._snapshot.staged_bytes
-        self._snapshot.secure(fenced=True)
+        self._snapshot.stage_live(fenced=True)
         return self._snapshot.staged_bytes - before
 
     def give_up(self, error: BaseException) -> None:
@@ -428,13 +428,13 @@ class Save:
             self._snapshot.give_up(error)
 
     def _check_given_up(self) -> None:
-        """Fails if the caller went on with an error: bytes that were read since may be torn."""
+        """Fails if the caller continued after an error: bytes that were read since may be torn."""
         if self._given_up is not None:
             raise self._given_up
 
     @property
     def staged_bytes(self) -> int:
-        """Bytes copied so far, so that training can change the tensors."""
+        """Bytes staged so far."""
         return self._snapshot.staged_bytes if self._snapshot is not None else 0
 
     @property
@@ -443,7 +443,7 @@ class Save:
 
     @property
     def _is_refused(self) -> bool:
-        """Whether the ranks do not agree, and the caller still waits for the reason."""
+        """True if the ranks do not agree, and the caller still waits for the error."""
         return self._refusal is not None and not self._goes_ahead
 
     def _phase(self, name: str) -> events.Phase:
@@ -472,7 +472,7 @@ class Save:
         return decided
 
     def _failure(self, error: BaseException, *, logged: bool) -> ShardproofError:
-        """The error of the save as one of this package; logged if no caller waits for it."""
+        """Converts the error of the save to a `ShardproofError`; logs it if no caller waits for it."""
         if self._is_refused and isinstance(error, ShardproofError):
             # A copy: the frames of the error that the caller gets hold the state.
             return ShardproofError.from_wire(error.to_wire())

@@ -1,4 +1,4 @@
-"""The saver: one save at a time, each with the cache of the saves before."""
+"""The saver: runs one save at a time, each with the cache of earlier saves."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ guarded("a step of an optimizer, which waits for a save")(Fence.open)
 class Saver:
     """Saves states to any storage, and caches plan, buffers and threads between saves.
 
-    A plan is reused if the structure digests of all ranks equal those that it was made from, and every rank
-    has its part of the plan cached.
+    A plan is reused if the structure digests of all ranks are unchanged, and every rank has its part of the
+    plan cached.
 
     Args:
-        rendezvous: where the ranks meet.
+        rendezvous: the rendezvous of all ranks.
         chunk_bytes: upper bound of a stored chunk.
         host_memory_budget: upper bound in bytes of the copies that wait to be written. None: a quarter of the
             available memory, divided by the ranks of this node.
@@ -61,7 +61,7 @@ class Saver:
         sample_bytes: int = SAMPLE_BYTES,
     ) -> None:
         if host_memory_budget is not None and host_memory_budget < 0:
-            raise ValueError(f"host_memory_budget is a number of bytes, not {host_memory_budget!r}")
+            raise ValueError(f"host_memory_budget is {host_memory_budget!r}, not a number of bytes")
         self._rendezvous = rendezvous
         self._limits = Limits(chunk_bytes, sample_bytes)
         self._budget = host_memory_budget
@@ -96,7 +96,7 @@ class Saver:
         """
         refuse_inside("save")
         request = Request(step, metadata or {}, overwrite, None, check_replicas)
-        with self._turn:  # threads of one rank take turns; deadlines bound each turn
+        with self._turn:  # serialises the threads of a rank; deadlines bound the wait
             return self._save(storage, state, request)
 
     @guarded("save")
@@ -128,30 +128,29 @@ class Saver:
         """Begins to save a state tree, and returns once the caller may change it. All ranks call it.
 
         Args:
-            storage: of the step.
+            storage: storage of the step.
             state: the state tree.
             step: stored in the manifest.
             metadata: plain data, stored in the manifest.
-            overwrite: whether to replace a committed checkpoint.
-            when_busy: whether to wait for the save under way, or to skip this one. If one rank skips, all
-                skip.
-            stage_all: whether to copy all memory before this returns, including memory that only optimizers
+            overwrite: True to replace a committed checkpoint.
+            when_busy: "wait" for the current save, or "skip" this one. If one rank skips, all ranks skip.
+            stage_all: True to copy all memory before this returns, including memory that only optimizers
                 write.
             base: finds an earlier committed step beside `storage`; its chunks are not written again. Called
                 on the coordinator. None: all chunks are written.
             full_every: at least one of this many saves in a row with a `base` is written in full. None: no
                 bound.
-            check_replicas: whether ranks that hold the same boxes compare their bytes: ``"all"`` of them, or
-                a ``"sample"`` of `sample_bytes` a rank, another one at each save until all were compared.
-                Differences are in `SaveResult.diverged`, and logged. Some tensors differ by design, such as
-                the statistics of an unsynchronised BatchNorm: leave them out, or wrap them in `PerRank`.
+            check_replicas: ``"all"`` or ``"sample"`` to compare the bytes of boxes that several ranks have. A
+                sample has `sample_bytes` a rank, and successive saves cover all boxes. Differences are in
+                `SaveResult.diverged`, and logged. Some tensors differ by design, such as the statistics of an
+                unsynchronised BatchNorm: omit them, or wrap them in `PerRank`.
             after: called in the background after the commit and before `PendingSave.done`, with the result
-                and a function that takes steps done and steps in all.
+                and a function that takes the numbers of done and total steps.
 
         Raises:
             ReentrantCallError: a signal handler that interrupted a save or a load called it.
-            ShardproofError: as for `save`, if it is known before training goes on; or the error of the save
-                before, if no caller has seen it.
+            ShardproofError: as for `save`, if the error occurs before training continues; or the error of the
+                previous save, if no caller has received it.
         """
         refuse_inside("save")
         begun = time.monotonic()
@@ -184,11 +183,11 @@ class Saver:
         """Begins a save; `background` as for `Save.start`.
 
         If an interrupt comes before the save thread claims the operation, the operation fails on all ranks.
-        Later the save goes on to its last meeting, and fails there.
+        Later, the save continues to its last meeting, and fails there.
         """
         with self._rendezvous.operation(f"save {storage.location}") as operation:
             if when_busy == "skip" and self._any_busy(storage):
-                _log.info("%s: skipped, the save before it is still under way", storage.location)
+                _log.info("%s: skipped, because the previous save has not ended", storage.location)
                 return PendingSave(request.step, None)
             save = self._next(storage, request)
             try:
@@ -209,20 +208,20 @@ class Saver:
         unfinished.add(save.future, save.progress, save.patience, save.operation)
 
     def fence(self) -> None:
-        """Returns when the save under way reads no memory of the state any more."""
+        """Waits until the current save does not read memory of the state any more."""
         refuse_inside("fence")
         if (under_way := self._own_save()) is not None:
             under_way.open_fence()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits for the save under way.
+        """Waits for the current save.
 
         Args:
             timeout: seconds; None: until the save is over or makes no progress.
 
         Raises:
-            TimeoutError: the save is still under way.
-            ShardproofError: the save failed, and no caller has seen the error.
+            TimeoutError: the save has not ended.
+            ShardproofError: the save failed, and no caller has received the error.
         """
         refuse_inside("wait")
         under_way = self._own_save()
@@ -236,17 +235,17 @@ class Saver:
             raise failed
 
     def settle(self) -> None:
-        """Waits for the save under way; the next call reports its error."""
+        """Waits for the current save; the next call reports its error."""
         if (under_way := self._own_save()) is not None:
             self._wait_for(under_way)
 
     def is_saving(self) -> bool:
-        """Whether a save of this rank is under way. Any thread may call it."""
+        """True while this rank saves. Any thread may call it."""
         under_way = self._own_save()
         return self._turn.locked() or (under_way is not None and not under_way.future.done())
 
     def _next(self, storage: Storage, request: Request) -> Save:
-        """The next save; waits until the one before is over."""
+        """Makes the next save, after the end of the previous one."""
         cache = self._own_cache()
         self.settle()
         return Save(self._rendezvous, storage, request, cache, self._limits, failed=self._take_failure())
@@ -266,7 +265,7 @@ class Saver:
         return self._cache
 
     def _any_busy(self, storage: Storage) -> bool:
-        """Whether the save before is still under way on any rank; the same answer on all ranks."""
+        """True if the previous save has not ended on a rank. Equal on all ranks."""
         under_way = self._own_save()
         busy = under_way is not None and not under_way.future.done()
         meeting = MeetingSequence(self._rendezvous, f"save {storage.location}")
@@ -283,7 +282,7 @@ class Saver:
         def tick() -> None:
             nonlocal count
             count += 1
-            self._rendezvous.progress(count, 0)  # other ranks may wait for this one at the next meeting
+            self._rendezvous.progress(count, 0)  # other ranks may wait for this rank at the next meeting
 
         under_way.pending.settle(tick)
 

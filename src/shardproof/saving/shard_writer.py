@@ -1,4 +1,4 @@
-"""Writes one shard file: one thread copies and hashes, others write.
+"""Writes one shard file: one thread copies and hashes, other threads write.
 
     memory --copy, hash--> aligned buffer --write_at--> storage
 
@@ -45,8 +45,8 @@ class BufferPool:
     """Page-aligned buffers of one size. The first touch of memory is slow, so saves reuse the pool.
 
     Args:
-        nbytes: size of each, a multiple of 4,096 as direct I/O requires.
-        count: of buffers; one is filled while the others are written.
+        nbytes: size of each buffer, a multiple of 4,096 as direct I/O requires.
+        count: number of buffers. One is filled while the others are written.
     """
 
     def __init__(self, nbytes: int = 8 << 20, count: int = 3) -> None:
@@ -57,17 +57,17 @@ class BufferPool:
             self._free.put(aligned_buffer(nbytes))
 
     def scratch(self, nbytes: int) -> memoryview:
-        """Memory for one chunk that may not have to be written; the same at every call."""
+        """Memory for one chunk that is compared with the base; the same memory at every call."""
         if len(self._scratch) < nbytes:
             self._scratch = aligned_buffer(nbytes)
         return self._scratch
 
     def take(self) -> memoryview:
-        """A free buffer; waits until a writer thread gives one back."""
+        """A free buffer; waits until a writer thread returns one."""
         return self._free.get()
 
     def give(self, buffer: memoryview) -> None:
-        """Gives back a buffer whose bytes are written."""
+        """Returns a buffer whose bytes are written."""
         self._free.put(buffer)
 
 
@@ -80,9 +80,9 @@ class WrittenShard:
     digest: str
     """`shardproof.format.file_digest` of its header and chunk digests."""
     digests: NDArray[np.uint64]
-    """(n, 2) of all chunks of the plan, in its order, written or not."""
+    """(n, 2) digests of all chunks of the plan, in its order, written or not."""
     written: NDArray[np.bool_]
-    """(n,) whether the file stores the chunk."""
+    """(n,) True if the file stores the chunk."""
 
     @staticmethod
     def nothing() -> WrittenShard:
@@ -102,22 +102,22 @@ def write_shard(
 ) -> WrittenShard:
     """Writes header, chunks, padding and the tables of digests, and flushes them.
 
-    Without a base, all chunks are written behind their header. With a base, only chunks that differ from it
-    are written, and no file if none differs. Then the header goes last, into reserved space, since it lists
-    the chunks of the file.
+    Without a base, all chunks are written after the header. With a base, only chunks that differ from the
+    base are written, and no file if no chunk differs. Then the header is written last, into reserved space,
+    because it lists the chunks of the file.
 
     Args:
         create: begins the file.
-        shard: of this rank.
+        shard: shard of this rank.
         header: `PreparedShard.header` without its first arguments.
         snapshot: all chunks of the plan, in its order.
         base: digests of the same chunks in the base.
-        buffers: for bytes on their way to storage.
+        buffers: buffers for the bytes to write.
         writers: threads that write buffers.
         progress: called with the number of bytes that are written or found unchanged.
 
     Raises:
-        StorageError: of the first write that failed.
+        StorageError: the error of the first write that failed.
         StructureError: memory was changed during the save (see `Snapshot.copy`).
     """
     counts = snapshot.byte_counts
@@ -345,7 +345,7 @@ class _Stream:
     def _stop_if_failed(self) -> None:
         left: list[Future[None]] = []
         for write in self._pending:
-            if write.done():  # asked once: it may fail while the others are looked at
+            if write.done():  # called once, because the write may fail during the loop
                 write.result()
             else:
                 left.append(write)

@@ -1,4 +1,4 @@
-"""The bytes that a save writes, protected from what training writes after the save began.
+"""The bytes that a save writes, protected from later writes of training.
 
 Note "Why no torn value can be written". The writer reads the chunks of a rank from the first to the last,
 part by part. A chunk is *live* while the writer would read it from the tensor's own memory, *staged* once
@@ -9,18 +9,18 @@ there is a copy to read, and *copied* once the writer has all of it. Only a live
 2. Chunks of tensors that may change at any time are staged before `save` returns. Or `Capture` copies the
    tensors before the chunks are known.
 3. Only an optimizer's step writes to the other tensors. Three events first stage all live chunks: a step of
-   any optimizer that shares memory with them, a load into the state, and `fence`. No write has come before,
-   so the tensors still have the values of the save. If the ranks have not agreed on the chunks yet, these
-   events wait for that, too.
+   any optimizer that shares memory with them, a load into the state, and `fence`. They come before the first
+   write, so the tensors still have the values of the save. If the ranks have not agreed on the chunks yet,
+   these events wait for that, too.
 4. Any other write to such a tensor fails the save. The save compares version counters and a sample of the
    memory with those of its begin (see `WriteWatch`). It does so when the writer is done, and before a step,
-   load or `fence` goes on. Two writes do not show. One is not counted by torch and leaves all samples
-   unchanged. The other is an operation that still runs at the comparison, since torch counts it when it ends.
+   load or `fence` continues. Two kinds of writes are not detected: a write that torch does not count and that
+   changes no sample, and an operation that still runs at the comparison, because torch counts it at its end.
 
-Staging goes from the last chunk backwards, the writer from the first one forwards, so each byte is copied
-once. When the budget for copies is used up, the staging thread waits until the writer comes nearer or frees
-copies. If the writer makes no progress for as long as a rank may be silent, the save is given up, and
-training goes on.
+Staging goes backwards from the last chunk, and the writer goes forwards from the first chunk, so each byte is
+copied once. When the budget for copies is used up, the staging thread waits until the writer reaches the
+chunk or frees copies. If the writer makes no progress for the deadline of a silent rank, the save fails, and
+training continues.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class Snapshot:
 
     Args:
         capture: this rank's pieces, in the order of the plan.
-        plan: of the chunks.
+        plan: plan of the chunks.
         pool: memory for copies.
         toucher: the thread that allocates memory for the pool.
-        patience: seconds without progress of the writer after which the save is given up.
-        progress: of the save.
+        patience: seconds without progress of the writer after which the save fails.
+        progress: progress of the save.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Snapshot:
         self._copies = capture.copies
         self._staged: dict[int, Staged] = {}
         self._gathered = -1
-        """The chunk that is in the scratch memory."""
+        """The chunk in the scratch memory."""
         self._scratch = 0
         self._front = 0
         self._over = self._watch is None
@@ -98,13 +98,13 @@ class Snapshot:
         return self._count
 
     def copy(self, row: int, start: int, count: int, to: int) -> None:
-        """Copies a part of a chunk. The writer asks for the parts in order.
+        """Copies a part of a chunk. The writer copies the parts in order.
 
         Args:
             row: the chunk.
             start: first byte of the part in the chunk.
-            count: bytes.
-            to: address.
+            count: number of bytes.
+            to: address of the destination.
 
         Raises:
             StructureError: the memory of the tensor was freed.
@@ -152,11 +152,11 @@ class Snapshot:
             self._changed.notify_all()
         self._progress.moved()
 
-    def secure(self, *, fenced: bool) -> None:
-        """Returns when no chunk is live: all are copied or staged, or the save was given up.
+    def stage_live(self, *, fenced: bool) -> None:
+        """Stages all live chunks. On return, each is copied or staged, or the save has failed.
 
         Args:
-            fenced: whether to include the chunks of fenced tensors.
+            fenced: True to include the chunks of fenced tensors.
         """
         begun = time.monotonic()
         try:
@@ -172,10 +172,10 @@ class Snapshot:
         self.waited += time.monotonic() - begun
 
     def check_unchanged(self) -> None:
-        """Checks that live chunks had the values of the save. Called when no chunk is live any more.
+        """Checks that live chunks had the values of the save. Called when no chunk is live.
 
         Raises:
-            StructureError: code that no fence stops wrote to the memory.
+            StructureError: code that no fence delays wrote to the memory.
             BaseException: the error for which the save was given up.
         """
         with self._changed:
@@ -246,7 +246,7 @@ class Snapshot:
         return True
 
     def _wait_to_stage(self, row: int) -> None:
-        """Returns when a chunk is not live any more, or the save was given up. The caller holds `changed`."""
+        """Waits until a chunk is not live, or the save has failed. The caller holds `changed`."""
         self._ask_for_memory(row)
         seen, since, waiting = -1, time.monotonic(), 0.0
         while row >= self._front and not self._over and not self._try_to_stage(row):
@@ -255,7 +255,7 @@ class Snapshot:
             elif time.monotonic() - since > self._patience:
                 self._failure = StorageError(
                     f"the writer has made no progress for {self._patience:.0f} s while training waited "
-                    "for it. The save is given up, and training goes on. Check that the storage responds"
+                    "for it. The save fails, and training continues. Check that the storage responds"
                 )
                 self._over = True
                 break
@@ -267,8 +267,8 @@ class Snapshot:
     def _warn_of_wait(self, waiting: float) -> None:
         if waiting > 0.5 and self._pool.size >= self._pool.budget:
             _log.warning(
-                "training waited %.1f s for a save to be written: host_memory_budget (%.2f GB) holds no more "
-                "copies",
+                "training waited %.1f s for the writer of a save, because host_memory_budget (%.2f GB) is "
+                "used up",
                 waiting,
                 self._pool.budget / 1e9,
             )

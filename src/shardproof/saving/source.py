@@ -23,13 +23,13 @@ class SliceSource:
     """n slices, each a box within one piece.
 
     Args:
-        pieces: of the rank.
+        pieces: pieces of the rank.
         piece: (n,) row of the piece of each slice.
         start: (n,) first element of the slice in the row-major order of the piece.
         byte_count: (n,) bytes of the slice.
         offsets: flat global offsets of the slice's box, one for each dimension of its piece.
-        sizes: of the box.
-        copies: of the pieces in device memory, by device.
+        sizes: flat sizes of the slice's box.
+        copies: copies of device memory, by device.
     """
 
     def __init__(
@@ -45,31 +45,31 @@ class SliceSource:
         self.piece: list[int] = piece.tolist()
         self.byte_counts: list[int] = byte_count.tolist()
         self._pieces = pieces
-        # `held.address` may be stale: a later visit of the walk may have moved the tensor.
-        self._places = [held.view.data_ptr() if held.is_plain else 0 for held in pieces]
-        base = np.array(self._places, np.uint64)[piece]
+        # `Piece.address` may be stale: a later visit of the walk may have moved the tensor.
+        self._pointers = [each.view.data_ptr() if each.is_plain else 0 for each in pieces]
+        base = np.array(self._pointers, np.uint64)[piece]
         if start.any():
-            itemsize = np.array([held.view.element_size() for held in pieces], np.int64)
+            itemsize = np.array([each.view.element_size() for each in pieces], np.int64)
             base = np.where(base != 0, base + (start * itemsize[piece]).astype(np.uint64), base)
         self.addresses: list[int] = base.tolist()
-        """Of the bytes of each slice in host memory; 0 if `read` has to gather them."""
+        """Address of each slice in host memory; 0 if `read` has to gather its bytes."""
         self._columns = piece, offsets, sizes
         self._devices = copies
 
     def is_in_place(self, row: int) -> bool:
-        """Whether the piece of a slice still has its memory.
+        """True if the piece of a slice still has its memory.
 
         A freed storage (`resize_(0)`) must not be read.
         """
-        place = self._places[at := self.piece[row]]
-        return not place or self._pieces[at].view.data_ptr() == place
+        pointer = self._pointers[at := self.piece[row]]
+        return not pointer or self._pieces[at].view.data_ptr() == pointer
 
     def read(self, row: int, to: int) -> None:
         """Copies a whole slice.
 
         Args:
-            row: of the slice.
-            to: address.
+            row: row of the slice.
+            to: address of the destination.
         """
         if (address := self.addresses[row]) != 0:
             ctypes.memmove(to, address, self.byte_counts[row])
@@ -80,7 +80,7 @@ class SliceSource:
     def _boxes(self) -> tuple[list[int], list[int], list[int]]:
         """The row of each slice's box in the flat columns of offsets and sizes, and these columns."""
         piece, offsets, sizes = self._columns
-        ndims = np.array([len(held.offsets) for held in self._pieces], np.int64)[piece]
+        ndims = np.array([len(each.offsets) for each in self._pieces], np.int64)[piece]
         return row_pointers(ndims).tolist(), offsets.tolist(), sizes.tolist()
 
     @torch.no_grad()

@@ -1,7 +1,7 @@
 """Staging: host memory for copies of tensors that wait to be written, reused from save to save.
 
-The first touch of memory costs more than a write to it. So a thread of its own touches new segments, and
-later saves reuse them. A pool never holds more than its budget.
+The first touch of memory costs more than a write to it. So a separate thread touches new segments, and later
+saves reuse them. A pool is never larger than its budget.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SMALLEST, _LARGEST = 1 << 20, 64 << 20
 _ALIGNMENT = 64
 _SHARE = 4
 _FALLBACK = 4 << 30
-"""Bytes for staging where the available memory is not known."""
+"""Bytes for staging if the available memory is unknown."""
 
 
 @dataclass(eq=False, slots=True)
@@ -31,8 +31,8 @@ class _Segment:
     memory: memoryview
     address: int
     used: int = 0
-    holds: int = 0
-    """Copies in use."""
+    copies: int = 0
+    """Number of copies in use."""
 
 
 class Staged(msgspec.Struct, frozen=True, gc=False):
@@ -43,7 +43,7 @@ class Staged(msgspec.Struct, frozen=True, gc=False):
 
 
 class StagingPool:
-    """Segments of host memory, each of which takes many copies.
+    """Segments of host memory, each with space for many copies.
 
     Callers hold `changed` while they call any method except `grow`.
 
@@ -70,19 +70,19 @@ class StagingPool:
             at = next((at for at, free in enumerate(self._free) if len(free.memory) >= nbytes), None)
             if at is None:
                 return None
-            if segment is not None and not segment.holds:
+            if segment is not None and not segment.copies:
                 self._recycle(segment)
             segment = self._current = self._free.pop(at)
         staged = Staged(segment.address + segment.used, segment)
         segment.used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        segment.holds += 1
+        segment.copies += 1
         return staged
 
     def give(self, staged: Staged) -> None:
         """Frees the memory of a copy."""
         segment = staged.segment
-        segment.holds -= 1
-        if not segment.holds:
+        segment.copies -= 1
+        if not segment.copies:
             if segment is self._current:
                 segment.used = 0
             else:
@@ -90,7 +90,7 @@ class StagingPool:
             self.changed.notify_all()
 
     def scratch(self, nbytes: int) -> memoryview:
-        """Memory for one chunk, outside of the budget; the same at every call."""
+        """Memory for one chunk, outside of the budget; the same memory at every call."""
         if len(self._scratch) < nbytes:
             self._scratch = self._allocate(nbytes)
         return self._scratch
@@ -128,7 +128,7 @@ class StagingPool:
 
 
 def _power_of_two(useful: int, most: int) -> int:
-    """The smallest power of two that holds `useful`, or the largest below `most`; 0 if there is none."""
+    """The smallest power of two >= `useful`, or the largest one <= `most` if that is smaller; 0 if none."""
     wanted = 1 << (useful - 1).bit_length()
     return wanted if wanted <= most else 1 << (most.bit_length() - 1) if most > 0 else 0
 
@@ -153,7 +153,7 @@ def _available() -> int:
 
 
 def _limits() -> list[int]:
-    """Bytes that the limits of control groups leave to this process; one figure for each limit."""
+    """Bytes available to this process under each limit of a control group."""
     found = []
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),

@@ -18,7 +18,7 @@ _NBYTES = attrgetter("nbytes")
 
 
 class WriteWatch:
-    """Tells which pieces only an optimizer's step writes, and whether other code wrote to one of them.
+    """Finds the pieces that only an optimizer's step writes, and detects writes to them by other code.
 
     A piece is *fenced* if an optimizer steps its storage and all writers of that storage are known:
 
@@ -31,8 +31,8 @@ class WriteWatch:
     Version counters show the writes of torch's operations. A `MemorySample` shows most others.
 
     Args:
-        pieces: of this rank.
-        stepped: the optimizers of the state, and what they write.
+        pieces: pieces of this rank.
+        stepped: the optimizers of the state, with the tensors that they write.
 
     >>> weight = torch.ones(2)
     >>> piece = Piece.of(weight.detach(), (0,), (2,))
@@ -70,18 +70,18 @@ class WriteWatch:
         self._sample = MemorySample(fenced, [piece.view.data_ptr() for piece in fenced])
 
     def __bool__(self) -> bool:
-        """Whether any piece is fenced."""
+        """True if a piece is fenced."""
         return bool(self._rows)
 
     def is_fenced(self, row: int) -> bool:
-        """Whether only an optimizer's step writes to a piece."""
+        """True if only an optimizer's step writes to a piece."""
         return row in self._fenced
 
     def changed_piece(self, copies: Mapping[torch.device, DeviceCopies]) -> int | None:
         """The row of a fenced piece that other code wrote to; None if there is none.
 
         Args:
-            copies: of the devices of the pieces.
+            copies: copies for the devices of the pieces.
         """
         with torch._C.DisableTorchFunctionSubclass():
             versions = list(map(_VERSION, self._counted))
@@ -115,10 +115,10 @@ def _counted(stepped: Sequence[Stepped]) -> tuple[list[torch.Tensor], list[int],
 
 def _writers(stepped: Stepped) -> Iterator[tuple[torch.Tensor, int]]:
     """Each tensor through which an operation can write stepped memory, and the address of its storage."""
-    for tensor, held, start in zip(stepped.tensors, stepped.held, stepped.starts, strict=True):
+    for tensor, local, start in zip(stepped.tensors, stepped.held, stepped.starts, strict=True):
         if start:
-            yield held, start
-            if tensor is not held:  # an operation on a DTensor raises the version of the DTensor alone
+            yield local, start
+            if tensor is not local:  # an operation on a DTensor raises the version of the DTensor alone
                 yield tensor, start
             if (owner := storage_owner(tensor)) is not None:
                 yield owner, start
@@ -127,13 +127,13 @@ def _writers(stepped: Stepped) -> Iterator[tuple[torch.Tensor, int]]:
 def _covered(stepped: Stepped) -> set[int]:
     """Addresses of the storages that one tensor covers and torch alone owns."""
     rows = [row for row, start in enumerate(stepped.starts) if start]
-    held = [stepped.held[row] for row in rows]
-    storages = list(map(torch.Tensor.untyped_storage, held))
+    local = [stepped.held[row] for row in rows]
+    storages = list(map(torch.Tensor.untyped_storage, local))
     sizes = list(map(torch.UntypedStorage.nbytes, storages))
     resizable = map(torch.UntypedStorage.resizable, storages)
     shared = map(torch.UntypedStorage.is_shared, storages)
     covered = set[int]()
-    for row, tensor, size, own, is_shared in zip(rows, held, sizes, resizable, shared, strict=True):
+    for row, tensor, size, own, is_shared in zip(rows, local, sizes, resizable, shared, strict=True):
         if not own or (is_shared and tensor.is_cpu):
             continue
         start, nbytes = stepped.starts[row], tensor.nbytes

@@ -1,7 +1,8 @@
-"""Live objects to sharded tensors and plain data, and back, on one rank and without communication."""
+"""Converts live objects to sharded tensors and plain data, and back, on one rank without communication."""
 
 from __future__ import annotations
 
+from shardproof.state.collector import hoisted_key as hoisted_key  # not listed in __all__: internal
 from shardproof.state.collector import hoisted_tensor
 from shardproof.state.dtensor import LOCAL, dtensor_index_map, is_dtensor, local_tensor
 from shardproof.state.fence import Fence, open_all

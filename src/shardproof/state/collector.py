@@ -1,6 +1,6 @@
-"""The state of one rank as tensors and plain data.
+"""Collects the state of one rank as tensors and plain data.
 
-Tied tensors: several keys for the same memory are stored once and tied again.
+Tied tensors have several keys for the same memory. A save stores one of them, and the others as its aliases.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from shardproof.state.last_walk import LastWalk
 from shardproof.state.local_shards import LocalShards, described
 from shardproof.state.plain.encode import encode
 from shardproof.state.records import Collected, ObjectEntry, Piece, Stepped, TensorEntry, describe
-from shardproof.state.tensors import same_memory, tensor_of_array
+from shardproof.state.tensors import memory_identity, tensor_of_array
 from shardproof.state.visitor import Place, Visitor, check_name, join
 
 __all__ = ["CollectHandler", "Collector", "Hoister", "hoisted_key", "hoisted_tensor", "tie"]
 
 
 @dataclass(slots=True)
-class _Merged:
-    """What several tensors of one rank hold of one tensor of the model."""
+class _MergedEntry:
+    """The pieces that several tensors of one rank have of one tensor of the model."""
 
     row: int
-    """Of its entry."""
+    """Row of the model's tensor in `Collector.tensors`."""
     pieces: dict[tuple[tuple[int, ...], tuple[int, ...]], Piece] = field(default_factory=dict)
-    """By box: offsets and sizes."""
+    """Pieces by box (offsets and sizes)."""
 
     def add(self, pieces: tuple[Piece, ...]) -> None:
-        """Takes the pieces whose boxes are not there yet."""
+        """Adds the pieces whose boxes are new. Others are replicas."""
         for piece in pieces:
             self.pieces.setdefault((piece.offsets, piece.sizes), piece)
 
@@ -44,37 +44,37 @@ class CollectHandler(Protocol):
     """Collects one kind of value."""
 
     def collect(self, place: Place, value: Any, out: Collector) -> None:
-        """Adds the entries of the value to `out`. Changes nothing of the value."""
+        """Adds the entries of the value to `out`. The value does not change."""
 
 
 @dataclass
 class Collector(Visitor[CollectHandler]):
-    """Takes the entries of one rank; every key once."""
+    """Collects the entries of one rank. Every key is unique."""
 
     last: LastWalk = field(default_factory=LastWalk)
-    """What is known of an earlier walk."""
+    """Cache of an earlier walk."""
     tensors: list[TensorEntry] = field(default_factory=list)
-    """Those whose pieces are known."""
+    """Entries with their pieces."""
     whole: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Tensors and DTensors that are described at the end of the walk, all together."""
+    """Tensors and DTensors that `result` describes, all together."""
     objects: list[ObjectEntry] = field(default_factory=list)
     origins: dict[str, Any] = field(default_factory=dict)
-    """Key to its path in the tree; for items of containers, the container's path and the item's segment; for
-    slots, that of the parameter."""
+    """Key to the value's path in the tree. For an item of a container: the container's path and the item's
+    segment. For a slot: the path and name of its parameter."""
     stepped: list[Stepped] = field(default_factory=list)
-    """The optimizers of the tree, and what they write."""
-    _merged: dict[str, _Merged] = field(default_factory=dict)
-    """By key that a layout was declared for: several tensors may be kept under it."""
-    _said: dict[str, Any] = field(default_factory=dict)
-    """By key, the plain data that several parameters say alike."""
+    """The optimizers of the tree, and the tensors that they write."""
+    _merged: dict[str, _MergedEntry] = field(default_factory=dict)
+    """Entries by key, for keys with a declared layout. Several tensors may have such a key."""
+    _common_objects: dict[str, Any] = field(default_factory=dict)
+    """Plain data by key, for keys that several parameters share."""
 
     def visit(self, place: Place, value: Any) -> None:
-        """Collect a value of any kind."""
+        """Collects a value of any kind."""
         self.handler_of(value, place).collect(place, value, self)
 
     def tensor(self, key: str, tensor: torch.Tensor, origin: Any) -> None:
-        """Add a tensor or DTensor, which is described at the end of the walk, with the memory it has then."""
-        if self._take(key, origin):
+        """Adds a tensor or DTensor. `result` describes the memory that it has at the end of the walk."""
+        if self._claim(key, origin):
             self.whole[key] = tensor
         else:
             (entry,) = self.entries_of([key], [tensor])
@@ -83,48 +83,48 @@ class Collector(Visitor[CollectHandler]):
     def pieces(
         self, key: str, dtype: str, shape: tuple[int, ...], pieces: tuple[Piece, ...], origin: Any
     ) -> None:
-        """Add a tensor whose pieces are known, under a key that is free or that a layout was declared for."""
+        """Adds the pieces of a tensor, under a new key or one with a declared layout."""
         entry = TensorEntry(key, dtype, shape, pieces)
-        if self._take(key, origin):
+        if self._claim(key, origin):
             self.tensors.append(entry)
         else:
             self._merge(entry, origin)
 
-    def laid_out(
+    def local_shards(
         self, key: str, sharded: LocalShards, origin: Any, anchor: torch.Tensor | None = None
     ) -> None:
-        """Add what a declared layout makes of a tensor, together with all else under the same key.
+        """Adds the pieces of a tensor with a declared layout to the entry of its key.
 
         Several tensors of one rank may be parts of one tensor of the model (experts), or copies of it. A box
-        that is there already is a replica, and dropped.
+        that the entry already has is a replica, and is ignored.
 
         Args:
-            key: of the model's tensor.
+            key: key of the model's tensor.
             sharded: the pieces.
-            origin: as for all.
-            anchor: the memory that the pieces are of, by which tied tensors without pieces are known.
+            origin: the value's path, as in `origins`.
+            anchor: the local tensor of the pieces. It identifies tied tensors without pieces.
 
         Raises:
-            StructureError: what is there has another dtype or global shape.
+            StructureError: the entry has another dtype or global shape.
         """
         entry = TensorEntry(key, *described(sharded, key))
         if anchor is not None and not entry.pieces:
             self.anchors[key] = anchor
-        if self._take(key, origin):
-            self._merged[key] = _Merged(len(self.tensors))
+        if self._claim(key, origin):
+            self._merged[key] = _MergedEntry(len(self.tensors))
             self.tensors.append(replace(entry, pieces=()))
         elif key not in self._merged:
             if key in self.whole:
                 self.tensors += self.entries_of([key], [self.whole.pop(key)])
             row = next((row for row, other in enumerate(self.tensors) if other.key == key), None)
             if row is None:
-                raise self._twice(key, origin)
-            there = self._merged[key] = _Merged(row)
-            there.add(self.tensors[row].pieces)
+                raise self._duplicate(key, origin)
+            merged = self._merged[key] = _MergedEntry(row)
+            merged.add(self.tensors[row].pieces)
         self._merge(entry, origin)
 
-    def _take(self, key: str, origin: Any) -> bool:
-        """Give a key to what is at `origin`. False, and nothing is changed, if it was given before."""
+    def _claim(self, key: str, origin: Any) -> bool:
+        """Records the origin of a new key. False if the key already has an origin."""
         if key in self.origins:
             return False
         _check_key(key, origin)
@@ -132,50 +132,50 @@ class Collector(Visitor[CollectHandler]):
         return True
 
     def _merge(self, entry: TensorEntry, origin: Any) -> None:
-        """Add what is kept under a key that is given already: right where a layout was declared for it."""
+        """Adds pieces to the entry of a key with a declared layout. Other keys may not occur twice."""
         key = entry.key
         merged = self._merged.get(key)
         if merged is None:
-            raise self._twice(key, origin)
-        there = self.tensors[merged.row]
-        if (there.dtype, there.shape) != (entry.dtype, entry.shape):
+            raise self._duplicate(key, origin)
+        first = self.tensors[merged.row]
+        if (first.dtype, first.shape) != (entry.dtype, entry.shape):
             raise StructureError(
-                f"{_path(self.origins[key])} and {_path(origin)} are kept under one key, {key!r}, but are "
-                f"{describe(there.dtype, there.shape)} and {describe(entry.dtype, entry.shape)} in the "
-                "model's space. Declare layouts that agree, or another name for one of them",
+                f"{_path(self.origins[key])} and {_path(origin)} have the same key {key!r}, but are "
+                f"{describe(first.dtype, first.shape)} and {describe(entry.dtype, entry.shape)} in the "
+                "model. Declare layouts that agree, or rename one of them",
                 key=key,
             )
         merged.add(entry.pieces)
 
     def object(self, key: str, value: Any, origin: Any) -> None:
-        """Add plain data; the tensors and large arrays in it become tensors under keys below `key`."""
+        """Adds plain data. Its tensors and large arrays become tensors under keys below `key`."""
         self.encoded(key, encode(value, key, Hoister(key, self, origin)), origin)
 
     def encoded(self, key: str, data: Any, origin: Any) -> None:
-        """Add plain data that is encoded already."""
-        if not self._take(key, origin):
-            raise self._twice(key, origin)
+        """Adds encoded plain data."""
+        if not self._claim(key, origin):
+            raise self._duplicate(key, origin)
         self.objects.append(ObjectEntry(key, data))
 
-    def agreed(self, key: str, data: Any, origin: Any) -> None:
-        """Add encoded plain data that several parameters under one key all say alike.
+    def common_object(self, key: str, data: Any, origin: Any) -> None:
+        """Adds encoded plain data that must be equal for all parameters with this key.
 
         Raises:
-            StructureError: it was added before and differs.
+            StructureError: the key already has different data.
         """
-        if key not in self._said:
+        if key not in self._common_objects:
             self.encoded(key, data, origin)
-            self._said[key] = data
-        elif self._said[key] != data:
+            self._common_objects[key] = data
+        elif self._common_objects[key] != data:
             raise StructureError(
-                f"{_path(self.origins[key])} and {_path(origin)} are kept under one key, {key!r}, but differ:"
-                f" {self._said[key]} and {data}. Parameters that the model keeps as one need the same "
-                "options and the same state",
+                f"{_path(self.origins[key])} and {_path(origin)} have the same key {key!r}, but differ: "
+                f"{self._common_objects[key]} and {data}. Parameters with one key need the same options and "
+                "the same state",
                 key=key,
             )
 
     def result(self) -> Collected:
-        """Everything added, sorted and tied."""
+        """Finishes the walk. Returns all entries, sorted, with aliases."""
         self.finish_walk()
         for merged in self._merged.values():
             pieces = tuple(merged.pieces.values())
@@ -187,7 +187,7 @@ class Collector(Visitor[CollectHandler]):
         token = object() if self.tensors else self.last.token([entry.alias_of for entry in tied])
         return Collected(tuple(tied), tuple(self.objects), tuple(self.stepped), token)
 
-    def _twice(self, key: str, origin: Any) -> StructureError:
+    def _duplicate(self, key: str, origin: Any) -> StructureError:
         return StructureError(
             f"two values have the key {key!r}: {_path(self.origins[key])} and {_path(origin)}. "
             "Rename one of them",
@@ -196,34 +196,34 @@ class Collector(Visitor[CollectHandler]):
 
 
 class Hoister:
-    """Stores the tensors and large arrays inside plain data as tensors of their own."""
+    """Stores the tensors and large arrays inside plain data as separate tensors."""
 
     def __init__(self, key: str, out: Collector, origin: Any) -> None:
         self.key = key
         self.out = out
         self.origin = origin
-        self.taken: set[str] = set()
+        self.used: set[str] = set()
 
     def __call__(self, path: str, kind: str, value: Any) -> str:
         """See `shardproof.state.plain.encode.Hoist`."""
         if "@" in path:
             check_name(path, self.key, _path(self.origin))
-        key = hoisted_key(self.key, path, self.taken)
+        key = hoisted_key(self.key, path, self.used)
         self.out.tensor(key, hoisted_tensor(kind, value), (self.origin, path))
         return key
 
 
-def hoisted_key(key: str, path: str, taken: set[str]) -> str:
-    """A key below `key` for what lies at `path` in an object; `taken` are the keys that the object uses."""
+def hoisted_key(key: str, path: str, used: set[str]) -> str:
+    """A new key below `key` for the tensor at `path` in an object. Adds it to the object's `used` keys."""
     hoisted = join(key, path or "@data")
-    while hoisted in taken:  # {1: tensor, "1": tensor}
+    while hoisted in used:  # {1: tensor, "1": tensor}
         hoisted += "@"
-    taken.add(hoisted)
+    used.add(hoisted)
     return hoisted
 
 
 def hoisted_tensor(kind: str, value: Any) -> torch.Tensor:
-    """What is stored of a value that plain data refers to."""
+    """The tensor to store for a value that plain data refers to."""
     if kind == "tensor":
         assert isinstance(value, torch.Tensor)
         return value
@@ -234,13 +234,13 @@ def hoisted_tensor(kind: str, value: Any) -> torch.Tensor:
 
 def _check_key(key: str, origin: Any) -> None:
     if not key:
-        raise StructureError(f"{_path(origin)} has an empty key. Give it a name")
+        raise StructureError(f"{_path(origin)} has an empty key. Use a non-empty name")
     if not key.isascii():
         try:
             key.encode()
         except UnicodeEncodeError as error:
             raise StructureError(
-                f"{_path(origin)} makes a key that is not valid Unicode ({error.reason}). Rename it",
+                f"{_path(origin)} has a key that is not valid Unicode ({error.reason}). Rename it",
                 key=ascii(key),
             ) from error
 
@@ -257,11 +257,11 @@ def _path(origin: Any) -> str:
 
 
 def tie(entries: Sequence[TensorEntry], anchors: Mapping[str, torch.Tensor]) -> list[TensorEntry]:
-    """The same entries, where each that repeats the memory of an earlier one is an alias of it.
+    """The same entries. Each entry with the memory of an earlier one becomes an alias of it.
 
     Args:
-        entries: sorted by key, so that every rank picks the same key to store.
-        anchors: for entries without pieces, an empty tensor whose storage tells them apart.
+        entries: sorted by key, so that every rank chooses the same key to store.
+        anchors: for entries without pieces, an empty tensor whose storage identifies them.
     """
     tied = list(entries)
     addresses = [entry.pieces[0].address if entry.pieces else 0 for entry in tied]
@@ -286,5 +286,5 @@ def tie(entries: Sequence[TensorEntry], anchors: Mapping[str, torch.Tensor]) -> 
 
 def _identity(entry: TensorEntry, anchor: torch.Tensor | None) -> Any:
     if entry.pieces:
-        return entry.shape, tuple((same_memory(piece.view), piece.offsets) for piece in entry.pieces)
-    return None if anchor is None else (entry.dtype, entry.shape, same_memory(anchor))
+        return entry.shape, tuple((memory_identity(piece.view), piece.offsets) for piece in entry.pieces)
+    return None if anchor is None else (entry.dtype, entry.shape, memory_identity(anchor))

@@ -1,8 +1,8 @@
-"""What one rank holds of tensors and DTensors: dtype, global shape, and pieces of its memory.
+"""Describes the tensors and DTensors of one rank: dtype, global shape, and pieces of local memory.
 
 Note: in columns
-    Most of what is asked of a tensor takes torch less time than Python takes to ask. So one thing is asked of
-    some tensors together, then the next, and of as many as stay in the processor's caches meanwhile.
+    For most properties of a tensor, Python's overhead per call exceeds torch's own time. So the code reads
+    one property of a block of tensors in a C loop, then the next. A block fits into the processor's caches.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from operator import attrgetter
 
 import torch
 
-from shardproof.state.dtensor import Layouts, Where
+from shardproof.state.dtensor import LocalBoxes, LocalBoxesCache
 from shardproof.state.records import Piece, TensorEntry
 from shardproof.state.tensors import check_memory, dtype_name, locals_of
 
 __all__ = ["blocks", "describe_tensors"]
 
 _BLOCK = 256
-"""Tensors that are asked together."""
+"""Number of tensors in a block."""
 
 _KIND = attrgetter("dtype", "shape")
 
 
 def blocks(count: int) -> Iterator[slice]:
-    """Parts of a list of tensors that are asked together.
+    """Yields the blocks of a list of tensors.
 
     >>> list(blocks(300))
     [slice(0, 256, None), slice(256, 512, None)]
@@ -34,26 +34,25 @@ def blocks(count: int) -> Iterator[slice]:
 
 
 def describe_tensors(
-    keys: Sequence[str], tensors: Sequence[torch.Tensor], layouts: Layouts, *, detach: bool = True
+    keys: Sequence[str], tensors: Sequence[torch.Tensor], layouts: LocalBoxesCache, *, detach: bool = True
 ) -> tuple[list[TensorEntry], dict[str, torch.Tensor]]:
     """The entries of plain tensors and DTensors.
 
     Args:
-        keys: of the tensors, for messages too.
-        tensors: to keep or to fill.
-        layouts: of the DTensors of the same walk.
-        detach: whether the views of the pieces are detached, and so keep the memory that the tensors have
-            now. Otherwise most are the tensors themselves, since a view more for each costs a sixth of a
-            load of small ones, and who goes by their addresses keeps their storages.
+        keys: keys of the tensors.
+        tensors: the tensors to save or to fill.
+        layouts: cache of the local boxes of DTensors in the same walk.
+        detach: True to detach the views of the pieces, so that they keep the memory that the tensors have
+            now. With False, most views are the tensors themselves: a further view of each takes a sixth of
+            the time of a load of small tensors. The caller must then hold the storages.
 
     Returns:
-        Their entries in the same order; and by key, of those without pieces, what the rank holds: empty
-        tensors.
+        The entries in the same order; and the empty local tensors of entries without pieces, by key.
 
     Raises:
-        StructureError: a tensor cannot be kept; the text names its key and what to do.
+        StructureError: a tensor cannot be stored. The message names its key and what to do.
 
-    >>> (entry,), empty = describe_tensors(["w"], [torch.ones(2, 3)], Layouts())
+    >>> (entry,), empty = describe_tensors(["w"], [torch.ones(2, 3)], LocalBoxesCache())
     >>> entry.dtype, entry.shape, entry.pieces[0].offsets, empty
     ('float32', (2, 3), (0, 0), {})
     """
@@ -71,7 +70,10 @@ def describe_tensors(
 
 
 def _described(
-    keys: Sequence[str], tensors: Sequence[torch.Tensor], views: Sequence[torch.Tensor], layouts: Layouts
+    keys: Sequence[str],
+    tensors: Sequence[torch.Tensor],
+    views: Sequence[torch.Tensor],
+    layouts: LocalBoxesCache,
 ) -> list[TensorEntry]:
     kinds = list(map(_KIND, views))
     names = [dtype_name(dtype, key) for key, (dtype, _) in zip(keys, kinds, strict=True)]
@@ -85,7 +87,7 @@ def _described(
     return list(map(TensorEntry, keys, names, shapes, pieces))
 
 
-def _pieces(key: str, local: torch.Tensor, where: Where) -> tuple[Piece, ...]:
+def _pieces(key: str, local: torch.Tensor, where: LocalBoxes) -> tuple[Piece, ...]:
     check_memory(local, key)
     if where.offsets is not None:
         return (Piece.of(local, where.offsets, where.sizes),)

@@ -1,8 +1,8 @@
-"""Where training stops for a moment, so that a save has its copies before memory changes.
+"""Fences: training waits at a fence until a save has copied the memory that training is about to change.
 
-A fence stands while a save may read memory that training will write to. It is opened by the step of any
-optimizer that shares memory with the save (a hook that torch calls before every step), by a load, and by the
-program itself. See "Why no torn value can be written" in `shardproof.saving.snapshot`.
+A fence is closed while a save may read memory that training will write. Three calls open it: the step of an
+optimizer that shares memory with the save (by a hook that torch calls before every step), a load, and a call
+of the program. See "Why no torn value can be written" in `shardproof.saving.snapshot`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ __all__ = ["Fence", "open_all"]
 
 
 class Fence:
-    """Stands before the memory that a save reads, until it is closed.
+    """Protects the memory that a save reads until `close`.
 
     Args:
-        stepped: the optimizers of the state, and what they write.
-        secure: returns when that memory may be written to, with the bytes that were copied for it.
-        phase: for whoever listens: what training waits for.
+        stepped: the optimizers of the state, and the tensors that they write.
+        secure: stages the memory. Returns when training may write to it, with the number of copied bytes.
+        phase: returns the event phase of the wait.
     """
 
     def __init__(
@@ -42,22 +42,22 @@ class Fence:
         self._opened = False
         self._process = os.getpid()
         self._memory = frozenset[int]().union(*(item.memory for item in stepped))
-        self._concerned: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
+        self._writes: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
         for item in stepped:
-            self._concerned[item.optimizer] = True
+            self._writes[item.optimizer] = True
         _standing.add(self)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Opens the fence if this optimizer's step writes to what is saved."""
-        concerned = self._concerned.get(optimizer)
-        if concerned is None:
-            concerned = self._concerned[optimizer] = _may_write(optimizer, self._memory)
-        if concerned:
+        """Opens the fence if this optimizer's step may write to memory of the save."""
+        writes = self._writes.get(optimizer)
+        if writes is None:
+            writes = self._writes[optimizer] = _may_write(optimizer, self._memory)
+        if writes:
             self.open()
 
     def open(self) -> None:
-        """Returns when everything may be written to."""
-        if self._opened or self._process != os.getpid():  # a child made by fork writes to memory of its own
+        """Returns when training may write to all memory of the save."""
+        if self._opened or self._process != os.getpid():  # a forked child writes to its own memory
             return
         with self._phase() as phase:
             copied = self._secure()
@@ -65,36 +65,36 @@ class Fence:
         self._opened = True
 
     def close(self) -> None:
-        """Nothing is read any more."""
+        """Removes the fence. Call this when the save has read all its memory."""
         _standing.remove(self)
 
 
 def open_all() -> None:
-    """Opens all fences of this process: what is about to be written to may be part of any save."""
+    """Opens all fences of this process. Call this before writing to memory that may be part of a save."""
     for fence in _standing.fences():
         fence.open()
 
 
 def _may_write(optimizer: torch.optim.Optimizer, memory: Set[int]) -> bool:
-    """Whether a step may write to storages that begin at these addresses.
+    """True if a step may write to storages that begin at these addresses.
 
-    Of a parameter that says nothing of its memory (sparse, or a tensor made of other tensors) that is
-    assumed. One without memory (lazy, or on the meta device) is not written.
+    A parameter whose memory is unknown (sparse, or a tensor that wraps others) counts as writing. A parameter
+    without memory (lazy, or on the meta device) does not.
     """
     parameters = [local_tensor(item) for group in optimizer.param_groups for item in group["params"]]
-    held = [tensor for tensor in parameters if not (is_lazy(tensor) or tensor.is_meta)]
-    if any(tensor.layout is not torch.strided for tensor in held):
+    allocated = [tensor for tensor in parameters if not (is_lazy(tensor) or tensor.is_meta)]
+    if any(tensor.layout is not torch.strided for tensor in allocated):
         return True
-    starts = memory_of(held)
-    is_hidden = any(not start and tensor.numel() for start, tensor in zip(starts, held, strict=True))
+    starts = memory_of(allocated)
+    is_hidden = any(not start and tensor.numel() for start, tensor in zip(starts, allocated, strict=True))
     return is_hidden or not memory.isdisjoint(starts)
 
 
 class _Standing:
     """All fences of this process.
 
-    The hook is there from the first of them on: fences are closed by the thread of a save, and to take a hook
-    away while a step goes through all hooks would end the step.
+    The first fence registers the hook, and the hook stays. The thread of a save closes fences, and removing
+    a hook while a step iterates over the hooks would make the step fail.
     """
 
     def __init__(self) -> None:
@@ -124,8 +124,8 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
 
 
 def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
-    """The hook, kept out of compiled steps: they would be compiled again for each save."""
-    if "torch._dynamo" not in sys.modules:  # importing it takes seconds, and nothing is compiled yet
+    """The hook, excluded from compiled steps. Otherwise torch would recompile them for each save."""
+    if "torch._dynamo" not in sys.modules:  # the import takes seconds, and no step is compiled yet
         return hook
     disabled: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
     return disabled

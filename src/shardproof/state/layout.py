@@ -1,14 +1,14 @@
-"""Where a local tensor lies in the model's space: one idea for weights, masters and optimizer slots.
+"""The position of a local tensor in the model's tensor, for weights, masters and optimizer slots alike.
 
-A layout leads from the local tensor to the model's own tensor in three steps, any of which may do nothing:
+A layout maps the local tensor to the model's tensor in three steps. Each step may be the identity:
 
-1. boxes of the local tensor lie in a larger one (a data parallel shard, even or not);
-2. axes of that one are seen as several (columns of all experts as experts by columns), and axes of size 1 are
-   put before (one expert of many);
-3. boxes of the axes so seen lie in the model's tensor, whose axes may be in another order.
+1. An index map places boxes of the local tensor in a larger tensor (a data parallel shard, even or not).
+2. Axes of that tensor are split (columns of all experts into experts by columns), and axes of size 1 are
+   added in front (one expert of many).
+3. An index map places boxes of the split axes in the model's tensor, whose axes may be in another order.
 
-Every box is carried through the steps by arithmetic on columns, and its memory is known all the way: a piece
-is a strided view, and nothing is copied.
+The steps compute on columns of boxes. A piece of the result is a strided view of the local memory, without a
+copy.
 """
 
 from __future__ import annotations
@@ -43,24 +43,25 @@ LAYOUTS = "_shardproof_layouts"
 """Attribute of a module: parameter name to layout. It outlives `fully_shard`, `to_empty` and `deepcopy`."""
 
 
-_Placed: TypeAlias = list[tuple[list[int], list[int], list[int]]]
-"""Boxes: offsets and sizes in the model's tensor, and the index of the first element in the local tensor."""
+_PlacedBoxes: TypeAlias = list[tuple[list[int], list[int], list[int]]]
+"""For each box, offsets and sizes in the model's tensor, and its first element's index in the local one."""
 
-_KEPT = 256
-"""Answers that a layout keeps; more are asked for only where they change all the time."""
+_MAX_CACHED = 256
+"""Maximum number of entries in a cache of a layout. Only states that change in every save need more."""
 
 
-def _keep(kept: dict[Any, Any], question: Any, answer: Any) -> None:
-    if len(kept) >= _KEPT:
-        kept.clear()
-    kept[question] = answer
+def _cache(cache: dict[Any, Any], key: Any, value: Any) -> None:
+    if len(cache) >= _MAX_CACHED:
+        cache.clear()
+    cache[key] = value
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Layout:
-    """Where the elements of a local tensor lie in a tensor of the model.
+    """The position of a local tensor's elements in a tensor of the model.
 
-    Made by `whole` and `of`. Local elements that lie nowhere (padding) are neither stored nor loaded.
+    Use `whole` and `of` to make one. Local elements without a position (padding) are neither stored nor
+    loaded.
 
     Rank 1 of 2 holds a gate and an up projection of 4 rows each in one weight:
 
@@ -73,24 +74,25 @@ class Layout:
     """
 
     shape: tuple[int, ...]
-    """Of the model's tensor."""
+    """Shape of the model's tensor."""
     local_shape: tuple[int, ...]
-    """Of the local tensor."""
+    """Shape of the local tensor."""
     name: str | None
-    """Key segments that stand for the parameter's own name, where it differs."""
+    """Name of the parameter in keys; None if it is the parameter's own name."""
     experts: bool
-    """Whether the first axis of the model's tensor numbers experts, each of which has scalars of its own."""
+    """True if the first axis of the model's tensor indexes experts. Each expert has its own scalars."""
     _inner: IndexMap
     _factors: tuple[tuple[int, ...], ...]
     _outer: IndexMap
     _order: tuple[int, ...]
-    _known: dict[tuple[int, int], _Placed] = field(init=False, default_factory=dict)
-    """What was asked before: a training saves the same ranges over and over."""
+    _ranges: dict[tuple[int, int], _PlacedBoxes] = field(init=False, default_factory=dict)
+    """Cache of the boxes of ranges. Each save of a training run needs the same ranges."""
     _parts: dict[IndexMap, Layout] = field(init=False, default_factory=dict)
+    """Cache of `part`."""
 
     @staticmethod
     def whole(shape: Sequence[int]) -> Layout:
-        """The layout of a tensor that is the model's own.
+        """The layout of a local tensor that equals the model's tensor.
 
         >>> Layout.whole((2, 3)).is_whole
         True
@@ -107,19 +109,19 @@ class Layout:
         name: str | None = None,
         experts: bool = False,
     ) -> Layout:
-        """The layout of a tensor whose axes, perhaps seen as several, are embedded in the model's.
+        """The layout of a tensor from an index map of its split axes.
 
         Args:
-            index_map: in the axes as seen, before they are ordered.
-            factors: for each axis of the local tensor, the sizes of the axes as which it is seen, slowest
-                first. Without them every axis is one.
-            order: for each axis of the model's tensor, which of the axes as seen it is.
-            lead: axes of size 1 put before the local tensor's.
-            name: key segments that stand for the parameter's own name.
-            experts: whether the first axis of the model's tensor numbers experts.
+            index_map: maps the split axes into the model's tensor, before `order` applies.
+            factors: for each axis of the local tensor, the sizes of the axes that it is split into, slowest
+                first. Default: no axis is split.
+            order: for each axis of the model's tensor, the split axis that it is.
+            lead: number of axes of size 1 in front of the local tensor's axes.
+            name: name of the parameter in keys, if it differs from its own name.
+            experts: True if the first axis of the model's tensor indexes experts.
 
         Raises:
-            ValueError: the sizes do not fit together.
+            ValueError: the sizes contradict each other.
 
         The columns of experts 2 and 3 of four, of 2 rows and 3 columns each, side by side in one weight:
 
@@ -128,10 +130,10 @@ class Layout:
         >>> layout.shape, layout.local_shape
         ((4, 2, 3), (2, 6))
         """
-        seen = index_map.local_shape[lead:]
+        split = index_map.local_shape[lead:]
         if factors is None:
-            factors = tuple((size,) for size in seen)
-        if index_map.local_shape[:lead] != (1,) * lead or tuple(f for axis in factors for f in axis) != seen:
+            factors = tuple((size,) for size in split)
+        if index_map.local_shape[:lead] != (1,) * lead or tuple(f for axis in factors for f in axis) != split:
             raise ValueError(
                 f"{lead} leading axes of size 1 and axes {[list(axis) for axis in factors]} do not make the "
                 f"index map's local shape {list(index_map.local_shape)}"
@@ -139,7 +141,7 @@ class Layout:
         ndim = len(index_map.local_shape)
         order = tuple(range(ndim)) if order is None else tuple(order)
         if sorted(order) != list(range(ndim)):
-            raise ValueError(f"{list(order)} is no order of {ndim} axes")
+            raise ValueError(f"{list(order)} is not an order of {ndim} axes")
         local_shape = tuple(prod(axis) for axis in factors)
         return Layout(
             shape=tuple(index_map.global_shape[axis] for axis in order),
@@ -153,7 +155,7 @@ class Layout:
         )
 
     def part(self, inner: IndexMap) -> Layout:
-        """The layout of a tensor that lies by `inner` in the local tensor of this one.
+        """The layout of a tensor that `inner` maps into the local tensor of this layout.
 
         >>> lower = IndexMap((1, 3), (2, 3), Boxes.whole((1, 3)), np.array([[1, 0]]))
         >>> Layout.whole((2, 3)).part(lower).pieces(torch.ones(1, 3)).pieces
@@ -162,27 +164,27 @@ class Layout:
         found = self._parts.get(inner)
         if found is None:
             found = replace(self, local_shape=inner.local_shape, _inner=compose(self._inner, inner))
-            _keep(self._parts, inner, found)
+            _cache(self._parts, inner, found)
         return found
 
     def expert(self, number: int, total: int) -> Layout:
-        """The layout of the same tensor as that of one expert of several, which the model's stacks.
+        """The layout of the same tensor as one expert of the model's stack of experts.
 
         >>> Layout.whole((2, 3)).expert(5, 8).shape
         (8, 2, 3)
         """
         outer = self._outer
-        ones, place = np.ones((len(outer.local), 1), np.int64), np.full((len(outer.local), 1), number)
+        ones, expert = np.ones((len(outer.local), 1), np.int64), np.full((len(outer.local), 1), number)
         local = Boxes(np.hstack([0 * ones, outer.local.offsets]), np.hstack([ones, outer.local.sizes]))
         stacked = IndexMap(
-            (1, *outer.local_shape), (total, *outer.global_shape), local, np.hstack([place, outer.offsets])
+            (1, *outer.local_shape), (total, *outer.global_shape), local, np.hstack([expert, outer.offsets])
         )
         order = (0, *(axis + 1 for axis in self._order))
         return replace(self, shape=(total, *self.shape), experts=True, _outer=stacked, _order=order)
 
     @property
     def is_whole(self) -> bool:
-        """Whether the local tensor is the model's own tensor, element by element."""
+        """True if the local tensor equals the model's tensor, element by element."""
         return (
             self.shape == self.local_shape
             and self._order == tuple(range(len(self.shape)))
@@ -197,16 +199,16 @@ class Layout:
         """The pieces of a local tensor, which share its memory.
 
         Args:
-            local: plain, of `local_shape`, of any dtype and strides.
+            local: plain tensor of `local_shape`, with any dtype and strides.
 
         Raises:
-            StructureError: it has another shape.
+            StructureError: `local` has another shape.
         """
         if not (local.numel() or len(self._inner.local)):
-            return LocalShards(self.shape, [], dtype=local.dtype)  # outside a mesh it has no shape of its own
+            return LocalShards(self.shape, [], dtype=local.dtype)  # a rank outside the mesh has no shape
         if tuple(local.shape) != self.local_shape:
             raise StructureError(
-                f"a local tensor has shape {list(local.shape)}, its layout is of {list(self.local_shape)}"
+                f"a local tensor has shape {list(local.shape)}, but its layout has {list(self.local_shape)}"
             )
         return self._sharded(local, 0, prod(self.local_shape), local.stride(), 0, 1)
 
@@ -214,9 +216,9 @@ class Layout:
         """The pieces of a 1-D buffer that holds a range of the local tensor's row-major elements.
 
         Args:
-            buffer: of ``stop - start`` elements; the pieces share its memory.
-            start: first element of the local tensor that the buffer holds.
-            stop: one past the last. An empty range has no pieces.
+            buffer: ``stop - start`` elements. The pieces share its memory.
+            start: first element of the local tensor in the buffer.
+            stop: element after the last. An empty range has no pieces.
 
         Raises:
             StructureError: the buffer has another length, or the range is not within the local tensor.
@@ -230,13 +232,13 @@ class Layout:
             raise StructureError(f"a range of a local tensor: {error}") from error
 
     def scalar(self, value: torch.Tensor) -> LocalShards:
-        """The pieces of a value that is kept once for the parameter, such as a step count.
+        """The pieces of a scalar of the parameter, such as a step count.
 
-        It has no axes in the model's space, but for experts: there it is one value for each, and the views
-        of those that share this one are expanded.
+        In the model it is a scalar, or one value per expert. The pieces of experts that share this value are
+        expanded views.
 
         Args:
-            value: of no dimensions.
+            value: tensor of no dimensions.
 
         >>> Layout.whole((2, 3)).expert(5, 8).scalar(torch.tensor(7.0))
         LocalShards(shape=(8,), dtype=torch.float32, pieces=1)
@@ -252,43 +254,43 @@ class Layout:
     def _sharded(
         self, memory: torch.Tensor, start: int, stop: int, strides: Sequence[int], first: int, step: int
     ) -> LocalShards:
-        """The pieces of memory that holds a range of the local tensor's row-major elements.
+        """The pieces of memory that contains a range of the local tensor's row-major elements.
 
         Args:
-            memory: of which element ``(index @ strides - first) * step`` is the local tensor's at `index`.
-            start: first element.
-            stop: one past the last.
-            strides: of the local tensor, in elements.
+            memory: its element ``(index @ strides - first) * step`` is the local tensor's element at `index`.
+            start: first element of the range.
+            stop: element after the last.
+            strides: strides of the local tensor, in elements.
             first: position of the memory's first element.
             step: elements of the storage between neighbours.
         """
-        known = self._known.get((start, stop))
-        if known is None:
-            known = self._placed(flat_range_boxes(self.local_shape, start, stop)[0])
-            _keep(self._known, (start, stop), known)
+        boxes = self._ranges.get((start, stop))
+        if boxes is None:
+            boxes = self._placed(flat_range_boxes(self.local_shape, start, stop)[0])
+            _cache(self._ranges, (start, stop), boxes)
         memory = memory.detach()
         base = int(memory.storage_offset()) - first * step
-        seen = [1] * (len(self._order) - sum(map(len, self._factors)))
+        split_strides = [1] * (len(self._order) - sum(map(len, self._factors)))
         for stride, axis in zip(strides, self._factors, strict=True):
-            seen += [stride * step * prod(axis[place + 1 :]) for place in range(len(axis))]
-        view_strides = [seen[axis] for axis in self._order]
+            split_strides += [stride * step * prod(axis[at + 1 :]) for at in range(len(axis))]
+        view_strides = [split_strides[axis] for axis in self._order]
         pieces = []
-        for offsets, sizes, index in known:
+        for offsets, sizes, index in boxes:
             position = base + sum(at * stride for at, stride in zip(index, strides, strict=True)) * step
             pieces.append((memory.as_strided(sizes, view_strides, position), offsets))
         return LocalShards(self.shape, pieces, dtype=memory.dtype)
 
-    def _placed(self, held: Boxes) -> _Placed:
-        """Where boxes of the local tensor lie in the model's."""
-        h, i = overlapping_pairs(held, self._inner.local)
-        boxes = intersect(held.take(h), self._inner.local.take(i))
+    def _placed(self, local: Boxes) -> _PlacedBoxes:
+        """Maps boxes of the local tensor into the model's tensor."""
+        k, i = overlapping_pairs(local, self._inner.local)
+        boxes = intersect(local.take(k), self._inner.local.take(i))
         back = self._inner.local.offsets[i] - self._inner.offsets[i]
-        seen, source = split_axes(Boxes(boxes.offsets - back, boxes.sizes), self._factors)
-        lead = len(self._order) - seen.ndim
-        filled = np.zeros((len(seen), lead), np.int64)
-        seen = Boxes(np.hstack([filled, seen.offsets]), np.hstack([filled + 1, seen.sizes]))
-        s, o = overlapping_pairs(seen, self._outer.local)
-        parts = intersect(seen.take(s), self._outer.local.take(o))
+        split, source = split_axes(Boxes(boxes.offsets - back, boxes.sizes), self._factors)
+        lead = len(self._order) - split.ndim
+        zeros = np.zeros((len(split), lead), np.int64)
+        split = Boxes(np.hstack([zeros, split.offsets]), np.hstack([zeros + 1, split.sizes]))
+        s, o = overlapping_pairs(split, self._outer.local)
+        parts = intersect(split.take(s), self._outer.local.take(o))
         offsets = parts.offsets - self._outer.local.offsets[o] + self._outer.offsets[o]
         order = list(self._order)
         firsts = parts.offsets[:, lead:] @ axis_weights(self._factors) + back[source[s]]
@@ -300,15 +302,15 @@ class Layout:
 
 
 def declare(module: torch.nn.Module, name: str, layout: Layout) -> None:
-    """Declares the layout of a module's own parameter or buffer: of the tensor below data parallelism.
+    """Declares the layout of a module's own parameter or buffer, before data parallelism shards it.
 
-    That is the tensor itself if it is plain, and the whole DTensor if it is one. The declaration stays with
-    the module, whatever becomes of the parameter.
+    For a DTensor, it is the layout of the global tensor. The module holds the declaration, so it outlives the
+    parameter.
 
     Args:
-        module: that owns the tensor.
-        name: of the tensor in the module, without dots.
-        layout: of the tensor.
+        module: the module that owns the tensor.
+        name: name of the tensor in the module, without dots.
+        layout: layout of the tensor.
 
     Raises:
         StructureError: the module has no such tensor, or it has another shape.
@@ -321,15 +323,15 @@ def declare(module: torch.nn.Module, name: str, layout: Layout) -> None:
     tensor = module._parameters.get(name, module._buffers.get(name))
     if tensor is None:
         raise StructureError(
-            f"{type(module).__name__} has no parameter or buffer {name!r} of its own to declare a layout of. "
-            f"It has {[*module._parameters, *module._buffers]}"
+            f"cannot declare a layout: {type(module).__name__} has no parameter or buffer {name!r} of its "
+            f"own. It has {[*module._parameters, *module._buffers]}"
         )
     _check_shape(layout, tensor, f"{type(module).__name__}.{name}")
     module.__dict__.setdefault(LAYOUTS, {})[name] = layout
 
 
 def declared(modules: Iterable[tuple[str, torch.nn.Module]]) -> dict[str, Layout]:
-    """The layouts that modules declare of their own tensors, by path of the module and name of the tensor."""
+    """The declared layouts of modules, by dotted name of the tensor."""
     layouts: dict[str, Layout] = {}
     for path, part in modules:
         for name, layout in part.__dict__.get(LAYOUTS, {}).items():
@@ -338,16 +340,17 @@ def declared(modules: Iterable[tuple[str, torch.nn.Module]]) -> dict[str, Layout
 
 
 def local_layout(parameter: torch.Tensor, declared: Layout | None, key: str) -> Layout:
-    """The layout of the plain tensor that this rank holds of a parameter.
+    """The layout of a parameter's local tensor.
 
     Args:
-        parameter: plain or a DTensor. A DTensor with an attribute ``_shardproof_local``, the index_map of its
-            local tensor in the whole one, is described by that; any other by mesh and placements.
-        declared: layout of the parameter as `declare` has it; without it, it is the model's own.
-        key: of the parameter, for errors.
+        parameter: a plain tensor or a DTensor. The attribute ``_shardproof_local`` of a DTensor, the index
+            map of its local tensor, takes precedence over mesh and placements.
+        declared: the declared layout of the parameter; None if it equals the model's tensor.
+        key: key of the parameter, for errors.
 
     Raises:
-        StructureError: the parameter has another shape than was declared, or its placements say no layout.
+        StructureError: the parameter and the declared layout differ in shape, or its placements determine no
+            layout.
 
     >>> local_layout(torch.ones(2, 3), None, "w")
     Layout(local_shape=(2, 3), shape=(2, 3), name=None)
@@ -360,14 +363,14 @@ def local_layout(parameter: torch.Tensor, declared: Layout | None, key: str) -> 
 
 @lru_cache(maxsize=4096)
 def _own(shape: tuple[int, ...]) -> Layout:
-    """The layout of the model's own tensors of a shape: one for all, with what it was asked before."""
+    """The layout of tensors of a shape that equal the model's. They share it, with its caches."""
     return Layout.whole(shape)
 
 
 def _check_shape(layout: Layout, tensor: Any, where: str) -> None:
     if tuple(tensor.shape) != layout.local_shape:
         raise StructureError(
-            f"{where} has shape {list(tensor.shape)}, but its layout is declared for "
-            f"{list(layout.local_shape)}. Declare the layout of the tensor as it is, after it has its shape",
+            f"{where} has shape {list(tensor.shape)}, but its declared layout has "
+            f"{list(layout.local_shape)}. Declare the layout after the tensor has its final shape",
             key=where,
         )

@@ -1,4 +1,4 @@
-"""Tensors whose local parts the program describes itself."""
+"""Tensors whose local parts the program describes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["FlatShard", "LocalShards", "described"]
 
 
 class LocalShards:
-    """A global tensor of which this rank has some boxes.
+    """The boxes of a global tensor on this rank.
 
     Args:
         shape: global shape, the same on every rank.
         pieces: pairs of a local view and the global offsets of its first element. A rank may have none.
-        dtype: needed where there are no pieces.
+        dtype: dtype of the tensor; required without pieces.
 
     Raises:
         StructureError: a piece does not lie within the shape or has another dtype.
@@ -48,7 +48,7 @@ class LocalShards:
         if dtype is None:
             if not self.pieces:
                 raise StructureError(
-                    "LocalShards without pieces need a dtype: give dtype=, the one that other ranks have"
+                    "LocalShards without pieces need a dtype: give dtype=, the same as on other ranks"
                 )
             dtype = self.pieces[0][0].dtype
         self.dtype = dtype
@@ -57,9 +57,11 @@ class LocalShards:
 
     def _check(self, view: torch.Tensor, offsets: tuple[int, ...]) -> None:
         if type(view) not in PLAIN_TYPES or view.layout is not torch.strided:
-            raise StructureError(f"a piece is a plain tensor, not a {type(view).__name__} of {view.layout}")
+            raise StructureError(
+                f"a piece must be a plain strided tensor, found a {type(view).__name__} of {view.layout}"
+            )
         if view.dtype != self.dtype:
-            raise StructureError(f"a piece has dtype {view.dtype}, the tensor {self.dtype}")
+            raise StructureError(f"a piece has dtype {view.dtype}, but the tensor has {self.dtype}")
         inside = len(offsets) == view.dim() == len(self.shape) and all(
             0 <= offset <= size - part
             for offset, part, size in zip(offsets, view.shape, self.shape, strict=True)
@@ -81,10 +83,10 @@ class FlatShard:
         buffer: 1-D, ``stop - start`` elements.
         shape: global shape.
         start: first element.
-        stop: one past the last element.
-        embedding: where the local array, of whose row-major elements the buffer holds a range, lies in the
-            global tensor (`shardproof.geometry.IndexMap`): a tensor parallel shard, a fused weight.
-            Without it the local array is the whole tensor.
+        stop: element after the last.
+        embedding: index map (`shardproof.geometry.IndexMap`) from the local array to the global tensor, for
+            a tensor parallel shard or a fused weight. The range then counts elements of the local array.
+            Without it the local array is the global tensor.
 
     >>> FlatShard(torch.zeros(5), (4, 3), 2, 7).sharded()
     LocalShards(shape=(4, 3), dtype=torch.float32, pieces=3)
@@ -104,12 +106,13 @@ class FlatShard:
         self.embedding = embedding
         if buffer.dim() != 1 or buffer.numel() != stop - start:
             raise StructureError(
-                f"the buffer of a flat shard has shape {list(buffer.shape)}, not [{stop - start}] for the "
+                f"the buffer of a flat shard has shape {list(buffer.shape)}, expected [{stop - start}] for "
                 f"elements {start} to {stop}"
             )
         if embedding is not None and tuple(embedding.global_shape) != self.shape:
             raise StructureError(
-                f"the embedding leads into shape {list(embedding.global_shape)}, the tensor has {list(shape)}"
+                f"the embedding maps into shape {list(embedding.global_shape)}, but the tensor has "
+                f"{list(shape)}"
             )
 
     def sharded(self) -> LocalShards:
@@ -137,7 +140,7 @@ class FlatShard:
 
 
 def described(value: LocalShards | FlatShard, key: str) -> tuple[str, tuple[int, ...], tuple[Piece, ...]]:
-    """Returns dtype, global shape and the pieces that have elements.
+    """Returns dtype, global shape and the non-empty pieces.
 
     Raises:
         StructureError: a piece cannot be stored; the message names the key.

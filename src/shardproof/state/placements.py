@@ -1,19 +1,20 @@
-"""Which part of a tensor placements put on a rank: arithmetic on mesh coordinates, without torch.
+"""Computes the part of a tensor that placements assign to a rank, from mesh coordinates, without torch.
 
 A dimension of the local tensor is a list of segments ``(start, size)`` of the global dimension, in local
-order. Every placement maps lists of segments to shorter ones, so that the cost does not grow with the
-tensor and no rank asks another.
+order. Every placement maps a list of segments to a shorter one. So the cost does not depend on the size of
+the tensor, and the ranks need not communicate.
 
 Note: the order of sharding
-    Placements apply from the left, except that FSDP over tensor parallelism shards a dimension that is
-    already sharded and writes this as ``_StridedShard(dim, split_factor)`` to the left of ``Shard(dim)``:
-    the true order is from the right, and ``split_factor`` is the number of shards made before. Read
-    literally, a strided shard cuts into `split_factor` parts and takes its share of each. Both readings
-    give the same for sizes that divide, and differ where they do not (9 rows, 2 tensor parallel ranks,
-    4 data parallel ranks): there FSDP holds what the true order says and `distribute_tensor` holds what the
-    literal reading says. The local shape tells which one it is, though not on every rank: some hold as
-    many rows either way, but other ones. Such a rank takes the true order, and a rank that sees that this is
-    wrong refuses the tensor for all. Where all ranks would hold as many rows either way, all refuse.
+    Placements apply from the left, with one exception. FSDP over tensor parallelism shards a dimension that
+    is already sharded, and writes ``_StridedShard(dim, split_factor)`` to the left of ``Shard(dim)``. The
+    true order is then from the right, and ``split_factor`` is the number of earlier shards. In the literal
+    reading, a strided shard cuts into `split_factor` parts and takes its share of each.
+
+    Both readings are equal for sizes that the mesh divides. For others (9 rows, 2 tensor parallel ranks, 4
+    data parallel ranks) they differ: FSDP uses the true order, and `distribute_tensor` the literal reading.
+    The local shape decides between them, but not on every rank: some ranks have the same number of rows in
+    both readings. Such a rank uses the true order. A rank whose shape contradicts it raises, and so the save
+    fails on all ranks. If the local shapes are equal in both readings on all ranks, all ranks raise.
 """
 
 from __future__ import annotations
@@ -55,10 +56,10 @@ def local_segments(
     Args:
         shape: global shape.
         mesh_shape: ranks along each mesh dimension.
-        coordinate: of this rank in the mesh.
-        sharding: what the placements say, without those that replicate.
-        ordered: whether strided shards stand for an order of sharding; None is returned where they
-            cannot. Otherwise they are read literally (see "the order of sharding" above).
+        coordinate: this rank's coordinate in the mesh.
+        sharding: the placements, without those that replicate.
+        ordered: True to read strided shards as an order of sharding; the result is None if there is no such
+            order. False to read them literally (see "the order of sharding" above).
 
     >>> local_segments((5, 3), (2,), (1,), ((0, 0, 0),))
     (((3, 2),), ((0, 3),))
@@ -80,7 +81,7 @@ def local_segments(
 
 
 def order_of_sharding(mesh_shape: tuple[int, ...], sharding: Sharding) -> list[tuple[int, int, int]] | None:
-    """The same sharding in the order in which it was done, without strides; None if there is no such order.
+    """The same sharding in its true order, without strides; None if there is no such order.
 
     >>> order_of_sharding((4, 2), ((0, 0, 2), (1, 0, 0)))
     [(1, 0, 0), (0, 0, 0)]
@@ -88,19 +89,19 @@ def order_of_sharding(mesh_shape: tuple[int, ...], sharding: Sharding) -> list[t
     order: dict[int, list[int]] = {}
     for mesh_dim, dim, split in reversed(sharding):
         done = order.setdefault(dim, [])
-        made, place = 1, 0
-        while made < split and place < len(done):
-            made *= mesh_shape[done[place]]
-            place += 1
-        if made != max(split, 1):
+        shards, position = 1, 0
+        while shards < split and position < len(done):
+            shards *= mesh_shape[done[position]]
+            position += 1
+        if shards != max(split, 1):
             return None
-        done.insert(place, mesh_dim)
+        done.insert(position, mesh_dim)
     return [(mesh_dim, dim, 0) for dim, done in order.items() for mesh_dim in done]
 
 
 @lru_cache(maxsize=4096)
 def confusable(shape: tuple[int, ...], mesh_shape: tuple[int, ...], sharding: Sharding) -> tuple[bool, bool]:
-    """Whether the two readings give one local shape but other content on some rank, and one shape on all."""
+    """Whether both readings give the same local shape but different content on some rank, and on all."""
     sharded = {mesh_dim for mesh_dim, _, _ in sharding}
     somewhere, everywhere = False, True
     for coordinate in product(*(range(n if dim in sharded else 1) for dim, n in enumerate(mesh_shape))):
@@ -115,7 +116,7 @@ def confusable(shape: tuple[int, ...], mesh_shape: tuple[int, ...], sharding: Sh
 
 
 def sizes_of(segments: tuple[Segments, ...]) -> tuple[int, ...]:
-    """The shape of a local tensor that consists of these segments."""
+    """The shape of the local tensor with these segments."""
     return tuple(sum(size for _, size in dim) for dim in segments)
 
 
@@ -123,7 +124,7 @@ def sizes_of(segments: tuple[Segments, ...]) -> tuple[int, ...]:
 def index_map_of(
     local_shape: tuple[int, ...], shape: tuple[int, ...], segments: tuple[Segments, ...]
 ) -> IndexMap:
-    """Every choice of one segment in each dimension is a box."""
+    """The index map of a local tensor. Each combination of one segment per dimension is a box."""
     if 0 in local_shape:
         return IndexMap(local_shape, shape, Boxes.empty(len(shape)), np.zeros((0, len(shape)), np.int64))
     columns = []
@@ -141,22 +142,22 @@ def index_map_of(
 
 
 def _chunk(segments: Segments, count: int, index: int) -> Segments:
-    """Part `index` of `count` as `torch.chunk` cuts: parts of equal size, the last ones smaller or empty."""
+    """Part `index` of `count`, cut as by `torch.chunk`: equal parts, the last ones smaller or empty."""
     total = sum(size for _, size in segments)
     step = -(-total // count)
     low, high = min(index * step, total), min((index + 1) * step, total)
-    taken = []
+    part = []
     position = 0
     for start, size in segments:
         first, last = max(low, position), min(high, position + size)
         if first < last:
-            taken.append((start + first - position, last - first))
+            part.append((start + first - position, last - first))
         position += size
-    return tuple(taken)
+    return tuple(part)
 
 
 def _join(segments: list[tuple[int, int]]) -> Segments:
-    """Neighbours made one, so that an order of sharding that keeps rows together gives one piece."""
+    """Merges adjacent segments, so that contiguous rows give one piece."""
     joined: list[tuple[int, int]] = []
     for start, size in segments:
         if joined and sum(joined[-1]) == start:

@@ -1,7 +1,6 @@
-"""The values that pass between the state of a rank and the rest of the engine.
+"""The values that pass between the state of a rank and the other packages.
 
-Those that exist once a tensor or more are structs of msgspec: made in 0.06 µs, where a frozen dataclass takes
-0.3 to 0.6 µs.
+Values with an instance per tensor are structs of msgspec, which are faster to create than dataclasses.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _IS_CPU = attrgetter("is_cpu")
 
 
 def is_plain_memory(view: torch.Tensor) -> bool:
-    """Whether the view is host memory whose order is the row-major order of its elements.
+    """True if the view is contiguous host memory in row-major order, neither conjugate nor negative.
 
     >>> is_plain_memory(torch.zeros(2, 3)), is_plain_memory(torch.zeros(2, 3).t())
     (True, False)
@@ -45,7 +44,7 @@ def is_plain_memory(view: torch.Tensor) -> bool:
 
 
 def memory_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Where the storages of plain tensors begin, on their devices; 0 for a tensor without elements.
+    """The start addresses of plain tensors' storages, on their devices; 0 for a tensor without elements.
 
     >>> whole = torch.ones(4)
     >>> memory_of([whole[2:], torch.ones(0)]) == [whole.data_ptr(), 0]
@@ -59,27 +58,27 @@ def memory_of(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
-    """A view of local memory and where in the global tensor it lies.
+    """A view of local memory, and its box in the global tensor.
 
-    What torch is asked of every view is asked once, while the processor has the tensor in its cache: a pass
-    over 20,000 of them later on takes twice as long.
+    The address and `is_plain` are read once, while the tensor is in the processor's cache. A later pass over
+    many tensors takes twice as long.
     """
 
     view: torch.Tensor
-    """It may be non-contiguous, conjugate or negative. What is to be saved is detached. What is to be filled
-    may be a parameter, or a tensor made in inference mode: its `detach()` is what can be written to."""
+    """It may be non-contiguous, conjugate or negative. In a save it is detached. In a load it may be a
+    parameter or an inference tensor: write to its `detach()`."""
     offsets: tuple[int, ...]
     """Global offsets of the view's first element."""
     sizes: tuple[int, ...]
-    """Of the box, which is the shape of the view."""
+    """Sizes of the box, equal to the shape of the view."""
     address: int
-    """Of the view's first element, on its device."""
+    """Address of the view's first element, on its device."""
     is_plain: bool
     """See `is_plain_memory`."""
 
     @staticmethod
     def of(view: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Piece:
-        """The piece that a view is."""
+        """The piece of a view."""
         return Piece(view, offsets, sizes, view.data_ptr(), is_plain_memory(view))
 
     @staticmethod
@@ -89,10 +88,10 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
         offsets: Sequence[tuple[int, ...]],
         sizes: Sequence[tuple[int, ...]],
     ) -> Iterator[Piece]:
-        """The pieces that views are, asked of all of them together.
+        """The pieces of many views, which is faster than one by one.
 
         Raises:
-            StructureError: not all elements of a view are in memory; the text names its key.
+            StructureError: some elements of a view are not in memory. The message names its key.
         """
         addresses, ordered = addresses_of(views, keys)
         marked = any(map(torch.Tensor.is_conj, views)) or any(map(torch.Tensor.is_neg, views))
@@ -101,17 +100,17 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 
 
 class TensorEntry(msgspec.Struct, frozen=True, gc=False):
-    """What one rank holds of one global tensor."""
+    """The pieces of one global tensor on one rank."""
 
     key: str
     dtype: str
-    """torch's name, one of `shardproof.dtypes.DTYPES`."""
+    """Name of the dtype in torch, one of `shardproof.dtypes.DTYPES`."""
     shape: tuple[int, ...]
     """Global shape."""
     pieces: tuple[Piece, ...]
     """Pieces with at least one element; none for an empty shard."""
     alias_of: str | None = None
-    """The key under which the same memory is stored, for tied tensors."""
+    """For a tied tensor, the key under which its memory is stored."""
 
 
 class ObjectEntry(msgspec.Struct, frozen=True):
@@ -123,22 +122,22 @@ class ObjectEntry(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Stepped:
-    """An optimizer, and the tensors that change in its step and at no other time."""
+    """An optimizer, and the tensors that only its step changes."""
 
     optimizer: torch.optim.Optimizer
     tensors: tuple[torch.Tensor, ...]
     """Plain tensors and DTensors."""
     held: tuple[torch.Tensor, ...]
-    """What this rank holds of each: a plain tensor itself."""
+    """The local tensor of each."""
 
     @cached_property
     def starts(self) -> list[int]:
-        """Where the storages of what is held begin, as `memory_of` says, when this is first asked for."""
+        """Start addresses of the local tensors' storages (`memory_of`) at the first access."""
         return memory_of(self.held)
 
     @cached_property
     def memory(self) -> frozenset[int]:
-        """The same without those that have no elements."""
+        """The distinct start addresses, without those of tensors without elements."""
         return frozenset(self.starts) - {0}
 
 
@@ -149,23 +148,23 @@ class Collected:
     tensors: tuple[TensorEntry, ...]
     objects: tuple[ObjectEntry, ...]
     stepped: tuple[Stepped, ...] = ()
-    """Of each optimizer in the tree, the memory that its step writes."""
+    """The optimizers of the tree, and the memory that their steps write."""
     token: object = field(default_factory=object)
-    """That of another walk only where keys, dtypes, shapes, boxes and aliases of all tensors are the same."""
+    """Identical to that of another walk only if keys, dtypes, shapes, boxes and aliases are equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """What a checkpoint holds, as `bind` needs to know it."""
+    """The contents of a checkpoint, for `bind`."""
 
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
-    """Key to dtype and global shape; aliases are in it under their own keys too."""
+    """Key to dtype and global shape, including aliases."""
     aliases: Mapping[str, str]
     """Alias to the key that is stored."""
     objects: Mapping[str, Any]
     """Key to plain JSON data."""
     world_size: int
-    """Ranks that saved."""
+    """Number of ranks that saved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +173,9 @@ class Mismatch:
 
     key: str
     expected: str
-    """What the target holds."""
+    """Description of the target's value."""
     found: str
-    """What the checkpoint holds."""
+    """Description of the checkpoint's value."""
 
     def __str__(self) -> str:
         return f"{self.key}: expected {self.expected}, found {self.found}"
@@ -184,52 +183,51 @@ class Mismatch:
 
 @dataclass
 class Binding:
-    """How a state tree takes what a checkpoint holds.
+    """The destinations of a load in a state tree, and the calls that complete it.
 
-    Making one touches nothing. Writing the pieces of `tensors`, which `say_changed` is told of, and calling
-    `finish` does.
+    `bind` does not change the tree. To load: write the pieces of `tensors`, call `say_changed`, then call the
+    functions in `finish`.
     """
 
     tensors: list[TensorEntry] = field(default_factory=list)
-    """Destinations. Their dtype is the destination's and may differ from the stored one."""
+    """Destinations. The dtype is the destination's and may differ from the stored one."""
     storages: list[torch.UntypedStorage] = field(default_factory=list)
-    """Of the destinations, so that their addresses stay good if a tensor is given other memory meanwhile."""
+    """Storages of the destinations. The references keep addresses valid if a tensor changes its memory."""
     converts: bool = False
-    """Whether a destination has another dtype than is stored."""
+    """True if the dtype of a destination differs from the stored one."""
     finish: list[Callable[[], None]] = field(default_factory=list)
-    """To be called in order once all tensors are read and verified on all ranks."""
+    """Calls to make in order, after all ranks have read and verified all tensors."""
     used: set[str] = field(default_factory=set)
-    """Keys of the catalogue that the tree asks for."""
+    """Keys of the catalogue that the tree requests."""
     missing: list[str] = field(default_factory=list)
-    """Keys that the tree asks for and the catalogue lacks."""
+    """Keys that the tree requests and the catalogue lacks."""
     mismatched: list[Mismatch] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
-    """Keys of what is left as it is: per-rank values, because fewer ranks saved than load, and parts, because
-    the catalogue lacks them or they declined it."""
+    """Keys of values that the load leaves unchanged: per-rank values without a saved value of this rank, and
+    parts that the catalogue lacks or that declined."""
     own: list[str] = field(default_factory=list)
     """Keys of the per-rank values that the catalogue and the tree both have."""
     gathered: list[str] = field(default_factory=list)
-    """Those of them of which this rank takes the values of ranks that do not load."""
+    """The keys in `own` for which this rank gathers the values of ranks that do not exist in the load."""
     parts: set[str] = field(default_factory=set)
     """Prefixes of the parts that the catalogue and the tree both have."""
     declined: list[str] = field(default_factory=list)
-    """Those of them that do not take what is stored."""
+    """The prefixes in `parts` of parts that declined the stored state."""
     refused: list[ShardproofError] = field(default_factory=list)
-    """Why parts refuse the whole load."""
+    """Errors of parts that fail the whole load."""
 
     def say_changed(self) -> None:
-        """Gives the destinations new versions.
+        """Increments the version counters of the destinations.
 
-        Bytes are read into memory behind torch's back; whoever watches a tensor's version must see it.
-        Tensors made in inference mode keep no version, and are passed over. One call for all takes a quarter
-        of the time of one for each.
+        A load writes to memory without torch, so the counters do not change by themselves. Tensors made in
+        inference mode have no counter. One call for all tensors is faster than a call for each.
         """
         views = [piece.view for entry in self.tensors for piece in entry.pieces]
         torch.autograd.graph.increment_version(views)
 
 
 def describe(dtype: str, shape: tuple[int, ...]) -> str:
-    """A tensor's kind, for people.
+    """A tensor's dtype and shape, for messages.
 
     >>> describe("float32", (4, 5))
     'tensor float32 [4, 5]'

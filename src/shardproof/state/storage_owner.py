@@ -1,8 +1,8 @@
-"""Tensors that stand for all of a storage.
+"""Declares the buffer that owns the storage of a parameter.
 
-torch counts the writes to a tensor in a version counter. A parameter that is a part of a larger buffer has a
-counter of its own, so a write to the buffer does not show in it. Code that puts parameters into a buffer of
-its own declares that buffer here. Its counter then shows the writes that the parameters' counters do not.
+torch counts the writes to a tensor in a version counter. A parameter that is a part of a larger buffer has
+its own counter, which a write to the buffer does not increment. Code that puts parameters into a buffer
+declares the buffer here, so that a save can also watch the buffer's counter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def declare_storage_owner(part: torch.Tensor, owner: torch.Tensor) -> None:
     """Declare that all writes to the storage of `part` go through `part`, `owner`, or a view of either.
 
     Args:
-        part: what an optimizer steps: a parameter (for a DTensor, the DTensor), or a range of a buffer.
+        part: the tensor that an optimizer steps: a parameter (possibly a DTensor), or a range of a buffer.
         owner: a tensor that covers the whole storage.
 
     >>> flat = torch.zeros(4)
@@ -42,9 +42,9 @@ def storage_owner(part: torch.Tensor) -> torch.Tensor | None:
 def declare_fsdp2_owners(modules: Iterable[torch.nn.Module]) -> None:
     """Declare the padded buffers of torch's `fully_shard` (FSDP2).
 
-    Where a dimension does not divide by the number of ranks, FSDP2 puts the local tensor into a buffer with
-    padding. torch has no public name for that buffer. Where this torch has it under another name, nothing is
-    declared, and saves stage the parameter.
+    If the ranks do not divide a dimension evenly, FSDP2 puts the local tensor into a buffer with padding.
+    torch has no public name for that buffer. If this torch has it under another name, the function declares
+    nothing, and saves stage the parameter.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fully_shard")
     kind = getattr(fsdp, "FSDPModule", None)

@@ -1,4 +1,4 @@
-"""Tensors as pieces, and which tensors cannot be kept."""
+"""Properties of tensors for saves and loads, and errors for tensors that cannot be stored."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ __all__ = [
     "is_in_host_memory",
     "local_of",
     "locals_of",
-    "same_memory",
+    "memory_identity",
     "storage_of",
     "tensor_of_array",
     "torch_dtype",
 ]
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-"""The exact types that hold nothing but their elements. Buffers are plain tensors."""
+"""The exact types whose elements are their only content. Buffers are plain tensors."""
 
 _NAMES: dict[torch.dtype, str] = {
     getattr(torch, name): name for name in DTYPES if isinstance(getattr(torch, name, None), torch.dtype)
@@ -45,7 +45,7 @@ _STORAGE_BYTES = torch.UntypedStorage.nbytes
 _BYTES = attrgetter("nbytes")
 _ITEM_BYTES = attrgetter("itemsize")
 _LARGEST_ITEM = 16
-"""Bytes: those of complex128."""
+"""Bytes of a complex128."""
 
 
 def dtype_name(dtype: torch.dtype, path: str) -> str:
@@ -61,7 +61,7 @@ def dtype_name(dtype: torch.dtype, path: str) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of this name; StructureError where this torch does not have it."""
+    """The dtype of this name. Raises StructureError if this torch does not have it."""
     dtype = getattr(torch, name, None) if name in DTYPES else None
     if not isinstance(dtype, torch.dtype):
         raise StructureError(f"torch {torch.__version__} has no dtype {name}: load with a newer torch")
@@ -69,10 +69,10 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def local_of(tensor: torch.Tensor, path: str) -> torch.Tensor:
-    """The plain tensor that this rank holds of a plain tensor or DTensor.
+    """The local tensor of a plain tensor or DTensor.
 
     Raises:
-        StructureError: it cannot be kept, or not all of its elements are in memory; the text names its path
+        StructureError: it cannot be stored, or some elements are not in memory. The message names its path
             and what to do.
     """
     (local,) = locals_of([tensor], [path])
@@ -81,16 +81,16 @@ def local_of(tensor: torch.Tensor, path: str) -> torch.Tensor:
 
 
 def locals_of(tensors: Sequence[torch.Tensor], paths: Sequence[str]) -> list[torch.Tensor]:
-    """The plain tensors that this rank holds of plain tensors and DTensors; see `local_of`."""
-    held = list(map(local_tensor, tensors))
-    if not are_plain(held):
-        for local, path in zip(held, paths, strict=True):
+    """The local tensors of plain tensors and DTensors; see `local_of`."""
+    locals_ = list(map(local_tensor, tensors))
+    if not are_plain(locals_):
+        for local, path in zip(locals_, paths, strict=True):
             _check(local, path)
-    return held
+    return locals_
 
 
 def are_plain(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all are of the exact plain types and have a shape, which nested tensors have not."""
+    """True if all tensors are of the exact plain types and are not nested."""
     return set(map(type, tensors)).issubset(PLAIN_TYPES) and not any(map(_IS_NESTED, tensors))
 
 
@@ -99,40 +99,40 @@ def _is_strided(tensor: torch.Tensor) -> bool:
 
 
 def is_in_host_memory(tensor: torch.Tensor) -> bool:
-    """Whether it is a plain tensor that can be stored, with its elements where the processor reads them.
+    """True for a plain tensor that can be stored and whose elements are in host memory.
 
     >>> is_in_host_memory(torch.ones(2)), is_in_host_memory(torch.ones(2, device="meta"))
     (True, False)
     """
     plain = type(tensor) in PLAIN_TYPES and tensor.dtype in _NAMES
-    return plain and tensor.device.type == "cpu" and _is_strided(tensor) and _lacks(tensor) is None
+    return plain and tensor.device.type == "cpu" and _is_strided(tensor) and _memory_fault(tensor) is None
 
 
 def addresses_of(tensors: Sequence[torch.Tensor], paths: Sequence[str]) -> tuple[list[int], list[bool]]:
-    """Where plain tensors have their elements.
+    """The addresses of plain tensors.
 
-    Bytes are read from and written to addresses behind torch's back, so all elements must be in memory.
+    Saves and loads access these addresses without torch, so all elements must be in memory.
 
     Args:
-        tensors: of any device.
-        paths: of the tensors, for messages.
+        tensors: plain tensors on any device.
+        paths: paths of the tensors, for messages.
 
     Returns:
-        Addresses of the first elements, on their devices, 0 for a tensor without elements; and what
-        `torch.Tensor.is_contiguous` says of each tensor.
+        The address of each tensor's first element on its device, 0 for a tensor without elements; and
+        `torch.Tensor.is_contiguous` of each tensor.
 
     Raises:
-        StructureError: not all elements of a tensor are in memory; see `check_memory`.
+        StructureError: some elements of a tensor are not in memory; see `check_memory`.
 
     >>> addresses_of([torch.ones(0)], ["w"])
     ([0], [True])
     """
     try:
-        held = map(_STORAGE_BYTES, map(torch.Tensor.untyped_storage, tensors))
+        storage_bytes = map(_STORAGE_BYTES, map(torch.Tensor.untyped_storage, tensors))
         starts = list(map(torch.Tensor.storage_offset, tensors))
         if any(starts):
             starts = list(map(mul, starts, map(_ITEM_BYTES, tensors)))
-        are_inside = list(map(le, map(add, starts, map(_BYTES, tensors)), held))
+        are_inside = list(map(le, map(add, starts, map(_BYTES, tensors)), storage_bytes))
         are_contiguous = list(map(torch.Tensor.is_contiguous, tensors))
         addresses = list(map(torch.Tensor.data_ptr, tensors))
     except RuntimeError:  # a tensor has no storage
@@ -151,15 +151,15 @@ def addresses_of(tensors: Sequence[torch.Tensor], paths: Sequence[str]) -> tuple
 
 
 def check_memory(tensor: torch.Tensor, path: str) -> None:
-    """Refuse a tensor of which not all elements are in memory of its own storage, where torch may read them.
+    """Raises unless all elements of a tensor are in the memory of its storage.
 
     Args:
-        tensor: what a rank holds, plain.
-        path: for the message.
+        tensor: a local tensor.
+        path: path of the tensor, for the message.
 
     Raises:
-        StructureError: it cannot be kept, its storage was freed or cut, torch keeps no memory for it, or its
-            first byte is at no multiple of its element size.
+        StructureError: the tensor cannot be stored, its storage was freed or truncated, it has no memory, or
+            its address is not a multiple of its element size.
 
     >>> weight = torch.ones(4)
     >>> _ = weight.untyped_storage().resize_(8)
@@ -169,37 +169,37 @@ def check_memory(tensor: torch.Tensor, path: str) -> None:
     shardproof.errors.StructureError: model.weight: the tensor takes 16 bytes of a storage of 8. ...
     """
     _check(tensor, path)
-    reason = _lacks(tensor)
+    reason = _memory_fault(tensor)
     if reason is not None:
         raise StructureError(f"{path}: {reason}", key=path)
 
 
-def _lacks(tensor: torch.Tensor) -> str | None:
-    """Why not all elements of a strided tensor are in memory, and what to do; None if they are."""
+def _memory_fault(tensor: torch.Tensor) -> str | None:
+    """Why some elements of a strided tensor are not in memory, and what to do; None if all are."""
     if not tensor.numel():
         return None
     try:
         storage = tensor.untyped_storage()
-        held, address = storage.nbytes(), storage.data_ptr()
-    except RuntimeError:  # what torch answers of a storage that only stands for one
+        storage_bytes, address = storage.nbytes(), storage.data_ptr()
+    except RuntimeError:  # torch raises for a placeholder of a storage
         return (
-            "the tensor has no memory: torch.func (vmap, grad) or functionalisation wraps it, or it stands "
-            "for zeros that are stored nowhere. Save and load outside of such transformations, and give it "
-            "memory with clone()"
+            "the tensor has no memory: torch.func (vmap, grad) or functionalisation wraps it, or it is a "
+            "tensor of zeros without memory. Save and load outside such transformations, or give it memory "
+            "with clone()"
         )
     extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     needed = (int(tensor.storage_offset()) + extent) * tensor.element_size()
-    if needed <= held and address:
+    if needed <= storage_bytes and address:
         size = tensor.element_size()
         if not address % size:
             return None
         return (
-            f"the tensor begins {address % size} bytes after a multiple of its element size of {size}, where "
-            "operators of torch may end the process. Save and load a clone()"
+            f"the tensor begins {address % size} bytes after a multiple of its element size of {size}, and "
+            "torch's operators may crash at such an address. Save and load a clone()"
         )
     return (
-        f"the tensor takes {needed} bytes of a storage of {held}. Code that frees memory of parameters that "
-        "are not in use (FSDP1, untyped_storage().resize_) must give it back first"
+        f"the tensor takes {needed} bytes of a storage of {storage_bytes}. Code that frees memory of "
+        "parameters (FSDP1, untyped_storage().resize_) must restore it first"
     )
 
 
@@ -211,7 +211,7 @@ def _check(local: torch.Tensor, path: str) -> None:
 
 
 def _without_memory(tensor: torch.Tensor, path: str) -> StructureError:
-    """Why a tensor of an exact plain type is refused: it has no elements in strided memory."""
+    """The error for a plain tensor without elements in strided memory."""
     if tensor.layout is not torch.strided:
         return StructureError(
             f"{path}: a tensor of layout {tensor.layout} cannot be stored. "
@@ -224,30 +224,30 @@ def _without_memory(tensor: torch.Tensor, path: str) -> StructureError:
             "Materialise it first, for example with module.to_empty(device=...)",
             key=path,
         )
-    return StructureError(f"{path}: nested tensors cannot be stored. Store what they are made of", key=path)
+    return StructureError(f"{path}: nested tensors cannot be stored. Store their components", key=path)
 
 
 def _refused_subclass(tensor: torch.Tensor, path: str) -> StructureError:
     kind = type(tensor)
     if isinstance(tensor, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)):
         return StructureError(
-            f"{path}: the parameter of a lazy module has no shape yet. Run the module once before", key=path
+            f"{path}: the parameter of a lazy module has no shape yet. Run the module once first", key=path
         )
     return StructureError(
-        f"{path}: {kind.__module__}.{kind.__qualname__} is a tensor subclass whose content is not known. "
-        "Store the plain tensors that it is made of",
+        f"{path}: {kind.__module__}.{kind.__qualname__} is an unknown tensor subclass. "
+        "Store its plain tensors",
         key=path,
     )
 
 
 def _advice(dtype: torch.dtype) -> str:
     if "q" in str(dtype).removeprefix("torch.")[:2]:
-        return "Store what a quantised tensor is made of: int_repr(), q_scale() and q_zero_point()"
+        return "Store the components of a quantised tensor: int_repr(), q_scale() and q_zero_point()"
     return "Convert it to a dtype that safetensors can hold"
 
 
 def check_destination(view: torch.Tensor, path: str) -> None:
-    """Refuse memory in which two elements share a place: what it holds after a load would be chance."""
+    """Raises if two elements share an address, because the result of a load would be undefined."""
     if view.is_contiguous() or view.numel() < 2:
         return
     reach = 1
@@ -264,9 +264,9 @@ def check_destination(view: torch.Tensor, path: str) -> None:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in row-major order as (nbytes,) uint8, in the tensor's own memory where they lie so.
+    """The elements in row-major order as (nbytes,) uint8, without a copy if the memory has that order.
 
-    A dimension of one element may have any stride, at which `torch.Tensor.view` takes offence.
+    A dimension of one element may have any stride, for which `torch.Tensor.view` would raise.
 
     >>> as_bytes(torch.arange(6, dtype=torch.int16).view(2, 3)[1:, 1])
     tensor([4, 0], dtype=torch.uint8)
@@ -276,12 +276,12 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Identity of the tensor's storage, which empty tensors have too."""
+    """Identity of the tensor's storage. Empty tensors have one too."""
     return int(tensor.untyped_storage()._cdata)
 
 
-def same_memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for two tensors just when they are the same elements of the same storage."""
+def memory_identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for two tensors if and only if they are the same elements of the same storage."""
     return (
         storage_of(tensor),
         tensor.storage_offset(),
@@ -294,7 +294,7 @@ def same_memory(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def empty_like_layout(like: Any, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-    """A new tensor laid out as `like`, uninitialised, of another dtype.
+    """A new uninitialised tensor with the layout of `like` and another dtype.
 
     With a `shape` that is not `like`'s, a DTensor is replicated on the mesh of `like` and a plain tensor is
     contiguous on its device.
@@ -309,7 +309,7 @@ def empty_like_layout(like: Any, dtype: torch.dtype, shape: tuple[int, ...] | No
 
     local = like._local_tensor.detach()
     if same:
-        # The parts are given, so that nothing is agreed with other ranks.
+        # Explicit shape and stride avoid communication.
         new = DTensor.from_local(
             torch.empty_like(local, dtype=dtype),
             like.device_mesh,
@@ -318,8 +318,8 @@ def empty_like_layout(like: Any, dtype: torch.dtype, shape: tuple[int, ...] | No
             shape=like.shape,
             stride=like.stride(),
         )
-        if (embedding := getattr(like, LOCAL, None)) is not None:
-            setattr(new, LOCAL, embedding)
+        if (index_map := getattr(like, LOCAL, None)) is not None:
+            setattr(new, LOCAL, index_map)
         return new
     assert shape is not None
     whole = torch.empty(shape, dtype=dtype, device=local.device)

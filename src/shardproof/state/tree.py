@@ -1,4 +1,4 @@
-"""Both ways over a state tree."""
+"""Collects a state tree for a save, and binds a state tree for a load."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ __all__ = ["bind", "collect"]
 
 
 def collect(tree: Any, *, rank: int = 0, world_size: int = 1, last: LastWalk | None = None) -> Collected:
-    """What this rank holds of a state tree. Communicates with nobody and changes nothing.
+    """Collects this rank's part of a state tree. It does not communicate or change the tree.
 
-    The memory of tensors is looked at when the whole tree is walked: code that hands over one tensor object
-    several times, with other memory each time, must hand over a tensor for each.
+    `collect` reads the addresses of tensors after it has walked the whole tree. An object that returns the
+    same tensor several times, with different memory each time, must return separate tensors instead.
 
     Args:
         tree: nested dicts, lists and tuples of tensors, modules, optimizers, objects with state_dict and
             load_state_dict, or with state_tree, and plain values.
-        rank: of this process; per-rank values are stored under it.
+        rank: rank of this process, which is part of the keys of per-rank values.
         world_size: number of ranks.
-        last: what is known of the walk before, over this tree or another; changed.
+        last: cache of the previous walk, over this tree or another. It is updated.
 
     Raises:
-        StructureError, PlainDataError: something cannot be kept; the text says where and what to do.
+        StructureError, PlainDataError: a value cannot be stored. The message says where, and what to do.
 
     >>> import torch
     >>> collected = collect({"w": torch.ones(2), "epoch": 3})
@@ -55,21 +55,21 @@ def bind(
     selected: Callable[[str], bool] = lambda key: True,
     strict: bool = True,
 ) -> Binding:
-    """How a state tree takes what a checkpoint holds. Touches nothing: see `Binding`.
+    """Binds a state tree to a checkpoint. It does not change the tree: see `Binding`.
 
-    The memory of tensors is looked at when the whole tree is walked, as in `collect`.
+    `bind` reads the addresses of tensors after it has walked the whole tree, as `collect` does.
 
     Args:
-        tree: as for `collect`; the target.
-        catalogue: what the checkpoint holds.
-        rank: of this process.
+        tree: the target, as for `collect`.
+        catalogue: the contents of the checkpoint.
+        rank: rank of this process.
         world_size: number of ranks that load.
-        selected: whether the value under a key takes part.
-        strict: whether options that differ between the parameters of one optimizer group are a mismatch;
-            otherwise the group keeps its own.
+        selected: returns True for each key to load.
+        strict: True if options that differ between the parameters of one optimizer group are a mismatch.
+            Otherwise the group's options do not change.
 
     Raises:
-        StructureError: the target holds something that cannot be loaded into.
+        StructureError: the target has a value that cannot be loaded.
 
     >>> tree = {"epoch": 0}
     >>> binding = bind(tree, Catalogue({}, {}, {"epoch": 3}, 1))
@@ -85,17 +85,17 @@ def bind(
 
 def _walk(visit: Callable[[Place, Any], None], tree: Any) -> None:
     if isinstance(tree, dict) and not tree:
-        return  # inside a tree it would be a plain value; the tree itself has no key
-    made = type(torch.empty(0, dtype=torch.uint8, device="cpu"))
-    if made is not torch.Tensor:
+        return  # an empty dict below the root is a plain value; the root has no key
+    kind = type(torch.empty(0, dtype=torch.uint8, device="cpu"))
+    if kind is not torch.Tensor:
         raise StructureError(
-            f"every new tensor is a {made.__module__}.{made.__qualname__} here, which has no bytes. Save and "
-            "load outside of the mode that makes them, such as FakeTensorMode"
+            f"the active torch mode creates tensors of {kind.__module__}.{kind.__qualname__}, which have "
+            "no bytes. Save and load outside the mode, such as FakeTensorMode"
         )
     if not isinstance(tree, (dict, list, tuple, torch.nn.Module, torch.optim.Optimizer)):
         raise StructureError(
             f"a state tree is a dict (or a list, tuple, module or optimizer), not a {type(tree).__name__}: "
-            'the value has no key. Hand over {"name": value}'
+            'the value has no key. Use {"name": value}'
         )
     try:
         visit(Place("", "state"), tree)

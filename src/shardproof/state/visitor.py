@@ -1,7 +1,7 @@
-"""The part that both walks of a state tree share.
+"""The common part of the two walks over a state tree.
 
 A save walks the tree to collect its values. A load walks it to bind its values to those of a checkpoint.
-Each kind of value has one handler for both walks, so that the two cannot drift apart (`walk.Handler`).
+Each kind of value has one handler for both walks, so that they stay consistent (`walk.Handler`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from shardproof.errors import StructureError
 from shardproof.state.descriptions import describe_tensors
-from shardproof.state.dtensor import Layouts
+from shardproof.state.dtensor import LocalBoxesCache
 from shardproof.state.records import TensorEntry
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def check_name(name: str, key: str, path: str) -> None:
     """Refuses a name that looks like a reserved key of shardproof.
 
     Args:
-        name: of an item; it may have dots.
+        name: name of an item. It may contain dots.
         key: key of the container.
         path: path of the container, for messages.
 
@@ -76,7 +76,7 @@ def check_name(name: str, key: str, path: str) -> None:
     if name.startswith("@") or ".@" in name:
         raise StructureError(
             f"{path}[{name!r}] has the key {join(key, name)!r}. Segments that begin with '@' are "
-            "shardproof's own: rename it",
+            "reserved: rename it",
             key=join(key, name),
         )
 
@@ -105,8 +105,8 @@ class Visitor(Generic[H]):
     """Calls for the end of the walk, when all modules are known."""
     named: dict[int, NamedModule] = field(default_factory=dict)
     """Modules with their names, by identity; see `named` in `state/handlers/modules.py`."""
-    layouts: Layouts = field(default_factory=Layouts)
-    """Of the DTensors visited so far."""
+    layouts: LocalBoxesCache = field(default_factory=LocalBoxesCache)
+    """Cache of the local boxes of tensors in this walk."""
     anchors: dict[str, torch.Tensor] = field(default_factory=dict)
     """The empty local tensor of each key of which the rank has no piece."""
 

@@ -37,49 +37,49 @@ class Handler(CollectHandler, BindHandler, Protocol):
 
 
 class _Plain:
-    """Handles values that are stored whole as plain data, and replaced in their container on load."""
+    """Handles values that a save stores as plain data, and a load replaces in their container."""
 
     def collect(self, place: Place, value: Any, out: Collector) -> None:
-        """One object."""
+        """Adds one object."""
         out.object(place.key, value, place.path)
 
     def bind(self, place: Place, value: Any, to: Binder) -> None:
-        """Replaced in its container."""
+        """Replaces the value in its container."""
         data = to.object(place.key, _described(value))
         if data is not MISSING:
             put = to.put_of(place)
             rebuilt = to.rebuild(place.key, data, lambda: value)
-            to.later_on(lambda: put(rebuilt()))
+            to.on_finish(lambda: put(rebuilt()))
 
 
 class _Tensor:
     """Handles tensors and DTensors."""
 
     def collect(self, place: Place, value: torch.Tensor, out: Collector) -> None:
-        """This rank's pieces."""
+        """Adds this rank's pieces."""
         out.tensor(place.key, value, place.path)
 
     def bind(self, place: Place, value: torch.Tensor, to: Binder) -> None:
-        """Filled in place."""
+        """Fills the tensor in place."""
         to.tensor(place.key, value)
 
 
 class _Array:
-    """Handles numpy arrays: tensors under another name."""
+    """Handles numpy arrays as tensors."""
 
     def collect(self, place: Place, value: np.ndarray[Any, Any], out: Collector) -> None:
-        """Shares the array's memory where torch can."""
+        """Adds a tensor, which shares the array's memory if torch supports it."""
         out.tensor(place.key, self._tensor(place, value)[0], place.path)
 
     def bind(self, place: Place, value: np.ndarray[Any, Any], to: Binder) -> None:
-        """Filled in place, directly where torch can share the memory."""
+        """Fills the array in place, through a copy if torch cannot share its memory."""
         if not to.selected(place.key):
             return
         tensor, shared = self._tensor(place, value)
         if not value.flags.writeable:
             raise StructureError(f"{place.key}: the array is read-only. Load into a copy", key=place.key)
         if to.tensor(place.key, tensor) and not shared:
-            to.later_on(lambda: np.copyto(value, tensor.numpy()))
+            to.on_finish(lambda: np.copyto(value, tensor.numpy()))
 
     @staticmethod
     def _tensor(place: Place, value: np.ndarray[Any, Any]) -> tuple[torch.Tensor, bool]:
@@ -91,22 +91,22 @@ class _Array:
 
 
 class _Mapping:
-    """Handles dicts: an item each, under the item's key."""
+    """Handles dicts: visits each item under its key."""
 
     def collect(self, place: Place, value: dict[Any, Any], out: Collector) -> None:
-        """Each item, with a short way for the many tensors that a dict may hold."""
+        """Collects each item. Tensors skip the handler, because a dict may have many of them."""
         _check_names(value, place)
         prefix, path = f"{place.key}." if place.key else "", place.path
         for name, item in value.items():
             if name == "" and not place.key:
-                raise StructureError(f"{path}[{name!r}]: the key is empty. Give it a name")
+                raise StructureError(f"{path}[{name!r}]: the key is empty. Use a non-empty name")
             if isinstance(item, torch.Tensor):
                 out.tensor(f"{prefix}{name}", item, (path, name))
             else:
                 out.visit(place.at(name), item)
 
     def bind(self, place: Place, value: dict[Any, Any], to: Binder) -> None:
-        """Each item, with the same short way."""
+        """Binds each item. Tensors skip the handler."""
         _check_names(value, place)
         prefix = f"{place.key}." if place.key else ""
         tensors = {name: item for name, item in value.items() if isinstance(item, torch.Tensor)}
@@ -118,24 +118,24 @@ class _Mapping:
 
 
 class _List:
-    """Handles lists that hold tensors or objects: an item each, under its index."""
+    """Handles lists with tensors or objects: visits each item under its index."""
 
     def collect(self, place: Place, value: Any, out: Collector) -> None:
-        """Each item."""
+        """Collects each item."""
         for index, item in enumerate(value):
             out.visit(place.at(index), item)
 
     def bind(self, place: Place, value: Any, to: Binder) -> None:
-        """Each item."""
+        """Binds each item."""
         for index, item in enumerate(value):
             to.visit(place.at(index, partial(value.__setitem__, index)), item)
 
 
 class _Tuple(_List):
-    """Handles tuples that hold tensors or objects, and named tuples: rebuilt when an item is replaced."""
+    """Handles tuples with tensors or objects, and named tuples. A load replaces the whole tuple."""
 
     def bind(self, place: Place, value: Any, to: Binder) -> None:
-        """Each item, then the tuple in its container."""
+        """Binds each item, then replaces the tuple in its container."""
         items = list(value)
         replaceable = place.put is not None
         for index, item in enumerate(value):
@@ -147,7 +147,7 @@ class _Tuple(_List):
                 if any(new is not old for new, old in zip(items, value, strict=True)):
                     put(value._make(items) if hasattr(value, "_make") else tuple(items))
 
-            to.later_on(rebuild)
+            to.on_finish(rebuild)
 
 
 _PLAIN, _TENSOR, _ARRAY, _MAPPING, _LIST, _TUPLE = (
@@ -180,7 +180,7 @@ _BY_TYPE: dict[type, Handler] = {
 
 
 def handler_of(value: Any, place: Place) -> Handler:
-    """The one handler for this kind of value; plain data takes what is left, or refuses it."""
+    """The handler for this kind of value. The default is the handler of plain data, which may refuse it."""
     kind = type(value)
     handler = _BY_TYPE.get(kind)
     if handler is not None:
@@ -205,8 +205,8 @@ def handler_of(value: Any, place: Place) -> Handler:
         if not is_stateful(value):
             base = next(base.__name__ for base in kind.__mro__ if base in (list, tuple, dict, set))
             raise StructureError(
-                f"{place.key}: {kind.__module__}.{kind.__qualname__} is a {base} with more to it, which "
-                f"would be lost. Convert it to a plain {base}, or give it state_dict and load_state_dict",
+                f"{place.key}: {kind.__module__}.{kind.__qualname__} is a subclass of {base}, whose other "
+                f"state would be lost. Convert it to a plain {base}, or add state_dict and load_state_dict",
                 key=place.key,
             )
     if is_stateful(value):
@@ -221,17 +221,17 @@ def _check_names(value: dict[Any, Any], place: Place) -> None:
 
 
 def _of_dict(value: dict[Any, Any], place: Place) -> Handler:
-    """Dicts are descended, but for empty ones and those whose keys make no path."""
+    """The handler of a dict: plain data if it is empty, or if its keys are not all strings and integers."""
     if not value:
         return _PLAIN
     if all(type(name) is str or type(name) is int for name in value):
-        # Its kind (defaultdict, Counter) is that of the tree that is loaded into; its items are stored.
+        # Only the items are stored. The target determines the type (defaultdict, Counter).
         return _MAPPING
     if _holds_state(value):
         names = [name for name in value if type(name) not in (str, int)]
         raise StructureError(
-            f"{place.path} holds tensors or objects under the key {names[0]!r}, which makes no path. "
-            "Use text or whole numbers as keys",
+            f"{place.path} holds tensors or objects under the key {names[0]!r}. Use strings or integers as "
+            "keys",
             key=place.key,
         )
     return _PLAIN
@@ -242,14 +242,14 @@ def _of_list(value: Any, place: Place) -> Handler:
         return _PLAIN
     if isinstance(value, (set, frozenset)):
         raise StructureError(
-            f"{place.path} is a set that holds tensors or objects, which have no order in it. Use a list",
+            f"{place.path} is a set of tensors or objects, which has no order. Use a list",
             key=place.key,
         )
     return _TUPLE if isinstance(value, tuple) else _LIST
 
 
 def _described(value: Any) -> str:
-    """What a plain leaf of a target is, where it looks as if it waited to be filled."""
+    """Describes a plain leaf of a target; empty values are often placeholders."""
     if value is None:
         return "None"
     if type(value) in (*_DICTS, *_LISTS) and not value:
@@ -258,7 +258,7 @@ def _described(value: Any) -> str:
 
 
 def _holds_state(value: Any, depth: int = 0) -> bool:
-    """Whether a container holds something, at any depth, that is not plain data."""
+    """True if a container has a value, at any depth, that is not plain data."""
     if depth > 200:
         raise StructureError("the state is nested deeper than 200 levels, or contains itself")
     items = [*value.keys(), *value.values()] if isinstance(value, dict) else value

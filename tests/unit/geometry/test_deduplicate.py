@@ -53,5 +53,5 @@ def test_deduplicate_sorts_columns_that_share_no_key():
 
 
 def test_deduplicate_needs_a_tensor_a_box():
-    with pytest.raises(ValueError, match="2 boxes need as many tensors"):
+    with pytest.raises(ValueError, match="2 boxes need as many tensor rows"):
         deduplicate(np.zeros(1, np.int64), Boxes.of(((), ()), ((), ())))

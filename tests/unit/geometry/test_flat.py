@@ -78,7 +78,7 @@ def test_ranges_of_more_elements_than_int64_counts():
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (0, 7)])
 def test_ranges_outside_the_tensor_are_refused(start, stop):
-    with pytest.raises(ValueError, match=r"no range of the 6 elements of shape \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"not a range of the 6 elements of shape \(2, 3\)"):
         flat_range_boxes((2, 3), start, stop)
 
 

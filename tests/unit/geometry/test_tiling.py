@@ -166,21 +166,21 @@ def test_tensors_taken_in_parts_have_the_same_faults(monkeypatch):
     shapes = np.full((40, 2), 2**40)
     whole = tiling_faults(shapes, tensor, boxes)
     assert 0 < len(whole) < 40
-    monkeypatch.setattr(tiling, "_MOST_LARGE_CORNERS", 200)
+    monkeypatch.setattr(tiling, "_MAX_LARGE_CORNERS", 200)
     assert tiling_faults(shapes, tensor, boxes) == whole
     shapes, boxes = shapes // 2**30, Boxes(boxes.offsets // 2**30, boxes.sizes // 2**30)
-    monkeypatch.setattr(tiling, "_MOST_CORNERS", 100)
+    monkeypatch.setattr(tiling, "_MAX_CORNERS", 100)
     assert [fault.tensor for fault in tiling_faults(shapes, tensor, boxes)] == [f.tensor for f in whole]
 
 
 def test_arguments_that_do_not_fit_are_refused():
     shapes, boxes = np.array([[2]]), Boxes.whole((2,))
-    with pytest.raises(ValueError, match="cannot tile tensors"):
+    with pytest.raises(ValueError, match="boxes of 1 dimensions need shapes"):
         tiling_faults(np.array([[2, 2]]), np.array([0]), boxes)
-    with pytest.raises(ValueError, match="as many tensors"):
+    with pytest.raises(ValueError, match="as many tensor rows"):
         tiling_faults(shapes, np.array([0, 0]), boxes)
     for stray in (-1, 1):
-        with pytest.raises(ValueError, match=f"name tensors {stray} to {stray}, there are 1"):
+        with pytest.raises(ValueError, match=f"refer to tensor rows {stray} to {stray} of 1 tensors"):
             tiling_faults(shapes, np.array([stray]), boxes)
 
 

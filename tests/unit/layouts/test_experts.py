@@ -219,7 +219,7 @@ def test_options_that_differ_between_experts_are_refused() -> None:
         {"params": [p for other in others for p in other.parameters()]},
     ]
     with pytest.raises(
-        StructureError, match=r"kept under one key, 'optimizer.fc1.weight.@options', but differ"
+        StructureError, match=r"have the same key 'optimizer.fc1.weight.@options', but differ"
     ):
         collect({"model": model, "optimizer": torch.optim.AdamW(groups)})
 
@@ -235,17 +235,17 @@ def test_experts_that_are_no_equals_are_refused() -> None:
 
 def test_numbers_and_sizes_that_do_not_fit_are_refused() -> None:
     local = torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(2)])
-    with pytest.raises(StructureError, match="2 experts from number 3 do not fit into 4"):
+    with pytest.raises(StructureError, match="2 experts from number 3 on exceed a total of 4"):
         experts.sequential(local, first=3, total=4)
     experts.sequential(local, first=2, total=4)
-    with pytest.raises(StructureError, match="is the parameter of an expert already"):
+    with pytest.raises(StructureError, match="already belongs to an expert"):
         experts.sequential(local, first=0, total=4)
     module = torch.nn.Linear(6, 4)
     with pytest.raises(StructureError, match=r"shape \[4, 6\], which is not 4 experts side by side along 1"):
         experts.grouped(module, "weight", count=4, along=1)
     with pytest.raises(StructureError, match="no such parameter or buffer"):
         experts.numbered(module, "weight")
-    with pytest.raises(StructureError, match="transposed is said of matrices"):
+    with pytest.raises(StructureError, match="transposed=True needs matrices"):
         experts.stacked(module, "bias", transposed=True)
-    with pytest.raises(StructureError, match=r"of its 6 elements .* make 2 for"):
+    with pytest.raises(StructureError, match=r"with 6 elements .* need 2 for"):
         experts.stacked(module, "weight", parts=(2, 2), ranks=2)

@@ -101,6 +101,6 @@ def test_columns_may_be_the_tokens() -> None:
 
 def test_too_few_rows_are_refused() -> None:
     with pytest.raises(
-        StructureError, match="has 3 rows, on 2 tensor parallel ranks 6: too few for 7 tokens"
+        StructureError, match="has 3 rows, which makes 6 on 2 tensor parallel ranks: too few for 7 tokens"
     ):
         vocabulary(torch.nn.Embedding(3, 2), "weight", 7, rank=0, ranks=2)

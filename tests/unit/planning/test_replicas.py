@@ -298,5 +298,5 @@ def test_a_rank_that_hashed_something_else_is_found() -> None:
 
     run = Run([(4,)], ["uint8"], [[(0, ((0,), (4,)))]] * 2)
     plan, _ = plans_of(run, 64)
-    with pytest.raises(StructureError, match="rank 1 compared 0 replicas, but 1 were asked for"):
+    with pytest.raises(StructureError, match="rank 1 hashed 0 replicas, but 1 were expected"):
         compare_replicas(plan, None, [bytes(16), b""])

@@ -147,5 +147,5 @@ def test_a_formula_that_gives_nan_does_not_tell_nan_from_nan() -> None:
 
 @pytest.mark.parametrize("answer", [True, False, None, "same"])
 def test_a_function_that_says_whether_instead_of_how_far_is_refused(answer: Any) -> None:
-    with pytest.raises(TypeError, match=r"0\.0 where they are equal"):
+    with pytest.raises(TypeError, match=r"0\.0 if they are equal"):
         reproduced(1.0, 1.0, compare=lambda a, b: answer)

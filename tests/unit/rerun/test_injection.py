@@ -96,7 +96,7 @@ def test_the_wrong_value() -> None:
     loss.sum().backward()
     assert right.grad is not None
     assert right.grad.tolist() == [3.0, 3.0]
-    with pytest.raises(TypeError, match="give the injector a factor"):
+    with pytest.raises(TypeError, match="set factor= of the injector"):
         hit(torch.tensor([1]))
 
 

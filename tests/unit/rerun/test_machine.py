@@ -191,7 +191,8 @@ def test_coming_back_to_the_same_device_says_so_and_keeps_what_is_to_be_run(
         with caplog.at_level(logging.WARNING, "shardproof"):
             assert again.step().code == 16
         assert (
-            "came back to the same device, so nothing is learnt: exclude device 0 of node here" in caplog.text
+            "ran on the same device again, so nothing is attributed: exclude device 0 of node here"
+            in caplog.text
         )
         checkpoint = stored(again.saved())
     elsewhere = Job(start=1, inject=FaultInjector("persistent", steps=[0]), identity=THERE)
@@ -236,7 +237,7 @@ def test_a_pending_rerun_of_another_layout_is_refused_or_dropped(caplog: pytest.
     third = Job(start=2, layout="dp1 tp2", pending="drop")
     with caplog.at_level(logging.WARNING, "shardproof"):
         load(third.saved(), checkpoint)
-    assert "it is dropped with its data" in caplog.text
+    assert "dropped, with its microbatches" in caplog.text
     assert third.machine.step == 1 and third.step() == PLAIN
     assert [batch for batch, _ in third.seen] == [2.0]
 
@@ -566,7 +567,7 @@ def test_a_rerun_that_takes_another_path_did_not_reproduce_the_result() -> None:
             machine.validate(math.nan, math.isnan, message="loss")
     found = machine.decide().attribution
     assert found.kind is AttributionKind.TRANSIENT_FAULT
-    assert "'loss' was nan, and did not come up when run again" in str(found)
+    assert "'loss' was nan, and was not computed when run again" in str(found)
 
 
 def test_a_tolerance_or_an_own_comparison_says_what_is_the_same() -> None:

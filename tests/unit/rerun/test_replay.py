@@ -180,7 +180,7 @@ def test_what_cannot_travel_is_named() -> None:
 
     with pytest.raises(PlainDataError, match=r"batch\.x\.1: the enum .*Shade is not registered"):
         pack({"x": [1, Shade.DARK]}, "batch")
-    with pytest.raises(PlainDataError, match=r"batch\.x: .*sparse.* cannot be kept for a rerun"):
+    with pytest.raises(PlainDataError, match=r"batch\.x: .*sparse.* cannot be saved for a rerun"):
         pack({"x": torch.eye(2).to_sparse()}, "batch")
     with pytest.raises(PlainDataError, match="meta"):
         pack({"x": torch.ones(2, device="meta")}, "batch")

@@ -20,9 +20,9 @@ def draw() -> list[float]:
 def test_every_generator_draws_the_same_again() -> None:
     beginning = ProcessState.of([])
     drawn = draw()
-    beginning.put_back([])
+    beginning.restore([])
     assert draw() == drawn
-    beginning.put_back([])
+    beginning.restore([])
     assert draw() == drawn
 
 
@@ -33,7 +33,7 @@ def test_buffers_are_put_back_in_place_and_stay_the_same_tensors() -> None:
     beginning = ProcessState.of([kept])
     norm(torch.randn(5, 2))
     assert mean.abs().sum() > 0
-    beginning.put_back([kept])
+    beginning.restore([kept])
     assert norm[0].running_mean is mean and mean.tolist() == [0.0, 0.0]
     assert int(norm[0].num_batches_tracked) == 0
 
@@ -47,4 +47,4 @@ def test_buffers_of_another_module_are_refused() -> None:
 def test_another_number_of_step_states_is_refused() -> None:
     kept = BufferState(torch.nn.BatchNorm1d(2))
     with pytest.raises(StructureError, match="began with 1 step_state objects, and the machine has 0"):
-        ProcessState.of([kept]).put_back([])
+        ProcessState.of([kept]).restore([])

@@ -13,7 +13,7 @@ from shardproof.saving.background import Progress, _Unfinished
 
 
 def test_who_waits_is_told_that_it_may_be_committed() -> None:
-    with pytest.raises(StorageError, match="storage hangs. It may be committed, or yet be once"):
+    with pytest.raises(StorageError, match="storage hangs. It may be committed, now or when"):
         PendingSave(3, Future[SaveResult]()).result()
 
 

@@ -196,8 +196,8 @@ def test_metadata_that_cannot_be_kept_is_refused_before_anything_is_written(tmp_
 
 @pytest.mark.parametrize("step", [-1, True, 1.5, "3"])
 def test_a_step_is_a_whole_number(step: Any, tmp_path: Path) -> None:
-    with pytest.raises(StructureError, match="a step is an int"):
+    with pytest.raises(StructureError, match="not an int from 0"):
         sp.save(tmp_path / "c", {}, step=step)
-    with pytest.raises(StructureError, match="a step is an int"):
+    with pytest.raises(StructureError, match="not an int from 0"):
         sp.Checkpointer(tmp_path).save(step, {}).result()
     assert not any(tmp_path.iterdir())

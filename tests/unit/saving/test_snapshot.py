@@ -416,7 +416,7 @@ def test_memory_for_a_copy_that_fails_is_given_back(gate: Gate, tmp_path: Path) 
     with pytest.raises(StructureError, match="was changed"):
         pending.result(LIMIT)
     pool = checkpointer._saver._own_cache().staging
-    assert pool.size and (pool._current is None or pool._current.holds == 0)
+    assert pool.size and (pool._current is None or pool._current.copies == 0)
 
 
 def test_a_writer_that_hangs_does_not_hold_training(gate: Gate, tmp_path: Path) -> None:
@@ -526,7 +526,7 @@ def test_a_child_made_by_fork_waits_for_no_save_of_its_parent(gate: Gate, tmp_pa
         torch.set_num_threads(1)
         gate.open()
         checkpointer.wait()
-        with pytest.raises(RuntimeError, match="began in another process"):
+        with pytest.raises(RuntimeError, match="began in the parent of this forked process"):
             pending.result()
         assert not checkpointer.save(2, {"w": torch.ones(10)}, when_busy="skip").skipped
         checkpointer.wait()

@@ -24,7 +24,7 @@ from shardproof.geometry import Boxes, IndexMap
 from shardproof.planning import Structure
 from shardproof.state import Collected, LastWalk, LocalShards, collect
 from shardproof.state.dtensor import LOCAL
-from shardproof.state.tensors import same_memory
+from shardproof.state.tensors import memory_identity
 from tests.describing import watch_described
 
 Tree = dict[str, Any]
@@ -221,7 +221,7 @@ def said(collected: Collected) -> list[Any]:
                 entry.shape,
                 entry.alias_of,
                 [
-                    (piece.offsets, piece.sizes, piece.address, piece.is_plain, same_memory(piece.view))
+                    (piece.offsets, piece.sizes, piece.address, piece.is_plain, memory_identity(piece.view))
                     for piece in entry.pieces
                 ],
             )

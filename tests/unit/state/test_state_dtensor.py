@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardproof.errors import StructureError
 from shardproof.state import collect
-from shardproof.state.dtensor import Layouts, _are_alike
+from shardproof.state.dtensor import LocalBoxesCache, _are_alike
 from shardproof.state.optimizer.slot_layouts import SlotLayouts
 from shardproof.state.optimizer.slots import StoredSlot
 from shardproof.state.placements import local_segments, order_of_sharding
@@ -251,8 +251,8 @@ def test_placements_of_another_type_are_not_alike(placed: Any) -> None:
     mesh = object()
     for other, alike in ((_Rows(0), True), (placed, False)):
         assert _are_alike([mesh, mesh], [(_Rows(0),), (other,)], [None, None]) is alike
-        known = Layouts()
-        assert (known._known(mesh, (_Rows(0),), None) is known._known(mesh, (other,), None)) is alike
+        cache = LocalBoxesCache()
+        assert (cache._cache_of(mesh, (_Rows(0),), None) is cache._cache_of(mesh, (other,), None)) is alike
 
 
 class Order(NamedTuple):

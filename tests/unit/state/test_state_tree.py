@@ -180,7 +180,7 @@ def test_targets_that_cannot_be_filled_are_refused() -> None:
     assert not checkpoint.bind({"x": frozen}, selected=lambda key: False).tensors
     with pytest.raises(StructureError, match="a state tree is a dict"):
         bind(3, Catalogue({}, {}, {"": 4}, 1))
-    with pytest.raises(StructureError, match="in no container"):
+    with pytest.raises(StructureError, match="in no mutable container"):
         bind((3, torch.ones(1)), Catalogue({}, {}, {"0": 4}, 1))
 
 
@@ -250,7 +250,7 @@ def test_per_rank_values_and_ranks_that_come_and_go() -> None:
     leaf = {"mine": PerRank(0)}
     FakeCheckpoint([collect({"mine": PerRank(5)})]).load(leaf)
     assert leaf["mine"].value == 5
-    with pytest.raises(StructureError, match="inside of a per-rank"):
+    with pytest.raises(StructureError, match="inside a per-rank"):
         collect({"a": PerRank({"b": RandomState()})})
 
 
@@ -359,7 +359,7 @@ def test_an_empty_place_where_the_checkpoint_has_keys_is_a_mismatch_that_says_so
         "best": ("None", "tensor float32 [2]: give the target a tensor like it, or exclude it"),
         "rng": (
             "None",
-            "values of each rank's own: wrap the target's in shardproof.PerRank, or exclude it",
+            "per-rank values: wrap the target's value in shardproof.PerRank, or exclude it",
         ),
     }
     lenient = checkpoint.bind({"hist": {}, "l": []}, strict=False)

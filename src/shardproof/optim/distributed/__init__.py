@@ -1,4 +1,4 @@
-"""An optimizer whose state, and gradients if wanted, are cut over data-parallel ranks (ZeRO-1 and 2)."""
+"""An optimizer that shards its state, and optionally gradients, over data-parallel ranks (ZeRO-1 and 2)."""
 
 from __future__ import annotations
 

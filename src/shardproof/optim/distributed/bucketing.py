@@ -1,4 +1,4 @@
-"""From a module's parameters to weights in flat buckets."""
+"""Assigns a module's parameters to flat buckets."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from shardproof.state import local_tensor
 __all__ = ["ParamGroups", "check_same", "groups_of", "make_buckets", "make_weights", "model_ranks"]
 
 _ALIGNMENT = 16
-"""Bytes that every parameter and every rank's range begin at a multiple of, as matrix kernels like it."""
+"""Alignment of every parameter and every rank's range, in bytes, for vectorised kernels."""
 
 ParamGroups = Iterable[Mapping[str, Any]] | Callable[[str, torch.nn.Parameter], Mapping[str, Any]] | None
 
 
 def groups_of(module: torch.nn.Module, given: ParamGroups) -> list[dict[str, Any]]:
-    """Parameter groups as torch's optimizers take them, in the program's parameters."""
+    """Convert `param_groups` to groups as torch's optimizers accept them."""
     if given is None:
         groups = [{"params": [item for item in module.parameters() if item.requires_grad]}]
     elif callable(given):
@@ -39,7 +39,7 @@ def groups_of(module: torch.nn.Module, given: ParamGroups) -> list[dict[str, Any
     else:
         groups = [{**group, "params": _parameters(group["params"])} for group in given]
     if not any(group["params"] for group in groups):
-        raise ValueError("no parameter to step: none requires a gradient, or param_groups are empty")
+        raise ValueError("no parameter to step: no parameter requires a gradient, or param_groups is empty")
     return groups
 
 
@@ -64,28 +64,28 @@ def make_weights(module: torch.nn.Module, groups: Sequence[Mapping[str, Any]]) -
         if parameter in row_of:
             local = local_tensor(parameter)
             if local.is_meta:
-                raise ValueError(f"{name} is on the meta device: give it memory and values first")
-            if not local.is_floating_point():
                 raise ValueError(
-                    f"{name} is {local.dtype}; gradients are summed of real floating-point parameters"
+                    f"{name} is on the meta device: call to_empty and initialise it, then make the optimizer"
                 )
+            if not local.is_floating_point():
+                raise ValueError(f"{name} is {local.dtype}; parameters must be real floating-point")
             holder = module.get_submodule(name.rpartition(".")[0])
             weights.append(
                 Weight(name, parameter, row_of.pop(parameter), _counted(parameter, mesh), holder._parameters)
             )
     if row_of:
         shapes = [list(parameter.shape) for parameter in row_of]
-        raise ValueError(f"param_groups have parameters that are not the module's, of shapes {shapes[:5]}")
+        raise ValueError(f"param_groups has parameters that are not the module's, of shapes {shapes[:5]}")
     return weights
 
 
 def check_same(
     weights: Sequence[Weight], groups: RankGroups, is_expert: Callable[[str, torch.nn.Parameter], bool]
 ) -> None:
-    """The ranks of a group cut the same buffers, or their collectives would not fit.
+    """Check that all ranks of a group have the same parameters, so that their collectives match.
 
     Raises:
-        ValueError: they have not the same parameters.
+        ValueError: the parameters differ between ranks.
     """
     lines: dict[bool, list[str]] = {False: [], True: []}
     for weight in weights:
@@ -99,7 +99,7 @@ def check_same(
 
 
 def model_ranks(weights: Sequence[Weight], given: dist.ProcessGroup | None) -> RankGroup | None:
-    """The ranks with the other parts of the model: as given, else those of the tensor-parallel mesh."""
+    """The ranks with the other parts of the model: `given`, or the tensor-parallel mesh."""
     if given is not None:
         return RankGroup(given)
     meshes: list[Any] = []
@@ -111,8 +111,8 @@ def model_ranks(weights: Sequence[Weight], given: dist.ProcessGroup | None) -> R
         return None
     if len(meshes) > 1 or meshes[0].ndim != 1:
         raise ValueError(
-            f"parameters lie on {len(meshes)} device meshes, the first of {meshes[0].ndim} dimensions. Give "
-            "model_group: all ranks with which this one shares a model and not its data-parallel position"
+            f"parameters are on {len(meshes)} device meshes, the first of {meshes[0].ndim} dimensions. Set "
+            "model_group= to all ranks with other parts of this rank's model"
         )
     return RankGroup(meshes[0].get_group())
 
@@ -124,7 +124,7 @@ def make_buckets(
     gradient_dtype: torch.dtype | None,
     bucket_bytes: int,
 ) -> list[FlatBucket]:
-    """Flat buckets in the order in which backward is expected to fill them."""
+    """Make flat buckets, in the order in which backward is expected to fill them."""
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for row in reversed(range(len(weights))):
         weight = weights[row]
@@ -149,7 +149,7 @@ def make_buckets(
 
 
 def _counted(parameter: torch.Tensor, mesh: Any) -> bool:
-    """Whether norms count it on this rank, which may be one of several with a replica."""
+    """Return True if norms include the parameter on this rank, for one of its replicas only."""
     placements = getattr(parameter, "placements", None)
     if placements is not None:
         coordinate = parameter.device_mesh.get_coordinate()  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
-"""Flat buffers: where each parameter lies in them, and the range that each rank owns.
+"""Flat buffers of parameters, and the range of each buffer that a rank owns.
 
-`pack` is arithmetic alone, with the same result on every rank. Parameters follow each other in a bucket.
-A bucket is cut into as many equal ranges as there are ranks, across parameters and rows (ZeRO, Rajbhandari
-et al. 2020, arXiv:1910.02054).
+`pack` depends only on its arguments, so it gives the same result on every rank. A bucket concatenates
+parameters. It is cut into one equal range for each rank, without regard to parameters and rows (ZeRO,
+Rajbhandari et al. 2020, arXiv:1910.02054).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Span:
 
     @property
     def stop(self) -> int:
-        """Where it ends."""
+        """End of the range in the bucket."""
         return self.offset + self.size
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Spans in rising order, with padding between and behind, cut into one range for each rank.
+    """Spans in rising order with padding, cut into one range for each rank.
 
     >>> (bucket,) = pack([(0, 5), (1, 6)], limit=100, ranks=3, align=2)
     >>> bucket.size, bucket.shard, bucket.spans[1]
@@ -46,16 +46,16 @@ class Bucket:
 
     spans: tuple[Span, ...]
     size: int
-    """Elements, padding included: a multiple of the number of ranks."""
+    """Number of elements with padding: a multiple of the number of ranks."""
     ranks: int
 
     @property
     def shard(self) -> int:
-        """Elements of one rank's range."""
+        """Number of elements in the range of one rank."""
         return self.size // self.ranks
 
     def part(self, span: Span, rank: int) -> tuple[int, int]:
-        """The range [start, stop) of a parameter's elements that a rank owns; (0, 0) where it owns none."""
+        """The range [start, stop) of a parameter's elements that a rank owns; (0, 0) if it owns none."""
         start = max(span.offset, rank * self.shard) - span.offset
         stop = min(span.stop, (rank + 1) * self.shard) - span.offset
         return (start, stop) if start < stop else (0, 0)
@@ -72,13 +72,13 @@ class Bucket:
 
 
 def pack(sizes: Iterable[tuple[int, int]], *, limit: int, ranks: int, align: int) -> list[Bucket]:
-    """Parameters in buckets, in the order given.
+    """Pack parameters into buckets, in the given order.
 
     Args:
-        sizes: parameter and its number of elements.
-        limit: elements from which on a bucket takes no more; one larger parameter has a bucket to itself.
-        ranks: ranges that each bucket is cut into.
-        align: elements that every parameter and every range begin at a multiple of.
+        sizes: each parameter with its number of elements.
+        limit: largest number of elements in a bucket. A larger parameter has its own bucket.
+        ranks: number of ranges in each bucket.
+        align: every parameter and every range begins at a multiple of this number of elements.
     """
     buckets: list[Bucket] = []
     spans: list[Span] = []
@@ -102,51 +102,51 @@ def pack(sizes: Iterable[tuple[int, int]], *, limit: int, ranks: int, align: int
 
 @dataclass(slots=True, eq=False)
 class Owner:
-    """A module that holds parameters of its own."""
+    """A module with direct parameters."""
 
     called: bool = False
-    """Its forward has begun since the last step."""
+    """True if its forward has begun since the last step."""
 
 
 @dataclass(slots=True, eq=False)
 class Weight:
-    """One parameter: where it lies, and the part of it that this rank steps."""
+    """One parameter, its position in a bucket, and the part of it that this rank steps."""
 
     name: str
     parameter: torch.nn.Parameter
     group: int
-    """Its row in `param_groups`."""
+    """Index in `param_groups`."""
     counted: bool
-    """Its elements enter norms on this rank: they are not a tensor-parallel replica of another's."""
+    """True if norms include its elements on this rank. False for a tensor-parallel replica."""
     siblings: Mapping[str, torch.nn.Parameter | None]
-    """All parameters of the module that holds it, as they are now."""
+    """The `_parameters` of its module."""
     bucket: FlatBucket = field(init=False)
     data: torch.Tensor = field(init=False)
     """The local tensor: a view of the bucket's parameters."""
     offset: int = field(init=False)
-    """In the bucket."""
+    """Offset in the bucket."""
     start: int = field(init=False)
     stop: int = field(init=False)
-    """Elements [start, stop) of the local tensor are this rank's; equal where none are."""
+    """This rank owns the elements [start, stop) of the local tensor."""
     fragment: torch.Tensor = field(init=False)
-    """1-D, `stop - start` elements, which the inner optimizer steps: masters, or a view of `data`."""
+    """1-D tensor of `stop - start` elements for the inner optimizer: masters, or a view of `data`."""
     mastered: bool = field(init=False)
-    """`fragment` holds masters."""
+    """True if `fragment` contains masters."""
     stepped_dtype: torch.dtype = field(init=False)
-    """In which the inner optimizer sees it."""
+    """Dtype of the parameter in the inner optimizer."""
     expected: bool = True
-    """It had a gradient on some rank in the last step, so that its bucket waits for one in the next."""
+    """True if a rank had a gradient in the last step. Then its bucket waits for one in the next step."""
     seen: bool = False
-    """It has had a gradient on this rank since the last `zero_grad`."""
+    """True if this rank has had a gradient since the last `zero_grad`."""
     written: bool = False
-    """Its place in the full gradient buffer holds a gradient that has not been sent."""
+    """True if the full gradient buffer has a gradient of it that has not been sent."""
     ready: bool = False
-    """Its gradient is complete."""
+    """True if its gradient is complete."""
     version: int = 0
-    """Version of the parameter after the optimizer's own last change."""
+    """Version of the parameter after the last write by the optimizer."""
     owners: list[Owner] = field(default_factory=list)
 
-    def place(self, bucket: FlatBucket, offset: int, part: tuple[int, int]) -> None:
+    def move_to(self, bucket: FlatBucket, offset: int, part: tuple[int, int]) -> None:
         """Move the parameter's values into the bucket."""
         local = local_tensor(self.parameter)
         self.bucket, self.offset, (self.start, self.stop) = bucket, offset, part
@@ -161,41 +161,45 @@ class Weight:
 
     @property
     def owned(self) -> torch.Tensor:
-        """This rank's elements of the parameter: 1-D, shares memory."""
+        """This rank's elements of the parameter, as a 1-D view."""
         return self.data.view(-1)[self.start : self.stop]
 
     @property
     def owned_gradient(self) -> torch.Tensor:
-        """This rank's elements of the reduced gradient, not yet multiplied by the bucket's `scale`."""
+        """This rank's elements of the reduced gradient, before the multiplication by `FlatBucket.scale`."""
         bucket = self.bucket
         at = self.offset + self.start - bucket.first if self.start < self.stop else 0
         return bucket.shard[at : at + self.stop - self.start]
 
     def current_version(self) -> int:
-        """Changes when anybody writes to the parameter through torch, or a load fills it."""
+        """A version that changes with each write to the parameter through torch, and with each load."""
         return int(self.parameter._version) + int(self.data._version)
 
     def check_in_place(self) -> None:
-        """Raises where something else has given the parameter, or its module, other memory."""
-        held = self.siblings.get(self.name.rpartition(".")[2])
-        replaced = held is not None and held is not self.parameter
+        """Check that the parameter still has its memory in the bucket.
+
+        Raises:
+            RuntimeError: the parameter was moved, or its module has another parameter.
+        """
+        current = self.siblings.get(self.name.rpartition(".")[2])
+        replaced = current is not None and current is not self.parameter
         moved = local_tensor(self.parameter).data_ptr() != self.data.data_ptr()
         if replaced or (moved and self.data.numel()):
             raise RuntimeError(
-                f"{self.name} no longer lies in the optimizer's flat buffer: it was given other memory after "
-                "the DistributedOptimizer was made (module.to(...), load_state_dict(assign=True), "
+                f"{self.name} is no longer in the optimizer's flat buffer: it got other memory after the "
+                "DistributedOptimizer was made (module.to(...), load_state_dict(assign=True), "
                 "param.data = ...). Make the optimizer after such changes"
             )
 
 
 class FlatBucket:
-    """The flat buffers of one bucket, and how far the reduction of its gradients is.
+    """The flat buffers of one bucket, and the progress of its gradient reduction.
 
     Args:
-        geometry: where its parameters lie.
-        ranks: among whom it is cut.
-        weights: in the order of the geometry's spans.
-        gradient_dtype: of the gradient buffers.
+        geometry: positions of its parameters.
+        ranks: ranks that share the bucket.
+        weights: parameters in the order of the geometry's spans.
+        gradient_dtype: dtype of the gradient buffers.
     """
 
     def __init__(
@@ -205,36 +209,36 @@ class FlatBucket:
         self.geometry, self.ranks, self.weights = geometry, ranks, weights
         self.device, self.gradient_dtype = like.device, gradient_dtype
         self.first = ranks.rank * geometry.shard
-        """Where this rank's range begins."""
+        """Start of this rank's range."""
         self.parameters = torch.zeros(geometry.size, dtype=like.dtype, device=like.device)
         for weight, span in zip(weights, geometry.spans, strict=True):
-            weight.place(self, span.offset, geometry.part(span, ranks.rank))
+            weight.move_to(self, span.offset, geometry.part(span, ranks.rank))
         self.shard = torch.zeros(geometry.shard, dtype=gradient_dtype, device=like.device)
         """This rank's range of the reduced gradients."""
         self.scale = 1.0
-        """What `shard` is still to be multiplied by."""
+        """Factor by which `shard` has still to be multiplied."""
         self.full: torch.Tensor | None = None
-        """The whole bucket's gradients, while there are any to be sent."""
+        """The gradients of the whole bucket, or None if all have been sent."""
         self.launched = False
-        """Its reduction has begun since the last `zero_grad`."""
-        self.landed = False
-        """`shard` holds gradients."""
-        self.flight: tuple[Work | None, torch.Tensor, torch.Tensor] | None = None
-        """A reduction under way: its work, what it reads, what it fills."""
+        """True if its reduction has begun since the last `zero_grad`."""
+        self.reduced = False
+        """True if `shard` contains gradients."""
+        self.reduction: tuple[Work | None, torch.Tensor, torch.Tensor] | None = None
+        """The current reduction: its work, its input and its output."""
         self.gathering: Work | None = None
-        """A gather of the parameters under way."""
+        """The current gather of the parameters."""
         self.eager = False
-        """A parameter is used outside of its module's forward: gather before the step returns."""
+        """True if a parameter is used outside of its module's forward. Then `step` waits for the gather."""
         self.exact = not any(not weight.counted for weight in weights)
-        """All that `shard` holds is counted in norms."""
+        """True if norms include all of `shard`."""
 
     @property
     def owned(self) -> torch.Tensor:
-        """This rank's range of the parameters: shares memory."""
+        """This rank's range of the parameters, as a view."""
         return self.parameters[self.first : self.first + self.geometry.shard]
 
     def multiply(self, factor: float) -> None:
-        """The reduced gradients times a factor. Narrow ones take it when they are raised for the step."""
+        """Multiply the reduced gradients. For 16-bit gradients, the step does it after the cast to fp32."""
         scale = self.scale * factor
         if self.shard.dtype.itemsize >= 4 or scale == 0.0 or scale - scale != 0.0:
             if factor != 1.0:
@@ -243,7 +247,7 @@ class FlatBucket:
             self.scale = scale
 
     def counted(self) -> list[torch.Tensor]:
-        """The reduced gradients whose elements this rank counts, not yet multiplied by `scale`."""
+        """The reduced gradients that norms include on this rank, before the multiplication by `scale`."""
         if self.exact:
             return [self.shard]
         return [weight.owned_gradient for weight in self.weights if weight.counted]

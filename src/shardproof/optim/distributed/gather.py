@@ -38,13 +38,13 @@ class Gather:
         """Makes modules wait for their parameters, while this object lives."""
         by_parameter = {weight.parameter: weight for weight in weights}
         for part in module.modules():
-            held = [by_parameter[item] for item in part.parameters(recurse=False) if item in by_parameter]
-            if held:
+            direct = [by_parameter[item] for item in part.parameters(recurse=False) if item in by_parameter]
+            if direct:
                 owner = Owner()
                 self._owners.append(owner)
-                for weight in held:
+                for weight in direct:
                     weight.owners.append(owner)
-                self._attach(part, owner, list(dict.fromkeys(weight.bucket for weight in held)))
+                self._attach(part, owner, list(dict.fromkeys(weight.bucket for weight in direct)))
 
     def _attach(self, part: torch.nn.Module, owner: Owner, buckets: list[FlatBucket]) -> None:
         alive = weakref.ref(self)

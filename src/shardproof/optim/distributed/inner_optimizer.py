@@ -16,7 +16,7 @@ from shardproof.state import SlotKeeper, options_of
 __all__ = ["Schemas", "make_stepper"]
 
 Schemas = Mapping[tuple[int, torch.dtype], Mapping[str, Spec]]
-"""Slot schemas by group and by the dtype in which the inner optimizer sees the parameters."""
+"""Slot schemas by group and by the dtype of the parameters in the inner optimizer."""
 
 
 def make_stepper(
@@ -30,7 +30,7 @@ def make_stepper(
 
     Raises:
         ValueError: the optimizer is not elementwise; `state_dtypes` names a slot that it does not have; or
-            the caller sets dtypes for an optimizer that manages its own state.
+            the caller sets dtypes for an optimizer that describes its own slots.
     """
     options = [options_of(group) for group in groups]
     direct = not state_dtypes and (master_dtype is None or master_dtype.itemsize >= 4)
@@ -43,8 +43,8 @@ def make_stepper(
     )
     if not direct and isinstance(stepper.inner, SlotKeeper):
         raise ValueError(
-            f"{type(stepper.inner).__name__} keeps its state itself: give state_dtypes to it (with "
-            "functools.partial). A narrow master_dtype goes with optimizers of torch's"
+            f"{type(stepper.inner).__name__} describes its own slots: pass state_dtypes to it (with "
+            "functools.partial). A narrow master_dtype requires an optimizer of torch"
         )
     schemas = {
         (row, dtype): slot_schema(factory.make, stepper.inner.param_groups[row], dtype)

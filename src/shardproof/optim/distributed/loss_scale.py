@@ -1,4 +1,4 @@
-"""Loss scales keep small fp16 gradients from vanishing (Micikevicius et al. 2018, arXiv:1710.03740)."""
+"""Loss scales prevent the underflow of fp16 gradients (Micikevicius et al. 2018, arXiv:1710.03740)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["DynamicLossScale", "LossScale"]
 
 
 class LossScale:
-    """A factor on the loss, which the optimizer takes off the gradients again.
+    """A factor on the loss. The optimizer divides the gradients by it.
 
     Args:
         value: the factor.
@@ -17,29 +17,29 @@ class LossScale:
 
     def __init__(self, value: float) -> None:
         if not value > 0.0:
-            raise ValueError(f"a loss scale is above 0; it is {value}")
+            raise ValueError(f"loss scale is {value}: it must be above 0")
         self.value = float(value)
 
     def update(self, found_inf: bool) -> None:
-        """Called once a step. A fixed scale stays."""
+        """Called once a step. A fixed scale does not change."""
 
     def describe(self) -> dict[str, Any]:
-        """Its state, as plain values."""
+        """The state as plain values."""
         return {"value": self.value}
 
     def receive(self, state: Mapping[str, Any]) -> None:
-        """Takes what `describe` gave. A fixed scale stays."""
+        """Loads the value of `describe`. A fixed scale does not change."""
 
 
 class DynamicLossScale(LossScale):
-    """A loss scale that grows while gradients are finite, and shrinks when they are not.
+    """A loss scale that grows while gradients are finite, and shrinks if they are not.
 
     Args:
         initial: the first value.
-        growth: factor after `interval` finite steps in a row.
+        growth: factor after `interval` consecutive finite steps.
         backoff: factor after a step whose gradients were not finite.
-        interval: steps.
-        minimum: it does not become smaller.
+        interval: number of steps.
+        minimum: smallest value.
 
     >>> scale = DynamicLossScale(8.0, interval=2)
     >>> scale.update(found_inf=True); scale.value
@@ -60,15 +60,15 @@ class DynamicLossScale(LossScale):
         super().__init__(initial)
         if growth < 1.0 or not 0.0 < backoff < 1.0 or interval < 1:
             raise ValueError(
-                "growth is at least 1, backoff between 0 and 1, interval at least 1; they are "
-                f"{growth}, {backoff}, {interval}"
+                f"growth is {growth}, backoff {backoff}, interval {interval}: growth must be at least 1, "
+                "backoff between 0 and 1, interval at least 1"
             )
         self.growth, self.backoff, self.interval, self.minimum = growth, backoff, interval, minimum
         self.finite_steps = 0
-        """In a row."""
+        """Number of consecutive finite steps."""
 
     def update(self, found_inf: bool) -> None:
-        """Called once a step, with the same answer on all ranks."""
+        """Called once a step, with the same argument on all ranks."""
         if found_inf:
             self.value = max(self.value * self.backoff, self.minimum)
             self.finite_steps = 0
@@ -79,10 +79,10 @@ class DynamicLossScale(LossScale):
             self.finite_steps = 0
 
     def describe(self) -> dict[str, Any]:
-        """Its state, as plain values."""
+        """The state as plain values."""
         return {"value": self.value, "finite_steps": self.finite_steps}
 
     def receive(self, state: Mapping[str, Any]) -> None:
-        """Takes what `describe` gave, of this or of a fixed scale."""
+        """Loads the value of `describe`, of a dynamic or a fixed scale."""
         self.value = float(state["value"])
         self.finite_steps = int(state.get("finite_steps", 0))

@@ -1,8 +1,7 @@
-"""Masters and slots in dtypes of their own, raised to fp32 for the step and rounded after it.
+"""Masters and slots in chosen dtypes, which a step casts to fp32 and rounds again.
 
-No more than a bounded number of elements is raised at a time. As every element is stepped by itself, a
-fragment may be stepped in chunks: each has its share of the elements, and a copy of what is one for all
-(step counts).
+A bounded number of elements is cast at a time. The optimizer is elementwise, so a fragment can be stepped in
+chunks. Each chunk has its slice of the elementwise slots, and a copy of the scalar slots (step counts).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from shardproof.state import ParameterSlots, Receipt, StoredSlot
 __all__ = ["LowPrecisionStepper"]
 
 _CHUNK = 1 << 22
-"""Elements that are raised to fp32 at a time: 16 MiB of each slot."""
+"""Elements that are cast to fp32 at a time: 16 MiB of each slot."""
 
 
 @dataclass(slots=True)
@@ -44,13 +43,13 @@ class _Slots:
 
 
 class LowPrecisionStepper:
-    """Keeps slots as it is told, and has the inner optimizer step chunks in fp32.
+    """Stores slots in chosen dtypes, and steps chunks in fp32 with the inner optimizer.
 
     Args:
-        factory: of the inner optimizer.
-        weights: whose fragments.
-        options: of the groups.
-        dtypes: by slot; fp32 for others.
+        factory: factory of the inner optimizer.
+        weights: parameters whose fragments are stepped.
+        options: options of the groups.
+        dtypes: stored dtypes by slot; fp32 for other slots.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class LowPrecisionStepper:
         dtypes: Mapping[str, torch.dtype],
     ) -> None:
         self._dtypes, self._kind = dict(dtypes), factory.kind
-        self._kept: dict[Weight, _Slots] = {}
+        self._slots: dict[Weight, _Slots] = {}
         device = weights[0].fragment.device
         self.inner = factory(
             [{**group, "params": [torch.zeros(0, dtype=torch.float32, device=device)]} for group in options]
@@ -69,30 +68,30 @@ class LowPrecisionStepper:
         self._weights = weights
 
     def step(self, weights: Sequence[Weight], options: GroupOptions) -> None:
-        """One inner step for each chunk, with that chunk's share of the state."""
+        """One inner step for each chunk, with the chunk's slice of the state."""
         copy_options(options, self.inner)
-        before = {weight: self._kept.get(weight) for weight in weights}
+        before = {weight: self._slots.get(weight) for weight in weights}
         after: dict[Weight, _Slots] = {weight: _Slots() for weight in weights}
         for chunks in _chunks(weights):
             self.inner.state.clear()
             for group in self.inner.param_groups:
                 group["params"] = []
             for chunk in chunks:
-                kept = before[chunk.weight]
-                if kept is not None:
-                    self.inner.state[chunk.values] = _raise(kept, chunk)
+                stored = before[chunk.weight]
+                if stored is not None:
+                    self.inner.state[chunk.values] = _fp32_state(stored, chunk)
                 self.inner.param_groups[chunk.weight.group]["params"].append(chunk.values)
             self.inner.step()
             for chunk in chunks:
-                place = chunk.weight.fragment[chunk.start : chunk.stop]
-                if place.data_ptr() != chunk.values.data_ptr():
-                    place.copy_(chunk.values)
-                self._lower(self.inner.state[chunk.values], chunk, before[chunk.weight], after[chunk.weight])
+                destination = chunk.weight.fragment[chunk.start : chunk.stop]
+                if destination.data_ptr() != chunk.values.data_ptr():
+                    destination.copy_(chunk.values)
+                self._round(self.inner.state[chunk.values], chunk, before[chunk.weight], after[chunk.weight])
         self.inner.state.clear()
-        self._kept.update(after)
+        self._slots.update(after)
 
-    def _lower(self, state: Mapping[str, Any], chunk: _Chunk, before: _Slots | None, after: _Slots) -> None:
-        """Put a chunk's slots away, where the fragment's lie."""
+    def _round(self, state: Mapping[str, Any], chunk: _Chunk, before: _Slots | None, after: _Slots) -> None:
+        """Round a chunk's slots into the slots of its fragment."""
         fragment = chunk.weight.fragment
         for slot, item in state.items():
             if not isinstance(item, torch.Tensor):
@@ -106,22 +105,22 @@ class LowPrecisionStepper:
                     after.tensors[slot] = (
                         torch.zeros_like(fragment, dtype=dtype) if present is None else present
                     )
-                place = after.tensors[slot][chunk.start : chunk.stop]
-                if place.data_ptr() != item.data_ptr():
-                    place.copy_(item)
+                destination = after.tensors[slot][chunk.start : chunk.stop]
+                if destination.data_ptr() != item.data_ptr():
+                    destination.copy_(item)
 
     def slots(self) -> dict[Weight, ParameterSlots]:
-        """As they are kept."""
+        """The stored slots of each fragment."""
         described = {}
         for weight in self._weights:
-            kept = self._kept.get(weight) or _Slots()
+            stored = self._slots.get(weight) or _Slots()
             described[weight] = ParameterSlots(
-                weight.fragment, self._kind, {}, dict(kept.tensors), dict(kept.values)
+                weight.fragment, self._kind, {}, dict(stored.tensors), dict(stored.values)
             )
         return described
 
     def receive(self, weight: Weight, stored: Mapping[str, StoredSlot]) -> Receipt:
-        """New memory for each slot."""
+        """Allocates new memory for each slot."""
         group, device = self.inner.param_groups[weight.group], weight.fragment.device
         of_scalars = device if group.get("capturable") or group.get("fused") else "cpu"
         tensors = {
@@ -139,24 +138,24 @@ class LowPrecisionStepper:
     ) -> None:
         taken = {slot: item for slot, item in tensors.items() if slot in filled}
         if taken or values:
-            self._kept[weight] = _Slots(taken, dict(values))
+            self._slots[weight] = _Slots(taken, dict(values))
         else:
-            self._kept.pop(weight, None)
+            self._slots.pop(weight, None)
 
     def dtype_of(self, slot: str, spec: Spec) -> torch.dtype | None:
-        """What was asked for, else fp32."""
+        """The chosen dtype, or fp32."""
         return self._dtypes.get(slot, torch.float32) if spec.kind == "elements" else spec.dtype
 
 
 def _chunks(weights: Sequence[Weight]) -> Iterator[list[_Chunk]]:
-    """Fragments cut and put together so that no list has more than `_CHUNK` elements."""
+    """Lists of chunks, each list with at most `_CHUNK` elements."""
     chunks: list[_Chunk] = []
     filled = 0
     for weight in weights:
         size, start = weight.fragment.numel(), 0
         while True:
             stop = min(size, start + _CHUNK - filled)
-            chunks.append(_raised(weight, start, stop))
+            chunks.append(_fp32_chunk(weight, start, stop))
             filled += stop - start
             start = stop
             if filled == _CHUNK:
@@ -168,7 +167,7 @@ def _chunks(weights: Sequence[Weight]) -> Iterator[list[_Chunk]]:
         yield chunks
 
 
-def _raised(weight: Weight, start: int, stop: int) -> _Chunk:
+def _fp32_chunk(weight: Weight, start: int, stop: int) -> _Chunk:
     values = weight.fragment[start:stop].to(torch.float32)
     gradient = weight.owned_gradient[start:stop].to(torch.float32)
     if weight.bucket.scale != 1.0:
@@ -177,9 +176,9 @@ def _raised(weight: Weight, start: int, stop: int) -> _Chunk:
     return _Chunk(weight, start, stop, values)
 
 
-def _raise(kept: _Slots, chunk: _Chunk) -> dict[str, Any]:
-    """A chunk's share of the slots. Scalars are copies: each chunk's step counts one up."""
-    state = dict(kept.values)
-    for slot, item in kept.tensors.items():
+def _fp32_state(stored: _Slots, chunk: _Chunk) -> dict[str, Any]:
+    """A chunk's slice of the slots in fp32. Scalars are copies, because each chunk's step increments them."""
+    state = dict(stored.values)
+    for slot, item in stored.tensors.items():
         state[slot] = item[chunk.start : chunk.stop].to(torch.float32) if item.dim() else item.clone()
     return state

@@ -23,20 +23,22 @@ class Masters:
 
     def __init__(self, buckets: Sequence[FlatBucket], dtype: torch.dtype | None) -> None:
         self._weights = [weight for bucket in buckets for weight in bucket.weights]
-        self._of: dict[FlatBucket, torch.Tensor] = {}
+        self._masters: dict[FlatBucket, torch.Tensor] = {}
         for bucket in buckets:
             narrow = bucket.parameters.dtype
             mastered = dtype is not None and narrow.itemsize < 4 and narrow != dtype
             if mastered:
-                self._of[bucket] = bucket.owned.to(dtype)
+                self._masters[bucket] = bucket.owned.to(dtype)
             for weight in bucket.weights:
                 weight.mastered = mastered
                 if mastered:
                     at = weight.offset + weight.start - bucket.first if weight.start < weight.stop else 0
-                    weight.fragment = self._of[bucket][at : at + weight.stop - weight.start]
+                    weight.fragment = self._masters[bucket][at : at + weight.stop - weight.start]
                 else:
                     weight.fragment = weight.owned
-                declare_storage_owner(weight.fragment, self._of[bucket] if mastered else bucket.parameters)
+                declare_storage_owner(
+                    weight.fragment, self._masters[bucket] if mastered else bucket.parameters
+                )
 
     def follow_parameters(self) -> None:
         """Refreshes the masters of parameters that the program has written to.
@@ -56,10 +58,10 @@ class Masters:
     def round_to_parameters(self, changed: Iterable[FlatBucket]) -> None:
         """Rounds the masters into this rank's range of each changed bucket."""
         for bucket in changed:
-            if bucket in self._of:
-                bucket.owned.copy_(self._of[bucket])
+            if bucket in self._masters:
+                bucket.owned.copy_(self._masters[bucket])
 
-    def note_versions(self) -> None:
+    def record_versions(self) -> None:
         """Records the current version of every parameter."""
         for weight in self._weights:
             weight.version = weight.current_version()

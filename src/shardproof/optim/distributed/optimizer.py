@@ -1,4 +1,4 @@
-"""The distributed optimizer: what the program calls."""
+"""The public class of the distributed optimizer."""
 
 from __future__ import annotations
 
@@ -37,50 +37,49 @@ def _no_expert(name: str, parameter: torch.nn.Parameter) -> bool:
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """Data-parallel training in which each rank steps its own part of the parameters (ZeRO-1 and 2).
+    """Data-parallel training in which each rank steps a part of the parameters (ZeRO-1 and 2).
 
-    It takes the place of both `DistributedDataParallel` and the optimizer. Parameters are moved into flat
-    buckets; each rank owns a range of each bucket, wherever parameters begin. Gradients are taken from
-    `parameter.grad` (which is None afterwards: clip with `clip_grad_norm_` of this class), averaged over
-    ranks by one reduce-scatter for each bucket during backward; each rank steps what it owns; the new
-    parameters are gathered during the next forward. A parameter that has a gradient on any rank is stepped
-    on all, one that has none anywhere is left alone.
+    It replaces both `DistributedDataParallel` and the optimizer. It moves parameters into flat buckets, and
+    each rank owns a range of each bucket. During backward, one reduce-scatter for each bucket averages the
+    gradients over the ranks and sets `parameter.grad` to None, so clip with `clip_grad_norm_` of this class.
+    Each rank steps its ranges. The next forward gathers the new parameters. A parameter with a gradient on
+    any rank is stepped on all ranks. A parameter without a gradient on all ranks is not stepped.
 
     `backward`, `step`, `clip_grad_norm_`, `count_zero_gradients` and `zero_grad` communicate: every rank
-    calls them the same number of times, in the same order. Describing and taking state does not. A backward
-    pass reaches a parameter of the optimizer on every rank or on none.
+    must call them the same number of times, in the same order. Saves and loads of the state do not
+    communicate. A backward pass must reach a parameter on all ranks or on none.
 
     Args:
-        module: its parameters are the same on all ranks afterwards: those of the group's first rank.
-        optimizer_class: any optimizer of torch's that steps every element by itself, or a callable like one:
-            ``optimizer_class(groups, **options)``, for example a `functools.partial` of
-            `HybridDeviceOptimizer`.
-        param_groups: groups of the module's parameters as torch takes them; or options by parameter,
-            ``param_groups(name, parameter) -> {"weight_decay": 0.0}``; or None for one group of all that
-            require gradients.
+        module: the model. The optimizer broadcasts the parameters of the group's first rank.
+        optimizer_class: an elementwise torch optimizer, or a callable ``optimizer_class(groups, **options)``,
+            for example a `functools.partial` of `HybridDeviceOptimizer`.
+        param_groups: groups of the module's parameters as for torch optimizers; or a function that returns a
+            parameter's options, ``param_groups(name, parameter) -> {"weight_decay": 0.0}``; or None for one
+            group of all parameters that require gradients.
         process_group: the data-parallel ranks; None for all.
-        expert_group: the ranks that share this rank's experts. Expert gradients are summed over it, and
-            divided by the size of `process_group`, from all of whose ranks they come.
-        is_expert: ``is_expert(name, parameter)`` says which parameters belong to `expert_group`.
-        model_group: the ranks that hold other parts of this rank's model (tensor, pipeline parallel), over
-            which norms are taken too. Not needed where a mesh of DTensor parameters says it.
-        bucket_bytes: size of a gradient bucket in bytes; a larger parameter has one of its own.
-        gradient_dtype: in which gradients are added up and reduced; None for each parameter's.
-        master_dtype: of the masters of bf16 and fp16 parameters; None for no masters. fp32 parameters have
-            none.
-        state_dtypes: dtypes by slot, such as ``{"exp_avg": torch.bfloat16}``: kept so, raised to fp32 for
-            the step.
-        shard_gradients: full gradient buffers are reused once reduced (ZeRO-2), instead of kept (ZeRO-1).
-        overlap_reduce: reduce during backward, not in `step`. Where parameters are used on some ranks only,
-            and the model's own backward communicates over the same ranks, say False.
-        overlap_gather: `step` returns before the parameters are gathered. A parameter that the program reads
-            other than by its module's forward or state_dict needs `synchronize()` before.
-        loss_scale: multiplies the loss (see `scale`); a step whose gradients are not finite is left out.
-        options: of the optimizer class: ``lr=1e-3``, ...
+        expert_group: the ranks that share this rank's experts. Expert gradients come from all ranks of
+            `process_group`: they are summed over `expert_group` and divided by the size of `process_group`.
+        is_expert: ``is_expert(name, parameter)`` returns True for a parameter of `expert_group`.
+        model_group: the ranks with other parts of this rank's model (tensor, pipeline parallel), which norms
+            include. None uses the mesh of DTensor parameters.
+        bucket_bytes: size of a gradient bucket in bytes. A larger parameter has its own bucket.
+        gradient_dtype: dtype in which gradients are accumulated and reduced; None for each parameter's dtype.
+        master_dtype: dtype of the masters of bf16 and fp16 parameters; None for no masters. fp32 parameters
+            have no masters.
+        state_dtypes: dtypes in which to store slots, such as ``{"exp_avg": torch.bfloat16}``. A step casts
+            these slots to fp32.
+        shard_gradients: True to reuse full gradient buffers after the reduction (ZeRO-2), False to keep one
+            for each bucket (ZeRO-1).
+        overlap_reduce: True to reduce during backward, False to reduce in `step`. Use False if some ranks do
+            not use a parameter and the model's backward communicates over the same ranks.
+        overlap_gather: True to return from `step` before the parameters are gathered. Then call
+            `synchronize()` before reading a parameter other than by its module's forward or state_dict.
+        loss_scale: factor on the loss (see `scale`). A step whose gradients are not finite is skipped.
+        options: options of the optimizer class: ``lr=1e-3``, ...
 
     Raises:
-        ValueError: parameters are not the same on all ranks, are on the meta device or not the module's; the
-            optimizer is not elementwise; `state_dtypes` names no slot of it.
+        ValueError: parameters differ between ranks, are on the meta device or are not the module's; the
+            optimizer is not elementwise; `state_dtypes` names an unknown slot.
 
     >>> model = torch.nn.Linear(3, 2)
     >>> optimizer = DistributedOptimizer(model, torch.optim.AdamW, lr=1e-2)
@@ -111,7 +110,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         **options: Any,
     ) -> None:
         if (expert_group is None) != (is_expert is None):
-            raise ValueError("give expert_group and is_expert together, or neither")
+            raise ValueError("expert_group and is_expert must be set together")
         groups = groups_of(module, param_groups)
         self._complete = False
         self._weights = make_weights(module, groups)
@@ -140,9 +139,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             overlap=overlap_reduce,
         )
         self._gather = Gather(self._buckets, overlap=overlap_gather)
-        self._verdict: StepAgreement | None = None
+        self._agreement: StepAgreement | None = None
         self.skipped = False
-        """The last step was left out: a gradient on some rank was not finite."""
+        """True if the last step was skipped because a gradient on a rank was not finite."""
         self._stepper, self._schemas = make_stepper(
             Factory(optimizer_class, options), self._weights, groups, master_dtype, state_dtypes or {}
         )
@@ -154,7 +153,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._complete = True
         self.register_state_dict_pre_hook(_no_state_dict)
         self.register_load_state_dict_pre_hook(_no_state_dict)
-        self._masters.note_versions()
+        self._masters.record_versions()
         self._gradients.attach_hooks(module)
         self._gather.attach_hooks(module, self._weights)
 
@@ -162,7 +161,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the parameters that have gradients, unless these are not finite and there is a loss scale.
+        """Step the parameters with gradients. With a loss scale, skip the step if these are not finite.
 
         Args:
             closure: computes the loss and its gradients; called once.
@@ -174,38 +173,38 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        verdict = self._settle(norm=False)
-        self._verdict = None
-        self._gradients.expect(verdict.stepped)
+        agreement = self._reduce_and_agree(norm=False)
+        self._agreement = None
+        self._gradients.expect(agreement.stepped)
         if self._loss_scale is not None:
-            self._loss_scale.update(not verdict.finite)
-        self.skipped = not verdict.finite
+            self._loss_scale.update(not agreement.finite)
+        self.skipped = not agreement.finite
         if self.skipped:
             return loss
         self._gather.wait_all()
         for weight in self._weights:
             weight.check_in_place()
         self._masters.follow_parameters()
-        self._stepper.step(verdict.stepped, self.param_groups)
-        changed = {weight.bucket: None for weight in verdict.stepped}
+        self._stepper.step(agreement.stepped, self.param_groups)
+        changed = {weight.bucket: None for weight in agreement.stepped}
         self._masters.round_to_parameters(changed)
         self._gather.start(changed)
-        torch.autograd.graph.increment_version([weight.parameter for weight in verdict.stepped])
-        self._masters.note_versions()
+        torch.autograd.graph.increment_version([weight.parameter for weight in agreement.stepped])
+        self._masters.record_versions()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients. Where a backward pass has begun to reduce them, the reduction is ended first.
+        """Clear the gradients. A reduction that has begun is completed first.
 
         Args:
-            set_to_none: taken for torch's sake; gradients become None.
+            set_to_none: ignored; gradients become None.
         """
-        self._verdict = None
+        self._agreement = None
         self._gradients.clear()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes within only add gradients up; the next one outside, or `step`, reduces them."""
+        """Accumulate gradients without a reduction, which the next backward pass outside or `step` does."""
         before, self._gradients.synchronized = self._gradients.synchronized, False
         try:
             yield
@@ -213,7 +212,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._gradients.synchronized = before
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to call backward on. Gradients are divided by the loss scale again when they are reduced.
+        """The loss times the loss scale, for backward. The reduction divides the gradients by the loss scale.
 
         >>> optimizer = DistributedOptimizer(torch.nn.Linear(1, 1), torch.optim.SGD, lr=0.1, loss_scale=4.0)
         >>> float(optimizer.scale(torch.tensor(1.5)))
@@ -226,10 +225,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Scale gradients so that the 2-norm of all of them, over all ranks, is at most `max_norm`.
 
         Returns:
-            The norm before, fp32, 0-dim. As in `torch.nn.utils.clip_grad_norm_`, gradients are scaled by
-            ``max_norm / (norm + 1e-6)`` where that is below 1, and become nan where the norm is.
+            The norm before scaling, a 0-D fp32 tensor. As in `torch.nn.utils.clip_grad_norm_`, the factor is
+            ``max_norm / (norm + 1e-6)`` if that is below 1, and gradients become NaN if the norm is NaN.
         """
-        norm = self._settle(norm=True).norm
+        norm = self._reduce_and_agree(norm=True).norm
         factor = max_norm / (norm + 1e-6)
         if not factor >= 1.0:
             for bucket in self._buckets:
@@ -238,33 +237,33 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def count_zero_gradients(self) -> int:
-        """Elements whose gradient is exactly zero, of all parameters with a gradient, over all ranks."""
-        verdict = self._settle(norm=False)
-        return count_zeros(verdict.stepped, self._groups, self._buckets[0].device)
+        """Number of elements with a zero gradient, of all parameters with a gradient, over all ranks."""
+        agreement = self._reduce_and_agree(norm=False)
+        return count_zeros(agreement.stepped, self._groups, self._buckets[0].device)
 
     def synchronize(self) -> None:
-        """Wait until the parameters are those of the last step, wherever they are read from."""
+        """Wait until all parameters are gathered."""
         self._gather.wait_all()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only while the optimizer is made: where parameters lie in flat buffers is fixed then."""
+        """Refuses parameters after construction, because the flat buffers are fixed."""
         if self._complete:
             raise RuntimeError(
-                "parameters cannot be added to a DistributedOptimizer: save its state, make it again over "
-                "all parameters, and load the state"
+                "parameters cannot be added to a DistributedOptimizer: save its state, make a new optimizer "
+                "over all parameters, and load the state"
             )
         super().add_param_group(param_group)
 
     # State (see `shardproof.state.SlotKeeper`)
 
     def describe_slots(self) -> Iterator[ParameterSlots]:
-        """What this rank keeps of every parameter."""
+        """See `SlotKeeper`. Yields this rank's ranges of every parameter."""
         self.synchronize()
         self._masters.follow_parameters()
         yield from describe(self._weights, self._stepper, self.param_groups)
 
     def receive_slots(self, parameter: torch.Tensor, stored: Mapping[str, StoredSlot]) -> Receipt:
-        """How a parameter takes what is stored, from any number of ranks.
+        """See `SlotKeeper`. Loads slots that any number of ranks saved.
 
         Raises:
             KeyError: the parameter is not in `param_groups`.
@@ -278,7 +277,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return receipt(weight, self._stepper, self._schemas[weight.group, weight.stepped_dtype], stored)
 
     def describe_shared(self) -> dict[str, Any]:
-        """The loss scale, and what the inner optimizer says."""
+        """The loss scale, and the shared state of the inner optimizer."""
         shared: dict[str, Any] = {}
         if self._loss_scale is not None:
             shared["loss_scale"] = self._loss_scale.describe()
@@ -288,33 +287,33 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return shared
 
     def receive_shared(self, state: Mapping[str, Any]) -> None:
-        """Takes what `describe_shared` gave; a loss scale only where there is one."""
+        """Loads the value of `describe_shared`. Ignores a loss scale if this optimizer has none."""
         if self._loss_scale is not None and "loss_scale" in state:
             self._loss_scale.receive(state["loss_scale"])
         inner = self._stepper.inner
         if isinstance(inner, SlotKeeper) and "inner" in state:
             inner.receive_shared(state["inner"])
 
-    # Within
+    # Internal
 
-    def _settle(self, *, norm: bool) -> StepAgreement:
-        """All gradients reduced, and what the ranks have agreed on since."""
+    def _reduce_and_agree(self, *, norm: bool) -> StepAgreement:
+        """Reduce all gradients, and return the agreement of the ranks."""
         gradients, finite = self._gradients, self._loss_scale is not None
-        if self._verdict is not None and not gradients.touched and not norm:
-            return self._verdict
+        if self._agreement is not None and not gradients.touched and not norm:
+            return self._agreement
         gradients.finish()
         while True:
             late = gradients.late()
-            verdict = agree(self._buckets, self._weights, late, self._groups, norm=norm, finite=finite)
-            if not verdict.any_late:
+            agreement = agree(self._buckets, self._weights, late, self._groups, norm=norm, finite=finite)
+            if not agreement.any_late:
                 break
-            gradients.reduce_late(verdict.late)
-        self._verdict = verdict
-        return verdict
+            gradients.reduce_late(agreement.late)
+        self._agreement = agreement
+        return agreement
 
 
 def _no_state_dict(*_: Any) -> None:
     raise RuntimeError(
-        "a DistributedOptimizer has no state_dict: no rank holds all of its state, and gathering it would "
-        "take a collective. Save it with shardproof.save(path, {'model': model, 'optimizer': optimizer})"
+        "a DistributedOptimizer has no state_dict: no rank has all of its state, and a gather would be a "
+        "collective. Save it with shardproof.save(path, {'model': model, 'optimizer': optimizer})"
     )

@@ -1,4 +1,4 @@
-"""A distributed optimizer's state as ranges of the parameters' local tensors. Nothing here communicates."""
+"""A distributed optimizer's state as ranges of the parameters' local tensors, without communication."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["describe", "receipt"]
 def describe(
     weights: Sequence[Weight], stepper: Stepper, groups: Sequence[Mapping[str, Any]]
 ) -> Iterator[ParameterSlots]:
-    """Every parameter, with its masters from the start and other slots from its first step on."""
-    kept = stepper.slots()
+    """Describe every parameter. Masters always exist, other slots from the first step on."""
+    slots_by_weight = stepper.slots()
     options = [options_of(group) for group in groups]
     for weight in weights:
-        slots = kept[weight]
+        slots = slots_by_weight[weight]
         tensors: dict[str, torch.Tensor | LocalRange] = {}
         if weight.mastered:
             tensors[MASTER] = LocalRange(weight.fragment, weight.start, weight.stop)
@@ -33,7 +33,7 @@ def describe(
 def receipt(
     weight: Weight, stepper: Stepper, schema: Mapping[str, Spec], stored: Mapping[str, StoredSlot]
 ) -> Receipt:
-    """How one parameter takes what is stored, whichever ranks it was stored from."""
+    """Prepare one parameter for a load of slots that any ranks saved."""
     wanted = {
         slot: _of_fragment(slot, like, weight, stepper, schema)
         for slot, like in stored.items()
@@ -43,7 +43,7 @@ def receipt(
     tensors = {slot: _ranged(item, weight) for slot, item in inner.tensors.items()}
     fresh = None
     if weight.mastered and MASTER not in schema:
-        fresh = weight.fragment.clone()  # elements that are stored nowhere (padding) stay what they are
+        fresh = weight.fragment.clone()  # elements that are not stored (padding) do not change
         tensors[MASTER] = LocalRange(fresh, weight.start, weight.stop)
 
     def attach(values: Mapping[str, Any], filled: frozenset[str]) -> None:
@@ -58,9 +58,9 @@ def receipt(
 def _of_fragment(
     slot: str, like: StoredSlot, weight: Weight, stepper: Stepper, schema: Mapping[str, Spec]
 ) -> StoredSlot:
-    """A stored slot as the fragment's optimizer is to see it."""
+    """Convert a stored slot to the shape and dtype of the fragment's slot."""
     spec = schema.get(slot)
-    if spec is None:  # of another optimizer: elements if it is shaped at all
+    if spec is None:  # another optimizer's slot
         spec = Spec("elements" if like.shape else "scalar", like.dtype)
     if spec.kind != "elements":
         return like
@@ -68,7 +68,7 @@ def _of_fragment(
 
 
 def _ranged(item: torch.Tensor | LocalRange, weight: Weight) -> torch.Tensor | LocalRange:
-    """A fragment's slot in terms of the parameter's local tensor."""
+    """A fragment's slot as a range of the parameter's local tensor."""
     if isinstance(item, LocalRange):
         return LocalRange(item.buffer, weight.start + item.start, weight.start + item.stop)
     return LocalRange(item, weight.start, weight.stop) if item.dim() else item

@@ -1,10 +1,10 @@
-"""What ranks must agree on before a step: which parameters have gradients, their norm, if they are finite.
+"""The agreement of ranks before a step: parameters with gradients, gradient norm, finiteness.
 
 Note: each element is counted once
-    A rank sums what it owns. Ranges of a bucket are disjoint over its group, and experts differ between the
-    groups that have them, so one sum over the data-parallel group has each of its elements once. A sum over
-    the ranks that hold other parts of the model adds theirs; there, a parameter that is replicated by
-    tensor parallelism is counted by the first of its replicas only (`Weight.counted`).
+    Each rank sums the elements that it owns. The ranges of a bucket are disjoint over its group, and
+    different expert groups have different experts. So a sum over the data-parallel group counts each element
+    once. A second sum over the ranks of the model group adds the other parts of the model. For a parameter
+    that tensor parallelism replicates, only the first replica counts (`Weight.counted`).
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ __all__ = ["RankGroups", "StepAgreement", "agree", "count_zeros"]
 
 @dataclass(frozen=True, slots=True)
 class RankGroups:
-    """The groups that a rank is in."""
+    """The groups of a rank."""
 
     data: RankGroup
-    """Shares its dense parameters, and has every expert of this part of the model."""
+    """Ranks with the same dense parameters, which together have every expert of this part of the model."""
     expert: RankGroup
-    """Shares its experts."""
+    """Ranks with the same experts."""
     model: RankGroup | None
-    """Holds the other parts of the model: tensor and pipeline parallel."""
+    """Ranks with the other parts of the model: tensor and pipeline parallel."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepAgreement:
-    """What all ranks have agreed on."""
+    """The result of an agreement. Equal on all ranks of a group."""
 
     stepped: list[Weight]
-    """Have a gradient on some rank of their group."""
+    """Parameters with a gradient on a rank of their group."""
     late: list[bool]
-    """By bucket: some rank of its group has gradients that were not sent."""
+    """By bucket: True if a rank of its group has gradients that were not sent."""
     any_late: bool
-    """Some rank of any group has."""
+    """True if a rank of any group has gradients that were not sent."""
     norm: float
-    """2-norm of all gradients; nan if it was not asked for."""
+    """2-norm of all gradients; NaN if it was not requested."""
     finite: bool
-    """All gradients are, as far as was asked."""
+    """True if all gradients are finite, or the check was not requested."""
 
 
 def agree(
@@ -57,7 +57,7 @@ def agree(
     norm: bool,
     finite: bool,
 ) -> StepAgreement:
-    """One small sum over each group; to be called with the same `norm` and `finite` on all ranks."""
+    """Agree by one small sum over each group. All ranks must pass the same `norm` and `finite`."""
     seen = [float(weight.seen) for weight in weights]
     waiting = [float(item) for item in late]
     dense_weights = [row for row, weight in enumerate(weights) if weight.bucket.ranks is groups.data]
@@ -68,17 +68,17 @@ def agree(
     if expert_buckets:
         _sum_flags(groups.expert, device, (seen, expert_weights), (waiting, expert_buckets))
     squares = _squares(buckets) if norm else torch.zeros((), dtype=torch.float32, device=device)
-    strange = _strange(buckets) if finite else torch.zeros((), dtype=torch.float32, device=device)
+    not_finite = _not_finite(buckets) if finite else torch.zeros((), dtype=torch.float32, device=device)
     flags = [seen[row] for row in dense_weights] + [waiting[row] for row in dense_buckets] + [sum(waiting)]
     vector = torch.cat(
-        [torch.tensor(flags, dtype=torch.float32, device=device), torch.stack([squares, strange])]
+        [torch.tensor(flags, dtype=torch.float32, device=device), torch.stack([squares, not_finite])]
     )
     groups.data.sum(vector)
     if groups.model is not None:
         totals = vector[-3:].clone()
         groups.model.sum(totals)
         vector[-3:] = totals
-    *flags, any_late, total, not_finite = vector.tolist()
+    *flags, any_late, total, not_finite_count = vector.tolist()
     for row, flag in zip(dense_weights, flags, strict=False):
         seen[row] = flag
     for row, flag in zip(dense_buckets, flags[len(dense_weights) :], strict=True):
@@ -88,12 +88,12 @@ def agree(
         late=[flag > 0.0 for flag in waiting],
         any_late=any_late > 0.0,
         norm=total**0.5 if norm else float("nan"),
-        finite=not_finite == 0.0,
+        finite=not_finite_count == 0.0,
     )
 
 
 def count_zeros(weights: Sequence[Weight], groups: RankGroups, device: torch.device) -> int:
-    """Elements of those parameters' gradients that are zero, over all ranks."""
+    """Number of zero elements in the gradients of the parameters, over all ranks."""
     counts = [
         weight.owned_gradient.numel() - torch.count_nonzero(weight.owned_gradient)
         for weight in weights
@@ -107,7 +107,7 @@ def count_zeros(weights: Sequence[Weight], groups: RankGroups, device: torch.dev
 
 
 def _sum_flags(ranks: RankGroup, device: torch.device, *chosen: tuple[list[float], list[int]]) -> None:
-    """Those rows of the lists become their sums over ranks."""
+    """Replace the chosen rows of the lists by their sums over the ranks."""
     vector = torch.tensor(
         [flags[row] for flags, rows in chosen for row in rows], dtype=torch.float32, device=device
     )
@@ -119,7 +119,7 @@ def _sum_flags(ranks: RankGroup, device: torch.device, *chosen: tuple[list[float
 
 
 def _squares(buckets: Sequence[FlatBucket]) -> torch.Tensor:
-    """Sum of the squares of the gradients that this rank counts; fp32, 0-dim."""
+    """Sum of the squares of the gradients that this rank counts, a 0-D fp32 tensor."""
     norms = [
         torch.linalg.vector_norm(part, dtype=torch.promote_types(part.dtype, torch.float32)).float()
         * bucket.scale
@@ -133,8 +133,8 @@ def _squares(buckets: Sequence[FlatBucket]) -> torch.Tensor:
     )
 
 
-def _strange(buckets: Sequence[FlatBucket]) -> torch.Tensor:
-    """How many of this rank's ranges have an element that is not finite; fp32, 0-dim."""
+def _not_finite(buckets: Sequence[FlatBucket]) -> torch.Tensor:
+    """Number of this rank's ranges with an element that is not finite, a 0-D fp32 tensor."""
     largest = [
         torch.linalg.vector_norm(bucket.shard, float("inf")).float()
         for bucket in buckets

@@ -1,7 +1,7 @@
 """The inner optimizer, over this rank's fragments.
 
-With `DirectStepper` the inner optimizer steps the fragments themselves and keeps its own state.
-`LowPrecisionStepper` (in `low_precision`) keeps masters and slots in the dtypes that the caller chose.
+With `DirectStepper`, the inner optimizer steps the fragments themselves and stores its own state.
+`LowPrecisionStepper` (in `low_precision`) stores masters and slots in the dtypes that the caller chose.
 
 Every parameter has a fragment on every rank, which is empty if the rank owns no elements. So the inner
 optimizer has the same slots, step counts and options on every rank.

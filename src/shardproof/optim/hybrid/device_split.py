@@ -1,4 +1,4 @@
-"""Which parameters are updated on the CPU."""
+"""Selects the parameters that are updated on the CPU."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ __all__ = ["DeviceSplit"]
 
 @dataclass(slots=True)
 class DeviceSplit:
-    """Deals parameters to CPU and device so that the CPU has a fraction of the elements, spread over all.
+    """Assigns parameters to CPU and device, so that the CPU has a fraction of the elements of every layer.
 
-    Parameters are asked for in the order of the optimizer's groups, and of each group's list. One goes to the
-    CPU if at least half of it is needed there for the CPU to have its fraction of the elements so far. Hence
-    the CPU's share never is off by more than half of the largest parameter, layers take part alike, and
-    parameters that are added later move none that were there. Global shapes decide, and nothing else: ranks
-    that list the same parameters deal them alike, however small their own shards are.
+    `on_cpu` is called for each parameter in the order of the optimizer's groups. A parameter goes to the CPU
+    if the CPU lacks at least half of its elements to have the fraction of all elements so far. So the CPU's
+    share differs from the fraction by at most half of the largest parameter, and later parameters do not move
+    earlier ones. Only global shapes count, so every rank with the same parameters assigns them equally.
 
     Args:
-        fraction: of the elements, from 0 (all on the device) to 1 (all on the CPU).
+        fraction: part of the elements on the CPU, from 0 to 1.
 
     Raises:
         ValueError: the fraction is outside [0, 1].
@@ -35,14 +34,14 @@ class DeviceSplit:
     seen: int = 0
     """Elements of all parameters so far."""
     taken: int = 0
-    """Elements of those on the CPU."""
+    """Elements of the parameters on the CPU."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.fraction <= 1:
-            raise ValueError(f"cpu_fraction is {self.fraction}; it is a part of the elements, from 0 to 1")
+            raise ValueError(f"cpu_fraction is {self.fraction}, not a number from 0 to 1")
 
     def on_cpu(self, parameter: torch.Tensor) -> bool:
-        """The side of the next parameter. A parameter of no elements is dealt as one of one element."""
+        """Return True if the next parameter goes to the CPU. An empty parameter counts as one element."""
         elements = max(1, math.prod(parameter.shape))
         self.seen += elements
         chosen = self.fraction > 0 and 2 * self.taken + elements <= 2 * self.fraction * self.seen

@@ -1,4 +1,4 @@
-"""The optimizer that programs use."""
+"""The public class of the hybrid optimizer."""
 
 from __future__ import annotations
 
@@ -26,43 +26,42 @@ __all__ = ["HybridDeviceOptimizer"]
 class HybridDeviceOptimizer(torch.optim.Optimizer):
     """Updates a fraction of the parameters on the CPU and the rest on the device, at the same time.
 
-    State of the CPU's part lies in host memory, so the device is spared as many bytes. Each parameter of
-    the CPU's part is an optimizer step of its own: its gradient is on its way down while those before it are
-    stepped, and its new value on its way up while those behind it are. The device steps its part meanwhile.
+    The CPU's part of the state is in host memory. Each parameter of the CPU's part has its own optimizer
+    step. The copies of later gradients to the host and of earlier parameters to the device overlap that step,
+    and so does the step of the device's part.
 
-    Which parameters go to the CPU: see `DeviceSplit`; it depends on the order and the global shapes of the
-    parameters alone. Without an accelerator the CPU side is a copy all the same, so that everything runs as
-    it would with one.
+    `DeviceSplit` selects the parameters of the CPU's part from the order and the global shapes of the
+    parameters. Without an accelerator, the CPU's part still uses copies, so that the code path is the same.
 
-    Parameters may be DTensors (FSDP2, tensor parallel); each rank steps what it holds, be it empty. A
-    parameter without a gradient is not stepped. ``parameter.decoupled_grad``, where set, is used in place of
-    ``grad``, in any dtype. `state` and `param_groups` are by the program's own parameters, for schedulers and
-    for people.
+    Parameters may be DTensors (FSDP2, tensor parallel). Each rank steps its local tensors, which may be
+    empty. A parameter without a gradient is not stepped. ``parameter.decoupled_grad``, if set, replaces
+    ``grad`` and may have any dtype. The keys of `state` and the tensors of `param_groups` are the program's
+    parameters.
 
-    Writes to a parameter between two steps are seen by the version counter that torch keeps (a load in place,
-    a clamp under `torch.no_grad`), and copies and masters follow. Writes through ``parameter.data`` are not
-    counted: call `refresh` after one.
+    The optimizer detects writes to a parameter between two steps by torch's version counter (a load in
+    place, a clamp under `torch.no_grad`), and refreshes copies and masters. The counter does not count writes
+    through ``parameter.data``: call `refresh` after one.
 
     Args:
         params: parameters, or groups of them, as for any torch optimizer.
-        optimizer_class: steps the device's part: any class of torch optimizers, or a `functools.partial` of
-            one.
-        cpu_optimizer_class: steps the CPU's part; by default the same class.
-        cpu_fraction: part of the elements to update on the CPU, from 0 to 1. Parameters are not cut.
-        overlap: copy on side streams. False: copy in place, on the current stream.
-        pin_memory: page-locked memory for the CPU side's copies and gradients, without which a device does
-            not copy beside other work. No effect where there is no accelerator.
+        optimizer_class: optimizer of the device's part: a class of torch optimizers, or a
+            `functools.partial` of one.
+        cpu_optimizer_class: optimizer of the CPU's part; None for the same class.
+        cpu_fraction: part of the elements to update on the CPU, from 0 to 1. Each parameter is on one side.
+        overlap: True to copy on side streams, False to copy on the current stream.
+        pin_memory: page-locked memory for the CPU side's copies and gradients, which copies need to overlap
+            other work. No effect without an accelerator.
         master_dtype: parameters of a narrower floating dtype are stepped as masters of this dtype (float32),
-            on either side. None: no masters.
-        state_dtypes: dtypes by slot, such as ``{"exp_avg": torch.bfloat16}``: kept so, and raised for the
-            step to the dtype that is stepped in: the CPU's one parameter at a time, the device's together.
-        device: where the parameters are, to have it checked. None: wherever they are.
-        **options: of the optimizer, for example ``lr`` and ``betas``; defaults for groups. The CPU's class
-            gets those that it knows.
+            on both sides. None: no masters.
+        state_dtypes: dtypes in which to store slots, such as ``{"exp_avg": torch.bfloat16}``. A step converts
+            these slots to its own dtype: on the CPU one parameter at a time, on the device all together.
+        device: expected device of the parameters; None for no check.
+        **options: options of the optimizer, for example ``lr`` and ``betas``; defaults for groups. The CPU's
+            class gets the options that it accepts.
 
     Raises:
         ValueError: a fraction outside [0, 1], a parameter on another device or without values, a class
-            that needs its closure more than once (L-BFGS), or `state_dtypes` for a slot that it has not.
+            that calls its closure more than once (L-BFGS), or `state_dtypes` for an unknown slot.
 
     >>> model = torch.nn.Linear(4, 4)
     >>> optimizer = HybridDeviceOptimizer(model.parameters(), torch.optim.AdamW, cpu_fraction=0.5, lr=0.1)
@@ -107,25 +106,25 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     @property
     def cpu_fraction(self) -> float:
-        """The part of the elements that was asked to be on the CPU."""
+        """The requested part of the elements on the CPU."""
         return self._split.fraction
 
     def is_on_cpu(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter is updated on the CPU."""
+        """Return True if a parameter is updated on the CPU."""
         return self._copy_of(parameter).on_cpu
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; those that were there stay on their sides.
+        """Add parameters. Existing parameters stay on their sides.
 
         Args:
             param_group: ``params`` and options, as for any torch optimizer.
         """
         super().add_param_group(param_group)
-        sides = replace(self._split)
+        saved_split = replace(self._split)
         try:
-            self._adopt(self.param_groups[-1])
+            self._add_copies(self.param_groups[-1])
         except BaseException:
-            self._split = sides
+            self._split = saved_split
             self.param_groups.pop()
             raise
 
@@ -137,14 +136,14 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update all parameters that have a gradient.
 
-        When it returns, the CPU's part is done, and the device's part and the copies are enqueued in such a
-        way that what follows on the current stream sees the new parameters. The device is not waited for.
+        The call completes the CPU's part and enqueues the device's part and the copies. Later work on the
+        current stream reads the new parameters. The host does not wait for the device.
 
         Args:
             closure: computes the gradients and returns the loss; called once.
 
         Returns:
-            What the closure returned.
+            The loss of the closure.
         """
         loss = None
         if closure is not None:
@@ -153,9 +152,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._subs.push_options()
         self.refresh()
         gradients = self._gradients()
-        for (
-            transfers
-        ) in self._transfers.values():  # behind what lays gradients out: see "Down waits for main"
+        # After the redistribution of gradients: see "Down waits for main".
+        for transfers in self._transfers.values():
             transfers.begin()
         try:
             on_device, on_cpu = self._start_gradients(gradients)
@@ -170,12 +168,12 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 transfers.end()
             for stepped in self._copies.values():
                 stepped.drop_gradient()
-            gradients.clear()  # also where an error keeps this frame
+            gradients.clear()  # because an exception's traceback keeps this frame alive
         self._subs.pull_options()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, decoupled ones too."""
+        """Clear all gradients, including ``decoupled_grad``."""
         super().zero_grad(set_to_none)
         for parameter in self._copies:
             gradient = getattr(parameter, "decoupled_grad", None)
@@ -188,11 +186,10 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def refresh(self, *, uncounted: bool = False) -> None:
-        """Let copies and masters follow what others have written to the parameters. Each step begins with it.
+        """Update copies and masters after writes to the parameters. Each step calls it first.
 
         Args:
-            uncounted: look at all parameters, also where torch's version counter says that nothing was
-                written.
+            uncounted: also update for writes that torch's version counter does not count.
         """
         for stepped in self._copies.values():
             if uncounted:
@@ -200,7 +197,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             stepped.refresh()
 
     def describe_slots(self) -> Iterable[ParameterSlots]:
-        """See `SlotKeeper`. Masters are there from the start, other slots after a parameter's first step."""
+        """See `SlotKeeper`. Masters always exist, other slots after a parameter's first step."""
         for group in self.param_groups:
             options = options_of(group)
             for parameter in group["params"]:
@@ -209,7 +206,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 yield parameter_slots.describe(stepped, state, self._rules.kind(stepped.on_cpu), options)
 
     def receive_slots(self, parameter: torch.Tensor, stored: Mapping[str, StoredSlot]) -> Receipt:
-        """See `SlotKeeper`. State saved at another fraction, or by a plain optimizer, fits."""
+        """See `SlotKeeper`. Loads state of any fraction, and of a plain optimizer."""
         stepped = self._copy_of(parameter)
         options = options_of(stepped.group)
         schema = partial(self._schema, stepped, options)
@@ -218,38 +215,37 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         )
 
     def describe_shared(self) -> dict[str, Any]:
-        """Nothing: all is by parameter."""
+        """See `SlotKeeper`. There is no shared state."""
         return {}
 
     def receive_shared(self, state: Mapping[str, Any]) -> None:
-        """Another optimizer's values beside the parameters' are not ours."""
+        """See `SlotKeeper`. Refuses any shared state."""
         if state:
             raise StructureError(
-                f"HybridDeviceOptimizer keeps nothing beside its slots, but {sorted(state)} was stored"
+                f"HybridDeviceOptimizer has no state besides slots, but the checkpoint has {sorted(state)}"
             )
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Torch's form, with the masters as slots ``"master"``: what this rank holds, by position.
+        """This rank's state in torch's form, by position, with the masters as slots ``"master"``.
 
-        For `torch.save` on one process and for libraries that know nothing else. It fits any fraction, a
-        plain optimizer's fits too, but it belongs to one layout: to load on other ranks or sizes, hand the
+        It loads at any fraction, but only in the same layout. To load on another number of ranks, pass the
         optimizer to `shardproof.save` and `shardproof.load`.
         """
         return parameter_slots.with_masters(super().state_dict(), list(self._copies.values()))
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what `state_dict` gave: here, at another fraction, or of a plain optimizer of the same class.
+        """Load the `state_dict` of a hybrid optimizer at any fraction, or of a plain optimizer of the class.
 
-        A master that is not there is made from the parameter: load the model first. Masters and fp32 values
-        are copied as they are, and cast to nothing else. Hooks registered for loading are not called.
+        A missing master is made from the parameter, so load the model first. Masters and fp32 values are
+        copied without a cast. Hooks for loading are not called.
 
         Args:
-            state_dict: torch's form.
+            state_dict: a state dict in torch's form.
 
         Raises:
-            ValueError: its groups or shapes are not this optimizer's. Nothing has been changed then.
+            ValueError: its groups or shapes differ from this optimizer's. Nothing has changed then.
         """
         receipts = parameter_slots.receipts(state_dict, self.param_groups, self.receive_slots)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
@@ -259,13 +255,13 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
-            "HybridDeviceOptimizer is not copied or pickled: use state_dict(), or shardproof.save"
+            "HybridDeviceOptimizer cannot be copied or pickled: use state_dict(), or shardproof.save"
         )
 
-    def _adopt(self, group: dict[str, Any]) -> None:
-        """Deal a group's parameters, and make the sub-optimizers of them."""
+    def _add_copies(self, group: dict[str, Any]) -> None:
+        """Assign a group's parameters to sides, and make their sub-optimizers."""
         copies = [self._new_copy(parameter) for parameter in group["params"]]
-        self._subs.adopt(group, copies)
+        self._subs.add_group(group, copies)
         self._copies.update((stepped.parameter, stepped) for stepped in copies)
 
     def _new_copy(self, parameter: torch.Tensor) -> SteppedCopy:
@@ -273,7 +269,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         if self._device is not None and device.type != self._device.type:
             raise ValueError(
                 f"a parameter of shape {list(parameter.shape)} is on {device}, not on {self._device}: move "
-                "the model first, or leave `device` out"
+                "the model first, or omit device="
             )
         if device not in self._transfers:
             self._transfers[device] = transfers_for(device, self._overlap)
@@ -286,7 +282,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         )
 
     def _schema(self, stepped: SteppedCopy, options: dict[str, Any]) -> dict[str, Spec]:
-        """The slots of a parameter, in the dtypes that they are kept in."""
+        """The slots of a parameter, in the dtypes in which they are stored."""
         return {
             slot: replace(spec, dtype=self._state_dtypes.get(slot, spec.dtype))
             if spec.kind == "elements"
@@ -300,16 +296,19 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         return self._copies[parameter]
 
     def _gradients(self) -> dict[SteppedCopy, torch.Tensor]:
-        """The gradient of each copy, in its layout. The caller holds the CPU side's until the step ends."""
+        """The gradient of each copy, in its layout. The caller keeps the CPU side's until the step ends."""
         found = {stepped: stepped.gradient() for stepped in self._copies.values()}
         return {stepped: gradient for stepped, gradient in found.items() if gradient is not None}
 
     def _start_gradients(
         self, gradients: dict[SteppedCopy, torch.Tensor]
     ) -> tuple[list[SteppedCopy], list[SteppedCopy]]:
-        """The device's and the CPU's copies that have a gradient, which is on its way to the CPU's.
+        """Set the gradients of the device's copies, and start to copy those of the CPU's copies to the host.
 
-        Those of the device's are taken out: they have theirs.
+        Removes the device's gradients from `gradients`, so that their memory can be freed.
+
+        Returns:
+            The device's and the CPU's copies that have a gradient.
         """
         by_side: tuple[list[SteppedCopy], list[SteppedCopy]] = [], []
         for stepped, gradient in gradients.items():

@@ -1,4 +1,4 @@
-"""The slots of one parameter, described and received, and in torch's `state_dict` form by position."""
+"""Describes and receives the slots of one parameter, and converts them from and to torch's `state_dict`."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ Schema = Callable[[], Mapping[str, Spec]]
 def describe(
     stepped: SteppedCopy, state: Mapping[str, Any], kind: str, options: Mapping[str, Any]
 ) -> ParameterSlots:
-    """What is kept of a parameter. A master is there from the start, other slots once there is state.
+    """Describe the slots of a parameter. A master always exists, other slots from the first step on.
 
     Args:
-        stepped: what is stepped for the parameter.
-        state: the sub-optimizer's, of this parameter; empty if it has not made any.
-        kind: the class to name.
-        options: of the program's group.
+        stepped: the copy of the parameter.
+        state: the sub-optimizer's state of the parameter, or an empty mapping.
+        kind: class name of the update rule.
+        options: options of the program's group.
     """
     tensors: dict[str, torch.Tensor | LocalRange] = {}
     values: dict[str, Any] = {}
     for slot, item in state.items():
         if slot == MASTER:
             raise StructureError(
-                f"{kind} keeps a slot of its own that is named {MASTER!r}, as the hybrid optimizer's masters "
-                "are. Use another class"
+                f"{kind} has a slot named {MASTER!r}, which is the name of the hybrid optimizer's masters. "
+                "Use another class"
             )
         if isinstance(item, torch.Tensor):
             tensors[slot] = item
@@ -55,34 +55,33 @@ def receive(
     stored: Mapping[str, StoredSlot],
     schema: Schema,
 ) -> Receipt:
-    """How a parameter takes what is stored, from whichever side or optimizer it comes.
+    """Prepare a parameter for a load of the stored slots, from any side or optimizer.
 
-    All destinations are new memory on the parameter's side, so that a load that fails has changed nothing. A
-    master that is stored for a parameter which has no need of one (it has the master's dtype itself) goes to
-    the parameter.
+    All destinations are new memory on the parameter's side, so a failed load changes nothing. A stored master
+    is loaded into the parameter itself if the parameter has the master's dtype.
 
     Args:
-        stepped: what is stepped for the parameter.
-        states: state by parameter of the program; the parameter's entry is replaced at the end.
-        kind: the class to name.
-        options: of the program's group.
-        stored: what the checkpoint has.
-        schema: tells the slots that the sub-optimizer would make; asked only about slots that it has not
-            made.
+        stepped: the copy of the parameter.
+        states: state by parameter of the program. `Receipt.attach` replaces the parameter's entry.
+        kind: class name of the update rule.
+        options: options of the program's group.
+        stored: slots in the checkpoint.
+        schema: returns the slots that the sub-optimizer would create. Called only for slots that do not
+            exist.
     """
     current = states.get(stepped.parameter) or {}
-    known = schema() if any(slot not in current and slot != MASTER for slot in stored) else {}
+    specs = schema() if any(slot not in current and slot != MASTER for slot in stored) else {}
     tensors: dict[str, torch.Tensor | LocalRange] = {}
     for slot, found in stored.items():
         if slot != MASTER:
-            tensors[slot] = _destination(stepped, slot, current.get(slot), known.get(slot), options, found)
+            tensors[slot] = _destination(stepped, slot, current.get(slot), specs.get(slot), options, found)
     if stepped.has_master or (MASTER in stored and stored[MASTER].dtype == stepped.tensor.dtype):
-        tensors[MASTER] = stepped.values()  # elements that are stored nowhere (padding) stay what they are
+        tensors[MASTER] = stepped.values()  # elements that are not stored (padding) do not change
 
     def attach(values: Mapping[str, Any], filled: frozenset[str]) -> None:
         state = {
-            slot: _widened(tensors[slot], known.get(slot))
-            for slot in stored  # the same order on every rank, whose sets have orders of their own
+            slot: _widened(tensors[slot], specs.get(slot))
+            for slot in stored  # equal order on every rank; the order of a set is not
             if slot in filled and slot != MASTER
         }
         state.update(values)
@@ -109,51 +108,51 @@ def _destination(
     stepped: SteppedCopy,
     slot: str,
     present: Any,
-    known: Spec | None,
+    spec: Spec | None,
     options: Mapping[str, Any],
     found: StoredSlot,
 ) -> torch.Tensor:
-    """New memory for one slot, where the sub-optimizer would have made it, and in the dtype it would have.
+    """New memory for one slot, with the device and dtype that the sub-optimizer would choose.
 
-    As in torch's own `Optimizer.load_state_dict`, step counts lie on the CPU unless the group computes with
-    them on the device, and all else lies where the stepped tensor does.
+    As in torch's `Optimizer.load_state_dict`, step counts are on the CPU unless the group is capturable or
+    fused. Other slots are on the device of the stepped tensor.
     """
     if isinstance(present, torch.Tensor):
         return torch.zeros_like(present)
     dtype = found.dtype
-    if known is not None and known.dtype is not None and not _widens(found.dtype, known.dtype):
-        dtype = known.dtype
-    scalar = known.kind == "scalar" if known is not None else found.shape == ()
+    if spec is not None and spec.dtype is not None and not _widens(found.dtype, spec.dtype):
+        dtype = spec.dtype
+    scalar = spec.kind == "scalar" if spec is not None else found.shape == ()
     if scalar:
         on_device = slot != "step" or options.get("capturable") or options.get("fused")
         return torch.zeros((), dtype=dtype, device=stepped.tensor.device if on_device else "cpu")
-    if known is not None or found.shape == tuple(stepped.tensor.shape):
+    if spec is not None or found.shape == tuple(stepped.tensor.shape):
         return stepped.empty(dtype)
     if is_dtensor(stepped.parameter):
         raise StructureError(
-            f"slot {slot!r} has shape {list(found.shape)}, its parameter, which is sharded, is held as "
-            f"{list(stepped.tensor.shape)}: there is no saying which part of the slot belongs to this rank. "
-            "Use an optimizer whose slots are like the parameter"
+            f"slot {slot!r} has shape {list(found.shape)}, but the local shape of its sharded parameter is "
+            f"{list(stepped.tensor.shape)}: the part of the slot that belongs to this rank is unknown. Use "
+            "an optimizer whose slots have the shape of the parameter"
         )
     return stepped.empty(dtype, found.shape)
 
 
 def _widens(stored: torch.dtype, made: torch.dtype) -> bool:
-    """Whether values of the stored dtype become the sub-optimizer's without loss."""
+    """Return True if values of the stored dtype convert to the sub-optimizer's dtype without loss."""
     return torch.promote_types(stored, made) == made
 
 
-def _widened(item: torch.Tensor | LocalRange, known: Spec | None) -> torch.Tensor:
+def _widened(item: torch.Tensor | LocalRange, spec: Spec | None) -> torch.Tensor:
     assert isinstance(item, torch.Tensor)
-    return item if known is None or known.dtype is None else item.to(known.dtype)
+    return item if spec is None or spec.dtype is None else item.to(spec.dtype)
 
 
 def with_masters(state_dict: dict[str, Any], copies: Sequence[SteppedCopy]) -> dict[str, Any]:
-    """A state dict of torch's with the masters added.
+    """Add the masters to a state dict of torch.
 
     Args:
-        state_dict: what `torch.optim.Optimizer.state_dict` gave.
-        copies: of all parameters, by position.
+        state_dict: the value of `torch.optim.Optimizer.state_dict`.
+        copies: copies of all parameters, by position.
     """
     state = dict(state_dict["state"])
     for index, stepped in enumerate(copies):
@@ -167,12 +166,15 @@ def receipts(
     groups: Sequence[Mapping[str, Any]],
     receive: Callable[[torch.Tensor, Mapping[str, StoredSlot]], Receipt],
 ) -> list[Callable[[], None]]:
-    """New memory filled from a state dict of torch's form, and what attaches it, by parameter.
+    """Copy a state dict of torch into new memory.
 
     Args:
-        state_dict: torch's form.
-        groups: of the program.
+        state_dict: a state dict in torch's form.
+        groups: groups of the program.
         receive: `HybridDeviceOptimizer.receive_slots`.
+
+    Returns:
+        For each parameter, a function that attaches the memory.
 
     Raises:
         ValueError: groups, numbers of parameters or shapes differ.
@@ -180,7 +182,9 @@ def receipts(
     saved = state_dict["param_groups"]
     here, there = [len(group["params"]) for group in groups], [len(group["params"]) for group in saved]
     if here != there:
-        raise ValueError(f"the groups here have {here} parameters, those of the state dict {there}")
+        raise ValueError(
+            f"the groups of this optimizer have {here} parameters, those of the state dict {there}"
+        )
     attach: list[Callable[[], None]] = []
     for group, described in zip(groups, saved, strict=True):
         for parameter, index in zip(group["params"], described["params"], strict=True):
@@ -200,5 +204,5 @@ def receipts(
 
 def _fill(destination: Any, source: torch.Tensor, what: str) -> None:
     if destination.shape != source.shape:
-        raise ValueError(f"{what} has shape {list(source.shape)}, {list(destination.shape)} is held here")
+        raise ValueError(f"{what} has shape {list(source.shape)}, expected {list(destination.shape)}")
     destination.copy_(source)

@@ -1,4 +1,4 @@
-"""The two update rules: how sub-optimizers are made, and what their classes are called."""
+"""The update rules of the two sides: factories of the sub-optimizers, and their class names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardproof.optim.schema import Factory, Spec
 __all__ = ["Rules"]
 
 _DEVICE_ONLY = frozenset(("capturable",))
-"""Options of torch's optimizers that a step on the CPU refuses."""
+"""Options of torch's optimizers that a step on the CPU does not support."""
 
 
 class Rules:
@@ -21,11 +21,11 @@ class Rules:
 
     Args:
         device: class of the device's side, or a callable like it.
-        cpu: class of the CPU's side; it gets those of the options that it knows.
+        cpu: class of the CPU's side. It gets the options that it accepts.
         options: keyword arguments of the device's class.
 
     Raises:
-        ValueError: a class whose step cannot be taken without a closure (L-BFGS).
+        ValueError: a class whose step requires a closure (L-BFGS).
 
     >>> Rules(torch.optim.AdamW, torch.optim.SGD, {"lr": 0.1, "betas": (0.9, 0.99)}).on_cpu.options
     {'lr': 0.1}
@@ -42,7 +42,7 @@ class Rules:
         on_both = {name: item for name, item in options.items() if name not in _DEVICE_ONLY}
         self._schemas: dict[Any, Mapping[str, Spec]] = {}
         self.not_of_cpu = _DEVICE_ONLY
-        """Options of a group that the CPU's side is not told."""
+        """Options of a group that the CPU's side does not accept."""
         if cpu is device:
             self.on_cpu = Factory(device, on_both)
         else:
@@ -53,31 +53,30 @@ class Rules:
             self._kinds[True] = self._kinds[False]
 
     def kind(self, on_cpu: bool) -> str:
-        """The class whose update rule a side follows.
+        """Class name of the update rule of a side.
 
-        Two classes that keep the same slots (a fused one and torch's own) are taken as one rule, the
-        device's.
+        Two classes with the same slots (such as a fused class and torch's) count as one rule, the device's.
         """
         return self._kinds[on_cpu]
 
     def schema(self, on_cpu: bool, options: Mapping[str, Any], dtype: torch.dtype) -> Mapping[str, Spec]:
-        """The slots that a side makes; none are known where its class is not elementwise."""
-        known = (on_cpu, dtype, tuple(sorted((name, _told_apart(item)) for name, item in options.items())))
-        if known not in self._schemas:
+        """The slots that a side creates; empty if its class is not elementwise."""
+        key = (on_cpu, dtype, tuple(sorted((name, _option_key(item)) for name, item in options.items())))
+        if key not in self._schemas:
             factory = self.on_cpu if on_cpu else self.on_device
             try:
-                self._schemas[known] = Factory(factory.make, {**factory.options, **options}).schema(dtype)
+                self._schemas[key] = Factory(factory.make, {**factory.options, **options}).schema(dtype)
             except ValueError:
-                self._schemas[known] = {}
-        return self._schemas[known]
+                self._schemas[key] = {}
+        return self._schemas[key]
 
     def _alike(self) -> bool:
         slots = [self.schema(on_cpu, {}, torch.float32).keys() for on_cpu in (False, True)]
         return bool(slots[0]) and slots[0] == slots[1]
 
 
-def _told_apart(option: Any) -> str:
-    """Options that may make other slots differ in this; the value of a tensor does not matter."""
+def _option_key(option: Any) -> str:
+    """A key that differs between options with different slots. The value of a tensor does not matter."""
     return "tensor" if isinstance(option, torch.Tensor) else repr(option)
 
 
@@ -86,7 +85,7 @@ def _checked_defaults(factory: Factory) -> dict[str, Any]:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
-            f"{type(optimizer).__qualname__} calls its closure as often as it likes, which two sides cannot "
-            "share: use an optimizer that steps from a gradient"
+            f"{type(optimizer).__qualname__} calls its closure several times a step, which two sides cannot "
+            "do together: use an optimizer that steps from a gradient"
         )
     return dict(optimizer.defaults)

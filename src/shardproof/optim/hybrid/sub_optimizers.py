@@ -34,26 +34,26 @@ class GroupLink:
         self._inner = inner
         self._on_cpu = on_cpu
         self._without = frozenset(without)
-        self._told: dict[str, Any] = {}
+        self._pushed: dict[str, Any] = {}
 
     def push_options(self) -> None:
         """Copies the options that the program (a scheduler) changed since the last call."""
         for name, item in options_of(self._group, self._without).items():
-            if name in self._told and _same(item, self._told[name]):
+            if name in self._pushed and _same(item, self._pushed[name]):
                 continue
             if self._on_cpu and isinstance(item, torch.Tensor) and item.device.type != "cpu":
                 raise ValueError(
-                    f"the option {name} is a tensor on {item.device}, which the CPU side could only read by "
-                    "waiting for the device: give a number, or a tensor on the CPU"
+                    f"the option {name} is a tensor on {item.device}, so each CPU step would wait for the "
+                    "device: pass a number, or a tensor on the CPU"
                 )
-            self._inner[name] = self._told[name] = item
+            self._inner[name] = self._pushed[name] = item
 
     def pull_options(self) -> None:
         """Copies the options that the step changed to the program's group."""
-        for name, item in self._told.items():
+        for name, item in self._pushed.items():
             found = self._inner.get(name)
             if not _same(found, item):
-                self._group[name] = self._told[name] = found
+                self._group[name] = self._pushed[name] = found
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -85,7 +85,7 @@ class SubOptimizers:
         self._links: list[list[GroupLink]] = []
         """By group of the program. Options flow back from the first link of each group."""
 
-    def adopt(self, group: dict[str, Any], copies: Sequence[SteppedCopy]) -> None:
+    def add_group(self, group: dict[str, Any], copies: Sequence[SteppedCopy]) -> None:
         """Makes the optimizers for the copies of one group of the program.
 
         The device optimizer takes the group last: it outlives the call, and a CPU optimizer may raise.

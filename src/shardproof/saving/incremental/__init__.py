@@ -1,7 +1,7 @@
-"""Incremental saves: chunks that an earlier step stores are referred to, not written again.
+"""Incremental saves: a step refers to unchanged chunks of an earlier step, and does not write them again.
 
-The plain save needs three things of this package. The coordinator asks `BaseChoice` for the base, a rank
-gives `BaseDigests` to its shard writer, and `place_chunks` takes unwritten chunks from `Base`.
+A plain save uses this package in three places. The coordinator gets the base from `BaseChoice`, a rank passes
+`BaseDigests` to its shard writer, and `place_chunks` finds unwritten chunks in `Base`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The coordinator's choice of the base: the earlier step that an incremental save refers to.
 
-The ranks cache the digests of the last step that they committed, and the coordinator caches where its chunks
-are. While plan and step stay the same, the next save uses these caches. Otherwise the coordinator reads the
-index of the base and sends each rank the digests of its chunks.
+The ranks cache the digests of the last step that they committed, and the coordinator caches the positions of
+its chunks. While plan and step are unchanged, the next save uses these caches. Otherwise the coordinator
+reads the index of the base and sends each rank the digests of its chunks.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _log = logging.getLogger("shardproof")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedBase:
-    """What the coordinator caches of the last save."""
+    """The coordinator's cache of the last save."""
 
     attempt: str
-    """Of that save. A rank that reports this attempt has the digests of its chunks cached."""
+    """Attempt of the last save. A rank that reports it has the digests of its chunks cached."""
     base: Base
 
 
@@ -53,12 +53,12 @@ class BaseChoice:
     Args:
         storage: of the new step.
         find: finds the base; None: all chunks are written.
-        cached: the base that the save before left.
+        cached: the base from the previous save.
     """
 
     def __init__(self, storage: Storage, find: FindBase | None, cached: CachedBase | None) -> None:
         self.base: Base | None = None
-        """The planned chunks in the base, once `take_cached` or `look_up` has found them."""
+        """The planned chunks in the base, once `use_cached` or `look_up` has found them."""
         self._storage = storage
         self._cached = cached
         self._found = find() if find is not None else None
@@ -67,19 +67,23 @@ class BaseChoice:
 
     @property
     def folder(self) -> str:
-        """Of the base; empty without a base."""
+        """Folder of the base; empty without a base."""
         return self._found.folder if self._found is not None else ""
 
-    def take_cached(self, known: Sequence[str]) -> bool:
-        """Takes the cached base, if the step and the caches of all ranks still match it.
+    def use_cached(self, attempts: Sequence[str]) -> bool:
+        """Uses the cached base, if the step and the caches of all ranks still match it.
 
         Args:
-            known: the attempt whose digests each rank has cached.
+            attempts: the attempt whose digests each rank has cached.
 
         Raises:
             StorageError: the storage failed.
         """
-        if self._found is None or self._cached is None or any(one != self._cached.attempt for one in known):
+        if (
+            self._found is None
+            or self._cached is None
+            or any(one != self._cached.attempt for one in attempts)
+        ):
             return False
         base = self._cached.base
         if base.folder != self.folder or base.seal != read_seal(self._found) or self._lost(base):

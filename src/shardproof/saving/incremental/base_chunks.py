@@ -29,9 +29,9 @@ class BaseDigests:
     """The base's digests of one rank's planned chunks, in the order of the plan."""
 
     known: NDArray[np.bool_]
-    """(n,) whether the base stores the chunk."""
+    """(n,) True if the base stores the chunk."""
     digest: NDArray[np.uint64]
-    """(n, 2) high and low half; 0 where the base does not store the chunk."""
+    """(n, 2) high and low half; 0 if the base does not store the chunk."""
 
     @staticmethod
     def of(digest: NDArray[np.uint64]) -> BaseDigests:
@@ -55,20 +55,20 @@ class BaseDigests:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Base:
-    """Where the base stores the chunks of a plan: one row a chunk, in the order of the plan."""
+    """Positions of a plan's chunks in the base: one row a chunk, in the order of the plan."""
 
     folder: str
     """The base's folder, beside that of the new step."""
     seal: bytes
-    """`shardproof.format.read_seal` the base."""
+    """Seal of the base, from `shardproof.format.read_seal`."""
     files: tuple[FileRecord, ...]
     """The base's files, each with its folder."""
     file: NDArray[np.int64]
-    """(n,) row of `files`; -1 where the base does not store the chunk."""
+    """(n,) row of `files`; -1 if the base does not store the chunk."""
     byte_start: NDArray[np.int64]
     """(n,) first byte in the file."""
     digest: NDArray[np.uint64]
-    """(n, 2) of the bytes."""
+    """(n, 2) digest of the bytes."""
 
     def part(self, plan: WritePlan, rank: int) -> BaseDigests:
         """The digests for one rank."""
@@ -81,7 +81,7 @@ class Base:
 
         Args:
             lost: rows of `files`.
-            folder: of the new step, since a step does not refer to itself.
+            folder: folder of the new step, because a step does not refer to itself.
         """
         bad = np.zeros(len(self.files) + 1, bool)
         bad[list(lost)] = True
@@ -94,11 +94,11 @@ def match_base(plan: WritePlan, manifest: Manifest, table: ChunkTable, folder: s
     """Finds the chunks of a plan in an earlier step.
 
     Args:
-        plan: of the new save, n chunks.
-        manifest: of the earlier step.
+        plan: plan of the new save, with n chunks.
+        manifest: manifest of the earlier step.
         table: its chunks.
         folder: its folder.
-        seal: `shardproof.format.read_seal` it.
+        seal: its seal, from `shardproof.format.read_seal`.
     """
     merged = plan.merged
     row_of = {(record.key, record.dtype, record.shape): row for row, record in enumerate(manifest.tensors)}
@@ -162,7 +162,7 @@ def _strides(shape: tuple[int, ...]) -> list[int]:
 
 
 def _find(old: _TensorBoxes, new: _TensorBoxes, shapes: Sequence[tuple[int, ...]]) -> NDArray[np.int64]:
-    """(new rows,) the row of `old` with the same tensor and box; -1 where there is none.
+    """(new rows,) the row of `old` with the same tensor and box; -1 if there is none.
 
     Boxes that tile a tensor differ in their first element. So both are sorted by tensor and first element.
     Only the old box before a new one can equal it, and the two are compared as a whole. Rows of `old` that do

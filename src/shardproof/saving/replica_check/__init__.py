@@ -1,6 +1,6 @@
-"""Replica checks: ranks that hold the same box hash their replicas of it, and the coordinator compares.
+"""Replica checks: ranks hash their replicas of a box, and the coordinator compares the digests.
 
-The plain save calls this package twice. Each rank calls `hash_replicas` before its caller goes on, and the
+The plain save calls this package twice. Each rank calls `hash_replicas` before its caller continues, and the
 coordinator calls `compare_replicas` before the commit.
 """
 

@@ -1,11 +1,11 @@
-"""Silent divergence: hashes of replicas on each rank, compared on the coordinator.
+"""Detects silent divergence: each rank hashes its replicas, and the coordinator compares the digests.
 
     rank: SharedPieces --slices--> chosen --hash_replicas--> 16 bytes each, in the write report
-    coordinator: Replicas --slices--> the same, chosen alike; digests --compare_replicas--> Divergence
+    coordinator: Replicas --slices--> the same chosen slices; digests --compare_replicas--> Divergence
 
 The reports do not name the slice of a digest: both sides derive it from the plan (see "The line" in
 `shardproof.planning.replicas`). Bytes are compared, so a NaN equals itself and 0.0 differs from -0.0. Ranks
-hash before the caller goes on, so the values are those of the save's step.
+hash before the caller continues, so the values are those of the save's step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardproof.state import Piece
 __all__ = ["CheckReplicas", "chosen_slices", "compare_replicas", "hash_replicas", "warn_of_divergences"]
 
 CheckReplicas = Literal["sample", "all"]
-"""Which replicas a save compares: a sample, another one at each save, or all."""
+"""The replicas that a save compares: a sample, which changes with each save, or all."""
 
 _LISTED = 100
 """Divergences in a result. More are listed only if they name a rank that no other names."""
@@ -45,8 +45,8 @@ def chosen_slices(slices: Slices, turns: int, turn: int | None) -> NDArray[np.in
     """Rows of the slices that one save compares, in their order.
 
     Args:
-        slices: all.
-        turns: samples until the first one comes again.
+        slices: all slices.
+        turns: number of different samples.
         turn: number of the sample; None: all slices are compared.
     """
     if turn is None:
@@ -64,14 +64,14 @@ def hash_replicas(
     """Hashes slices of a rank's pieces.
 
     Args:
-        pieces: of the rank.
-        slices: of these pieces; `box` is the row of the piece.
-        rows: of the slices to hash.
-        pool: of the scratch memory.
+        pieces: pieces of the rank.
+        slices: slices of these pieces; `box` is the row of the piece.
+        rows: rows of the slices to hash.
+        pool: pool of the scratch memory.
         progress: called with the bytes hashed so far.
 
     Returns:
-        xxh3_128 of each, 16 bytes.
+        The xxh3_128 digest of each slice, 16 bytes.
     """
     boxes, byte_count = slices.boxes.take(rows), slices.byte_count[rows]
     columns = slices.box[rows], slices.start[rows], byte_count, boxes.offsets, boxes.sizes
@@ -98,12 +98,12 @@ def compare_replicas(
     """Compares the digests of the ranks.
 
     Args:
-        plan: of all ranks.
+        plan: plan of all ranks.
         turn: see `chosen_slices`.
-        digests: of each rank, the result of `hash_replicas`.
+        digests: results of `hash_replicas` by rank.
 
     Returns:
-        Where replicas differ, by set of holders, then by tensor; and how many such places there are.
+        The divergences, ordered by set of holders and tensor; and their total number.
 
     Raises:
         StructureError: a rank hashed more or fewer slices than requested.
@@ -118,11 +118,11 @@ def compare_replicas(
     if (counts != expected).any():
         rank = int((counts != expected).argmax())
         raise StructureError(
-            f"rank {rank} compared {counts[rank]} replicas, but {expected[rank]} were asked for; nothing was "
+            f"rank {rank} hashed {counts[rank]} replicas, but {expected[rank]} were expected; nothing was "
             "committed",
             rank=rank,
         )
-    at = np.cumsum(counts) - counts  # of each rank, its next digest
+    at = np.cumsum(counts) - counts  # index of the next digest by rank
     found: list[Divergence] = []
     named: set[int] = set()
     total = 0
@@ -130,13 +130,13 @@ def compare_replicas(
     for number in np.flatnonzero(np.diff(begins)).tolist():
         ranks, first = replicas.ranks[number], int(begins[number])
         length = int(begins[number + 1]) - first
-        held = words[at[ranks][:, None] + np.arange(length)]
+        of_holders = words[at[ranks][:, None] + np.arange(length)]
         at[ranks] += length
-        differs = (held != held[:1]).any(axis=(0, 2))
+        differs = (of_holders != of_holders[:1]).any(axis=(0, 2))
         total += int(differs.sum())
         for column in np.flatnonzero(differs).tolist():
             row = int(rows[first + column])
-            at_fault, by_majority = _verdict(ranks.tolist(), held[:, column])
+            at_fault, by_majority = _verdict(ranks.tolist(), of_holders[:, column])
             if len(found) < _LISTED or not named.issuperset(at_fault):
                 named.update(at_fault)
                 key = plan.merged.keys[int(replicas.tensor[slices.box[row]])]
@@ -167,15 +167,15 @@ def _verdict(ranks: Sequence[int], digests: NDArray[np.uint64]) -> tuple[tuple[i
     >>> _verdict([3, 5], np.array([[1, 1], [1, 2]], np.uint64))
     ((3, 5), False)
     """
-    held = [tuple(digest) for digest in digests.tolist()]
-    most, count = Counter(held).most_common(1)[0]
-    if 2 * count <= len(held):
+    values = [tuple(digest) for digest in digests.tolist()]
+    most, count = Counter(values).most_common(1)[0]
+    if 2 * count <= len(values):
         return tuple(ranks), False
-    return tuple([rank for rank, digest in zip(ranks, held, strict=True) if digest != most]), True
+    return tuple([rank for rank, digest in zip(ranks, values, strict=True) if digest != most]), True
 
 
 def warn_of_divergences(result: SaveResult, rank: int) -> None:
-    """Logs where replicas differ, on rank 0 and on the ranks at fault."""
+    """Logs the divergences, on rank 0 and on the ranks at fault."""
     concerns = [one for one in result.diverged if rank == 0 or rank in one.ranks]
     if concerns:
         _log.warning(

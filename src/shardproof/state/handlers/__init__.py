@@ -1,1 +1,1 @@
-"""Handlers of the kinds of objects that a state tree may have."""
+"""Handlers of the kinds of objects in a state tree."""

@@ -1,4 +1,4 @@
-"""The handler of tensors whose local parts the program describes itself."""
+"""The handler of tensors whose local parts the program describes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Explicit:
         out.pieces(place.key, *described(value, place.key), origin=place.path)
 
     def bind(self, place: Place, value: LocalShards | FlatShard, to: Binder) -> None:
-        """Binds the described pieces, to be filled in place."""
+        """Adds the described pieces as destinations."""
         to.pieces(place.key, *described(value, place.key))
 
 

@@ -1,4 +1,4 @@
-"""Random generators: those of the process, and generator objects in the tree."""
+"""Random generators: the global ones of the process, and generator objects in the tree."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["GENERATOR", "NUMPY_GENERATOR", "NUMPY_RANDOM_STATE", "PYTHON_GENERAT
 class RandomState:
     """The global random generators of this process: Python's, numpy's, torch's on CPU and accelerator.
 
-    Each rank stores and gets back its own. Ranks beyond those that saved keep theirs, or fail with
-    ``missing="error"``. States of ranks beyond those that load are restored nowhere: `LoadReport.dropped` and
-    a warning name them.
+    Each rank stores and restores its own generators. A load on more ranks than saved leaves those of the
+    additional ranks unchanged, or fails with ``missing="error"``. A load on fewer ranks drops the other
+    states: `LoadReport.dropped` and a warning name them.
 
     >>> rng = RandomState()
     >>> state = rng.state_dict()
@@ -32,7 +32,7 @@ class RandomState:
         self.missing = missing
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of all generators. Draws nothing."""
+        """The state of all generators. It does not change."""
         return {
             "python": _python_state(random),
             "numpy": np.random.get_state(legacy=False),
@@ -41,7 +41,7 @@ class RandomState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the generators to what `state_dict` answered."""
+        """Sets the generators to a state that `state_dict` returned."""
         _set_python_state(random, state["python"])
         np.random.set_state(state["numpy"])
         torch.set_rng_state(state["torch"].cpu())
@@ -58,14 +58,14 @@ def _set_python_state(generator: Any, state: dict[str, Any]) -> None:
 
 
 def _accelerator() -> Any:
-    """The module of the accelerator in use, None if there is none or nothing has used it yet."""
+    """The device module of the accelerator; None if there is none or the process has not used it."""
     if not torch.accelerator.is_available():
         return None
     device = torch.accelerator.current_accelerator()
     module = torch.get_device_module(device)
     if not hasattr(module, "get_rng_state"):
         return None
-    # Asking would start the device, which a process that has not used it should not do.
+    # Reading the generator would initialise a device that the process does not use.
     return module if getattr(module, "is_initialized", lambda: True)() else None
 
 
@@ -80,7 +80,7 @@ def _accelerator_state() -> dict[str, Any] | None:
 
 
 def _set_accelerator_state(state: dict[str, Any] | None) -> None:
-    """Device by device; the rank's current device gets the state of what was its current device."""
+    """Sets each device's generator. The current device gets the state of the saved rank's current device."""
     module = _accelerator()
     if module is None or state is None:
         return

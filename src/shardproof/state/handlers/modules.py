@@ -30,7 +30,7 @@ class _Module:
     """Handles `torch.nn.Module`."""
 
     def collect(self, place: Place, value: torch.nn.Module, out: Collector) -> None:
-        """Each tensor under its name; extra state as an object."""
+        """Adds each tensor under its name, and extra state as an object."""
         module, state = _state_of(value, place, out)
         prefix = f"{place.key}." if place.key else ""
         for name, item in state.items():
@@ -40,19 +40,19 @@ class _Module:
             if not isinstance(item, torch.Tensor) or _is_extra(name):
                 out.object(key, item, (place.path, name))
             elif (layout := module.layout(name)) is not None:
-                sharded, local = _laid_out(item, layout, key)
-                out.laid_out(key, sharded, (place.path, name), local)
+                sharded, local = _local_shards_of(item, layout, key)
+                out.local_shards(key, sharded, (place.path, name), local)
             else:
                 out.tensor(key, item, (place.path, name))
         declare_fsdp2_owners(part for _, part in module.parts)
         out.modules.append(OwnedParameters(place.key, module, state))
 
     def bind(self, place: Place, value: torch.nn.Module, to: Binder) -> None:
-        """Tensors in place. What the module made up for its state dict goes through load_state_dict."""
+        """Fills tensors in place. Values that the state dict computes go through `load_state_dict`."""
         module, state = _state_of(value, place, to)
         prefix = f"{place.key}." if place.key else ""
-        lives = _lives_in(module.module)
-        made_up: dict[str, Callable[[], Any]] = {}
+        is_live = _live_memory_of(module.module)
+        computed: dict[str, Callable[[], Any]] = {}
         for name, item in state.items():
             if "@" in (clean := module.clean(name)):
                 check_name(clean, place.key, place.path)
@@ -62,19 +62,19 @@ class _Module:
             elif not isinstance(item, torch.Tensor):
                 data = to.object(key)
                 if data is not MISSING:
-                    made_up[name] = to.rebuild(key, data, partial(_same, item))
+                    computed[name] = to.rebuild(key, data, partial(_same, item))
             elif (layout := module.layout(name)) is not None:
-                self._bind_laid_out(name, key, item, layout, lives(item), to, made_up)
-            elif lives(item):
+                self._bind_laid_out(name, key, item, layout, is_live(item), to, computed)
+            elif is_live(item):
                 to.tensor(key, item)
             elif item.is_meta:
-                to.tensor(key, item)  # refused there
+                to.tensor(key, item)  # raises: a meta tensor has no memory
             else:
                 fresh = empty_like_layout(item, item.dtype)
                 if to.tensor(key, fresh):
-                    made_up[name] = partial(_same, fresh)
-        if made_up:
-            to.later_on(lambda: _load(module.module, state, made_up))
+                    computed[name] = partial(_same, fresh)
+        if computed:
+            to.on_finish(lambda: _load(module.module, state, computed))
         to.modules.append(OwnedParameters(place.key, module, state))
 
     @staticmethod
@@ -83,16 +83,16 @@ class _Module:
         key: str,
         item: torch.Tensor,
         layout: Layout,
-        lives: bool,
+        is_live: bool,
         to: Binder,
-        made_up: dict[str, Callable[[], Any]],
+        computed: dict[str, Callable[[], Any]],
     ) -> None:
         local_of(item, key)
-        if not lives:
-            # Elements that are stored nowhere (padding) stay what they are.
+        if not is_live:
+            # The checkpoint does not store padding, so the copy preserves it.
             item = item.detach().clone()
-        if to.laid_out(key, *_laid_out(item, layout, key)) and not lives:
-            made_up[name] = partial(_same, item)
+        if to.local_shards(key, *_local_shards_of(item, layout, key)) and not is_live:
+            computed[name] = partial(_same, item)
 
     @staticmethod
     def _bind_extra(module: torch.nn.Module, name: str, key: str, current: Any, to: Binder) -> None:
@@ -100,14 +100,14 @@ class _Module:
         if data is not MISSING:
             owner = inside(module.get_submodule(name.rpartition(".")[0]))
             rebuilt = to.rebuild(key, data, lambda: current)
-            to.later_on(lambda: owner.set_extra_state(rebuilt()))
+            to.on_finish(lambda: owner.set_extra_state(rebuilt()))
 
 
 MODULE = _Module()
 
 
 def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """The module inside of data parallelism and compilation, in any order, or the module itself."""
+    """The module inside wrappers of data parallelism and compilation, in any order."""
     while True:
         if isinstance(module, PARALLEL):
             module = module.module
@@ -126,7 +126,7 @@ def _is_extra(name: str) -> bool:
 
 
 def named(module: torch.nn.Module, visitor: Visitor[Any]) -> NamedModule:
-    """The module inside of data parallelism and compilation, with its names: worked out once a walk."""
+    """The module inside wrappers, with its names. Each walk computes the names once."""
     inner = _unwrapped(module)
     if id(inner) not in visitor.named:
         visitor.named[id(inner)] = NamedModule(inner)
@@ -140,48 +140,48 @@ def _state_of(
     _refuse_fsdp1(module, place)
     if type(module.module).state_dict is torch.nn.Module.state_dict:
         return module, module.module.state_dict(keep_vars=True)
-    return module, module.module.state_dict()  # its own, which may take no arguments
+    return module, module.module.state_dict()  # an overridden state_dict may take no arguments
 
 
 def _refuse_fsdp1(module: NamedModule, place: Place) -> None:
-    """Its state dict gathers from all ranks, which collecting must not do."""
+    """Raises for FSDP1, whose state_dict is a collective: collecting must not communicate."""
     fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     kind = getattr(fsdp, "FullyShardedDataParallel", None)
     if kind is not None and any(isinstance(part, kind) for _, part in module.parts):
         raise StructureError(
             f"{place.path} holds FullyShardedDataParallel (FSDP1), whose state_dict is a collective. "
-            "Use fully_shard (FSDP2), or hand over its flat parameters as shardproof.FlatShard",
+            "Use fully_shard (FSDP2), or save its flat parameters as shardproof.FlatShard",
             key=place.key,
         )
 
 
-def _lives_in(module: torch.nn.Module) -> Callable[[torch.Tensor], bool]:
-    """Whether a value of the state dict is memory of the module."""
+def _live_memory_of(module: torch.nn.Module) -> Callable[[torch.Tensor], bool]:
+    """Returns a predicate: True if a tensor of the state dict is memory of the module."""
     live = [*module.parameters(), *module.buffers()]
     objects = set(map(id, live))
     storages: set[int] = set()
 
-    def lives(tensor: torch.Tensor) -> bool:
+    def is_live(tensor: torch.Tensor) -> bool:
         if id(tensor) in objects:
             return True
         if not storages:
             storages.update(storage_of(local_tensor(item)) for item in live if not item.is_meta)
         return not tensor.is_meta and storage_of(local_tensor(tensor)) in storages
 
-    return lives
+    return is_live
 
 
-def _laid_out(tensor: torch.Tensor, layout: Layout, key: str) -> tuple[LocalShards, torch.Tensor]:
-    """The pieces of a tensor with a declared layout, and their memory."""
+def _local_shards_of(tensor: torch.Tensor, layout: Layout, key: str) -> tuple[LocalShards, torch.Tensor]:
+    """The pieces of a tensor with a declared layout, and its local tensor."""
     local = local_of(tensor, key)
     return local_layout(tensor, layout, key).pieces(local), local
 
 
 def _load(
-    module: torch.nn.Module, state: Mapping[str, Any], made_up: Mapping[str, Callable[[], Any]]
+    module: torch.nn.Module, state: Mapping[str, Any], computed: Mapping[str, Callable[[], Any]]
 ) -> None:
     filled = OrderedDict(state)
-    filled.update({name: value() for name, value in made_up.items()})
+    filled.update({name: value() for name, value in computed.items()})
     metadata = getattr(state, "_metadata", None)
     if metadata is not None:
         filled._metadata = metadata  # type: ignore[attr-defined]

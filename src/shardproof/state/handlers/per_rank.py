@@ -1,4 +1,4 @@
-"""Values that every rank has for itself."""
+"""Values that belong to one rank each."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ __all__ = ["PER_RANK", "PerRank", "owner_of"]
 
 
 class PerRank:
-    """A state tree of which every rank stores and gets back its own.
+    """A state tree that every rank saves and restores separately.
 
-    A load on as many ranks as saved gives each rank its own value. With more or fewer ranks, the ranks that
-    both have get theirs, and the two options say what happens with the rest.
+    A load restores the value of rank ``r`` on rank ``r``. The two options apply if more or fewer ranks load
+    than saved.
 
     Args:
         value: any state tree.
-        missing: what happens on ranks beyond those that saved: "keep" leaves the value as it is and
-            says so in `LoadReport.kept`, "error" counts it as missing.
-        fewer: what happens with the values of ranks beyond those that load: "drop" restores them nowhere and
-            names them in `LoadReport.dropped` and in a warning, "gather" gives them to every rank that loads,
-            as `gathered`, "error" refuses the load.
+        missing: for a loading rank without a saved value: "keep" leaves the value unchanged and lists it in
+            `LoadReport.kept`, "error" reports it as missing.
+        fewer: for the saved values of ranks that do not exist in the load: "drop" ignores them and lists them
+            in `LoadReport.dropped` and in a warning, "gather" puts them into `gathered` on every rank,
+            "error" fails the load.
 
     Attributes:
-        gathered: with ``fewer="gather"``, after a load: saved rank to its value, of the ranks beyond those
-            that load, the same on every rank. A value that is no container is itself. Of a container it is a
-            dict of what is stored, by dotted key: new tensors on the CPU, plain values, and of objects what
-            their `state_dict` gave. It is not saved: what is to stay belongs into `value`.
+        gathered: with ``fewer="gather"``, after a load: saved rank to value, for the ranks that do not exist
+            in the load. It is the same on every rank. A container becomes a dict from dotted key to new
+            tensors on the CPU, plain values, and the `state_dict` of objects. A save does not include it; put
+            values to save into `value`.
 
     >>> state = {"losses": PerRank([0.5, 0.25])}
     >>> state["losses"].value
@@ -64,7 +64,7 @@ class PerRank:
 
 
 def owner_of(key: str) -> tuple[str, int] | None:
-    """The key of the per-rank value that a stored key is of, and the rank; None for other keys.
+    """The key of the per-rank value that a stored key belongs to, and the rank; None for other keys.
 
     >>> owner_of("loader.@rank-3.epoch"), owner_of("model.weight")
     (('loader', 3), None)
@@ -78,7 +78,7 @@ class _PerRank:
     """Handles `PerRank` and `RandomState`: the value's keys lie below ``<key>.@rank-<rank>``."""
 
     def collect(self, place: Place, value: PerRank | RandomState, out: Collector) -> None:
-        """The rank's own value."""
+        """Collects this rank's value."""
         inner = self._inner(place, value, out.rank)
         if isinstance(value, RandomState):
             STATEFUL.collect(inner, value, out)
@@ -86,7 +86,7 @@ class _PerRank:
             out.visit(inner, value.value)
 
     def bind(self, place: Place, value: PerRank | RandomState, to: Binder) -> None:
-        """What the same rank stored."""
+        """Binds the value that the same rank saved."""
         inner = self._inner(place, value, to.rank)
         stored = to.keys_below(join(place.key, "@rank-"))
         to.binding.used.update(stored)
@@ -107,7 +107,7 @@ class _PerRank:
 
     @staticmethod
     def _bind_others(place: Place, value: PerRank, stored: Sequence[str], to: Binder) -> None:
-        """The values of ranks beyond those that load."""
+        """Binds the values of saved ranks that do not exist in the load."""
         others: dict[int, list[str]] = {}
         for key in filter(to.selected, stored):
             owner = owner_of(key)
@@ -117,38 +117,38 @@ class _PerRank:
             for rank in sorted(others):
                 to.mismatch(
                     join(place.key, f"@rank-{rank}"),
-                    f"values of at most {to.world_size} ranks, as many as load",
-                    f"that of rank {rank}; PerRank(fewer='gather' or 'drop') loads all the same",
+                    f"values of at most {to.world_size} ranks, the number that load",
+                    f"the value of rank {rank}; use PerRank(fewer='gather') or PerRank(fewer='drop') to load",
                 )
             return
         to.binding.gathered.append(place.key)
-        made = {
+        values = {
             rank: _stored_value(join(place.key, f"@rank-{rank}"), keys, to)
             for rank, keys in sorted(others.items())
         }
-        to.later_on(lambda: setattr(value, "gathered", {rank: make() for rank, make in made.items()}))
+        to.on_finish(lambda: setattr(value, "gathered", {rank: build() for rank, build in values.items()}))
 
     @staticmethod
     def _inner(place: Place, value: PerRank | RandomState, rank: int) -> Place:
         if is_per_rank(place.key):
             raise StructureError(
-                f"{place.path} is a per-rank value inside of a per-rank value", key=place.key
+                f"{place.path} is a per-rank value inside a per-rank value. Use one PerRank", key=place.key
             )
         return Place(join(place.key, f"@rank-{rank}"), place.path, partial(setattr, value, "value"))
 
 
 def _stored_value(name: str, keys: Sequence[str], to: Binder) -> Callable[[], Any]:
-    """How to make what one rank stored, once its tensors are read; see `PerRank.gathered`."""
+    """Returns a function that builds one rank's value for `PerRank.gathered`, after all tensors are read."""
     objects = {key: to.catalogue.objects[key] for key in keys if key in to.catalogue.objects}
-    inside = {tensor for data in objects.values() for tensor, _ in references(data)}
-    made = {key: to.rebuild(key, data) for key, data in objects.items()}
+    referenced = {tensor for data in objects.values() for tensor, _ in references(data)}
+    values = {key: to.rebuild(key, data) for key, data in objects.items()}
     for key in keys:
-        if key not in made and key not in inside:
+        if key not in values and key not in referenced:
             dtype, shape = to.catalogue.tensors[key]
-            made[key] = partial(_same, to.fresh(key, torch_dtype(dtype), tuple(shape), None))
-    if name in made:
-        return made[name]
-    return lambda: {key.removeprefix(f"{name}."): made[key]() for key in sorted(made)}
+            values[key] = partial(_same, to.fresh(key, torch_dtype(dtype), tuple(shape), None))
+    if name in values:
+        return values[name]
+    return lambda: {key.removeprefix(f"{name}."): values[key]() for key in sorted(values)}
 
 
 def _same(value: Any) -> Any:

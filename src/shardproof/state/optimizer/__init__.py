@@ -1,1 +1,1 @@
-"""Optimizers: what they have of each parameter, described and taken back by parameter name."""
+"""Optimizers: saves and restores the state of each parameter by the parameter's name."""

@@ -1,14 +1,14 @@
-"""An optimizer takes what a checkpoint holds of its parameters.
+"""Binds an optimizer to the optimizer state of a checkpoint.
 
 Note: masters
-    A master weight is a slot that some optimizers have and others have not, so it is the one slot that need
-    not be stored to be filled, nor filled because it is stored:
+    Some optimizers have master weights and others do not. So a master may be filled without a stored one, and
+    a stored one may be unused:
 
-    - the target keeps masters, none is stored: the stored weight fills it if it has the master's dtype (it
-      was trained without masters, in that dtype); else the optimizer makes it from the loaded parameter;
-    - the target keeps none, one is stored: the parameter takes its values if it has the master's dtype and
-      the stored weight has not, for the weight is the master rounded; else the parameter is the best there
-      is. A parameter whose weight is not to be loaded takes nothing.
+    - The target has a master, and none is stored. If the stored weight has the master's dtype (the saved run
+      had no masters), it fills the master. Otherwise the optimizer copies the loaded parameter.
+    - The target has no master, and one is stored. If the parameter has the master's dtype and the stored
+      weight does not, the master fills the parameter, because the weight is the rounded master. Otherwise the
+      master is unused. It is also unused if the load does not select the weight.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from shardproof.state.visitor import Place, check_name, join
 __all__ = ["EXTRA", "SHARED", "OptimizerBinding"]
 
 SHARED = "@shared"
-"""What a torch optimizer keeps beside its parameters: under names of its own in `optimizer.state`."""
+"""Segment of the state in `optimizer.state` of a torch optimizer that belongs to no parameter."""
 EXTRA = "@extra"
-"""What a `SlotKeeper` keeps beside its parameters. Another optimizer has no use for it."""
+"""Segment of the state of a `SlotKeeper` that belongs to no parameter. Other optimizers ignore it."""
 
 
 @dataclass
 class OptimizerBinding:
-    """One optimizer that takes what a checkpoint holds."""
+    """The binding of one optimizer."""
 
     place: Place
     optimizer: torch.optim.Optimizer
@@ -49,23 +49,23 @@ class OptimizerBinding:
     layouts: SlotLayouts
     to: Binder
     attach: list[Callable[[], Any]] = field(default_factory=list)
-    others: set[str] = field(default_factory=set)
-    """Classes that another optimizer's state was of, already told."""
+    reported: set[str] = field(default_factory=set)
+    """Classes of other optimizers for which there is a mismatch already."""
     keeper: SlotKeeper | None = field(init=False)
-    """The optimizer, if it is one."""
+    """The optimizer if it is a `SlotKeeper`."""
 
     def __post_init__(self) -> None:
-        # Not for each parameter: to ask an instance for a protocol takes 14 µs.
+        # Checked once, because `isinstance` is slow for a protocol.
         self.keeper = self.optimizer if isinstance(self.optimizer, SlotKeeper) else None
 
     @cached_property
     def receive(self) -> Receiver:
-        """How parameters take what is stored. An optimizer that cannot say so fails when one has to."""
+        """The optimizer's receiver of stored slots. Lazy, because some optimizers have none and raise."""
         return receiver(self.optimizer)
 
     @torch.inference_mode(False)
     def bind(self) -> None:
-        """All parameters, then what the optimizer keeps beside them. Training goes on with what is made."""
+        """Binds all parameters, then the state that belongs to none. New tensors are no inference tensors."""
         for group in self.optimizer.param_groups:
             stored: dict[str, Any] = {}
             for parameter in group["params"]:
@@ -74,36 +74,37 @@ class OptimizerBinding:
                 self._check_slots(key, parameter)
                 data = self.to.object(f"{key}.@options")
                 if data is MISSING:
-                    self._known_slots(key, parameter)
+                    self._bind_existing_slots(key, parameter)
                     continue
                 _check_data(data, key)
                 stored[name] = data["options"]
                 self._parameter(key, group, parameter, data)
             self.attach.append(Options(self.place.key, stored).bind(group, self.to))
-        self._beside()
+        self._bind_shared()
         for act in self.attach:
-            self.to.later_on(act)
+            self.to.on_finish(act)
 
     def _check_slots(self, key: str, parameter: torch.Tensor) -> None:
-        """Refuse slots of the target that would pass for keys of shardproof's own."""
+        """Refuses slots of the target whose keys look like reserved keys."""
         if self.keeper is None:
             for slot in self.optimizer.state.get(parameter, ()):
                 if isinstance(slot, str) and "@" in slot:
                     check_name(slot, key, key)
 
     def _parameter(self, key: str, group: dict[str, Any], parameter: torch.Tensor, data: Any) -> None:
-        """The slots of one parameter become those that are stored."""
+        """Binds the stored slots of one parameter."""
         layout = self.layouts.of_slots(parameter)
         stored, unselected = self._stored(key, layout, data)
-        if MASTER in stored and not self._is_of_use(parameter, stored[MASTER]):
+        if MASTER in stored and not self._has_more_precision(parameter, stored[MASTER]):
             del stored[MASTER]
             self.to.binding.used.add(f"{key}.{MASTER}")
         receipt = self.receive(parameter, group, stored)
         self._check_class(data, receipt.kind, key)
         if self.keeper is not None and unselected:
             raise StructureError(
-                f"{key}: {', '.join(sorted(unselected))} of this parameter are left out, others are not. "
-                f"{type(self.optimizer).__qualname__} takes all slots of a parameter or none",
+                f"{key}: include and exclude leave out {', '.join(sorted(unselected))} of this parameter, "
+                f"but not its other slots. {type(self.optimizer).__qualname__} needs all slots of a "
+                "parameter or none",
                 key=key,
             )
         filled = {
@@ -111,7 +112,7 @@ class OptimizerBinding:
             for slot, destination in receipt.tensors.items()
             if self._fill(layout, f"{key}.{slot}", slot, destination, slot in stored)
         }
-        if self.keeper is None:  # what it does not take is for the rank that owns the parameter
+        if self.keeper is None:  # the rank that owns the parameter uses the other slots
             self.to.binding.used.update(f"{key}.{slot}" for slot in stored)
         if MASTER in stored and MASTER not in receipt.tensors:
             self.to.binding.used.add(f"{key}.{MASTER}")
@@ -125,11 +126,11 @@ class OptimizerBinding:
             for slot, value in data["values"].items()
             if self.to.selected(f"{key}.{slot}")
         }
-        left = {slot for slot in current if not self.to.selected(f"{key}.{slot}")}
-        self.attach.append(partial(_attach, receipt, values, frozenset(filled | left)))
+        unchanged = {slot for slot in current if not self.to.selected(f"{key}.{slot}")}
+        self.attach.append(partial(_attach, receipt, values, frozenset(filled | unchanged)))
 
     def _stored(self, key: str, layout: SlotLayout, data: Any) -> tuple[dict[str, StoredSlot], set[str]]:
-        """The slots that are there and wanted, and the names of those that are not wanted."""
+        """The stored and selected slots, and the names of those that are not selected."""
         stored: dict[str, StoredSlot] = {}
         unselected = set()
         for slot in data["slots"]:
@@ -152,7 +153,7 @@ class OptimizerBinding:
         destination: torch.Tensor | LocalRange,
         is_stored: bool,
     ) -> bool:
-        """Let a destination be filled, from the slot or, for a master that is not stored, from the weight."""
+        """Adds a destination for a slot. The stored weight fills a master that is not stored."""
         if not is_stored:
             weight = self.layouts.weights.get(id(layout.parameter), "")
             found = self.to.catalogue.tensors.get(weight)
@@ -160,14 +161,14 @@ class OptimizerBinding:
             if slot != MASTER or found is None or torch_dtype(found[0]) != dtype:
                 return False
             key = weight
-        laid_out = layout.sharded(destination, key)
-        if laid_out is not None:
-            return self.to.laid_out(key, laid_out)
+        local_shards = layout.sharded(destination, key)
+        if local_shards is not None:
+            return self.to.local_shards(key, local_shards)
         assert isinstance(destination, torch.Tensor)
         return self.to.tensor(key, destination)
 
-    def _is_of_use(self, parameter: torch.Tensor, master: StoredSlot) -> bool:
-        """Whether a stored master says more than the stored weight, to those who asked for it."""
+    def _has_more_precision(self, parameter: torch.Tensor, master: StoredSlot) -> bool:
+        """True if the stored master has more precision than the stored weight, and the weight is selected."""
         if parameter.dtype != master.dtype:
             return True
         weight = self.layouts.weights.get(id(parameter), "")
@@ -179,21 +180,21 @@ class OptimizerBinding:
         parameter = layout.parameter
         local_of(parameter, key)
         exact = empty_like_layout(parameter, parameter.dtype)
-        _copy(exact, parameter)  # elements that are stored nowhere (padding) stay what they are
+        _copy(exact, parameter)  # the checkpoint does not store padding, so the copy preserves it
         if self._fill(layout, f"{key}.{MASTER}", MASTER, exact, True):
-            self.to.later_on(partial(_copy, parameter, exact))
+            self.to.on_finish(partial(_copy, parameter, exact))
 
     def _check_class(self, data: Any, kind: str, key: str) -> None:
-        """State of another optimizer is a mismatch, once, however many parameters have it."""
-        found = data.get("class", kind)  # early checkpoints do not say
-        if self.to.strict and found != kind and found not in self.others:
-            self.others.add(found)
+        """Records a mismatch for state of another optimizer class, once for all parameters."""
+        found = data.get("class", kind)  # early checkpoints do not store the class
+        if self.to.strict and found != kind and found not in self.reported:
+            self.reported.add(found)
             self.to.mismatch(
-                f"{key}.@options", f"state of {kind}", f"state of {found}; strict=False loads it all the same"
+                f"{key}.@options", f"state of {kind}", f"state of {found}; strict=False loads it anyway"
             )
 
-    def _known_slots(self, key: str, parameter: torch.Tensor) -> None:
-        """Options are left out or missing: what can still be filled in place is."""
+    def _bind_existing_slots(self, key: str, parameter: torch.Tensor) -> None:
+        """Binds existing slots in place if the options are missing or not selected."""
         if self.keeper is not None:
             return
         layout = self.layouts.of_slots(parameter)
@@ -201,7 +202,7 @@ class OptimizerBinding:
             if isinstance(item, torch.Tensor):
                 self._fill(layout, f"{key}.{slot}", slot, item, True)
 
-    def _beside(self) -> None:
+    def _bind_shared(self) -> None:
         extra, shared = join(self.place.key, EXTRA), join(self.place.key, SHARED)
         if extra in self.to.catalogue.objects:
             data = self.to.object(extra)
@@ -231,4 +232,4 @@ def _check_data(data: Any, key: str) -> None:
     if not (isinstance(data, dict) and {"options", "slots", "values"} <= data.keys()) or not isinstance(
         data.get("class", ""), str
     ):
-        raise StructureError(f"{key}.@options in the checkpoint is not what an optimizer stores", key=key)
+        raise StructureError(f"{key}.@options in the checkpoint is not the state of an optimizer", key=key)

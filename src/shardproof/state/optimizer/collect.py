@@ -1,11 +1,10 @@
-"""Optimizers: state by parameter name and slot, options by parameter.
+"""Collects the state of optimizers by parameter name and slot, and the options by parameter.
 
-Of each parameter an optimizer stores the tensors ``<key>.<parameter>.<slot>`` and one object
-``<key>.<parameter>.@options``: the optimizer's class, the options of its group, the names of the slots that
-exist, and the slots that are no tensors. Nothing speaks of groups or positions, so that parameters that are
-grouped or ordered in another way load. A slot is laid out as its parameter is, so that a layout declared on
-the parameter holds for all of them. `optimizer.state` is only looked at: a parameter that has no state yet
-has none after.
+For each parameter there are the tensors ``<key>.<parameter>.<slot>`` and one object
+``<key>.<parameter>.@options``. The object has the optimizer's class, the options of the parameter's group,
+the names of its slots, and the slots that are not tensors. It has no groups or positions, so a load may group
+or order parameters differently. A slot has the layout of its parameter. `optimizer.state` does not change: a
+parameter without state has none after a save.
 """
 
 from __future__ import annotations
@@ -36,14 +35,13 @@ __all__ = ["OPTIMIZER", "OptimizerState"]
 
 
 class OptimizerState:
-    """An optimizer together with the names of its parameters, where its module is not in the state tree.
+    """An optimizer with the names of its parameters, for an optimizer whose module is not in the state tree.
 
-    It also says that the state by parameter is all there is to keep of an optimizer that has a state_dict of
-    its own.
+    Use it also for an optimizer that overrides `state_dict`, to declare that it has no state besides slots.
 
     Args:
         optimizer: the optimizer.
-        modules: whose parameters it trains. Names of several modules are prefixed with the position.
+        modules: the modules whose parameters it trains. With several, the position prefixes each name.
         names: instead of modules, the parameters by name, for example ``model.named_parameters()``.
 
     >>> model = torch.nn.Linear(2, 2)
@@ -65,17 +63,17 @@ class OptimizerState:
 
 
 class _Optimizer:
-    """Handles `torch.optim.Optimizer` and `OptimizerState`, once all modules of the tree are known."""
+    """Handles `torch.optim.Optimizer` and `OptimizerState`, after the walk has visited all modules."""
 
     def collect(self, place: Place, value: Any, out: Collector) -> None:
-        """The slots that exist, and the options."""
+        """Collects the existing slots, and the options."""
         optimizer = _optimizer_of(value, place)
         out.later.append(
             lambda: _collect(place, optimizer, _names(value, place, out), _modules(value, out), out)
         )
 
     def bind(self, place: Place, value: Any, to: Binder) -> None:
-        """Slots in place where they exist, new ones where they do not; attached at the end."""
+        """Fills existing slots in place, and creates others. Attaches them at the end of the load."""
         optimizer = _optimizer_of(value, place)
 
         def bind() -> None:
@@ -105,37 +103,37 @@ def _collect(
         layout = layouts.of_slots(parameter)
         stepped.append(parameter)
         for slot, item in slots.tensors.items():
-            of_key = _key_of(key, slot)
-            laid_out = layout.sharded(item, of_key)
-            if laid_out is None:
+            slot_key = _key_of(key, slot)
+            local_shards = layout.sharded(item, slot_key)
+            if local_shards is None:
                 assert isinstance(item, torch.Tensor)
-                out.tensor(of_key, item, origin)
+                out.tensor(slot_key, item, origin)
             else:
-                out.laid_out(of_key, laid_out, origin)
+                out.local_shards(slot_key, local_shards, origin)
             stepped.append(item.buffer if isinstance(item, LocalRange) else item)
         values = {}
         for slot, item in slots.values.items():
-            of_key = _key_of(key, slot)
-            values[slot] = encode(item, of_key, Hoister(of_key, out, place.path))
-        out.agreed(f"{key}.@options", options.of(slots, values), origin)
+            slot_key = _key_of(key, slot)
+            values[slot] = encode(item, slot_key, Hoister(slot_key, out, place.path))
+        out.common_object(f"{key}.@options", options.of(slots, values), origin)
     out.stepped.append(Stepped(optimizer, tuple(stepped), tuple(map(local_tensor, stepped))))
     _collect_shared(place, optimizer, out)
 
 
 def _collect_shared(place: Place, optimizer: torch.optim.Optimizer, out: Collector) -> None:
-    """State that belongs to no parameter, under names of the optimizer's own."""
+    """Collects state that belongs to no parameter."""
     if isinstance(optimizer, SlotKeeper):
         if extra := optimizer.describe_shared():
             out.object(join(place.key, EXTRA), extra, place.path)
         return
     if is_zero_redundancy(optimizer):
-        return  # what its share keeps beside the parameters is refused where the share is described
-    known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    shared = {name: item for name, item in optimizer.state.items() if name not in known}
-    strange = [name for name in shared if not isinstance(name, str)]
-    if strange:
+        return  # `owned_slots` refuses such state
+    parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    shared = {name: item for name, item in optimizer.state.items() if name not in parameters}
+    unknown = [name for name in shared if not isinstance(name, str)]
+    if unknown:
         raise StructureError(
-            f"{place.path} holds state of a {type(strange[0]).__name__} that is in none of its groups. "
+            f"{place.path} holds state of a {type(unknown[0]).__name__} that is in none of its groups. "
             "Remove it from optimizer.state, or add the parameter to a group",
             key=place.key,
         )
@@ -144,7 +142,7 @@ def _collect_shared(place: Place, optimizer: torch.optim.Optimizer, out: Collect
 
 
 def _optimizer_of(value: Any, place: Place) -> torch.optim.Optimizer:
-    """The optimizer, unless keeping its state by parameter would lose part of it."""
+    """The optimizer. Raises if it may have state besides slots, which a save would lose."""
     if isinstance(value, OptimizerState):
         return value.optimizer
     assert isinstance(value, torch.optim.Optimizer)
@@ -153,8 +151,8 @@ def _optimizer_of(value: Any, place: Place) -> torch.optim.Optimizer:
         return value
     if kind.state_dict is not torch.optim.Optimizer.state_dict:
         raise StructureError(
-            f"{place.path}: {kind.__qualname__} has a state_dict of its own, so its state may be more than "
-            "slots by parameter. If it is not, hand over shardproof.OptimizerState(optimizer, model)",
+            f"{place.path}: {kind.__qualname__} overrides state_dict, so it may have more state than slots "
+            "by parameter. If it has not, save shardproof.OptimizerState(optimizer, model)",
             key=place.key,
         )
     return value
@@ -171,7 +169,7 @@ def _names(value: Any, place: Place, visitor: Visitor[Any]) -> Names:
 
 
 def _modules(value: Any, visitor: Visitor[Any]) -> list[NamedModule]:
-    """The modules that may have declared how parameters of this optimizer are laid out."""
+    """The modules that may declare layouts of this optimizer's parameters."""
     given = value.modules if isinstance(value, OptimizerState) else ()
     return [
         *(named(module, visitor) for module in given),
@@ -182,35 +180,35 @@ def _modules(value: Any, visitor: Visitor[Any]) -> list[NamedModule]:
 def _key_of(key: str, slot: Any) -> str:
     """The key of a slot of the parameter whose key is given."""
     if not isinstance(slot, str):
-        raise StructureError(f"{key}: the state has a slot named {slot!r}, which makes no key", key=key)
+        raise StructureError(f"{key}: the slot name {slot!r} is not a string", key=key)
     if "@" in slot:
         check_name(slot, key, key)
     return f"{key}.{slot}"
 
 
 class _OptionsObjects:
-    """What is stored as ``@options`` of parameters: one object for all that have the same.
+    """The ``@options`` objects of parameters. Parameters with equal objects share one.
 
     Args:
-        key: of the optimizer.
+        key: key of the optimizer.
     """
 
     def __init__(self, key: str) -> None:
         self._key = key
         self._options: dict[int, Any] = {}
-        """By identity of a group's options, encoded."""
-        self._alike: dict[tuple[Any, ...], dict[str, Any]] = {}
+        """Encoded options of a group, by their id."""
+        self._objects: dict[tuple[Any, ...], dict[str, Any]] = {}
 
     def of(self, slots: ParameterSlots, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Of one parameter.
+        """The object of one parameter.
 
         Args:
-            slots: of the parameter; they outlive this.
-            values: its encoded slots that are no tensors.
+            slots: slots of the parameter. The caller must hold all of them, so that ids are unique.
+            values: the encoded slots that are not tensors.
         """
-        alike = slots.kind, id(slots.options), *slots.tensors
-        if not values and alike in self._alike:
-            return self._alike[alike]
+        identity = slots.kind, id(slots.options), *slots.tensors
+        if not values and identity in self._objects:
+            return self._objects[identity]
         if id(slots.options) not in self._options:
             self._options[id(slots.options)] = Options.encode(slots.options, self._key)
         data = {
@@ -219,4 +217,4 @@ class _OptionsObjects:
             "slots": sorted(slots.tensors),
             "values": dict(sorted(values.items())),
         }
-        return data if values else self._alike.setdefault(alike, data)
+        return data if values else self._objects.setdefault(identity, data)

@@ -1,4 +1,4 @@
-"""The options of an optimizer's groups (learning rate, betas, ...), kept by parameter."""
+"""The options of an optimizer's groups (learning rate, betas, ...), stored by parameter."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from shardproof.state.tensors import local_of
 __all__ = ["Options"]
 
 _OF_THE_PROGRAM = frozenset(("fused", "foreach", "capturable", "differentiable"))
-"""How a step is computed, not what: stored for people, and on load the target's own stay."""
+"""Options that change how a step is computed, but not its result. A load does not change the target's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is stored as options of the parameters of one target group."""
+    """The stored options of the parameters of one target group."""
 
     key: str
-    """Of the optimizer."""
+    """Key of the optimizer."""
     stored: Mapping[str, Any]
     """Parameter name to its encoded options."""
 
     @staticmethod
     def encode(group: Mapping[str, Any], key: str) -> Any:
-        """The options of a group. A learning rate that is a tensor is kept as its value."""
+        """The encoded options of a group. A learning rate in a tensor is stored as its value."""
         return encode(options_of(group), f"{key}.@options")
 
     def bind(self, group: dict[str, Any], to: Binder) -> Callable[[], None]:
-        """How the group takes its options. What its parameters disagree about is a mismatch."""
+        """Returns a function that sets the group's options. Different options in one group are a mismatch."""
         agreed: dict[str, Any] = {}
         source: dict[str, str] = {}
         refused: set[str] = set()
@@ -70,7 +70,7 @@ class Options:
 
 
 def _check_present(present: Any, path: str) -> None:
-    """Refuse the option of a target that is filled in place and has no memory."""
+    """Raises if a tensor among the target's options has no memory to fill."""
     if isinstance(present, torch.Tensor):
         local_of(present, path)
     elif isinstance(present, tuple):
@@ -79,7 +79,7 @@ def _check_present(present: Any, path: str) -> None:
 
 
 def _adopted(present: Any, stored: Any) -> Any:
-    """The stored option as the target keeps it: a tensor is filled in place, a number stays one."""
+    """The stored option in the target's form. Fills a tensor in place, and returns a number for a number."""
     if isinstance(present, torch.Tensor):
         with torch.no_grad():
             if isinstance(stored, torch.Tensor):

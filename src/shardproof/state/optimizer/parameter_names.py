@@ -1,4 +1,4 @@
-"""Names of an optimizer's parameters, which it does not know itself."""
+"""Names of an optimizer's parameters."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["Names"]
 
 
 class Names:
-    """Parameter to name. A parameter without a name is an error that says how to give it one.
+    """Parameter to name. Raises for a parameter without a name.
 
-    Several parameters have one name where they are parts (experts) or copies of one tensor of the model.
+    Several parameters have the same name if they are parts (experts) or copies of one tensor of the model.
     """
 
     def __init__(self, names: Mapping[int, str], place: Place) -> None:
@@ -28,7 +28,7 @@ class Names:
         if name is None:
             raise StructureError(
                 f"{self._place.path} trains a parameter of shape {list(parameter.shape)} that belongs to no "
-                "module of the state tree. Put the module into the tree, or hand over "
+                "module of the state tree. Put the module into the tree, or use "
                 "shardproof.OptimizerState(optimizer, module)",
                 key=self._place.key,
             )
@@ -38,12 +38,12 @@ class Names:
 
     @staticmethod
     def given(names: Mapping[str, torch.Tensor], place: Place) -> Names:
-        """Names that the program gives."""
+        """Names from the program."""
         return Names(_by_identity(sorted(names.items())), place)
 
     @staticmethod
     def of_modules(modules: Sequence[NamedModule], place: Place) -> Names:
-        """Names in modules that are not in the tree; of several, the position comes first."""
+        """Names in modules that are not in the tree. With several, the position prefixes each name."""
         owned = [
             OwnedParameters(str(index) if len(modules) > 1 else "", module, {})
             for index, module in enumerate(modules)
@@ -56,10 +56,10 @@ class Names:
 
     @staticmethod
     def of_tree(optimizer: torch.optim.Optimizer, modules: Sequence[OwnedParameters], place: Place) -> Names:
-        """Names in the modules of the tree, relative to the one that owns all parameters.
+        """Names in the modules of the tree, relative to the module that owns all parameters.
 
-        Where several modules are needed, each name is prefixed with its module's key. Names that the
-        optimizer was given (``param_names``) serve where no module has the parameter.
+        If the parameters belong to several modules, each module's key prefixes its names. If they belong to
+        no module, the names are the optimizer's ``param_names``.
         """
         wanted = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         owners: list[tuple[str, dict[int, str]]] = []
@@ -78,7 +78,7 @@ class Names:
 
 
 def _of_module(owner: OwnedParameters) -> dict[int, str]:
-    """Of a parameter with several names, the first in the order of keys, under which a tied one is stored."""
+    """Parameter to name. A tied parameter gets the first of its keys in order, which is the stored one."""
     clean = owner.module.clean
     named = _by_identity(
         sorted(
@@ -113,5 +113,5 @@ def _by_identity(named: Sequence[tuple[str, torch.Tensor]]) -> dict[int, str]:
 
 
 def _name(named: tuple[str, torch.Tensor]) -> str:
-    """Several parameters may have one name; tensors have no order."""
+    """Sort key. Several parameters may have one name, and tensors cannot be compared."""
     return named[0]

@@ -1,4 +1,4 @@
-"""How the slots of parameters are laid out: as the parameters are."""
+"""The layouts of slots, which are those of their parameters."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ __all__ = ["SlotLayout", "SlotLayouts"]
 
 @dataclass(frozen=True, slots=True)
 class SlotLayouts:
-    """Layouts that modules declared, by parameter, and the keys of the parameters themselves."""
+    """The declared layouts of parameters, and the keys of the parameters."""
 
     declared: Mapping[int, Layout]
-    """Identity of a parameter to the layout below data parallelism."""
+    """Id of a parameter to its declared layout."""
     weights: Mapping[int, str]
-    """Identity of a parameter to its key in the checkpoint."""
+    """Id of a parameter to its key in the checkpoint."""
 
     @staticmethod
     def of(modules: Iterable[NamedModule], owners: Iterable[OwnedParameters]) -> SlotLayouts:
-        """Of all parameters of the modules; keys are known of those that are in the tree."""
+        """The layouts of all parameters of `modules`, and the keys of the parameters of `owners`."""
         layouts: dict[int, Layout] = {}
         for module in modules:
             layouts = module.layouts_by_parameter() | layouts
@@ -42,7 +42,7 @@ class SlotLayouts:
         return SlotLayouts(layouts, weights)
 
     def of_slots(self, parameter: torch.Tensor) -> SlotLayout:
-        """How the slots of a parameter are laid out."""
+        """The layout of the slots of a parameter."""
         declared = self.declared.get(id(parameter)) if self.declared else None
         is_own = declared is None and not hasattr(parameter, LOCAL)
         return SlotLayout(parameter, declared, is_own, is_dtensor(parameter))
@@ -55,20 +55,21 @@ class SlotLayout:
     parameter: torch.Tensor
     declared: Layout | None
     is_own: bool
-    """Whether the parameter itself says how it is laid out."""
+    """True if the parameter has no declared layout and no index map of its own."""
     is_dtensor: bool
-    """Whether the parameter is one."""
+    """True if the parameter is a DTensor."""
     _layout: Layout | None = None
 
     def sharded(self, item: torch.Tensor | LocalRange, key: str) -> LocalShards | None:
-        """The pieces of a slot; None where the tensor says it all itself.
+        """The pieces of a slot; None if the tensor needs no layout.
 
-        A plain tensor stands for the same values on every rank. Beside a sharded parameter nothing says that
-        ranks hold the same, not even the parameter's global shape (what a compressed gradient left out has
-        it, and is each rank's own): there a slot is a scalar, of the parameter's local shape, or a DTensor.
+        A plain tensor without a layout means equal values on every rank. For a slot of a sharded parameter
+        that is not certain, even if the slot has the parameter's global shape: the residual of a compressed
+        gradient has that shape, and differs between ranks. So such a slot must be a scalar, have the
+        parameter's local shape, or be a DTensor.
 
         Raises:
-            StructureError: the slot has a shape from which nothing follows.
+            StructureError: the shape of the slot does not determine its layout.
         """
         if self.is_own and is_dtensor(item):
             return None
@@ -79,10 +80,10 @@ class SlotLayout:
             if not self.is_dtensor:
                 return None
             if not item.dim() and self.parameter.dim():
-                return None  # a scalar of the model, however the parameter is laid out
+                return None  # a scalar of the model, for any layout of the parameter
         local = local_of(item, key)
         layout = self._local(key)
-        if tuple(local.shape) == layout.local_shape or not local.numel():  # off the mesh, whatever its shape
+        if tuple(local.shape) == layout.local_shape or not local.numel():  # empty on ranks outside the mesh
             return layout.pieces(local)
         if not local.dim():
             return layout.scalar(local)
@@ -90,26 +91,26 @@ class SlotLayout:
             if not _is_sharded(self.parameter):
                 return None
             raise StructureError(
-                f"{key}: the slot is a plain tensor of shape {list(item.shape)}, its parameter a sharded "
-                f"DTensor held as {list(layout.local_shape)}, so nobody can say which part this is, or that "
-                "all ranks hold the same. Keep it as a DTensor on the parameter's mesh: with Shard(dim) if "
-                "each rank has its part, with Replicate() if all have the same",
+                f"{key}: the slot is a plain tensor of shape {list(item.shape)}, but its parameter is a "
+                f"sharded DTensor of local shape {list(layout.local_shape)}. It is unknown which part this "
+                "is, or whether it is equal on all ranks. Make it a DTensor on the parameter's mesh: with "
+                "Shard(dim) if each rank has a part, with Replicate() if it is equal on all ranks",
                 key=key,
             )
         raise StructureError(
-            f"{key}: the slot has shape {list(item.shape)}, its parameter is held as "
-            f"{list(layout.local_shape)} in a layout of its own, so nobody can say which part this is. "
+            f"{key}: the slot has shape {list(item.shape)}, but its parameter has local shape "
+            f"{list(layout.local_shape)} in a declared layout. It is unknown which part this is. "
             "Only elementwise optimizers can train such parameters",
             key=key,
         )
 
     def stored(self, dtype: torch.dtype, shape: tuple[int, ...], key: str) -> StoredSlot:
-        """A stored slot in the terms of what this rank holds."""
+        """A stored slot, with the shape that it has on this rank."""
         if self.declared is None and not shape and self.parameter.dim():
             return StoredSlot(dtype, ())
         layout = self._local(key)
         if shape == layout.shape:
-            return StoredSlot(dtype, tuple(local_tensor(self.parameter).shape))  # (0,) outside of the mesh
+            return StoredSlot(dtype, tuple(local_tensor(self.parameter).shape))  # (0,) outside the mesh
         if shape == layout.scalar(torch.empty((), dtype=dtype, device="cpu")).shape:
             return StoredSlot(dtype, ())
         return StoredSlot(dtype, shape)
@@ -121,6 +122,6 @@ class SlotLayout:
 
 
 def _is_sharded(parameter: Any) -> bool:
-    """Whether ranks of the mesh hold different parts of a DTensor."""
-    placed = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
-    return any(ranks > 1 and not placement.is_replicate() for ranks, placement in placed)
+    """True if ranks of the mesh have different parts of a DTensor."""
+    dims = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+    return any(ranks > 1 and not placement.is_replicate() for ranks, placement in dims)

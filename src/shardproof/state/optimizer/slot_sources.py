@@ -1,4 +1,4 @@
-"""What any optimizer keeps and how it takes it back: one of torch's, or a `SlotKeeper`."""
+"""Reads and restores the slots of any optimizer: a `SlotKeeper`, torch's ZeRO, or another torch optimizer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["receiver", "slots_of"]
 
 
 def slots_of(optimizer: torch.optim.Optimizer | SlotKeeper) -> list[ParameterSlots]:
-    """What any optimizer keeps. Only looks: a parameter that has no state yet has none after.
+    """The slots of any optimizer. Its state does not change: a parameter without state has none after.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> slots_of(torch.optim.SGD([weight], lr=0.1))[0].tensors
@@ -54,9 +54,9 @@ def slots_of(optimizer: torch.optim.Optimizer | SlotKeeper) -> list[ParameterSlo
 
 
 def receiver(optimizer: torch.optim.Optimizer | SlotKeeper) -> Receiver:
-    """How any optimizer takes the stored slots of its parameters. Touches nothing before `attach`.
+    """The receiver of stored slots of any optimizer. Nothing changes before `Receipt.attach`.
 
-    An optimizer of torch's takes tensors in place where it has them. It keeps no masters, so it takes none.
+    A torch optimizer receives existing tensors in place. It has no masters, so it ignores stored ones.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> adam = torch.optim.AdamW([weight])
@@ -82,17 +82,17 @@ def _receive(
 ) -> Receipt:
     current = optimizer.state.get(parameter) or {}
     tensors: dict[str, torch.Tensor] = {}
-    made: dict[str, torch.dtype] = {}
+    dtypes: dict[str, torch.dtype] = {}
     for slot, like in stored.items():
         present = current.get(slot)
         if isinstance(present, torch.Tensor):
             tensors[slot] = present
         elif slot != MASTER:
-            made[slot] = _made_dtype(optimizer, parameter, like)
-            widens = torch.promote_types(like.dtype, made[slot]) == made[slot]
-            filled = like if widens else replace(like, dtype=made[slot])
-            tensors[slot] = _new_slot(parameter, group, slot, filled)
-    attach = partial(_attach, optimizer, parameter, tensors, made)
+            dtypes[slot] = _slot_dtype(optimizer, parameter, like)
+            widens = torch.promote_types(like.dtype, dtypes[slot]) == dtypes[slot]
+            destination = like if widens else replace(like, dtype=dtypes[slot])
+            tensors[slot] = _new_slot(parameter, group, slot, destination)
+    attach = partial(_attach, optimizer, parameter, tensors, dtypes)
     return Receipt(type(optimizer).__qualname__, tensors, attach)
 
 
@@ -100,14 +100,14 @@ def _attach(
     optimizer: torch.optim.Optimizer,
     parameter: torch.Tensor,
     tensors: Mapping[str, torch.Tensor],
-    made: Mapping[str, torch.dtype],
+    dtypes: Mapping[str, torch.dtype],
     values: Mapping[str, Any],
     filled: frozenset[str],
 ) -> None:
     current = optimizer.state.get(parameter) or {}
     state = {slot: item for slot, item in current.items() if slot in filled or slot in values}
     state.update(
-        {slot: _cast(item, made.get(slot, item.dtype)) for slot, item in tensors.items() if slot in filled}
+        {slot: _cast(item, dtypes.get(slot, item.dtype)) for slot, item in tensors.items() if slot in filled}
     )
     state.update(values)
     if state:
@@ -116,12 +116,11 @@ def _attach(
         optimizer.state.pop(parameter, None)
 
 
-def _made_dtype(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, like: StoredSlot) -> torch.dtype:
-    """The dtype in which the optimizer makes a slot of its own, where that is known.
+def _slot_dtype(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, like: StoredSlot) -> torch.dtype:
+    """The dtype in which the optimizer makes a slot, or the stored dtype if that is unknown.
 
-    Torch's own classes make shaped slots in the parameter's dtype, and most cannot step with another: state
-    that was kept for a master, or in a narrower dtype, would end the next step. Of other classes nothing is
-    known but what is stored.
+    Torch's classes make shaped slots in the parameter's dtype, and most fail to step with another. The stored
+    dtype differs if the saved optimizer had a master, or narrower state.
     """
     known = type(optimizer).__module__.startswith("torch.optim.") and like.shape != ()
     floating = parameter.dtype.is_floating_point and like.dtype.is_floating_point
@@ -138,11 +137,11 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _new_slot(parameter: torch.Tensor, group: Mapping[str, Any], slot: str, like: StoredSlot) -> torch.Tensor:
-    """Memory for a slot that the target has not made yet, where the target's group would have made it.
+    """Memory for a slot that the target has not made yet.
 
-    As in torch's own `Optimizer.load_state_dict`, step counts lie on the CPU unless the group computes with
-    them on the device, and all else lies where the parameter does. Elements that are stored nowhere (padding
-    of a vocabulary) are zero, as in a slot that the optimizer makes.
+    As in torch's `Optimizer.load_state_dict`, step counts are on the CPU unless the group computes with them
+    on the device. Other slots are on the parameter's device. Padding is zero, as in a slot that the optimizer
+    makes.
     """
     if slot == "step" and not like.shape:
         on_device = group.get("capturable") or group.get("fused")

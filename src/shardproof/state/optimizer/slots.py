@@ -1,9 +1,9 @@
-"""What optimizers keep of their parameters, in terms that do not depend on the optimizer.
+"""Describes the state of optimizers independently of the optimizer.
 
-A *slot* is one tensor or value that an optimizer keeps of one parameter. Torch's own optimizers keep slots in
-`optimizer.state`, shaped like what the rank holds of the parameter. An optimizer that keeps them in another
-way (ranges of flat buffers, copies on another device) is a `SlotKeeper`: it says what it holds, without
-communicating, and takes what a checkpoint holds.
+A *slot* is one tensor or value of optimizer state that belongs to one parameter. Torch's optimizers hold
+slots in `optimizer.state`, with the shape of the parameter's local tensor. An optimizer that stores them
+differently (in ranges of flat buffers, or on another device) implements `SlotKeeper`. It describes its slots,
+and receives those of a checkpoint, without communication.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 MASTER = "master"
-"""The slot that holds a parameter's values in a wider dtype than the parameter's own."""
+"""The slot with a parameter's values in a wider dtype than the parameter's."""
 
 
 _NOT_OPTIONS = ("params", "param_names")
@@ -45,7 +45,7 @@ def options_of(group: Mapping[str, Any], without: Collection[str] = ()) -> dict[
 class LocalRange:
     """A 1-D buffer with the row-major elements [start, stop) of a parameter's local tensor.
 
-    An empty range declares the slot, with the buffer's dtype, on a rank that owns nothing of it.
+    An empty range declares the slot, with the buffer's dtype, on a rank that owns no part of it.
 
     >>> LocalRange(torch.zeros(3), 2, 5)
     LocalRange(float32, [2, 5))
@@ -58,7 +58,8 @@ class LocalRange:
     def __post_init__(self) -> None:
         if self.buffer.dim() != 1 or self.buffer.numel() != self.stop - self.start:
             raise ValueError(
-                f"the buffer of a range of [{self.start}, {self.stop}) has shape {list(self.buffer.shape)}"
+                f"the buffer of the range [{self.start}, {self.stop}) has shape {list(self.buffer.shape)}, "
+                f"expected [{self.stop - self.start}]"
             )
 
     def __repr__(self) -> str:
@@ -67,61 +68,61 @@ class LocalRange:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParameterSlots:
-    """What an optimizer keeps of one parameter, as one rank describes it."""
+    """The slots of one parameter on one rank."""
 
     parameter: torch.Tensor
-    """The program's own parameter, which has a name."""
+    """The program's parameter."""
     kind: str
-    """Class of the torch optimizer whose update rule it is."""
+    """Class of the torch optimizer with the same update rule."""
     options: Mapping[str, Any]
-    """Options of its group: learning rate, betas, ..."""
+    """Options of the parameter's group: learning rate, betas, ..."""
     tensors: Mapping[str, torch.Tensor | LocalRange]
-    """By slot: of the parameter's local shape, a DTensor like it, a scalar, or a range of it."""
+    """Slot to tensor: of the parameter's local shape, a DTensor like it, a scalar, or a range of it."""
     values: Mapping[str, Any]
     """Slots that are plain values."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredSlot:
-    """A tensor slot as a checkpoint has it."""
+    """A tensor slot in a checkpoint."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """As this rank would hold it: that of the parameter's local tensor, or () for a scalar."""
+    """Its shape on this rank: that of the parameter's local tensor, or () for a scalar."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Receipt:
-    """How an optimizer takes the stored slots of one parameter."""
+    """The destinations for the stored slots of one parameter."""
 
     kind: str
     """As in `ParameterSlots`."""
     tensors: Mapping[str, torch.Tensor | LocalRange]
-    """Destinations. May name the master though none is stored: a stored weight of its dtype fills it."""
+    """Destinations. It may contain a master that is not stored: a stored weight of its dtype fills it."""
     attach: Callable[[Mapping[str, Any], frozenset[str]], None]
-    """Called once all bytes are there, with the plain values and the tensor slots that were filled. The state
-    becomes what was stored: other slots are dropped. A master that was not filled is made from the
-    parameter."""
+    """Called after all bytes are read, with the plain values and the names of the filled tensor slots. It
+    replaces the parameter's state by the stored one, and drops other slots. It makes a master that was not
+    filled from the parameter."""
 
 
 Receiver: TypeAlias = Callable[[torch.Tensor, dict[str, Any], Mapping[str, StoredSlot]], Receipt]
-"""Takes a parameter, the group that it is in, and the stored tensor slots."""
+"""Arguments: a parameter, its group, and the stored tensor slots."""
 
 
 @runtime_checkable
 class SlotKeeper(Protocol):
-    """An optimizer that describes its own state. None of these calls communicates."""
+    """An optimizer that describes its state. None of these methods may communicate."""
 
     param_groups: list[dict[str, Any]]
 
     def describe_slots(self) -> Iterable[ParameterSlots]:
-        """Every parameter of every group, whether or not this rank holds anything of it."""
+        """The slots of every parameter of every group, even if this rank owns no part of them."""
 
     def receive_slots(self, parameter: torch.Tensor, stored: Mapping[str, StoredSlot]) -> Receipt:
-        """How one parameter takes what is stored. Touches nothing that is in use."""
+        """The destinations for the stored slots of one parameter. Does not change the present state."""
 
     def describe_shared(self) -> dict[str, Any]:
-        """Plain values beside the parameters' (a loss scale)."""
+        """Plain values that belong to no parameter (a loss scale)."""
 
     def receive_shared(self, state: Mapping[str, Any]) -> None:
-        """Takes what `describe_shared` gave."""
+        """Restores the result of `describe_shared`."""

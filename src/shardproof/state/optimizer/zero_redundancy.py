@@ -1,10 +1,10 @@
 """torch's ZeroRedundancyOptimizer: each rank describes the parameters whose state it owns.
 
-It deals whole parameters out to the ranks of its group. A rank's share is trained by an inner optimizer, and
-only there is the state; the outer one has the groups that the program and its schedulers see, and copies
-their options inwards when it steps. Its own `state_dict` needs all shares gathered at one rank beforehand.
-Here nothing is gathered: the state is the inner optimizer's, the options are the outer one's, and the shares
-of all ranks together are every parameter once.
+It assigns whole parameters to the ranks of its group. An inner optimizer trains a rank's parameters and holds
+their state. The outer one has the groups that the program and its schedulers use, and copies their options to
+the inner one in each step. Its `state_dict` needs a gather of all states on one rank. This module gathers
+nothing: each rank saves the inner optimizer's state with the outer one's options. Each parameter belongs to
+exactly one rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SlotsOf = Callable[[torch.optim.Optimizer], list[ParameterSlots]]
 
 
 def is_zero_redundancy(optimizer: object) -> bool:
-    """Whether it is a ZeroRedundancyOptimizer. Imports nothing: where torch's module is not, none can be.
+    """True for a ZeroRedundancyOptimizer. Does not import torch's module: without it, there is none.
 
     >>> is_zero_redundancy(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]))
     False
@@ -35,43 +35,43 @@ def is_zero_redundancy(optimizer: object) -> bool:
 
 
 def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that trains this rank's share.
+    """The optimizer that trains this rank's parameters.
 
     Raises:
-        StructureError: it is not made yet, or is one of torch's functional ones, which hide their options:
-            so it is with ``overlap_with_ddp=True``.
+        StructureError: with ``overlap_with_ddp=True`` the inner optimizer does not exist yet, or is one of
+            torch's functional optimizers, which do not expose their options.
     """
     inner = getattr(optimizer, "optim", None)
     if not isinstance(inner, torch.optim.Optimizer):
-        found = "none is made before DDP has its buckets" if inner is None else type(inner).__qualname__
+        found = "not created before DDP has its buckets" if inner is None else type(inner).__qualname__
         raise StructureError(
-            "a ZeroRedundancyOptimizer with overlap_with_ddp=True has a functional optimizer inside "
-            f"({found}), which keeps its options out of its groups, so its state cannot be described. "
+            "cannot save or load a ZeroRedundancyOptimizer with overlap_with_ddp=True: its functional inner "
+            f"optimizer ({found}) does not have its options in its groups. "
             "Construct it with overlap_with_ddp=False"
         )
     return inner
 
 
 def owned_slots(optimizer: torch.optim.Optimizer, slots_of: SlotsOf) -> list[ParameterSlots]:
-    """What this rank keeps of the parameters that it owns; of the others it says nothing. Local.
+    """The slots of the parameters that this rank owns.
 
     Args:
         optimizer: a ZeroRedundancyOptimizer.
-        slots_of: describes the inner optimizer, whichever it is.
+        slots_of: returns the slots of the inner optimizer.
 
     Returns:
-        The inner optimizer's slots, under its class, with the options of the outer groups.
+        The inner optimizer's slots, with its class and the options of the outer groups.
 
     Raises:
-        StructureError: the inner optimizer cannot be described (see `inner_optimizer`), or keeps state beside
-            its parameters, which would be one rank's alone.
+        StructureError: `inner_optimizer` raises, or the inner optimizer has state that belongs to no
+            parameter, which would exist on one rank only.
     """
     inner = inner_optimizer(optimizer)
     beside = sorted(name for name in inner.state if isinstance(name, str))
     if beside:
         raise StructureError(
-            f"{type(inner).__qualname__} in a ZeroRedundancyOptimizer keeps {beside} beside its parameters. "
-            "Each rank has another inner optimizer, so nobody can say whose it is: keep it by parameter"
+            f"{type(inner).__qualname__} in a ZeroRedundancyOptimizer has state {beside} that belongs to no "
+            "parameter. The ranks have different inner optimizers, so it may differ. Store it by parameter"
         )
     options: dict[int, dict[str, Any]] = {}
     for group in optimizer.param_groups:
@@ -83,14 +83,15 @@ def owned_slots(optimizer: torch.optim.Optimizer, slots_of: SlotsOf) -> list[Par
 def owned_receiver(
     optimizer: torch.optim.Optimizer, receiver: Callable[[torch.optim.Optimizer], Receiver]
 ) -> Receiver:
-    """How parameters take what is stored: as the inner optimizer does, and not at all on other ranks.
+    """The receiver of stored slots: the inner optimizer's for owned parameters, without effect for others.
 
     Args:
-        optimizer: a ZeroRedundancyOptimizer. Options of its groups reach the inner one at the next step.
-        receiver: makes the receiver of the inner optimizer, whichever it is.
+        optimizer: a ZeroRedundancyOptimizer. It copies the options of its groups to the inner one at the next
+            step.
+        receiver: returns the receiver of the inner optimizer.
 
     Raises:
-        StructureError: the inner optimizer cannot be described (see `inner_optimizer`).
+        StructureError: see `inner_optimizer`.
     """
     inner = inner_optimizer(optimizer)
     owned = {id(parameter) for share in inner.param_groups for parameter in share["params"]}
@@ -101,10 +102,10 @@ def owned_receiver(
     ) -> Receipt:
         if id(parameter) in owned:
             return receive(parameter, group, stored)
-        return Receipt(type(inner).__qualname__, {}, _takes_nothing)
+        return Receipt(type(inner).__qualname__, {}, _attach_nothing)
 
     return receive_owned
 
 
-def _takes_nothing(values: Mapping[str, Any], filled: frozenset[str]) -> None:
-    """Another rank owns the state."""
+def _attach_nothing(values: Mapping[str, Any], filled: frozenset[str]) -> None:
+    """Does nothing: another rank owns the state."""

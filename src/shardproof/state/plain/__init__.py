@@ -1,1 +1,1 @@
-"""Plain data as JSON values, and back."""
+"""Converts plain data to JSON values, and back."""

@@ -1,7 +1,6 @@
-"""JSON values to the plain data that they stand for; `shardproof.state.plain.encode` has the table.
+"""Decodes JSON values to plain data. `shardproof.state.plain.encode` documents the encoding.
 
-Nothing in a checkpoint can make this run code: a name in it means a class only where the program has
-registered one.
+A checkpoint cannot make the decoder run code: it uses only classes that the program has registered.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ _KINDS: dict[str, Callable[[np.ndarray[Any, Any]], Any]] = {
     "ints": lambda array: _numbers(array, np.int64),
     "floats": lambda array: _numbers(array, np.float64),
 }
-"""What a reference of a kind stands for; one of the kind "tensor" is the tensor."""
+"""Converts the array of a reference to its value, by kind. The kind "tensor" needs no conversion."""
 
 
 def decode(data: Any, tensors: Callable[[str], torch.Tensor] | None = None, path: str = "value") -> Any:
-    """The value that `data` stands for.
+    """Decodes a value.
 
     Args:
-        data: what `encode` made.
-        tensors: answers the tensor stored under a key (see `references`).
-        path: of the value, for errors.
+        data: result of `encode`.
+        tensors: returns the tensor stored under a key (see `references`).
+        path: path of the value, for errors.
 
     Raises:
-        PlainDataError: `data` is not what `encode` makes.
+        PlainDataError: `data` is not a valid result of `encode`.
 
     >>> decode({"$tuple": [1, {"$float": "inf"}]})
     (1, inf)
@@ -64,7 +63,7 @@ def references(data: Any) -> Iterator[tuple[str, str]]:
             if "$tensor" in item:
                 key, kind = item["$tensor"], item.get("kind", "tensor")
                 if type(key) is not str or type(kind) is not str or (kind != "tensor" and kind not in _KINDS):
-                    raise PlainDataError(f"a reference to a tensor reads {str(item)[:200]}")
+                    raise PlainDataError(f"malformed reference to a tensor: {str(item)[:200]}")
                 yield key, kind
             else:
                 pending.extend(item.values())
@@ -92,7 +91,8 @@ class _Decoder:
         decoder = _DECODERS.get(tag)
         if decoder is None or len(data) != 1:
             raise PlainDataError(
-                f"{self.path}: {tag!r} is no kind of plain data that this version knows", path=self.path
+                f"{self.path}: this version of shardproof does not support plain data of kind {tag!r}",
+                path=self.path,
             )
         try:
             return decoder(self, data[tag], depth + 1)
@@ -119,11 +119,11 @@ class _Decoder:
     @torch.inference_mode(False)
     def value(self, data: Any, depth: int) -> torch.Tensor:
         name, shape, text = data
-        held = bytearray(base64.b64decode(text, validate=True))
-        # torch makes no tensor of a buffer without bytes.
+        buffer = bytearray(base64.b64decode(text, validate=True))
+        # torch.frombuffer rejects an empty buffer.
         raw = (
-            torch.frombuffer(held, dtype=torch.uint8)
-            if held
+            torch.frombuffer(buffer, dtype=torch.uint8)
+            if buffer
             else torch.empty(0, dtype=torch.uint8, device="cpu")
         )
         return raw.clone().view(torch_dtype(name)).reshape(_shape(shape))
@@ -155,7 +155,8 @@ class _Decoder:
         ((key, kind),) = references(data)
         if self.tensors is None:
             raise PlainDataError(
-                f"{self.path}: part of the value is stored as the tensor {key}", path=self.path
+                f"{self.path}: the value refers to the tensor {key}, and none is available here",
+                path=self.path,
             )
         tensor = self.tensors(key)
         if kind == "tensor":
@@ -175,7 +176,7 @@ def _numpy_dtype(name: str) -> np.dtype[Any]:
 
 def _numbers(array: np.ndarray[Any, Any], dtype: Any) -> list[Any]:
     if array.dtype != dtype or array.ndim != 1:
-        raise ValueError(f"it is {array.dtype} of {array.ndim} dimensions")
+        raise ValueError(f"found {array.dtype} of {array.ndim} dimensions, expected 1-D {np.dtype(dtype)}")
     numbers: list[Any] = array.tolist()
     return numbers
 

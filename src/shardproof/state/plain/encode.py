@@ -1,7 +1,7 @@
-"""Plain data as JSON values. `shardproof.state.plain.decode` is the way back.
+"""Encodes plain data as JSON values. `shardproof.state.plain.decode` is the inverse.
 
-None, booleans, integers of 64 bits, finite floats, strings, lists, and dicts with string keys stand for
-themselves. Everything else is an object with one member whose name starts with ``$``:
+None, booleans, integers of 64 bits, finite floats, strings, lists, and dicts with string keys are encoded as
+themselves. Every other value is an object with one member whose name starts with ``$``:
 
 =============================================  =====================================================
 ``{"$tuple": [...]}``                          tuple
@@ -16,7 +16,7 @@ themselves. Everything else is an object with one member whose name starts with 
 ``{"$defaultdict": [factory, [[k, v], ...]]}`` defaultdict of a builtin type, or of nothing
 ``{"$scalar": [dtype, base64]}``               numpy scalar
 ``{"$array": [dtype, shape, base64]}``         numpy array
-``{"$value": [dtype, shape, base64]}``         small tensor kept inline
+``{"$value": [dtype, shape, base64]}``         small tensor, stored inline
 ``{"$dtype": name}``, ``{"$size": [...]}``     torch dtype, torch size
 ``{"$device": text}``                          torch device
 ``{"$enum": [name, member]}``                  member of a registered enum
@@ -27,10 +27,10 @@ themselves. Everything else is an object with one member whose name starts with 
 "digest": xxh3_64}``                           or only floats, stored as a tensor
 =============================================  =====================================================
 
-Plain dicts are written in sorted key order: ranks that filled theirs in another order hold the same value.
-The digest of what leaves the JSON stays in it, so that ranks whose values differ are still found out. A
-DTensor has none, since ranks hold parts of it; a tensor on a device has none, since the program would wait
-for it.
+Plain dicts are written in sorted key order, so that insertion order does not make ranks differ. A value
+outside the JSON leaves its digest in the JSON, so that a comparison of ranks still finds different values. A
+DTensor has no digest, because ranks have parts of it. A tensor on a device has none, because computing it
+would make the program wait.
 """
 
 from __future__ import annotations
@@ -55,36 +55,36 @@ from shardproof.state.tensors import array_dtype, as_bytes, check_memory, is_in_
 __all__ = ["DEPTH", "FACTORIES", "INLINE_BYTES", "Hoist", "encode"]
 
 INLINE_BYTES = 64
-"""Arrays and bytes up to this size stay in the JSON where larger ones can go elsewhere."""
+"""Maximum size of arrays and bytes in the JSON. Larger ones become tensors, if there is a `Hoist`."""
 
 LONG_TEXT = 1 << 16
-"""Texts of more characters than this go elsewhere too."""
+"""Maximum number of characters of a text in the JSON. Longer ones become tensors."""
 LONG_LIST = 1000
-"""Lists of numbers with more items than this go elsewhere too."""
+"""Maximum number of items of a list of numbers in the JSON. Longer ones become tensors."""
 
 Hoist = Callable[[str, str, Any], str]
-"""Takes path, kind and value of what shall be stored as a tensor: a tensor, a numpy array, or bytes. Answers
-the key that it gets."""
+"""Stores a value as a tensor. Arguments: its path, its kind, and the value (a tensor, a numpy array, or
+bytes). Returns its key."""
 
 DEPTH = 190
-"""JSON arrays and objects around a container, at most. The format allows 200: the rest is for what lies
-around the value (the manifest, an optimizer's options) and for the tags of the innermost one."""
+"""Maximum number of JSON arrays and objects around a container. The format allows 200. The difference is for
+the levels around the value (the manifest, an optimizer's options) and the tags of the innermost value."""
 FACTORIES: dict[str, Any] = {cls.__name__: cls for cls in (list, dict, set, int, float, str, tuple, bool)}
-"""What a defaultdict may make."""
+"""Supported factories of a defaultdict."""
 _NATIVE = (type(None), bool)
 
 
 def encode(value: Any, path: str = "value", hoist: Hoist | None = None) -> Any:
-    """The JSON value that stands for `value`.
+    """Encodes a value.
 
     Args:
         value: plain data.
-        path: of the value, for errors.
-        hoist: stores tensors and large arrays elsewhere. Without it arrays stay inline, whatever their size,
-            and tensors are kept inline too (for the few options of an optimizer that are tensors).
+        path: path of the value, for errors.
+        hoist: stores tensors and large arrays outside the JSON. Without it, arrays of any size and tensors
+            are stored inline (for the few options of an optimizer that are tensors).
 
     Raises:
-        PlainDataError: something in it is not plain data; the text says where.
+        PlainDataError: the value contains something that is not plain data. The message says where.
 
     >>> encode((1, float("inf"), {"b": 2, "a": {3}}))
     {'$tuple': [1, {'$float': 'inf'}, {'a': {'$set': [3]}, 'b': 2}]}
@@ -127,7 +127,7 @@ class _Encoder:
         return value
 
     def outside(self, kind: str, at: str, value: bytes | bytearray | np.ndarray[Any, Any]) -> Any:
-        """A reference to what is stored as a tensor."""
+        """Stores a value as a tensor. Returns the reference."""
         assert self.hoist is not None
         raw = np.frombuffer(value, np.uint8) if isinstance(value, (bytes, bytearray)) else value
         return {"$tensor": self.hoist(at, kind, value), "kind": kind, "digest": _digest(raw)}
@@ -139,20 +139,20 @@ class _Encoder:
         return self.items(value, at, depth + 1)
 
     def items(self, value: Any, at: str, depth: int) -> list[Any]:
-        """Of a JSON array that `depth` arrays and objects are around, itself included."""
+        """The items of a JSON array. `depth` counts the arrays and objects around them."""
         return [self.encode(item, _join(at, index), depth) for index, item in enumerate(value)]
 
     def pairs(self, value: Any, at: str, depth: int, *, ordered: bool = False) -> list[Any]:
-        """Of JSON arrays that `depth` arrays and objects are around, themselves included."""
+        """Pairs of key and value as JSON arrays. `depth` counts the arrays and objects around their items."""
         keyed = [(self.whole(key, at, depth), key, item) for key, item in value.items()]
         if not ordered:
             keyed.sort(key=lambda entry: _text(entry[0]))
         return [[stored, self.encode(item, _join(at, key), depth)] for stored, key, item in keyed]
 
     def whole(self, value: Any, at: str, depth: int) -> Any:
-        """Keys and elements of sets, which nothing may be taken out of."""
+        """Encodes a key, or an element of a set. It may not contain tensors."""
         if value != value:
-            raise self.refuse(at, "NaN as a key or element of a set cannot be found again")
+            raise self.refuse(at, "NaN cannot be a key of a dict or an element of a set: it equals nothing")
         return _Encoder(self.path, _no_tensors).encode(value, at, depth)
 
     def mapping(self, value: dict[Any, Any], at: str, depth: int) -> Any:
@@ -196,7 +196,7 @@ class _Encoder:
                 reference["digest"] = _digest(as_bytes(value.detach()).numpy())
             return reference
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_meta:
-            raise self.refuse(at, f"a {type(value).__name__} on {value.device} cannot be kept inline")
+            raise self.refuse(at, f"a {type(value).__name__} on {value.device} cannot be stored inline")
         check_memory(value, _join(self.path, at) if at else self.path)
         host = value.detach().cpu()
         raw = as_bytes(host).numpy().tobytes()
@@ -225,7 +225,7 @@ class _Encoder:
             member = value.name
             if member is None or type(value).__members__.get(member) is not value:
                 raise self.refuse(
-                    at, f"{value!r} is no single member of its enum, so it has no name. Store its value"
+                    at, f"{value!r} is not a single member of its enum, so it has no name. Store its value"
                 )
             return {"$enum": [name, member]}
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -281,7 +281,7 @@ _ENCODERS: dict[type, Callable[[_Encoder, Any, str, int], Any]] = {
 
 
 def _numbers(value: list[Any]) -> np.ndarray[Any, Any] | None:
-    """The same as an array, where that loses nothing."""
+    """The numbers as an array; None if a conversion would lose information."""
     kinds = set(map(type, value))
     if kinds == {float}:
         return np.array(value, np.float64)

@@ -1,7 +1,7 @@
-"""Enums and dataclasses that a checkpoint may hold: those that the program names, and no others.
+"""The registry of enums and dataclasses that a checkpoint may contain.
 
-A checkpoint carries a name; which class it means is decided by the program that reads. The two tables here
-are the only state of the module, and are filled by decorators while a program is imported.
+A checkpoint contains a name. The program that loads it registers the class for that name, usually with a
+decorator at import.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _NAME_OF: dict[type, str] = {}
 
 
 def register_dataclass(cls: _Class, *, name: str | None = None) -> _Class:
-    """Let values of a dataclass be stored, under the class's name or `name`. Serves as a decorator.
+    """Registers a dataclass under its name or `name`. Use it as a decorator.
 
-    Fields are stored and restored one by one; neither ``__init__`` nor ``__post_init__`` runs on load.
+    Fields are stored and restored one by one. A load runs neither ``__init__`` nor ``__post_init__``.
 
     >>> @dataclasses.dataclass
     ... class Progress:
@@ -36,7 +36,7 @@ def register_dataclass(cls: _Class, *, name: str | None = None) -> _Class:
 
 
 def register_enum(cls: _Class, *, name: str | None = None) -> _Class:
-    """Let members of an enum be stored, by the class's name (or `name`) and the member's name.
+    """Registers an enum under its name or `name`. A checkpoint stores the names of members.
 
     >>> class Phase(enum.Enum):
     ...     WARMUP = 1
@@ -58,12 +58,12 @@ def _register(cls: _Class, name: str | None) -> _Class:
 
 
 def name_of(cls: type) -> str | None:
-    """The name under which a class is registered."""
+    """The registered name of a class; None if it is not registered."""
     return _NAME_OF.get(cls)
 
 
 def registered_enum(name: str, path: str) -> type[enum.Enum]:
-    """The enum of this name."""
+    """The registered enum of this name."""
     cls = _BY_NAME.get(name)
     if cls is None or not issubclass(cls, enum.Enum):
         raise _unknown("enum", name, path)
@@ -71,7 +71,7 @@ def registered_enum(name: str, path: str) -> type[enum.Enum]:
 
 
 def registered_dataclass(name: str, path: str) -> Any:
-    """The dataclass of this name."""
+    """The registered dataclass of this name."""
     cls = _BY_NAME.get(name)
     if cls is None or not dataclasses.is_dataclass(cls):
         raise _unknown("dataclass", name, path)
@@ -80,7 +80,7 @@ def registered_dataclass(name: str, path: str) -> Any:
 
 def _unknown(kind: str, name: str, path: str) -> PlainDataError:
     return PlainDataError(
-        f"{path}: the checkpoint holds a value of the {kind} {name!r}, which this program has not "
+        f"{path}: the checkpoint has a value of the {kind} {name!r}, which this program has not "
         f"registered. Register it with shardproof.register_{kind}",
         path=path,
     )

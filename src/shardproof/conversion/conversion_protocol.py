@@ -30,7 +30,7 @@ from shardproof.errors import StructureError
 from shardproof.loading import ForeignCheckpoint
 from shardproof.rendezvous import MeetingSequence, Rendezvous, connected
 
-__all__ = ["ConversionReport", "convert"]
+__all__ = ["ConversionReport", "Where", "carry_out"]
 
 _log = logging.getLogger("shardproof")
 _VERIFY_BOXES = 64
@@ -65,7 +65,7 @@ class ConversionReport(msgspec.Struct, frozen=True):
     """True if nothing was written."""
 
 
-def convert(
+def carry_out(
     request: ConversionRequest,
     *,
     on: Where = "processes",
@@ -74,10 +74,7 @@ def convert(
     rendezvous: Rendezvous | None = None,
     deadline: float | None = None,
 ) -> ConversionReport:
-    """Converts a checkpoint to another format. Under ``torchrun``, every rank calls it.
-
-    The new checkpoint is written to a folder beside the destination, verified, and moved to the destination
-    last. After an interruption, the same call goes on where it was.
+    """Converts a checkpoint; see `shardproof.convert`.
 
     Args:
         request: what to convert, and how.
@@ -86,25 +83,6 @@ def convert(
         on_progress: called with bytes done and in all; each byte is written once and verified once.
         rendezvous: where the ranks meet; found by itself when None.
         deadline: seconds that a rank may be silent; see `shardproof.load`.
-
-    Returns:
-        What was converted.
-
-    Raises:
-        AlreadyCommittedError: there is something at the destination.
-        PlainDataError, StructureError, ValueError: the request does not fit the checkpoint or the format.
-        CorruptChunkError, FormatError, StorageError, TilingError: the stored checkpoint is damaged, or the
-            new one could not be written. Nothing is published.
-        RankFailure, RankSilent: some rank failed or fell silent.
-
-    Example:
-        >>> import shardproof as sp, tempfile, torch
-        >>> from shardproof.conversion import ConversionRequest, convert
-        >>> folder = tempfile.mkdtemp()
-        >>> torch.save({"w": torch.ones(2)}, f"{folder}/model.pt")
-        >>> request = ConversionRequest(f"{folder}/model.pt", f"{folder}/model.safetensors", "safetensors")
-        >>> convert(request).verified
-        8
     """
     begun = time.monotonic()
     operation = f"convert {request.source} to {request.destination}"

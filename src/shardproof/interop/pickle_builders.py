@@ -1,0 +1,185 @@
+"""Plain values of the classes that state dicts hold beside tensors: containers, numpy, torch's small types.
+
+The tables are those of `read_pickle`. No builder makes more than it is given, or calls a name of the pickle.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from math import prod
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardproof.dtypes import DTYPES
+from shardproof.interop.pickle_data import Opaque, Unfinished, check_keys
+
+__all__ = ["CONSTANTS", "plain_builders"]
+
+CONSTANTS: Mapping[str, Any] = {
+    f"torch.{name}": getattr(torch, name) for name in DTYPES if hasattr(torch, name)
+}
+"""The dtypes of torch, by the names that pickles give them."""
+
+_FACTORIES: Mapping[str, type] = {
+    f"{module}.{kind.__name__}": kind
+    for module in ("builtins", "__builtin__")
+    for kind in (list, dict, set, int, float, str, tuple, bool)
+}
+"""What a defaultdict may make."""
+
+_SIMPLE_DTYPE = re.compile(r"[<>|=]?[biufcSUa?][0-9]*")
+
+
+def plain_builders() -> dict[str, Callable[..., Any]]:
+    """Builders by name. A Namespace is a dict, a BytesIO is bytes, a path is a string, a deque is a list.
+
+    Example:
+        >>> import argparse, pickle
+        >>> from shardproof.interop.pickle_data import read_pickle
+        >>> data = pickle.dumps({"args": argparse.Namespace(lr=0.1), "rng": np.arange(3)}, 2)
+        >>> read_pickle(data, plain_builders(), file="example").value
+        {'args': {'lr': 0.1}, 'rng': array([0, 1, 2])}
+    """
+    builders: dict[str, Callable[..., Any]] = {
+        "torch.Size": _size,
+        "torch.device": _device,
+        "collections.OrderedDict": _ordered,
+        "collections.defaultdict": _default,
+        "collections.Counter": lambda items=(): Counter(dict(items)),
+        "collections.deque": lambda items=(), most=None: list(items),
+        "argparse.Namespace": _namespace,
+        "types.SimpleNamespace": _namespace,
+        "_io.BytesIO": _bytes_io,
+        "io.BytesIO": _bytes_io,
+        "_codecs.encode": _encode,
+        "numpy.dtype": _numpy_dtype,
+    }
+    for module in ("builtins", "__builtin__"):
+        builders |= {
+            f"{module}.set": lambda items=(): set(_hashable(items)),
+            f"{module}.frozenset": lambda items=(): frozenset(_hashable(items)),
+            f"{module}.complex": complex,
+            f"{module}.bytes": _bytes,
+            f"{module}.bytearray": lambda *args: bytearray(_bytes(*args)),
+        }
+    for module in ("numpy.core", "numpy._core"):
+        builders |= {
+            f"{module}.multiarray._reconstruct": _array,
+            f"{module}.multiarray.scalar": _scalar,
+            f"{module}.numeric._frombuffer": _array_of_buffer,
+        }
+    for module in ("pathlib", "pathlib._local"):
+        for kind in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"):
+            builders[f"{module}.{kind}"] = _path
+    return builders
+
+
+def _size(sizes: Any = ()) -> torch.Size:
+    if any(type(size) is not int for size in sizes):
+        raise ValueError(f"{sizes!r} is no shape")
+    return torch.Size(sizes)
+
+
+def _device(kind: str, index: int | None = None) -> Any:
+    text = kind if index is None else f"{kind}:{index}"
+    try:
+        return torch.device(text)
+    except RuntimeError:  # a kind of device that this version of torch does not know
+        return text
+
+
+def _hashable(items: Any) -> list[Any]:
+    keys = list(items)
+    check_keys(keys)
+    return keys
+
+
+def _ordered(items: Any = ()) -> OrderedDict[Any, Any]:
+    pairs = list(items.items() if isinstance(items, Mapping) else items)
+    check_keys(key for key, _ in pairs)
+    return OrderedDict(pairs)
+
+
+def _default(factory: Any = None, items: Any = ()) -> Any:
+    made = _FACTORIES.get(factory.name) if isinstance(factory, Opaque) else None
+    if factory is not None and made is None:
+        return _ordered(items)
+    return defaultdict(made, _ordered(items))
+
+
+def _namespace(**attributes: Any) -> Unfinished:
+    return Unfinished(attributes, dict)
+
+
+def _bytes_io(data: Any = b"") -> Unfinished:
+    return Unfinished(_bytes(data), lambda state: _bytes(state[0]))
+
+
+def _bytes(data: Any = b"", encoding: str = "latin-1") -> bytes:
+    if isinstance(data, str):
+        return _encode(data, encoding)
+    if not isinstance(data, (bytes, bytearray)):  # bytes(10 ** 12) would make as many
+        raise ValueError(f"bytes are made of a {type(data).__name__}")
+    return bytes(data)
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    if encoding not in ("latin1", "latin-1"):
+        raise ValueError(f"the encoding {encoding!r} is not the one of pickled bytes")
+    return text.encode("latin-1")
+
+
+def _path(*parts: str) -> str:
+    return str(PurePosixPath(*parts))
+
+
+def _numpy_dtype(code: Any, *options: Any) -> Unfinished | Opaque:
+    if not isinstance(code, str) or not _SIMPLE_DTYPE.fullmatch(code):
+        return Opaque("numpy.dtype", (code, *options))
+    dtype = np.dtype(code)
+
+    def ordered(state: Any) -> Any:
+        if any(field is not None for field in state[2:5]):
+            return Opaque("numpy.dtype", (code, *options), state)
+        return dtype.newbyteorder(state[1])
+
+    return Unfinished(dtype, ordered)
+
+
+def _array(kind: Any, shape: Any, code: Any) -> Unfinished:
+    def filled(state: Any) -> Any:
+        shape, dtype, is_fortran, data = state[-4:]
+        if not isinstance(dtype, np.dtype):
+            return Opaque("numpy.ndarray", (), state)
+        return _filled(_bytes(data), dtype, shape, "F" if is_fortran else "C")
+
+    return Unfinished(np.empty(0), filled)
+
+
+def _array_of_buffer(data: Any, dtype: Any, shape: Any, order: str) -> Any:
+    if not isinstance(dtype, np.dtype):
+        return Opaque("numpy.ndarray", (data, dtype, shape, order))
+    return _filled(_bytes(data), dtype, shape, order)
+
+
+def _scalar(dtype: Any, data: Any = b"") -> Any:
+    if not isinstance(dtype, np.dtype):
+        return Opaque("numpy.generic", (dtype, data))
+    return _filled(_bytes(data), dtype, (), "C")[()]
+
+
+def _filled(data: bytes, dtype: np.dtype[Any], shape: Any, order: Any) -> np.ndarray[Any, Any]:
+    """An array of its bytes, in the byte order of this machine."""
+    if any(type(size) is not int or size < 0 for size in shape):
+        raise ValueError(f"{shape!r} is no shape")
+    if prod(shape) * dtype.itemsize != len(data):
+        raise ValueError(f"an array of shape {tuple(shape)} and dtype {dtype} has {len(data)} bytes")
+    native = dtype.newbyteorder("=")
+    if not data:
+        return np.empty(tuple(shape), native)
+    return np.array(np.frombuffer(data, dtype).reshape(tuple(shape), order=order), native, order="K")

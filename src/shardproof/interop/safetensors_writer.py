@@ -1,0 +1,291 @@
+"""Writes safetensors files: one, or several with an index, as Hugging Face does.
+
+A unit is one file, which one process writes from its beginning to its end. To write in parallel, bound the
+bytes of a file (``max_file_bytes``): then there are several.
+
+    model.safetensors                                            all tensors in one file; or
+    model-00001-of-00002.safetensors, model-00002-of-..., and
+    model.safetensors.index.json                                 the file of each tensor
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, ClassVar
+
+import numpy as np
+
+from shardproof.dtypes import DTYPES
+from shardproof.errors import FormatError, StorageError, StructureError
+from shardproof.format import PAGE_BYTES, encode_entries, shard_header
+from shardproof.geometry import row_pointers
+from shardproof.interop.box_bytes import box_bytes
+from shardproof.interop.writer import BoxSource, Contents, FormatWriter, Unit, WriteOptions
+from shardproof.state import encode_plain
+from shardproof.storage import FileWriter, Storage
+
+__all__ = ["OBJECTS_MEMBER", "HuggingFaceWriter", "SafetensorsWriter"]
+
+INDEX_NAME = "model.safetensors.index.json"
+OBJECTS_MEMBER = "shardproof:objects"
+"""Name in ``__metadata__`` of plain values that are no texts: a JSON object, encoded as in docs/format.md."""
+_PAIRS_OF_FLOATS = "float4_e2m1fn_x2"
+"""Torch's dtype of two numbers of 4 bits. The shape in a header counts them one by one."""
+_NAMED = 5
+"""Names in a note, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """An entry of a file."""
+
+    name: str
+    key: str
+    """Of the tensor in the contents: another one if `name` is that of a tied tensor."""
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    @property
+    def code(self) -> str:
+        return "F4" if self.dtype == _PAIRS_OF_FLOATS else DTYPES[self.dtype].code
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        if self.dtype != _PAIRS_OF_FLOATS:
+            return self.shape
+        return (*self.shape[:-1], 2 * self.shape[-1])
+
+
+class SafetensorsWriter(FormatWriter):
+    """Writes safetensors files. The format has no ties: a tied tensor is stored under each of its names.
+
+    Texts among the plain values are stored in ``__metadata__`` under their keys, and other values together
+    under `OBJECTS_MEMBER`.
+
+    Args:
+        contents: what to write.
+        options: how to write it. A tensor larger than ``max_file_bytes`` gets a file of its own. None: one
+            file.
+
+    Raises:
+        StructureError: the format cannot hold a dtype or a key, or a header would be too large.
+        PlainDataError: a value is no plain data.
+    """
+
+    name: ClassVar[str] = "safetensors"
+
+    def __init__(self, contents: Contents, options: WriteOptions) -> None:
+        self._piece_bytes = options.piece_bytes
+        self.notes: list[str] = []
+        files = _filled(self._tensors(contents), self._file_bytes(options))
+        metadata: list[dict[str, str]] = [{} for _ in files]
+        metadata[0] = self._metadata(contents)
+        self._files = {
+            _file_name(at, len(files)): _File.of(tensors, texts | {"format": "pt"})
+            for at, (tensors, texts) in enumerate(zip(files, metadata, strict=True))
+        }
+        self.units = [
+            Unit(
+                name,
+                [(tensor.key, (0,) * len(tensor.shape), tensor.shape) for tensor in file.tensors],
+                file.nbytes,
+            )
+            for name, file in self._files.items()
+        ]
+
+    def write(self, unit: Unit, source: BoxSource, target: Storage) -> dict[str, Any]:
+        """Writes a file and flushes it; see `FormatWriter.write`."""
+        planned = self._files[unit.name]
+        target.delete(unit.name)  # left from an interrupted attempt
+        with FileWriter(target.create(unit.name)) as file:
+            file.put(planned.header)
+            for tensor, (key, offsets, sizes) in zip(planned.tensors, unit.boxes, strict=True):
+                for piece in box_bytes(source, key, tensor.dtype, offsets, sizes, self._piece_bytes):
+                    file.put(piece)
+            return {"size": file.finish()}
+
+    def commit(self, records: Mapping[str, dict[str, Any]], target: Storage) -> None:
+        """Checks that all planned files were written, then writes the index, if there are several.
+
+        Raises:
+            StructureError: a unit was not written.
+            StorageError: a file is missing or has another size, or the storage failed.
+        """
+        for name, file in self._files.items():
+            if name not in records:
+                raise StructureError(f"the unit {name} was not written, so nothing is committed")
+            expected, found = len(file.header) + file.nbytes, target.size(name)
+            if found != expected:
+                raise StorageError(
+                    f"{target.location}/{name}: expected {expected} bytes, "
+                    f"{'it is missing' if found is None else f'it has {found}'}. Another process changed it, "
+                    "or the place is not shared by all nodes",
+                    file=name,
+                    missing=found is None,
+                )
+        if len(self._files) == 1:
+            return
+        index = {
+            "metadata": {"total_size": sum(file.nbytes for file in self._files.values())},
+            "weight_map": {
+                tensor.name: name for name, file in self._files.items() for tensor in file.tensors
+            },
+        }
+        text = json.dumps(index, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+        target.publish(INDEX_NAME, text.encode(), replace=True)
+
+    def _file_bytes(self, options: WriteOptions) -> int | None:
+        return options.max_file_bytes
+
+    def _tensors(self, contents: Contents) -> list[_Tensor]:
+        """The entries of all files, in the order of the contents. Notes what happens to tied tensors."""
+        tensors = [_entry(key, *kind) for key, kind in contents.tensors.items()]
+        for alias, key in contents.aliases.items():
+            if alias in contents.tensors or key not in contents.tensors:
+                raise StructureError(f"{alias!r} cannot be tied to {key!r}", key=alias)
+        return tensors + self._tied(contents)
+
+    def _tied(self, contents: Contents) -> list[_Tensor]:
+        if contents.aliases:
+            self.notes.append(
+                "safetensors has no ties, so tied tensors are stored under each of their names: "
+                f"{_listed(contents.aliases)}"
+            )
+        return [
+            _entry(alias, *contents.tensors[key], key=key) for alias, key in sorted(contents.aliases.items())
+        ]
+
+    def _metadata(self, contents: Contents) -> dict[str, str]:
+        """The texts beside the tensors."""
+        texts, others = _texts(contents.objects)
+        if others:
+            encoded = {key: encode_plain(value, key) for key, value in sorted(others.items())}
+            texts[OBJECTS_MEMBER] = json.dumps(encoded)
+        if contents.step is not None:
+            texts["shardproof:step"] = str(contents.step)
+        if contents.metadata:
+            texts["shardproof:metadata"] = json.dumps(encode_plain(dict(contents.metadata), "metadata"))
+        return texts
+
+
+class HuggingFaceWriter(SafetensorsWriter):
+    """Writes the weights of a model as Hugging Face's libraries do.
+
+    A tied tensor is stored once, under the name that the stored checkpoint has its bytes under. Plain values
+    other than texts are left out. Both are noted. The format's other files (``config.json``, the tokenizer)
+    are no part of a checkpoint.
+
+    Args:
+        contents: what to write.
+        options: how to write it. None: files of 5 GB, which several processes write.
+
+    Raises:
+        StructureError: as `SafetensorsWriter`.
+    """
+
+    name: ClassVar[str] = "hf"
+
+    def _file_bytes(self, options: WriteOptions) -> int | None:
+        return options.max_file_bytes or 5 * 10**9
+
+    def _tied(self, contents: Contents) -> list[_Tensor]:
+        if contents.aliases:
+            pairs = [f"{alias} (as {key})" for alias, key in sorted(contents.aliases.items())]
+            self.notes.append(
+                f"tied tensors are stored once, and config.json has to tie them again: {_listed(pairs)}"
+            )
+        return []
+
+    def _metadata(self, contents: Contents) -> dict[str, str]:
+        texts, others = _texts(contents.objects)
+        if others:
+            self.notes.append(
+                "Hugging Face's format holds tensors and texts alone, so these values are left out: "
+                f"{_listed(others)}"
+            )
+        return texts
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """The plan of a file."""
+
+    header: bytes
+    tensors: Sequence[_Tensor]
+    """In the order of the file."""
+    nbytes: int
+    """Bytes of the tensors."""
+
+    @staticmethod
+    def of(tensors: Sequence[_Tensor], metadata: dict[str, str]) -> _File:
+        """Plans a file. Tensors of the largest alignment are first, so that all are aligned."""
+        ordered = sorted(tensors, key=lambda tensor: -DTYPES[tensor.dtype].alignment)
+        counts = np.array([tensor.nbytes for tensor in ordered], np.int64)
+        try:
+            entries = encode_entries(
+                [tensor.name for tensor in ordered],
+                [tensor.code for tensor in ordered],
+                [tensor.stored_shape for tensor in ordered],
+                row_pointers(counts)[:-1],
+                counts,
+            )
+            header = shard_header(entries, metadata)
+        except FormatError as error:
+            raise StructureError(f"safetensors cannot hold the checkpoint: {error.message}") from error
+        assert len(header) % PAGE_BYTES == 0
+        return _File(header, ordered, int(counts.sum()))
+
+
+def _entry(name: str, dtype: str, shape: Sequence[int], *, key: str | None = None) -> _Tensor:
+    """The entry of a tensor. Raises if the format cannot hold it."""
+    if dtype not in DTYPES or DTYPES[dtype].parts > 1 or (dtype == _PAIRS_OF_FLOATS and not shape):
+        raise StructureError(
+            f"{name!r}: safetensors has no type for {dtype} of shape {list(shape)}. Leave it out (--exclude "
+            f"{name}), or write another format",
+            key=name,
+        )
+    if name == "__metadata__":
+        raise StructureError(f"{name!r} is reserved by safetensors: give the tensor another name", key=name)
+    return _Tensor(name, name if key is None else key, dtype, tuple(shape))
+
+
+def _filled(tensors: Sequence[_Tensor], limit: int | None) -> list[list[_Tensor]]:
+    """The tensors of each file, at least one file. Tensors fill files one after the other."""
+    files: list[list[_Tensor]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        if limit is not None and files[-1] and filled + tensor.nbytes > limit:
+            files.append([])
+            filled = 0
+        files[-1].append(tensor)
+        filled += tensor.nbytes
+    return files
+
+
+def _file_name(at: int, count: int) -> str:
+    """The name of a file among several.
+
+    >>> _file_name(0, 1), _file_name(1, 12)
+    ('model.safetensors', 'model-00002-of-00012.safetensors')
+    """
+    return "model.safetensors" if count == 1 else f"model-{at + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _texts(objects: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+    """Plain values that are texts, and the others."""
+    texts = {key: value for key, value in objects.items() if type(value) is str and key != "format"}
+    return texts, {key: value for key, value in objects.items() if key not in texts}
+
+
+def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
+    """Some names, for a note."""
+    shown = sorted(names)
+    more = f" and {len(shown) - _NAMED} more" if len(shown) > _NAMED else ""
+    return ", ".join(shown[:_NAMED]) + more

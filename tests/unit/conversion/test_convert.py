@@ -1,0 +1,258 @@
+"""Conversions write what is stored, selected, renamed and cast; wrong requests change nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardproof as sp
+from shardproof.conversion import ConversionReport
+from shardproof.errors import (
+    AlreadyCommittedError,
+    CorruptChunkError,
+    PlainDataError,
+    StorageError,
+    StructureError,
+)
+from shardproof.interop import WRITERS
+from shardproof.rendezvous import Decide, LocalRendezvous
+from shardproof.report import diff
+from shardproof.storage import LocalStorage
+from tests.unit.interop.peers import bits
+
+STATE: dict[str, Any] = {
+    "model": {
+        "weight": torch.arange(35.0).reshape(7, 5),
+        "half": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
+        "scalar": torch.tensor(2.5),
+        "flags": torch.tensor([True, False, True]),
+        "counts": torch.arange(4),
+        "empty": torch.zeros(0, 3),
+    },
+    "step": 7,
+}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    sp.save(tmp_path / "source", STATE, step=7)
+    return tmp_path / "source"
+
+
+def tensors_of(path: Path) -> dict[str, Any]:
+    with sp.open(path) as checkpoint:
+        return {
+            key: bits(item.read())
+            for key in checkpoint
+            if isinstance(item := checkpoint[key], sp.StoredTensor)
+        }
+
+
+@pytest.mark.parametrize("to", sorted(WRITERS))
+def test_every_format_has_every_bit_and_leads_back(source: Path, to: str, tmp_path: Path) -> None:
+    report = sp.convert(
+        source, tmp_path / "there", to=to, exclude="step" if to in ("hf", "safetensors") else None
+    )
+    assert report.tensors == 6
+    assert report.verified == report.bytes == sum(t.nbytes for t in STATE["model"].values())
+    assert tensors_of(tmp_path / "there") == tensors_of(source)
+    assert not (tmp_path / "there.converting").exists()
+    sp.convert(tmp_path / "there", tmp_path / "back", to="shardproof")
+    found = diff(LocalStorage(source), LocalStorage(tmp_path / "back"))
+    assert (found.only_b, found.changed, found.values) == ((), (), ())
+    assert found.only_a in ((), ("step",))
+
+
+def test_keys_are_selected_renamed_and_cast(source: Path, tmp_path: Path) -> None:
+    report = sp.convert(
+        source,
+        tmp_path / "there",
+        to="shardproof",
+        include="model",
+        exclude=["*.empty", "*.flags"],
+        rename={"model": "", "model.half": "encoder.half"},
+        dtype="float16",
+    )
+    assert report.left_out == ("model.empty", "model.flags", "step")
+    with sp.open(tmp_path / "there") as checkpoint:
+        assert checkpoint.keys() == ["counts", "encoder.half", "scalar", "weight"]
+        assert [checkpoint.dtype(key) for key in checkpoint] == ["int64", "float16", "float16", "float16"]
+        assert torch.equal(checkpoint["weight"].read(), STATE["model"]["weight"].half())
+
+
+def refused(source: Path, there: Path, error: type[Exception], match: str, **options: Any) -> None:
+    with pytest.raises(error, match=match):
+        sp.convert(source, there, **{"to": "shardproof", **options})
+    assert not there.exists()
+    assert not there.with_name(f"{there.name}.converting").exists()
+
+
+def test_wrong_requests_are_named_and_nothing_is_written(source: Path, tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    refused(source, there, StructureError, r"include.*nothing", include="nothing")
+    refused(source, there, StructureError, r"has no \['nothing'\]", rename={"nothing": "else"})
+    refused(source, there, StructureError, "would both be", rename={"model.flags": "model.counts"})
+    refused(source, there, StructureError, "empty name", rename={"step": ""})
+    refused(source, there, ValueError, "dtype is one of", dtype="int8")
+    refused(source, there, ValueError, "written as one of", to="parchment")
+    refused(source, there, ValueError, "format is one of", format="parchment")
+    refused(source, there, ValueError, "bytes of memory are too few", memory_bytes=1000)
+
+
+def test_what_is_at_the_destination_is_not_touched(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "mine").write_text("mine")
+    with pytest.raises(AlreadyCommittedError, match="was not touched"):
+        sp.convert(source, tmp_path / "there", to="shardproof")
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["mine"]
+
+
+def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path) -> None:
+    report = sp.convert(source, tmp_path / "there", to="shardproof", dry_run=True)
+    assert report.dry_run
+    assert report.bytes == sum(t.nbytes for t in STATE["model"].values())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def test_a_file_name_gets_one_file(source: Path, tmp_path: Path) -> None:
+    sp.convert(source, tmp_path / "model.safetensors", to="safetensors", include="model")
+    assert (tmp_path / "model.safetensors").is_file()
+    assert tensors_of(tmp_path / "model.safetensors") == tensors_of(source)
+    with pytest.raises(StructureError, match="names a file"):
+        sp.convert(
+            source, tmp_path / "two.safetensors", to="safetensors", include="model", max_file_bytes=100
+        )
+
+
+def test_values_that_are_no_plain_data_are_all_named(tmp_path: Path) -> None:
+    class Strange:
+        pass
+
+    class Stranger:
+        pass
+
+    for cls in (Strange, Stranger):
+        cls.__qualname__ = cls.__name__
+        cls.__module__ = "tests.unit.conversion.test_convert"
+        globals()[cls.__name__] = cls
+    torch.save({"a": Strange(), "b": Stranger(), "w": torch.ones(2)}, tmp_path / "a.pt")
+    with pytest.raises(PlainDataError, match=r"(?s)2 values.*Strange.*Stranger") as caught:
+        sp.convert(tmp_path / "a.pt", tmp_path / "there", to="shardproof")
+    assert caught.value.details["keys"] == ["a", "b"]
+    sp.convert(tmp_path / "a.pt", tmp_path / "there", to="shardproof", exclude=["a", "b"])
+    assert list(tensors_of(tmp_path / "there")) == ["w"]
+
+
+def test_a_damaged_source_is_not_published(source: Path, tmp_path: Path) -> None:
+    (shard,) = (source / "shards").iterdir()
+    data = bytearray(shard.read_bytes())
+    data[data.index(STATE["model"]["weight"].numpy().tobytes()) + 3] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(CorruptChunkError, match=r"model\.weight"):
+        sp.convert(source, tmp_path / "there", to="safetensors", include="model")
+    assert not (tmp_path / "there").exists()
+
+
+class Between(LocalRendezvous):
+    """Does something after a meeting."""
+
+    def __init__(self, phase: str, then: Callable[[], None]) -> None:
+        super().__init__()
+        self.phase, self.then = phase, then
+
+    def meet(self, operation: str, phase: str, post: bytes | BaseException, decide: Decide) -> bytes:
+        answer = super().meet(operation, phase, post, decide)
+        if phase == self.phase:
+            self.then()
+        return answer
+
+
+def test_what_was_not_stored_as_written_is_not_published(source: Path, tmp_path: Path) -> None:
+    def damage() -> None:
+        file = tmp_path / "there.converting" / "files" / "model.safetensors"
+        data = bytearray(file.read_bytes())
+        data[data.index(STATE["model"]["weight"].numpy().tobytes()) + 3] ^= 1
+        file.write_bytes(data)
+
+    with pytest.raises(CorruptChunkError, match=r"model\.weight.*not stored as it was written"):
+        sp.convert(
+            source,
+            tmp_path / "there",
+            to="safetensors",
+            include="model",
+            rendezvous=Between("write", damage),
+        )
+    assert not (tmp_path / "there").exists()
+
+
+def test_what_appears_at_the_destination_meanwhile_is_not_touched(source: Path, tmp_path: Path) -> None:
+    def appear() -> None:
+        (tmp_path / "there").mkdir()
+        (tmp_path / "there" / "mine").write_text("mine")
+
+    with pytest.raises(AlreadyCommittedError, match="was not touched"):
+        sp.convert(source, tmp_path / "there", to="shardproof", rendezvous=Between("write", appear))
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["mine"]
+
+
+def test_a_full_disk_is_told_before_anything_is_written(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 90, 10))  # type: ignore[attr-defined]
+    with pytest.raises(StorageError, match="10 bytes are free"):
+        sp.convert(source, tmp_path / "there", to="shardproof")
+
+
+def test_two_conversions_to_one_destination(source: Path, tmp_path: Path) -> None:
+    from shardproof.conversion.work_folder import WorkFolder
+
+    other = WorkFolder(str(tmp_path / "there"))
+    other.begin("another plan", 0)
+    with pytest.raises(StructureError, match="another process converts"):
+        sp.convert(source, tmp_path / "there", to="shardproof")
+    other.close()
+    with pytest.raises(StructureError, match="interrupted conversion with another source or other options"):
+        sp.convert(source, tmp_path / "there", to="shardproof")
+
+
+def test_progress_counts_each_byte_written_and_verified(source: Path, tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    report: ConversionReport = sp.convert(
+        source,
+        tmp_path / "there",
+        to="shardproof",
+        on_progress=lambda done, total: seen.append((done, total)),
+    )
+    assert seen[-1] == (2 * report.bytes, 2 * report.bytes)
+    assert seen == sorted(seen)
+
+
+def test_the_command_prints_the_report(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from shardproof.cli.group import run
+
+    renames = tmp_path / "renames.toml"
+    renames.write_text('"model" = "net"\n')
+    arguments = [
+        "convert",
+        str(source),
+        str(tmp_path / "there"),
+        "--to",
+        "shardproof",
+        "--rename",
+        str(renames),
+    ]
+    assert run([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tensors"] == 6
+    assert "net.weight" in tensors_of(tmp_path / "there")
+    assert run([*arguments, "--json"]) == 1
+    assert "was not touched" in capsys.readouterr().err
+    assert run(["convert", str(source), str(tmp_path / "more")]) == 2
