@@ -16,6 +16,8 @@ NATIVE = "shardproof"
 """Name of the project's own format."""
 
 READERS: Mapping[str, str] = {
+    "megatron_zarr": "megatron_zarr:MegatronZarrReader",
+    "zarr": "zarr:ZarrReader",
     "dcp": "dcp:DcpReader",
     "torch": "torch_save:TorchSaveReader",
     "megatron_legacy": "megatron_legacy:MegatronLegacyReader",

@@ -77,13 +77,9 @@ class ForeignCheckpoint(Checkpoint):
         needed = sizes.keys() if rows is None else {self.boxes[row].file for row in rows.tolist()}
         for name in sorted(needed - self._sized):
             found, expected = self.reader.storage.size(name), sizes.get(name)
-            path = f"{self.reader.storage.location}/{name}"
             if found is None:
-                raise StorageError(
-                    f"{path} is missing. {self.location} needs it: restore it from a copy",
-                    file=path,
-                    missing=True,
-                )
+                raise self.reader.missing(name)
+            path = f"{self.reader.storage.location}/{name}"
             if expected is not None and found != expected:
                 raise StorageError(
                     f"{path} has {found} bytes, expected {expected}: it was cut or replaced. Restore it from "
@@ -261,7 +257,10 @@ class _BoxReads:
             return
         whole = memory[: len(memory) // itemsize * itemsize].view(getattr(torch, name))
         strided = whole.as_strided(sizes, view.stride, view.offset - begin // itemsize)
-        self._writer.put(row, parts, strided.contiguous().reshape(-1).view(torch.uint8), 0)
+        dense = strided.clone(
+            memory_format=torch.contiguous_format
+        )  # `contiguous` keeps odd strides of size 1
+        self._writer.put(row, parts, dense.reshape(-1).view(torch.uint8), 0)
 
     def _scratch(self, count: int) -> torch.Tensor:
         """This thread's scratch memory, at least `count` bytes."""
