@@ -30,7 +30,7 @@ class Golden:
         expected = json.loads((folder / name / "expected.json").read_text())
         self.kinds: dict[str, list[Any]] = expected["tensors"]
         """By key, the name of the dtype and the shape."""
-        self.objects: dict[str, Any] = expected["objects"]
+        self.objects: dict[str, Any] = {key: _as_read(value) for key, value in expected["objects"].items()}
         """By key, the value as `tagged` gives it."""
         self._tensors = load_file(folder / name / "expected.safetensors")
 
@@ -65,12 +65,41 @@ def tagged(value: Any) -> Any:
             return {"$": "tuple", "v": [tagged(item) for item in value]}
         case list():
             return [tagged(item) for item in value]
+        case complex():
+            return {"$": "complex", "v": [value.real.hex(), value.imag.hex()]}
+        case bytes():
+            return {"$": "bytes", "v": base64.b64encode(value).decode()}
+        case set() | frozenset():
+            return {"$": type(value).__name__, "v": [tagged(item) for item in sorted(value)]}
+        case torch.Tensor():
+            dtype, shape, data = bits(value)
+            text = base64.b64encode(data).decode()
+            return {
+                "$": "tensor",
+                "dtype": str(dtype).removeprefix("torch."),
+                "shape": list(shape),
+                "v": text,
+            }
         case dict():
             pairs = [[tagged(key), tagged(item)] for key, item in value.items()]
             return {"$": "dict", "of": type(value).__name__, "v": pairs}
         case np.ndarray():
             raw = base64.b64encode(value.tobytes()).decode()
             return {"$": "ndarray", "dtype": value.dtype.str, "shape": list(value.shape), "v": raw}
+    return value
+
+
+def _as_read(value: Any) -> Any:
+    """An expectation with what readers give for classes: a dict for a Namespace, bytes for a BytesIO."""
+    match value:
+        case {"$": "BytesIO"}:
+            return value | {"$": "bytes"}
+        case {"$": "object", "of": "argparse.Namespace"}:
+            return {"$": "dict", "of": "dict", "v": _as_read(value["v"])}
+        case {"$": _, "v": list()}:
+            return value | {"v": _as_read(value["v"])}
+        case list():
+            return [_as_read(item) for item in value]
     return value
 
 
