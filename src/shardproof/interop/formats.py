@@ -17,6 +17,7 @@ NATIVE = "shardproof"
 
 READERS: Mapping[str, str] = {
     "dcp": "dcp:DcpReader",
+    "dcp_safetensors": "dcp_safetensors:DcpSafetensorsReader",
     "torch": "torch_save:TorchSaveReader",
 }
 """Name of each format and where its reader is, in the order in which a path is looked at."""
