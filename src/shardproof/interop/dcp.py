@@ -24,12 +24,13 @@ import xxhash
 from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.interop.extents import Extent
+from shardproof.interop.megatron_run import iteration_of, latest_iteration
 from shardproof.interop.pickle_data import Opaque, opaque_names, read_pickle
 from shardproof.interop.reader import Foreign, FormatReader, StoredBox, StoredView, TensorDescription
 from shardproof.interop.stream_transforms import DecodedPart, decoded_storage
 from shardproof.interop.torch_file import TorchFile, TorchTensor, unpickled, with_tensors
 
-__all__ = ["DcpEntry", "DcpReader"]
+__all__ = ["DcpEntry", "DcpReader", "inner_name", "numbers"]
 
 _METADATA = ".metadata"
 _ARCHIVE_BYTES = 1 << 20
@@ -70,7 +71,8 @@ class DcpReader(FormatReader):
     name = "dcp"
 
     def __init__(self, foreign: Foreign) -> None:
-        super().__init__(foreign)
+        super().__init__(latest_iteration(foreign))
+        self.step = iteration_of(self.storage.folder)
         self.entries: dict[str, DcpEntry] = {}
         """Entries of the objects, by key."""
         self._last = threading.local()
@@ -79,8 +81,11 @@ class DcpReader(FormatReader):
 
     @classmethod
     def recognizes(cls, foreign: Foreign) -> bool:
-        """True if the folder has the file ``.metadata``."""
-        return foreign.has(_METADATA)
+        """True if the folder, or that of Megatron's latest iteration in it, has the file ``.metadata``."""
+        try:
+            return foreign.file is None and latest_iteration(foreign).has(_METADATA)
+        except FormatError:
+            return False
 
     def read_metadata(self) -> None:
         """Describes what is in the checkpoint. A constructor calls it once."""
@@ -92,7 +97,7 @@ class DcpReader(FormatReader):
 
     def object(self, key: str, *, trust_pickle: bool = False) -> Any:
         """An object as plain data; see `FormatReader.object`."""
-        return self.value_of(self.open_entry(self.entries[key], _MOST_OBJECT_BYTES), key, trust_pickle)
+        return self.value_of(self.open_entry(self.entries[key]), key, trust_pickle)
 
     def files(self) -> Mapping[str, int | None]:
         """Files that entries are in; DCP records no sizes."""
@@ -100,7 +105,7 @@ class DcpReader(FormatReader):
 
     def verify_extra(self) -> int:
         """Verifies the entries of all objects; see `FormatReader.verify_extra`."""
-        return sum(self.open_entry(entry, _MOST_OBJECT_BYTES).verify() for entry in self.entries.values())
+        return sum(self.open_entry(entry).verify() for entry in self.entries.values())
 
     def value_of(self, file: TorchFile, key: str, trust_pickle: bool) -> Any:
         """The value of an open entry or file, as plain data.
@@ -182,8 +187,8 @@ class DcpReader(FormatReader):
 
     def _entry(self, state: Mapping[str, Any], folder: str) -> DcpEntry:
         name, offset, nbytes = state["relative_path"], state["offset"], state["length"]
-        parts = PurePosixPath(name).parts
-        if not parts or parts[0] == "/" or ".." in parts or "\0" in name:
+        inside = inner_name(name)
+        if inside is None:
             raise self.fault(f"{folder}{_METADATA}", f"the file name {name!r} leads out of the checkpoint")
         if type(offset) is not int or type(nbytes) is not int or min(offset, nbytes) < 0:
             raise self.fault(
@@ -192,7 +197,7 @@ class DcpReader(FormatReader):
         transforms = tuple(state.get("transform_descriptors") or ())
         if not all(isinstance(transform, str) for transform in transforms):
             raise self.fault(f"{folder}{_METADATA}", f"an entry of {name} has no names of extensions")
-        return DcpEntry(folder + "/".join(parts), offset, nbytes, transforms)
+        return DcpEntry(folder + inside, offset, nbytes, transforms)
 
     def _entry_of(
         self, entries: Mapping[Any, DcpEntry], key: str, offsets: tuple[int, ...] | None, folder: str
@@ -211,10 +216,10 @@ class DcpReader(FormatReader):
         name = dtype.name.removeprefix("torch.")
         if not isinstance(dtype, Opaque) or name not in DTYPES:
             raise self.fault(f"{folder}{_METADATA}", f"the dtype {name} of {key} is unknown")
-        shape = _numbers(state["size"])
+        shape = numbers(state["size"])
         boxes = []
         for chunk in state["chunks"]:
-            offsets, sizes = _numbers(chunk.state["offsets"]), _numbers(chunk.state["sizes"])
+            offsets, sizes = numbers(chunk.state["offsets"]), numbers(chunk.state["sizes"])
             if len(offsets) != len(shape) or len(sizes) != len(shape):
                 raise self.fault(
                     f"{folder}{_METADATA}",
@@ -222,17 +227,11 @@ class DcpReader(FormatReader):
                 )
             if 0 not in sizes:
                 entry = self._entry_of(entries, key, offsets, folder)
-                boxes += self.boxes_of(key, name, offsets, sizes, entry)
+                view = partial(self._view, key, name, offsets, sizes, entry)
+                boxes.append(StoredBox(offsets, sizes, entry.file, entry.offset, entry.nbytes, view))
         return TensorDescription(name, shape, sorted(boxes, key=operator.attrgetter("offsets")))
 
-    def boxes_of(
-        self, key: str, dtype: str, offsets: tuple[int, ...], sizes: tuple[int, ...], entry: DcpEntry
-    ) -> list[StoredBox]:
-        """The boxes of a chunk that is not empty."""
-        view = partial(self.chunk_view, key, dtype, offsets, sizes, entry)
-        return [StoredBox(offsets, sizes, entry.file, entry.offset, entry.nbytes, view)]
-
-    def open_entry(self, entry: DcpEntry, most: int) -> TorchFile:
+    def open_entry(self, entry: DcpEntry, most: int = _MOST_OBJECT_BYTES) -> TorchFile:
         """Opens the archive of an entry; a compressed one has at most `most` bytes after decoding."""
         if not entry.transforms:
             return TorchFile(self.storage, entry.file, start=entry.offset, size=entry.nbytes)
@@ -241,21 +240,21 @@ class DcpReader(FormatReader):
         )
         return TorchFile(decoded, entry.file)
 
-    def chunk_view(
+    def _view(
         self, key: str, dtype: str, offsets: tuple[int, ...], sizes: tuple[int, ...], entry: DcpEntry
     ) -> StoredView:
         """The elements of a chunk, whose entry has the dtype and sizes that ``.metadata`` gives."""
         last: tuple[Any, StoredView] | None = getattr(self._last, "chunk", None)
         if last is not None and last[0] == (entry, dtype, sizes):
             return last[1]
-        view = self._chunk_view(key, dtype, offsets, sizes, entry)
+        view = self._opened_view(key, dtype, offsets, sizes, entry)
         if not entry.transforms:
             self._last.chunk = (entry, dtype, sizes), view
             return view
         inner = view.extent
 
         def again() -> Extent:
-            return self._chunk_view(key, dtype, offsets, sizes, entry).extent
+            return self._opened_view(key, dtype, offsets, sizes, entry).extent
 
         extent = DecodedPart(
             self.storage,
@@ -270,7 +269,7 @@ class DcpReader(FormatReader):
         )
         return StoredView(extent, view.offset, view.stride)
 
-    def _chunk_view(
+    def _opened_view(
         self, key: str, dtype: str, offsets: tuple[int, ...], sizes: tuple[int, ...], entry: DcpEntry
     ) -> StoredView:
         file = self.open_entry(entry, math.prod(sizes) * DTYPES[dtype].itemsize + _ARCHIVE_BYTES)
@@ -285,8 +284,26 @@ class DcpReader(FormatReader):
         return file.view(found)
 
 
-def _numbers(values: Any) -> tuple[int, ...]:
-    numbers = tuple(values)
-    if any(type(number) is not int or number < 0 for number in numbers):
-        raise ValueError(f"{numbers} are no sizes")
-    return numbers
+def inner_name(name: str) -> str | None:
+    """A file name of metadata as a storage takes it; None if it leads out of the checkpoint.
+
+    Example:
+        >>> inner_name("./__0_0.distcp"), inner_name("../secret"), inner_name("/etc/passwd")
+        ('__0_0.distcp', None, None)
+    """
+    parts = PurePosixPath(name).parts
+    if not parts or parts[0].startswith("/") or ".." in parts or "\0" in name:
+        return None
+    return "/".join(parts)
+
+
+def numbers(values: Any) -> tuple[int, ...]:
+    """Sizes or offsets of a pickle, checked.
+
+    Raises:
+        ValueError: one is no integer, or less than 0.
+    """
+    found = tuple(values)
+    if any(type(number) is not int or number < 0 for number in found):
+        raise ValueError(f"{found} are no sizes")
+    return found

@@ -16,6 +16,7 @@ NATIVE = "shardproof"
 """Name of the project's own format."""
 
 READERS: Mapping[str, str] = {
+    "torch_dist": "megatron_dist:MegatronDistReader",
     "dcp": "dcp:DcpReader",
     "dcp_safetensors": "dcp_safetensors:DcpSafetensorsReader",
     "torch": "torch_save:TorchSaveReader",
