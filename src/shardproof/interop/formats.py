@@ -18,7 +18,9 @@ NATIVE = "shardproof"
 READERS: Mapping[str, str] = {
     "megatron_zarr": "megatron_zarr:MegatronZarrReader",
     "zarr": "zarr:ZarrReader",
+    "torch_dist": "megatron_dist:MegatronDistReader",
     "dcp": "dcp:DcpReader",
+    "dcp_safetensors": "dcp_safetensors:DcpSafetensorsReader",
     "torch": "torch_save:TorchSaveReader",
     "megatron_legacy": "megatron_legacy:MegatronLegacyReader",
     "megatron_legacy_merged": "megatron_legacy:MegatronLegacyMergedReader",
