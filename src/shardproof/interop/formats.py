@@ -24,6 +24,7 @@ WRITERS: Mapping[str, str] = {
     "shardproof": "shardproof_writer:ShardproofWriter",
     "safetensors": "safetensors_writer:SafetensorsWriter",
     "hf": "safetensors_writer:HuggingFaceWriter",
+    "zarr": "zarr_writer:ZarrWriter",
 }
 """Name of each format that can be written and where its writer is."""
 
