@@ -24,6 +24,7 @@ from math import prod
 from typing import Any, ClassVar
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from shardproof._utils.humanize import listed
@@ -59,8 +60,12 @@ _NATIVE = {
 _DTYPE_ATTRIBUTE = "shardproof:dtype"
 _KEY_ATTRIBUTE = "shardproof:key"
 """Attribute of an array with the key of its tensor, where a Zarr array cannot have that name."""
+_EVERY_CHUNK_ATTRIBUTE = "shardproof:every_chunk"
+"""Attribute of the group: every chunk is stored, so that a missing one is damage and no fill value."""
 _MOST_NAME_BYTES = 255
 """Bytes of a file name on most file systems, at most."""
+_KEPT_NAME_BYTES = 200
+"""Bytes that are kept of a longer name."""
 
 
 class ZarrWriter(FormatWriter):
@@ -68,7 +73,8 @@ class ZarrWriter(FormatWriter):
 
     Plain values, the step and the user's metadata become attributes of the group: ``shardproof:objects``,
     ``shardproof:step`` and ``shardproof:metadata``, encoded as in docs/format.md. Zarr has no ties: a tied
-    tensor is stored once, and the attribute ``shardproof:aliases`` has its other keys.
+    tensor is stored once, and the attribute ``shardproof:aliases`` has its other keys. The attribute
+    ``shardproof:every_chunk`` says that no chunk is left out, so that a lost one can be told from zeros.
 
     Args:
         contents: what to write.
@@ -274,8 +280,10 @@ def _chunk_shape(shape: Sequence[int], itemsize: int, limit: int) -> tuple[int, 
 def _array_name(key: str) -> str:
     """The name of the array of a tensor. Characters that a name cannot have are escaped as in URLs.
 
+    The end of a long name is replaced by its digest.
+
     Raises:
-        StructureError: no array can have the name.
+        StructureError: no file system can have the name.
 
     >>> _array_name("model.layers.0.weight"), _array_name("a/b%"), _array_name(".."), _array_name("__x")
     ('model.layers.0.weight', 'a%2Fb%25', '%2E.', '%5F_x')
@@ -284,16 +292,15 @@ def _array_name(key: str) -> str:
     if not name.strip(".") or name.startswith("__") or name == "zarr.json":
         name = f"%{ord(name[0]):02X}{name[1:]}" if name else ""
     try:
-        size = len(name.encode())
+        encoded = name.encode()
     except UnicodeEncodeError as error:
         raise StructureError(f"{key!r} is not valid Unicode: rename it", key=ascii(key)) from error
-    if not 0 < size <= _MOST_NAME_BYTES:
-        raise StructureError(
-            f"{key[:300]!r}: a Zarr array has a name of 1 to {_MOST_NAME_BYTES} bytes, this one has {size}: "
-            "rename the tensor",
-            key=key,
-        )
-    return name
+    if not name:
+        raise StructureError("a tensor with an empty key has no name in Zarr: rename it", key=key)
+    if len(encoded) <= _MOST_NAME_BYTES:
+        return name
+    kept = encoded[:_KEPT_NAME_BYTES].decode(errors="ignore")
+    return f"{kept}%~{xxhash.xxh3_128_hexdigest(encoded)}"  # no escaped character begins so
 
 
 def _attributes(contents: Contents) -> dict[str, Any]:
@@ -301,7 +308,7 @@ def _attributes(contents: Contents) -> dict[str, Any]:
     for alias, key in contents.aliases.items():
         if alias in contents.tensors or key not in contents.tensors:
             raise StructureError(f"{alias!r} cannot be tied to {key!r}", key=alias)
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {_EVERY_CHUNK_ATTRIBUTE: True}
     if contents.objects:
         found["shardproof:objects"] = {
             key: encode_plain(value, key) for key, value in sorted(contents.objects.items())
