@@ -39,6 +39,7 @@ WRITERS: Mapping[str, str] = {
     "fsdp_dtensor": "dcp_writer:FsdpDTensorWriter",
     "torch_dist": "megatron_writer:TorchDistWriter",
     "torch": "torch_writer:TorchWriter",
+    "zarr": "zarr_writer:ZarrWriter",
 }
 """Name of each format that can be written and where its writer is."""
 

@@ -18,24 +18,30 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from shardproof._utils.humanize import listed
 from shardproof.dtypes import DTYPES
-from shardproof.errors import FormatError, StorageError, StructureError
+from shardproof.errors import FormatError, StructureError
 from shardproof.format import PAGE_BYTES, encode_entries, shard_header
 from shardproof.geometry import row_pointers
 from shardproof.interop.box_bytes import box_bytes
-from shardproof.interop.writer import BoxSource, Contents, FormatWriter, Unit, WriteOptions
+from shardproof.interop.writer import (
+    BoxSource,
+    Contents,
+    FormatWriter,
+    Unit,
+    WriteOptions,
+    check_written,
+)
 from shardproof.state import encode_plain
 from shardproof.storage import FileWriter, Storage
 
 __all__ = ["OBJECTS_MEMBER", "HuggingFaceWriter", "SafetensorsWriter"]
 
-INDEX_NAME = "model.safetensors.index.json"
+_INDEX_NAME = "model.safetensors.index.json"
 OBJECTS_MEMBER = "shardproof:objects"
 """Name in ``__metadata__`` of plain values that are no texts: a JSON object, encoded as in docs/format.md."""
 _PAIRS_OF_FLOATS = "float4_e2m1fn_x2"
 """Torch's dtype of two numbers of 4 bits. The shape in a header counts them one by one."""
-_NAMED = 5
-"""Names in a note, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,15 +127,7 @@ class SafetensorsWriter(FormatWriter):
         for name, file in self._files.items():
             if name not in records:
                 raise StructureError(f"the unit {name} was not written, so nothing is committed")
-            expected, found = len(file.header) + file.nbytes, target.size(name)
-            if found != expected:
-                raise StorageError(
-                    f"{target.location}/{name}: expected {expected} bytes, "
-                    f"{'it is missing' if found is None else f'it has {found}'}. Another process changed it, "
-                    "or the place is not shared by all nodes",
-                    file=name,
-                    missing=found is None,
-                )
+            check_written(target, name, len(file.header) + file.nbytes)
         if len(self._files) == 1:
             return
         index = {
@@ -139,7 +137,7 @@ class SafetensorsWriter(FormatWriter):
             },
         }
         text = json.dumps(index, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-        target.publish(INDEX_NAME, text.encode(), replace=True)
+        target.publish(_INDEX_NAME, text.encode(), replace=True)
 
     def _file_bytes(self, options: WriteOptions) -> int | None:
         return options.max_file_bytes
@@ -156,7 +154,7 @@ class SafetensorsWriter(FormatWriter):
         if contents.aliases:
             self.notes.append(
                 "safetensors has no ties, so tied tensors are stored under each of their names: "
-                f"{_listed(contents.aliases)}"
+                f"{listed(contents.aliases)}"
             )
         return [
             _entry(alias, *contents.tensors[key], key=key) for alias, key in sorted(contents.aliases.items())
@@ -199,7 +197,7 @@ class HuggingFaceWriter(SafetensorsWriter):
         if contents.aliases:
             pairs = [f"{alias} (as {key})" for alias, key in sorted(contents.aliases.items())]
             self.notes.append(
-                f"tied tensors are stored once, and config.json has to tie them again: {_listed(pairs)}"
+                f"tied tensors are stored once, and config.json has to tie them again: {listed(pairs)}"
             )
         return []
 
@@ -208,7 +206,7 @@ class HuggingFaceWriter(SafetensorsWriter):
         if others:
             self.notes.append(
                 "Hugging Face's format holds tensors and texts alone, so these values are left out: "
-                f"{_listed(others)}"
+                f"{listed(others)}"
             )
         return texts
 
@@ -282,10 +280,3 @@ def _texts(objects: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
     """Plain values that are texts, and the others."""
     texts = {key: value for key, value in objects.items() if type(value) is str and key != "format"}
     return texts, {key: value for key, value in objects.items() if key not in texts}
-
-
-def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
-    """Some names, for a note."""
-    shown = sorted(names)
-    more = f" and {len(shown) - _NAMED} more" if len(shown) > _NAMED else ""
-    return ", ".join(shown[:_NAMED]) + more
