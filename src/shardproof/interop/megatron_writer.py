@@ -45,15 +45,15 @@ class TorchDistWriter(DcpWriter):
     name = "torch_dist"
 
     def __init__(self, contents: Contents, options: WriteOptions) -> None:
-        empty = next((key for key, (_, shape) in contents.tensors.items() if 0 in shape), None)
-        if empty is not None:
-            raise StructureError(
-                f"{self.name} cannot hold {empty!r} of shape {list(contents.tensors[empty][1])}: "
-                f"Megatron-Core divides by its sizes. Leave it out (exclude=, or --exclude {empty})",
-                key=empty,
-            )
         super().__init__(contents, options)
         self._common = archive_of(_COMMON, _common_state(contents), self.name)
+        empty = [key for key, (_, shape) in contents.tensors.items() if 0 in shape]
+        if empty:
+            note = (
+                "Megatron-Core loads tensors without elements only with validate_access_integrity=False: "
+                f"{len(empty)} of them, the first is {empty[0]!r}."
+            )
+            self.notes = [*self.notes, note]
 
     def commit(self, records: Mapping[str, dict[str, Any]], target: Storage) -> None:
         """Writes ``common.pt``, ``.metadata`` and ``metadata.json``; see `FormatWriter.commit`."""

@@ -14,6 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardproof as sp
 from shardproof.dtypes import DTYPES
@@ -22,6 +25,7 @@ from shardproof.interop import Contents, WriteOptions, writer_of
 from shardproof.loading import ForeignCheckpoint
 from shardproof.maintenance import verify_foreign
 from shardproof.storage import LocalStorage
+from tests.harness import process_group, run_ranks
 from tests.unit.interop.peers import bits
 from tests.unit.interop.writing import Source, contents_of, loaded, some_tensor, written
 
@@ -273,3 +277,39 @@ def test_fsdp_dtensor_keeps_the_keys(tmp_path: Path) -> None:
     expected = {key: bits(tensor) for key, tensor in tensors.items()}
     assert read_by_us(tmp_path) == expected
     assert read_by_torch(tmp_path, tensors) == expected
+
+
+def loaded_onto_shards(folder: Path) -> dict[str, Any]:
+    """What DCP loads into DTensors of two ranks, and into a model and its optimizer under FSDP2."""
+    with process_group():
+        mesh = init_device_mesh("cpu", (2,))
+        asked = {f"w{dim}": distribute_tensor(torch.zeros(7, 10), mesh, [Shard(dim)]) for dim in (0, 1)}
+        dcp.load(asked, checkpoint_id=folder / "shards")
+        model, optimizer = trained()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        state = {"model": model_state, "optim": optimizer_state, "step": 0}
+        dcp.load(state, checkpoint_id=folder / "training")
+        set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=state["optim"])
+        again = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+        leaves = {**asked, **flattened(again)}
+        return {
+            key: bits(leaf.full_tensor() if isinstance(leaf, DTensor) else leaf)
+            for key, leaf in leaves.items()
+            if isinstance(leaf, torch.Tensor)
+        }
+
+
+@pytest.mark.processes
+def test_torch_loads_it_onto_the_shards_of_two_ranks(tmp_path: Path) -> None:
+    tensor = torch.arange(70.0).reshape(7, 10)
+    expected = {key: bits(tensor) for key in ("w0", "w1")}
+    written("dcp", {"w0": tensor}, tmp_path / "shards", WriteOptions(100), aliases={"w1": "w0"})
+    state = write_training(tmp_path / "training", 200)
+    expected |= {key: bits(leaf) for key, leaf in flattened(state).items() if isinstance(leaf, torch.Tensor)}
+    for outcome in run_ranks(2, loaded_onto_shards, tmp_path, timeout=90):
+        assert outcome.value == expected
