@@ -84,6 +84,15 @@ def test_megatron_core_16_needs_common_pt(golden: Golden) -> None:
         run_peer("megatron16", "read_torch_dist.py", "plain", golden.checkpoint)
 
 
+@pytest.mark.parametrize("environment", ["megatron", "megatron16"])
+def test_torch_dist_written_on_two_ranks(environment: str, tmp_path: Path) -> None:
+    written = run_peer(environment, "write_torch_dist.py", tmp_path / "checkpoint", nproc=2)
+    assert (tmp_path / "checkpoint" / "common.pt").exists() == (environment == "megatron16")
+    read = run_peer("megatron", "read_torch_dist.py", "sharded", tmp_path / "checkpoint")
+    assert_same_tensors(read.tensors, written.tensors)
+    assert read.objects == written.objects
+
+
 SAFETENSORS = ["safetensors_single", "hf_llama_sharded", "hf_llama_tied", "hf_peft_lora"]
 
 
