@@ -18,6 +18,7 @@ NATIVE = "shardproof"
 READERS: Mapping[str, str] = {
     "torch_dist": "megatron_dist:MegatronDistReader",
     "dcp": "dcp:DcpReader",
+    "bytecheckpoint": "bytecheckpoint:ByteCheckpointReader",
     "dcp_safetensors": "dcp_safetensors:DcpSafetensorsReader",
     "torch": "torch_save:TorchSaveReader",
 }
