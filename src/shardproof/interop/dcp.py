@@ -21,6 +21,7 @@ from typing import Any
 
 import xxhash
 
+from shardproof._utils.gc_pause import no_garbage_collection
 from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.interop.extents import Extent
@@ -157,10 +158,11 @@ class DcpReader(FormatReader):
         self.identity = xxhash.xxh3_128_hexdigest(self.identity.encode() + data)
         path = f"{self.location}/{name}"
         builders = {"torch.Size": lambda sizes=(): tuple(sizes)}
-        metadata = read_pickle(data, builders, file=path).value
         try:
-            state: Mapping[str, Any] = metadata.state
-            self._describe(state, folder, prefix)
+            with no_garbage_collection():
+                metadata = read_pickle(data, builders, file=path).value
+                state: Mapping[str, Any] = metadata.state
+                self._describe(state, folder, prefix)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise self.fault(name, f"it does not have the structure that DCP writes ({error!r})") from error
         if metadata.name.startswith("torch.") and "storage_meta" not in state and self.entries:
