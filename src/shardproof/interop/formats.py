@@ -20,6 +20,7 @@ READERS: Mapping[str, str] = {
     "zarr": "zarr:ZarrReader",
     "torch_dist": "megatron_dist:MegatronDistReader",
     "dcp": "dcp:DcpReader",
+    "bytecheckpoint": "bytecheckpoint:ByteCheckpointReader",
     "dcp_safetensors": "dcp_safetensors:DcpSafetensorsReader",
     "torch": "torch_save:TorchSaveReader",
     "megatron_legacy": "megatron_legacy:MegatronLegacyReader",
