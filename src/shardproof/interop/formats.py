@@ -16,6 +16,7 @@ NATIVE = "shardproof"
 """Name of the project's own format."""
 
 READERS: Mapping[str, str] = {
+    "orbax": "orbax:OrbaxReader",
     "megatron_zarr": "megatron_zarr:MegatronZarrReader",
     "zarr": "zarr:ZarrReader",
     "torch_dist": "megatron_dist:MegatronDistReader",
