@@ -21,9 +21,9 @@ from typing import Any, NoReturn, Protocol
 
 from shardproof.errors import FormatError
 
-__all__ = ["Bytes", "Opaque", "Pickle", "Unfinished", "check_keys", "read_pickle"]
+__all__ = ["Bytes", "Opaque", "Pickle", "Unfinished", "check_keys", "opaque_names", "read_pickle"]
 
-_MOST_KEY_TUPLES = 1000
+_MOST_KEY_TUPLES = 200
 """Tuples inside a key of a dict or an element of a set, at most. Python hashes them recursively, and a tuple
 that is in a key many times is hashed as many times."""
 
@@ -157,11 +157,31 @@ def read_pickle(
     return _Reader(whole, builders, file, start, persistent, constants or {}).read()
 
 
+def opaque_names(value: Any) -> list[str]:
+    """Sorted names of the classes and functions in a value that are not plain data.
+
+    Example:
+        >>> opaque_names({"a": [Opaque("argparse.Namespace", ()), 3]})
+        ['argparse.Namespace']
+    """
+    names = set()
+    seen: set[int] = set()
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, Opaque):
+            names.add(item.name)
+        elif isinstance(item, (dict, list, tuple, set, frozenset)) and id(item) not in seen:
+            seen.add(id(item))
+            pending.extend([*item.keys(), *item.values()] if isinstance(item, dict) else item)
+    return sorted(names)
+
+
 def check_keys(keys: Iterable[Any]) -> None:
     """Refuses keys that would overflow the stack of the process, or take forever, when Python hashes them.
 
     Raises:
-        ValueError: a key has more than 1000 tuples in it.
+        ValueError: a key has more than 200 tuples in it.
     """
     for key in keys:
         pending = [key] if isinstance(key, (tuple, frozenset)) else []

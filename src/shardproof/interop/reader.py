@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from shardproof.errors import FormatError
+from shardproof.errors import FormatError, StorageError
 from shardproof.geometry import flat_range_boxes, row_major_strides
 from shardproof.interop.extents import Extent
 from shardproof.storage import LocalStorage, Storage, StrOrBytesPath
@@ -26,6 +26,7 @@ __all__ = [
     "TensorDescription",
     "flat_boxes",
     "foreign_of",
+    "missing_file",
 ]
 
 
@@ -147,6 +148,23 @@ def flat_boxes(
     ]
 
 
+def missing_file(path: str, key: str, offsets: Sequence[int]) -> StorageError:
+    """The error of a missing file that holds a box of a tensor.
+
+    Args:
+        path: of the file.
+        key: of the tensor.
+        offsets: (d,) first index of the box.
+    """
+    return StorageError(
+        f"{path} is missing: it holds the part of {key} that begins at {tuple(offsets)}. Restore it from a "
+        "copy",
+        file=path,
+        key=key,
+        missing=True,
+    )
+
+
 class FormatReader(ABC):
     """A foreign checkpoint, open for reading. Nothing that its pickles name is imported or called.
 
@@ -175,6 +193,8 @@ class FormatReader(ABC):
         """Ranks that saved, where the format says so."""
         self.step: int | None = None
         """Training step, where the format says so."""
+        self.user_metadata: dict[str, Any] = {}
+        """What the writer stored beside the tensors, as plain data, where the format has a place for it."""
         self.notes: list[str] = []
         """What the format cannot prove or lost, a sentence each. Users see them once, as a warning."""
         self.identity = ""
@@ -206,6 +226,17 @@ class FormatReader(ABC):
     def files(self) -> Mapping[str, int | None]:
         """Files that the checkpoint needs: name to expected size, None if the format does not record it."""
         return dict.fromkeys(box.file for tensor in self.tensors.values() for box in tensor.boxes)
+
+    def missing(self, file: str) -> StorageError:
+        """The error of a file of `files` that is missing; it names the tensor that needs the file."""
+        path = f"{self.storage.location}/{file}"
+        for key, tensor in self.tensors.items():
+            for box in tensor.boxes:
+                if box.file == file:
+                    return missing_file(path, key, box.offsets)
+        return StorageError(
+            f"{path} is missing. {self.location} needs it: restore it from a copy", file=path, missing=True
+        )
 
     def verify_extra(self) -> int:
         """Verifies what is neither a tensor nor the metadata, for example objects and files with digests.

@@ -20,7 +20,15 @@ from shardproof.storage import Storage
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BoxSource", "Contents", "FormatWriter", "Unit", "WriteOptions", "check_written"]
+__all__ = [
+    "BoxSource",
+    "Contents",
+    "FormatWriter",
+    "Unit",
+    "WriteOptions",
+    "check_written",
+    "notes_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +140,19 @@ class FormatWriter(ABC):
             records: by name of the unit, what `write` returned.
             target: where the units are.
         """
+
+
+def notes_of(name: str, contents: Contents) -> list[str]:
+    """The notes of a format without a place for metadata of the user.
+
+    Args:
+        name: of the format.
+        contents: what is written.
+    """
+    if not contents.metadata:
+        return []
+    keys = ", ".join(sorted(map(str, contents.metadata)))
+    return [f"{name} has no place for the metadata of the checkpoint, so these were not written: {keys}."]
 
 
 def check_written(target: Storage, name: str, size: int) -> None:

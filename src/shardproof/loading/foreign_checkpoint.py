@@ -18,7 +18,7 @@ from shardproof.dtypes import DTYPES
 from shardproof.errors import PlainDataError, StorageError
 from shardproof.format import TensorRecord
 from shardproof.geometry import row_major_strides, row_pointers
-from shardproof.interop import Extent, FormatReader, StoredBox, StoredView
+from shardproof.interop import Extent, FormatReader, StoredBox, StoredView, opaque_names
 from shardproof.loading.checkpoint import Checkpoint, Reads
 from shardproof.loading.cold_reads import Cold
 from shardproof.loading.destinations import DestinationWriter
@@ -62,6 +62,11 @@ class ForeignCheckpoint(Checkpoint):
         self._sized: set[str] = set()
         self._index()
 
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What the writer stored beside the tensors, where the format has a place for it."""
+        return self.reader.user_metadata
+
     def close(self) -> None:
         """Closes the files that reading opened."""
         self.reader.close()
@@ -72,13 +77,9 @@ class ForeignCheckpoint(Checkpoint):
         needed = sizes.keys() if rows is None else {self.boxes[row].file for row in rows.tolist()}
         for name in sorted(needed - self._sized):
             found, expected = self.reader.storage.size(name), sizes.get(name)
-            path = f"{self.reader.storage.location}/{name}"
             if found is None:
-                raise StorageError(
-                    f"{path} is missing. {self.location} needs it: restore it from a copy",
-                    file=path,
-                    missing=True,
-                )
+                raise self.reader.missing(name)
+            path = f"{self.reader.storage.location}/{name}"
             if expected is not None and found != expected:
                 raise StorageError(
                     f"{path} has {found} bytes, expected {expected}: it was cut or replaced. Restore it from "
@@ -134,6 +135,8 @@ class _Objects(Mapping[str, Any]):
             raise KeyError(key)
         value = self._reader.object(key, trust_pickle=self._trust_pickle)
         try:
+            if names := opaque_names(value):
+                raise PlainDataError(f"{key}: {', '.join(names[:5])} cannot be read as plain data", path=key)
             return encode_plain(value, key)
         except PlainDataError as error:
             advice = (
@@ -254,7 +257,10 @@ class _BoxReads:
             return
         whole = memory[: len(memory) // itemsize * itemsize].view(getattr(torch, name))
         strided = whole.as_strided(sizes, view.stride, view.offset - begin // itemsize)
-        self._writer.put(row, parts, strided.contiguous().reshape(-1).view(torch.uint8), 0)
+        dense = strided.clone(
+            memory_format=torch.contiguous_format
+        )  # `contiguous` keeps odd strides of size 1
+        self._writer.put(row, parts, dense.reshape(-1).view(torch.uint8), 0)
 
     def _scratch(self, count: int) -> torch.Tensor:
         """This thread's scratch memory, at least `count` bytes."""
