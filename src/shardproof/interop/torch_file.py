@@ -16,6 +16,7 @@ import struct
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ _PROTOCOL = 1001
 _LOCAL_HEADER = struct.Struct("<26xHH")
 """Lengths of the name and of the extra field that follow a zip file's local header."""
 _METADATA_RECORDS = ("data.pkl", "byteorder")
+_ONE_TENSOR_BYTES = 1024
+"""Pickles of one tensor are smaller."""
 _MOST_LEVELS = 200
 _MOST_LEAVES = 1_000_000
 """Values of one saved object, at most. A small pickle can refer to one dict more often than memory allows."""
@@ -253,18 +256,26 @@ class TorchFile:
             raise self._fault(f"data.pkl has more than {_MOST_PICKLE_BYTES} bytes, which no state dict needs")
         pickled = memoryview(self._verified("data.pkl"))
         self.digest = xxhash.xxh3_128_hexdigest(pickled)
-        self.value = read_pickle(
+        one = _one_tensor(bytes(pickled)) if len(pickled) <= _ONE_TENSOR_BYTES else None
+        if one is not None:
+            self.value, storage = one
+            self._storages[storage.key] = storage
+        else:
+            self.value = self._read_pickle(pickled)
+        self._records = {
+            name.removeprefix("data/"): record
+            for name, record in self._records.items()
+            if name.startswith("data/")
+        }
+
+    def _read_pickle(self, pickled: memoryview) -> Any:
+        return read_pickle(
             pickled,
             torch_builders(),
             file=f"{self.path}/data.pkl",
             persistent=self._persistent,
             constants=CONSTANTS,
         ).value
-        self._records = {
-            name.removeprefix("data/"): record
-            for name, record in self._records.items()
-            if name.startswith("data/")
-        }
 
     def _open_legacy(self) -> None:
         self.has_checksums = False
@@ -315,21 +326,12 @@ class TorchFile:
 
     def _persistent(self, identifier: Any) -> TorchStorage:
         """The storage of a persistent identifier: ("storage", class, key, device, number of elements)."""
-        match identifier:
-            case ("storage", Opaque(name=name), str(key), str(), int(numel), *view) if numel >= 0:
-                dtype = storage_dtype(name)
-            case _:
-                raise self._fault("a persistent identifier is no storage")
-        if dtype is None:
-            raise self._fault(f"the storage class {name} is unknown")
-        if any(part is not None for part in view):
-            raise self._fault(
-                f"the storage {key} is a view of another, as torch saved them before 1.0. Load it with torch "
-                "and save it again"
-            )
-        storage = TorchStorage(key, dtype, numel)
-        if self._storages.setdefault(key, storage).nbytes != storage.nbytes:
-            raise self._fault(f"the storage {key} has two sizes")
+        try:
+            storage = _storage(identifier)
+        except ValueError as error:
+            raise self._fault(str(error)) from error
+        if self._storages.setdefault(storage.key, storage).nbytes != storage.nbytes:
+            raise self._fault(f"the storage {storage.key} has two sizes")
         return storage
 
     def _check_storages(self) -> None:
@@ -350,6 +352,48 @@ class TorchFile:
         if record.crc is not None and crc32(data) != record.crc:
             record.verify()  # raises the error, with expected and found
         return bytearray(data)
+
+
+def _storage(identifier: Any) -> TorchStorage:
+    """The storage that a persistent identifier names.
+
+    Raises:
+        ValueError: it names no storage, or one that this reader does not know.
+    """
+    match identifier:
+        case ("storage", Opaque(name=name), str(key), str(), int(numel), *view) if numel >= 0:
+            dtype = storage_dtype(name)
+        case _:
+            raise ValueError("a persistent identifier is no storage")
+    if dtype is None:
+        raise ValueError(f"the storage class {name} is unknown")
+    if any(part is not None for part in view):
+        raise ValueError(
+            f"the storage {key} is a view of another, as torch saved them before 1.0. Load it with torch and "
+            "save it again"
+        )
+    return TorchStorage(key, dtype, numel)
+
+
+@lru_cache(maxsize=4096)
+def _one_tensor(pickled: bytes) -> tuple[TorchTensor, TorchStorage] | None:
+    """The tensor of a pickle that is one tensor, and its storage; None for any other pickle.
+
+    A checkpoint has many tensors of one shape, and their pickles are equal.
+    """
+    storages: list[TorchStorage] = []
+
+    def persistent(identifier: Any) -> TorchStorage:
+        storages.append(_storage(identifier))
+        return storages[-1]
+
+    try:
+        value = read_pickle(
+            pickled, torch_builders(), file="", persistent=persistent, constants=CONSTANTS
+        ).value
+    except (FormatError, ValueError):
+        return None  # the caller reads it again and raises the error with the name of the file
+    return (value, storages[0]) if isinstance(value, TorchTensor) and len(storages) == 1 else None
 
 
 def _strided(data: bytearray, dtype: str, shape: Sequence[int], view: StoredView) -> torch.Tensor:
