@@ -81,9 +81,17 @@ def test_a_comment_and_a_cut_are_refused() -> None:
     file = io.BytesIO(data)
     with zipfile.ZipFile(file, "a") as archive:
         archive.comment = b"note"
-    for damaged in (file.getvalue(), data[:-1], data[:10], b"", data + b"x"):
+    for damaged in (file.getvalue(), data[:-1], data[:10], b"", data + b"x", data[:-2] + b"\1\0"):
         with pytest.raises(ValueError, match=r"end record|comment"):
             read(damaged)
+
+
+def test_a_directory_with_more_records_than_it_says_is_refused() -> None:
+    data = bytearray(saved())
+    end = data.index(b"PK\x05\x06")
+    data[end + 8] = data[end + 10] = 2
+    with pytest.raises(ValueError, match="more bytes than its records"):
+        read(bytes(data))
 
 
 @pytest.mark.parametrize("make", [saved, of_torch])
