@@ -16,7 +16,6 @@ import struct
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -33,21 +32,34 @@ from shardproof.interop.torch_tensors import TorchStorage, TorchTensor, storage_
 from shardproof.interop.zip_directory import read_zip_directory
 from shardproof.storage import Storage
 
-__all__ = ["TorchFile", "TorchTensor", "flatten", "leaves", "part_with_tensors", "unpickled", "with_tensors"]
+__all__ = [
+    "SmallPickles",
+    "TorchFile",
+    "TorchTensor",
+    "flatten",
+    "leaves",
+    "part_with_tensors",
+    "unpickled",
+    "with_tensors",
+]
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 _PROTOCOL = 1001
 _LOCAL_HEADER = struct.Struct("<26xHH")
 """Lengths of the name and of the extra field that follow a zip file's local header."""
 _METADATA_RECORDS = ("data.pkl", "byteorder")
-_ONE_TENSOR_BYTES = 1024
-"""Pickles of one tensor are smaller."""
 _MOST_LEVELS = 200
 _MOST_LEAVES = 1_000_000
 """Values of one saved object, at most. A small pickle can refer to one dict more often than memory allows."""
 _PIECE_BYTES = 1 << 20
+_MOST_SMALL_PICKLES = 10_000
+"""Pickles that `SmallPickles` keeps, at most."""
 _MOST_PICKLE_BYTES = 1 << 30
 """Bytes of the pickles of a file, at most. Storages are not in them."""
+
+
+SmallPickles = dict[bytes, tuple[TorchTensor, dict[str, TorchStorage]]]
+"""Pickles of archives of one tensor, and what they are. A checkpoint has few different ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +110,7 @@ class TorchFile:
         file: name of the file in the storage.
         start: first byte, if the archive is a part of the file.
         size: bytes of the archive; None for all up to the end of the file.
+        tensors: pickles that other archives had, for archives of one tensor; changed.
 
     Raises:
         StorageError: the file is missing, short or unreadable.
@@ -125,7 +138,15 @@ class TorchFile:
     digest: str
     """Digest of the pickles. Two files with equal tensors but other names of classes differ in it."""
 
-    def __init__(self, storage: Storage, file: str, *, start: int = 0, size: int | None = None) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        file: str,
+        *,
+        start: int = 0,
+        size: int | None = None,
+        tensors: SmallPickles | None = None,
+    ) -> None:
         self.path = f"{storage.location}/{file}"
         self._storage = storage
         self._name = file
@@ -149,7 +170,7 @@ class TorchFile:
         self._file = FileWindow(storage, file, start, self._size)
         self.is_zip = self._bytes(0, 4) == b"PK\x03\x04"
         if self.is_zip:
-            self._open_zip()
+            self._open_zip(tensors)
         else:
             self._open_legacy()
         self._check_storages()
@@ -225,7 +246,7 @@ class TorchFile:
         """Bytes of the file; fewer at its end."""
         return bytes(self._file.bytes_at(offset, count))
 
-    def _open_zip(self) -> None:
+    def _open_zip(self, tensors: SmallPickles | None) -> None:
         try:
             records = read_zip_directory(self._bytes, self._size)
         except (ValueError, struct.error) as error:
@@ -256,26 +277,28 @@ class TorchFile:
             raise self._fault(f"data.pkl has more than {_MOST_PICKLE_BYTES} bytes, which no state dict needs")
         pickled = memoryview(self._verified("data.pkl"))
         self.digest = xxhash.xxh3_128_hexdigest(pickled)
-        one = _one_tensor(bytes(pickled)) if len(pickled) <= _ONE_TENSOR_BYTES else None
-        if one is not None:
-            self.value, storage = one
-            self._storages[storage.key] = storage
-        else:
-            self.value = self._read_pickle(pickled)
+        self.value = self._unpickled(bytes(pickled), tensors)
         self._records = {
             name.removeprefix("data/"): record
             for name, record in self._records.items()
             if name.startswith("data/")
         }
 
-    def _read_pickle(self, pickled: memoryview) -> Any:
-        return read_pickle(
+    def _unpickled(self, pickled: bytes, tensors: SmallPickles | None) -> Any:
+        known = None if tensors is None else tensors.get(pickled)
+        if known is not None:
+            value, self._storages = known
+            return value
+        value = read_pickle(
             pickled,
             torch_builders(),
             file=f"{self.path}/data.pkl",
             persistent=self._persistent,
             constants=CONSTANTS,
         ).value
+        if tensors is not None and isinstance(value, TorchTensor) and len(tensors) < _MOST_SMALL_PICKLES:
+            tensors[pickled] = value, self._storages
+        return value
 
     def _open_legacy(self) -> None:
         self.has_checksums = False
@@ -326,12 +349,21 @@ class TorchFile:
 
     def _persistent(self, identifier: Any) -> TorchStorage:
         """The storage of a persistent identifier: ("storage", class, key, device, number of elements)."""
-        try:
-            storage = _storage(identifier)
-        except ValueError as error:
-            raise self._fault(str(error)) from error
-        if self._storages.setdefault(storage.key, storage).nbytes != storage.nbytes:
-            raise self._fault(f"the storage {storage.key} has two sizes")
+        match identifier:
+            case ("storage", Opaque(name=name), str(key), str(), int(numel), *view) if numel >= 0:
+                dtype = storage_dtype(name)
+            case _:
+                raise self._fault("a persistent identifier is no storage")
+        if dtype is None:
+            raise self._fault(f"the storage class {name} is unknown")
+        if any(part is not None for part in view):
+            raise self._fault(
+                f"the storage {key} is a view of another, as torch saved them before 1.0. Load it with torch "
+                "and save it again"
+            )
+        storage = TorchStorage(key, dtype, numel)
+        if self._storages.setdefault(key, storage).nbytes != storage.nbytes:
+            raise self._fault(f"the storage {key} has two sizes")
         return storage
 
     def _check_storages(self) -> None:
@@ -352,48 +384,6 @@ class TorchFile:
         if record.crc is not None and crc32(data) != record.crc:
             record.verify()  # raises the error, with expected and found
         return bytearray(data)
-
-
-def _storage(identifier: Any) -> TorchStorage:
-    """The storage that a persistent identifier names.
-
-    Raises:
-        ValueError: it names no storage, or one that this reader does not know.
-    """
-    match identifier:
-        case ("storage", Opaque(name=name), str(key), str(), int(numel), *view) if numel >= 0:
-            dtype = storage_dtype(name)
-        case _:
-            raise ValueError("a persistent identifier is no storage")
-    if dtype is None:
-        raise ValueError(f"the storage class {name} is unknown")
-    if any(part is not None for part in view):
-        raise ValueError(
-            f"the storage {key} is a view of another, as torch saved them before 1.0. Load it with torch and "
-            "save it again"
-        )
-    return TorchStorage(key, dtype, numel)
-
-
-@lru_cache(maxsize=4096)
-def _one_tensor(pickled: bytes) -> tuple[TorchTensor, TorchStorage] | None:
-    """The tensor of a pickle that is one tensor, and its storage; None for any other pickle.
-
-    A checkpoint has many tensors of one shape, and their pickles are equal.
-    """
-    storages: list[TorchStorage] = []
-
-    def persistent(identifier: Any) -> TorchStorage:
-        storages.append(_storage(identifier))
-        return storages[-1]
-
-    try:
-        value = read_pickle(
-            pickled, torch_builders(), file="", persistent=persistent, constants=CONSTANTS
-        ).value
-    except (FormatError, ValueError):
-        return None  # the caller reads it again and raises the error with the name of the file
-    return (value, storages[0]) if isinstance(value, TorchTensor) and len(storages) == 1 else None
 
 
 def _strided(data: bytearray, dtype: str, shape: Sequence[int], view: StoredView) -> torch.Tensor:
