@@ -9,16 +9,20 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS := benchmarks/peers/.venv
 PEERS_STAMP := $(PEERS)/.installed
+INTEROP := tests/interop/.venvs
+INTEROP_STAMPS := $(patsubst tests/interop/environments/%.txt,$(INTEROP)/%/.installed,\
+	$(wildcard tests/interop/environments/*.txt))
+ON_TORCH := megatron megatron16
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 # Tests start several ranks at a time: one thread each keeps them from fighting for the cores.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-unit test-all bench bench-peers check format clean
+.PHONY: help venv demo test test-unit test-all test-interop bench bench-peers check format clean
 
 help:  ## show this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 venv: $(STAMP)  ## make .venv with everything that the other targets need
 
@@ -34,14 +38,29 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## train, save, be killed, resume on other layouts, prove it
 	$(BIN)/shardproof demo $(ARGS)
 
-test: $(STAMP)  ## everything but the slow repeats
-	$(BIN)/python -m pytest -n 3 -m "not slow" $(ARGS)
+test: $(STAMP)  ## everything but the slow repeats and test-interop
+	$(BIN)/python -m pytest -n 3 -m "not slow and not interop" $(ARGS)
 
 test-unit: $(STAMP)  ## the tests without other processes, in two minutes
 	$(BIN)/python -m pytest -n 2 -m "not slow and not processes" tests/unit $(ARGS)
 
-test-all: $(STAMP)  ## every test, the slow ones too
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+test-all: $(STAMP)  ## every test but test-interop, the slow ones too
+	$(BIN)/python -m pytest -n 2 -m "not interop" $(ARGS)
+
+test-interop: $(STAMP) $(INTEROP_STAMPS)  ## released packages of other projects read what we write
+	$(BIN)/python -m pytest -n 2 -m interop tests/interop $(ARGS)
+
+# Each file lists every package of its environment, so pip resolves nothing, and bounds that a release has outlived do
+# not count. Environments in ON_TORCH see the packages of torch.txt too.
+$(ON_TORCH:%=$(INTEROP)/%/.installed): $(INTEROP)/torch/.installed
+$(INTEROP)/%/.installed: tests/interop/environments/%.txt
+	rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	for site in $(if $(filter $*,$(ON_TORCH)),$(@D)/lib/python*/site-packages); do \
+		echo "../../../../torch/$${site#$(@D)/}" > $$site/torch.pth; \
+	done
+	$(@D)/bin/python -m pip install --quiet --no-deps --ignore-requires-python -r $<
+	touch $@
 
 bench: $(STAMP)  ## measure beside torch's own checkpoints, optimizers and sharding
 	@set -e; for script in save load reshard crossover small_tensors costs planning; do \
@@ -83,5 +102,5 @@ format: $(STAMP)  ## mend what can be mended by itself
 	$(BIN)/ruff format .
 
 clean:  ## remove what the other targets made, .venv too
-	rm -rf $(VENV) $(PEERS) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(INTEROP) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ settings.register_profile("ci", settings.get_profile("local"), derandomize=True,
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
+INTEROP = Path(__file__).resolve().parent / "interop"
+
 # Files of tests/unit that start other processes. All tests outside of tests/unit do.
 PROCESSES = {
     *("test_forks", "test_hybrid_shards", "test_node_plan", "test_perfetto", "test_process"),
@@ -29,10 +32,12 @@ PROCESSES = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what starts other processes."""
+    """Marks what starts other processes, and what needs an environment of tests/interop."""
     for item in items:
         if item.path.stem in PROCESSES or item.name.startswith("test_python_blocks_of_a_page"):
             item.add_marker("processes")
+        if INTEROP in item.path.parents:
+            item.add_marker("interop")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -38,7 +38,12 @@ def _convert(source: str, there: str, units: int | None, workers: int = 1) -> tu
 
     WorkFolder.add = counted  # type: ignore[method-assign]
     report = sp.convert(
-        source, there, to="safetensors", max_file_bytes=FILE_BYTES, workers=workers, rendezvous=rendezvous()
+        source,
+        there,
+        to="safetensors",
+        max_file_bytes=FILE_BYTES,
+        workers=workers,
+        rendezvous=rendezvous(deadline=30.0),
     )
     return report.units, report.resumed
 
@@ -116,7 +121,6 @@ def _with_workers(source: str, there: str, kills: bool) -> str:
             max_file_bytes=FILE_BYTES,
             workers=2,
             on_progress=kill if kills else None,
-            rendezvous=rendezvous(),
         )
     except ShardproofError as error:
         return error.message
@@ -124,21 +128,20 @@ def _with_workers(source: str, there: str, kills: bool) -> str:
 
 
 def test_workers_write_and_a_dead_worker_is_an_error(source: Path, tmp_path: Path) -> None:
-    (killed,) = run_ranks(1, _with_workers, str(source), str(tmp_path / "there"), True, timeout=120)
-    assert "ended with exit code -9" in killed.value
-    assert not (tmp_path / "there").exists()
-    (again,) = run_ranks(1, _with_workers, str(source), str(tmp_path / "there"), False, timeout=120)
-    assert again.value == "converted"
-    with sp.open(tmp_path / "there") as checkpoint:
+    there = tmp_path / "there"
+    assert "ended with exit code -9" in _with_workers(str(source), str(there), True)
+    assert not there.exists()
+    assert _with_workers(str(source), str(there), False) == "converted"
+    with sp.open(there) as checkpoint:
         assert set(checkpoint) == set(TENSORS)
 
 
 def _peak_of(source: str, there: str, memory: int) -> int:
     """Bytes by which the conversion raises the most memory that this process ever had."""
     sp.save(f"{there}-small", {"w": torch.ones(8)})
-    sp.convert(f"{there}-small", f"{there}-first", to="safetensors", rendezvous=rendezvous())
+    sp.convert(f"{there}-small", f"{there}-first", to="safetensors", rendezvous=rendezvous(deadline=30.0))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    sp.convert(source, there, to="safetensors", memory_bytes=memory, rendezvous=rendezvous())
+    sp.convert(source, there, to="safetensors", memory_bytes=memory, rendezvous=rendezvous(deadline=30.0))
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
 
 

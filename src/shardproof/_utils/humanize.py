@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
-__all__ = ["age", "counted", "gigabytes", "gigabytes_per_second", "printable", "span"]
+__all__ = ["age", "counted", "gigabytes", "gigabytes_per_second", "listed", "printable", "span"]
 
 
 def gigabytes(count: float) -> str:
@@ -63,6 +64,17 @@ def counted(count: int, noun: str) -> str:
     ('1 rank', '1,200 chunks', '0 files')
     """
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def listed(names: Iterable[str], most: int = 5) -> str:
+    """Some names in order, and how many there are beside.
+
+    >>> listed({"b", "a"}), listed("edcba", 3)
+    ('a, b', 'a, b, c and 2 more')
+    """
+    shown = sorted(names)
+    more = f" and {len(shown) - most} more" if len(shown) > most else ""
+    return ", ".join(shown[:most]) + more
 
 
 def age(seconds: float) -> str:

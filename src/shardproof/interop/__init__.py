@@ -6,7 +6,7 @@ cuts a checkpoint into units and writes them. Nothing that a pickle names is imp
 
 from shardproof.interop.extents import DecodedExtent, Extent, FileRange
 from shardproof.interop.formats import NATIVE, READERS, WRITERS, format_of, open_reader, writer_of
-from shardproof.interop.pickle_data import Opaque
+from shardproof.interop.pickle_data import Opaque, opaque_names
 from shardproof.interop.reader import (
     Foreign,
     FormatReader,
@@ -39,6 +39,7 @@ __all__ = [
     "flat_boxes",
     "foreign_of",
     "format_of",
+    "opaque_names",
     "open_reader",
     "writer_of",
 ]

@@ -10,7 +10,9 @@ entries. Reads through this description check both. Files that ``.metadata`` doe
 
 from __future__ import annotations
 
+import math
 import operator
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,30 +21,42 @@ from typing import Any
 
 import xxhash
 
+from shardproof._utils.gc_pause import no_garbage_collection
 from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError, NotCommittedError, StorageError
-from shardproof.interop.pickle_data import Opaque, read_pickle
+from shardproof.interop.extents import Extent
+from shardproof.interop.megatron_run import iteration_of, latest_iteration
+from shardproof.interop.pickle_data import Opaque, opaque_names, read_pickle
 from shardproof.interop.reader import Foreign, FormatReader, StoredBox, StoredView, TensorDescription
+from shardproof.interop.stream_transforms import DecodedPart, decoded_storage
 from shardproof.interop.torch_file import TorchFile, TorchTensor, unpickled, with_tensors
 
-__all__ = ["DcpReader"]
+__all__ = ["DcpEntry", "DcpReader", "inner_name", "numbers"]
 
 _METADATA = ".metadata"
+_ARCHIVE_BYTES = 1 << 20
+"""Bytes that the archive of a compressed entry may have beside those of its tensor."""
+_MOST_OBJECT_BYTES = 1 << 30
+"""Bytes of a compressed object after decoding, at most: its size is described nowhere."""
+_RANK_0_ONLY = (
+    "torch before 2.3 wrote it: it stores the objects of rank 0 only, so those that other ranks had under "
+    "keys of their own, for example random states, are not in it."
+)
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class DcpEntry:
     """A range of a file that holds one chunk or one object."""
 
     file: str
     offset: int
     nbytes: int
     transforms: tuple[str, ...]
-    """Names of the stream transformations that the writer applied, for example "stream.zstd/1"."""
+    """Names of the stream extensions that the writer applied, for example "stream.zstd/1"."""
 
 
 class DcpReader(FormatReader):
-    """A DCP checkpoint, open for reading; see `FormatReader`.
+    """A DCP checkpoint, open for reading; see `FormatReader`. A subclass may change what it describes.
 
     Example:
         >>> import tempfile, torch, torch.distributed.checkpoint as dcp
@@ -58,117 +72,221 @@ class DcpReader(FormatReader):
     name = "dcp"
 
     def __init__(self, foreign: Foreign) -> None:
-        super().__init__(foreign)
-        try:
-            data = self.storage.read(_METADATA)
-        except StorageError as error:
-            if not error.details.get("missing"):
-                raise
-            path = f"{self.location}/{_METADATA}"
-            raise NotCommittedError(
-                f"{self.location} has no {_METADATA}: it is no DCP checkpoint, or its save did not finish",
-                file=path,
-            ) from error
-        self.identity = xxhash.xxh3_128_hexdigest(data)
-        builders = {"torch.Size": lambda sizes=(): tuple(sizes)}
-        self.metadata = read_pickle(data, builders, file=f"{self.location}/{_METADATA}").value
-        """The pickled ``Metadata``, as `Opaque`."""
-        self._objects: dict[str, _Entry] = {}
-        try:
-            self._describe(self.metadata.state)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise self.fault(
-                _METADATA, f"it does not have the structure that DCP writes ({error!r})"
-            ) from error
+        super().__init__(latest_iteration(foreign))
+        self.step = iteration_of(self.storage.folder)
+        self.entries: dict[str, DcpEntry] = {}
+        """Entries of the objects, by key."""
+        self._last = threading.local()
+        """The chunk that each thread opened last: several boxes can be in one."""
+        self.read_metadata()
 
     @classmethod
     def recognizes(cls, foreign: Foreign) -> bool:
-        """True if the folder has the file ``.metadata``."""
-        return foreign.has(_METADATA)
+        """True if the folder, or that of Megatron's latest iteration in it, has the file ``.metadata``."""
+        try:
+            return foreign.file is None and latest_iteration(foreign).has(_METADATA)
+        except FormatError:
+            return False
+
+    def read_metadata(self) -> None:
+        """Describes what is in the checkpoint. A constructor calls it once."""
+        self.add_folder()
 
     def object_keys(self) -> Iterable[str]:
         """Keys of the objects."""
-        return self._objects.keys()
+        return self.entries.keys()
 
     def object(self, key: str, *, trust_pickle: bool = False) -> Any:
         """An object as plain data; see `FormatReader.object`."""
-        file = self._open(self._objects[key])
-        if trust_pickle:
-            return unpickled(file)
-        return with_tensors(file)
+        return self.value_of(self.open_entry(self.entries[key]), key, trust_pickle)
+
+    def files(self) -> Mapping[str, int | None]:
+        """Files that entries are in; DCP records no sizes."""
+        return dict(super().files()) | dict.fromkeys(entry.file for entry in self.entries.values())
 
     def verify_extra(self) -> int:
         """Verifies the entries of all objects; see `FormatReader.verify_extra`."""
-        return sum(self._open(entry).verify() for entry in self._objects.values())
+        return sum(self.open_entry(entry).verify() for entry in self.entries.values())
 
-    def _describe(self, metadata: Mapping[str, Any]) -> None:
-        """Takes keys, chunks and entries out of the state of the pickled ``Metadata``."""
+    def value_of(self, file: TorchFile, key: str, trust_pickle: bool) -> Any:
+        """The value of an open entry or file, as plain data.
+
+        Args:
+            file: holds it.
+            key: for messages.
+            trust_pickle: True to unpickle it with torch if it has objects of classes.
+
+        Raises:
+            FormatError: torch cannot unpickle it, for example because a class is not installed.
+        """
+        if not trust_pickle or not opaque_names(file.value):
+            return with_tensors(file)
+        try:
+            return unpickled(file)
+        except Exception as error:  # the pickle runs any code
+            raise FormatError(
+                f"{file.path}: {key} cannot be unpickled ({type(error).__name__}: {error}). Install what it "
+                "needs, or leave it out with exclude=",
+                file=file.path,
+                key=key,
+            ) from error
+
+    def add_folder(self, folder: str = "", prefix: str = "") -> Mapping[str, Any]:
+        """Describes the tensors and objects of a folder with a file ``.metadata``.
+
+        Args:
+            folder: its name with a "/" at the end; "" for the checkpoint itself.
+            prefix: stands before each key.
+
+        Returns:
+            The attributes of the pickled ``Metadata``.
+
+        Raises:
+            NotCommittedError: there is no such file.
+            FormatError: the file is damaged.
+        """
+        name = f"{folder}{_METADATA}"
+        try:
+            data = self.storage.read(name)
+        except StorageError as error:
+            if not error.details.get("missing"):
+                raise
+            raise NotCommittedError(
+                f"{self.location} has no {name}: it is no DCP checkpoint, or its save did not finish",
+                file=f"{self.location}/{name}",
+            ) from error
+        self.identity = xxhash.xxh3_128_hexdigest(self.identity.encode() + data)
+        path = f"{self.location}/{name}"
+        builders = {"torch.Size": lambda sizes=(): tuple(sizes)}
+        try:
+            with no_garbage_collection():
+                metadata = read_pickle(data, builders, file=path).value
+                state: Mapping[str, Any] = metadata.state
+                self._describe(state, folder, prefix)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise self.fault(name, f"it does not have the structure that DCP writes ({error!r})") from error
+        if metadata.name.startswith("torch.") and "storage_meta" not in state and self.entries:
+            self.notes.append(_RANK_0_ONLY)
+        return state
+
+    def _describe(self, metadata: Mapping[str, Any], folder: str, prefix: str) -> None:
+        """Takes keys, chunks and entries out of the attributes of the pickled ``Metadata``."""
         entries = {}
         for index, info in metadata["storage_data"].items():
-            entries[index.state["fqn"], index.state.get("offset")] = self._entry(info.state)
+            entries[index.state["fqn"], index.state.get("offset")] = self._entry(info.state, folder)
         for key, described in metadata["state_dict_metadata"].items():
             if not isinstance(key, str):
-                raise self.fault(_METADATA, f"the key {key!r} is no string")
+                raise self.fault(f"{folder}{_METADATA}", f"the key {key!r} is no string")
+            if prefix + key in self.tensors or prefix + key in self.entries:
+                raise self.fault(f"{folder}{_METADATA}", f"two values have the key {prefix + key}")
             match described.name.rpartition(".")[2]:
                 case "TensorStorageMetadata":
-                    self.tensors[key] = self._tensor(key, described.state, entries)
+                    self.tensors[prefix + key] = self._tensor(key, described.state, entries, folder)
                 case "BytesStorageMetadata":
-                    self._objects[key] = self._entry_of(entries, key, None)
+                    self.entries[prefix + key] = self._entry_of(entries, key, None, folder)
                 case kind:
-                    raise self.fault(_METADATA, f"{key} is a {kind}, which is unknown")
+                    raise self.fault(f"{folder}{_METADATA}", f"{key} is a {kind}, which is unknown")
 
-    def _entry(self, state: Mapping[str, Any]) -> _Entry:
+    def _entry(self, state: Mapping[str, Any], folder: str) -> DcpEntry:
         name, offset, nbytes = state["relative_path"], state["offset"], state["length"]
-        parts = PurePosixPath(name).parts
-        if not parts or PurePosixPath(name).is_absolute() or ".." in parts or "\0" in name:
-            raise self.fault(_METADATA, f"the file name {name!r} leads out of the checkpoint")
+        inside = inner_name(name)
+        if inside is None:
+            raise self.fault(f"{folder}{_METADATA}", f"the file name {name!r} leads out of the checkpoint")
         if type(offset) is not int or type(nbytes) is not int or min(offset, nbytes) < 0:
             raise self.fault(
-                _METADATA, f"an entry of {name} lies at byte {offset!r} and has {nbytes!r} bytes"
+                f"{folder}{_METADATA}", f"an entry of {name} lies at byte {offset!r} and has {nbytes!r} bytes"
             )
-        return _Entry("/".join(parts), offset, nbytes, tuple(state.get("transform_descriptors") or ()))
+        transforms = tuple(state.get("transform_descriptors") or ())
+        if not all(isinstance(transform, str) for transform in transforms):
+            raise self.fault(f"{folder}{_METADATA}", f"an entry of {name} has no names of extensions")
+        return DcpEntry(folder + inside, offset, nbytes, transforms)
 
-    def _entry_of(self, entries: Mapping[Any, _Entry], key: str, offsets: tuple[int, ...] | None) -> _Entry:
+    def _entry_of(
+        self, entries: Mapping[Any, DcpEntry], key: str, offsets: tuple[int, ...] | None, folder: str
+    ) -> DcpEntry:
         entry = entries.get((key, offsets))
         if entry is None:
             chunk = "" if offsets is None else f" of the chunk at {offsets}"
-            raise self.fault(_METADATA, f"the entry{chunk} of {key} is missing")
+            raise self.fault(f"{folder}{_METADATA}", f"the entry{chunk} of {key} is missing")
         return entry
 
-    def _tensor(self, key: str, state: Mapping[str, Any], entries: Mapping[Any, _Entry]) -> TensorDescription:
+    def _tensor(
+        self, key: str, state: Mapping[str, Any], entries: Mapping[Any, DcpEntry], folder: str
+    ) -> TensorDescription:
         properties = state["properties"].state
         dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]
         name = dtype.name.removeprefix("torch.")
         if not isinstance(dtype, Opaque) or name not in DTYPES:
-            raise self.fault(_METADATA, f"the dtype {name} of {key} is unknown")
-        shape = _numbers(state["size"])
+            raise self.fault(f"{folder}{_METADATA}", f"the dtype {name} of {key} is unknown")
+        shape = numbers(state["size"])
         boxes = []
         for chunk in state["chunks"]:
-            offsets, sizes = _numbers(chunk.state["offsets"]), _numbers(chunk.state["sizes"])
+            offsets, sizes = numbers(chunk.state["offsets"]), numbers(chunk.state["sizes"])
             if len(offsets) != len(shape) or len(sizes) != len(shape):
                 raise self.fault(
-                    _METADATA, f"a chunk of {key} has {len(sizes)} dimensions, expected {len(shape)}"
+                    f"{folder}{_METADATA}",
+                    f"a chunk of {key} has {len(sizes)} dimensions, expected {len(shape)}",
                 )
             if 0 not in sizes:
-                entry = self._entry_of(entries, key, offsets)
-                view = partial(self._chunk, key, name, offsets, sizes, entry)
+                entry = self._entry_of(entries, key, offsets, folder)
+                view = partial(self._view, key, name, offsets, sizes, entry)
                 boxes.append(StoredBox(offsets, sizes, entry.file, entry.offset, entry.nbytes, view))
         return TensorDescription(name, shape, sorted(boxes, key=operator.attrgetter("offsets")))
 
-    def _open(self, entry: _Entry) -> TorchFile:
-        if entry.transforms:
-            raise FormatError(
-                f"{entry.file}: an entry is stored through {', '.join(entry.transforms)}, which this version "
-                "does not read",
-                file=entry.file,
-            )
-        return TorchFile(self.storage, entry.file, start=entry.offset, size=entry.nbytes)
+    def open_entry(self, entry: DcpEntry, most: int = _MOST_OBJECT_BYTES) -> TorchFile:
+        """Opens the archive of an entry; a compressed one has at most `most` bytes after decoding."""
+        if not entry.transforms:
+            return TorchFile(self.storage, entry.file, start=entry.offset, size=entry.nbytes)
+        decoded = decoded_storage(
+            self.storage, entry.file, entry.offset, entry.nbytes, entry.transforms, most
+        )
+        return TorchFile(decoded, entry.file)
 
-    def _chunk(
-        self, key: str, dtype: str, offsets: tuple[int, ...], sizes: tuple[int, ...], entry: _Entry
+    def _view(
+        self, key: str, dtype: str, offsets: tuple[int, ...], sizes: tuple[int, ...], entry: DcpEntry
     ) -> StoredView:
         """The elements of a chunk, whose entry has the dtype and sizes that ``.metadata`` gives."""
-        file = self._open(entry)
+        last: tuple[Any, StoredView] | None = getattr(self._last, "chunk", None)
+        if last is not None and last[0] == (entry, dtype, sizes):
+            return last[1]
+        view = self.chunk(key, dtype, offsets, sizes, entry)
+        if not entry.transforms:
+            self._last.chunk = (entry, dtype, sizes), view
+            return view
+        inner = view.extent
+
+        def again() -> Extent:
+            return self.chunk(key, dtype, offsets, sizes, entry).extent
+
+        extent = DecodedPart(
+            self.storage,
+            entry.file,
+            entry.offset,
+            entry.nbytes,
+            inner.start,
+            inner.nbytes,
+            inner.has_checksum,
+            again,
+            [inner],
+        )
+        return StoredView(extent, view.offset, view.stride)
+
+    def chunk(
+        self, key: str, dtype: str, offsets: tuple[int, ...], sizes: tuple[int, ...], entry: DcpEntry
+    ) -> StoredView:
+        """Opens the entry of a chunk, and checks its dtype and sizes.
+
+        Args:
+            key: of the tensor, as ``.metadata`` has it.
+            dtype: of the tensor.
+            offsets: (d,) first index of the chunk.
+            sizes: (d,) sizes of the chunk; none is 0.
+            entry: holds it.
+
+        Raises:
+            FormatError: the entry holds something else.
+        """
+        file = self.open_entry(entry, math.prod(sizes) * DTYPES[dtype].itemsize + _ARCHIVE_BYTES)
         found = file.value
         if not isinstance(found, TorchTensor) or (found.dtype, found.shape) != (dtype, sizes):
             raise FormatError(
@@ -180,8 +298,26 @@ class DcpReader(FormatReader):
         return file.view(found)
 
 
-def _numbers(values: Any) -> tuple[int, ...]:
-    numbers = tuple(values)
-    if any(type(number) is not int or number < 0 for number in numbers):
-        raise ValueError(f"{numbers} are no sizes")
-    return numbers
+def inner_name(name: str) -> str | None:
+    """A file name of metadata as a storage takes it; None if it leads out of the checkpoint.
+
+    Example:
+        >>> inner_name("./__0_0.distcp"), inner_name("../secret"), inner_name("/etc/passwd")
+        ('__0_0.distcp', None, None)
+    """
+    parts = PurePosixPath(name).parts
+    if not parts or parts[0].startswith("/") or ".." in parts or "\0" in name:
+        return None
+    return "/".join(parts)
+
+
+def numbers(values: Any) -> tuple[int, ...]:
+    """Sizes or offsets of a pickle, checked.
+
+    Raises:
+        ValueError: one is no integer, or less than 0.
+    """
+    found = tuple(values)
+    if any(type(number) is not int or number < 0 for number in found):
+        raise ValueError(f"{found} are no sizes")
+    return found

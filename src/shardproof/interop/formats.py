@@ -19,7 +19,17 @@ READERS: Mapping[str, str] = {
     "orbax": "orbax:OrbaxReader",
     "megatron_zarr": "megatron_zarr:MegatronZarrReader",
     "zarr": "zarr:ZarrReader",
+    "torch_dist": "megatron_dist:MegatronDistReader",
     "dcp": "dcp:DcpReader",
+    "bytecheckpoint": "bytecheckpoint:ByteCheckpointReader",
+    "dcp_safetensors": "dcp_safetensors:DcpSafetensorsReader",
+    "torch": "torch_save:TorchSaveReader",
+    "megatron_legacy": "megatron_legacy:MegatronLegacyReader",
+    "megatron_legacy_merged": "megatron_legacy:MegatronLegacyMergedReader",
+    "accelerate": "accelerate:AccelerateReader",
+    "hf_trainer": "accelerate:TrainerReader",
+    "safetensors": "safetensors_files:SafetensorsReader",
+    "hf_bin": "hf_bin:HfBinReader",
 }
 """Name of each format and where its reader is, in the order in which a path is looked at."""
 
@@ -27,6 +37,11 @@ WRITERS: Mapping[str, str] = {
     "shardproof": "shardproof_writer:ShardproofWriter",
     "safetensors": "safetensors_writer:SafetensorsWriter",
     "hf": "safetensors_writer:HuggingFaceWriter",
+    "dcp": "dcp_writer:DcpWriter",
+    "fsdp_dtensor": "dcp_writer:FsdpDTensorWriter",
+    "torch_dist": "megatron_writer:TorchDistWriter",
+    "torch": "torch_writer:TorchWriter",
+    "zarr": "zarr_writer:ZarrWriter",
 }
 """Name of each format that can be written and where its writer is."""
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from types import TracebackType
 
+from shardproof.errors import StorageError
 from shardproof.storage import Sink, Storage, aligned_buffer
 
-__all__ = ["NewFile"]
+__all__ = ["NewFile", "check_size"]
 
 _BUFFER_BYTES = 8 << 20
 """Bytes that one write to the storage carries, but for the last. Small entries are written together."""
@@ -83,3 +84,20 @@ class NewFile:
         except BaseException:
             self._sink.abort()
             raise
+
+
+def check_size(target: Storage, name: str, expected: int) -> None:
+    """Checks that a file is as long as when it was written.
+
+    Raises:
+        StorageError: the file is missing, or its size is another.
+    """
+    found = target.size(name)
+    if found != expected:
+        path = f"{target.location}/{name}"
+        raise StorageError(
+            f"{path} has {found or 0} bytes, expected {expected}: it was cut or removed after it was "
+            "written. Remove the new checkpoint and write it again",
+            file=path,
+            missing=found is None,
+        )

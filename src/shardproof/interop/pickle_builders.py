@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
+from functools import cache
 from math import prod
 from pathlib import PurePosixPath
 from typing import Any
@@ -35,7 +36,8 @@ _FACTORIES: Mapping[str, type] = {
 _SIMPLE_DTYPE = re.compile(r"[<>|=]?[biufcSUa?][0-9]*")
 
 
-def plain_builders() -> dict[str, Callable[..., Any]]:
+@cache
+def plain_builders() -> Mapping[str, Callable[..., Any]]:
     """Builders by name. A Namespace is a dict, a BytesIO is bytes, a path is a string, a deque is a list.
 
     Example:

@@ -193,6 +193,8 @@ class FormatReader(ABC):
         """Ranks that saved, where the format says so."""
         self.step: int | None = None
         """Training step, where the format says so."""
+        self.user_metadata: dict[str, Any] = {}
+        """What the writer stored beside the tensors, as plain data, where the format has a place for it."""
         self.notes: list[str] = []
         """What the format cannot prove or lost, a sentence each. Users see them once, as a warning."""
         self.identity = ""

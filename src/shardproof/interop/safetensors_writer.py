@@ -12,30 +12,34 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, ClassVar
 
 import numpy as np
 
+from shardproof._utils.humanize import listed
 from shardproof.dtypes import DTYPES
-from shardproof.errors import FormatError, StorageError, StructureError
+from shardproof.errors import FormatError, StructureError
 from shardproof.format import PAGE_BYTES, encode_entries, shard_header
 from shardproof.geometry import row_pointers
+from shardproof.interop.beside import PREFIX, check_aliases, encode_beside
 from shardproof.interop.box_bytes import box_bytes
-from shardproof.interop.writer import BoxSource, Contents, FormatWriter, Unit, WriteOptions
-from shardproof.state import encode_plain
+from shardproof.interop.writer import (
+    BoxSource,
+    Contents,
+    FormatWriter,
+    Unit,
+    WriteOptions,
+    check_written,
+)
 from shardproof.storage import FileWriter, Storage
 
-__all__ = ["OBJECTS_MEMBER", "HuggingFaceWriter", "SafetensorsWriter"]
+__all__ = ["HuggingFaceWriter", "SafetensorsWriter"]
 
-INDEX_NAME = "model.safetensors.index.json"
-OBJECTS_MEMBER = "shardproof:objects"
-"""Name in ``__metadata__`` of plain values that are no texts: a JSON object, encoded as in docs/format.md."""
+_INDEX_NAME = "model.safetensors.index.json"
 _PAIRS_OF_FLOATS = "float4_e2m1fn_x2"
 """Torch's dtype of two numbers of 4 bits. The shape in a header counts them one by one."""
-_NAMED = 5
-"""Names in a note, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +70,9 @@ class _Tensor:
 class SafetensorsWriter(FormatWriter):
     """Writes safetensors files. The format has no ties: a tied tensor is stored under each of its names.
 
-    Texts among the plain values are stored in ``__metadata__`` under their keys, and other values together
-    under `OBJECTS_MEMBER`.
+    Texts of the user's metadata are stored in ``__metadata__`` under their names. Plain values, the step and
+    the other metadata are stored there as JSON under ``shardproof:objects``, ``shardproof:step`` and
+    ``shardproof:metadata``, encoded as in docs/format.md.
 
     Args:
         contents: what to write.
@@ -121,15 +126,7 @@ class SafetensorsWriter(FormatWriter):
         for name, file in self._files.items():
             if name not in records:
                 raise StructureError(f"the unit {name} was not written, so nothing is committed")
-            expected, found = len(file.header) + file.nbytes, target.size(name)
-            if found != expected:
-                raise StorageError(
-                    f"{target.location}/{name}: expected {expected} bytes, "
-                    f"{'it is missing' if found is None else f'it has {found}'}. Another process changed it, "
-                    "or the place is not shared by all nodes",
-                    file=name,
-                    missing=found is None,
-                )
+            check_written(target, name, len(file.header) + file.nbytes)
         if len(self._files) == 1:
             return
         index = {
@@ -139,7 +136,7 @@ class SafetensorsWriter(FormatWriter):
             },
         }
         text = json.dumps(index, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-        target.publish(INDEX_NAME, text.encode(), replace=True)
+        target.publish(_INDEX_NAME, text.encode(), replace=True)
 
     def _file_bytes(self, options: WriteOptions) -> int | None:
         return options.max_file_bytes
@@ -147,16 +144,14 @@ class SafetensorsWriter(FormatWriter):
     def _tensors(self, contents: Contents) -> list[_Tensor]:
         """The entries of all files, in the order of the contents. Notes what happens to tied tensors."""
         tensors = [_entry(key, *kind) for key, kind in contents.tensors.items()]
-        for alias, key in contents.aliases.items():
-            if alias in contents.tensors or key not in contents.tensors:
-                raise StructureError(f"{alias!r} cannot be tied to {key!r}", key=alias)
+        check_aliases(contents)
         return tensors + self._tied(contents)
 
     def _tied(self, contents: Contents) -> list[_Tensor]:
         if contents.aliases:
             self.notes.append(
                 "safetensors has no ties, so tied tensors are stored under each of their names: "
-                f"{_listed(contents.aliases)}"
+                f"{listed(contents.aliases)}"
             )
         return [
             _entry(alias, *contents.tensors[key], key=key) for alias, key in sorted(contents.aliases.items())
@@ -164,15 +159,9 @@ class SafetensorsWriter(FormatWriter):
 
     def _metadata(self, contents: Contents) -> dict[str, str]:
         """The texts beside the tensors."""
-        texts, others = _texts(contents.objects)
-        if others:
-            encoded = {key: encode_plain(value, key) for key, value in sorted(others.items())}
-            texts[OBJECTS_MEMBER] = json.dumps(encoded)
-        if contents.step is not None:
-            texts["shardproof:step"] = str(contents.step)
-        if contents.metadata:
-            texts["shardproof:metadata"] = json.dumps(encode_plain(dict(contents.metadata), "metadata"))
-        return texts
+        texts, others = _texts(contents.metadata)
+        beside = encode_beside(replace(contents, metadata=others))
+        return texts | {name: json.dumps(value, allow_nan=False) for name, value in beside.items()}
 
 
 class HuggingFaceWriter(SafetensorsWriter):
@@ -199,18 +188,19 @@ class HuggingFaceWriter(SafetensorsWriter):
         if contents.aliases:
             pairs = [f"{alias} (as {key})" for alias, key in sorted(contents.aliases.items())]
             self.notes.append(
-                f"tied tensors are stored once, and config.json has to tie them again: {_listed(pairs)}"
+                f"tied tensors are stored once, and config.json has to tie them again: {listed(pairs)}"
             )
         return []
 
     def _metadata(self, contents: Contents) -> dict[str, str]:
+        metadata, _ = _texts(contents.metadata)
         texts, others = _texts(contents.objects)
         if others:
             self.notes.append(
                 "Hugging Face's format holds tensors and texts alone, so these values are left out: "
-                f"{_listed(others)}"
+                f"{listed(others)}"
             )
-        return texts
+        return metadata | texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,14 +268,12 @@ def _file_name(at: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{at + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _texts(objects: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
-    """Plain values that are texts, and the others."""
-    texts = {key: value for key, value in objects.items() if type(value) is str and key != "format"}
-    return texts, {key: value for key, value in objects.items() if key not in texts}
-
-
-def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
-    """Some names, for a note."""
-    shown = sorted(names)
-    more = f" and {len(shown) - _NAMED} more" if len(shown) > _NAMED else ""
-    return ", ".join(shown[:_NAMED]) + more
+def _texts(values: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+    """Texts that a header can hold under their own names, and the other values but "format": "pt"."""
+    texts, others = dict[str, str](), dict[str, Any]()
+    for key, value in values.items():
+        if type(value) is not str or key.startswith(PREFIX) or (key == "format" and value != "pt"):
+            others[key] = value
+        elif key != "format":
+            texts[key] = value
+    return texts, others

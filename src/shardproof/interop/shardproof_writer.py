@@ -27,7 +27,6 @@ from shardproof.format import (
     TensorRecord,
     block_counts,
     bytes_digest,
-    check_size,
     chunk_entries,
     declared_header,
     digests_from_bytes,
@@ -40,7 +39,14 @@ from shardproof.format import (
 )
 from shardproof.geometry import BoxTable, row_pointers
 from shardproof.interop.box_bytes import box_bytes
-from shardproof.interop.writer import BoxSource, Contents, FormatWriter, Unit, WriteOptions
+from shardproof.interop.writer import (
+    BoxSource,
+    Contents,
+    FormatWriter,
+    Unit,
+    WriteOptions,
+    check_written,
+)
 from shardproof.planning import CHUNK_BYTES, chunk_table, prove_chunks, tensor_order
 from shardproof.state import encode_plain, hoisted_key, hoisted_tensor
 from shardproof.storage import FileWriter, Storage
@@ -117,12 +123,7 @@ class ShardproofWriter(FormatWriter):
             if unit.name not in records:
                 raise StructureError(f"the unit {unit.name} was not written, so nothing is committed")
             record, columns = self._checked(unit, records[unit.name])
-            check_size(
-                target,
-                record,
-                path=f"{target.location}/{record.name}",
-                advice="Another process changed the file, or the place is not shared by all nodes",
-            )
+            check_written(target, record.name, record.size)
             files.append(record)
             digests.append(columns)
         chunks = self._chunks

@@ -29,10 +29,10 @@ from shardproof.errors import StructureError
 from shardproof.geometry import Boxes, cut, row_major_strides
 from shardproof.interop.extents import crc32
 from shardproof.interop.pickle_writer import Call, Named, Persistent, write_pickle
-from shardproof.interop.torch_file import STORAGE_DTYPES
+from shardproof.interop.torch_tensors import STORAGE_DTYPES
 from shardproof.interop.writer import BoxSource
 
-__all__ = ["ArchiveTensor", "TorchArchive"]
+__all__ = ["ArchiveTensor", "TorchArchive", "archive_of"]
 
 _ALIGNMENT = 64
 _FLAGS, _EMPTY_FLAGS = 0x0808, 0x0800
@@ -110,7 +110,7 @@ class ArchiveTensor:
         found = 0
         for piece in self.pieces():
             found += piece.nbytes
-            if piece.dtype != getattr(torch, self.dtype) or found > self.nbytes:
+            if piece.dtype != getattr(torch, self.dtype):
                 break
             if piece.numel():
                 yield memoryview(piece.contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -283,6 +283,26 @@ class TorchArchive:
         if kind:
             return Call(Named("torch._utils", "_rebuild_tensor_v2"), args)
         return Call(Named("torch._utils", "_rebuild_tensor_v3"), (*args, Named("torch", tensor.dtype)))
+
+
+def archive_of(key: str, value: Any, format_name: str) -> TorchArchive:
+    """The archive of an object of a checkpoint.
+
+    Args:
+        key: of the object, for errors.
+        value: plain data, with tensors in memory.
+        format_name: the format that is written, for errors.
+
+    Raises:
+        StructureError: the object is no plain data.
+    """
+    try:
+        return TorchArchive(value)
+    except (TypeError, ValueError) as error:
+        raise StructureError(
+            f"{format_name} cannot hold {key!r}: {error}. Leave it out (exclude=, or --exclude {key})",
+            key=key,
+        ) from error
 
 
 class _Parts(list[bytes]):

@@ -6,32 +6,33 @@ persistent identifiers. Several tensors may be views of one storage. Each record
 (``torch.serialization.set_crc32_options(False)``) and the file has no checksums.
 
 The format before zip is a row of pickles (magic number, protocol, byte order, the object, the keys of the
-storages), then the storages. It has no checksums.
+storages), then the storages. It has no checksums. Its pickles are read in pieces.
 """
 
 from __future__ import annotations
 
 import io
-import math
-import os
 import struct
 import sys
-import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import xxhash
 
 from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError, StorageError
 from shardproof.interop.extents import DecodedExtent, Extent, FileRange, crc32
-from shardproof.interop.pickle_builders import CONSTANTS, plain_builders
-from shardproof.interop.pickle_data import Opaque, read_pickle
+from shardproof.interop.file_window import FileWindow
+from shardproof.interop.pickle_builders import CONSTANTS
+from shardproof.interop.pickle_data import Opaque, Pickle, read_pickle
 from shardproof.interop.reader import StoredBox, StoredView
+from shardproof.interop.torch_tensors import TorchStorage, TorchTensor, storage_dtype, torch_builders
+from shardproof.interop.zip_directory import read_zip_directory
 from shardproof.storage import Storage
 
-__all__ = ["STORAGE_DTYPES", "TorchFile", "TorchTensor", "flatten", "unpickled", "with_tensors"]
+__all__ = ["TorchFile", "TorchTensor", "flatten", "leaves", "part_with_tensors", "unpickled", "with_tensors"]
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 _PROTOCOL = 1001
@@ -39,106 +40,11 @@ _LOCAL_HEADER = struct.Struct("<26xHH")
 """Lengths of the name and of the extra field that follow a zip file's local header."""
 _METADATA_RECORDS = ("data.pkl", "byteorder")
 _MOST_LEVELS = 200
-_EDGE_BYTES = 4096
-"""Bytes at the begin and at the end of an archive that one read fetches. The metadata of an archive of one
-tensor lies in them."""
-STORAGE_DTYPES = {
-    "Double": "float64",
-    "Float": "float32",
-    "Half": "float16",
-    "BFloat16": "bfloat16",
-    "Long": "int64",
-    "Int": "int32",
-    "Short": "int16",
-    "Char": "int8",
-    "Byte": "uint8",
-    "Bool": "bool",
-    "ComplexDouble": "complex128",
-    "ComplexFloat": "complex64",
-}
-"""Dtype of the elements of a typed storage, by the name of its class without `Storage`."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Storage:
-    key: str
-    dtype: str
-    """Dtype of the elements; "uint8" for an untyped storage."""
-    numel: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * DTYPES[self.dtype].itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class TorchTensor:
-    """A tensor in a file of ``torch.save``, not read yet."""
-
-    storage: str
-    """Key of the storage; tensors with one key share memory."""
-    dtype: str
-    """Torch's name of the dtype, for example "bfloat16"."""
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    """In elements."""
-    offset: int
-    """First element, counted from the begin of the storage in elements of this dtype."""
-    is_conjugated: bool = False
-    """True if the storage holds the complex conjugates."""
-    is_negated: bool = False
-    """True if the storage holds the negative values."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the elements."""
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
-
-
-class _Window(io.RawIOBase):
-    """A range of a file, as a file of its own. It reads the first and the last bytes once."""
-
-    def __init__(self, storage: Storage, file: str, start: int, size: int) -> None:
-        self._storage = storage
-        self._file = file
-        self._start = start
-        self._size = size
-        self._at = 0
-        edge = min(size, _EDGE_BYTES)
-        self._edges = {at: self._fetched(at, edge) for at in {0, size - edge}}
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
-        if base + offset < 0:
-            raise ValueError(f"byte {base + offset} lies before the range")
-        self._at = base + offset
-        return self._at
-
-    def readinto(self, into: Any) -> int:
-        view = memoryview(into)[: max(self._size - self._at, 0)]
-        view[:] = self.bytes_at(self._at, len(view))
-        self._at += len(view)
-        return len(view)
-
-    def bytes_at(self, offset: int, count: int) -> bytes | bytearray:
-        """Bytes of the range; fewer at its end."""
-        count = min(count, max(self._size - offset, 0))
-        for begin, data in self._edges.items():
-            if begin <= offset and offset + count <= begin + len(data):
-                return data[offset - begin : offset - begin + count]
-        return self._fetched(offset, count)
-
-    def _fetched(self, offset: int, count: int) -> bytearray:
-        data = bytearray(count)
-        if count:
-            self._storage.read_into(self._file, self._start + offset, memoryview(data))
-        return data
+_MOST_LEAVES = 1_000_000
+"""Values of one saved object, at most. A small pickle can refer to one dict more often than memory allows."""
+_PIECE_BYTES = 1 << 20
+_MOST_PICKLE_BYTES = 1 << 30
+"""Bytes of the pickles of a file, at most. Storages are not in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +117,10 @@ class TorchFile:
     other objects as `Opaque`."""
     has_checksums: bool
     """True if reads prove the bytes of tensors."""
+    is_zip: bool
+    """False for the format before zip."""
+    digest: str
+    """Digest of the pickles. Two files with equal tensors but other names of classes differ in it."""
 
     def __init__(self, storage: Storage, file: str, *, start: int = 0, size: int | None = None) -> None:
         self.path = f"{storage.location}/{file}"
@@ -229,12 +139,13 @@ class TorchFile:
                 missing=False,
             )
         self._records: dict[str, FileRange] = {}
-        self._storages: dict[str, _Storage] = {}
+        self._storages: dict[str, TorchStorage] = {}
         self._last_extent: tuple[Extent, bytearray] | None = None
         """The extent that was read last, and its bytes."""
         self._swapped = False
-        self._file = _Window(storage, file, start, self._size)
-        if self._bytes(0, 4) == b"PK\x03\x04":
+        self._file = FileWindow(storage, file, start, self._size)
+        self.is_zip = self._bytes(0, 4) == b"PK\x03\x04"
+        if self.is_zip:
             self._open_zip()
         else:
             self._open_legacy()
@@ -278,12 +189,20 @@ class TorchFile:
             self._last_extent = view.extent, data
         return _strided(self._last_extent[1], tensor.dtype, tensor.shape, view)
 
-    def archive(self) -> bytes:
-        """All bytes of the archive."""
-        return self._storage.read(self._name, self._start, self._start + self._size)
+    def stream(self) -> io.BufferedReader:
+        """The archive as a file of its own."""
+        return io.BufferedReader(FileWindow(self._storage, self._name, self._start, self._size))
 
-    def verify(self) -> int:
-        """Reads all storages and checks their CRC-32.
+    @property
+    def storages(self) -> Iterable[str]:
+        """Keys of all storages."""
+        return self._records.keys()
+
+    def verify(self, storages: Iterable[str] | None = None) -> int:
+        """Reads storages and checks their CRC-32.
+
+        Args:
+            storages: their keys; None for all.
 
         Returns:
             The bytes that were proved; 0 if the file has no checksums.
@@ -291,9 +210,10 @@ class TorchFile:
         Raises:
             CorruptChunkError: the bytes of a storage do not match.
         """
-        for record in self._records.values():
+        records = [self._records[key] for key in (self._records if storages is None else storages)]
+        for record in records:
             record.verify()
-        return sum(record.nbytes for record in self._records.values() if record.has_checksum)
+        return sum(record.nbytes for record in records if record.has_checksum)
 
     def _fault(self, text: str) -> FormatError:
         return FormatError(f"{self.path}: {text}", file=self.path)
@@ -304,36 +224,38 @@ class TorchFile:
 
     def _open_zip(self) -> None:
         try:
-            archive = zipfile.ZipFile(self._file)
-        except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, struct.error) as error:
+            records = read_zip_directory(self._bytes, self._size)
+        except (ValueError, struct.error) as error:
             raise self._fault(f"the zip archive is damaged or cut ({error})") from error
-        entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
+        entries = {record.name.partition("/")[2]: record for record in records}
         if "data.pkl" not in entries:
             raise self._fault("the zip archive has no data.pkl, so torch.save did not write it")
-        if len(entries) < len(archive.infolist()):
+        if len(entries) < len(records):
             raise self._fault("two records of the zip archive have one name")
-        self.has_checksums = any(entry.CRC for entry in entries.values())
-        for name, entry in entries.items():
-            if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
+        self.has_checksums = any(record.crc for record in records)
+        for name, (_, method, crc, stored, nbytes, header) in entries.items():
+            if method or stored != nbytes:
                 raise self._fault(f"the record {name} is compressed, which torch.save never does")
             if not (name in _METADATA_RECORDS or name.startswith("data/")):
                 continue
-            local = self._bytes(entry.header_offset, _LOCAL_HEADER.size) if entry.header_offset >= 0 else b""
-            if len(local) < _LOCAL_HEADER.size:
-                raise self._fault(f"the record {name} does not begin within the file")
-            offset = entry.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(local))
-            if offset + entry.file_size > self._size:
+            local = self._bytes(header, _LOCAL_HEADER.size)
+            if len(local) < _LOCAL_HEADER.size or local[:4] != b"PK\x03\x04":
+                raise self._fault(f"the record {name} does not begin at byte {header} of the archive")
+            offset = header + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(local))
+            if offset + nbytes > self._size:
                 raise self._fault(f"the record {name} ends behind the end of the file")
-            crc = entry.CRC if self.has_checksums else None
-            self._records[name] = self._range(offset, entry.file_size, crc)
+            self._records[name] = self._range(offset, nbytes, crc if self.has_checksums else None)
         order = bytes(self._verified("byteorder")) if "byteorder" in self._records else b"little"
         if order not in (b"little", b"big"):
             raise self._fault(f"the byte order {order[:16]!r} is unknown")
         self._swapped = order.decode() != sys.byteorder
+        if self._records["data.pkl"].nbytes > _MOST_PICKLE_BYTES:
+            raise self._fault(f"data.pkl has more than {_MOST_PICKLE_BYTES} bytes, which no state dict needs")
         pickled = memoryview(self._verified("data.pkl"))
+        self.digest = xxhash.xxh3_128_hexdigest(pickled)
         self.value = read_pickle(
             pickled,
-            _builders(),
+            torch_builders(),
             file=f"{self.path}/data.pkl",
             persistent=self._persistent,
             constants=CONSTANTS,
@@ -346,11 +268,11 @@ class TorchFile:
 
     def _open_legacy(self) -> None:
         self.has_checksums = False
-        data = self._bytes(0, self._size)
-        file, at = self.path, 0
+        pieces = self._file.pieces(min(self._size, _MOST_PICKLE_BYTES))
         head = []
+        at = 0
         for _ in range(3):
-            found = read_pickle(data, {}, file=file, start=at)
+            found = read_pickle(pieces, {}, file=self.path, start=at)
             head.append(found.value)
             at = found.end
             if head[0] != _MAGIC:
@@ -358,19 +280,32 @@ class TorchFile:
         if head[1] != _PROTOCOL or not isinstance(head[2], dict):
             raise self._fault(f"the protocol {head[1]!r} of torch.save is unknown")
         self._swapped = head[2].get("little_endian") is not (sys.byteorder == "little")
-        found = read_pickle(
-            data, _builders(), file=file, start=at, persistent=self._persistent, constants=CONSTANTS
+        pickled = read_pickle(
+            pieces,
+            torch_builders(),
+            file=self.path,
+            start=at,
+            persistent=self._persistent,
+            constants=CONSTANTS,
         )
-        self.value = found.value
-        keys = read_pickle(data, {}, file=file, start=found.end)
-        at = keys.end
+        self.value = pickled.value
+        keys = read_pickle(pieces, {}, file=self.path, start=pickled.end)
         if not isinstance(keys.value, list):
             raise self._fault("the keys of the storages are no list")
+        self._take_storages(keys)
+        digest = xxhash.xxh3_128()
+        for begin in range(0, keys.end, _PIECE_BYTES):
+            digest.update(self._bytes(begin, min(_PIECE_BYTES, keys.end - begin)))
+        self.digest = digest.hexdigest()
+
+    def _take_storages(self, keys: Pickle) -> None:
+        """Finds the storages of the format before zip, each behind its number of elements."""
+        at = keys.end
         for key in keys.value:
             storage = self._storages.get(key) if isinstance(key, str) else None
             if storage is None or at + 8 > self._size:
                 raise self._fault(f"the storage {key!r} is unknown or behind the end of the file")
-            (numel,) = struct.unpack("<q", data[at : at + 8])
+            (numel,) = struct.unpack("<q", self._bytes(at, 8))
             if numel != storage.numel:
                 raise self._fault(f"the storage {key} has {numel} elements, expected {storage.numel}")
             self._records[key] = self._range(at + 8, storage.nbytes, None)
@@ -378,16 +313,21 @@ class TorchFile:
             if at > self._size:
                 raise self._fault(f"the storage {key} ends behind the end of the file")
 
-    def _persistent(self, identifier: Any) -> _Storage:
+    def _persistent(self, identifier: Any) -> TorchStorage:
         """The storage of a persistent identifier: ("storage", class, key, device, number of elements)."""
         match identifier:
-            case ("storage", Opaque(name=name), str(key), str(), int(numel), *_) if numel >= 0:
-                dtype = _storage_dtype(name)
+            case ("storage", Opaque(name=name), str(key), str(), int(numel), *view) if numel >= 0:
+                dtype = storage_dtype(name)
             case _:
                 raise self._fault("a persistent identifier is no storage")
         if dtype is None:
             raise self._fault(f"the storage class {name} is unknown")
-        storage = _Storage(key, dtype, numel)
+        if any(part is not None for part in view):
+            raise self._fault(
+                f"the storage {key} is a view of another, as torch saved them before 1.0. Load it with torch "
+                "and save it again"
+            )
+        storage = TorchStorage(key, dtype, numel)
         if self._storages.setdefault(key, storage).nbytes != storage.nbytes:
             raise self._fault(f"the storage {key} has two sizes")
         return storage
@@ -423,27 +363,62 @@ def _strided(data: bytearray, dtype: str, shape: Sequence[int], view: StoredView
 
 
 def with_tensors(file: TorchFile) -> Any:
-    """The saved object with its tensors read.
+    """The saved object with its tensors read; see `part_with_tensors`."""
+    return part_with_tensors(file, file.value)
+
+
+def part_with_tensors(file: TorchFile, value: Any) -> Any:
+    """A part of a saved object with its tensors read.
+
+    Args:
+        file: holds it.
+        value: the part of `TorchFile.value`.
 
     Raises:
-        FormatError: the object is nested deeper than 200 levels.
+        FormatError: the object is nested deeper than 200 levels, or a tensor in it repeats its elements so
+            often that it needs far more memory than the file.
         CorruptChunkError: the bytes of a tensor do not match their CRC-32.
     """
-    return _with_tensors(file, file.value, 0)
+    return _Materializer(file).made(value, 0)
 
 
-def _with_tensors(file: TorchFile, value: Any, depth: int) -> Any:
-    if depth > _MOST_LEVELS:
-        raise FormatError(
-            f"{file.path}: an object is nested deeper than {_MOST_LEVELS} levels", file=file.path
-        )
-    if isinstance(value, TorchTensor):
-        return file.read(value).clone()
-    if isinstance(value, dict):
-        return {key: _with_tensors(file, item, depth + 1) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_with_tensors(file, item, depth + 1) for item in value)
-    return value
+class _Materializer:
+    """Reads the tensors of an object. What the object holds twice is one object in the result."""
+
+    def __init__(self, file: TorchFile) -> None:
+        self._file = file
+        self._made: dict[int, Any] = {}
+        self._tensors: dict[TorchTensor, torch.Tensor] = {}
+
+    def made(self, value: Any, depth: int) -> Any:
+        if isinstance(value, TorchTensor):
+            if value not in self._tensors:
+                self._tensors[value] = self._tensor(value)
+            return self._tensors[value]
+        if not (isinstance(value, dict) or type(value) in (list, tuple)):
+            return value
+        if depth > _MOST_LEVELS:
+            raise self._fault(f"an object is nested deeper than {_MOST_LEVELS} levels")
+        if id(value) not in self._made:
+            self._made[id(value)] = self._container(value, depth + 1)
+        return self._made[id(value)]
+
+    def _container(self, value: Any, depth: int) -> Any:
+        if isinstance(value, dict):
+            copy = value.copy()  # keeps an OrderedDict, a Counter and a defaultdict what they are
+            for key, item in value.items():
+                copy[key] = self.made(item, depth)
+            return copy
+        return type(value)(self.made(item, depth) for item in value)
+
+    def _tensor(self, tensor: TorchTensor) -> torch.Tensor:
+        found = self._file.read(tensor)
+        if tensor.nbytes > max(_PIECE_BYTES, 2 * found.untyped_storage().nbytes()):
+            raise self._fault(f"a tensor of shape {tensor.shape} repeats the elements of a smaller one")
+        return found.clone()
+
+    def _fault(self, text: str) -> FormatError:
+        return FormatError(f"{self._file.path}: {text}", file=self._file.path)
 
 
 def unpickled(file: TorchFile) -> Any:
@@ -451,101 +426,91 @@ def unpickled(file: TorchFile) -> Any:
 
     Call it only if the caller passed ``trust_pickle=True``.
     """
-    data = io.BytesIO(file.archive())
-    return torch.load(data, map_location="cpu", weights_only=False)  # noqa: TID251 the user trusts the file
+    with file.stream() as stream:
+        return torch.load(stream, map_location="cpu", weights_only=False)  # noqa: TID251 the user trusts it
 
 
 def flatten(value: Any) -> Iterator[tuple[str, Any]]:
-    """The leaves of a saved object, with keys joined by dots.
-
-    Dicts are always descended, lists only if a tensor or a dict is in them, tuples never, as
-    ``torch.distributed.checkpoint`` names its keys.
-
-    Raises:
-        ValueError: the object is nested deeper than 200 levels, as one that holds itself is.
+    """The leaves of a saved object, with keys joined by dots; see `leaves`.
 
     Example:
         >>> dict(flatten({"model": {"step": 3}, "groups": [{"lr": 0.1}], "betas": (0.9, 0.99), "ids": [1]}))
         {'model.step': 3, 'groups.0.lr': 0.1, 'betas': (0.9, 0.99), 'ids': [1]}
     """
-    return _leaves(value, "", 0)
+    for path, leaf in leaves(value):
+        yield ".".join(map(str, path)), leaf
 
 
-def _leaves(value: Any, prefix: str, depth: int) -> Iterator[tuple[str, Any]]:
+def leaves(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The leaves of a saved object, with the keys that lead to each.
+
+    Dicts are descended unless they are empty or two of their keys are equal as strings, lists only if a
+    tensor or a dict is somewhere in them, tuples never, as ``torch.distributed.checkpoint`` names its keys.
+    Of a pickled ``torch.nn.Module``, the leaves are those of its ``state_dict``.
+
+    Raises:
+        ValueError: the object is nested deeper than 200 levels, as one that holds itself is, or has more than
+            1,000,000 leaves.
+    """
+    pending: list[Iterator[tuple[tuple[Any, ...], Any]]] = [iter([((), value)])]
+    count = 0
+    while pending:
+        found = next(pending[-1], None)
+        if found is None:
+            pending.pop()
+            continue
+        path, item = found
+        inside = _inside(item, len(path))
+        if inside is None:
+            yield found
+        else:
+            pending.append(_below(path, inside))
+        count += 1
+        if count > _MOST_LEAVES:
+            raise ValueError(f"the object has more than {_MOST_LEAVES} values")
+
+
+def _below(path: tuple[Any, ...], items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    return (((*path, key), item) for key, item in items)
+
+
+def _inside(value: Any, depth: int) -> Iterable[tuple[Any, Any]] | None:
+    """Keys and values of what `leaves` descends; None for a leaf."""
     if depth > _MOST_LEVELS:
         raise ValueError(f"the object is nested deeper than {_MOST_LEVELS} levels")
-    items: Sequence[tuple[Any, Any]] | None = None
     if isinstance(value, Mapping):
-        items = list(value.items())
-    elif isinstance(value, list) and any(isinstance(item, (TorchTensor, Mapping)) for item in value):
-        items = list(enumerate(value))
-    if items is None:
-        yield prefix, value
-        return
-    for key, item in items:
-        yield from _leaves(item, f"{prefix}.{key}" if prefix else str(key), depth + 1)
+        is_plain = not depth or len({str(key) for key in value}) == len(value) > 0
+        return value.items() if is_plain else None
+    if isinstance(value, list):
+        return enumerate(value) if _holds_tensors(value, depth) else None
+    return _module_items(value) if isinstance(value, Opaque) else None
 
 
-def _storage_dtype(name: str) -> str | None:
-    if name in ("torch.storage.UntypedStorage", "torch.UntypedStorage"):
-        return "uint8"
-    kind = name.removeprefix("torch.").removeprefix("cuda.").removesuffix("Storage")
-    return STORAGE_DTYPES.get(kind)
+def _holds_tensors(items: list[Any], depth: int) -> bool:
+    """True if a tensor or a dict is in a list, or in the lists in it."""
+    if depth > _MOST_LEVELS:
+        raise ValueError(f"the object is nested deeper than {_MOST_LEVELS} levels")
+    return any(
+        isinstance(item, (TorchTensor, Mapping))
+        or (isinstance(item, list) and _holds_tensors(item, depth + 1))
+        for item in items
+    )
 
 
-def _tensor(
-    storage: _Storage,
-    offset: int,
-    shape: Sequence[int],
-    stride: Sequence[int],
-    dtype: str,
-    metadata: Mapping[str, bool] | None,
-) -> TorchTensor:
-    """A tensor whose elements all lie in its storage."""
-    numbers = (offset, *shape, *stride)
-    if len(shape) != len(stride) or any(type(number) is not int or number < 0 for number in numbers):
-        raise ValueError("shape, strides or offset of a tensor are not valid")
-    last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    if 0 not in shape and (last + 1) * DTYPES[dtype].itemsize > storage.nbytes:
-        raise ValueError(f"a tensor of shape {tuple(shape)} does not fit into its storage {storage.key}")
-    flags = metadata or {}
-    if not flags.keys() <= {"conj", "neg"}:
-        raise ValueError(f"the tensor flags {sorted(flags)} are unknown")
-    is_conjugated, is_negated = bool(flags.get("conj")), bool(flags.get("neg"))
-    return TorchTensor(storage.key, dtype, tuple(shape), tuple(stride), offset, is_conjugated, is_negated)
-
-
-def _rebuild_v2(
-    storage: _Storage,
-    offset: int,
-    shape: Any,
-    stride: Any,
-    grad: Any = None,
-    hooks: Any = None,
-    metadata: Any = None,
-) -> TorchTensor:
-    return _tensor(storage, offset, shape, stride, storage.dtype, metadata)
-
-
-def _rebuild_v3(
-    storage: _Storage,
-    offset: int,
-    shape: Any,
-    stride: Any,
-    grad: Any,
-    hooks: Any,
-    dtype: torch.dtype,
-    metadata: Any = None,
-) -> TorchTensor:
-    return _tensor(storage, offset, shape, stride, str(dtype).removeprefix("torch."), metadata)
-
-
-def _builders() -> dict[str, Callable[..., Any]]:
-    """Builders of what a state dict holds. None of them makes more than it is given."""
-    return plain_builders() | {
-        "torch._utils._rebuild_tensor": _rebuild_v2,
-        "torch._utils._rebuild_tensor_v2": _rebuild_v2,
-        "torch._utils._rebuild_tensor_v3": _rebuild_v3,
-        "torch._utils._rebuild_parameter": lambda data, *_: data,
-        "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
-    }
+def _module_items(module: Opaque) -> list[tuple[str, Any]] | None:
+    """Parameters, persistent buffers and submodules of a pickled ``torch.nn.Module``; None for others."""
+    state = module.state
+    if not isinstance(state, dict):
+        return None
+    parts = [state.get(name) for name in ("_parameters", "_buffers", "_modules")]
+    if not all(isinstance(part, dict) for part in parts):
+        return None
+    hidden = state.get("_non_persistent_buffers_set")
+    skipped = hidden if isinstance(hidden, set) else set()
+    return [
+        (name, item)
+        for part in parts
+        if isinstance(part, dict)
+        for name, item in part.items()
+        if item is not None and name not in skipped
+    ]

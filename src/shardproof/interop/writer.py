@@ -14,12 +14,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from shardproof.format import FileRecord, check_size
 from shardproof.storage import Storage
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BoxSource", "Contents", "FormatWriter", "Unit", "WriteOptions"]
+__all__ = [
+    "BoxSource",
+    "Contents",
+    "FormatWriter",
+    "Unit",
+    "WriteOptions",
+    "check_written",
+    "notes_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,3 +140,35 @@ class FormatWriter(ABC):
             records: by name of the unit, what `write` returned.
             target: where the units are.
         """
+
+
+def notes_of(name: str, contents: Contents) -> list[str]:
+    """The notes of a format without a place for metadata of the user.
+
+    Args:
+        name: of the format.
+        contents: what is written.
+    """
+    if not contents.metadata:
+        return []
+    keys = ", ".join(sorted(map(str, contents.metadata)))
+    return [f"{name} has no place for the metadata of the checkpoint, so these were not written: {keys}."]
+
+
+def check_written(target: Storage, name: str, size: int) -> None:
+    """Checks, before a commit, that a file of a unit has the size that was written.
+
+    Args:
+        target: where the units are.
+        name: of the file.
+        size: expected bytes.
+
+    Raises:
+        StorageError: the file is missing or has another size, or the storage cannot tell.
+    """
+    check_size(
+        target,
+        FileRecord(name, size, ""),
+        path=f"{target.location}/{name}",
+        advice="Another process changed the file, or the place is not shared by all nodes",
+    )

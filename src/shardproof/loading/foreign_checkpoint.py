@@ -18,7 +18,7 @@ from shardproof.dtypes import DTYPES
 from shardproof.errors import PlainDataError, StorageError
 from shardproof.format import TensorRecord
 from shardproof.geometry import row_major_strides, row_pointers
-from shardproof.interop import Extent, FormatReader, StoredBox, StoredView
+from shardproof.interop import Extent, FormatReader, StoredBox, StoredView, opaque_names
 from shardproof.loading.checkpoint import Checkpoint, Reads
 from shardproof.loading.cold_reads import Cold
 from shardproof.loading.destinations import DestinationWriter
@@ -61,6 +61,11 @@ class ForeignCheckpoint(Checkpoint):
         """Extents whose checksum was compared with all their bytes."""
         self._sized: set[str] = set()
         self._index()
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What the writer stored beside the tensors, where the format has a place for it."""
+        return self.reader.user_metadata
 
     def close(self) -> None:
         """Closes the files that reading opened."""
@@ -130,6 +135,8 @@ class _Objects(Mapping[str, Any]):
             raise KeyError(key)
         value = self._reader.object(key, trust_pickle=self._trust_pickle)
         try:
+            if names := opaque_names(value):
+                raise PlainDataError(f"{key}: {', '.join(names[:5])} cannot be read as plain data", path=key)
             return encode_plain(value, key)
         except PlainDataError as error:
             advice = (

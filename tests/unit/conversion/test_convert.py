@@ -55,17 +55,20 @@ def tensors_of(path: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("to", sorted(WRITERS))
 def test_every_format_has_every_bit_and_leads_back(source: Path, to: str, tmp_path: Path) -> None:
-    report = sp.convert(
-        source, tmp_path / "there", to=to, exclude="step" if to in ("hf", "safetensors") else None
-    )
-    assert report.tensors == 6
+    exclude = ["model.empty"] if to == "torch_dist" else []  # Megatron-Core holds no empty tensors
+    exclude += ["step"] if to in ("hf", "safetensors") else []
+    report = sp.convert(source, tmp_path / "there", to=to, exclude=exclude)
+    assert report.tensors == 6 - exclude.count("model.empty")
     assert report.verified == report.bytes == sum(t.nbytes for t in STATE["model"].values())
-    assert tensors_of(tmp_path / "there") == tensors_of(source)
+    expected = {key: value for key, value in tensors_of(source).items() if key not in exclude}
+    assert tensors_of(tmp_path / "there") == expected
     assert not (tmp_path / "there.converting").exists()
     sp.convert(tmp_path / "there", tmp_path / "back", to="shardproof")
     found = diff(LocalStorage(source), LocalStorage(tmp_path / "back"))
-    assert (found.only_b, found.changed, found.values) == ((), (), ())
-    assert found.only_a in ((), ("step",))
+    assert (found.changed, found.values) == ((), ())
+    in_common = ["step"] if to == "torch_dist" else []  # the object "common" has them
+    assert [*found.only_a] == sorted([*exclude, *in_common])
+    assert [*found.only_b] == ["common"] * len(in_common)
 
 
 def test_keys_are_selected_renamed_and_cast(source: Path, tmp_path: Path) -> None:

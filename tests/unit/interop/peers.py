@@ -6,6 +6,7 @@ import base64
 import json
 import random
 import tarfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import shardproof as sp
-from shardproof.loading import ForeignCheckpoint
+from shardproof.loading import Checkpoint, ForeignCheckpoint
 from shardproof.maintenance import verify_foreign
 
 PEERS = Path(__file__).resolve().parents[2] / "golden" / "peers"
@@ -24,25 +25,34 @@ class Golden:
     """One checkpoint, unpacked."""
 
     def __init__(self, name: str, folder: Path) -> None:
+        self._name, self._folder = name, folder
         with tarfile.open(PEERS / f"{name}.tar.gz") as archive:
             archive.extractall(folder, filter="data")
         self.checkpoint = folder / name / "ckpt"
-        expected = json.loads((folder / name / "expected.json").read_text())
+        self._expect(folder / name)
+
+    def _expect(self, folder: Path) -> None:
+        expected = json.loads((folder / "expected.json").read_text())
         self.kinds: dict[str, list[Any]] = expected["tensors"]
         """By key, the name of the dtype and the shape."""
         self.objects: dict[str, Any] = {key: _as_read(value) for key, value in expected["objects"].items()}
         """By key, the value as `tagged` gives it."""
-        self._tensors = load_file(folder / name / "expected.safetensors")
+        self._tensors = load_file(folder / "expected.safetensors")
+
+    def merged(self) -> Golden:
+        """The same checkpoint, and what it must read as after flat ranges or ranks are put together."""
+        merged = Golden(self._name, self._folder)
+        merged._expect(self._folder / self._name / "merged")
+        return merged
 
     def tensor(self, key: str) -> torch.Tensor:
         """The expected tensor. Dtypes that safetensors lacks are in the file as bytes."""
         dtype, shape = self.kinds[key]
-        found = self._tensors[key]
-        return (
-            found.reshape(-1).view(getattr(torch, dtype)).reshape(shape)
-            if found.numel()
-            else (torch.empty(shape, dtype=getattr(torch, dtype)))
-        )
+        found = self._tensors[key].reshape(-1)
+        if not found.numel():
+            return torch.empty(shape, dtype=getattr(torch, dtype))
+        aligned = found.view(torch.uint8).clone()  # the file aligns no tensor
+        return aligned.view(getattr(torch, dtype)).reshape(shape)
 
     def correct(self, key: str, index: tuple[int, ...], found: torch.Tensor, stored: torch.Tensor) -> None:
         """Replaces one expected element, where the peer's loader does not give the bits that are stored.
@@ -86,8 +96,8 @@ def tagged(value: Any) -> Any:
         case set() | frozenset():
             return {"$": type(value).__name__, "v": [tagged(item) for item in sorted(value)]}
         case torch.Tensor():
-            dtype, shape, raw = bits(value)
-            text = base64.b64encode(raw).decode()
+            dtype, shape, data = bits(value)
+            text = base64.b64encode(data).decode()
             return {
                 "$": "tensor",
                 "dtype": str(dtype).removeprefix("torch."),
@@ -127,30 +137,36 @@ def bits(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
     return tensor.dtype, tensor.shape, bytes(dense.view(torch.uint8).numpy())
 
 
-def check_golden(golden: Golden, name: str, path: Path | None = None) -> None:
+def check_golden(golden: Golden, name: str, path: Path | None = None, *, more: Collection[str] = ()) -> None:
     """A golden checkpoint is recognized, and reads to its expected bits, whole and sliced.
 
     Args:
         golden: of which every key is expected under its own name.
         name: of the format that has to be recognized.
         path: to open; None for the folder of the checkpoint.
+        more: keys of objects that the expectations leave out.
     """
     with sp.open(path or golden.checkpoint) as checkpoint:
         assert isinstance(checkpoint, ForeignCheckpoint)
         assert checkpoint.reader.name == name
-        assert checkpoint.keys() == sorted([*golden.kinds, *golden.objects])
-        chosen = random.Random(0)
-        for key in golden.kinds:
-            expected = golden.tensor(key)
-            assert bits(checkpoint[key].read()) == bits(expected), key
-            box = tuple(
-                slice(at, chosen.randint(at, extent), chosen.randint(1, 2))
-                for extent in expected.shape
-                for at in (chosen.randint(0, extent),)
-            )
-            assert bits(checkpoint[key][box]) == bits(expected[box]), (key, box)
+        assert checkpoint.keys() == sorted([*golden.kinds, *golden.objects, *more])
+        check_tensors(golden, checkpoint)
         found = {key: tagged(checkpoint.reader.object(key)) for key in golden.objects}
         assert found == golden.objects
         report = verify_foreign(checkpoint)
         assert report.ok, report.faults
         assert report.bytes + report.unproved > 0
+
+
+def check_tensors(golden: Golden, checkpoint: Checkpoint) -> None:
+    """The tensors of an open checkpoint read to their expected bits, whole and sliced."""
+    chosen = random.Random(0)
+    for key in golden.kinds:
+        expected = golden.tensor(key)
+        assert bits(checkpoint[key].read()) == bits(expected), key
+        box = tuple(
+            slice(at, chosen.randint(at, extent), chosen.randint(1, 2))
+            for extent in expected.shape
+            for at in (chosen.randint(0, extent),)
+        )
+        assert bits(checkpoint[key][box]) == bits(expected[box]), (key, box)

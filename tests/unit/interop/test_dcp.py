@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
+import io
 import pickle  # noqa: TID251 to write damaged metadata
+import sys
+import types
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import zstandard
+from torch.distributed.checkpoint._extension import ZStandard
 
 import shardproof as sp
-from shardproof.errors import FormatError, NotCommittedError, ShardproofError, StorageError, TilingError
+from shardproof.errors import (
+    FormatError,
+    NotCommittedError,
+    PlainDataError,
+    ShardproofError,
+    StorageError,
+    TilingError,
+)
 from shardproof.loading import ForeignCheckpoint
 from shardproof.maintenance import VerifyReport, verify_foreign
 from tests.unit.interop.peers import Golden, bits, check_golden
 
 GOLDENS = [
+    "dcp22_objects_w2",
     "dcp22_zoo_w4",
     "dcp_dtypes_w2",
     "dcp_files_w2",
     "dcp_fsdp1_w2",
     "dcp_fsdp2_adamw_w3",
     "dcp_fsdp_tp_w4",
+    "dcp_no_flatten_w1",
+    "dcp_objects_w2",
     "dcp_stale_w3",
     "mfsdp_z1_w2",
     "mfsdp_z3_w3",
@@ -124,6 +139,153 @@ def test_file_names_that_lead_out_are_refused(saved: Path, name: str) -> None:
     changed(saved, lead_out)
     with pytest.raises(FormatError, match="leads out of the checkpoint"):
         sp.open(saved)
+
+
+@pytest.fixture
+def compressed(tmp_path: Path) -> Path:
+    """A checkpoint with zstd entries: dense, strided and empty tensors, and an object."""
+    state = {"weight": torch.arange(12.0).reshape(4, 3), "zeros": torch.zeros(500, 600), "step": 7}
+    state |= {"turned": torch.arange(12).reshape(4, 3).t(), "empty": torch.zeros(0, 2)}
+    writer = dcp.FileSystemWriter(tmp_path / "ckpt", _extensions=[ZStandard()])
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    return tmp_path / "ckpt"
+
+
+def test_compressed_entries_read_whole_sliced_and_into_a_target(compressed: Path) -> None:
+    with sp.open(compressed) as checkpoint:
+        assert checkpoint["weight"].read().tolist() == torch.arange(12.0).reshape(4, 3).tolist()
+        assert checkpoint["turned"][1:, ::2].tolist() == torch.arange(12).reshape(4, 3).t()[1:, ::2].tolist()
+        assert not checkpoint["zeros"].read().any()
+        assert checkpoint["empty"].read().shape == (0, 2)
+        assert checkpoint["step"] == 7
+    report = verified(compressed)
+    assert report.ok and report.bytes and not report.unproved
+    target = {"weight": torch.zeros(4, 3), "zeros": torch.ones(500, 600)}
+    sp.load(compressed, target, include=["weight", "zeros"])
+    assert target["weight"].sum() == 66 and not target["zeros"].any()
+
+
+def test_a_read_of_a_compressed_entry_decodes_once(compressed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with sp.open(compressed) as checkpoint:
+        assert isinstance(checkpoint, ForeignCheckpoint)
+        reads: list[int] = []
+        read = checkpoint.reader.storage.read
+
+        def counted(name: str, start: int = 0, stop: int | None = None) -> bytes:
+            reads.append(start)
+            return read(name, start, stop)
+
+        monkeypatch.setattr(checkpoint.reader.storage, "read", counted)
+        checkpoint["zeros"].read()
+        assert len(reads) == 1
+        checkpoint["zeros"][3, 4]
+        checkpoint["zeros"][3, 4]
+        assert len(reads) == 3
+
+
+@pytest.mark.parametrize("what", ["flipped", "cut", "bomb", "swapped"])
+def test_damaged_compressed_entries_are_errors(compressed: Path, what: str) -> None:
+    (file,) = compressed.glob("*.distcp")
+    info = pickle.loads((compressed / ".metadata").read_bytes()).storage_data
+    (entry,) = (info[index] for index in info if index.fqn == "zeros")
+    data = bytearray(file.read_bytes())
+    if what == "flipped":
+        data[entry.offset + entry.length // 2] ^= 0x10
+        file.write_bytes(data)
+    elif what == "cut":
+        changed(compressed, lambda metadata: setattr(entry_of(metadata, "zeros"), "length", 90))
+    elif what == "bomb":
+        bomb = zstandard.ZstdCompressor(level=19).compress(bytes(64 << 20))
+        file.write_bytes(data + bomb)
+
+        def point(metadata: Any) -> None:
+            entry_of(metadata, "zeros").offset = len(data)
+            entry_of(metadata, "zeros").length = len(bomb)
+
+        changed(compressed, point)
+    else:
+        other = pickle.dumps([1, 2])
+        file.write_bytes(data[: entry.offset] + other + data[entry.offset + len(other) :])
+    with pytest.raises(FormatError, match=r"zstd frame|decodes to more than"):
+        sp.open(compressed)["zeros"].read()
+    assert [fault.details["file"] for fault in verified(compressed).faults] == [str(file)]
+
+
+def entry_of(metadata: Any, key: str) -> Any:
+    (entry,) = (info for index, info in metadata.storage_data.items() if index.fqn == key)
+    return entry
+
+
+def test_unknown_extensions_are_named(compressed: Path) -> None:
+    def rename(metadata: Any) -> None:
+        entry_of(metadata, "weight").transform_descriptors = ["stream.rot13/1"]
+
+    changed(compressed, rename)
+    with pytest.raises(FormatError, match=r"stream\.rot13/1"):
+        sp.open(compressed)["weight"].read()
+
+
+class Custom:
+    """A class that checkpoints refer to."""
+
+
+def test_an_object_of_an_unknown_class_fails_alone_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = types.ModuleType("gone")
+    kind = type("Custom", (), {"__module__": "gone"})
+    monkeypatch.setattr(gone, "Custom", kind, raising=False)
+    monkeypatch.setitem(sys.modules, "gone", gone)
+    state = {"weight": torch.ones(3), "custom": kind(), "step": 7, "known": Custom()}
+    dcp.save(state, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    monkeypatch.delitem(sys.modules, "gone")
+    target: dict[str, Any] = {"weight": torch.zeros(3), "step": 0}
+    sp.load(tmp_path / "ckpt", target, exclude=["custom", "known"])
+    assert target["step"] == 7 and target["weight"].all()
+    with sp.open(tmp_path / "ckpt") as checkpoint:
+        with pytest.raises(PlainDataError, match=r"gone\.Custom"):
+            checkpoint["custom"]
+        with pytest.raises(PlainDataError, match=r"test_dcp\.Custom"):
+            checkpoint["known"]
+    with sp.open(tmp_path / "ckpt", trust_pickle=True) as checkpoint:
+        assert checkpoint["step"] == 7
+        with pytest.raises(FormatError, match="custom cannot be unpickled"):
+            checkpoint["custom"]
+        assert isinstance(checkpoint, ForeignCheckpoint)
+        assert isinstance(checkpoint.reader.object("known", trust_pickle=True), Custom)
+
+
+def test_paths_as_python_3_13_pickles_them_are_ignored(saved: Path) -> None:
+    class Renamed(PosixPath):
+        def __reduce__(self) -> Any:
+            return PosixPath, ("/elsewhere",)
+
+    buffer = io.BytesIO()
+    metadata = pickle.loads((saved / ".metadata").read_bytes())
+    metadata.storage_meta.checkpoint_id = Renamed("/elsewhere")
+    pickle.Pickler(buffer, 0).dump(metadata)
+    data = buffer.getvalue()
+    assert b"cpathlib\nPosixPath" in data
+    (saved / ".metadata").write_bytes(data.replace(b"cpathlib\nPosixPath", b"cpathlib._local\nPosixPath"))
+    assert sp.open(saved)["bias"].read().tolist() == [0, 1, 2]
+
+
+def test_checkpoints_of_torch_2_2_say_what_they_lack(tmp_path: Path) -> None:
+    assert any(
+        "rank 0 only" in note for note in verified(Golden("dcp22_objects_w2", tmp_path).checkpoint).notes
+    )
+    assert not verified(Golden("dcp_objects_w2", tmp_path).checkpoint).notes
+
+
+def test_two_keys_with_one_entry_are_checked_each(saved: Path) -> None:
+    def share(metadata: Any) -> None:
+        entries = metadata.storage_data
+        one, other = (index for index in entries if index.fqn in ("weight", "bias"))
+        entries[one] = entries[other]
+
+    changed(saved, share)
+    with sp.open(saved) as checkpoint, pytest.raises(FormatError, match="expected a tensor of dtype"):
+        checkpoint["weight"].read(), checkpoint["bias"].read()
 
 
 def test_every_damaged_byte_of_the_data_is_found_or_harmless(saved: Path) -> None:

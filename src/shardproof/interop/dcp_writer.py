@@ -1,0 +1,157 @@
+"""Writes checkpoints of ``torch.distributed.checkpoint`` (DCP), which torch 2.2 and newer load.
+
+A unit is one ``.distcp`` file: entries back to back, each an archive of ``torch.save`` of one chunk or one
+object. The commit writes ``.metadata``. `DcpReader` is the reader.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from shardproof.dtypes import DTYPES
+from shardproof.geometry import Boxes, cut
+from shardproof.interop.dcp_metadata import Place, StoredChunk, metadata_pickle
+from shardproof.interop.new_file import NewFile, check_size
+from shardproof.interop.state_paths import state_paths
+from shardproof.interop.torch_archive import ArchiveTensor, TorchArchive, archive_of
+from shardproof.interop.writer import BoxSource, Contents, FormatWriter, Unit, WriteOptions, notes_of
+from shardproof.storage import Storage
+
+__all__ = ["DcpWriter", "FsdpDTensorWriter"]
+
+_METADATA = ".metadata"
+_FILE_BYTES = 4 << 30
+"""Bytes of tensors in one file, if the caller sets no limit."""
+_CHUNK_BYTES = 512 << 20
+"""Bytes of a chunk, at most: torch reads a whole chunk for any part of it, on each rank that needs one."""
+_CHUNKS_IN_FILE = 4
+"""Large tensors are cut into chunks of this part of a file, so that files become about equal in size."""
+
+_Chunk = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""Key, offsets and sizes."""
+
+
+class DcpWriter(FormatWriter):
+    """Writes a DCP checkpoint; see `FormatWriter`.
+
+    A tied tensor is stored once, and both keys lead to the same entries. The paths of keys in the nested
+    state dict (``planner_data``) are those of `state_paths`.
+
+    Objects keep their keys. torch 2.4 and newer look for the leaves of a dict or of a list of dicts
+    (``optim.param_groups.0.lr``), and if they are missing for the whole (``optim.param_groups``). torch 2.2
+    and 2.3 look for the whole only.
+    """
+
+    name = "dcp"
+
+    def __init__(self, contents: Contents, options: WriteOptions) -> None:
+        self._contents = contents
+        self._piece_bytes = options.piece_bytes
+        self._objects = {
+            key: archive_of(key, value, self.name) for key, value in self._entries(contents).items()
+        }
+        """The entries of objects. The first file holds them."""
+        self._files = _files(contents.tensors, options.max_file_bytes or _FILE_BYTES)
+        if self._objects and not self._files:
+            self._files.append([])
+        self.units = [self._unit(number, chunks) for number, chunks in enumerate(self._files)]
+        self._numbers = {unit.name: number for number, unit in enumerate(self.units)}
+        self.notes = notes_of(self.name, contents)
+
+    def write(self, unit: Unit, source: BoxSource, target: Storage) -> dict[str, Any]:
+        """Writes a ``.distcp`` file; see `FormatWriter.write`. It returns where each entry lies."""
+        entries = []
+        with NewFile(target, unit.name) as file:
+            for archive in self._archives(self._numbers[unit.name], source):
+                start = file.size
+                archive.write(file)
+                entries.append([start, file.size - start])
+        return {"entries": entries}
+
+    def commit(self, records: Mapping[str, dict[str, Any]], target: Storage) -> None:
+        """Writes ``.metadata``; see `FormatWriter.commit`.
+
+        Raises:
+            StorageError: a file of a unit is missing, or was cut.
+        """
+        objects: dict[str, Place] = {}
+        chunks: dict[str, list[StoredChunk]] = {key: [] for key in self._contents.tensors}
+        for number, unit in enumerate(self.units):
+            places = [Place(unit.name, start, nbytes) for start, nbytes in records[unit.name]["entries"]]
+            check_size(target, unit.name, sum(place.nbytes for place in places))
+            if number == 0:
+                objects = dict(zip(self._objects, places, strict=False))
+            for (key, offsets, sizes), place in zip(
+                self._files[number], places[len(objects) if number == 0 else 0 :], strict=True
+            ):
+                chunks[key].append(StoredChunk(offsets, sizes, place))
+        tensors = {key: (dtype, shape, chunks[key]) for key, (dtype, shape) in self._contents.tensors.items()}
+        data = metadata_pickle(tensors, self._contents.aliases, objects, self._paths())
+        target.publish(_METADATA, data, replace=True)
+
+    def _entries(self, contents: Contents) -> Mapping[str, Any]:
+        """The objects that get entries of their own."""
+        return contents.objects
+
+    def _paths(self) -> Mapping[str, tuple[str | int, ...]] | None:
+        """The paths of the keys in the nested state dict; None if the format stores none."""
+        return state_paths([*self._contents.tensors, *self._contents.aliases], self._objects)
+
+    def _unit(self, number: int, chunks: Iterable[_Chunk]) -> Unit:
+        boxes = [chunk for chunk in chunks if 0 not in chunk[2]]
+        itemsizes = [DTYPES[self._contents.tensors[key][0]].itemsize for key, _, _ in boxes]
+        nbytes = sum(math.prod(box[2]) * size for box, size in zip(boxes, itemsizes, strict=True))
+        return Unit(f"__{number}_0.distcp", boxes, nbytes)
+
+    def _archives(self, number: int, source: BoxSource) -> Iterator[TorchArchive]:
+        """What the entries of a file hold, in their order."""
+        if number == 0:
+            yield from self._objects.values()
+        for key, offsets, sizes in self._files[number]:
+            dtype = self._contents.tensors[key][0]
+            yield TorchArchive(ArchiveTensor.box(source, key, dtype, offsets, sizes, self._piece_bytes))
+
+
+class FsdpDTensorWriter(DcpWriter):
+    """Writes the ``fsdp_dtensor`` format of Megatron-FSDP: a DCP checkpoint with the keys as given.
+
+    Megatron-FSDP names the tensors ``model.module.<name>`` and ``optimizer.state.<name or number>.<slot>``.
+    """
+
+    name = "fsdp_dtensor"
+
+
+def _files(tensors: Mapping[str, tuple[str, tuple[int, ...]]], most_bytes: int) -> list[list[_Chunk]]:
+    """The chunks of each file, in the order of the tensors.
+
+    A file has at most `most_bytes`, unless a single element is larger, and the files are about equal.
+    """
+    left = sum(math.prod(shape) * DTYPES[dtype].itemsize for dtype, shape in tensors.values())
+    count = -(-left // most_bytes)
+    most_chunk = min(_CHUNK_BYTES, left if count <= 1 else max(left // count // _CHUNKS_IN_FILE, 1))
+    files: list[list[_Chunk]] = []
+    used = 0
+    for key, (dtype, shape) in tensors.items():
+        itemsize = DTYPES[dtype].itemsize
+        for offsets, sizes in _chunks(shape, max(most_chunk // itemsize, 1)):
+            nbytes = math.prod(sizes) * itemsize
+            fair = left / max(count - len(files) + 1, 1)  # if the open file and those to come were equal
+            if not files or used + nbytes > most_bytes or used + nbytes / 2 > fair:
+                left -= used
+                files.append([])
+                used = 0
+            files[-1].append((key, offsets, sizes))
+            used += nbytes
+    return files
+
+
+def _chunks(shape: tuple[int, ...], most: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offsets and sizes of the chunks of a tensor, of at most `most` elements. An empty tensor has one."""
+    if math.prod(shape) <= most:
+        yield (0,) * len(shape), shape
+        return
+    parts, _ = cut(Boxes.whole(shape), most)
+    for row in range(len(parts)):
+        yield parts.pair(row)

@@ -1,0 +1,118 @@
+"""Reads ``*.index.json`` of Hugging Face: which of several files holds each key."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from shardproof.errors import FormatError, StorageError
+from shardproof.interop.reader import Foreign
+from shardproof.storage import Storage, check_name
+
+__all__ = ["HfIndex", "read_json", "top_level_files"]
+
+_MOST_JSON_BYTES = 100_000_000
+"""Bytes of a JSON file, at most: the limit of safetensors headers."""
+
+
+@dataclass(frozen=True, slots=True)
+class HfIndex:
+    """An index, checked by itself."""
+
+    path: str
+    """Where it is, for messages."""
+    keys_of: Mapping[str, Collection[str]]
+    """Name of each file to the keys that it holds."""
+    total_size: int | None
+    """Bytes of all tensors, where the index says so."""
+    digest: str
+
+    @classmethod
+    def read(cls, storage: Storage, name: str) -> HfIndex:
+        """Reads an index.
+
+        Args:
+            storage: holds it, and the files that it names.
+            name: of the index.
+
+        Raises:
+            FormatError: it is damaged, or names a file outside of the storage.
+            StorageError: it is missing or unreadable.
+        """
+        path = f"{storage.location}/{name}"
+        data, value = read_json(storage, name)
+        found = value.get("weight_map") if isinstance(value, dict) else None
+        if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+            raise FormatError(f"{path}: it has no weight_map from keys to names of files", file=path)
+        keys_of: dict[str, set[str]] = {}
+        for key, file in found.items():
+            keys_of.setdefault(file, set()).add(key)
+        for file in keys_of:
+            try:
+                check_name(file, storage.location)
+            except StorageError as error:
+                raise FormatError(
+                    f"{path}: the file name {file!r} leads out of the checkpoint", file=path
+                ) from error
+        metadata = value.get("metadata")
+        total = metadata.get("total_size") if isinstance(metadata, dict) else None
+        return cls(path, keys_of, total if type(total) is int else None, xxhash.xxh3_128_hexdigest(data))
+
+    def check(self, file: str, keys: Collection[str]) -> None:
+        """Compares the keys of a file with the index.
+
+        Args:
+            file: one of `keys_of`.
+            keys: what it holds.
+
+        Raises:
+            FormatError: the index lacks a key, or the file does.
+        """
+        expected = self.keys_of[file]
+        missing, more = sorted(set(expected).difference(keys)), sorted(set(keys).difference(expected))
+        if missing or more:
+            key = (missing or more)[0]
+            raise FormatError(
+                f"{self.path}: it disagrees with {file}: {len(missing)} keys of the index are not in the "
+                f"file, and {len(more)} keys of the file are not in the index, for example {key}. A file is "
+                "from another checkpoint: restore it, or name the one file to read",
+                file=self.path,
+                key=key,
+            )
+
+
+def read_json(storage: Storage, name: str) -> tuple[bytes, Any]:
+    """Reads a small JSON file.
+
+    Returns:
+        The bytes, and the value.
+
+    Raises:
+        FormatError: it is no JSON, has one name twice, or is too large.
+        StorageError: it is missing or unreadable.
+    """
+    path = f"{storage.location}/{name}"
+    size = storage.size(name)
+    if size is not None and size > _MOST_JSON_BYTES:
+        raise FormatError(f"{path}: {size} bytes are too many for it, at most {_MOST_JSON_BYTES}", file=path)
+    data = storage.read(name)
+    try:
+        return data, json.loads(data, object_pairs_hook=_without_doubles)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path}: it is no valid JSON ({error})", file=path) from error
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("an object has one name twice")
+    return found
+
+
+def top_level_files(foreign: Foreign, suffix: str) -> list[str]:
+    """Sorted names of the files directly in a folder that end with a suffix."""
+    return [name for name in foreign.storage.list() if "/" not in name and name.endswith(suffix)]

@@ -1,0 +1,271 @@
+"""Reads the ``torch_dist`` checkpoints of Megatron-Core, of 0.6 and newer.
+
+They are DCP checkpoints with three additions:
+
+- The common state, a dict that all ranks share, is the file ``common.pt`` (up to 0.16) or the entry
+  ``common_state/shard_0_1`` (newer).
+- An object of a rank is an entry, or a file, ``<key>/shard_<offset>_<shape>``: a list of the object.
+- Flat ranges of the distributed optimizer (``fully_sharded_model_space``) are stored under a shape of
+  fragments: the first numbers say into how many parts each dimension is cut, the last is the number of
+  elements of a part. ``mcore_data`` has the true shape. Here the ranges are boxes of the true shape.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import operator
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from shardproof.errors import CorruptChunkError, ShardproofError, StorageError
+from shardproof.geometry import flat_range_boxes, row_major_strides
+from shardproof.interop.dcp import DcpReader, inner_name, numbers
+from shardproof.interop.megatron_run import latest_iteration
+from shardproof.interop.pickle_data import opaque_names
+from shardproof.interop.reader import Foreign, StoredBox, StoredView, TensorDescription
+from shardproof.interop.torch_file import TorchFile, part_with_tensors
+from shardproof.storage import Storage
+
+__all__ = ["MegatronDistReader"]
+
+_METADATA = "metadata.json"
+_DCP_METADATA = ".metadata"
+_INTEGRITY = "integrity.json"
+_COMMON = "common"
+_COMMON_FILE = "common.pt"
+_COMMON_ENTRY = "common_state/shard_0_1"
+_MOST_JSON_BYTES = 64 << 20
+_PIECE_BYTES = 1 << 20
+_TRUE_SHAPE = "nd_reformulated_orig_global_shape"
+_SHARD = re.compile(r".+/shard_[0-9.]+(_[0-9.]+)?")
+"""Key of an object of a rank."""
+_BUCKET = re.compile(r"optimizer\..*\.bucket_idx_[0-9]+\.[a-z_]+")
+"""Key of a flat bucket of the distributed optimizer."""
+_BUCKETS = (
+    "The optimizer state is stored in flat buckets (dp_reshardable). Nothing says where a parameter lies in "
+    "its bucket, so the buckets are read as they are. Padding between parameters is memory that was never "
+    "set: do not compare it."
+)
+
+
+class MegatronDistReader(DcpReader):
+    """A ``torch_dist`` checkpoint of Megatron-Core, open for reading; see `FormatReader`.
+
+    The path is the folder of an iteration, or a run folder, of which the latest iteration is read.
+
+    The common state is the object ``common``. If it holds objects of unknown classes, each of its items is an
+    object ``common.<name>`` instead, so that such a class does not hide the other items.
+    """
+
+    name = "torch_dist"
+
+    def __init__(self, foreign: Foreign) -> None:
+        self._objects: dict[str, str | None] = {}
+        """Keys of objects; to the name of the file, or None for an entry."""
+        super().__init__(foreign)
+
+    @classmethod
+    def recognizes(cls, foreign: Foreign) -> bool:
+        """True if ``metadata.json`` names the format, in the folder or in that of the latest iteration."""
+        try:
+            return foreign.file is None and _backend(latest_iteration(foreign).storage) == "torch_dist"
+        except ShardproofError:
+            return False
+
+    def read_metadata(self) -> None:
+        """Describes ``.metadata``, the common state and the files of objects."""
+        state = self.add_folder()
+        plans = state.get("all_local_plans")
+        if isinstance(plans, list):
+            self.world_size = len(plans)
+        self._common = self._open_common()
+        """The common state, or why it cannot be read."""
+        self._objects = dict.fromkeys([*self._common_keys(), *self.entries])
+        for name in self.storage.list():
+            key = name.removesuffix(".pt")
+            if key != name and _SHARD.fullmatch(key):
+                self._objects.setdefault(key, name)
+        if self.step is None:
+            self.step = self._iteration()
+        for key, tensor in self.tensors.items():
+            if (shape := self._true_shape(key, state)) is not None:
+                self.tensors[key] = self._of_fragments(key, tensor, shape)
+            elif _BUCKET.fullmatch(key):
+                self.tensors[key] = replace(tensor, notes=(_BUCKETS,))
+        if any(tensor.notes for tensor in self.tensors.values()):
+            self.notes.append(_BUCKETS)
+
+    def _iteration(self) -> int | None:
+        value = None if isinstance(self._common, ShardproofError) else _unwrapped(self._common.value)
+        found = value.get("iteration") if isinstance(value, dict) else None
+        return found if type(found) is int else None
+
+    def object_keys(self) -> Iterable[str]:
+        """``common`` or its items, and ``<key>/shard_<offset>_<shape>`` for the objects of ranks."""
+        return self._objects.keys()
+
+    def object(self, key: str, *, trust_pickle: bool = False) -> Any:
+        """An object as plain data; see `FormatReader.object`."""
+        name = self._objects[key]
+        if name is not None:
+            return self.value_of(TorchFile(self.storage, name), key, trust_pickle)
+        if key in self.entries:
+            return _unwrapped(super().object(key, trust_pickle=trust_pickle))
+        file = self._common_file()
+        part = self._common_part(file.value, key)
+        if trust_pickle and opaque_names(part):
+            return self._common_part(self.value_of(file, key, trust_pickle), key)
+        return part_with_tensors(file, part)
+
+    def files(self) -> Mapping[str, int | None]:
+        """Files of metadata, tensors and objects."""
+        return dict(super().files()) | dict.fromkeys([_METADATA, *filter(None, self._objects.values())])
+
+    def verify_extra(self) -> int:
+        """Verifies all objects, and the digests of ``integrity.json`` if there is one."""
+        proved = super().verify_extra() + self._common_file().verify()
+        for name in filter(None, self._objects.values()):
+            proved += TorchFile(self.storage, name).verify()
+        tensors = {(box.file, box.start): box.nbytes for item in self.tensors.values() for box in item.boxes}
+        return max(proved, self._verify_digests() - sum(tensors.values()))
+
+    def _common_file(self) -> TorchFile:
+        if isinstance(self._common, ShardproofError):
+            raise self._common
+        return self._common
+
+    def _open_common(self) -> TorchFile | ShardproofError:
+        entry = self.entries.pop(_COMMON_ENTRY, None)
+        try:
+            return TorchFile(self.storage, _COMMON_FILE) if entry is None else self.open_entry(entry)
+        except ShardproofError as error:  # tensors can be read without it
+            return error
+
+    def _common_keys(self) -> list[str]:
+        if isinstance(self._common, ShardproofError):
+            return [_COMMON]
+        value = _unwrapped(self._common.value)
+        if not isinstance(value, dict) or not opaque_names(value):
+            return [_COMMON]
+        return [f"{_COMMON}.{name}" for name in value if isinstance(name, str)]
+
+    def _common_part(self, value: Any, key: str) -> Any:
+        whole = _unwrapped(value)
+        return whole if key == _COMMON else whole[key.removeprefix(f"{_COMMON}.")]
+
+    def _true_shape(self, key: str, state: Mapping[str, Any]) -> tuple[int, ...] | None:
+        """The shape of a tensor whose stored shape is one of fragments; None for others."""
+        data = state.get("mcore_data")
+        extra = data.get(key) if isinstance(data, dict) else None
+        shape = extra.get(_TRUE_SHAPE) if isinstance(extra, dict) else None
+        try:
+            return None if shape is None else numbers(shape)
+        except (TypeError, ValueError) as error:
+            raise self.fault(_DCP_METADATA, f"the true shape of {key} is {shape!r}", key=key) from error
+
+    def _of_fragments(self, key: str, stored: TensorDescription, shape: tuple[int, ...]) -> TensorDescription:
+        """A tensor of flat ranges in its true shape."""
+        *cuts, last = stored.shape or (0,)
+        fits = len(cuts) == len(shape) and all(cuts)
+        fragment = tuple(size // cut for size, cut in zip(shape, cuts, strict=True)) if fits else ()
+        if not fits or math.prod(fragment) != last or math.prod(shape) != math.prod(stored.shape):
+            raise self.fault(
+                _DCP_METADATA, f"{key} of shape {shape} cannot be stored as fragments {stored.shape}", key=key
+            )
+        boxes = []
+        for box in stored.boxes:
+            *index, start = box.offsets
+            *ones, count = box.sizes
+            if ones != [1] * len(ones) or start + count > last:
+                raise self.fault(
+                    _DCP_METADATA,
+                    f"a chunk of {key} at {box.offsets} of shape {box.sizes} is no flat range of a fragment "
+                    f"of {last} elements",
+                    key=key,
+                )
+            parts, firsts = flat_range_boxes(fragment, start, start + count)
+            base = [at * size for at, size in zip(index, fragment, strict=True)]
+            for offsets, sizes, first in zip(
+                parts.offsets.tolist(), parts.sizes.tolist(), firsts.tolist(), strict=True
+            ):
+                view = partial(_part_of_range, box, tuple(sizes), first)
+                at = tuple(map(operator.add, base, offsets))
+                boxes.append(StoredBox(at, tuple(sizes), box.file, box.start, box.nbytes, view))
+        boxes.sort(key=operator.attrgetter("offsets"))
+        return TensorDescription(stored.dtype, shape, boxes)
+
+    def _verify_digests(self) -> int:
+        """Compares files with their digests. Returns the bytes of the files; 0 if there are no digests."""
+        size = self.storage.size(_INTEGRITY)
+        if size is None:
+            return 0
+        found = _json(self.storage, _INTEGRITY)
+        if not isinstance(found, dict) or found.get("algorithm") != "sha256":
+            raise self.fault(_INTEGRITY, "it names no algorithm that is known; only sha256 is")
+        digests = found.get("files")
+        if not isinstance(digests, dict) or not all(isinstance(item, str) for item in digests.values()):
+            raise self.fault(_INTEGRITY, 'its "files" are no digests by name')
+        if missing := sorted(self.files().keys() - digests.keys()):
+            raise self.fault(_INTEGRITY, f"it has no digest of {', '.join(missing[:5])}")
+        return sum(self._verify_digest(name, digest) for name, digest in digests.items())
+
+    def _verify_digest(self, name: str, expected: str) -> int:
+        path = f"{self.storage.location}/{name}"
+        if inner_name(name) != name:
+            raise self.fault(_INTEGRITY, f"the file name {name!r} leads out of the checkpoint")
+        size = self.storage.size(name)
+        if size is None:
+            raise StorageError(
+                f"{path} is missing, but {_INTEGRITY} has its digest: restore it from a copy",
+                file=path,
+                missing=True,
+            )
+        digest = hashlib.sha256()
+        buffer = memoryview(bytearray(min(size, _PIECE_BYTES)))
+        for begin in range(0, size, _PIECE_BYTES):
+            piece = buffer[: min(_PIECE_BYTES, size - begin)]
+            self.storage.read_into(name, begin, piece)
+            digest.update(piece)
+        if digest.hexdigest() != expected.lower():
+            raise CorruptChunkError(
+                f"{path} does not match its digest in {_INTEGRITY}: expected {expected[:64]}, found "
+                f"{digest.hexdigest()}. The file changed after it was written: restore it from a copy",
+                file=path,
+            )
+        return size
+
+
+def _part_of_range(box: StoredBox, sizes: tuple[int, ...], first: int) -> StoredView:
+    """A box of the true shape in the chunk of a flat range that holds it."""
+    view = box.located()
+    step = view.stride[-1]
+    strides = tuple(step * stride for stride in row_major_strides(sizes))
+    return StoredView(view.extent, view.offset + first * step, strides)
+
+
+def _unwrapped(value: Any) -> Any:
+    """The object in the list that an entry is."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def _json(storage: Storage, name: str) -> Any:
+    """A small JSON file; None if it is missing, large or damaged."""
+    size = storage.size(name)
+    if size is None or size > _MOST_JSON_BYTES:
+        return None
+    try:
+        return json.loads(storage.read(name))
+    except (ValueError, RecursionError):
+        return None
+
+
+def _backend(storage: Storage) -> str | None:
+    """The format that ``metadata.json`` of Megatron-Core names."""
+    found = _json(storage, _METADATA)
+    backend = found.get("sharded_backend") if isinstance(found, dict) else None
+    return backend if isinstance(backend, str) else None

@@ -1,0 +1,205 @@
+"""Reads files of ``torch.save``: ``.pt``, ``.pth``, ``.bin``, and the ``.ckpt`` of Lightning.
+
+Keys are those of nested dicts and lists, joined by dots. Tensors that are the same view of one storage are
+tied: the first key has the tensor, the others are aliases. Everything else is an object.
+
+`TorchFilesReader` is the part that formats share whose files torch.save wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from shardproof.errors import FormatError
+from shardproof.interop.pickle_data import opaque_names
+from shardproof.interop.reader import Foreign, FormatReader, TensorDescription
+from shardproof.interop.torch_file import TorchFile, TorchTensor, leaves, part_with_tensors, unpickled
+
+__all__ = ["TorchFilesReader", "TorchSaveReader", "is_torch_file"]
+
+_MAGICS = (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", b"\x80\x04\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.")
+"""How files of the format before zip begin, with the protocols 2 and 4."""
+_WRITTEN = "checkpoint.pt"
+"""The file in a folder that `shardproof convert --to torch` wrote."""
+_FIRST_BYTES = 512
+"""Bytes that `is_torch_file` looks at: a zip file begins with the name of its first record."""
+
+
+def is_torch_file(foreign: Foreign, name: str) -> bool:
+    """True if a file begins as torch.save writes it."""
+    size = foreign.storage.size(name)
+    if not size:
+        return False
+    begin = foreign.storage.read(name, 0, min(size, _FIRST_BYTES))
+    if begin[:4] == b"PK\x03\x04":
+        length = int.from_bytes(begin[26:28], "little")
+        return begin[30 : 30 + length].endswith(b"/data.pkl")
+    return begin.startswith(_MAGICS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Object:
+    """A value of a file that is not a tensor."""
+
+    file: str
+    path: tuple[Any, ...]
+    """Keys that lead to it in the saved object."""
+    value: Any
+
+
+class TorchFilesReader(FormatReader):
+    """A checkpoint that has files of ``torch.save``; see `FormatReader`. A subclass adds the files."""
+
+    def __init__(self, foreign: Foreign) -> None:
+        super().__init__(foreign)
+        self._files: dict[str, TorchFile] = {}
+        self._objects: dict[str, _Object] = {}
+        self._used: dict[str, set[str]] = {}
+        """By file, the storages that tensors are in."""
+        self._unpickled: tuple[str, Any] | None = None
+        """The file that was unpickled last, and its object."""
+
+    def add_torch_file(self, name: str, rename: Callable[[str], str | None] = str) -> TorchFile:
+        """Describes the leaves of a file.
+
+        Args:
+            name: of the file in the storage.
+            rename: gives the key of a leaf from its keys in the file, joined by dots; None leaves it out.
+
+        Raises:
+            FormatError: the file is damaged, or two values have one key.
+            StorageError: it is missing or unreadable.
+        """
+        file = self._files[name] = TorchFile(self.storage, name)
+        used = self._used[name] = set()
+        ties: dict[TorchTensor, str] = {}
+        for path, leaf in self._leaves(name, file):  # too many raise before any has a key
+            key = rename(".".join(map(str, path)) or "value")
+            if key is None:
+                continue
+            if key in self.tensors or key in self.aliases or key in self._objects:
+                raise self.fault(name, f"two values have the key {key}", key=key)
+            if not isinstance(leaf, TorchTensor):
+                self._objects[key] = _Object(name, path, leaf)
+            elif leaf in ties and 0 not in leaf.shape:
+                self.aliases[key] = ties[leaf]
+            else:
+                ties[leaf] = key
+                used.add(leaf.storage)
+                self.tensors[key] = TensorDescription(leaf.dtype, leaf.shape, file.boxes(leaf))
+        return file
+
+    def keys(self) -> set[str]:
+        """All keys so far: of tensors, of aliases and of objects."""
+        return {*self.tensors, *self.aliases, *self._objects}
+
+    def conclude(self, *digests: str) -> None:
+        """Sets the identity, and the notes on checksums, when all files are added.
+
+        Args:
+            digests: of the metadata that is in no file of torch.save.
+        """
+        digest = xxhash.xxh3_128("\0".join(digests).encode())
+        for name, file in self._files.items():
+            digest.update(f"{name}\0{file.digest}\0".encode())
+        self.identity = digest.hexdigest()
+        legacy = [name for name, file in self._files.items() if not file.is_zip]
+        without = [name for name, file in self._files.items() if file.is_zip and not file.has_checksums]
+        if legacy:
+            self.notes.append(
+                f"{_listed(legacy)} {_has(legacy)} the format before zip, which has no checksums: changed "
+                "bytes of tensors are not found."
+            )
+        if without:
+            self.notes.append(
+                f"{_listed(without)} {_has(without)} no CRC-32, because the writer switched them off: "
+                "changed bytes of tensors are not found."
+            )
+
+    def object_keys(self) -> Iterable[str]:
+        """Keys of the values that are no tensors."""
+        return self._objects.keys()
+
+    def object(self, key: str, *, trust_pickle: bool = False) -> Any:
+        """A value as plain data; see `FormatReader.object`.
+
+        With `trust_pickle`, a value of a class that is no plain data makes torch unpickle its whole file.
+        """
+        found = self._objects[key]
+        if trust_pickle and opaque_names(found.value):
+            return self._trusted(found)
+        return part_with_tensors(self._files[found.file], found.value)
+
+    def files(self) -> Mapping[str, int | None]:
+        """All files; torch.save records no sizes."""
+        return dict.fromkeys(self._files) | dict(super().files())
+
+    def verify_extra(self) -> int:
+        """Verifies the storages of tensors in objects, and those that no tensor uses."""
+        proved = 0
+        for name, file in self._files.items():
+            proved += file.verify(key for key in file.storages if key not in self._used[name])
+        return proved
+
+    def _leaves(self, name: str, file: TorchFile) -> list[tuple[tuple[Any, ...], Any]]:
+        try:
+            return list(leaves(file.value))
+        except ValueError as error:
+            raise self.fault(name, str(error)) from error
+
+    def _trusted(self, found: _Object) -> Any:
+        if self._unpickled is None or self._unpickled[0] != found.file:
+            self._unpickled = None  # frees its memory before the next takes some
+            self._unpickled = found.file, unpickled(self._files[found.file])
+        value = self._unpickled[1]
+        try:
+            for step in found.path:
+                value = value[step] if isinstance(value, (dict, list)) else getattr(value, step)
+        except (AttributeError, LookupError, TypeError) as error:
+            raise self.fault(found.file, f"the unpickled object has no {found.path}") from error
+        return value
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{len(names)} files ({names[0]} and others)"
+
+
+def _has(names: list[str]) -> str:
+    return "has" if len(names) == 1 else "have"
+
+
+class TorchSaveReader(TorchFilesReader):
+    """A file of ``torch.save``, open for reading; see `FormatReader`.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from shardproof.storage import LocalStorage
+        >>> folder = tempfile.mkdtemp()
+        >>> weight = torch.arange(6.0).reshape(3, 2)
+        >>> torch.save({"model": {"a": weight, "b": weight}, "step": 3}, f"{folder}/last.pt")
+        >>> reader = TorchSaveReader(Foreign(LocalStorage(folder), "last.pt"))
+        >>> reader.tensors["model.a"].shape, reader.aliases, reader.object("step")
+        ((3, 2), {'model.b': 'model.a'}, 3)
+    """
+
+    name = "torch"
+
+    def __init__(self, foreign: Foreign) -> None:
+        super().__init__(foreign)
+        name = foreign.file or _WRITTEN
+        if foreign.file is None and not foreign.has(_WRITTEN):
+            raise FormatError(f"{self.location} is no file: name the file of torch.save", file=self.location)
+        file = self.add_torch_file(name)
+        self.conclude()
+        if isinstance(file.value, dict) and "pytorch-lightning_version" in file.value:
+            step = file.value.get("global_step")
+            self.step = step if type(step) is int else None
+
+    @classmethod
+    def recognizes(cls, foreign: Foreign) -> bool:
+        """True for a file that begins as torch.save writes it, and for a folder that `convert` wrote."""
+        return is_torch_file(foreign, foreign.file or _WRITTEN)

@@ -1,0 +1,153 @@
+"""Tensors and storages in pickles of ``torch.save``, as descriptions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from shardproof.dtypes import DTYPES
+from shardproof.interop.pickle_builders import plain_builders
+from shardproof.interop.pickle_data import Opaque
+
+__all__ = ["STORAGE_DTYPES", "TorchStorage", "TorchTensor", "storage_dtype", "torch_builders"]
+
+STORAGE_DTYPES = {
+    "Double": "float64",
+    "Float": "float32",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+    "Bool": "bool",
+    "ComplexDouble": "complex128",
+    "ComplexFloat": "complex64",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TorchStorage:
+    """A storage that a pickle refers to."""
+
+    key: str
+    dtype: str
+    """Dtype of the elements; "uint8" for an untyped storage."""
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return self.numel * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class TorchTensor:
+    """A tensor in a file of ``torch.save``, not read yet."""
+
+    storage: str
+    """Key of the storage; tensors with one key share memory."""
+    dtype: str
+    """Torch's name of the dtype, for example "bfloat16"."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    """In elements."""
+    offset: int
+    """First element, counted from the begin of the storage in elements of this dtype."""
+    is_conjugated: bool = False
+    """True if the storage holds the complex conjugates."""
+    is_negated: bool = False
+    """True if the storage holds the negative values."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+def storage_dtype(name: str) -> str | None:
+    """The dtype of a storage class, "uint8" for an untyped storage; None if the class is unknown."""
+    if name in ("torch.storage.UntypedStorage", "torch.UntypedStorage"):
+        return "uint8"
+    kind = name.removeprefix("torch.").removeprefix("cuda.").removesuffix("Storage")
+    return STORAGE_DTYPES.get(kind)
+
+
+def _tensor(
+    storage: TorchStorage,
+    offset: int,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: str,
+    metadata: Mapping[str, bool] | None,
+) -> TorchTensor:
+    """A tensor whose elements all lie in its storage."""
+    numbers = (offset, *shape, *stride)
+    if len(shape) != len(stride) or any(type(number) is not int or number < 0 for number in numbers):
+        raise ValueError("shape, strides or offset of a tensor are not valid")
+    last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    if 0 not in shape and (last + 1) * DTYPES[dtype].itemsize > storage.nbytes:
+        raise ValueError(f"a tensor of shape {tuple(shape)} does not fit into its storage {storage.key}")
+    flags = metadata or {}
+    if not flags.keys() <= {"conj", "neg"}:
+        raise ValueError(f"the tensor flags {sorted(flags)} are unknown")
+    is_conjugated, is_negated = bool(flags.get("conj")), bool(flags.get("neg"))
+    return TorchTensor(storage.key, dtype, tuple(shape), tuple(stride), offset, is_conjugated, is_negated)
+
+
+def _rebuild_v2(
+    storage: TorchStorage,
+    offset: int,
+    shape: Any,
+    stride: Any,
+    grad: Any = None,
+    hooks: Any = None,
+    metadata: Any = None,
+) -> TorchTensor:
+    return _tensor(storage, offset, shape, stride, storage.dtype, metadata)
+
+
+def _rebuild_v3(
+    storage: TorchStorage,
+    offset: int,
+    shape: Any,
+    stride: Any,
+    grad: Any,
+    hooks: Any,
+    dtype: torch.dtype,
+    metadata: Any = None,
+) -> TorchTensor:
+    return _tensor(storage, offset, shape, stride, str(dtype).removeprefix("torch."), metadata)
+
+
+def _rebuild_subclass(function: Any, kind: Any, args: Any, state: Any) -> Any:
+    """A tensor with attributes, or of a subclass that has the elements of a tensor."""
+    builder = _REBUILDERS.get(function.name) if isinstance(function, Opaque) else None
+    if builder is None or not isinstance(args, tuple):
+        return Opaque("torch._tensor._rebuild_from_type_v2", (function, kind, args, state))
+    return builder(*args)
+
+
+_REBUILDERS: Mapping[str, Callable[..., Any]] = {
+    "torch._utils._rebuild_tensor": _rebuild_v2,
+    "torch._utils._rebuild_tensor_v2": _rebuild_v2,
+    "torch._utils._rebuild_tensor_v3": _rebuild_v3,
+}
+
+
+@cache
+def torch_builders() -> Mapping[str, Callable[..., Any]]:
+    """Builders of what a state dict holds. None of them makes more than it is given."""
+    return {
+        **plain_builders(),
+        **_REBUILDERS,
+        "torch._tensor._rebuild_from_type_v2": _rebuild_subclass,
+        "torch._utils._rebuild_parameter": lambda data, *_: data,
+        "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
+    }

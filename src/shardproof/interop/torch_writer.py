@@ -1,0 +1,60 @@
+"""Writes one file of ``torch.save``, streamed in bounded memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from shardproof.dtypes import DTYPES
+from shardproof.interop.new_file import NewFile, check_size
+from shardproof.interop.torch_archive import ArchiveTensor, TorchArchive, archive_of
+from shardproof.interop.writer import BoxSource, Contents, FormatWriter, Unit, WriteOptions, notes_of
+from shardproof.storage import Storage
+
+__all__ = ["TorchWriter"]
+
+_FILE = "checkpoint.pt"
+
+
+class TorchWriter(FormatWriter):
+    """Writes a dict of all tensors and objects by key, as one file of ``torch.save``; see `FormatWriter`.
+
+    The dict is flat: its keys are those of the checkpoint, dots and all, as those of a module's state dict.
+    Tied tensors share a storage. ``torch.load`` reads the file with ``weights_only=True``, unless an object
+    needs classes beyond those of a state dict. One process writes the file.
+    """
+
+    name = "torch"
+
+    def __init__(self, contents: Contents, options: WriteOptions) -> None:
+        self._contents = contents
+        self._piece_bytes = options.piece_bytes
+        boxes, nbytes = [], 0
+        for key, (dtype, shape) in contents.tensors.items():
+            if 0 not in shape:
+                boxes.append((key, (0,) * len(shape), shape))
+                nbytes += math.prod(shape) * DTYPES[dtype].itemsize
+        self.units = [Unit(_FILE, boxes, nbytes)]
+        self.notes = notes_of(self.name, contents)
+        for key, value in contents.objects.items():
+            archive_of(key, value, self.name)
+
+    def write(self, unit: Unit, source: BoxSource, target: Storage) -> dict[str, Any]:
+        """Writes the file; see `FormatWriter.write`."""
+        tensors = {
+            key: ArchiveTensor.box(source, key, dtype, (0,) * len(shape), shape, self._piece_bytes)
+            for key, (dtype, shape) in self._contents.tensors.items()
+        }
+        aliases = {key: tensors[other] for key, other in self._contents.aliases.items()}
+        with NewFile(target, unit.name) as file:
+            TorchArchive({**tensors, **aliases, **self._contents.objects}).write(file)
+        return {"size": file.size}
+
+    def commit(self, records: Mapping[str, dict[str, Any]], target: Storage) -> None:
+        """Checks the file, which is all of the checkpoint; see `FormatWriter.commit`.
+
+        Raises:
+            StorageError: the file is missing, or was cut.
+        """
+        check_size(target, _FILE, records[_FILE]["size"])
