@@ -93,6 +93,16 @@ def test_torch_dist_written_on_two_ranks(environment: str, tmp_path: Path) -> No
     assert read.objects == written.objects
 
 
+@pytest.mark.parametrize("nproc", [1, 3])
+@pytest.mark.parametrize(("golden", "stage"), [("mfsdp_z3_w3", 3), ("mfsdp_z1_w2", 1)], indirect=["golden"])
+def test_fsdp_dtensor_resumes(golden: Golden, stage: int, nproc: int) -> None:
+    read = run_peer("megatron", "read_fsdp_dtensor.py", golden.checkpoint, stage, nproc=nproc)
+    assert_same_tensors(read.tensors, expected_tensors(golden))
+    assert read.objects | {"iteration": 2} == golden.objects
+    if nproc == 3:  # uneven: rank 0 has no row of a bias
+        assert read.facts["rank_0_shapes"]["module.a.bias"] == [0]
+
+
 SAFETENSORS = ["safetensors_single", "hf_llama_sharded", "hf_llama_tied", "hf_peft_lora"]
 
 

@@ -30,7 +30,10 @@ class Work:
         """Called with the bytes that were read since the last call."""
         self.folder = WorkFolder(request.destination)
         self.checkpoint = open_storage(
-            foreign_of(request.source), format=request.format, trust_pickle=request.trust_pickle
+            foreign_of(request.source),
+            format=request.format,
+            trust_pickle=request.trust_pickle,
+            warn=False,
         )
         self.plan: ConversionPlan = plan_conversion(self.checkpoint, request)
         self._written: Checkpoint | None = None
@@ -65,7 +68,9 @@ class Work:
             ShardproofError: the written checkpoint cannot be read.
         """
         if self._written is None:
-            self._written = open_storage(self.folder.files, trust_pickle=self.request.trust_pickle)
+            self._written = open_storage(
+                self.folder.files, trust_pickle=self.request.trust_pickle, warn=False
+            )
         done = 0
         for box in boxes:
             stored = self._written[box.key]

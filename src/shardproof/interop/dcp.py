@@ -21,6 +21,7 @@ from typing import Any
 
 import xxhash
 
+from shardproof._utils.gc_pause import no_garbage_collection
 from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.interop.extents import Extent
@@ -157,10 +158,11 @@ class DcpReader(FormatReader):
         self.identity = xxhash.xxh3_128_hexdigest(self.identity.encode() + data)
         path = f"{self.location}/{name}"
         builders = {"torch.Size": lambda sizes=(): tuple(sizes)}
-        metadata = read_pickle(data, builders, file=path).value
         try:
-            state: Mapping[str, Any] = metadata.state
-            self._describe(state, folder, prefix)
+            with no_garbage_collection():
+                metadata = read_pickle(data, builders, file=path).value
+                state: Mapping[str, Any] = metadata.state
+                self._describe(state, folder, prefix)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise self.fault(name, f"it does not have the structure that DCP writes ({error!r})") from error
         if metadata.name.startswith("torch.") and "storage_meta" not in state and self.entries:
@@ -247,14 +249,14 @@ class DcpReader(FormatReader):
         last: tuple[Any, StoredView] | None = getattr(self._last, "chunk", None)
         if last is not None and last[0] == (entry, dtype, sizes):
             return last[1]
-        view = self._opened_view(key, dtype, offsets, sizes, entry)
+        view = self.chunk(key, dtype, offsets, sizes, entry)
         if not entry.transforms:
             self._last.chunk = (entry, dtype, sizes), view
             return view
         inner = view.extent
 
         def again() -> Extent:
-            return self._opened_view(key, dtype, offsets, sizes, entry).extent
+            return self.chunk(key, dtype, offsets, sizes, entry).extent
 
         extent = DecodedPart(
             self.storage,
@@ -269,9 +271,21 @@ class DcpReader(FormatReader):
         )
         return StoredView(extent, view.offset, view.stride)
 
-    def _opened_view(
+    def chunk(
         self, key: str, dtype: str, offsets: tuple[int, ...], sizes: tuple[int, ...], entry: DcpEntry
     ) -> StoredView:
+        """Opens the entry of a chunk, and checks its dtype and sizes.
+
+        Args:
+            key: of the tensor, as ``.metadata`` has it.
+            dtype: of the tensor.
+            offsets: (d,) first index of the chunk.
+            sizes: (d,) sizes of the chunk; none is 0.
+            entry: holds it.
+
+        Raises:
+            FormatError: the entry holds something else.
+        """
         file = self.open_entry(entry, math.prod(sizes) * DTYPES[dtype].itemsize + _ARCHIVE_BYTES)
         found = file.value
         if not isinstance(found, TorchTensor) or (found.dtype, found.shape) != (dtype, sizes):

@@ -84,6 +84,7 @@ class _Metadata:
             "state_dict_metadata": described,
             "planner_data": None if paths is None else dict(paths),
             "storage_data": stored,
+            "storage_meta": None,  # tells readers that this is not a torch that left out other ranks' objects
         }
         return write_pickle(_made(_METADATA, "Metadata", metadata), 4)
 

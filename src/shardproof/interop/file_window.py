@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from typing import Any
+from typing import Any, overload
 
 from shardproof.interop.pickle_data import Bytes
 from shardproof.storage import Storage
@@ -14,6 +14,8 @@ __all__ = ["FileWindow"]
 _EDGE_BYTES = 4096
 """Bytes at the begin and at the end of an archive that one read fetches. The metadata of an archive of one
 tensor lies in them."""
+_SMALL_BYTES = 4 * _EDGE_BYTES
+"""Bytes of an archive that one read fetches whole."""
 _PIECE_BYTES = 1 << 18
 """Bytes that one read of `FileWindow.pieces` fetches, at least."""
 
@@ -27,7 +29,7 @@ class FileWindow(io.RawIOBase):
         self._start = start
         self._size = size
         self._at = 0
-        edge = min(size, _EDGE_BYTES)
+        edge = size if size <= _SMALL_BYTES else _EDGE_BYTES
         self._edges = {at: self._fetched(at, edge) for at in {0, size - edge}}
 
     def readable(self) -> bool:
@@ -88,7 +90,16 @@ class _Pieces:
     def __len__(self) -> int:
         return self._count
 
-    def __getitem__(self, index: slice, /) -> memoryview:
+    @overload
+    def __getitem__(self, index: slice, /) -> memoryview: ...
+
+    @overload
+    def __getitem__(self, index: int, /) -> int: ...
+
+    def __getitem__(self, index: slice | int, /) -> memoryview | int:
+        if isinstance(index, int):
+            at = index - self._begin
+            return self._piece[at] if 0 <= at < len(self._piece) else self[index : index + 1][0]
         start, stop, _ = index.indices(self._count)
         if not self._begin <= start <= stop <= self._begin + len(self._piece):
             self._piece = memoryview(b"")  # frees its memory before the next piece takes some

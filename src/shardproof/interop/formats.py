@@ -16,10 +16,12 @@ NATIVE = "shardproof"
 """Name of the project's own format."""
 
 READERS: Mapping[str, str] = {
+    "orbax": "orbax:OrbaxReader",
     "megatron_zarr": "megatron_zarr:MegatronZarrReader",
     "zarr": "zarr:ZarrReader",
     "torch_dist": "megatron_dist:MegatronDistReader",
     "dcp": "dcp:DcpReader",
+    "bytecheckpoint": "bytecheckpoint:ByteCheckpointReader",
     "dcp_safetensors": "dcp_safetensors:DcpSafetensorsReader",
     "torch": "torch_save:TorchSaveReader",
     "megatron_legacy": "megatron_legacy:MegatronLegacyReader",

@@ -14,7 +14,6 @@ from __future__ import annotations
 import io
 import struct
 import sys
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +29,7 @@ from shardproof.interop.pickle_builders import CONSTANTS
 from shardproof.interop.pickle_data import Opaque, Pickle, read_pickle
 from shardproof.interop.reader import StoredBox, StoredView
 from shardproof.interop.torch_tensors import TorchStorage, TorchTensor, storage_dtype, torch_builders
+from shardproof.interop.zip_directory import read_zip_directory
 from shardproof.storage import Storage
 
 __all__ = ["TorchFile", "TorchTensor", "flatten", "leaves", "part_with_tensors", "unpickled", "with_tensors"]
@@ -224,28 +224,27 @@ class TorchFile:
 
     def _open_zip(self) -> None:
         try:
-            archive = zipfile.ZipFile(self._file)
-        except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, struct.error) as error:
+            records = read_zip_directory(self._bytes, self._size)
+        except (ValueError, struct.error) as error:
             raise self._fault(f"the zip archive is damaged or cut ({error})") from error
-        entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
+        entries = {record.name.partition("/")[2]: record for record in records}
         if "data.pkl" not in entries:
             raise self._fault("the zip archive has no data.pkl, so torch.save did not write it")
-        if len(entries) < len(archive.infolist()):
+        if len(entries) < len(records):
             raise self._fault("two records of the zip archive have one name")
-        self.has_checksums = any(entry.CRC for entry in entries.values())
-        for name, entry in entries.items():
-            if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
+        self.has_checksums = any(record.crc for record in records)
+        for name, (_, method, crc, stored, nbytes, header) in entries.items():
+            if method or stored != nbytes:
                 raise self._fault(f"the record {name} is compressed, which torch.save never does")
             if not (name in _METADATA_RECORDS or name.startswith("data/")):
                 continue
-            local = self._bytes(entry.header_offset, _LOCAL_HEADER.size) if entry.header_offset >= 0 else b""
-            if len(local) < _LOCAL_HEADER.size:
-                raise self._fault(f"the record {name} does not begin within the file")
-            offset = entry.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(local))
-            if offset + entry.file_size > self._size:
+            local = self._bytes(header, _LOCAL_HEADER.size)
+            if len(local) < _LOCAL_HEADER.size or local[:4] != b"PK\x03\x04":
+                raise self._fault(f"the record {name} does not begin at byte {header} of the archive")
+            offset = header + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(local))
+            if offset + nbytes > self._size:
                 raise self._fault(f"the record {name} ends behind the end of the file")
-            crc = entry.CRC if self.has_checksums else None
-            self._records[name] = self._range(offset, entry.file_size, crc)
+            self._records[name] = self._range(offset, nbytes, crc if self.has_checksums else None)
         order = bytes(self._verified("byteorder")) if "byteorder" in self._records else b"little"
         if order not in (b"little", b"big"):
             raise self._fault(f"the byte order {order[:16]!r} is unknown")

@@ -48,15 +48,27 @@ class ZarrArrays:
 
     def __init__(self, storage: Storage, is_skipped: Callable[[str], bool] = lambda _: False) -> None:
         self.storage = storage
-        self.names = frozenset(storage.list())
+        self.names = self.listed()
         self.metadata = {}
         self.groups = {}
-        self.chunks = Chunks(storage, self.names)
+        self.chunks = self.chunks_of(self.names)
         self._digest = xxhash.xxh3_128()
         for name in sorted(self.names):  # ".zarray" comes before "zarr.json", which counts if both exist
             folder, _, last = name.rpartition("/")
             if last in (_V2, _V3) and not is_skipped(folder):
                 self._add(folder, name)
+
+    def listed(self) -> frozenset[str]:
+        """All files below the folder."""
+        return frozenset(self.storage.list())
+
+    def read(self, name: str) -> tuple[dict[str, Any], bytes]:
+        """A metadata file and its bytes; see `read_json`."""
+        return read_json(self.storage, name)
+
+    def chunks_of(self, names: frozenset[str]) -> Chunks:
+        """Describes the chunks among some files."""
+        return Chunks(self.storage, names)
 
     def describe(
         self, folder: str, key: str, *, every_chunk: Callable[[ArrayMetadata], bool] = lambda _: False
@@ -128,7 +140,7 @@ class ZarrArrays:
 
     def _read(self, name: str) -> dict[str, Any]:
         """Reads a metadata file and adds it to the digest."""
-        document, data = read_json(self.storage, name)
+        document, data = self.read(name)
         self._digest.update(f"{name}\0{len(data)}\0".encode("utf-8", "surrogateescape"))
         self._digest.update(data)
         return document

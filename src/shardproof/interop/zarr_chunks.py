@@ -20,7 +20,7 @@ from shardproof.interop.zarr_codecs import CodedExtent, import_extra
 from shardproof.interop.zarr_metadata import ArrayMetadata, Layout
 from shardproof.storage import Storage
 
-__all__ = ["Chunks", "FillExtent"]
+__all__ = ["Chunks", "FillExtent", "chunks_in_shard", "clipped", "leaf"]
 
 _MOST_CHUNKS = 1 << 22
 """Chunks of a checkpoint, at most. Each one takes about 0.5 KB while the checkpoint is open."""
@@ -110,7 +110,7 @@ class Chunks:
         files = math.prod(array.grid)
         chunks = files * _leaves(array.layout)
         if chunks > self._left or files > len(self._names) + _MOST_ABSENT - self.absent:
-            path, sizes = f"{self._storage.location}/{metadata}", _leaf(array.layout).sizes
+            path, sizes = f"{self._storage.location}/{metadata}", leaf(array.layout).sizes
             raise FormatError(
                 f"{path}: {key} has the shape {array.shape} in {chunks} chunks of {sizes}. "
                 f"The folder has {len(self._names)} files, and a checkpoint {_MOST_CHUNKS} chunks at most: "
@@ -134,29 +134,30 @@ class Chunks:
             self.filled += absent[:1]
             if absent and len(absent) == len(found):
                 origin = (0,) * len(array.shape)
-                return [StoredBox.of(origin, array.shape, self._filled(array, array.shape, metadata))]
+                return [StoredBox.of(origin, array.shape, self.filled_view(array, array.shape, metadata))]
         return [
             box
             for offsets, name in found
             for box in (
-                self._chunk_boxes(key, array, offsets, name, metadata)
+                self.chunk_boxes(key, array, offsets, name, metadata)
                 if name not in lost
-                else [self._lost_box(key, array, offsets, name)]
+                else [self.lost_box(key, array, offsets, name)]
             )
         ]
 
-    def _lost_box(self, key: str, array: ArrayMetadata, offsets: tuple[int, ...], name: str) -> StoredBox:
-        sizes = _clipped(offsets, array.layout.sizes, array.shape)
+    def lost_box(self, key: str, array: ArrayMetadata, offsets: tuple[int, ...], name: str) -> StoredBox:
+        """The box of a chunk that was stored and is gone: an error when it is read."""
+        sizes = clipped(offsets, array.layout.sizes, array.shape)
         return StoredBox(offsets, sizes, name, 0, 0, partial(self._lost, name, key, offsets))
 
-    def _chunk_boxes(
+    def chunk_boxes(
         self, key: str, array: ArrayMetadata, offsets: tuple[int, ...], name: str, metadata: str
     ) -> Iterator[StoredBox]:
         """The boxes of a chunk that is stored, or that reads as the fill value."""
         layout = array.layout
-        sizes = _clipped(offsets, layout.sizes, array.shape)
+        sizes = clipped(offsets, layout.sizes, array.shape)
         if name not in self._names:
-            yield StoredBox.of(offsets, sizes, self._filled(array, sizes, metadata))
+            yield StoredBox.of(offsets, sizes, self.filled_view(array, sizes, metadata))
         elif layout.inner is None:
             self.sizes[name] = None if layout.codecs.codecs else layout.codecs.nbytes
             view = self._located(array, layout, sizes, name, 0, None)
@@ -165,8 +166,8 @@ class Chunks:
             self.sizes[name] = None
             if math.prod(layout.grid) > _MOST_UNSEEN:
                 self._check_index_size(layout, name, 0, self._storage.size(name) or 0)
-            for begin, places in _in_shard(layout, offsets):
-                sizes = _clipped(begin, _leaf(layout).sizes, array.shape)
+            for begin, places in chunks_in_shard(layout, offsets):
+                sizes = clipped(begin, leaf(layout).sizes, array.shape)
                 if all(size > 0 for size in sizes):
                     found = partial(self._find, array, key, sizes, name, places, metadata)
                     yield StoredBox(begin, sizes, name, 0, layout.codecs.nbytes, found)
@@ -174,7 +175,8 @@ class Chunks:
     def _lost(self, name: str, key: str, offsets: tuple[int, ...]) -> StoredView:
         raise missing_file(f"{self._storage.location}/{name}", key, offsets)
 
-    def _filled(self, array: ArrayMetadata, sizes: Sequence[int], metadata: str) -> StoredView:
+    def filled_view(self, array: ArrayMetadata, sizes: Sequence[int], metadata: str) -> StoredView:
+        """Elements that all equal the fill value of an array."""
         itemsize = DTYPES[array.dtype].itemsize
         fill = bytes(itemsize) if array.fill is None else array.fill
         return StoredView.dense(sizes, FillExtent(self._storage, metadata, math.prod(sizes) * itemsize, fill))
@@ -233,7 +235,7 @@ class Chunks:
             index = self._index(layout, name, start, stop)
             offset, nbytes = index[row]
             if offset == _ABSENT and nbytes == _ABSENT:
-                return self._filled(array, sizes, metadata)
+                return self.filled_view(array, sizes, metadata)
             layout, start = layout.inner, start + int(offset)
             stop = start + int(nbytes)
         assert stop is not None
@@ -299,8 +301,9 @@ class Chunks:
         return nbytes
 
 
-def _leaf(layout: Layout) -> Layout:
-    return layout if layout.inner is None else _leaf(layout.inner)
+def leaf(layout: Layout) -> Layout:
+    """The layout of the chunks that no shard divides further."""
+    return layout if layout.inner is None else leaf(layout.inner)
 
 
 def _leaves(layout: Layout) -> int:
@@ -308,12 +311,14 @@ def _leaves(layout: Layout) -> int:
     return 1 if layout.inner is None else math.prod(layout.grid) * _leaves(layout.inner)
 
 
-def _clipped(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
+def clipped(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
     """Sizes of the part of a chunk that lies in the array."""
     return tuple(min(size, n - at) for at, size, n in zip(offsets, sizes, shape, strict=True))
 
 
-def _in_shard(layout: Layout, offsets: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def chunks_in_shard(
+    layout: Layout, offsets: tuple[int, ...]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """First index of each chunk in a shard, and its row in the index of each shard around it."""
     inner = layout.inner
     if inner is None:
@@ -322,5 +327,5 @@ def _in_shard(layout: Layout, offsets: tuple[int, ...]) -> Iterator[tuple[tuple[
     for row, at in enumerate(itertools.product(*map(range, layout.grid))):
         steps = dict(zip(layout.axes, at, strict=True))
         begin = tuple(offset + steps[axis] * inner.sizes[axis] for axis, offset in enumerate(offsets))
-        for found, places in _in_shard(inner, begin):
+        for found, places in chunks_in_shard(inner, begin):
             yield found, (row, *places)

@@ -26,7 +26,7 @@ from shardproof.geometry import row_major_strides
 from shardproof.interop.zarr_codecs import Codec, Codecs
 from shardproof.storage import Storage
 
-__all__ = ["ArrayMetadata", "Layout", "ShardIndex", "parse_array", "read_json"]
+__all__ = ["ArrayMetadata", "Layout", "ShardIndex", "parse_array", "parse_json", "read_json"]
 
 DTYPE_ATTRIBUTE = "shardproof:dtype"
 """Attribute with torch's name of the dtype, of an array of unsigned integers that holds its bits."""
@@ -137,14 +137,27 @@ def read_json(storage: Storage, name: str) -> tuple[dict[str, Any], bytes]:
     path = f"{storage.location}/{name}"
     if (storage.size(name) or 0) > _MOST_JSON_BYTES:
         raise FormatError(f"{path} is larger than {_MOST_JSON_BYTES} bytes: it is no metadata", file=path)
+    data = storage.read(name)
+    return parse_json(data, path), data
+
+
+def parse_json(data: bytes, path: str) -> dict[str, Any]:
+    """A JSON object.
+
+    Args:
+        data: its text.
+        path: of the file, for messages.
+
+    Raises:
+        FormatError: it is no JSON object.
+    """
     try:
-        data = storage.read(name)
         found = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{path} is damaged: it is no JSON ({error})", file=path) from error
     if not isinstance(found, dict):
         raise FormatError(f"{path} is damaged: it is a JSON {type(found).__name__}, no object", file=path)
-    return found, data
+    return found
 
 
 def parse_array(

@@ -182,7 +182,10 @@ class _Loader:
         try:
             with no_garbage_collection():
                 checkpoint = self._checkpoint = open_storage(
-                    self._source, format=options.format, trust_pickle=options.trust_pickle
+                    self._source,
+                    format=options.format,
+                    trust_pickle=options.trust_pickle,
+                    warn=self._rendezvous.rank == 0,
                 )
                 self._opened = [checkpoint.close]
                 self._check_kind(checkpoint, check)

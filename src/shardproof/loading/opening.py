@@ -48,13 +48,21 @@ def open_storage(
     *,
     format: str | None = None,  # noqa: A002
     trust_pickle: bool = False,
+    warn: bool = True,
 ) -> Checkpoint:
-    """Opens a checkpoint in a storage; see `open_checkpoint`."""
+    """Opens a checkpoint in a storage; see `open_checkpoint`.
+
+    Args:
+        foreign: where it is.
+        format: name of the format; None to find it.
+        trust_pickle: True to unpickle values that are no plain data.
+        warn: True to log what the format cannot prove or lost.
+    """
     place = foreign if isinstance(foreign, Foreign) else Foreign(foreign)
     name = format or format_of(place)
     if name == NATIVE:
         return NativeCheckpoint(place.storage)
     reader = open_reader(place, name)
-    for note in reader.notes:
+    for note in reader.notes if warn else ():
         _log.warning("%s: %s", reader.location, note)
     return ForeignCheckpoint(reader, trust_pickle=trust_pickle)

@@ -45,7 +45,7 @@ def verify_any(
             storage = foreign.storage
             uncached = UncachedStorage(storage.path) if isinstance(storage, LocalStorage) else storage
             return verify(uncached, on_progress)
-        checkpoint = open_storage(foreign, format=name)
+        checkpoint = open_storage(foreign, format=name, warn=False)
     except (FormatError, StorageError) as error:
         return VerifyReport(foreign.location, None, 0, 0, 0, time.monotonic() - begun, [error])
     with checkpoint:

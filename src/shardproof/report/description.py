@@ -53,7 +53,7 @@ def describe(
         return Stored(foreign.location, NATIVE, manifest, read_index(foreign.storage, manifest))
     from shardproof.loading import ForeignCheckpoint, open_storage
 
-    with open_storage(foreign, format=name, trust_pickle=trust_pickle) as checkpoint:
+    with open_storage(foreign, format=name, trust_pickle=trust_pickle, warn=False) as checkpoint:
         assert isinstance(checkpoint, ForeignCheckpoint)
         return _described(checkpoint)
 

@@ -163,7 +163,7 @@ def _read_differences(
 
     values, done, total = [], 0, 2 * sum(nbytes for _, nbytes in tensors)
     with ExitStack() as opened:
-        one, other = (opened.enter_context(open_storage(place)) for place in (a, b))
+        one, other = (opened.enter_context(open_storage(place, warn=False)) for place in (a, b))
         for key, nbytes in tensors:
             for step in compare_tensors(one, other, key):
                 if on_progress is not None:

@@ -49,8 +49,11 @@ class _Stream:
         return lambda *args, **options: True
 
 
-def install() -> None:
-    """Puts the stand-ins in place. Does nothing where there is CUDA, but for `typing.override`."""
+def install(current_device: Any = "cpu") -> None:
+    """Puts the stand-ins in place. Does nothing where there is CUDA, but for `typing.override`.
+
+    Megatron-Core makes tensors on what `torch.cuda.current_device` returns; Megatron-FSDP needs a number there.
+    """
     if not hasattr(typing, "override"):  # Python 3.12 has it
         typing.override = typing_extensions.override
     if torch.cuda.is_available():
@@ -59,7 +62,7 @@ def install() -> None:
     if "triton" not in sys.modules:
         triton = sys.modules["triton"] = _Absent("triton")
         triton.language = sys.modules["triton.language"] = _Absent("triton.language")
-    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.current_device = lambda: current_device
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.set_device = lambda device: None
     torch.cuda.device_count = lambda: 1

@@ -6,6 +6,7 @@ import base64
 import json
 import random
 import tarfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -136,18 +137,19 @@ def bits(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
     return tensor.dtype, tensor.shape, bytes(dense.view(torch.uint8).numpy())
 
 
-def check_golden(golden: Golden, name: str, path: Path | None = None) -> None:
+def check_golden(golden: Golden, name: str, path: Path | None = None, *, more: Collection[str] = ()) -> None:
     """A golden checkpoint is recognized, and reads to its expected bits, whole and sliced.
 
     Args:
         golden: of which every key is expected under its own name.
         name: of the format that has to be recognized.
         path: to open; None for the folder of the checkpoint.
+        more: keys of objects that the expectations leave out.
     """
     with sp.open(path or golden.checkpoint) as checkpoint:
         assert isinstance(checkpoint, ForeignCheckpoint)
         assert checkpoint.reader.name == name
-        assert checkpoint.keys() == sorted([*golden.kinds, *golden.objects])
+        assert checkpoint.keys() == sorted([*golden.kinds, *golden.objects, *more])
         check_tensors(golden, checkpoint)
         found = {key: tagged(checkpoint.reader.object(key)) for key in golden.objects}
         assert found == golden.objects

@@ -15,6 +15,7 @@ import shardproof as sp
 from shardproof.errors import StructureError
 from shardproof.interop import Contents, Foreign, WriteOptions, writer_of
 from shardproof.interop.dcp import DcpReader
+from shardproof.interop.pickle_data import read_pickle
 from shardproof.storage import LocalStorage
 from tests.unit.interop.peers import bits
 from tests.unit.interop.writing import loaded, written
@@ -49,7 +50,9 @@ def test_the_three_parts_are_where_megatron_looks(tmp_path: Path) -> None:
     reader = DcpReader(Foreign(LocalStorage(tmp_path)))
     sharded = {key: [value] for key, value in objects.items() if "/shard_" in key}
     assert {key: reader.object(key) for key in reader.object_keys()} == sharded
-    assert reader.metadata.state["planner_data"] is None
+    metadata = read_pickle((tmp_path / ".metadata").read_bytes(), {}, file=".metadata").value
+    assert metadata.state["planner_data"] is None
+    assert not reader.notes
     with sp.open(tmp_path, format="dcp") as checkpoint:
         for key, tensor in {**tensors, "tied": tensors["rep"]}.items():
             assert bits(checkpoint[key].read()) == bits(tensor)

@@ -134,6 +134,8 @@ def test_nothing_and_values_alone_are_checkpoints(tmp_path: Path) -> None:
     assert verify(LocalStorage(tmp_path / "values")).ok
     with sp.open(tmp_path / "values") as checkpoint:
         assert checkpoint["a"] == 1 and checkpoint["e"].read().shape == (0, 3)
+    (tmp_path / "values" / "manifest.json").unlink()
+    assert repair(LocalStorage(tmp_path / "values")).tensors[0].key == "e", "the first file declares it"
 
 
 def test_an_interrupted_unit_and_an_interrupted_commit_are_repeated(tmp_path: Path) -> None:
@@ -159,7 +161,8 @@ def test_a_lost_manifest_is_written_again(tmp_path: Path) -> None:
     manifest = read_manifest(LocalStorage(tmp_path))
     (tmp_path / "manifest.json").unlink()
     repaired = repair(LocalStorage(tmp_path))
-    assert (repaired.files, repaired.objects, repaired.aliases, repaired.index) == (
+    assert (repaired.tensors, repaired.files, repaired.objects, repaired.aliases, repaired.index) == (
+        manifest.tensors,
         manifest.files,
         manifest.objects,
         manifest.aliases,

@@ -296,7 +296,7 @@ def test_every_damaged_byte_is_found_where_there_is_a_checksum(name: str, tmp_pa
     (found, _) = opened(tmp_path).reader.tensors["w"].boxes[0].located(), None
     assert found.extent.has_checksum == has_checksum
     chosen = random.Random(0)
-    for at in range(len(whole)):
+    for at in range(0, len(whole), 1 + len(whole) // 150):
         damaged = bytearray(whole)
         damaged[at] ^= 1 << chosen.randrange(8)
         file.write_bytes(damaged)
@@ -306,7 +306,7 @@ def test_every_damaged_byte_is_found_where_there_is_a_checksum(name: str, tmp_pa
             pass
         else:
             assert same or not has_checksum, at
-    for size in range(len(whole)):
+    for size in range(0, len(whole), 1 + len(whole) // 50):
         file.write_bytes(whole[:size])
         with pytest.raises(ShardproofError):
             opened(tmp_path)["w"].read()

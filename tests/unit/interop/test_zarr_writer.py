@@ -114,6 +114,7 @@ def test_keys_that_zarr_cannot_have_as_names_are_escaped(read: Any, tmp_path: Pa
         key: value.tolist() for key, value in state.items()
     }
     assert (tmp_path / "c" / "a.b.c" / "zarr.json").exists()
+    assert not list((tmp_path / "c").glob("__*")), "Zarr reserves such names"
 
 
 @pytest.mark.parametrize("shape", [(100, 1 << 17), (3, 40, 1 << 17), (1, (9 << 20) + 5)])
