@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardproof.conversion.key_maps.check import check_mapped
 from shardproof.conversion.key_maps.engine import MappedKeys, Stored, apply_rules
 from shardproof.conversion.key_maps.families import FAMILIES
 from shardproof.conversion.key_maps.hyperparameters import CONFIG, hyperparameters
+from shardproof.conversion.key_maps.key_rules import KeyRules
 from shardproof.conversion.key_maps.map_names import MapName
-from shardproof.conversion.key_maps.rules import KeyRules
+from shardproof.conversion.key_maps.move_check import check_mapped
 from shardproof.conversion.key_maps.toml_file import read_rules
 from shardproof.conversion.request import KeyMap
 
@@ -43,7 +43,7 @@ def apply_key_map(key_map: KeyMap, stored: Mapping[str, Stored], objects: Mappin
                 f"key map {name.base}: the direction is {' or '.join(rules.directions)}, not {direction!r}"
             )
         known = hyperparameters(name.numbers(), name.options.get("config"), objects)
-        mapped = apply_rules(rules, direction, stored, known, name.rule_options())
+        mapped = apply_rules(rules, direction, stored, known, name.rule_options(rules.placeholders))
     check_mapped(mapped.tensors, stored)
     return mapped
 

@@ -14,8 +14,8 @@ from itertools import product
 from typing import TypeAlias
 
 from shardproof.conversion.key_maps.hyperparameters import Hyperparameters
+from shardproof.conversion.key_maps.key_rules import KeyPattern, KeyRules, Rule
 from shardproof.conversion.key_maps.layouts import LAYOUTS, Arrangement, LayoutMismatch, Piece
-from shardproof.conversion.key_maps.rules import KeyPattern, KeyRules, Rule
 from shardproof.conversion.mapping import MappedTensor, Move
 from shardproof.errors import StructureError
 
@@ -35,7 +35,7 @@ class RuleOptions:
 
     prefixes: Sequence[str] = ()
     """Below these keys the rules apply, too. The written keys have them as well."""
-    stacked: frozenset[str] = frozenset({"layer", "expert"})
+    stacked: frozenset[str] = frozenset()
     """Placeholders for which the first project's tensors are written with a leading dimension."""
     unfused_norms: bool = False
     """True to write `Rule.unfused` names."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from itertools import chain
 
-from shardproof.conversion.key_maps.rules import KeyRules, Rule
+from shardproof.conversion.key_maps.key_rules import KeyRules, Rule
 
 __all__ = ["FAMILIES"]
 

@@ -59,16 +59,22 @@ class MapName:
                 found[name] = int(value)
         return found
 
-    def rule_options(self) -> RuleOptions:
-        """How the rules are applied."""
+    def rule_options(self, placeholders: frozenset[str]) -> RuleOptions:
+        """How the rules are applied.
+
+        Args:
+            placeholders: of all rules.
+        """
         norms = self.options.get("norms", "fused")
         if norms not in ("fused", "unfused"):
             raise ValueError(f"key map {self.base}: norms is fused or unfused, not {norms!r}")
-        stack = self.options.get("stack", "layer,expert")
-        stacked = frozenset() if stack == "none" else frozenset(stack.split(","))
-        if not stacked <= {"layer", "expert"}:
+        stack = self.options.get("stack")
+        named = frozenset(() if stack in (None, "none") else str(stack).split(","))
+        if not named <= placeholders:
             raise ValueError(
-                f'key map {self.base}: stack is "layer,expert", "layer", "expert" or "none", not {stack!r}'
+                f"key map {self.base}: stack names placeholders: {', '.join(sorted(placeholders))}; or none. "
+                f"It is {stack!r}"
             )
+        stacked = placeholders if stack is None else named
         prefixes = [item.removesuffix(".") for item in self.options.get("prefix", "").split(",") if item]
         return RuleOptions(sorted(prefixes, key=len, reverse=True), stacked, norms == "unfused")

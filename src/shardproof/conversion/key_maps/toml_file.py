@@ -7,7 +7,7 @@ import tomllib
 from typing import Any
 
 from shardproof.conversion.key_maps.families import FAMILIES
-from shardproof.conversion.key_maps.rules import KeyRules, Rule
+from shardproof.conversion.key_maps.key_rules import KeyRules, Rule
 
 __all__ = ["read_rules"]
 

@@ -14,7 +14,8 @@ from shardproof.conversion.key_maps.layouts import LAYOUTS
 
 __all__ = ["KeyPattern", "KeyRules", "Rule"]
 
-_TOKEN = re.compile(r"(\.?\{\w+\}|\[[^\]]*\])")
+_PLACEHOLDER = re.compile(r"\{([a-z][a-z0-9_]*)\}")
+_TOKEN = re.compile(r"(\.?\{[a-z][a-z0-9_]*\}|\[[^\]]*\])")
 _NUMBER = r"0|[1-9][0-9]{0,8}"
 
 
@@ -27,6 +28,9 @@ class KeyPattern:
             has a leading dimension instead.
         prefix: regular expression of text that stored keys may begin with.
 
+    Raises:
+        ValueError: a placeholder is there twice.
+
     >>> pattern = KeyPattern("layers.{layer}.experts.{expert}.weight", stackable=True)
     >>> pattern.match("layers.3.experts.weight")
     {'layer': 3, 'expert': None}
@@ -36,8 +40,10 @@ class KeyPattern:
 
     def __init__(self, text: str, *, stackable: bool = False, prefix: str = "") -> None:
         self.text = text
-        self.placeholders: tuple[str, ...] = tuple(re.findall(r"\{(\w+)\}", text))
+        self.placeholders: tuple[str, ...] = tuple(_PLACEHOLDER.findall(text))
         """Names, in the order of the leading dimensions."""
+        if len(set(self.placeholders)) < len(self.placeholders):
+            raise ValueError(f"{text!r} has one placeholder twice")
         self._tokens = _TOKEN.split(text)
         parts = [prefix]
         for token in self._tokens:
@@ -106,8 +112,7 @@ class Rule:
         if self.shapes and len(self.shapes) != len(self.parts):
             raise ValueError(f"{self.joined}: {len(self.shapes)} shapes for {len(self.parts)} parts")
         for text in (self.joined, *self.parts, *self.joined_names):
-            names = KeyPattern(text).placeholders
-            if len(set(names)) < len(names) or {*names} != {*KeyPattern(self.joined).placeholders}:
+            if {*KeyPattern(text).placeholders} != {*KeyPattern(self.joined).placeholders}:
                 raise ValueError(f"{text!r} and {self.joined!r} have different placeholders")
 
     @property
@@ -134,6 +139,12 @@ class KeyRules:
     def directions(self) -> tuple[str, str]:
         """Names of both directions."""
         return f"{self.first}-to-{self.second}", f"{self.second}-to-{self.first}"
+
+    @property
+    def placeholders(self) -> frozenset[str]:
+        """Names of the placeholders of all rules, and those that most models have."""
+        names = (name for rule in self.rules for name in KeyPattern(rule.joined).placeholders)
+        return frozenset({"layer", "expert", *names})
 
     def with_first(self, rules: Sequence[Rule], ignored: Sequence[str]) -> KeyRules:
         """These rules after some others."""
