@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -11,6 +11,7 @@ import xxhash
 
 from shardproof.conversion.mapping import MappedTensor, Move
 from shardproof.dtypes import DTYPES
+from shardproof.geometry import Boxes, overlapping_pairs
 from shardproof.loading import Checkpoint, StoredTensor
 
 __all__ = ["Box", "HashedBox", "MappedSource", "batches", "box_digest"]
@@ -21,6 +22,8 @@ _Box = tuple[tuple[int, ...], tuple[int, ...]]
 _SMALL_BYTES = 1 << 20
 """Larger boxes are not read ahead: planning is little of their time."""
 _BATCH_BOXES = 1024
+_FEW_MOVES = 64
+"""Up to this many moves, comparing each with a box takes less time than a search."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,8 @@ class MappedSource:
         self._batch_of = {box: batch for batch in batches(small, self._nbytes, batch_bytes) for box in batch}
         self._ahead: dict[Box, torch.Tensor] = {}
         """Boxes that were read and not asked for yet."""
+        self._moves: dict[str, Boxes] = {}
+        """Boxes of the moves of tensors that have many."""
 
     def read(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """Reads a box of a written tensor and records its digest."""
@@ -123,7 +128,7 @@ class MappedSource:
         if len(tensor.moves) != 1 or 0 in box[2]:
             return None
         (move,) = tensor.moves
-        is_whole = (move.offsets, move.sizes) == box[1:] and move.key is not None
+        is_whole = (move.offsets, move.sizes) == box[1:] and move.key is not None and not move.axes
         return move if is_whole else None
 
     def _read(self, key: str, box: tuple[tuple[int, ...], tuple[int, ...]]) -> torch.Tensor:
@@ -132,7 +137,7 @@ class MappedSource:
         parts = (
             []
             if 0 in box[1]
-            else [(move, *shared) for move in tensor.moves if (shared := _shared(box, move))]
+            else [(move, *shared) for move in self._near(key, box) if (shared := _shared(box, move))]
         )
         if len(parts) == 1 and parts[0][2] == box[1]:
             values = self._moved(*parts[0]).to(dtype).contiguous()
@@ -150,6 +155,16 @@ class MappedSource:
         boxes, self._boxes = self._boxes, []
         return boxes
 
+    def _near(self, key: str, box: _Box) -> Iterable[Move]:
+        """The moves that fill a part of a box, and perhaps more."""
+        moves = self._tensors[key].moves
+        if len(moves) <= _FEW_MOVES:
+            return moves
+        if key not in self._moves:
+            self._moves[key] = Boxes.of(*((move.offsets, move.sizes) for move in moves))
+        _, rows = overlapping_pairs(Boxes.of(box), self._moves[key])
+        return [moves[row] for row in rows.tolist()]
+
     def _moved(self, move: Move, low: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
         """The part of a move that fills a box of the written tensor."""
         if move.key is None:
@@ -159,9 +174,13 @@ class MappedSource:
         inside = tuple(a - o for a, o in zip(low, move.offsets, strict=True))
         source = _source_box(move, inside, sizes)
         if source is not None:
-            return stored[_slices(*source)].reshape(sizes)
-        whole = stored[_slices(move.source_offsets, move.source_sizes)].reshape(move.sizes)
+            return _permuted(stored[_slices(*source)], move).reshape(sizes)
+        whole = _permuted(stored[_slices(move.source_offsets, move.source_sizes)], move).reshape(move.sizes)
         return whole[_slices(inside, sizes)]
+
+
+def _permuted(values: torch.Tensor, move: Move) -> torch.Tensor:
+    return values.permute(move.axes) if move.axes else values
 
 
 def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
@@ -186,7 +205,8 @@ def _source_box(move: Move, inside: tuple[int, ...], sizes: tuple[int, ...]) -> 
     if sizes == move.sizes:
         return move.source_offsets, move.source_sizes
     long = [dim for dim, size in enumerate(move.sizes) if size > 1]
-    source_long = [dim for dim, size in enumerate(move.source_sizes) if size > 1]
+    order = move.axes or range(len(move.source_sizes))
+    source_long = [dim for dim in order if move.source_sizes[dim] > 1]
     if [move.sizes[dim] for dim in long] != [move.source_sizes[dim] for dim in source_long]:
         return None
     offsets, extents = list(move.source_offsets), list(move.source_sizes)
