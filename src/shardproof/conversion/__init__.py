@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.reduction import ForkingPickler
 
 from shardproof.conversion.conversion_protocol import ConversionReport, Where, carry_out
 from shardproof.conversion.mapping import MappedTensor, Move
-from shardproof.conversion.request import ConversionRequest
+from shardproof.conversion.request import ConversionRequest, KeyMap, KeyMapFunction
 from shardproof.reentrance import refuse_inside
 from shardproof.rendezvous import Rendezvous
 from shardproof.storage import StrOrBytesPath
 
-__all__ = ["ConversionReport", "ConversionRequest", "MappedTensor", "Move", "Where", "convert"]
+__all__ = [
+    "ConversionReport",
+    "ConversionRequest",
+    "KeyMap",
+    "KeyMapFunction",
+    "MappedTensor",
+    "Move",
+    "Where",
+    "convert",
+]
 
 
 def convert(
@@ -25,7 +35,7 @@ def convert(
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     rename: Mapping[str, str] | None = None,
-    key_map: str | None = None,
+    key_map: KeyMap | None = None,
     max_file_bytes: int | None = None,
     memory_bytes: int = 4 << 30,
     workers: int = 1,
@@ -54,8 +64,10 @@ def convert(
         exclude: patterns of the keys to leave out.
         rename: stored key to written key, for a key and all below it. The longest stored key decides. An
             empty written key removes the prefix.
-        key_map: map between the keys of two projects: a name such as "megatron-to-hf:llama", or the path of a
-            TOML file.
+        key_map: map between the keys of two projects: a name such as "megatron-to-hf:llama", the path of a
+            TOML file, or a function from the dtype and shape of each tensor, by key, and the plain values, to
+            a `MappedTensor` for each key to write. Plain values are not written then. With workers, the
+            function has to be one that pickle can send to a process.
         max_file_bytes: bytes of tensors in one file, at most; None for the habit of the format.
         memory_bytes: memory of all processes together, above that of their libraries.
         workers: processes that write units, on each machine.
@@ -84,6 +96,8 @@ def convert(
         8
     """
     refuse_inside("convert")
+    if callable(key_map) and workers > 1 and on == "processes":
+        _check_picklable(key_map)
     request = ConversionRequest(
         os.fsdecode(source),
         os.fsdecode(destination),
@@ -107,6 +121,15 @@ def convert(
         rendezvous=rendezvous,
         deadline=deadline,
     )
+
+
+def _check_picklable(key_map: KeyMapFunction) -> None:
+    try:
+        ForkingPickler.dumps(key_map)
+    except Exception as error:
+        raise ValueError(
+            f"key_map cannot be sent to worker processes ({error}): define it in a module, or give workers=1"
+        ) from error
 
 
 def _listed(patterns: str | Sequence[str] | None) -> list[str] | None:

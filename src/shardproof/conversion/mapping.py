@@ -13,7 +13,8 @@ class Move:
     """A box of a written tensor that comes from a box of a stored one.
 
     The elements correspond in row-major order, so the two boxes have as many elements, and may differ in
-    their number of dimensions (a layer of a stack, an expert of many).
+    their number of dimensions (a layer of a stack, an expert of many). With `axes`, the dimensions of the
+    stored box are permuted first.
     """
 
     offsets: tuple[int, ...]
@@ -24,6 +25,8 @@ class Move:
     source_offsets: tuple[int, ...] = ()
     """First index of the box in the stored tensor."""
     source_sizes: tuple[int, ...] = ()
+    axes: tuple[int, ...] = ()
+    """Order of the stored dimensions, as `torch.permute` takes it; empty to leave it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
+from shardproof.conversion.key_maps import CONFIG, apply_key_map, key_map_label
 from shardproof.conversion.mapping import MappedTensor, Move
 from shardproof.conversion.request import ConversionRequest
 from shardproof.dtypes import DTYPES
 from shardproof.errors import PlainDataError, StructureError
-from shardproof.interop import Contents, FormatWriter, WriteOptions, writer_of
+from shardproof.interop import Contents, FormatWriter, WriteOptions, foreign_of, read_json, writer_of
 from shardproof.loading import Checkpoint, NativeCheckpoint, check_patterns, selects
 
 __all__ = ["ConversionPlan", "plan_conversion"]
@@ -52,8 +53,8 @@ def plan_conversion(checkpoint: Checkpoint, request: ConversionRequest) -> Conve
         request: what to do.
 
     Raises:
-        StructureError: a pattern or a rename fits no key, two keys get one name, or the format cannot hold a
-            tensor.
+        StructureError: a pattern or a rename fits no key, two keys get one name, the key map does not fit, or
+            the format cannot hold a tensor.
         PlainDataError: values are no plain data; the message names all of them.
         ValueError: the format cannot be written, or the dtype is unknown.
     """
@@ -72,7 +73,12 @@ def plan_conversion(checkpoint: Checkpoint, request: ConversionRequest) -> Conve
                 checkpoint.dtype(other), checkpoint.shape(other), [_whole(other, checkpoint.shape(other))]
             )
             del aliases[alias]
-    objects = _plain_values(checkpoint, selected)
+    unmapped: list[str] = []
+    if request.key_map is None:
+        objects = _plain_values(checkpoint, selected)
+    else:
+        tensors, aliases, unmapped = _mapped(checkpoint, request, tensors, aliases)
+        objects = {}
     new_name = _renamer(request.rename, [*tensors, *aliases, *objects])
     cast = _caster(request.dtype)
     tensors = {new_name(key): MappedTensor(cast(t.dtype), t.shape, t.moves) for key, t in tensors.items()}
@@ -87,14 +93,46 @@ def plan_conversion(checkpoint: Checkpoint, request: ConversionRequest) -> Conve
     options = WriteOptions(request.max_file_bytes, piece_bytes(request))
     writer = writer_of(request.to)(contents, options)
     units = [(unit.name, unit.boxes) for unit in writer.units]
-    described = [
-        checkpoint.attempt,
-        {**asdict(request), "workers": 0, "memory_bytes": 0, "source": ""},
-        units,
-    ]
+    without_map = replace(request, key_map=None, workers=0, memory_bytes=0, source="")
+    described: list[Any] = [checkpoint.attempt, asdict(without_map), key_map_label(request.key_map), units]
+    if request.key_map is not None:
+        described.append([(key, t.shape, list(map(astuple, t.moves))) for key, t in tensors.items()])
     digest = hashlib.sha256(json.dumps(described, default=list).encode()).hexdigest()[:32]
-    left_out = tuple(key for key in checkpoint if not selected(key))
+    left_out = (*(key for key in checkpoint if not selected(key)), *unmapped)
     return ConversionPlan(tensors, writer, len(objects), digest, left_out)
+
+
+def _mapped(
+    checkpoint: Checkpoint,
+    request: ConversionRequest,
+    tensors: Mapping[str, MappedTensor],
+    aliases: Mapping[str, str],
+) -> tuple[dict[str, MappedTensor], dict[str, str], list[str]]:
+    """What the key map makes of the selected tensors.
+
+    Returns:
+        The written tensors; tied ones and the keys that they equal; the selected keys that are not written.
+        Plain values are not: they belong to the project that stored them.
+    """
+    assert request.key_map is not None
+    stored = {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
+    stored |= {key: stored[other] for key, other in aliases.items()}
+    result = apply_key_map(request.key_map, stored, _PlainValues(checkpoint, request.source))
+    holder = {key: move.key for key, tensor in tensors.items() for move in tensor.moves if move.key}
+    holder |= {key: holder[other] for key, other in aliases.items()}
+    written: dict[str, MappedTensor] = {}
+    tied: dict[str, str] = {}
+    for key, tensor in result.tensors.items():
+        moves = [replace(move, key=move.key and holder[move.key]) for move in tensor.moves]
+        written[key] = MappedTensor(tensor.dtype, tensor.shape, moves)
+    for key, tensor in result.tensors.items():
+        names = {move.key for move in tensor.moves} & aliases.keys()
+        if names:
+            equal = (other for other in written if other != key and written[other] == written[key])
+            if (other := next(equal, None)) is not None:
+                del written[key]
+                tied[key] = other
+    return written, tied, [*result.ignored, *checkpoint.objects]
 
 
 def piece_bytes(request: ConversionRequest) -> int:
@@ -138,6 +176,30 @@ def _plain_values(checkpoint: Checkpoint, selected: Callable[[str], bool]) -> di
             keys=[key for key, _ in refused],
         )
     return values
+
+
+class _PlainValues(Mapping[str, Any]):
+    """The plain values of a checkpoint and the ``config.json`` beside it. Each is read when asked for."""
+
+    def __init__(self, checkpoint: Checkpoint, path: str) -> None:
+        self._checkpoint = checkpoint
+        self._storage = foreign_of(path).storage
+        self._keys = dict.fromkeys(checkpoint.objects)
+        if self._storage.size(CONFIG) is not None:
+            self._keys.setdefault(CONFIG)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __getitem__(self, key: str) -> Any:
+        if key in self._checkpoint.objects:
+            return self._checkpoint[key]
+        if key not in self._keys:
+            raise KeyError(key)
+        return read_json(self._storage, CONFIG)[1]
 
 
 def _caster(dtype: str | None) -> Callable[[str], str]:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-__all__ = ["ConversionRequest", "KeyMap"]
+from shardproof.conversion.mapping import MappedTensor
 
-KeyMap: TypeAlias = str
-"""Name of a map between the keys of two projects, or the path of a TOML file that declares one."""
+__all__ = ["ConversionRequest", "KeyMap", "KeyMapFunction"]
+
+KeyMapFunction: TypeAlias = Callable[
+    [Mapping[str, tuple[str, tuple[int, ...]]], Mapping[str, Any]], Mapping[str, MappedTensor]
+]
+"""From the dtype and shape of each stored tensor, and the plain values, to the written tensors."""
+KeyMap: TypeAlias = str | KeyMapFunction
+"""Map between the keys of two projects: its name, the path of a TOML file that declares it, or a function."""
 
 
 @dataclass(frozen=True, slots=True)

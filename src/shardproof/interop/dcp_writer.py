@@ -38,6 +38,10 @@ class DcpWriter(FormatWriter):
 
     A tied tensor is stored once, and both keys lead to the same entries. The paths of keys in the nested
     state dict (``planner_data``) are those of `state_paths`.
+
+    Objects keep their keys. torch 2.4 and newer look for the leaves of a dict or of a list of dicts
+    (``optim.param_groups.0.lr``), and if they are missing for the whole (``optim.param_groups``). torch 2.2
+    and 2.3 look for the whole only.
     """
 
     name = "dcp"

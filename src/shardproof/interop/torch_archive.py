@@ -110,7 +110,7 @@ class ArchiveTensor:
         found = 0
         for piece in self.pieces():
             found += piece.nbytes
-            if piece.dtype != getattr(torch, self.dtype) or found > self.nbytes:
+            if piece.dtype != getattr(torch, self.dtype):
                 break
             if piece.numel():
                 yield memoryview(piece.contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -127,19 +127,30 @@ def flattened(value: Any, prefix: str = "") -> dict[str, Any]:
     return {prefix: value}
 
 
-def write_training(folder: Path, max_file_bytes: int | None = None) -> dict[str, Any]:
-    """Writes the state of a model and its optimizer, and gives that state."""
+def write_training(
+    folder: Path, max_file_bytes: int | None = None, *, whole_groups: bool = False
+) -> dict[str, Any]:
+    """Writes the state of a model and its optimizer, and gives that state.
+
+    Args:
+        folder: of the checkpoint.
+        max_file_bytes: of `WriteOptions`.
+        whole_groups: True for the parameter groups as one object, as torch names them up to 2.3.
+    """
     model_state, optimizer_state = get_state_dict(*trained())
     state = {"model": model_state, "optim": optimizer_state, "step": 3}
     leaves = flattened(state)
     tensors = {key: leaf for key, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
     objects = {key: leaf for key, leaf in leaves.items() if key not in tensors}
+    if whole_groups:
+        objects = {"optim.param_groups": optimizer_state["param_groups"], "step": 3}
     written("dcp", tensors, folder, WriteOptions(max_file_bytes), objects=objects)
     return state
 
 
-def test_set_state_dict_takes_a_model_and_its_optimizer(tmp_path: Path) -> None:
-    expected = write_training(tmp_path, 200)
+@pytest.mark.parametrize("whole_groups", [False, True])
+def test_set_state_dict_takes_a_model_and_its_optimizer(tmp_path: Path, whole_groups: bool) -> None:
+    expected = write_training(tmp_path, 200, whole_groups=whole_groups)
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 2))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -192,7 +203,7 @@ def test_files_are_bounded_and_about_equal_and_hold_all(
 
 def test_large_tensors_are_cut_so_that_files_balance() -> None:
     kinds = {"small": ("float32", (1000,)), "large": ("bfloat16", (128256, 8192)), "b": ("float32", (7,))}
-    units = writer_of("dcp")(Contents(kinds), WriteOptions(1 << 30)).units
+    units = writer_of("dcp")(Contents(kinds), WriteOptions(3 << 29)).units
     sizes = [unit.nbytes for unit in units]
     assert len(sizes) == 2
     assert min(sizes) > 0.9 * max(sizes)
@@ -268,7 +279,12 @@ def test_the_metadata_names_what_torch_2_2_has(tmp_path: Path) -> None:
         metadata = OnlyOldNames(file).load()
     properties = metadata.state_dict_metadata["w"].properties
     assert (properties.dtype, properties.memory_format) == (torch.float32, torch.contiguous_format)
-    assert vars(metadata).keys() == {"state_dict_metadata", "planner_data", "storage_data"}
+    assert vars(metadata).keys() == {
+        "state_dict_metadata",
+        "planner_data",
+        "storage_data",
+        "storage_meta",
+    }
 
 
 def test_fsdp_dtensor_keeps_the_keys(tmp_path: Path) -> None:

@@ -1,0 +1,73 @@
+"""Maps between the keys of two projects: which written tensor comes from which boxes of stored ones.
+
+A map is named by a family and a direction (`FAMILIES`), declared in a TOML file, or a Python function. It
+sees keys, dtypes, shapes and plain values, and no tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardproof.conversion.key_maps.engine import MappedKeys, Stored, apply_rules
+from shardproof.conversion.key_maps.families import FAMILIES
+from shardproof.conversion.key_maps.hyperparameters import CONFIG, hyperparameters
+from shardproof.conversion.key_maps.key_rules import KeyRules
+from shardproof.conversion.key_maps.map_names import MapName
+from shardproof.conversion.key_maps.move_check import check_mapped
+from shardproof.conversion.key_maps.toml_file import read_rules
+from shardproof.conversion.request import KeyMap
+
+__all__ = ["CONFIG", "FAMILIES", "MappedKeys", "apply_key_map", "key_map_label"]
+
+
+def apply_key_map(key_map: KeyMap, stored: Mapping[str, Stored], objects: Mapping[str, Any]) -> MappedKeys:
+    """The tensors that a map gives.
+
+    Args:
+        key_map: a name, the path of a TOML file, or a function.
+        stored: dtype and shape of each stored tensor, by key.
+        objects: plain values by key, and Hugging Face's ``config.json``, if any, under that name.
+
+    Raises:
+        StructureError: the map does not fit the stored tensors, or a function gives no proper tensors.
+        ValueError: there is no such map or option.
+    """
+    if callable(key_map):
+        mapped = MappedKeys(dict(key_map(stored, objects)))
+    else:
+        rules, name = _named(MapName.parse(key_map))
+        direction = name.options.get("direction", rules.directions[0])
+        if direction not in rules.directions:
+            raise ValueError(
+                f"key map {name.base}: the direction is {' or '.join(rules.directions)}, not {direction!r}"
+            )
+        known = hyperparameters(name.numbers(), name.options.get("config"), objects)
+        mapped = apply_rules(rules, direction, stored, known, name.rule_options(rules.placeholders))
+    check_mapped(mapped.tensors, stored)
+    return mapped
+
+
+def key_map_label(key_map: KeyMap | None) -> str | None:
+    """The name of a map, for messages and digests."""
+    if key_map is None or isinstance(key_map, str):
+        return key_map
+    kind = key_map if hasattr(key_map, "__qualname__") else type(key_map)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _named(name: MapName) -> tuple[KeyRules, MapName]:
+    """The rules of a map, and its name with all options."""
+    if name.base.endswith(".toml"):
+        rules, options = read_rules(name.base)
+        return rules, name.with_defaults(options)
+    direction, _, family = name.base.partition(":")
+    rules_of = FAMILIES.get(family)
+    if rules_of is None or direction not in rules_of.directions:
+        raise ValueError(
+            f"there is no key map {name.base!r}. There are megatron-to-hf:FAMILY and hf-to-megatron:FAMILY "
+            f"with FAMILY one of {', '.join(FAMILIES)}, or give the path of a .toml file"
+        )
+    if "direction" in name.options:
+        raise ValueError(f"key map {name.base}: direction is an option of .toml files")
+    return rules_of, MapName(name.base, {**name.options, "direction": direction})
