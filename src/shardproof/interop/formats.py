@@ -20,6 +20,7 @@ READERS: Mapping[str, str] = {
     "megatron_zarr": "megatron_zarr:MegatronZarrReader",
     "zarr": "zarr:ZarrReader",
     "torch_dist": "megatron_dist:MegatronDistReader",
+    "deepspeed_universal": "deepspeed_universal:DeepSpeedUniversalReader",
     "deepspeed": "deepspeed:DeepSpeedReader",
     "dcp": "dcp:DcpReader",
     "bytecheckpoint": "bytecheckpoint:ByteCheckpointReader",
