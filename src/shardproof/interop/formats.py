@@ -22,6 +22,7 @@ READERS: Mapping[str, str] = {
     "torch_dist": "megatron_dist:MegatronDistReader",
     "deepspeed_universal": "deepspeed_universal:DeepSpeedUniversalReader",
     "deepspeed": "deepspeed:DeepSpeedReader",
+    "torch_checkpointing": "torch_checkpointing:TorchCheckpointingReader",
     "torchsnapshot": "torchsnapshot:TorchSnapshotReader",
     "dcp": "dcp:DcpReader",
     "bytecheckpoint": "bytecheckpoint:ByteCheckpointReader",
