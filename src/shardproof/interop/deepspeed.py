@@ -233,10 +233,7 @@ class DeepSpeedReader(DeepSpeedStates):
         if shapes.keys() <= mapped.keys():
             return mapped
         paddings = ranks[0].state.get("param_alignment_paddings")
-        partition = max(
-            rank.weights[row].shape[0] + (rank.state.get("group_paddings") or [0] * (row + 1))[row]
-            for rank in ranks
-        )
+        partition = ranks[0].weights[row].shape[0]  # without padding only if rank 0 holds the whole group
         gaps = paddings[row] if paddings else [0] * len(shapes)
         return joined_pieces(shapes, row, partition, gaps, len(ranks)) | mapped
 

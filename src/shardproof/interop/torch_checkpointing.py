@@ -13,27 +13,25 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from itertools import pairwise
-from math import prod
 from typing import Any
 
 import numpy as np
 import xxhash
 
 from shardproof.errors import NotCommittedError, StorageError
-from shardproof.geometry import Boxes, IndexMap
+from shardproof.geometry import IndexMap
 from shardproof.interop.extents import FileRange
 from shardproof.interop.pickle_data import Opaque, read_pickle
 from shardproof.interop.pickled_dtensors import (
-    MeshPlacements,
     PickledDTensor,
     local_index_maps,
     pickled_dtensor,
 )
 from shardproof.interop.reader import Foreign, StoredBox, StoredView, TensorDescription
+from shardproof.interop.torch_checkpointing_metadata import HeldTensor, held_tensors
 from shardproof.interop.torch_file import leaves
-from shardproof.interop.torch_folder import TorchFolderReader, shape_of
+from shardproof.interop.torch_folder import TorchFolderReader
 from shardproof.interop.torch_save import TorchObject
 from shardproof.interop.torch_tensors import TorchTensor
 from shardproof.storage import check_name
@@ -45,24 +43,6 @@ _MARK = b"nested_path_to_metadata"
 _MARK_BYTES = 4096
 _RANK_FILE = re.compile(r"(.+)_(0|[1-9][0-9]{0,8})\.pt")
 _TORCH, _JSON, _RAW = "TorchSerialization", "JsonSerialization", "RawSerialization"
-
-Path = tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Sharding:
-    """How ranks hold a tensor, by the metadata."""
-
-    shape: tuple[int, ...]
-    cuts: Mapping[int, tuple[MeshPlacements, tuple[int, ...]]]
-    """By rank, the placements and the coordinate, of a DTensor."""
-    maps: Mapping[int, IndexMap]
-    """By rank, the boxes of a tensor that describes its own parts."""
-
-    @property
-    def ranks(self) -> Iterable[int]:
-        """Ranks that hold a part."""
-        return self.cuts or self.maps
 
 
 class TorchCheckpointingReader(TorchFolderReader):
@@ -93,7 +73,7 @@ class TorchCheckpointingReader(TorchFolderReader):
                 raise ValueError(f"world_size is {self.world_size!r:.100}")
             described = metadata["metadata"]
             for item, files in self._items(described).items():
-                self._add_item(item, files, _shardings(described.get(item)))
+                self._add_item(item, files, held_tensors(described.get(item)))
         except ValueError as error:
             raise self.fault(_METADATA, f"{error}: it is damaged, or does not fit to the files") from error
         except (AttributeError, IndexError, KeyError, OverflowError, TypeError) as error:
@@ -184,9 +164,11 @@ class TorchCheckpointingReader(TorchFolderReader):
         except (StorageError, TypeError) as error:
             raise self.fault(_METADATA, f"the file name {file!r:.100} leads out of the checkpoint") from error
 
-    def _add_item(self, item: str, files: Mapping[int, str], shardings: Mapping[Path, _Sharding]) -> None:
+    def _add_item(
+        self, item: str, files: Mapping[int, str], shardings: Mapping[tuple[str, ...], HeldTensor]
+    ) -> None:
         """Describes the values of an item, from the files of all ranks."""
-        held: dict[Path, dict[int, tuple[tuple[Any, ...], Any]]] = {}
+        held: dict[tuple[str, ...], dict[int, tuple[tuple[Any, ...], Any]]] = {}
         """By path and rank, the path with its own types and the value."""
         for rank, name in files.items():
             for path, leaf in leaves(self.open_file(name).value):
@@ -200,7 +182,7 @@ class TorchCheckpointingReader(TorchFolderReader):
         for path, values in held.items():
             key = ".".join((item, *path))
             places = {rank: (files[rank], value) for rank, (_, value) in values.items()}
-            sharding = shardings.get(path) or _own_sharding(places)
+            sharding = shardings.get(path) or _by_dtensors(places)
             tie = (
                 tuple((rank, value) for rank, (_, value) in places.items()) if _are_tensors(places) else None
             )
@@ -213,7 +195,7 @@ class TorchCheckpointingReader(TorchFolderReader):
             else:
                 self._add_ranks(key, places, {rank: found for rank, (found, _) in values.items()})
 
-    def _add_merged(self, key: str, places: Mapping[int, tuple[str, Any]], sharding: _Sharding) -> None:
+    def _add_merged(self, key: str, places: Mapping[int, tuple[str, Any]], sharding: HeldTensor) -> None:
         """Describes a tensor that ranks hold parts or copies of."""
         ranks = sorted(sharding.ranks)
         tensors = {}
@@ -342,59 +324,10 @@ def _crc(view: StoredView) -> Any:
     return None if crc is None else (crc, extent.nbytes)
 
 
-def _own_sharding(places: Mapping[int, tuple[str, Any]]) -> _Sharding | None:
+def _by_dtensors(places: Mapping[int, tuple[str, Any]]) -> HeldTensor | None:
     """How ranks hold a DTensor that is not in the metadata, by what the DTensor says."""
     dtensors = {rank: value for rank, (_, value) in places.items() if isinstance(value, PickledDTensor)}
     if len(dtensors) < len(places) or not dtensors:
         return None
     shape = next(iter(dtensors.values())).shape
-    return _Sharding(shape, {rank: value.placements() for rank, value in dtensors.items()}, {})
-
-
-def _shardings(described: Mapping[str, Any] | None) -> dict[Path, _Sharding]:
-    """By path, how ranks hold the tensors of an item.
-
-    Raises:
-        ValueError, KeyError, TypeError: the metadata does not have the structure of the format.
-    """
-    found = {}
-    for text, groups in (described or {}).get("nested_path_to_metadata", {}).items():
-        path = tuple(map(str, json.loads(text)))
-        cuts: dict[int, tuple[MeshPlacements, tuple[int, ...]]] = {}
-        maps: dict[int, IndexMap] = {}
-        shapes = set()
-        for group in groups:
-            kind, data = group["sharding_metadata"]["type"], group["sharding_metadata"]["data"]
-            shape = shape_of(data["global_shape"])
-            shapes.add(shape)
-            if kind == "DTensorShardingMetadata":
-                cuts |= _cuts(shape, data, group["ranks"])
-            elif kind == "default_tensor_v1":
-                maps |= dict.fromkeys(group["ranks"], _own_map(shape, data))
-            else:
-                raise ValueError(f"the sharding {kind!r:.100} of {'.'.join(path)} is not supported")
-        if len(shapes) != 1 or (cuts and maps):
-            raise ValueError(f"{'.'.join(path)} has several shapes: {sorted(shapes)}")
-        found[path] = _Sharding(shapes.pop(), cuts, maps)
-    return found
-
-
-def _cuts(
-    shape: tuple[int, ...], data: Mapping[str, Any], ranks: Iterable[int]
-) -> dict[int, tuple[MeshPlacements, tuple[int, ...]]]:
-    mesh_shape, mesh = shape_of(data["mesh_spec"]["mesh_shape"]), shape_of(data["mesh_spec"]["mesh_data"])
-    if prod(mesh_shape) != len(mesh):
-        raise ValueError(f"a mesh of shape {mesh_shape} has {len(mesh)} ranks")
-    places = {rank: at for at, rank in enumerate(mesh)}
-    placements = MeshPlacements.of(mesh_shape, data["placements"], len(shape))
-    return {rank: (placements, tuple(map(int, np.unravel_index(places[rank], mesh_shape)))) for rank in ranks}
-
-
-def _own_map(shape: tuple[int, ...], data: Mapping[str, Any]) -> IndexMap:
-    """The boxes of a tensor that lists them."""
-    offsets, local, sizes = (
-        np.array([shape_of(row) for row in data[name]], np.int64).reshape(-1, len(shape))
-        for name in ("global_offsets", "local_offsets", "local_sizes")
-    )
-    local_shape = tuple((local + sizes).max(0).tolist()) if len(sizes) else (0,) * len(shape)
-    return IndexMap(local_shape, shape, Boxes(local, sizes), offsets)
+    return HeldTensor(shape, {rank: value.placements() for rank, value in dtensors.items()}, {})

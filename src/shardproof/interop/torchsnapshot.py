@@ -11,16 +11,13 @@ tensors and dicts in it is one object.
 
 from __future__ import annotations
 
-import base64
 import json
-import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from math import prod
 from typing import Any
-from urllib.parse import unquote
 
 import xxhash
 
@@ -31,15 +28,22 @@ from shardproof.interop.reader import Foreign, FormatReader, StoredBox, StoredVi
 from shardproof.interop.torch_file import TorchFile, unpickled, with_tensors
 from shardproof.interop.torch_folder import shape_of
 from shardproof.interop.torch_tensors import TorchTensor
+from shardproof.interop.torchsnapshot_manifest import (
+    PRIMITIVES,
+    ListOfEntries,
+    collapsed,
+    containers_of,
+    is_replicated,
+    primitive,
+    unique_keys,
+)
 from shardproof.storage import check_name
 
 __all__ = ["TorchSnapshotReader"]
 
 _METADATA = ".snapshot_metadata"
 _MOST_LEVELS = 200
-_DICTS = ("dict", "OrderedDict")
 _SHARDED = ("ShardedTensor", "DTensor")
-_PRIMITIVES = ("int", "str", "bool", "bytes", "float")
 _LOST_ELEMENT = "TorchSnapshot does not write the last element of bfloat16 tensors of odd size: it is lost"
 
 
@@ -56,14 +60,6 @@ class _Part:
     """Bytes of the file; None for all from `start` on."""
     is_raw: bool
     """False for a file of torch.save."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Items:
-    """A list without tensors and dicts."""
-
-    items: list[Any]
-    """Entries of the metadata, or lists of them."""
 
 
 class TorchSnapshotReader(FormatReader):
@@ -155,19 +151,19 @@ class TorchSnapshotReader(FormatReader):
     def _describe(self, manifest: Mapping[str, Any]) -> None:
         """Takes tensors and objects out of the entries of all ranks."""
         found: dict[tuple[int | None, str], Any] = {}
-        """By rank (None for all) and path, an entry, a list of sharded entries, or `_Items`."""
+        """By rank (None for all) and path, an entry, a list of sharded entries, or `ListOfEntries`."""
         ranks = self._entries(manifest)
-        filled = {above for entries in ranks.values() for path in entries for above in _above(path)}
+        filled = {above for entries in ranks.values() for path in entries for above in containers_of(path)}
         for rank, entries in ranks.items():
-            for path, entry in _collapsed(entries, filled):
-                is_empty = (isinstance(entry, _Items) and not entry.items) or entry == {}
+            for path, entry in collapsed(entries, filled):
+                is_empty = (isinstance(entry, ListOfEntries) and not entry.items) or entry == {}
                 if isinstance(entry, dict) and entry.get("type") in _SHARDED:
                     found.setdefault((None, path), []).append(entry)
-                elif _is_replicated(entry) or (is_empty and all(path in e for e in ranks.values())):
+                elif is_replicated(entry) or (is_empty and all(path in e for e in ranks.values())):
                     found.setdefault((None, path), entry)
                 else:
                     found[None if self.world_size == 1 else rank, path] = entry
-        names = _unique_keys(found)
+        names = unique_keys(found)
         for place, entry in found.items():
             self._add(names[place], entry)
         if any(isinstance(entry, list) for entry in found.values()):
@@ -200,7 +196,7 @@ class TorchSnapshotReader(FormatReader):
             ends = [[at + size for at, size in zip(p.offsets, p.sizes, strict=True)] for p in parts]
             shape = tuple(map(max, zip(*ends, strict=True)))
             dtypes = {part.dtype for part in parts}
-        elif isinstance(entry, _Items) or entry.get("type") not in ("Tensor", "ChunkedTensor"):
+        elif isinstance(entry, ListOfEntries) or entry.get("type") not in ("Tensor", "ChunkedTensor"):
             self._objects[key] = entry
             self._note_files(entry)
             return
@@ -287,7 +283,7 @@ class TorchSnapshotReader(FormatReader):
 
     def _note_files(self, entry: Any) -> None:
         """Notes the files of an object, and checks that its entry has a value."""
-        if isinstance(entry, _Items):
+        if isinstance(entry, ListOfEntries):
             for item in entry.items:
                 self._note_files(item)
         elif entry and entry["type"] == "object":
@@ -300,95 +296,15 @@ class TorchSnapshotReader(FormatReader):
     def _value(self, entry: Any, trust_pickle: bool) -> Any:
         if entry == {}:
             return {}
-        if isinstance(entry, _Items):
+        if isinstance(entry, ListOfEntries):
             return [self._value(item, trust_pickle) for item in entry.items]
         kind = entry["type"]
         if kind == "object":
             file = TorchFile(self.storage, self._file(entry["location"]))
             return unpickled(file) if trust_pickle else with_tensors(file)
-        if kind not in _PRIMITIVES or not isinstance(entry["serialized_value"], str):
+        if kind not in PRIMITIVES or not isinstance(entry["serialized_value"], str):
             raise ValueError(f"an entry has the type {kind!r:.100}, which is unknown")
-        return _primitive(kind, entry["serialized_value"])
-
-
-def _collapsed(entries: Mapping[str, Any], filled: set[str]) -> Iterator[tuple[str, Any]]:
-    """Leaves: tensors, values, empty dicts, and lists without tensors and dicts.
-
-    Args:
-        entries: of a rank, by path.
-        filled: containers that have something inside on any rank.
-    """
-    kept = {
-        above
-        for path, entry in entries.items()
-        if entry["type"] not in ("list", "object", *_PRIMITIVES)
-        for above in _above(path)
-    }
-    whole: dict[str, list[tuple[str, Any]]] = {
-        path: [] for path, entry in entries.items() if entry["type"] == "list" and path not in kept
-    }
-    """Lists without tensors and dicts, and the entries in each."""
-    for path, entry in entries.items():
-        outer = [name for name in (*_above(path), path) if name in whole]
-        if outer:
-            whole[min(outer, key=len)].append((path, entry))
-        elif entry["type"] in _DICTS:
-            if path not in filled and not entry["keys"]:
-                yield path, {}
-        elif entry["type"] != "list":
-            yield path, entry
-    for path, inside in whole.items():
-        if len(inside) > 1 or (inside and path not in filled):
-            yield path, _items(path, dict(inside))
-
-
-def _items(path: str, inside: Mapping[str, Any]) -> _Items:
-    """A list, from its own entry and all entries below it."""
-    below: dict[str, list[tuple[int, str]]] = {}
-    for name in inside:
-        parent, _, number = name.rpartition("/")
-        if name != path:
-            below.setdefault(parent, []).append((int(number), name))
-    return _list_of(path, inside, below)
-
-
-def _list_of(path: str, inside: Mapping[str, Any], below: Mapping[str, list[tuple[int, str]]]) -> _Items:
-    rows = sorted(below.get(path, []))
-    if [number for number, _ in rows] != list(range(len(rows))):
-        raise ValueError(f"elements of the list {path} are missing: it has {[number for number, _ in rows]}")
-    return _Items(
-        [
-            _list_of(name, inside, below) if inside[name]["type"] == "list" else inside[name]
-            for _, name in rows
-        ]
-    )
-
-
-def _above(path: str) -> Iterator[str]:
-    """The containers of an entry, the innermost first."""
-    while "/" in path:
-        path = path.rpartition("/")[0]
-        yield path
-
-
-def _is_replicated(entry: Any) -> bool:
-    if isinstance(entry, _Items):
-        return bool(entry.items) and all(map(_is_replicated, entry.items))
-    return entry.get("replicated") is True
-
-
-def _unique_keys(places: Iterable[tuple[int | None, str]]) -> dict[tuple[int | None, str], str]:
-    """The key of each place: unescaped parts with dots between, or the path if two places had one key."""
-    keys = {}
-    taken: dict[str, int] = {}
-    for rank, path in places:
-        parts = [unquote(part) for part in path.split("/")]
-        keys[rank, path] = ".".join(parts if rank is None else [str(rank), *parts])
-        taken[keys[rank, path]] = taken.get(keys[rank, path], 0) + 1
-    return {
-        (rank, path): key if taken[key] == 1 else path if rank is None else f"{rank}/{path}"
-        for (rank, path), key in keys.items()
-    }
+        return primitive(kind, entry["serialized_value"])
 
 
 def _dtype(tensor: Mapping[str, Any]) -> str:
@@ -397,15 +313,3 @@ def _dtype(tensor: Mapping[str, Any]) -> str:
 
 def _loses_element(dtype: str, sizes: Sequence[int]) -> bool:
     return dtype == "bfloat16" and prod(sizes) % 2 == 1
-
-
-def _primitive(kind: str, text: str) -> Any:
-    """The value of an entry that has no file."""
-    if kind == "str":
-        return text
-    if kind == "int":
-        return int(text)
-    if kind == "bool":
-        return {"True": True, "False": False}[text]
-    raw = base64.b64decode(text, validate=True)
-    return raw if kind == "bytes" else struct.unpack("<d", raw)[0]
