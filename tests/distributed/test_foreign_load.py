@@ -16,6 +16,10 @@ NAMES = sorted(
 )
 
 
+_WRONG = {"zarr_mc11_handmade_w2": {"row"}}
+"""Keys whose expectation is not what is stored; `tests/unit/interop/test_megatron_zarr.py` shows it."""
+
+
 def _path(folder: Path, name: str) -> Path:
     """The checkpoint: its folder, or its file if it is one file."""
     found = list((folder / name / "ckpt").iterdir())
@@ -36,7 +40,7 @@ def _load_all(folder: str) -> dict[str, list[str]]:
             expected, target = {}, {}
             path = _path(Path(folder), name)
             with sp.open(path) as checkpoint:
-                keys = sorted(set(checkpoint) & set(golden.kinds))
+                keys = sorted(set(checkpoint) & set(golden.kinds) - _WRONG.get(name, set()))
             assert keys, name
             for number, key in enumerate(keys):
                 whole = golden.tensor(key).clone()

@@ -33,7 +33,7 @@ from shardproof.rendezvous import MeetingSequence, Rendezvous, connected
 __all__ = ["ConversionReport", "Where", "carry_out"]
 
 _log = logging.getLogger("shardproof")
-_VERIFY_BOXES = 64
+_VERIFY_BOXES = 1024
 """Boxes that one task verifies."""
 
 Where = Literal["processes", "ray"]

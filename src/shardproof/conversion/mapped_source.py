@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -10,12 +10,18 @@ import torch
 import xxhash
 
 from shardproof.conversion.mapping import MappedTensor, Move
+from shardproof.dtypes import DTYPES
 from shardproof.geometry import Boxes, overlapping_pairs
 from shardproof.loading import Checkpoint, StoredTensor
 
-__all__ = ["HashedBox", "MappedSource", "box_digest"]
+__all__ = ["Box", "HashedBox", "MappedSource", "batches", "box_digest"]
 
+Box = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""Key, offsets and sizes."""
 _Box = tuple[tuple[int, ...], tuple[int, ...]]
+_SMALL_BYTES = 1 << 20
+"""Larger boxes are not read ahead: planning is little of their time."""
+_BATCH_BOXES = 1024
 _FEW_MOVES = 64
 """Up to this many moves, comparing each with a box takes less time than a search."""
 
@@ -31,6 +37,31 @@ class HashedBox:
     """xxh3_128 of the dense bytes, 32 hexadecimal digits."""
 
 
+def batches(boxes: Sequence[Box], nbytes: Callable[[Box], int], most: int) -> Iterator[list[Box]]:
+    """Neighbouring boxes in groups of limited size.
+
+    Args:
+        boxes: key, offsets and sizes of each.
+        nbytes: gives the bytes of a box.
+        most: bytes of a group, at most, unless a single box has more.
+
+    >>> boxes = [("a", (0,), (size,)) for size in (3, 4, 9, 1)]
+    >>> [[box[2][0] for box in batch] for batch in batches(boxes, lambda box: box[2][0], 8)]
+    [[3, 4], [9], [1]]
+    """
+    batch: list[Box] = []
+    total = 0
+    for box in boxes:
+        size = nbytes(box)
+        if batch and (total + size > most or len(batch) == _BATCH_BOXES):
+            yield batch
+            batch, total = [], 0
+        batch.append(box)
+        total += size
+    if batch:
+        yield batch
+
+
 def box_digest(values: torch.Tensor) -> str:
     """Digest of the bytes of a dense tensor in host memory."""
     if not values.numel():
@@ -44,20 +75,65 @@ class MappedSource:
     Args:
         checkpoint: the stored one, open for reading.
         tensors: by key, the written tensors.
+        expected: key, offsets and sizes of the boxes that will be read, in their order. Small ones are read
+            ahead, several at once.
+        batch_bytes: bytes that are read ahead, at most.
     """
 
-    def __init__(self, checkpoint: Checkpoint, tensors: Mapping[str, MappedTensor]) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        tensors: Mapping[str, MappedTensor],
+        expected: Sequence[Box] = (),
+        batch_bytes: int = 0,
+    ) -> None:
         self._checkpoint = checkpoint
         self._tensors = tensors
         self._boxes: list[HashedBox] = []
+        small = [box for box in expected if self._nbytes(box) <= _SMALL_BYTES]
+        self._batch_of = {box: batch for batch in batches(small, self._nbytes, batch_bytes) for box in batch}
+        self._ahead: dict[Box, torch.Tensor] = {}
+        """Boxes that were read and not asked for yet."""
         self._moves: dict[str, Boxes] = {}
         """Boxes of the moves of tensors that have many."""
 
     def read(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """Reads a box of a written tensor and records its digest."""
+        box = tuple(offsets), tuple(sizes)
+        values = self._read_ahead((key, *box))
+        if values is None:
+            values = self._read(key, box)
+        self._boxes.append(HashedBox(key, *box, box_digest(values)))
+        return values
+
+    def _nbytes(self, box: Box) -> int:
+        return prod(box[2]) * DTYPES[self._tensors[box[0]].dtype].itemsize
+
+    def _read_ahead(self, box: Box) -> torch.Tensor | None:
+        """A small box that was expected, read with the others of its batch; None for any other."""
+        if box not in self._ahead and box in self._batch_of:
+            batch = self._batch_of[box]
+            moves = {one: move for one in batch if (move := self._whole_move(one)) is not None}
+            stored = [(move.key or "", move.source_offsets, move.source_sizes) for move in moves.values()]
+            read = self._checkpoint.read_boxes(stored) if stored else []
+            for one, values in zip(moves, read, strict=True):
+                self._ahead[one] = values.reshape(one[2]).to(getattr(torch, self._tensors[one[0]].dtype))
+            for one in batch:
+                self._batch_of.pop(one, None)  # a box may be expected twice, of a tied tensor
+        return self._ahead.pop(box, None)
+
+    def _whole_move(self, box: Box) -> Move | None:
+        """The only move of a written tensor that a box is all of; None if there are several, or zeros."""
+        tensor = self._tensors[box[0]]
+        if len(tensor.moves) != 1 or 0 in box[2]:
+            return None
+        (move,) = tensor.moves
+        is_whole = (move.offsets, move.sizes) == box[1:] and move.key is not None and not move.axes
+        return move if is_whole else None
+
+    def _read(self, key: str, box: tuple[tuple[int, ...], tuple[int, ...]]) -> torch.Tensor:
         tensor = self._tensors[key]
         dtype: torch.dtype = getattr(torch, tensor.dtype)
-        box = tuple(offsets), tuple(sizes)
         parts = (
             []
             if 0 in box[1]
@@ -72,7 +148,6 @@ class MappedSource:
                     slice(a - o, a - o + size) for a, o, size in zip(low, box[0], extent, strict=True)
                 )
                 values[into].copy_(self._moved(move, low, extent))
-        self._boxes.append(HashedBox(key, *box, box_digest(values)))
         return values
 
     def take_boxes(self) -> list[HashedBox]:

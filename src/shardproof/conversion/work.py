@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
 
 import torch
 
-from shardproof.conversion.mapped_source import HashedBox, MappedSource, box_digest
-from shardproof.conversion.plan import ConversionPlan, plan_conversion
+from shardproof.conversion.mapped_source import Box, HashedBox, MappedSource, batches, box_digest
+from shardproof.conversion.plan import ConversionPlan, piece_bytes, plan_conversion
 from shardproof.conversion.request import ConversionRequest
 from shardproof.conversion.work_folder import UnitRecord, WorkFolder
+from shardproof.dtypes import DTYPES
 from shardproof.errors import CorruptChunkError
 from shardproof.interop import foreign_of
-from shardproof.loading import Checkpoint, StoredTensor, open_storage
+from shardproof.loading import Checkpoint, open_storage
 
 __all__ = ["Work"]
 
@@ -51,7 +54,9 @@ class Work:
             ShardproofError: the source is damaged, or the destination fails.
         """
         item = self.plan.writer.units[unit]
-        source = _Counted(self.checkpoint, self.plan, self.on_bytes)
+        source = _Counted(
+            self.checkpoint, self.plan.tensors, item.boxes, piece_bytes(self.request), on_bytes=self.on_bytes
+        )
         written = self.plan.writer.write(item, source, self.folder.files)
         record = UnitRecord(item.name, written, source.take_boxes(), item.nbytes)
         self.folder.add(record)
@@ -71,29 +76,31 @@ class Work:
             self._written = open_storage(
                 self.folder.files, trust_pickle=self.request.trust_pickle, warn=False
             )
-        done = 0
-        for box in boxes:
-            stored = self._written[box.key]
-            assert isinstance(stored, StoredTensor)
-            sizes = zip(box.offsets, box.sizes, strict=True)
-            values = stored[tuple(slice(at, at + size) for at, size in sizes)].contiguous()
-            if (found := box_digest(values)) != box.digest:
-                raise CorruptChunkError(
-                    f"{self.folder.files.location}: the box of {box.key!r} at {list(box.offsets)}, sizes "
-                    f"{list(box.sizes)}, has digest {found}, expected {box.digest}: it was not stored as it "
-                    "was written. Nothing was published: check the disk, remove the folder, convert again",
-                    key=box.key,
-                )
-            done += values.nbytes
-            self.on_bytes(values.nbytes)
+        written, done = self._written, 0
+
+        def nbytes(box: Box) -> int:
+            return prod(box[2]) * DTYPES[written.dtype(box[0])].itemsize
+
+        digests = {(box.key, box.offsets, box.sizes): box.digest for box in boxes if 0 not in box.sizes}
+        for batch in batches(list(digests), nbytes, piece_bytes(self.request)):
+            for box, values in zip(batch, written.read_boxes(batch), strict=True):
+                if (found := box_digest(values)) != digests[box]:
+                    raise CorruptChunkError(
+                        f"{self.folder.files.location}: the box of {box[0]!r} at {list(box[1])}, sizes "
+                        f"{list(box[2])}, has digest {found}, expected {digests[box]}: it was not stored as "
+                        "it was written. Nothing was published: check the disk and convert again",
+                        key=box[0],
+                    )
+                done += values.nbytes
+                self.on_bytes(values.nbytes)
         return done
 
 
 class _Counted(MappedSource):
     """A source that reports the bytes that it gives."""
 
-    def __init__(self, checkpoint: Checkpoint, plan: ConversionPlan, on_bytes: Callable[[int], None]) -> None:
-        super().__init__(checkpoint, plan.tensors)
+    def __init__(self, *arguments: Any, on_bytes: Callable[[int], None]) -> None:
+        super().__init__(*arguments)
         self._on_bytes = on_bytes
 
     def read(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:

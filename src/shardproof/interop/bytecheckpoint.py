@@ -49,7 +49,7 @@ class ByteCheckpointReader(DcpReader):
     def __init__(self, foreign: Foreign) -> None:
         self._extra: dict[str, str] = {}
         """Files of extra states, by key."""
-        self._pickles: dict[tuple[str, str, tuple[int, ...]], bytes] = {}
+        self._described: dict[tuple[str, str, tuple[int, ...]], bytes] = {}
         """By folder, key and offsets of a chunk, the pickle of the tensor that the chunk is."""
         super().__init__(foreign)
 
@@ -83,7 +83,7 @@ class ByteCheckpointReader(DcpReader):
         for index, pickled in (pickles or {}).items() if isinstance(pickles, dict | None) else ():
             match index:
                 case Opaque(state={"fqn": str(key), "offset": tuple(offsets)}) if isinstance(pickled, bytes):
-                    self._pickles[folder, key, offsets] = pickled
+                    self._described[folder, key, offsets] = pickled
 
     def chunk(
         self, key: str, dtype: str, offsets: tuple[int, ...], sizes: tuple[int, ...], entry: DcpEntry
@@ -91,7 +91,7 @@ class ByteCheckpointReader(DcpReader):
         """The bytes of a chunk, as the pickle of its tensor orders them; see `DcpReader.chunk`."""
         path = f"{self.storage.location}/{entry.file}"
         extent = FileRange(self.storage, entry.file, entry.offset, entry.nbytes)
-        pickled = self._pickles.get((entry.file.partition("/")[0], key, offsets))
+        pickled = self._described.get((entry.file.partition("/")[0], key, offsets))
         if pickled is None or entry.transforms:
             raise FormatError(f"{path}: no tensor is described for {key} at {offsets}", file=path, key=key)
         found = read_pickle(

@@ -29,7 +29,7 @@ from shardproof.interop.megatron_run import iteration_of, latest_iteration
 from shardproof.interop.pickle_data import Opaque, opaque_names, read_pickle
 from shardproof.interop.reader import Foreign, FormatReader, StoredBox, StoredView, TensorDescription
 from shardproof.interop.stream_transforms import DecodedPart, decoded_storage
-from shardproof.interop.torch_file import TorchFile, TorchTensor, unpickled, with_tensors
+from shardproof.interop.torch_file import SmallPickles, TorchFile, TorchTensor, unpickled, with_tensors
 
 __all__ = ["DcpEntry", "DcpReader", "inner_name", "numbers"]
 
@@ -76,6 +76,7 @@ class DcpReader(FormatReader):
         self.step = iteration_of(self.storage.folder)
         self.entries: dict[str, DcpEntry] = {}
         """Entries of the objects, by key."""
+        self._pickles: SmallPickles = {}
         self._last = threading.local()
         """The chunk that each thread opened last: several boxes can be in one."""
         self.read_metadata()
@@ -236,7 +237,9 @@ class DcpReader(FormatReader):
     def open_entry(self, entry: DcpEntry, most: int = _MOST_OBJECT_BYTES) -> TorchFile:
         """Opens the archive of an entry; a compressed one has at most `most` bytes after decoding."""
         if not entry.transforms:
-            return TorchFile(self.storage, entry.file, start=entry.offset, size=entry.nbytes)
+            return TorchFile(
+                self.storage, entry.file, start=entry.offset, size=entry.nbytes, tensors=self._pickles
+            )
         decoded = decoded_storage(
             self.storage, entry.file, entry.offset, entry.nbytes, entry.transforms, most
         )

@@ -115,6 +115,8 @@ _SIZED: dict[int, tuple[str, Callable[[bytes], Any]]] = {
     0x8B: ("<i", lambda raw: int.from_bytes(raw, "little", signed=True)),
 }
 """Opcodes with a length and as many bytes, and the value of the bytes."""
+_LINE_BYTES = 64
+"""Bytes of a line that are looked at once. Most names of classes are shorter."""
 _RECONSTRUCTORS = ("copyreg._reconstructor", "copy_reg._reconstructor")
 """What protocols below 2 call with a class, its base and the base's value to make an instance."""
 _UNSETTLED = (_Reference, Unfinished, object)
@@ -247,11 +249,12 @@ class _Reader:
             elif opcode == 0x4B and at + 1 < size:
                 push(data[at + 1])
                 self._at = at + 2
+            elif opcode == 0x6A and at + 4 < size:
+                push(memo[data[at + 1] | data[at + 2] << 8 | data[at + 3] << 16 | data[at + 4] << 24])
+                self._at = at + 5
             elif opcode == 0x71 and at + 1 < size:
                 memo[data[at + 1]] = stack[-1]
                 self._at = at + 2
-            elif opcode == 0x6A:
-                push(memo[self._number("<I")])
             elif opcode == 0x28:
                 push(_MARK)
             elif opcode == 0x85:
@@ -289,10 +292,16 @@ class _Reader:
         return int(number)
 
     def _line(self, encoding: str = "utf-8") -> str:
-        begin = self._at
-        while self._take(1)[0] != 0x0A:
-            pass
-        return bytes(self._data[begin : self._at - 1]).decode(encoding)
+        parts: list[bytes] = []
+        while True:
+            begin = self._at
+            part = bytes(self._data[begin : begin + _LINE_BYTES])
+            end = part.find(b"\n")
+            if end >= 0:
+                self._at = begin + end + 1
+                return b"".join([*parts, part[:end]]).decode(encoding)
+            parts.append(part)
+            self._take(max(len(part), 1))
 
     def _pop(self) -> Any:
         value = self._stack.pop()
@@ -332,8 +341,8 @@ class _Reader:
         if opcode in _SIZED:
             code, convert = _SIZED[opcode]
             push(convert(bytes(self._take(self._number(code)))))
-        elif opcode in (ord("h"), ord("q")):
-            self._fault("the pickle ends early: 1 bytes expected, 0 left,")
+        elif opcode in (ord("h"), ord("q"), ord("j")):
+            self._fault("the pickle ends early within the index of a memo,")
         elif opcode == ord("g"):
             push(self._memo[int(self._line())])
         elif opcode in (ord("r"), ord("p")):

@@ -6,6 +6,7 @@ the usual name, or all. The index must agree with the files. Quantised weights a
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import xxhash
 
 from shardproof.errors import FormatError, NotCommittedError, StorageError
+from shardproof.interop.beside import PREFIX, Beside
 from shardproof.interop.hf_index import HfIndex, read_json, top_level_files
 from shardproof.interop.reader import Foreign, FormatReader, StoredBox, TensorDescription
 from shardproof.interop.safetensors_header import SafetensorsHeader, read_safetensors_header
@@ -63,6 +65,7 @@ class SafetensorsReader(FormatReader):
             digest.update(header.raw)
             self._add(name, header, index)
         self.identity = digest.hexdigest()
+        self._beside = self._read_beside(next(iter(names), ""))
         if index is not None:
             self._check_total(index)
         self.notes.append(NO_CHECKSUMS)
@@ -78,12 +81,12 @@ class SafetensorsReader(FormatReader):
         return any(map(foreign.has, usual)) or bool(top_level_files(foreign, _SUFFIX))
 
     def object_keys(self) -> Iterable[str]:
-        """None: the format has tensors only. The texts of the header are in `user_metadata`."""
-        return ()
+        """Keys of the values that a conversion of shardproof stored; files of other writers have none."""
+        return self._beside.objects
 
     def object(self, key: str, *, trust_pickle: bool = False) -> Any:
-        """Always a KeyError."""
-        raise KeyError(key)
+        """One of these values."""
+        return self._beside.object(key)
 
     def files(self) -> Mapping[str, int | None]:
         """All files, with the sizes that their headers describe."""
@@ -154,6 +157,18 @@ class SafetensorsReader(FormatReader):
         self.tensors |= found
         self._sizes[name] = max((tensor.end for tensor in header.tensors.values()), default=header.data_start)
         self.user_metadata = {**header.metadata, **self.user_metadata}
+
+    def _read_beside(self, file: str) -> Beside:
+        """What shardproof stored beside the tensors. The other texts stay the user's metadata."""
+        texts = {key: text for key, text in self.user_metadata.items() if key.startswith(PREFIX)}
+        try:
+            members = {key: json.loads(text) for key, text in texts.items()}
+        except (ValueError, RecursionError) as error:
+            raise self.fault(file, f"the texts {', '.join(texts)} are no JSON ({error})") from error
+        beside = Beside.of(members, self.tensors, lambda text: self.fault(file, text))
+        others = {key: text for key, text in self.user_metadata.items() if key not in texts}
+        self.step, self.user_metadata = beside.step, {**others, **beside.metadata}
+        return beside
 
     def _check_total(self, index: HfIndex) -> None:
         total = sum(box.nbytes for tensor in self.tensors.values() for box in tensor.boxes)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, ClassVar
 
@@ -23,6 +23,7 @@ from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError, StructureError
 from shardproof.format import PAGE_BYTES, encode_entries, shard_header
 from shardproof.geometry import row_pointers
+from shardproof.interop.beside import PREFIX, check_aliases, encode_beside
 from shardproof.interop.box_bytes import box_bytes
 from shardproof.interop.writer import (
     BoxSource,
@@ -32,14 +33,11 @@ from shardproof.interop.writer import (
     WriteOptions,
     check_written,
 )
-from shardproof.state import encode_plain
 from shardproof.storage import FileWriter, Storage
 
-__all__ = ["OBJECTS_MEMBER", "HuggingFaceWriter", "SafetensorsWriter"]
+__all__ = ["HuggingFaceWriter", "SafetensorsWriter"]
 
 _INDEX_NAME = "model.safetensors.index.json"
-OBJECTS_MEMBER = "shardproof:objects"
-"""Name in ``__metadata__`` of plain values that are no texts: a JSON object, encoded as in docs/format.md."""
 _PAIRS_OF_FLOATS = "float4_e2m1fn_x2"
 """Torch's dtype of two numbers of 4 bits. The shape in a header counts them one by one."""
 
@@ -72,8 +70,9 @@ class _Tensor:
 class SafetensorsWriter(FormatWriter):
     """Writes safetensors files. The format has no ties: a tied tensor is stored under each of its names.
 
-    Texts among the plain values are stored in ``__metadata__`` under their keys, and other values together
-    under `OBJECTS_MEMBER`.
+    Texts of the user's metadata are stored in ``__metadata__`` under their names. Plain values, the step and
+    the other metadata are stored there as JSON under ``shardproof:objects``, ``shardproof:step`` and
+    ``shardproof:metadata``, encoded as in docs/format.md.
 
     Args:
         contents: what to write.
@@ -145,9 +144,7 @@ class SafetensorsWriter(FormatWriter):
     def _tensors(self, contents: Contents) -> list[_Tensor]:
         """The entries of all files, in the order of the contents. Notes what happens to tied tensors."""
         tensors = [_entry(key, *kind) for key, kind in contents.tensors.items()]
-        for alias, key in contents.aliases.items():
-            if alias in contents.tensors or key not in contents.tensors:
-                raise StructureError(f"{alias!r} cannot be tied to {key!r}", key=alias)
+        check_aliases(contents)
         return tensors + self._tied(contents)
 
     def _tied(self, contents: Contents) -> list[_Tensor]:
@@ -162,15 +159,9 @@ class SafetensorsWriter(FormatWriter):
 
     def _metadata(self, contents: Contents) -> dict[str, str]:
         """The texts beside the tensors."""
-        texts, others = _texts(contents.objects)
-        if others:
-            encoded = {key: encode_plain(value, key) for key, value in sorted(others.items())}
-            texts[OBJECTS_MEMBER] = json.dumps(encoded)
-        if contents.step is not None:
-            texts["shardproof:step"] = str(contents.step)
-        if contents.metadata:
-            texts["shardproof:metadata"] = json.dumps(encode_plain(dict(contents.metadata), "metadata"))
-        return texts
+        texts, others = _texts(contents.metadata)
+        beside = encode_beside(replace(contents, metadata=others))
+        return texts | {name: json.dumps(value, allow_nan=False) for name, value in beside.items()}
 
 
 class HuggingFaceWriter(SafetensorsWriter):
@@ -202,13 +193,14 @@ class HuggingFaceWriter(SafetensorsWriter):
         return []
 
     def _metadata(self, contents: Contents) -> dict[str, str]:
+        metadata, _ = _texts(contents.metadata)
         texts, others = _texts(contents.objects)
         if others:
             self.notes.append(
                 "Hugging Face's format holds tensors and texts alone, so these values are left out: "
                 f"{listed(others)}"
             )
-        return texts
+        return metadata | texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +268,12 @@ def _file_name(at: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{at + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _texts(objects: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
-    """Plain values that are texts, and the others."""
-    texts = {key: value for key, value in objects.items() if type(value) is str and key != "format"}
-    return texts, {key: value for key, value in objects.items() if key not in texts}
+def _texts(values: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+    """Texts that a header can hold under their own names, and the other values but "format": "pt"."""
+    texts, others = dict[str, str](), dict[str, Any]()
+    for key, value in values.items():
+        if type(value) is not str or key.startswith(PREFIX) or (key == "format" and value != "pt"):
+            others[key] = value
+        elif key != "format":
+            texts[key] = value
+    return texts, others

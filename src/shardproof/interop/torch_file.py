@@ -32,7 +32,16 @@ from shardproof.interop.torch_tensors import TorchStorage, TorchTensor, storage_
 from shardproof.interop.zip_directory import read_zip_directory
 from shardproof.storage import Storage
 
-__all__ = ["TorchFile", "TorchTensor", "flatten", "leaves", "part_with_tensors", "unpickled", "with_tensors"]
+__all__ = [
+    "SmallPickles",
+    "TorchFile",
+    "TorchTensor",
+    "flatten",
+    "leaves",
+    "part_with_tensors",
+    "unpickled",
+    "with_tensors",
+]
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 _PROTOCOL = 1001
@@ -43,8 +52,14 @@ _MOST_LEVELS = 200
 _MOST_LEAVES = 1_000_000
 """Values of one saved object, at most. A small pickle can refer to one dict more often than memory allows."""
 _PIECE_BYTES = 1 << 20
+_MOST_SMALL_PICKLES = 10_000
+"""Pickles that `SmallPickles` keeps, at most."""
 _MOST_PICKLE_BYTES = 1 << 30
 """Bytes of the pickles of a file, at most. Storages are not in them."""
+
+
+SmallPickles = dict[bytes, tuple[TorchTensor, dict[str, TorchStorage]]]
+"""Pickles of archives of one tensor, and what they are. A checkpoint has few different ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +110,7 @@ class TorchFile:
         file: name of the file in the storage.
         start: first byte, if the archive is a part of the file.
         size: bytes of the archive; None for all up to the end of the file.
+        tensors: pickles that other archives had, for archives of one tensor; changed.
 
     Raises:
         StorageError: the file is missing, short or unreadable.
@@ -122,7 +138,15 @@ class TorchFile:
     digest: str
     """Digest of the pickles. Two files with equal tensors but other names of classes differ in it."""
 
-    def __init__(self, storage: Storage, file: str, *, start: int = 0, size: int | None = None) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        file: str,
+        *,
+        start: int = 0,
+        size: int | None = None,
+        tensors: SmallPickles | None = None,
+    ) -> None:
         self.path = f"{storage.location}/{file}"
         self._storage = storage
         self._name = file
@@ -146,7 +170,7 @@ class TorchFile:
         self._file = FileWindow(storage, file, start, self._size)
         self.is_zip = self._bytes(0, 4) == b"PK\x03\x04"
         if self.is_zip:
-            self._open_zip()
+            self._open_zip(tensors)
         else:
             self._open_legacy()
         self._check_storages()
@@ -222,7 +246,7 @@ class TorchFile:
         """Bytes of the file; fewer at its end."""
         return bytes(self._file.bytes_at(offset, count))
 
-    def _open_zip(self) -> None:
+    def _open_zip(self, tensors: SmallPickles | None) -> None:
         try:
             records = read_zip_directory(self._bytes, self._size)
         except (ValueError, struct.error) as error:
@@ -253,18 +277,28 @@ class TorchFile:
             raise self._fault(f"data.pkl has more than {_MOST_PICKLE_BYTES} bytes, which no state dict needs")
         pickled = memoryview(self._verified("data.pkl"))
         self.digest = xxhash.xxh3_128_hexdigest(pickled)
-        self.value = read_pickle(
+        self.value = self._unpickled(bytes(pickled), tensors)
+        self._records = {
+            name.removeprefix("data/"): record
+            for name, record in self._records.items()
+            if name.startswith("data/")
+        }
+
+    def _unpickled(self, pickled: bytes, tensors: SmallPickles | None) -> Any:
+        known = None if tensors is None else tensors.get(pickled)
+        if known is not None:
+            value, self._storages = known
+            return value
+        value = read_pickle(
             pickled,
             torch_builders(),
             file=f"{self.path}/data.pkl",
             persistent=self._persistent,
             constants=CONSTANTS,
         ).value
-        self._records = {
-            name.removeprefix("data/"): record
-            for name, record in self._records.items()
-            if name.startswith("data/")
-        }
+        if tensors is not None and isinstance(value, TorchTensor) and len(tensors) < _MOST_SMALL_PICKLES:
+            tensors[pickled] = value, self._storages
+        return value
 
     def _open_legacy(self) -> None:
         self.has_checksums = False

@@ -5,7 +5,8 @@ key is the path of the array with dots instead of slashes. The arrays' own metad
 metadata, a copy of it, must agree.
 
 Zarr stores no list of chunks: an absent chunk reads as the fill value, whether it was lost or never written.
-Notes say where that happens.
+Notes say where that happens. Groups that shardproof wrote say that every chunk is stored: there, an absent
+one is an error.
 """
 
 from __future__ import annotations
@@ -16,9 +17,16 @@ from typing import Any
 import xxhash
 
 from shardproof.errors import FormatError, NotCommittedError, StorageError
+from shardproof.interop.beside import Beside
 from shardproof.interop.reader import Foreign, FormatReader, TensorDescription
 from shardproof.interop.zarr_chunks import Chunks
-from shardproof.interop.zarr_metadata import ArrayMetadata, parse_array, read_json
+from shardproof.interop.zarr_metadata import (
+    EVERY_CHUNK_ATTRIBUTE,
+    KEY_ATTRIBUTE,
+    ArrayMetadata,
+    parse_array,
+    read_json,
+)
 from shardproof.storage import Storage
 
 __all__ = ["ZarrArrays", "ZarrReader"]
@@ -51,6 +59,8 @@ class ZarrArrays:
         self.names = self.listed()
         self.metadata = {}
         self.groups = {}
+        self.keys: dict[str, str] = {}
+        """By folder of an array, the key that its attributes name."""
         self.chunks = self.chunks_of(self.names)
         self._digest = xxhash.xxh3_128()
         for name in sorted(self.names):  # ".zarray" comes before "zarr.json", which counts if both exist
@@ -120,6 +130,10 @@ class ZarrArrays:
             if (array.dtype, array.shape) != (other.dtype, other.shape):
                 raise self._fault(name, f"it says that {folder} is {_kind(array)}, {_V2} says {_kind(other)}")
         self.metadata[folder] = name, array
+        attributes = document.get("attributes")
+        key = attributes.get(KEY_ATTRIBUTE) if isinstance(attributes, dict) else None
+        if isinstance(key, str) and key:
+            self.keys[folder] = key
 
     def parsed(self, document: Mapping[str, Any], folder: str, name: str) -> ArrayMetadata:
         """What the metadata of an array says; see `parse_array`.
@@ -183,15 +197,21 @@ class ZarrReader(FormatReader):
                 path=self.location,
             )
         self._check_consolidated(arrays)
+        attributes = arrays.groups.get("", {}).get("attributes")
+        attributes = attributes if isinstance(attributes, dict) else {}
+        is_whole = attributes.get(EVERY_CHUNK_ATTRIBUTE) is True
         folders: dict[str, str] = {}
         for folder in arrays.metadata:
-            key = folder.replace("/", ".") if folder else self.storage.folder
+            key = arrays.keys.get(folder) or folder.replace("/", ".") or self.storage.folder
             if key in folders:
                 raise self.fault(
                     arrays.metadata[folder][0], f"{folder} and {folders[key]} have the same key {key}"
                 )
             folders[key] = folder
-            self.tensors[key] = arrays.describe(folder, key)
+            self.tensors[key] = arrays.describe(folder, key, every_chunk=lambda _: is_whole)
+        self._beside = Beside.of(attributes, self.tensors, lambda text: self.fault(_V3, text))
+        self.aliases = dict(self._beside.aliases)
+        self.step, self.user_metadata = self._beside.step, dict(self._beside.metadata)
         self.notes += arrays.notes
         self.identity = arrays.identity
         self._files = arrays.files
@@ -202,12 +222,12 @@ class ZarrReader(FormatReader):
         return any(foreign.has(name) for name in _GROUP_FILES)
 
     def object_keys(self) -> Iterable[str]:
-        """None: everything in Zarr is an array."""
-        return ()
+        """Keys of the values that a conversion of shardproof stored; a group of another writer has none."""
+        return self._beside.objects
 
     def object(self, key: str, *, trust_pickle: bool = False) -> Any:
-        """Raises KeyError."""
-        raise KeyError(key)
+        """One of these values."""
+        return self._beside.object(key)
 
     def files(self) -> Mapping[str, int | None]:
         """Files of metadata and chunks; see `FormatReader.files`."""

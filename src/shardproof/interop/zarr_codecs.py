@@ -303,22 +303,14 @@ def _inflated(decompressor: Callable[[], Any], data: Buffer, size: int) -> bytes
 def _unzstd(codec: Any, data: Buffer, size: int, *, exact: bool) -> memoryview:
     """Decodes a zstd frame into memory that is allocated before."""
     declared = _zstd_content_size(data)
-    if declared is not None:
-        _check_declared(declared, size)
-        decoded = np.empty(declared, np.uint8)
-        if declared:
-            codec.decode(_array(data), out=decoded)
-        return decoded.data
-    if not exact:
-        raise ValueError("its header does not say how many bytes it gives")
-    decoded = np.empty(size, np.uint8)
-    codec.decode(_array(data), out=decoded)
-    if size > 1:  # numcodecs does not say how many bytes it wrote
-        try:
-            codec.decode(_array(data), out=np.empty(size - 1, np.uint8))
-        except RuntimeError:
-            return decoded.data
-        raise ValueError(f"it gives fewer bytes than {size}")
+    if declared is None:
+        if not exact:
+            raise ValueError("its header does not say how many bytes it gives")
+        declared = size  # numcodecs refuses a frame that gives fewer
+    _check_declared(declared, size)
+    decoded = np.empty(declared, np.uint8)
+    if declared:
+        codec.decode(_array(data), out=decoded)
     return decoded.data
 
 

@@ -26,10 +26,24 @@ from shardproof.geometry import row_major_strides
 from shardproof.interop.zarr_codecs import Codec, Codecs
 from shardproof.storage import Storage
 
-__all__ = ["ArrayMetadata", "Layout", "ShardIndex", "parse_array", "parse_json", "read_json"]
+__all__ = [
+    "DTYPE_ATTRIBUTE",
+    "EVERY_CHUNK_ATTRIBUTE",
+    "KEY_ATTRIBUTE",
+    "ArrayMetadata",
+    "Layout",
+    "ShardIndex",
+    "parse_array",
+    "parse_json",
+    "read_json",
+]
 
 DTYPE_ATTRIBUTE = "shardproof:dtype"
 """Attribute with torch's name of the dtype, of an array of unsigned integers that holds its bits."""
+KEY_ATTRIBUTE = "shardproof:key"
+"""Attribute of an array with the key of its tensor, where the folder cannot have that name."""
+EVERY_CHUNK_ATTRIBUTE = "shardproof:every_chunk"
+"""Attribute of a group: every chunk is stored, so that a missing one is damage and no fill value."""
 
 _MOST_JSON_BYTES = 256 << 20
 """Bytes of a metadata file, at most. Consolidated metadata of 100,000 arrays has about 60 MB."""

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from shardproof._utils.humanize import listed
 from shardproof.dtypes import DTYPES
 from shardproof.errors import StructureError
+from shardproof.interop.beside import ALIASES, check_aliases, encode_beside
 from shardproof.interop.box_bytes import box_bytes
 from shardproof.interop.writer import (
     BoxSource,
@@ -39,7 +40,7 @@ from shardproof.interop.writer import (
     WriteOptions,
     check_written,
 )
-from shardproof.state import encode_plain
+from shardproof.interop.zarr_metadata import DTYPE_ATTRIBUTE, EVERY_CHUNK_ATTRIBUTE, KEY_ATTRIBUTE
 from shardproof.storage import FileWriter, Storage, aligned_buffer
 
 __all__ = ["ZarrWriter"]
@@ -57,11 +58,6 @@ _NATIVE = {
     *("float16", "float32", "float64", "complex64", "complex128"),
 }
 """Torch's dtypes that Zarr has, under the same names."""
-_DTYPE_ATTRIBUTE = "shardproof:dtype"
-_KEY_ATTRIBUTE = "shardproof:key"
-"""Attribute of an array with the key of its tensor, where a Zarr array cannot have that name."""
-_EVERY_CHUNK_ATTRIBUTE = "shardproof:every_chunk"
-"""Attribute of the group: every chunk is stored, so that a missing one is damage and no fill value."""
 _MOST_NAME_BYTES = 255
 """Bytes of a file name on most file systems, at most."""
 _KEPT_NAME_BYTES = 200
@@ -217,9 +213,9 @@ class _Array:
             fill = [0.0, 0.0]
         elif stored.startswith("float"):
             fill = 0.0
-        attributes = {_DTYPE_ATTRIBUTE: self.dtype} if stored != self.dtype else {}
+        attributes = {DTYPE_ATTRIBUTE: self.dtype} if stored != self.dtype else {}
         if self.name != self.key:
-            attributes[_KEY_ATTRIBUTE] = self.key
+            attributes[KEY_ATTRIBUTE] = self.key
         return {
             "zarr_format": 3,
             "node_type": "array",
@@ -305,21 +301,9 @@ def _array_name(key: str) -> str:
 
 def _attributes(contents: Contents) -> dict[str, Any]:
     """The attributes of the group."""
-    for alias, key in contents.aliases.items():
-        if alias in contents.tensors or key not in contents.tensors:
-            raise StructureError(f"{alias!r} cannot be tied to {key!r}", key=alias)
-    found: dict[str, Any] = {_EVERY_CHUNK_ATTRIBUTE: True}
-    if contents.objects:
-        found["shardproof:objects"] = {
-            key: encode_plain(value, key) for key, value in sorted(contents.objects.items())
-        }
-    if contents.aliases:
-        found["shardproof:aliases"] = dict(sorted(contents.aliases.items()))
-    if contents.step is not None:
-        found["shardproof:step"] = contents.step
-    if contents.metadata:
-        found["shardproof:metadata"] = encode_plain(dict(contents.metadata), "metadata")
-    return found
+    check_aliases(contents)
+    aliases = {ALIASES: dict(sorted(contents.aliases.items()))} if contents.aliases else {}
+    return {EVERY_CHUNK_ATTRIBUTE: True, **encode_beside(contents), **aliases}
 
 
 def _json(document: dict[str, Any]) -> bytes:

@@ -151,6 +151,35 @@ class Checkpoint(ABC):
         writer = DestinationWriter(self.tensors, self.table, plan, destinations)
         return self.reads(writer, np.unique(plan.chunk)).run(threads=1, moved=None, cold=Cold.AS_CACHED)
 
+    def read_boxes(self, boxes: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> list[torch.Tensor]:
+        """Reads boxes of tensors, in one plan: faster than one by one where they are small.
+
+        Args:
+            boxes: key, offsets and sizes of each; no size is 0.
+
+        Returns:
+            The boxes, dense and in host memory.
+
+        Raises:
+            KeyError: no tensor has a key.
+            CorruptChunkError, FormatError, StorageError, TilingError: as for `StoredTensor`.
+        """
+        rows = self.rows([key for key, _, _ in boxes])
+        wanted = RequestedBoxes(
+            np.array(rows, np.int64),
+            np.array([at for _, offsets, _ in boxes for at in offsets], np.int64),
+            np.array([size for _, _, sizes in boxes for size in sizes], np.int64),
+        )
+        plan = plan_reads(self.tensors, self.table, wanted, advice=self.tiling_advice)
+        self.check_files(np.unique(plan.chunk))
+        destinations = []
+        for row, (key, _, sizes) in zip(rows, boxes, strict=True):
+            name = self.tensors[row].dtype
+            view = torch.empty(tuple(sizes), dtype=getattr(torch, name), device="cpu")
+            destinations.append(Destination.of(key, name, view))
+        self.fill(plan, destinations)
+        return [destination.view for destination in destinations]
+
     def keys(self) -> list[str]:
         """All keys, of tensors and of plain values, sorted. Keys of tied tensors are among them."""
         return sorted([*self._row, *self.aliases, *self.objects])
@@ -379,11 +408,5 @@ class StoredTensor:
     def _read(self, offsets: list[int], sizes: list[int]) -> torch.Tensor:
         if 0 in sizes:
             return torch.empty(sizes, dtype=self.dtype, device="cpu")
-        checkpoint = self._checkpoint
-        tensors, table = checkpoint.tensors, checkpoint.table
-        wanted = RequestedBoxes(np.array([self._row]), np.array(offsets, np.int64), np.array(sizes, np.int64))
-        plan = plan_reads(tensors, table, wanted, advice=checkpoint.tiling_advice)
-        checkpoint.check_files(np.unique(plan.chunk))
-        result = torch.empty(sizes, dtype=self.dtype, device="cpu")
-        checkpoint.fill(plan, [Destination.of(self.key, tensors[self._row].dtype, result)])
+        (result,) = self._checkpoint.read_boxes([(self.key, offsets, sizes)])
         return result

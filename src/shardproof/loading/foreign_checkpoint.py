@@ -59,6 +59,7 @@ class ForeignCheckpoint(Checkpoint):
         self.objects = _Objects(reader, trust_pickle)
         self.proved: set[Extent] = set()
         """Extents whose checksum was compared with all their bytes."""
+        self._files = reader.files()
         self._sized: set[str] = set()
         self._index()
 
@@ -73,7 +74,7 @@ class ForeignCheckpoint(Checkpoint):
 
     def check_files(self, rows: NDArray[np.int64] | None = None) -> None:
         """Checks that files exist, with the size that the format records; see `Checkpoint.check_files`."""
-        sizes = self.reader.files()
+        sizes = self._files
         needed = sizes.keys() if rows is None else {self.boxes[row].file for row in rows.tolist()}
         for name in sorted(needed - self._sized):
             found, expected = self.reader.storage.size(name), sizes.get(name)
@@ -158,7 +159,8 @@ class _BoxReads:
     ) -> None:
         self._boxes = checkpoint.boxes
         self._proved = checkpoint.proved
-        self._dtypes = [checkpoint.tensors[row].dtype for row in checkpoint.table.tensor.tolist()]
+        self._tensors = checkpoint.tensors
+        self._tensor_of = checkpoint.table.tensor
         self._writer = writer
         where = operator.attrgetter("file", "start", "nbytes")
         ordered = sorted(rows.tolist(), key=lambda row: where(self._boxes[row]))
@@ -228,6 +230,10 @@ class _BoxReads:
             read += end - begin
         return read
 
+    def _dtype(self, row: int) -> str:
+        dtype: str = self._tensors[self._tensor_of[row]].dtype
+        return dtype
+
     def _note_proved(self, extent: Extent) -> None:
         if extent.has_checksum:
             self._proved.add(extent)
@@ -237,7 +243,7 @@ class _BoxReads:
 
     def _span(self, row: int, view: StoredView, extent: Extent) -> tuple[int, int]:
         """First byte of the extent that the parts of a box need, and the end of the last."""
-        itemsize, sizes = DTYPES[self._dtypes[row]].itemsize, self._boxes[row].sizes
+        itemsize, sizes = DTYPES[self._dtype(row)].itemsize, self._boxes[row].sizes
         if self._is_dense(row, view):
             begin, end = (int(column[0]) for column in self._writer.wanted(np.array([row])))
             return view.offset * itemsize + begin, view.offset * itemsize + end
@@ -247,7 +253,7 @@ class _BoxReads:
     def _put(self, row: int, view: StoredView, memory: torch.Tensor, begin: int) -> None:
         """Fills the destinations of a box from memory that begins with byte `begin` of the extent."""
         (parts,) = self._writer.parts_of([row])
-        name = self._dtypes[row]
+        name = self._dtype(row)
         itemsize, sizes = DTYPES[name].itemsize, self._boxes[row].sizes
         first = view.offset * itemsize
         if self._is_dense(row, view):

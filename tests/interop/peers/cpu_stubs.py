@@ -52,7 +52,9 @@ class _Stream:
 def install(current_device: Any = "cpu") -> None:
     """Puts the stand-ins in place. Does nothing where there is CUDA, but for `typing.override`.
 
-    Megatron-Core makes tensors on what `torch.cuda.current_device` returns; Megatron-FSDP needs a number there.
+    Args:
+        current_device: what `torch.cuda.current_device` returns. Megatron-Core makes tensors there;
+            Megatron-FSDP needs a number.
     """
     if not hasattr(typing, "override"):  # Python 3.12 has it
         typing.override = typing_extensions.override

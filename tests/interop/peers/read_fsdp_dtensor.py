@@ -1,8 +1,8 @@
 """Reads a checkpoint of Megatron-FSDP: `read_fsdp_dtensor.py PATH [ZERO]`.
 
-It resumes training on the ranks given, with ZeRO stage 3 or the one given: it loads into a sharded model, whose
-DTensors are uneven, and into the state of its AdamW. The result is the state that both then have, every tensor
-whole. The model is that of the golden checkpoint `mfsdp_z3_w3`.
+It resumes training on the ranks given, with ZeRO stage 3 or the one given: it loads into a sharded model,
+whose DTensors are uneven, and into the state of its AdamW. The result is the state that both then have,
+every tensor whole. The model is that of the golden checkpoint `mfsdp_z3_w3`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Model(nn.Module):
 def gathered(tree: Any) -> dict[str, Any]:
     """The leaves of every rank's state, each tensor put together from the boxes that the ranks hold.
 
-    A rank has no optimizer state for a parameter of which it holds nothing, so this is one collective for all keys.
+    A rank lacks the optimizer state of a parameter of which it holds nothing, so one collective has all keys.
     """
     own = {}
     for key, leaf in flattened(tree).items():

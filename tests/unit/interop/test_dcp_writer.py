@@ -279,7 +279,12 @@ def test_the_metadata_names_what_torch_2_2_has(tmp_path: Path) -> None:
         metadata = OnlyOldNames(file).load()
     properties = metadata.state_dict_metadata["w"].properties
     assert (properties.dtype, properties.memory_format) == (torch.float32, torch.contiguous_format)
-    assert vars(metadata).keys() == {"state_dict_metadata", "planner_data", "storage_data"}
+    assert vars(metadata).keys() == {
+        "state_dict_metadata",
+        "planner_data",
+        "storage_data",
+        "storage_meta",
+    }
 
 
 def test_fsdp_dtensor_keeps_the_keys(tmp_path: Path) -> None:

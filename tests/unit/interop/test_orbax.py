@@ -142,6 +142,25 @@ def test_a_lost_data_file_of_a_database_is_an_error(compressor: Any, tmp_path: P
         opened(tmp_path)
 
 
+def test_an_absent_entry_is_the_fill_value_where_the_writer_skips_such_chunks(tmp_path: Path) -> None:
+    tree = {"tree_metadata": {"('w',)": leaf("jax.Array", "w")}, "use_ocdbt": True, "use_zarr3": True}
+    (tmp_path / "_METADATA").write_text(json.dumps(tree))
+    base = {"driver": "file", "path": f"{tmp_path}/"}
+    grid = {"name": "regular", "configuration": {"chunk_shape": [2]}}
+    metadata = {"shape": [5], "data_type": "float32", "fill_value": 3.0, "chunk_grid": grid}
+    store = {"driver": "ocdbt", "base": base, "path": "w/"}
+    spec = {"driver": "zarr3", "kvstore": store, "metadata": metadata}
+    array = tensorstore.open(spec, create=True).result()
+    array[...] = [3.0, 3.0, 1.0, 2.0, 3.0]
+    with opened(tmp_path) as checkpoint:
+        assert checkpoint["w"].read().tolist() == [3.0, 3.0, 1.0, 2.0, 3.0]
+        assert "2 absent chunks, such as w/c/0, read as the fill value" in checkpoint.reader.notes[0]
+        assert {type(box.located().extent).__name__ for box in checkpoint.boxes} == {
+            "FillExtent",
+            "_OcdbtExtent",
+        }
+
+
 def test_a_missing_extra_is_named() -> None:
     with pytest.raises(FormatError, match=r"pip install 'shardproof\[orbax\]'"):
         import_extra("no_such_package", "orbax", "manifest.ocdbt")

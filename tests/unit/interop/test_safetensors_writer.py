@@ -6,16 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from shardproof.errors import PlainDataError, StorageError, StructureError
+import shardproof as sp
+from shardproof.errors import FormatError, PlainDataError, StorageError, StructureError
 from shardproof.interop import Contents, FormatWriter, WriteOptions, writer_of
-from shardproof.interop.safetensors_writer import OBJECTS_MEMBER
-from shardproof.state import decode_plain
+from shardproof.interop.beside import OBJECTS
 from shardproof.storage import LocalStorage
 from tests.unit.interop.peers import bits
 from tests.unit.interop.written import (
@@ -138,30 +139,51 @@ def test_tied_tensors_are_stored_under_each_name_or_once(tmp_path: Path) -> None
 VALUES = {"name": "ü", "lr": 0.1, "betas": (0.9, float("inf")), "format": "np"}
 
 
+METADATA = {"run": 1, "author": "ü", "format": "np", "array": np.ones(2)}
+
+
 def test_plain_values_are_stored_beside_the_tensors(tmp_path: Path) -> None:
     state = {"a": torch.ones(3), "b": torch.ones(3)}
-    contents = contents_of(state, objects=VALUES, step=7, metadata={"run": 1})
-    plan = writer(contents, 12)
+    plan = writer(contents_of(state, objects=VALUES, step=7, metadata=METADATA), 12)
     write_all(plan, state, tmp_path)
     assert plan.notes == []
     with safe_open(tmp_path / "model-00001-of-00002.safetensors", "pt") as file:
-        texts = file.metadata()
-    assert texts.pop("name") == "ü" and texts.pop("format") == "pt"
-    found = {key: decode_plain(value) for key, value in json.loads(texts.pop(OBJECTS_MEMBER)).items()}
-    assert found == {key: value for key, value in VALUES.items() if key != "name"}
-    assert texts == {"shardproof:step": "7", "shardproof:metadata": '{"run": 1}'}
+        assert file.metadata().items() >= {"author": "ü", "format": "pt", "shardproof:step": "7"}.items()
     with safe_open(tmp_path / "model-00002-of-00002.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
+    with sp.open(tmp_path) as checkpoint:
+        assert {key: checkpoint[key] for key in checkpoint.objects} == VALUES
+        assert checkpoint.step == 7
+        found = {
+            key: value if key != "array" else value.tolist() for key, value in checkpoint.metadata.items()
+        }
+        assert found == {**METADATA, "array": [1, 1]}
     with pytest.raises(PlainDataError, match="a"):
         writer(contents_of(state, objects={"a": object()}))
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[" * 100_000, "7", '{"w": 1}', '{"v": {"$tuple": 3}}'],
+)
+def test_damaged_values_are_errors_that_name_the_file(text: str, tmp_path: Path) -> None:
+    save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors", {OBJECTS: text})
+    with (
+        pytest.raises(FormatError, match=r"model.safetensors|shardproof:objects"),
+        sp.open(tmp_path) as found,
+    ):
+        _ = found["v"]
+
+
 def test_hugging_face_gets_texts_and_a_note_on_other_values(tmp_path: Path) -> None:
     state = {"w": torch.ones(3)}
-    plan = writer(contents_of(state, objects={**VALUES, "model": object()}, step=7), to="hf")
+    plan = writer(
+        contents_of(state, objects={**VALUES, "model": object()}, step=7, metadata=METADATA), to="hf"
+    )
     write_all(plan, state, tmp_path)
+    assert not writer(contents_of(state, objects={"format": "pt"}), to="hf").notes
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt", "name": "ü"}
+        assert file.metadata() == {"format": "pt", "name": "ü", "author": "ü"}
     assert len(plan.notes) == 1 and "betas, format, lr, model" in plan.notes[0]
 
 

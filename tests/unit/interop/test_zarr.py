@@ -343,14 +343,31 @@ def bomb(name: str) -> bytes:
     )
 
 
-@pytest.mark.parametrize("name", ["zlib", "zstd", "zstd without size", "blosc", "lz4"])
+BOMBS = {
+    "zlib": "gives 168001 bytes, expected 168000",
+    "zstd": "header says 16777216 bytes",
+    "zstd without size": "Destination buffer is too small",
+    "blosc": "header says 16777216 bytes",
+    "lz4": "header says 16777216 bytes",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
 def test_chunks_that_inflate_without_bounds_are_refused(name: str, tmp_path: Path) -> None:
     compressor = {"zlib": numcodecs.Zlib(), "blosc": numcodecs.Blosc(), "lz4": numcodecs.LZ4()}
     v2_array(tmp_path, compressors=compressor.get(name, numcodecs.Zstd()), chunks=(700, 60))
     data = bomb(name)
     assert len(data) < 700 * 60 * 4
     (tmp_path / "w" / "0.0").write_bytes(data)
-    with pytest.raises(ShardproofError, match="0.0"):
+    with pytest.raises(ShardproofError, match=BOMBS[name]):
+        opened(tmp_path)["w"].read()
+
+
+def test_a_chunk_that_is_larger_than_any_is_not_read(tmp_path: Path) -> None:
+    v2_array(tmp_path)
+    with (tmp_path / "w" / "0.0").open("r+b") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(FormatError, match="has 1099511627776 bytes, expected at most"):
         opened(tmp_path)["w"].read()
 
 
@@ -373,6 +390,44 @@ def test_codecs_that_are_not_known_are_refused(codec: Any, tmp_path: Path) -> No
     changed(tmp_path / "w" / ".zarray", lambda array: array.update(compressor={"id": codec}))
     with pytest.raises(FormatError, match="codec|unhashable"):
         opened(tmp_path)
+
+
+def test_filters_cannot_ask_for_any_amount_of_memory(tmp_path: Path) -> None:
+    v2_array(tmp_path, compressors=None)
+    filters = [{"id": "astype", "encode_dtype": "<f4", "decode_dtype": "<U100000000"}]
+    changed(tmp_path / "w" / ".zarray", lambda array: array.update(filters=filters))
+    with pytest.raises(FormatError, match="U100000000"):
+        opened(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_damaged_byte_of_a_shard_index_is_found(tmp_path: Path) -> None:
+    v3_array(tmp_path, codecs=[sharded()], chunks=(9, 6))
+    file = tmp_path / "w" / "c" / "0" / "0"
+    whole = file.read_bytes()
+    for at in range(len(whole) - 9 * 16 - 4, len(whole)):
+        damaged = bytearray(whole)
+        damaged[at] ^= 4
+        file.write_bytes(damaged)
+        with pytest.raises(CorruptChunkError, match="CRC-32C: expected"):
+            opened(tmp_path)["w"].read()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("offset", "count", "message"),
+    [(10**6, 24, "chunk of 24 bytes begins at byte 1000000"), (0, 2**63, "bytes begins"), (0, 20, "24")],
+)
+def test_a_shard_index_that_leads_out_is_refused(
+    offset: int, count: int, message: str, tmp_path: Path
+) -> None:
+    v3_array(tmp_path, codecs=[sharded(index_codecs=[BytesCodec()])], chunks=(9, 6))
+    file = tmp_path / "w" / "c" / "0" / "0"
+    whole = bytearray(file.read_bytes())
+    whole[-16:] = offset.to_bytes(8, "little") + count.to_bytes(8, "little")
+    file.write_bytes(whole)
+    with pytest.raises(FormatError, match=message):
+        opened(tmp_path)["w"].read()
 
 
 @pytest.mark.parametrize(

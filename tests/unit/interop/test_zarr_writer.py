@@ -12,7 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from shardproof.errors import PlainDataError, StorageError, StructureError
+import shardproof as sp
+from shardproof.errors import CorruptChunkError, FormatError, PlainDataError, StorageError, StructureError
 from shardproof.interop import Contents, FormatWriter, WriteOptions, writer_of
 from shardproof.state import decode_plain
 from shardproof.storage import LocalStorage
@@ -66,7 +67,12 @@ def read_with_tensorstore(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-READERS = [read_with_zarr, read_with_tensorstore]
+def read_with_shardproof(folder: Path) -> dict[str, torch.Tensor]:
+    with sp.open(folder) as checkpoint:
+        return {item.key: checkpoint[item.key].read() for item in checkpoint.tensors}
+
+
+READERS = [read_with_zarr, read_with_tensorstore, read_with_shardproof]
 
 
 @pytest.mark.parametrize("read", READERS)
@@ -148,7 +154,7 @@ def test_a_flipped_bit_of_a_chunk_is_found(read: Any, tmp_path: Path) -> None:
     for at in (0, len(data) // 2, len(data) - 1):
         data[at] ^= 1
         chunk.write_bytes(data)
-        with pytest.raises(ValueError, match=r"(?i)checksum|digest mismatch"):
+        with pytest.raises((ValueError, CorruptChunkError), match=r"(?i)checksum|digest mismatch|crc"):
             read(tmp_path)
         data[at] ^= 1
 
@@ -181,6 +187,41 @@ def test_plain_values_and_ties_are_attributes_of_the_group(tmp_path: Path) -> No
         "shardproof:step": 7,
     }
     assert len(plan.notes) == 1 and "head" in plan.notes[0]
+    with sp.open(tmp_path) as checkpoint:
+        assert {key: checkpoint[key] for key in checkpoint.objects} == VALUES
+        assert (checkpoint.step, checkpoint.metadata) == (7, {"run": (1,)})
+        assert checkpoint.aliases == {"head": "embed"}
+        assert checkpoint["head"].read().tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"shardproof:objects": []},
+        {"shardproof:objects": {"embed": 1}},
+        {"shardproof:aliases": {"head": "nothing"}},
+        {"shardproof:aliases": {"embed": "embed"}},
+        {"shardproof:step": -1},
+        {"shardproof:step": True},
+        {"shardproof:metadata": {"$tuple": []}},
+        {"shardproof:metadata": {"$unknown": 1}},
+    ],
+)
+def test_damaged_attributes_are_errors(attributes: dict[str, Any], tmp_path: Path) -> None:
+    state = {"embed": torch.ones(3)}
+    write_all(writer(contents_of(state)), state, tmp_path)
+    group = json.loads((tmp_path / "zarr.json").read_text())
+    (tmp_path / "zarr.json").write_text(json.dumps({**group, "attributes": attributes}))
+    with pytest.raises(FormatError, match="zarr.json"):
+        sp.open(tmp_path)
+
+
+def test_a_lost_chunk_is_an_error_and_not_zeros(tmp_path: Path) -> None:
+    state = {"w": random_bits("float32", (10, 3))}
+    write_all(writer(contents_of(state), 50), state, tmp_path)
+    (tmp_path / "w" / "c" / "1" / "0").unlink()
+    with sp.open(tmp_path) as checkpoint, pytest.raises(StorageError, match="w/c/1/0"):
+        checkpoint["w"].read()
 
 
 def test_an_interrupted_unit_and_an_interrupted_commit_are_repeated(tmp_path: Path) -> None:

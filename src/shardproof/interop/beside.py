@@ -1,0 +1,110 @@
+"""What shardproof stores beside the tensors in formats that have no place for it: values, step, metadata.
+
+It is a few JSON values under names of its own: attributes of a Zarr group, texts of a safetensors header.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardproof.errors import FormatError, PlainDataError, StructureError
+from shardproof.interop.reader import TensorDescription
+from shardproof.interop.writer import Contents
+from shardproof.state import decode_plain, encode_plain
+
+__all__ = ["ALIASES", "METADATA", "OBJECTS", "PREFIX", "STEP", "Beside", "check_aliases", "encode_beside"]
+
+PREFIX = "shardproof:"
+OBJECTS, ALIASES = f"{PREFIX}objects", f"{PREFIX}aliases"
+STEP, METADATA = f"{PREFIX}step", f"{PREFIX}metadata"
+_MOST_STEP = 2**63 - 1
+
+
+def encode_beside(contents: Contents) -> dict[str, Any]:
+    """Plain values, step and metadata by name, as JSON values; only what there is.
+
+    Raises:
+        PlainDataError: a value is no plain data.
+
+    >>> encode_beside(Contents({}, objects={"betas": (0.9, 1)}, step=3))
+    {'shardproof:objects': {'betas': {'$tuple': [0.9, 1]}}, 'shardproof:step': 3}
+    """
+    found: dict[str, Any] = {}
+    if contents.objects:
+        found[OBJECTS] = {key: encode_plain(value, key) for key, value in sorted(contents.objects.items())}
+    if contents.step is not None:
+        found[STEP] = contents.step
+    if contents.metadata:
+        found[METADATA] = encode_plain(dict(contents.metadata), "metadata")
+    return found
+
+
+def check_aliases(contents: Contents) -> None:
+    """Checks that tied tensors are tied to tensors.
+
+    Raises:
+        StructureError: one is not.
+    """
+    for alias, key in contents.aliases.items():
+        if alias in contents.tensors or key not in contents.tensors:
+            raise StructureError(f"{alias!r} cannot be tied to {key!r}", key=alias)
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What was stored beside the tensors."""
+
+    objects: Mapping[str, Any] = field(default_factory=dict)
+    """Plain values, encoded."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    step: int | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(
+        members: Mapping[str, Any],
+        tensors: Mapping[str, TensorDescription],
+        fault: Callable[[str], FormatError],
+    ) -> Beside:
+        """Checks and decodes what a file has under the names of this module.
+
+        Args:
+            members: JSON values by name. Other names are ignored.
+            tensors: of the checkpoint.
+            fault: makes an error of a text.
+
+        Raises:
+            FormatError: a value is damaged.
+        """
+        objects, aliases = members.get(OBJECTS, {}), members.get(ALIASES, {})
+        step = members.get(STEP)
+        if not isinstance(objects, dict) or not isinstance(aliases, dict):
+            raise fault(f"{OBJECTS} and {ALIASES} are no JSON objects")
+        for alias, key in aliases.items():
+            if alias in tensors or not isinstance(key, str) or key not in tensors:
+                raise fault(f"{ALIASES} ties {alias!r} to {key!r}")
+        if clash := objects.keys() & (tensors.keys() | aliases.keys()):
+            raise fault(f"{min(clash)!r} is a tensor and a value of {OBJECTS}")
+        if step is not None and (type(step) is not int or not 0 <= step <= _MOST_STEP):
+            raise fault(f"{STEP} is {step!r}")
+        try:
+            metadata = decode_plain(members.get(METADATA, {}), path=METADATA)
+        except PlainDataError as error:
+            raise fault(error.message) from error
+        if not isinstance(metadata, dict):
+            raise fault(f"{METADATA} is no dict")
+        return Beside(objects, aliases, step, metadata)
+
+    def object(self, key: str) -> Any:
+        """A plain value.
+
+        Raises:
+            KeyError: there is none of this key.
+            FormatError: it is damaged.
+        """
+        try:
+            return decode_plain(self.objects[key], path=key)
+        except PlainDataError as error:
+            raise FormatError(f"{OBJECTS}: {error.message}", key=key) from error
