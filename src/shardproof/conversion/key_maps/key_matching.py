@@ -176,7 +176,8 @@ def _add(
     count = prod(shape[: len(leading)])
     if not 0 < count <= _MOST_STACKED:
         raise StructureError(
-            f"key map: {key} of shape {list(shape)} has {count} tensors stacked, expected 1 to {_MOST_STACKED}",
+            f"key map: {key} of shape {list(shape)} has {count} tensors stacked, expected 1 to "
+            f"{_MOST_STACKED}",
             key=key,
         )
     for offsets in product(*map(range, shape[: len(leading)])):

@@ -174,9 +174,7 @@ class _QueryGroups(_RowLayout):
         parts = [heads * size, groups * size, groups * size]
         text = f"{heads} heads, {groups} query groups, head_dim {size}"
         if heads < 1 or not 1 <= groups <= _MOST_GROUPS or heads % groups:
-            raise LayoutMismatch(
-                f"expected heads that at most {_MOST_GROUPS} query groups divide, found {text}"
-            )
+            raise LayoutMismatch(f"expected heads that 1 to {_MOST_GROUPS} query groups divide, found {text}")
         if sum(parts) != rows or found not in (None, parts):
             raise LayoutMismatch(f"expected {parts} rows ({text}), found {found or rows}")
         bases = [0, *accumulate(parts[:-1])]
