@@ -25,6 +25,7 @@ from shardproof.state.optimizer.slots import (
     options_of,
 )
 from shardproof.state.plain.decode import decode as decode_plain
+from shardproof.state.plain.decode import references
 from shardproof.state.plain.encode import encode as encode_plain
 from shardproof.state.plain.registry import register_dataclass, register_enum
 from shardproof.state.records import (
@@ -89,6 +90,7 @@ __all__ = [
     "owner_of",
     "parts_of",
     "receiver",
+    "references",
     "register_dataclass",
     "register_enum",
     "rename",
