@@ -119,7 +119,7 @@ class MappedSource:
             for one, values in zip(moves, read, strict=True):
                 self._ahead[one] = values.reshape(one[2]).to(getattr(torch, self._tensors[one[0]].dtype))
             for one in batch:
-                del self._batch_of[one]
+                self._batch_of.pop(one, None)  # a box may be expected twice, of a tied tensor
         return self._ahead.pop(box, None)
 
     def _whole_move(self, box: Box) -> Move | None:
