@@ -63,9 +63,7 @@ def plan_conversion(checkpoint: Checkpoint, request: ConversionRequest) -> Conve
         check_patterns(option, patterns, checkpoint.keys())
     selected = selects(request.include, request.exclude)
     inside = _inside_values(checkpoint, selected)
-    aliases = {
-        key: other for key, other in checkpoint.aliases.items() if selected(key) and key not in inside
-    }
+    aliases = {key: other for key, other in checkpoint.aliases.items() if selected(key) and key not in inside}
     tensors = {
         item.key: MappedTensor(item.dtype, item.shape, [_whole(item.key, item.shape)])
         for item in checkpoint.tensors
