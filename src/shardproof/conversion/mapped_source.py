@@ -76,7 +76,7 @@ class MappedSource:
         checkpoint: the stored one, open for reading.
         tensors: by key, the written tensors.
         expected: key, offsets and sizes of the boxes that will be read, in their order. Small ones are read
-            ahead, several at once.
+            ahead, several at once. Boxes of other keys, which the writer has by itself, do not count.
         batch_bytes: bytes that are read ahead, at most.
     """
 
@@ -90,7 +90,7 @@ class MappedSource:
         self._checkpoint = checkpoint
         self._tensors = tensors
         self._boxes: list[HashedBox] = []
-        small = [box for box in expected if self._nbytes(box) <= _SMALL_BYTES]
+        small = [box for box in expected if box[0] in tensors and self._nbytes(box) <= _SMALL_BYTES]
         self._batch_of = {box: batch for batch in batches(small, self._nbytes, batch_bytes) for box in batch}
         self._ahead: dict[Box, torch.Tensor] = {}
         """Boxes that were read and not asked for yet."""

@@ -16,6 +16,7 @@ from shardproof.dtypes import DTYPES
 from shardproof.errors import PlainDataError, StructureError
 from shardproof.interop import Contents, FormatWriter, WriteOptions, foreign_of, read_json, writer_of
 from shardproof.loading import Checkpoint, NativeCheckpoint, check_patterns, selects
+from shardproof.state import references
 
 __all__ = ["ConversionPlan", "plan_conversion"]
 
@@ -61,11 +62,12 @@ def plan_conversion(checkpoint: Checkpoint, request: ConversionRequest) -> Conve
     for option, patterns in (("include", request.include), ("exclude", request.exclude)):
         check_patterns(option, patterns, checkpoint.keys())
     selected = selects(request.include, request.exclude)
-    aliases = {key: other for key, other in checkpoint.aliases.items() if selected(key)}
+    inside = _inside_values(checkpoint, selected)
+    aliases = {key: other for key, other in checkpoint.aliases.items() if selected(key) and key not in inside}
     tensors = {
         item.key: MappedTensor(item.dtype, item.shape, [_whole(item.key, item.shape)])
         for item in checkpoint.tensors
-        if selected(item.key)
+        if selected(item.key) and item.key not in inside
     }
     for alias, other in list(aliases.items()):
         if other not in tensors:  # the name that holds the bytes is left out
@@ -156,6 +158,14 @@ def _time(checkpoint: Checkpoint, path: str) -> float:
 def _whole(key: str, shape: tuple[int, ...]) -> Move:
     start = (0,) * len(shape)
     return Move(start, shape, key, start, shape)
+
+
+def _inside_values(checkpoint: Checkpoint, selected: Callable[[str], bool]) -> set[str]:
+    """Keys of tensors that are parts of plain values. The values bring them."""
+    if not isinstance(checkpoint, NativeCheckpoint):
+        return set()
+    values = [value for key, value in checkpoint.objects.items() if selected(key)]
+    return {key for key, _ in references(values)}
 
 
 def _plain_values(checkpoint: Checkpoint, selected: Callable[[str], bool]) -> dict[str, Any]:

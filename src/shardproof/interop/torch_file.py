@@ -487,6 +487,7 @@ def leaves(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
             1,000,000 leaves.
     """
     pending: list[Iterator[tuple[tuple[Any, ...], Any]]] = [iter([((), value)])]
+    lists: dict[int, bool] = {}
     count = 0
     while pending:
         found = next(pending[-1], None)
@@ -494,7 +495,7 @@ def leaves(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
             pending.pop()
             continue
         path, item = found
-        inside = _inside(item, len(path))
+        inside = _inside(item, len(path), lists)
         if inside is None:
             yield found
         else:
@@ -508,27 +509,41 @@ def _below(path: tuple[Any, ...], items: Iterable[tuple[Any, Any]]) -> Iterator[
     return (((*path, key), item) for key, item in items)
 
 
-def _inside(value: Any, depth: int) -> Iterable[tuple[Any, Any]] | None:
-    """Keys and values of what `leaves` descends; None for a leaf."""
+def _inside(value: Any, depth: int, lists: dict[int, bool]) -> Iterable[tuple[Any, Any]] | None:
+    """Keys and values of what `leaves` descends; None for a leaf.
+
+    Args:
+        value: to descend.
+        depth: its level.
+        lists: answers of `_holds_tensors` by the id of the list.
+    """
     if depth > _MOST_LEVELS:
         raise ValueError(f"the object is nested deeper than {_MOST_LEVELS} levels")
     if isinstance(value, Mapping):
         is_plain = not depth or len({str(key) for key in value}) == len(value) > 0
         return value.items() if is_plain else None
     if isinstance(value, list):
-        return enumerate(value) if _holds_tensors(value, depth) else None
+        return enumerate(value) if _holds_tensors(value, depth, lists) else None
     return _module_items(value) if isinstance(value, Opaque) else None
 
 
-def _holds_tensors(items: list[Any], depth: int) -> bool:
-    """True if a tensor or a dict is in a list, or in the lists in it."""
+def _holds_tensors(items: list[Any], depth: int, known: dict[int, bool]) -> bool:
+    """True if a tensor or a dict is in a list, or in the lists in it.
+
+    Args:
+        items: the list.
+        depth: its level.
+        known: answers by the id of the list. A pickle may refer to one list many times.
+    """
     if depth > _MOST_LEVELS:
         raise ValueError(f"the object is nested deeper than {_MOST_LEVELS} levels")
-    return any(
-        isinstance(item, (TorchTensor, Mapping))
-        or (isinstance(item, list) and _holds_tensors(item, depth + 1))
-        for item in items
-    )
+    if id(items) not in known:
+        known[id(items)] = any(
+            isinstance(item, (TorchTensor, Mapping))
+            or (isinstance(item, list) and _holds_tensors(item, depth + 1, known))
+            for item in items
+        )
+    return known[id(items)]
 
 
 def _module_items(module: Opaque) -> list[tuple[str, Any]] | None:

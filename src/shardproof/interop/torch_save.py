@@ -19,7 +19,7 @@ from shardproof.interop.pickle_data import opaque_names
 from shardproof.interop.reader import Foreign, FormatReader, TensorDescription
 from shardproof.interop.torch_file import TorchFile, TorchTensor, leaves, part_with_tensors, unpickled
 
-__all__ = ["TorchFilesReader", "TorchSaveReader", "is_torch_file"]
+__all__ = ["TorchFilesReader", "TorchObject", "TorchSaveReader", "is_torch_file"]
 
 _MAGICS = (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", b"\x80\x04\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.")
 """How files of the format before zip begin, with the protocols 2 and 4."""
@@ -42,7 +42,7 @@ def is_torch_file(foreign: Foreign, name: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Object:
+class TorchObject:
     """A value of a file that is not a tensor."""
 
     file: str
@@ -57,7 +57,7 @@ class TorchFilesReader(FormatReader):
     def __init__(self, foreign: Foreign) -> None:
         super().__init__(foreign)
         self._files: dict[str, TorchFile] = {}
-        self._objects: dict[str, _Object] = {}
+        self._objects: dict[str, TorchObject] = {}
         self._used: dict[str, set[str]] = {}
         """By file, the storages that tensors are in."""
         self._unpickled: tuple[str, Any] | None = None
@@ -84,7 +84,7 @@ class TorchFilesReader(FormatReader):
             if key in self.tensors or key in self.aliases or key in self._objects:
                 raise self.fault(name, f"two values have the key {key}", key=key)
             if not isinstance(leaf, TorchTensor):
-                self._objects[key] = _Object(name, path, leaf)
+                self._objects[key] = TorchObject(name, path, leaf)
             elif leaf in ties and 0 not in leaf.shape:
                 self.aliases[key] = ties[leaf]
             else:
@@ -151,7 +151,7 @@ class TorchFilesReader(FormatReader):
         except ValueError as error:
             raise self.fault(name, str(error)) from error
 
-    def _trusted(self, found: _Object) -> Any:
+    def _trusted(self, found: TorchObject) -> Any:
         if self._unpickled is None or self._unpickled[0] != found.file:
             self._unpickled = None  # frees its memory before the next takes some
             self._unpickled = found.file, unpickled(self._files[found.file])

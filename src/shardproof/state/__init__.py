@@ -24,7 +24,11 @@ from shardproof.state.optimizer.slots import (
     StoredSlot,
     options_of,
 )
+from shardproof.state.placements import index_map_of as index_map_of  # not listed in __all__: internal
+from shardproof.state.placements import local_segments as local_segments  # not listed in __all__: internal
+from shardproof.state.placements import sizes_of as sizes_of  # not listed in __all__: internal
 from shardproof.state.plain.decode import decode as decode_plain
+from shardproof.state.plain.decode import references
 from shardproof.state.plain.encode import encode as encode_plain
 from shardproof.state.plain.registry import register_dataclass, register_enum
 from shardproof.state.records import (
@@ -89,6 +93,7 @@ __all__ = [
     "owner_of",
     "parts_of",
     "receiver",
+    "references",
     "register_dataclass",
     "register_enum",
     "rename",

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import product
+from math import prod
 
 import numpy as np
 
@@ -131,7 +132,8 @@ def index_map_of(
     for dim in segments:
         starts, sizes = np.array(dim, np.int64).T
         columns.append(np.stack([np.cumsum(sizes) - sizes, starts, sizes]))
-    picked = np.indices([len(dim) for dim in segments]).reshape(len(segments), -1)
+    counts = [len(dim) for dim in segments]
+    picked = np.indices(counts).reshape(len(segments), prod(counts))
     local, placed, sizes = (
         np.stack([column[row][at] for column, at in zip(columns, picked, strict=True)], axis=1)
         if columns

@@ -71,6 +71,23 @@ def test_every_format_has_every_bit_and_leads_back(source: Path, to: str, tmp_pa
     assert [*found.only_b] == ["common"] * len(in_common)
 
 
+@pytest.mark.parametrize("to", sorted(WRITERS))
+def test_a_value_that_is_stored_as_a_tensor_is_written_once(to: str, tmp_path: Path) -> None:
+    """A long list is a tensor in shardproof's own format, and part of a value in others."""
+    steps = list(range(5000))
+    sp.save(tmp_path / "source", {"w": torch.ones(2), "seen": {"steps": steps}})
+    with sp.open(tmp_path / "source") as source:
+        assert len(source.tensors) == 2
+    report = sp.convert(source.location, tmp_path / "there", to=to, dtype="float64")
+    assert (report.tensors, report.left_out) == (1, ())
+    assert report.objects == 1
+    with sp.open(tmp_path / "there") as there:
+        assert len(there.tensors) == (2 if to == "shardproof" else 1)
+        if to != "hf":  # which has no place for values
+            values = there["common"] if to == "torch_dist" else there
+            assert values["seen.steps"] == steps
+
+
 def test_keys_are_selected_renamed_and_cast(source: Path, tmp_path: Path) -> None:
     report = sp.convert(
         source,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import base64
+import copy
 import json
 import random
 import tarfile
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,13 @@ class Golden:
         merged = Golden(self._name, self._folder)
         merged._expect(self._folder / self._name / "merged")
         return merged
+
+    def renamed(self, key_of: Callable[[str], str]) -> Golden:
+        """The same with other keys of tensors, where the expectations leave keys free."""
+        other = copy.copy(self)
+        other.kinds = {key_of(key): kind for key, kind in self.kinds.items()}
+        other._tensors = {key_of(key): tensor for key, tensor in self._tensors.items()}
+        return other
 
     def tensor(self, key: str) -> torch.Tensor:
         """The expected tensor. Dtypes that safetensors lacks are in the file as bytes."""

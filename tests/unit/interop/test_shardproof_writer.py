@@ -18,6 +18,7 @@ from shardproof.interop import Contents, FormatWriter, WriteOptions, writer_of
 from shardproof.loading import NativeCheckpoint
 from shardproof.maintenance import repair, verify
 from shardproof.report import diff
+from shardproof.state import references
 from shardproof.storage import LocalStorage
 from tests.unit.interop.peers import bits
 from tests.unit.interop.written import (
@@ -55,7 +56,8 @@ def test_the_state_is_the_same_as_that_of_a_save(tmp_path: Path) -> None:
     with sp.open(tmp_path / "saved") as saved:
         assert isinstance(saved, NativeCheckpoint)
         objects = {key: saved[key] for key in saved.objects}
-        stored = {item.key: saved[item.key].read() for item in saved.tensors}
+        inside = {key for key, _ in references(list(saved.objects.values()))}
+        stored = {item.key: saved[item.key].read() for item in saved.tensors if item.key not in inside}
         contents = contents_of(
             stored,
             aliases=saved.aliases,
@@ -76,6 +78,15 @@ def test_the_state_is_the_same_as_that_of_a_save(tmp_path: Path) -> None:
     assert {key: bits(value) for key, value in target.items()} == {
         key: bits(value) for key, value in TENSORS.items()
     }
+
+
+def test_a_tensor_of_the_same_key_is_not_taken_for_the_one_in_a_value(tmp_path: Path) -> None:
+    tensors = {"rng.state": torch.ones(2)}
+    objects = {"rng": {"state": torch.zeros(2)}}
+    write_all(writer(contents_of(tensors, objects=objects)), tensors, tmp_path)
+    with sp.open(tmp_path) as checkpoint:
+        assert checkpoint["rng.state"].read().tolist() == [1, 1]
+        assert checkpoint["rng"]["state"].tolist() == [0, 0]
 
 
 def test_large_values_that_are_no_tensors_of_the_source_are_stored_as_tensors(tmp_path: Path) -> None:

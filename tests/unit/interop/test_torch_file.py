@@ -128,3 +128,10 @@ def test_a_value_that_holds_itself_has_an_end(tmp_path: Path) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"nothing\.pt"):
         opened(tmp_path / "nothing.pt")
+
+
+def test_lists_that_are_shared_many_times_cost_one_look_each() -> None:
+    shared: list[Any] = [1]
+    for _ in range(150):
+        shared = [shared, shared]
+    assert [key for key, _ in flatten({"a": shared})] == ["a"]
