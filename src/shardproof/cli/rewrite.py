@@ -42,7 +42,10 @@ KEYS_SHOWN = 20
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Keys to leave out, and all below them.")
 @click.option("--rename", type=click.Path(), help='TOML file with lines such as "model.module" = "model".')
 @click.option(
-    "--map", "key_map", metavar="MAP", help="Key map, such as megatron-to-hf:llama, or a TOML file."
+    "--map",
+    "key_map",
+    metavar="MAP",
+    help="Key map, such as megatron-to-hf:llama?heads=32&groups=8, or a TOML file.",
 )
 @click.option("--max-file-size", callback=size, metavar="SIZE", help="Split into files of at most this size.")
 @click.option("--memory", callback=size, default="4GiB", show_default=True, help="Memory of all workers.")
