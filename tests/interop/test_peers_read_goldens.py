@@ -2,35 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.interop.peer import PeerFailed, PeerResult, assert_same_tensors, run_peer
+from tests.interop.expectations import assert_reads, expected_objects, expected_tensors
+from tests.interop.peer import PeerFailed, assert_same_tensors, run_peer
 from tests.unit.interop.peers import Golden
-
-
-@pytest.fixture
-def golden(request: pytest.FixtureRequest, tmp_path: Path) -> Golden:
-    return Golden(request.param, tmp_path)
-
-
-def expected_tensors(golden: Golden) -> dict[str, torch.Tensor]:
-    return {key: golden.tensor(key) for key in golden.kinds}
-
-
-def expected_objects(golden: Golden) -> dict[str, Any]:
-    """The objects as the peer gives them; `golden.objects` has them as shardproof reads them."""
-    return json.loads((golden.checkpoint.parent / "expected.json").read_text())["objects"]
-
-
-def assert_reads(read: PeerResult, golden: Golden) -> None:
-    """The peer found every tensor, bit for bit, and every object, and nothing else."""
-    assert_same_tensors(read.tensors, expected_tensors(golden))
-    assert read.objects == expected_objects(golden)
 
 
 DCP = ["dcp_fsdp2_adamw_w3", "dcp_objects_w2", "dcp_dtypes_w2", "dcp22_zoo_w4", "dcp_stale_w3", "mfsdp_z3_w3"]
