@@ -74,7 +74,7 @@ def convert_command(
     as SRC does: the same tensors, plain values, step, time, metadata and world size.
 
     Exit code 0: converted. 1: SRC is damaged or not committed, or there is something at DST, which is
-    unchanged.
+    unchanged. 2: an option fits neither SRC nor the format, or another conversion uses DST.
     """
     if standalone:
         if to is not None:
@@ -89,6 +89,7 @@ def convert_command(
         )
     from shardproof.cli.terminal import bytes_progress
     from shardproof.conversion import convert
+    from shardproof.errors import PlainDataError, StructureError
 
     try:
         with bytes_progress("convert", shown=not as_json) as on_progress:
@@ -110,7 +111,7 @@ def convert_command(
                 dry_run=dry_run,
                 on_progress=on_progress,
             )
-    except ValueError as error:
+    except (ValueError, StructureError, PlainDataError) as error:  # the request does not fit
         raise click.UsageError(str(error)) from error
     if as_json:
         import msgspec
