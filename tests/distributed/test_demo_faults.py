@@ -213,7 +213,7 @@ def test_ranks_to_resume_on_are_refused_beside_a_fault() -> None:
 
 
 def test_what_makes_no_story_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="choose one of transient, persistent, correct"):
+    with pytest.raises(ValueError, match="not one of transient, persistent, correct"):
         run_fault_demo("sporadic")
     with pytest.raises(ValueError, match="steps"):
         run_fault_demo("transient", steps=4, save_every=2)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib import import_module
 
 from shardproof.errors import FormatError
-from shardproof.format import MANIFEST_NAME
+from shardproof.format import MANIFEST_NAME, shard_name
 from shardproof.interop.reader import Foreign, FormatReader
 from shardproof.interop.writer import FormatWriter
 
@@ -15,6 +15,8 @@ __all__ = ["NATIVE", "READERS", "WRITERS", "format_of", "open_reader", "writer_o
 NATIVE = "shardproof"
 """Name of the project's own format."""
 
+_SHARDS = shard_name(0, "a").partition("/")[0]
+"""The folder of shard files."""
 READERS: Mapping[str, str] = {
     "orbax": "orbax:OrbaxReader",
     "megatron_zarr": "megatron_zarr:MegatronZarrReader",
@@ -72,12 +74,14 @@ def _reader(name: str) -> type[FormatReader]:
 def format_of(foreign: Foreign) -> str:
     """The name of the format of a path.
 
-    A folder that no reader recognizes is of shardproof's own format: it may be a save that did not finish.
+    A folder with shard files is of shardproof's own format, even without a manifest: it is a save that did
+    not finish, and no reader of other files may take it for a checkpoint. So is a folder that no reader
+    recognizes.
 
     Raises:
         FormatError: the path is a file of no known format.
     """
-    if foreign.has(MANIFEST_NAME):
+    if foreign.has(MANIFEST_NAME) or (foreign.file is None and _SHARDS in foreign.storage.folders()):
         return NATIVE
     name = next((name for name in READERS if _reader(name).recognizes(foreign)), None)
     if name is None and foreign.file is not None:
