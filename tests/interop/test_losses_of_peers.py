@@ -35,9 +35,7 @@ def awkward() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("to", FILES)
 @pytest.mark.parametrize("max_file_bytes", [None, 40])
-def test_scalars_integers_booleans_and_odd_sizes(
-    to: str, max_file_bytes: int | None, tmp_path: Path
-) -> None:
+def test_scalars_integers_booleans_and_odd_sizes(to: str, max_file_bytes: int | None, tmp_path: Path) -> None:
     """DCP's Hugging Face writer stores 0.0 for scalars, and fails on integers and booleans."""
     sp.save(tmp_path / "saved", awkward())
     sp.convert(tmp_path / "saved", tmp_path / "files", to=to, max_file_bytes=max_file_bytes)
@@ -98,9 +96,13 @@ def test_frozen_parameters_of_deepspeed(golden: Golden, prefix: str, tmp_path: P
     path = converted(golden.checkpoint, "hf", tmp_path)
     read = run_peer("torch", "read_safetensors.py", "safe_open", path)
     frozen = {key: value for key, value in read.tensors.items() if ".frozen." in key}
-    expected = {f"{prefix}.frozen.{name}": golden.tensor(f"fp32:frozen.{name}") for name in ("weight", "bias")}
+    expected = {
+        f"{prefix}.frozen.{name}": golden.tensor(f"fp32:frozen.{name}") for name in ("weight", "bias")
+    }
     assert_same_tensors(frozen, expected)
-    trained = {key for key in golden.kinds if key.startswith("fp32:") and "frozen" not in key and "count" not in key}
+    trained = {
+        key for key in golden.kinds if key.startswith("fp32:") and "frozen" not in key and "count" not in key
+    }
     for key in trained:
         name = key.removeprefix("fp32:")
         assert_same_tensors({name: read.tensors[f"fp32.{name}"]}, {name: golden.tensor(key)})

@@ -47,9 +47,7 @@ def test_transformers_reads_the_experts_of_a_mixtral(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("golden", ["hf_llama_tied"], indirect=True)
 def test_accelerate(golden: Golden, tmp_path: Path) -> None:
-    read = run_peer(
-        "torch", "read_safetensors.py", "accelerate", model_folder(golden, tmp_path, 20_000)
-    )
+    read = run_peer("torch", "read_safetensors.py", "accelerate", model_folder(golden, tmp_path, 20_000))
     expected = expected_tensors(golden)
     expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
     assert_same_tensors(read.tensors, expected)

@@ -42,7 +42,10 @@ KEYS_SHOWN = 20
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Keys to leave out, and all below them.")
 @click.option("--rename", type=click.Path(), help='TOML file with lines such as "model.module" = "model".')
 @click.option(
-    "--map", "key_map", metavar="MAP", help="Key map, such as megatron-to-hf:llama, or a TOML file."
+    "--map",
+    "key_map",
+    metavar="MAP",
+    help="Key map, such as megatron-to-hf:llama?heads=32&groups=8, or a TOML file.",
 )
 @click.option("--max-file-size", callback=size, metavar="SIZE", help="Split into files of at most this size.")
 @click.option("--memory", callback=size, default="4GiB", show_default=True, help="Memory of all workers.")
@@ -71,7 +74,7 @@ def convert_command(
     as SRC does: the same tensors, plain values, step, time, metadata and world size.
 
     Exit code 0: converted. 1: SRC is damaged or not committed, or there is something at DST, which is
-    unchanged.
+    unchanged. 2: an option fits neither SRC nor the format, or another conversion uses DST.
     """
     if standalone:
         if to is not None:
@@ -86,6 +89,7 @@ def convert_command(
         )
     from shardproof.cli.terminal import bytes_progress
     from shardproof.conversion import convert
+    from shardproof.errors import PlainDataError, StructureError
 
     try:
         with bytes_progress("convert", shown=not as_json) as on_progress:
@@ -107,7 +111,7 @@ def convert_command(
                 dry_run=dry_run,
                 on_progress=on_progress,
             )
-    except ValueError as error:
+    except (ValueError, StructureError, PlainDataError) as error:  # the request does not fit
         raise click.UsageError(str(error)) from error
     if as_json:
         import msgspec

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shardproof.conversion.key_maps import CONFIG, apply_key_map, key_map_label
@@ -63,9 +63,7 @@ def plan_conversion(checkpoint: Checkpoint, request: ConversionRequest) -> Conve
         check_patterns(option, patterns, checkpoint.keys())
     selected = selects(request.include, request.exclude)
     inside = _inside_values(checkpoint, selected)
-    aliases = {
-        key: other for key, other in checkpoint.aliases.items() if selected(key) and key not in inside
-    }
+    aliases = {key: other for key, other in checkpoint.aliases.items() if selected(key) and key not in inside}
     tensors = {
         item.key: MappedTensor(item.dtype, item.shape, [_whole(item.key, item.shape)])
         for item in checkpoint.tensors
@@ -100,7 +98,7 @@ def plan_conversion(checkpoint: Checkpoint, request: ConversionRequest) -> Conve
     without_map = replace(request, key_map=None, workers=0, memory_bytes=0, source="")
     described: list[Any] = [checkpoint.attempt, asdict(without_map), key_map_label(request.key_map), units]
     if request.key_map is not None:
-        described.append([(key, t.shape, list(map(astuple, t.moves))) for key, t in tensors.items()])
+        described.append([(key, t.shape, list(map(repr, t.moves))) for key, t in tensors.items()])
     digest = hashlib.sha256(json.dumps(described, default=list).encode()).hexdigest()[:32]
     left_out = (*(key for key in checkpoint if not selected(key)), *unmapped)
     return ConversionPlan(tensors, writer, len(objects), digest, left_out)

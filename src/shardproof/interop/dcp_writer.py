@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from shardproof.dtypes import DTYPES
 from shardproof.geometry import Boxes, cut
@@ -46,6 +46,9 @@ class DcpWriter(FormatWriter):
 
     name = "dcp"
 
+    _keeps_step: ClassVar[bool] = False
+    """True if a subclass stores the step."""
+
     def __init__(self, contents: Contents, options: WriteOptions) -> None:
         self._contents = contents
         self._piece_bytes = options.piece_bytes
@@ -58,7 +61,7 @@ class DcpWriter(FormatWriter):
             self._files.append([])
         self.units = [self._unit(number, chunks) for number, chunks in enumerate(self._files)]
         self._numbers = {unit.name: number for number, unit in enumerate(self.units)}
-        self.notes = notes_of(self.name, contents)
+        self.notes = notes_of(self.name, contents, keeps_step=self._keeps_step)
 
     def write(self, unit: Unit, source: BoxSource, target: Storage) -> dict[str, Any]:
         """Writes a ``.distcp`` file; see `FormatWriter.write`. It returns where each entry lies."""

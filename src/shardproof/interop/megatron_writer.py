@@ -43,6 +43,7 @@ class TorchDistWriter(DcpWriter):
     """
 
     name = "torch_dist"
+    _keeps_step = True
 
     def __init__(self, contents: Contents, options: WriteOptions) -> None:
         super().__init__(contents, options)

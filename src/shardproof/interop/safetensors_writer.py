@@ -32,6 +32,7 @@ from shardproof.interop.writer import (
     Unit,
     WriteOptions,
     check_written,
+    notes_of,
 )
 from shardproof.storage import FileWriter, Storage
 
@@ -193,7 +194,8 @@ class HuggingFaceWriter(SafetensorsWriter):
         return []
 
     def _metadata(self, contents: Contents) -> dict[str, str]:
-        metadata, _ = _texts(contents.metadata)
+        metadata, lost = _texts(contents.metadata)
+        self.notes += notes_of(self.name, replace(contents, metadata=lost))
         texts, others = _texts(contents.objects)
         if others:
             self.notes.append(

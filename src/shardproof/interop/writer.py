@@ -142,17 +142,19 @@ class FormatWriter(ABC):
         """
 
 
-def notes_of(name: str, contents: Contents) -> list[str]:
-    """The notes of a format without a place for metadata of the user.
+def notes_of(name: str, contents: Contents, *, keeps_step: bool = False) -> list[str]:
+    """The notes of a format without a place for the step and the metadata of the user.
 
     Args:
         name: of the format.
         contents: what is written.
+        keeps_step: True if the format has a place for the step.
     """
-    if not contents.metadata:
-        return []
-    keys = ", ".join(sorted(map(str, contents.metadata)))
-    return [f"{name} has no place for the metadata of the checkpoint, so these were not written: {keys}."]
+    lost = [] if keeps_step or contents.step is None else [f"the step ({contents.step})"]
+    if contents.metadata:
+        lost.append(f"the metadata ({', '.join(sorted(map(str, contents.metadata)))})")
+    it = "it" if len(lost) == 1 else "them"
+    return [f"{name} has no place for {' and '.join(lost)}, and leaves {it} out."] if lost else []
 
 
 def check_written(target: Storage, name: str, size: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from shardproof.errors import NotCommittedError
 from shardproof.interop import NATIVE, Foreign, foreign_of, format_of, open_reader
 from shardproof.loading.checkpoint import Checkpoint, NativeCheckpoint
 from shardproof.loading.foreign_checkpoint import ForeignCheckpoint
@@ -61,7 +62,16 @@ def open_storage(
     place = foreign if isinstance(foreign, Foreign) else Foreign(foreign)
     name = format or format_of(place)
     if name == NATIVE:
-        return NativeCheckpoint(place.storage)
+        try:
+            return NativeCheckpoint(place.storage)
+        except NotCommittedError as error:
+            if format is not None or place is not foreign:
+                raise
+            raise NotCommittedError(
+                f"{error.message}\nIf another project wrote it, name its file, or its format with format= "
+                "(--format on the command line).",
+                **error.details,
+            ) from error
     reader = open_reader(place, name)
     for note in reader.notes if warn else ():
         _log.warning("%s: %s", reader.location, note)

@@ -276,3 +276,12 @@ def test_the_command_prints_the_report(
     assert run([*arguments, "--json"]) == 1
     assert "was not touched" in capsys.readouterr().err
     assert run(["convert", str(source), str(tmp_path / "more")]) == 2
+
+
+@pytest.mark.parametrize("to", sorted(WRITERS))
+def test_what_a_format_has_no_place_for_is_noted(to: str, tmp_path: Path) -> None:
+    sp.save(tmp_path / "source", {"w": torch.ones(2)}, step=7, metadata={"run": {"seed": 3}})
+    notes = sp.convert(tmp_path / "source", tmp_path / "there", to=to).notes
+    with sp.open(tmp_path / "there") as checkpoint:
+        assert (checkpoint.step == 7) != any("the step (7)" in note for note in notes)
+        assert ("run" in checkpoint.metadata) != any("the metadata (run)" in note for note in notes)

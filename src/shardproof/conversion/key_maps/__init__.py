@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardproof.conversion.key_maps.engine import MappedKeys, Stored, apply_rules
+from shardproof.conversion.key_maps.engine import MappedKeys, apply_rules
 from shardproof.conversion.key_maps.families import FAMILIES
 from shardproof.conversion.key_maps.hyperparameters import CONFIG, hyperparameters
+from shardproof.conversion.key_maps.key_matching import Stored
 from shardproof.conversion.key_maps.key_rules import KeyRules
 from shardproof.conversion.key_maps.map_names import MapName
 from shardproof.conversion.key_maps.move_check import check_mapped

@@ -91,7 +91,7 @@ class Rule:
     """Pattern of the key in the first project. Placeholders may be left out of keys: those tensors are
     stacked, with a leading dimension for each."""
     parts: tuple[str, ...]
-    """Patterns of the keys in the second project, with the same placeholders."""
+    """Patterns of the keys in the second project, with the same placeholders in the same order."""
     layout: str = "same"
     """One of `LAYOUTS`."""
     shapes: tuple[str, ...] = ()
@@ -111,8 +111,8 @@ class Rule:
             )
         if self.shapes and len(self.shapes) != len(self.parts):
             raise ValueError(f"{self.joined}: {len(self.shapes)} shapes for {len(self.parts)} parts")
-        for text in (self.joined, *self.parts, *self.joined_names):
-            if {*KeyPattern(text).placeholders} != {*KeyPattern(self.joined).placeholders}:
+        for text in (*self.parts, *self.joined_names):
+            if KeyPattern(text).placeholders != KeyPattern(self.joined).placeholders:
                 raise ValueError(f"{text!r} and {self.joined!r} have different placeholders")
 
     @property

@@ -17,6 +17,8 @@ from shardproof.conversion.key_maps.hyperparameters import Hyperparameters
 __all__ = ["LAYOUTS", "Arrangement", "Layout", "LayoutMismatch", "Piece"]
 
 _Shape = tuple[int, ...]
+_MOST_GROUPS = 65536
+"""It bounds the work on a shape that lies."""
 
 
 class LayoutMismatch(ValueError):
@@ -171,8 +173,8 @@ class _QueryGroups(_RowLayout):
     def _rows(self, heads: int, groups: int, size: int, rows: int, found: list[int] | None) -> _Rows:
         parts = [heads * size, groups * size, groups * size]
         text = f"{heads} heads, {groups} query groups, head_dim {size}"
-        if heads < 1 or groups < 1 or heads % groups:
-            raise LayoutMismatch(f"expected heads that the query groups divide, found {text}")
+        if heads < 1 or not 1 <= groups <= _MOST_GROUPS or heads % groups:
+            raise LayoutMismatch(f"expected heads that 1 to {_MOST_GROUPS} query groups divide, found {text}")
         if sum(parts) != rows or found not in (None, parts):
             raise LayoutMismatch(f"expected {parts} rows ({text}), found {found or rows}")
         bases = [0, *accumulate(parts[:-1])]

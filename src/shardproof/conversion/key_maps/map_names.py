@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from urllib.parse import parse_qsl
 
-from shardproof.conversion.key_maps.engine import RuleOptions
 from shardproof.conversion.key_maps.hyperparameters import Hyperparameters
+from shardproof.conversion.key_maps.key_matching import RuleOptions
 
 __all__ = ["MapName"]
 
