@@ -22,7 +22,8 @@ def expected_tensors(golden: Golden) -> dict[str, torch.Tensor]:
 
 def expected_objects(golden: Golden) -> dict[str, Any]:
     """The objects as the peer gives them; `golden.objects` has them as shardproof reads them."""
-    return json.loads((golden.checkpoint.parent / "expected.json").read_text())["objects"]
+    content: dict[str, Any] = json.loads((golden.checkpoint.parent / "expected.json").read_text())
+    return dict(content["objects"])
 
 
 def assert_reads(read: PeerResult, golden: Golden) -> None:
@@ -33,7 +34,7 @@ def assert_reads(read: PeerResult, golden: Golden) -> None:
 
 
 def unordered(value: Any) -> Any:
-    """An encoded object with sorted dicts and attributes: shardproof sorts them, and equality ignores order."""
+    """An encoded object with sorted dicts and attributes. shardproof sorts them too."""
     match value:
         case {"$": "dict" | "object", "v": list(pairs)}:
             return value | {"v": sorted((unordered(pair) for pair in pairs), key=json.dumps)}
