@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -163,6 +164,31 @@ def test_set_state_dict_takes_a_model_and_its_optimizer(tmp_path: Path, whole_gr
     for key, leaf in wanted.items():
         same = bits(found[key]) == bits(leaf) if isinstance(leaf, torch.Tensor) else found[key] == leaf
         assert same, key
+
+
+def test_the_slots_of_a_live_optimizer_reach_set_state_dict(tmp_path: Path) -> None:
+    """A save of an optimizer itself has slots by parameter, and no groups: these are the program's."""
+    model, optimizer = trained()
+    sp.save(tmp_path / "saved", {"model": model, "optim": optimizer})
+    renamed = {"optim": "optim.state"}
+    sp.convert(tmp_path / "saved", tmp_path / "dcp", to="dcp", rename=renamed, exclude="*.@options")
+    expected = flattened(get_state_dict(model, optimizer)[1]["state"])
+    model.zero_grad()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optim": optimizer_state}
+    dcp.load(
+        state,
+        checkpoint_id=tmp_path / "dcp",
+        no_dist=True,
+        planner=DefaultLoadPlanner(allow_partial_load=True),
+    )
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=state["optim"])
+    found = flattened(get_state_dict(model, optimizer)[1]["state"])
+    assert {key: bits(leaf) for key, leaf in found.items()} == {
+        key: bits(leaf) for key, leaf in expected.items()
+    }
+    assert optimizer.param_groups[0]["lr"] == 0.5
 
 
 def test_torch_turns_it_into_the_nested_state(tmp_path: Path) -> None:
