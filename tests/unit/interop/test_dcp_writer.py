@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle  # noqa: TID251 what torch reads .metadata with
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -166,6 +166,31 @@ def test_set_state_dict_takes_a_model_and_its_optimizer(tmp_path: Path, whole_gr
         assert same, key
 
 
+def test_the_slots_of_a_live_optimizer_reach_set_state_dict(tmp_path: Path) -> None:
+    """A save of an optimizer itself has slots by parameter, and no groups: these are the program's."""
+    model, optimizer = trained()
+    sp.save(tmp_path / "saved", {"model": model, "optim": optimizer})
+    renamed = {"optim": "optim.state"}
+    sp.convert(tmp_path / "saved", tmp_path / "dcp", to="dcp", rename=renamed, exclude="*.@options")
+    expected = flattened(get_state_dict(model, optimizer)[1]["state"])
+    model.zero_grad()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optim": optimizer_state}
+    dcp.load(
+        state,
+        checkpoint_id=tmp_path / "dcp",
+        no_dist=True,
+        planner=DefaultLoadPlanner(allow_partial_load=True),
+    )
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=state["optim"])
+    found = flattened(get_state_dict(model, optimizer)[1]["state"])
+    assert {key: bits(leaf) for key, leaf in found.items()} == {
+        key: bits(leaf) for key, leaf in expected.items()
+    }
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
 def test_torch_turns_it_into_the_nested_state(tmp_path: Path) -> None:
     expected = write_training(tmp_path / "dcp")
     dcp_to_torch_save(tmp_path / "dcp", tmp_path / "a.pt")
@@ -250,41 +275,6 @@ def test_what_the_format_cannot_hold_is_said() -> None:
     (note,) = writer.notes
     assert "no place for the metadata" in note
     assert note.endswith("run.")
-
-
-NAMES_OF_TORCH_2_2 = {
-    "torch.distributed.checkpoint.metadata": {
-        "Metadata",
-        "TensorStorageMetadata",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "MetadataIndex",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size", "float32"},
-}
-
-
-class OnlyOldNames(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        assert name in NAMES_OF_TORCH_2_2[module], (module, name)
-        return super().find_class(module, name)
-
-
-def test_the_metadata_names_what_torch_2_2_has(tmp_path: Path) -> None:
-    written("dcp", {"w": torch.ones(3)}, tmp_path, objects={"step": 3})
-    with (tmp_path / ".metadata").open("rb") as file:
-        metadata = OnlyOldNames(file).load()
-    properties = metadata.state_dict_metadata["w"].properties
-    assert (properties.dtype, properties.memory_format) == (torch.float32, torch.contiguous_format)
-    assert vars(metadata).keys() == {
-        "state_dict_metadata",
-        "planner_data",
-        "storage_data",
-        "storage_meta",
-    }
 
 
 def test_fsdp_dtensor_keeps_the_keys(tmp_path: Path) -> None:
