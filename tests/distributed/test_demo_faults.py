@@ -138,11 +138,11 @@ def test_other_facts_are_seen(seen: Seen, run: int, changes: dict[str, Any], cla
     ("name", "value", "claim"),
     [
         ("verdict", "transient fault", "verdict in the log"),
-        ("node", "node-b", "device named there"),
-        ("rank", 1, "device named there"),
+        ("node", "node-b", "device in the log"),
+        ("rank", 1, "device in the log"),
         ("step", 5, "step (counted from 0) and result"),
         ("first", 2.0, "step (counted from 0) and result"),
-        ("second", "nan", "the result again"),
+        ("second", "nan", "the result of the rerun"),
     ],
 )
 def test_another_log_is_seen(seen: Seen, tmp_path: Path, name: str, value: Any, claim: str) -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import shardproof as sp
 from shardproof.errors import CorruptChunkError, RankFailure, ShardproofError
 from shardproof.loading import LoadReport, Options, load_from, load_protocol
-from shardproof.loading.checkpoint import Checkpoint
+from shardproof.loading.checkpoint import NativeCheckpoint
 from shardproof.loading.read_once import agreement, cost_model, node_messages
 from shardproof.loading.read_once.group_plan import plan_once
 from shardproof.loading.read_once.node_plan import plan_node
@@ -283,7 +283,7 @@ def test_without_being_asked_every_rank_reads_and_no_collective_runs(tmp_path: P
 
 
 def damage(folder: Path, key: str) -> None:
-    with Checkpoint(LocalStorage(folder)) as opened:
+    with NativeCheckpoint(LocalStorage(folder)) as opened:
         rows = np.flatnonzero(opened.table.tensor == opened.row(key))
         at = int(opened.table.byte_start[rows[len(rows) // 2]])
         name = opened.manifest.files[int(opened.table.file[rows[0]])].name

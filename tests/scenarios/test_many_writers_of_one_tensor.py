@@ -27,7 +27,7 @@ import torch
 import shardproof as sp
 from shardproof.errors import ShardproofError
 from shardproof.geometry import Boxes, IndexMap
-from shardproof.loading import Checkpoint, load_from
+from shardproof.loading import load_from
 from shardproof.saving import Saver
 from shardproof.storage import LocalStorage, Sink, Storage
 from tests.harness import rank, rendezvous, run_ranks
@@ -233,7 +233,7 @@ class _Slice:
 def lost(storage: Storage, every: dict[str, torch.Tensor]) -> list[str]:
     """Tensors of a checkpoint, read by one process, of which an element is not what was saved."""
     wrong = []
-    checkpoint = Checkpoint(storage)
+    checkpoint = NativeCheckpoint(storage)
     for name, wanted in every.items():
         try:
             found = checkpoint[name][...]
