@@ -423,7 +423,7 @@ def test_who_waits_for_a_rank_that_moves_is_not_silent(way: str, tmp_path: Path)
 
 def failing_before(folder: str, way: str) -> dict[str, Any]:
     if rank() == 1:
-        load_protocol._Loader._own_chunks = _no_room  # type: ignore[method-assign]
+        load_protocol._Loader._own_reads = _no_room  # type: ignore[method-assign]
     return failing(folder, way, 600, None)
 
 

@@ -311,7 +311,7 @@ def asked_differently(root: str, asked: list[Any]) -> tuple[str, str]:
     ("asked", "kind", "text"),
     [
         (["all", "sample"], "StructureError", "check_replicas='all'"),
-        ([None, "sample"], "StructureError", "rank 1 for step None, .*check_replicas='sample'"),
+        ([None, "sample"], "StructureError", "rank 1 is step None, .*check_replicas='sample'"),
         (["all", "most"], "RankFailure", "check_replicas is 'sample', 'all' or None, not 'most'"),
     ],
 )

@@ -27,7 +27,7 @@ import torch
 import shardproof as sp
 from shardproof.errors import ShardproofError
 from shardproof.geometry import Boxes, IndexMap
-from shardproof.loading import load_from
+from shardproof.loading import NativeCheckpoint, load_from
 from shardproof.saving import Saver
 from shardproof.storage import LocalStorage, Sink, Storage
 from tests.harness import rank, rendezvous, run_ranks
