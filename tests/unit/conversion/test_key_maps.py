@@ -417,7 +417,7 @@ def test_the_command_takes_a_map(tmp_path: Path, capsys: pytest.CaptureFixture[s
     command = ["convert", str(tmp_path / "source"), str(tmp_path / "there"), "--to", "hf", "--json", "--map"]
     assert run([*command, "megatron-to-hf:parchment"]) == 2
     assert "there is no key map" in capsys.readouterr().err
-    assert run([*command, "megatron-to-hf:llama"]) == 1
+    assert run([*command, "megatron-to-hf:llama"]) == 2
     assert "add two of ?heads=" in capsys.readouterr().err
     assert run([*command, "megatron-to-hf:llama?heads=4&groups=2"]) == 0
     assert json.loads(capsys.readouterr().out)["tensors"] == len(HF)

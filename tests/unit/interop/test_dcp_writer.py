@@ -273,8 +273,7 @@ def test_what_the_format_cannot_hold_is_said() -> None:
         writer_of("dcp")(Contents({}, objects={"a.b": [object()]}), WriteOptions())
     writer = writer_of("dcp")(Contents({}, metadata={"run": "x"}), WriteOptions())
     (note,) = writer.notes
-    assert "no place for the metadata" in note
-    assert note.endswith("run.")
+    assert "no place for the metadata (run)" in note
 
 
 def test_fsdp_dtensor_keeps_the_keys(tmp_path: Path) -> None:
