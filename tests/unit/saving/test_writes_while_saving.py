@@ -95,7 +95,7 @@ def _() -> tuple[Job, Write]:
     return job, Wrapper(job.optimizer).step
 
 
-@case("a subclass with a step of its own", AS_OF_THE_SAVE)
+@case("a subclass with its own step", AS_OF_THE_SAVE)
 def _() -> tuple[Job, Write]:
     class Mine(torch.optim.AdamW):
         @torch.no_grad()
