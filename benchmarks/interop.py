@@ -23,6 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from recording import json_option, record
+
 ROWS, COLUMNS = 4096, 1024
 """Shape of the large tensors: 16 MiB of float32."""
 
@@ -162,7 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path)
+    json_option(parser)
     for name in ("way", "folder", "work"):
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -196,8 +198,14 @@ def main() -> None:
             other = statistics.median(one["seconds"] for one in rounds[peer])
             memory = max(one["mib"] for one in rounds[peer])
             print(f"    {peer} {other:.2f} s, {memory:,.0f} MiB: {other / own:.1f} times ours")
-    if options.json:
-        options.json.write_text(json.dumps({"gib": options.gib, "limit": limits, "rounds": rounds}, indent=1))
+    size = f"{options.gib} GiB"
+    record(options.json, f"plain read of a DCP checkpoint, {size}", [("read", "s", limits)])
+    for question, ours, peers in QUESTIONS:
+        figures = []
+        for way in (ours, *peers):
+            figures.append((way, "s", [one["seconds"] for one in rounds[way]]))
+            figures.append((f"{way}, memory", "MiB", [one["mib"] for one in rounds[way]]))
+        record(options.json, f"{question}, {size}", figures)
 
 
 if __name__ == "__main__":
