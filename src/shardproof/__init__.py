@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from shardproof.checkpointer import Retention as Retention
     from shardproof.checkpointer import StepFolder as StepFolder
     from shardproof.conversion import ConversionReport as ConversionReport
+    from shardproof.conversion import MappedTensor as MappedTensor
+    from shardproof.conversion import Move as Move
     from shardproof.conversion import convert as convert
     from shardproof.errors import AlreadyCommittedError as AlreadyCommittedError
     from shardproof.errors import CorruptChunkError as CorruptChunkError
@@ -82,7 +84,7 @@ _HOMES = {
         "Retention",
         "StepFolder",
     ),
-    "conversion": ("ConversionReport", "convert"),
+    "conversion": ("ConversionReport", "MappedTensor", "Move", "convert"),
     "errors": (
         "AlreadyCommittedError",
         "CorruptChunkError",

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof.loading import load_protocol as loader
+from shardproof.loading import checkpoint as loader
 from tests import simulated
 from tests.accelerator import first_device
 from tests.simulated.waiting import LIMIT, goes_on

@@ -110,7 +110,8 @@ def test_a_reader_that_is_always_too_late_says_so(tmp_path: Path) -> None:
 def test_a_step_asked_for_by_its_number_that_is_removed(tmp_path: Path) -> None:
     training = Training(tmp_path)
     training.save()
-    with at("read", training.save), pytest.raises(sp.NotCommittedError, match="another process removed it during the load"):
+    match = "another process removed it during the load"
+    with at("read", training.save), pytest.raises(sp.NotCommittedError, match=match):
         sp.Checkpointer(tmp_path).restore(target(), step=1)
 
 
