@@ -55,29 +55,46 @@ def plain_read(folder: Path, work: Path, gib: float) -> None:
                     pass
 
 
-def ours_load(folder: Path, work: Path, gib: float) -> None:
+def warm() -> Any:
+    """Imports both and carries out each once on a small state, so that no run measures imports."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
     import shardproof as sp
 
+    with tempfile.TemporaryDirectory() as small:
+        write_dcp(Path(small) / "dcp", 0.001)
+        target = state(0.001, blank=True)
+        dcp.load(target, checkpoint_id=f"{small}/dcp", no_dist=True)
+        dcp_to_torch_save(f"{small}/dcp", f"{small}/out.pt")
+        sp.load(f"{small}/dcp", target)
+        sp.convert(f"{small}/dcp", f"{small}/st", to="safetensors")
+    return sp
+
+
+def ours_load(folder: Path, work: Path, gib: float) -> None:
+    load = warm().load
     target = state(gib, blank=True)
-    timed(lambda: sp.load(folder, target))
+    timed(lambda: load(folder, target))
 
 
 def peer_load(folder: Path, work: Path, gib: float) -> None:
     import torch.distributed.checkpoint as dcp
 
+    warm()
     target = state(gib, blank=True)
     timed(lambda: dcp.load(target, checkpoint_id=folder, no_dist=True))
 
 
 def ours_to_safetensors(folder: Path, work: Path, gib: float) -> None:
-    import shardproof as sp
-
-    timed(lambda: sp.convert(folder, work / "out", to="safetensors", workers=2))
+    convert = warm().convert
+    timed(lambda: convert(folder, work / "out", to="safetensors"))
 
 
 def peer_to_torch_save(folder: Path, work: Path, gib: float) -> None:
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+    warm()
     timed(lambda: dcp_to_torch_save(folder, work / "out.pt"))
 
 
@@ -96,10 +113,9 @@ def peer_to_safetensors(folder: Path, work: Path, gib: float) -> None:
 
 
 def ours_load_safetensors(folder: Path, work: Path, gib: float) -> None:
-    import shardproof as sp
-
+    load = warm().load
     target = state(gib, blank=True)
-    timed(lambda: sp.load(folder.with_name("st"), target))
+    timed(lambda: load(folder.with_name("st"), target))
 
 
 def peer_load_safetensors(folder: Path, work: Path, gib: float) -> None:
