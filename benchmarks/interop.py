@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import shutil
 import statistics
 import subprocess
@@ -154,14 +153,19 @@ QUESTIONS = (
 
 
 def timed(work: Callable[[], Any]) -> None:
-    """Prints the seconds of some work, and by how many MiB it raised the peak of memory."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    """Prints the seconds of some work, and by how many MiB its peak exceeds the memory before."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = kibibytes("VmRSS")
     begun = time.perf_counter()
     work()
     seconds = time.perf_counter() - begun
-    children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    after = max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, children)
-    print(json.dumps({"seconds": seconds, "mib": after / 1024}))
+    print(json.dumps({"seconds": seconds, "mib": (kibibytes("VmHWM") - before) / 1024}))
+
+
+def kibibytes(field: str) -> int:
+    """A field of this process's status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
 def measured(way: str, folder: Path, gib: float) -> dict[str, float]:

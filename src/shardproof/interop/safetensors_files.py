@@ -14,6 +14,7 @@ from typing import Any
 import xxhash
 
 from shardproof.errors import FormatError, NotCommittedError, StorageError
+from shardproof.format import index_name
 from shardproof.interop.beside import PREFIX, Beside
 from shardproof.interop.hf_index import HfIndex, read_json, top_level_files
 from shardproof.interop.reader import Foreign, FormatReader, StoredBox, TensorDescription
@@ -25,6 +26,7 @@ NO_CHECKSUMS = "safetensors has no checksums: changed bytes of tensors are not f
 """What the format cannot prove."""
 
 _SUFFIX, _INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
+_OWN_INDEX = index_name("").partition("-")[0] + "-"
 _STEMS = ("model", "adapter_model", "diffusion_pytorch_model")
 """Names that the libraries of Hugging Face give their files, without the suffix."""
 _NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
@@ -74,11 +76,15 @@ class SafetensorsReader(FormatReader):
 
     @classmethod
     def recognizes(cls, foreign: Foreign) -> bool:
-        """True for a file of this name, or a folder with one."""
+        """True for a file of this name, or a folder with one.
+
+        An index of shardproof's own is none: it is left where a step is being removed.
+        """
         if foreign.file is not None:
             return foreign.file.endswith((_SUFFIX, _INDEX_SUFFIX))
         usual = (stem + suffix for stem in _STEMS for suffix in (_SUFFIX, _INDEX_SUFFIX))
-        return any(map(foreign.has, usual)) or bool(top_level_files(foreign, _SUFFIX))
+        others = (name for name in top_level_files(foreign, _SUFFIX) if not name.startswith(_OWN_INDEX))
+        return any(map(foreign.has, usual)) or any(others)
 
     def object_keys(self) -> Iterable[str]:
         """Keys of the values that a conversion of shardproof stored; files of other writers have none."""

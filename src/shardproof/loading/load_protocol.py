@@ -31,7 +31,7 @@ from shardproof import events
 from shardproof._utils.gc_pause import no_garbage_collection
 from shardproof.errors import ShardproofError, StructureError
 from shardproof.format import Manifest
-from shardproof.interop import Foreign
+from shardproof.interop import NATIVE, Foreign
 from shardproof.loading.checkpoint import Checkpoint, NativeCheckpoint, Reads
 from shardproof.loading.cold_reads import Cold, Sketch
 from shardproof.loading.destinations import DestinationWriter
@@ -183,7 +183,7 @@ class _Loader:
             with no_garbage_collection():
                 checkpoint = self._checkpoint = open_storage(
                     self._source,
-                    format=options.format,
+                    format=NATIVE if check is not None else options.format,
                     trust_pickle=options.trust_pickle,
                     warn=self._rendezvous.rank == 0,
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,14 @@ from shardproof.errors import FormatError, NotCommittedError
 from shardproof.interop import NATIVE, READERS, WRITERS, foreign_of, format_of
 
 
-@pytest.mark.parametrize("lost", ["manifest.json", "manifest.json and index"])
+@pytest.mark.parametrize("lost", ["manifest", "manifest and index", "manifest and shards"])
 def test_a_save_that_did_not_finish_is_no_checkpoint(lost: str, tmp_path: Path) -> None:
     sp.save(tmp_path / "step", {"w": torch.ones(3)})
     (tmp_path / "step" / "manifest.json").unlink()
     if "index" in lost:
         next((tmp_path / "step").glob("index-*")).unlink()
+    if "shards" in lost:
+        shutil.rmtree(tmp_path / "step" / "shards")
     assert format_of(foreign_of(tmp_path / "step")) == NATIVE
     with pytest.raises(NotCommittedError):
         sp.open(tmp_path / "step")
