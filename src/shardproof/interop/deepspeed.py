@@ -105,11 +105,11 @@ class DeepSpeedReader(DeepSpeedStates):
         if ranks:
             self.add_buffers(states)
             self.add_shared(first, states)
-            held = _names_of_groups(pieces, len(ranks[0].weights))
+            names = _names_of_groups(pieces, len(ranks[0].weights))
             base = ranks[0].state.get(ranks[0].path[-1])
             groups = base.get("param_groups") if isinstance(base, dict) else None
             self.add_optimizer_values(ranks[0].name, (_STATE,), ranks[0].state)
-            self.add_param_groups(ranks[0].name, (*ranks[0].path, "param_groups"), groups, held)
+            self.add_param_groups(ranks[0].name, (*ranks[0].path, "param_groups"), groups, names)
         self._ranks = ranks
         self.conclude()
 

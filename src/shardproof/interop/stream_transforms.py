@@ -144,7 +144,7 @@ class DecodedPart(DecodedExtent):
     """True if the decoded entry has a CRC-32 of the part."""
     open: Callable[[], Extent] = field(compare=False)
     """Decodes the entry again, and returns the part in it."""
-    held: list[Extent] = field(compare=False)
+    decoded: list[Extent] = field(compare=False)
     """The part in the decoded entry, until it is read."""
 
     @property
@@ -166,7 +166,7 @@ class DecodedPart(DecodedExtent):
     def read_into(self, memory: memoryview) -> None:
         """Decodes the entry and checks the CRC-32 of the part; see `Extent.read_into`."""
         try:
-            extent = self.held.pop()
+            extent = self.decoded.pop()
         except IndexError:
             extent = self.open()
         extent.read_into(memory)

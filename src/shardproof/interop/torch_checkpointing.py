@@ -168,18 +168,18 @@ class TorchCheckpointingReader(TorchFolderReader):
         self, item: str, files: Mapping[int, str], shardings: Mapping[tuple[str, ...], HeldTensor]
     ) -> None:
         """Describes the values of an item, from the files of all ranks."""
-        held: dict[tuple[str, ...], dict[int, tuple[tuple[Any, ...], Any]]] = {}
+        by_path: dict[tuple[str, ...], dict[int, tuple[tuple[Any, ...], Any]]] = {}
         """By path and rank, the path with its own types and the value."""
         for rank, name in files.items():
             for path, leaf in leaves(self.open_file(name).value):
-                held.setdefault(tuple(map(str, path)), {})[rank] = path, pickled_dtensor(leaf) or leaf
+                by_path.setdefault(tuple(map(str, path)), {})[rank] = path, pickled_dtensor(leaf) or leaf
         for path, described in shardings.items():
             for rank in described.ranks:
-                if rank not in held.get(path, {}):
+                if rank not in by_path.get(path, {}):
                     key = ".".join((item, *path))
                     raise self.fault(files[rank], f"it has no {key}, which the metadata gives to it", key=key)
         ties: dict[Any, str] = {}
-        for path, values in held.items():
+        for path, values in by_path.items():
             key = ".".join((item, *path))
             places = {rank: (files[rank], value) for rank, (_, value) in values.items()}
             sharding = shardings.get(path) or _by_dtensors(places)

@@ -42,14 +42,14 @@ def collapsed(entries: Mapping[str, Any], filled: set[str]) -> Iterator[tuple[st
         entries: of a rank, by path.
         filled: containers that have something inside on any rank.
     """
-    kept = {
+    descended = {
         above
         for path, entry in entries.items()
         if entry["type"] not in ("list", "object", *PRIMITIVES)
         for above in containers_of(path)
     }
     whole: dict[str, list[tuple[str, Any]]] = {
-        path: [] for path, entry in entries.items() if entry["type"] == "list" and path not in kept
+        path: [] for path, entry in entries.items() if entry["type"] == "list" and path not in descended
     }
     """Lists without tensors and dicts, and the entries in each."""
     for path, entry in entries.items():

@@ -60,8 +60,8 @@ _NATIVE = {
 """Torch's dtypes that Zarr has, under the same names."""
 _MOST_NAME_BYTES = 255
 """Bytes of a file name on most file systems, at most."""
-_KEPT_NAME_BYTES = 200
-"""Bytes that are kept of a longer name."""
+_NAME_START_BYTES = 200
+"""Bytes of a longer name that the file name begins with."""
 
 
 class ZarrWriter(FormatWriter):
@@ -295,8 +295,8 @@ def _array_name(key: str) -> str:
         raise StructureError("a tensor with an empty key has no name in Zarr: rename it", key=key)
     if len(encoded) <= _MOST_NAME_BYTES:
         return name
-    kept = encoded[:_KEPT_NAME_BYTES].decode(errors="ignore")
-    return f"{kept}%~{xxhash.xxh3_128_hexdigest(encoded)}"  # no escaped character begins so
+    beginning = encoded[:_NAME_START_BYTES].decode(errors="ignore")
+    return f"{beginning}%~{xxhash.xxh3_128_hexdigest(encoded)}"  # no escaped character begins so
 
 
 def _attributes(contents: Contents) -> dict[str, Any]:
