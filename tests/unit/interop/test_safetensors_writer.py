@@ -184,7 +184,9 @@ def test_hugging_face_gets_texts_and_a_note_on_other_values(tmp_path: Path) -> N
     assert not writer(contents_of(state, objects={"format": "pt"}), to="hf").notes
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", "name": "ü", "author": "ü"}
-    assert len(plan.notes) == 1 and "betas, format, lr, model" in plan.notes[0]
+    lost, values = plan.notes
+    assert "the step (7) and the metadata (array, format, run)" in lost
+    assert "betas, format, lr, model" in values
 
 
 def test_files_of_hugging_face_have_five_gigabytes() -> None:
