@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import shardproof as sp
 from shardproof.conversion.work_folder import WorkFolder
 from shardproof.errors import ShardproofError
+from shardproof.rendezvous import LocalRendezvous
 from tests.harness import rendezvous, run_ranks
 
 TENSORS = {f"layer.{number}.weight": torch.arange(number, number + 64.0) for number in range(6)}
@@ -134,6 +136,27 @@ def test_workers_write_and_a_dead_worker_is_an_error(source: Path, tmp_path: Pat
     assert _with_workers(str(source), str(there), False) == "converted"
     with sp.open(there) as checkpoint:
         assert set(checkpoint) == set(TENSORS)
+
+
+def test_workers_that_stop_are_given_up_after_the_deadline(source: Path, tmp_path: Path) -> None:
+    from multiprocessing import active_children
+
+    def stop(done: int, total: int) -> None:
+        for child in active_children():
+            os.kill(child.pid or 0, signal.SIGSTOP)
+
+    with pytest.raises(ShardproofError, match="for 3 s, the deadline"):
+        sp.convert(
+            source,
+            tmp_path / "there",
+            to="safetensors",
+            max_file_bytes=FILE_BYTES,
+            workers=2,
+            on_progress=stop,
+            rendezvous=LocalRendezvous(deadline=3.0),
+        )
+    assert not active_children(), "stopped workers end, too"
+    assert not (tmp_path / "there").exists()
 
 
 def _peak_of(source: str, there: str, memory: int) -> int:

@@ -222,7 +222,7 @@ class _Conversion:
             if self._on == "ray":
                 self._executor = RayExecutor(self._request, workers)
             elif workers > 1:
-                self._executor = ProcessExecutor(self._request, workers)
+                self._executor = ProcessExecutor(self._request, workers, self._ranks.deadline)
             else:
                 self._executor = InlineExecutor(self._work)
         return self._executor

@@ -16,6 +16,7 @@ from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol, cast
 
+from shardproof._utils import libc
 from shardproof.conversion.mapped_source import HashedBox
 from shardproof.conversion.request import ConversionRequest
 from shardproof.conversion.work import Work
@@ -95,9 +96,11 @@ class ProcessExecutor:
     Args:
         request: of the conversion.
         workers: how many processes.
+        deadline: seconds in which some worker has to report bytes or a result.
     """
 
-    def __init__(self, request: ConversionRequest, workers: int) -> None:
+    def __init__(self, request: ConversionRequest, workers: int, deadline: float) -> None:
+        self._deadline = deadline
         context = multiprocessing.get_context("spawn")  # a fork would copy locks of torch's threads
         self._workers = []
         for _ in range(workers):
@@ -114,13 +117,20 @@ class ProcessExecutor:
         for process, pipe in self._workers:
             self._give(pipe, process, left, busy)
         while busy:
-            for ready in wait(list(busy)):
+            found = wait(list(busy), self._deadline)
+            if not found:
+                raise ShardproofError(
+                    f"no worker of the conversion made progress for {self._deadline:g} s, the deadline. "
+                    "Look at the storage of source and destination, and run the conversion again: it goes on "
+                    "where it was"
+                )
+            for ready in found:
                 pipe = cast(Connection, ready)
                 process = busy[pipe]
                 try:
                     kind, value = pipe.recv()
                 except (EOFError, OSError) as error:
-                    process.join()
+                    process.join(self._deadline)
                     raise ShardproofError(
                         f"a worker of the conversion ended with exit code {process.exitcode} and no result. "
                         "Is memory short? Run the conversion again: it goes on where it was"
@@ -146,13 +156,13 @@ class ProcessExecutor:
         """Ends the workers; a task that is under way ends with its worker."""
         for process, pipe in self._workers:
             pipe.close()
-            process.terminate()
-            process.join()
+            process.kill()  # a stopped process ignores a gentler signal
+            process.join(self._deadline)
 
 
 def _serve(pipe: Connection, request: ConversionRequest, parent: int) -> None:
     """A worker process: runs the tasks that come through the pipe until it closes."""
-    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    libc.call("prctl", ctypes.c_int(_SET_PARENT_DEATH_SIGNAL), ctypes.c_ulong(signal.SIGKILL))
     if os.getppid() != parent:  # the parent ended before the call
         return
     work: Work | None = None
