@@ -17,7 +17,7 @@ from typing import Any
 
 from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError
-from shardproof.interop.dcp import DcpEntry, DcpReader
+from shardproof.interop.dcp_reader import DcpEntry, DcpReader
 from shardproof.interop.extents import FileRange
 from shardproof.interop.pickle_builders import CONSTANTS
 from shardproof.interop.pickle_data import Opaque, read_pickle

@@ -5,7 +5,7 @@ each parameter with the files ``fp32.pt``, ``exp_avg.pt``, ``exp_avg_sq.pt`` and
 model states of the ZeRO checkpoint. Files of stage 3 hold flat tensors; the model states have the shapes.
 After model parallelism, parameters are whole, but model states have parts: ``module.<name>`` is left out.
 
-Keys are those of the reader of ZeRO checkpoints, `shardproof.interop.deepspeed`.
+Keys are those of the reader of ZeRO checkpoints, `shardproof.interop.deepspeed_reader`.
 """
 
 from __future__ import annotations

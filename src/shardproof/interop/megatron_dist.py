@@ -24,7 +24,7 @@ from typing import Any
 
 from shardproof.errors import CorruptChunkError, ShardproofError, StorageError
 from shardproof.geometry import flat_range_boxes, row_major_strides
-from shardproof.interop.dcp import DcpReader, inner_name, numbers
+from shardproof.interop.dcp_reader import DcpReader, inner_name, numbers
 from shardproof.interop.megatron_run import latest_iteration
 from shardproof.interop.pickle_data import opaque_names
 from shardproof.interop.reader import Foreign, StoredBox, StoredView, TensorDescription

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 import shardproof as sp
 from shardproof.errors import StructureError
 from shardproof.interop import Contents, Foreign, WriteOptions, writer_of
-from shardproof.interop.dcp import DcpReader
+from shardproof.interop.dcp_reader import DcpReader
 from shardproof.interop.pickle_data import read_pickle
 from shardproof.storage import LocalStorage
 from tests.unit.interop.peers import bits

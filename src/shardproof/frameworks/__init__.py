@@ -1,0 +1,4 @@
+"""Adapters for training frameworks. Each is one module, which needs the framework that it is named after.
+
+>>> from shardproof.frameworks import dcp
+"""
