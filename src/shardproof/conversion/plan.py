@@ -16,7 +16,7 @@ from shardproof.dtypes import DTYPES
 from shardproof.errors import PlainDataError, StructureError
 from shardproof.interop import Contents, FormatWriter, WriteOptions, foreign_of, read_json, writer_of
 from shardproof.loading import Checkpoint, NativeCheckpoint, check_patterns, selects
-from shardproof.state import references
+from shardproof.state import optimizer_state_dicts, references, with_new_key
 
 __all__ = ["ConversionPlan", "plan_conversion"]
 
@@ -76,8 +76,11 @@ def plan_conversion(checkpoint: Checkpoint, request: ConversionRequest) -> Conve
             )
             del aliases[alias]
     unmapped: list[str] = []
+    new_writer = writer_of(request.to)
     if request.key_map is None:
         objects = _plain_values(checkpoint, selected)
+        if new_writer.stores_state_dicts:
+            tensors, aliases, objects = _with_state_dicts(tensors, aliases, objects)
     else:
         tensors, aliases, unmapped = _mapped(checkpoint, request, tensors, aliases)
         objects = {}
@@ -87,13 +90,13 @@ def plan_conversion(checkpoint: Checkpoint, request: ConversionRequest) -> Conve
     contents = Contents(
         {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()},
         {new_name(key): new_name(other) for key, other in aliases.items()},
-        {new_name(key): value for key, value in objects.items()},
+        {new_name(key): with_new_key(key, new_name(key), value) for key, value in objects.items()},
         checkpoint.step,
         checkpoint.metadata,
         _time(checkpoint, request.source),
     )
     options = WriteOptions(request.max_file_bytes, piece_bytes(request))
-    writer = writer_of(request.to)(contents, options)
+    writer = new_writer(contents, options)
     units = [(unit.name, unit.boxes) for unit in writer.units]
     without_map = replace(request, key_map=None, workers=0, memory_bytes=0, source="")
     described: list[Any] = [checkpoint.attempt, asdict(without_map), key_map_label(request.key_map), units]
@@ -102,6 +105,18 @@ def plan_conversion(checkpoint: Checkpoint, request: ConversionRequest) -> Conve
     digest = hashlib.sha256(json.dumps(described, default=list).encode()).hexdigest()[:32]
     left_out = (*(key for key in checkpoint if not selected(key)), *unmapped)
     return ConversionPlan(tensors, writer, len(objects), digest, left_out)
+
+
+def _with_state_dicts(
+    tensors: Mapping[str, MappedTensor], aliases: Mapping[str, str], objects: Mapping[str, Any]
+) -> tuple[dict[str, MappedTensor], dict[str, str], dict[str, Any]]:
+    """Gives the state of live optimizers the keys of torch's state dicts."""
+    new, values, replaced = optimizer_state_dicts([*tensors, *aliases], objects)
+    return (
+        {new.get(key, key): tensor for key, tensor in tensors.items()},
+        {new.get(key, key): new.get(other, other) for key, other in aliases.items()},
+        {key: value for key, value in objects.items() if key not in replaced} | values,
+    )
 
 
 def _mapped(

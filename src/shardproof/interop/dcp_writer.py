@@ -45,6 +45,7 @@ class DcpWriter(FormatWriter):
     """
 
     name = "dcp"
+    stores_state_dicts = True
 
     _keeps_step: ClassVar[bool] = False
     """True if a subclass stores the step."""

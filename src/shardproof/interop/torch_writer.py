@@ -26,6 +26,7 @@ class TorchWriter(FormatWriter):
     """
 
     name = "torch"
+    stores_state_dicts = True
 
     def __init__(self, contents: Contents, options: WriteOptions) -> None:
         self._contents = contents

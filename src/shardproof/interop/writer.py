@@ -107,6 +107,8 @@ class FormatWriter(ABC):
 
     name: ClassVar[str]
     """Name of the format, as ``--to`` takes it."""
+    stores_state_dicts: ClassVar[bool] = False
+    """True if programs that load the format expect an optimizer as the state dict of a torch optimizer."""
     units: Sequence[Unit]
     notes: Sequence[str] = ()
     """What the format cannot hold and the checkpoint loses, a sentence each."""

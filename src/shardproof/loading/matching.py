@@ -117,6 +117,7 @@ def match(checkpoint: Checkpoint, state: Any, options: Options, rank: int, world
     binding = bind(
         state, catalogue, rank=rank, world_size=world_size, selected=selected, strict=options.strict
     )
+    catalogue = binding.catalogue
     for option, patterns in (("include", options.include), ("cast", options.cast)):
         if patterns is not None and not isinstance(patterns, bool):
             known = (*catalogue.tensors, *catalogue.objects, *binding.missing, *binding.kept)
@@ -131,7 +132,8 @@ def match(checkpoint: Checkpoint, state: Any, options: Options, rank: int, world
                 fitting.append(entry)
             else:
                 mismatched.append((entry.key, *difference))
-    rows = checkpoint.rows([stored_of.get(entry.key, entry.key) for entry in fitting])
+    keys = [binding.stored_keys.get(entry.key, entry.key) for entry in fitting]
+    rows = checkpoint.rows([stored_of.get(key, key) for key in keys])
     # Empty shards that are views of one buffer pass for tied. Nothing is read for them.
     tied = [entry for entry in fitting if entry.alias_of and entry.pieces]
     if tied:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -102,9 +102,35 @@ def renamed(catalogue: Catalogue, rename: Mapping[str, str] | None) -> tuple[Cat
         catalogue,
         tensors={names[key]: value for key, value in catalogue.tensors.items()},
         aliases={names[key]: names[value] for key, value in catalogue.aliases.items()},
-        objects={names[key]: _with_references(value, names) for key, value in catalogue.objects.items()},
+        objects=_RenamedObjects(catalogue.objects, names),
     )
     return view, stored_of
+
+
+class _RenamedObjects(Mapping[str, Any]):
+    """The plain values of a checkpoint under other keys. It reads a value when it is asked for.
+
+    Args:
+        objects: the values.
+        names: key of each value and of each tensor to the new key.
+    """
+
+    def __init__(self, objects: Mapping[str, Any], names: Mapping[str, str]) -> None:
+        self._objects = objects
+        self._names = names
+        self._stored = {names[key]: key for key in objects}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._stored
+
+    def __getitem__(self, key: str) -> Any:
+        return _with_references(self._objects[self._stored[key]], self._names)
 
 
 def _with_references(value: Any, names: Mapping[str, str]) -> Any:

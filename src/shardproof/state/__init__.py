@@ -24,6 +24,7 @@ from shardproof.state.optimizer.slots import (
     StoredSlot,
     options_of,
 )
+from shardproof.state.optimizer.state_dict_keys import optimizer_state_dicts, with_new_key
 from shardproof.state.placements import index_map_of as index_map_of  # not listed in __all__: internal
 from shardproof.state.placements import local_segments as local_segments  # not listed in __all__: internal
 from shardproof.state.placements import sizes_of as sizes_of  # not listed in __all__: internal
@@ -89,6 +90,7 @@ __all__ = [
     "memory_of",
     "number_expert",
     "open_all",
+    "optimizer_state_dicts",
     "options_of",
     "owner_of",
     "parts_of",
@@ -100,4 +102,5 @@ __all__ = [
     "share",
     "slots_of",
     "storage_owner",
+    "with_new_key",
 ]

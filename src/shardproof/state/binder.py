@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
@@ -38,15 +38,32 @@ class BindHandler(Protocol):
 class Binder(Visitor[BindHandler]):
     """Matches the values of a tree with the entries of a catalogue, and builds the `Binding`."""
 
-    catalogue: Catalogue
+    binding: Binding
     selected: Callable[[str], bool]
     strict: bool
-    binding: Binding = field(default_factory=Binding)
     _keys: list[str] = field(default_factory=list)
     """Keys of the tensors to fill. `result` describes all these tensors together."""
     _tensors: list[torch.Tensor] = field(default_factory=list)
     _sorted: list[str] = field(default_factory=list)
     """All keys of the catalogue, once `keys_below` needs them."""
+    _absent: list[TensorEntry] = field(default_factory=list)
+    """Destinations whose key the catalogue lacks."""
+
+    @property
+    def catalogue(self) -> Catalogue:
+        """The contents of the checkpoint."""
+        return self.binding.catalogue
+
+    def translate(self, catalogue: Catalogue, stored_keys: Mapping[str, str]) -> None:
+        """Replaces the catalogue by one with other keys for the same contents.
+
+        Args:
+            catalogue: the new one.
+            stored_keys: new key of a tensor to its key in the checkpoint.
+        """
+        self.binding.catalogue = catalogue
+        self.binding.stored_keys.update(stored_keys)
+        self._sorted = []
 
     def visit(self, place: Place, value: Any) -> None:
         """Bind a value of any kind."""
@@ -108,7 +125,8 @@ class Binder(Visitor[BindHandler]):
     def _fits(self, entry: TensorEntry, found: tuple[str, tuple[int, ...]] | None) -> bool:
         """True if the stored tensor has the destination's shape. Otherwise records why not."""
         if found is None:
-            self._note_missing(entry.key, describe(entry.dtype, entry.shape))
+            if not self._note_other_kind(entry.key, describe(entry.dtype, entry.shape)):
+                self._absent.append(entry)
         elif found[1] != entry.shape:
             self.mismatch(entry.key, describe(entry.dtype, entry.shape), describe(*found))
         else:
@@ -127,8 +145,9 @@ class Binder(Visitor[BindHandler]):
             return MISSING
         self.binding.used.add(key)
         data = self.catalogue.objects.get(key, MISSING)
-        if data is MISSING:
-            self._note_missing(key, expected, ": give the target a tensor like it, or exclude it")
+        advice = ": give the target a tensor like it, or exclude it"
+        if data is MISSING and not self._note_other_kind(key, expected, advice):
+            self.binding.missing.append(key)
         return data
 
     def rebuild(self, key: str, data: Any, current: Callable[[], Any] | None = None) -> Callable[[], Any]:
@@ -151,7 +170,8 @@ class Binder(Visitor[BindHandler]):
             found = self.catalogue.tensors.get(name)
             if found is None:
                 self.binding.used.add(name)
-                self._note_missing(name, "a tensor that a plain value refers to")
+                if not self._note_other_kind(name, "a tensor that a plain value refers to"):
+                    self.binding.missing.append(name)
                 placeholders[name] = torch.empty(0, dtype=torch.float32, device="cpu")
                 continue
             dtype, shape = torch_dtype(found[0]), tuple(found[1])
@@ -215,8 +235,18 @@ class Binder(Visitor[BindHandler]):
             pieces = [piece for entry in entries for piece in entry.pieces]
             self.binding.storages += [piece.view.untyped_storage() for piece in pieces]
             self._add(entries)
+        self._note_missing()
         self.binding.tensors = tie(sorted(self.binding.tensors, key=lambda entry: entry.key), self.anchors)
         return self.binding
+
+    def _note_missing(self) -> None:
+        """Records the destinations that the catalogue lacks. A tied tensor needs one of its keys only."""
+        if not self._absent:
+            return
+        present = self.binding.tensors
+        filled = {entry.key for entry in present}
+        tied = tie([*present, *self._absent], self.anchors)
+        self.binding.missing += [entry.key for entry in tied[len(present) :] if entry.alias_of not in filled]
 
     def _layouts(self, key: str, value: Any) -> dict[str, torch.Tensor]:
         layouts: dict[str, torch.Tensor] = {}
@@ -234,8 +264,8 @@ class Binder(Visitor[BindHandler]):
             pass  # the load replaces the target's present value, and needs only its layouts
         return layouts
 
-    def _note_missing(self, key: str, expected: str, advice: str = "") -> None:
-        """Records that the catalogue has a value of another kind under a key, or no value.
+    def _note_other_kind(self, key: str, expected: str, advice: str = "") -> bool:
+        """Records that the catalogue has a value of another kind under a key. False if it has no value.
 
         Args:
             key: key of the target.
@@ -251,7 +281,8 @@ class Binder(Visitor[BindHandler]):
             self.binding.used.update(below)
             self.mismatch(key, expected, _describe_below(key, below))
         else:
-            self.binding.missing.append(key)
+            return False
+        return True
 
     def _unexpected_below(self, key: str) -> list[str]:
         """With `strict`, the selected keys of the catalogue below a key that it lacks."""

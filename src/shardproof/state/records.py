@@ -5,8 +5,8 @@ Values with an instance per tensor are structs of msgspec, which are faster to c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
 from typing import Any
@@ -166,6 +166,51 @@ class Catalogue:
     world_size: int
     """Number of ranks that saved."""
 
+    def with_keys(
+        self, stored: Mapping[str, str], objects: Mapping[str, Any], without: Collection[str]
+    ) -> Catalogue:
+        """The same contents, with new keys for some tensors.
+
+        Args:
+            stored: new key of a tensor to its present key.
+            objects: objects to add.
+            without: keys to leave out.
+
+        >>> Catalogue({"a": ("int64", ())}, {}, {}, 1).with_keys({"b": "a"}, {}, ()).tensors
+        {'b': ('int64', ())}
+        """
+        new = {old: key for key, old in stored.items()}
+        tensors = {new.get(key, key): kind for key, kind in self.tensors.items() if key not in without}
+        aliases = {new.get(key, key): new.get(other, other) for key, other in self.aliases.items()}
+        return replace(
+            self, tensors=tensors, aliases=aliases, objects=_View(self.objects, objects, frozenset(without))
+        )
+
+
+class _View(Mapping[str, Any]):
+    """Objects, with some added and some left out. It reads an object when it is asked for."""
+
+    def __init__(self, objects: Mapping[str, Any], added: Mapping[str, Any], without: frozenset[str]) -> None:
+        self._objects = objects
+        self._added = added
+        self._keys = {**dict.fromkeys(key for key in objects if key not in without), **added}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys
+
+    def __getitem__(self, key: str) -> Any:
+        if key in self._added:
+            return self._added[key]
+        if key not in self._keys:
+            raise KeyError(key)
+        return self._objects[key]
+
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
@@ -189,6 +234,8 @@ class Binding:
     functions in `finish`.
     """
 
+    catalogue: Catalogue
+    """The contents of the checkpoint, under the keys that the tree requests."""
     tensors: list[TensorEntry] = field(default_factory=list)
     """Destinations. The dtype is the destination's and may differ from the stored one."""
     storages: list[torch.UntypedStorage] = field(default_factory=list)
@@ -197,6 +244,8 @@ class Binding:
     """True if the dtype of a destination differs from the stored one."""
     finish: list[Callable[[], None]] = field(default_factory=list)
     """Calls to make in order, after all ranks have read and verified all tensors."""
+    stored_keys: dict[str, str] = field(default_factory=dict)
+    """Key that the tree requests to the key of the tensor in the checkpoint, where they differ."""
     used: set[str] = field(default_factory=set)
     """Keys of the catalogue that the tree requests."""
     missing: list[str] = field(default_factory=list)

@@ -12,6 +12,7 @@ from shardproof.errors import StructureError
 from shardproof.state.binder import Binder
 from shardproof.state.collector import Collector
 from shardproof.state.last_walk import LastWalk
+from shardproof.state.optimizer.collect import OptimizerState
 from shardproof.state.records import Binding, Catalogue, Collected
 from shardproof.state.visitor import Place
 from shardproof.state.walk import handler_of
@@ -77,7 +78,7 @@ def bind(
     >>> tree
     {'epoch': 3}
     """
-    to = Binder(handler_of, rank, world_size, catalogue=catalogue, selected=selected, strict=strict)
+    to = Binder(handler_of, rank, world_size, binding=Binding(catalogue), selected=selected, strict=strict)
     with no_garbage_collection():
         _walk(to.visit, tree)
         return to.result()
@@ -92,7 +93,7 @@ def _walk(visit: Callable[[Place, Any], None], tree: Any) -> None:
             f"the active torch mode creates tensors of {kind.__module__}.{kind.__qualname__}, which have "
             "no bytes. Save and load outside the mode, such as FakeTensorMode"
         )
-    if not isinstance(tree, (dict, list, tuple, torch.nn.Module, torch.optim.Optimizer)):
+    if not isinstance(tree, (dict, list, tuple, torch.nn.Module, torch.optim.Optimizer, OptimizerState)):
         raise StructureError(
             f"a state tree is a dict (or a list, tuple, module or optimizer), not a {type(tree).__name__}: "
             'the value has no key. Use {"name": value}'

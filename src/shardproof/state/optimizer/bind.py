@@ -28,6 +28,7 @@ from shardproof.state.optimizer.parameter_names import Names
 from shardproof.state.optimizer.slot_layouts import SlotLayout, SlotLayouts
 from shardproof.state.optimizer.slot_sources import receiver
 from shardproof.state.optimizer.slots import MASTER, LocalRange, Receipt, Receiver, SlotKeeper, StoredSlot
+from shardproof.state.optimizer.state_dict_keys import translate_state_dict
 from shardproof.state.tensors import empty_like_layout, local_of, torch_dtype
 from shardproof.state.visitor import Place, check_name, join
 
@@ -66,6 +67,7 @@ class OptimizerBinding:
     @torch.inference_mode(False)
     def bind(self) -> None:
         """Binds all parameters, then the state that belongs to none. New tensors are no inference tensors."""
+        self._translate()
         for group in self.optimizer.param_groups:
             stored: dict[str, Any] = {}
             for parameter in group["params"]:
@@ -83,6 +85,17 @@ class OptimizerBinding:
         self._bind_shared()
         for act in self.attach:
             self.to.on_finish(act)
+
+    def _translate(self) -> None:
+        """Gives a stored state dict of a torch optimizer the keys of a live optimizer."""
+        groups = [
+            [self.names.all_of(parameter) for parameter in group["params"]]
+            for group in self.optimizer.param_groups
+        ]
+        catalogue, key = self.to.catalogue, self.place.key
+        translated = translate_state_dict(catalogue, key, groups, self.to.keys_below)
+        if translated is not None:
+            self.to.translate(*translated)
 
     def _check_slots(self, key: str, parameter: torch.Tensor) -> None:
         """Refuses slots of the target whose keys look like reserved keys."""

@@ -2,9 +2,9 @@
 
 For each parameter there are the tensors ``<key>.<parameter>.<slot>`` and one object
 ``<key>.<parameter>.@options``. The object has the optimizer's class, the options of the parameter's group,
-the names of its slots, and the slots that are not tensors. It has no groups or positions, so a load may group
-or order parameters differently. A slot has the layout of its parameter. `optimizer.state` does not change: a
-parameter without state has none after a save.
+the names of its slots, the slots that are not tensors, and the key of the optimizer. It has no groups or
+positions, so a load may group or order parameters differently. A slot has the layout of its parameter.
+`optimizer.state` does not change: a parameter without state has none after a save.
 """
 
 from __future__ import annotations
@@ -115,7 +115,9 @@ def _collect(
         for slot, item in slots.values.items():
             slot_key = _key_of(key, slot)
             values[slot] = encode(item, slot_key, Hoister(slot_key, out, place.path))
-        out.common_object(f"{key}.@options", options.of(slots, values), origin)
+        out.common_object(
+            f"{key}.@options", options.of(slots, values, names.torch_name(parameter), name), origin
+        )
     out.stepped.append(Stepped(optimizer, tuple(stepped), tuple(map(local_tensor, stepped))))
     _collect_shared(place, optimizer, out)
 
@@ -199,22 +201,30 @@ class _OptionsObjects:
         """Encoded options of a group, by their id."""
         self._objects: dict[tuple[Any, ...], dict[str, Any]] = {}
 
-    def of(self, slots: ParameterSlots, values: Mapping[str, Any]) -> dict[str, Any]:
+    def of(
+        self, slots: ParameterSlots, values: Mapping[str, Any], torch_name: str, name: str
+    ) -> dict[str, Any]:
         """The object of one parameter.
 
         Args:
             slots: slots of the parameter. The caller must hold all of them, so that ids are unique.
             values: the encoded slots that are not tensors.
+            torch_name: name of the parameter in torch's state dicts.
+            name: name of the parameter in the checkpoint.
         """
         identity = slots.kind, id(slots.options), *slots.tensors
-        if not values and identity in self._objects:
+        is_shared = not values and torch_name == name
+        if is_shared and identity in self._objects:
             return self._objects[identity]
         if id(slots.options) not in self._options:
             self._options[id(slots.options)] = Options.encode(slots.options, self._key)
         data = {
             "class": slots.kind,
+            "optimizer": self._key,
             "options": self._options[id(slots.options)],
             "slots": sorted(slots.tensors),
             "values": dict(sorted(values.items())),
         }
-        return data if values else self._objects.setdefault(identity, data)
+        if torch_name != name:
+            data["torch_name"] = torch_name
+        return self._objects.setdefault(identity, data) if is_shared else data

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+from shardproof.errors import StructureError
 from shardproof.state.binder import Binder
 from shardproof.state.optimizer.slots import options_of
-from shardproof.state.plain.decode import decode
 from shardproof.state.plain.encode import encode
 from shardproof.state.tensors import local_of
+from shardproof.state.visitor import join
 
 __all__ = ["Options"]
 
@@ -36,37 +37,52 @@ class Options:
 
     def bind(self, group: dict[str, Any], to: Binder) -> Callable[[], None]:
         """Returns a function that sets the group's options. Different options in one group are a mismatch."""
-        agreed: dict[str, Any] = {}
+        agreed: dict[str, list[Any]] = {}
         source: dict[str, str] = {}
         refused: set[str] = set()
         for parameter, options in self.stored.items():
             for name, value in options.items():
                 if name in _OF_THE_PROGRAM:
                     continue
-                if name not in agreed:
-                    agreed[name], source[name] = value, parameter
-                elif agreed[name] != value and name not in refused:
+                first = agreed.setdefault(name, [value])[0]
+                source.setdefault(name, parameter)
+                if value == first:
+                    continue
+                if _is_tensor(value) and _is_tensor(first):
+                    agreed[name].append(value)  # compared when they are read
+                elif name not in refused:
                     refused.add(name)
                     if to.strict:
                         to.mismatch(
-                            f"{self.key}.{parameter}.@options" if self.key else f"{parameter}.@options",
-                            f"{name}={agreed[name]!r} as for {source[name]}, which is in the same group",
+                            join(self.key, f"{parameter}.@options"),
+                            f"{name}={first!r} as for {source[name]}, which is in the same group",
                             f"{name}={value!r}",
                         )
         values = {
-            name: decode(value, path=f"{self.key}.@options")
-            for name, value in agreed.items()
+            name: [to.rebuild(f"{self.key}.@options.{name}", value) for value in stored]
+            for name, stored in agreed.items()
             if name not in refused
         }
-
         for name in values:
             _check_present(group.get(name), f"{self.key}.@options.{name}")
 
         def apply() -> None:
-            for name, value in values.items():
+            for name, stored in values.items():
+                value, *others = [read() for read in stored]
+                if not all(torch.equal(value, other) for other in others):
+                    raise StructureError(
+                        f"{self.key}: the checkpoint has different values of {name} for parameters that are "
+                        "in one group of the target. Give each value a group of its own",
+                        key=self.key,
+                    )
                 group[name] = _adopted(group.get(name), value)
 
         return apply
+
+
+def _is_tensor(encoded: Any) -> bool:
+    """True if an encoded option is stored as a tensor."""
+    return isinstance(encoded, dict) and "$tensor" in encoded
 
 
 def _check_present(present: Any, path: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 
 import torch
 
@@ -19,9 +21,11 @@ class Names:
     Several parameters have the same name if they are parts (experts) or copies of one tensor of the model.
     """
 
-    def __init__(self, names: Mapping[int, str], place: Place) -> None:
+    def __init__(self, names: Mapping[int, str], place: Place, owner: OwnedParameters | None = None) -> None:
         self._names = names
         self._place = place
+        self._owner = owner
+        """The module of all parameters; None if there are several, or none."""
 
     def __getitem__(self, parameter: torch.Tensor) -> str:
         name = self._names.get(id(parameter))
@@ -35,6 +39,28 @@ class Names:
         if "@" in name:
             check_name(name, self._place.key, self._place.path)
         return name
+
+    def all_of(self, parameter: torch.Tensor) -> list[str]:
+        """All names of a parameter. A tied parameter has several; the first is `self[parameter]`."""
+        first = self[parameter]
+        return [first, *(name for name in self._tied.get(id(parameter), ()) if name != first)]
+
+    def torch_name(self, parameter: torch.Tensor) -> str:
+        """The name of a parameter in torch's state dicts: the first in the order of its module."""
+        tied = self._tied.get(id(parameter))
+        return tied[0] if tied else self[parameter]
+
+    @cached_property
+    def _tied(self) -> dict[int, list[str]]:
+        """The names of each tied parameter of the owner, in the order of the module."""
+        names: defaultdict[int, list[str]] = defaultdict(list)
+        if self._owner is not None:
+            for name, item in self._owner.state.items() or self._owner.module.parameters():
+                if isinstance(item, torch.nn.Parameter):
+                    names[id(item)].append(name)
+            clean = self._owner.module.clean
+            return {one: list(map(clean, several)) for one, several in names.items() if len(several) > 1}
+        return {}
 
     @staticmethod
     def given(names: Mapping[str, torch.Tensor], place: Place) -> Names:
@@ -52,7 +78,7 @@ class Names:
         for owner in owned:
             for parameter, name in _of_module(owner).items():
                 names.setdefault(parameter, join(owner.key, name))
-        return Names(names, place)
+        return Names(names, place, owned[0] if len(owned) == 1 else None)
 
     @staticmethod
     def of_tree(optimizer: torch.optim.Optimizer, modules: Sequence[OwnedParameters], place: Place) -> Names:
@@ -66,7 +92,7 @@ class Names:
         for owner in sorted(modules, key=lambda owner: owner.key):
             names = _of_module(owner)
             if all(parameter in names for parameter in wanted):
-                return Names(names, place)
+                return Names(names, place, owner)
             if any(parameter in names for parameter in wanted):
                 owners.append((owner.key, names))
         named: dict[int, str] = {}

@@ -16,6 +16,7 @@ import torch
 
 __all__ = [
     "MASTER",
+    "NOT_OPTIONS",
     "LocalRange",
     "ParameterSlots",
     "Receipt",
@@ -29,7 +30,8 @@ MASTER = "master"
 """The slot with a parameter's values in a wider dtype than the parameter's."""
 
 
-_NOT_OPTIONS = ("params", "param_names")
+NOT_OPTIONS = ("params", "param_names")
+"""Entries of a group that are no options."""
 
 
 def options_of(group: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, Any]:
@@ -38,7 +40,7 @@ def options_of(group: Mapping[str, Any], without: Collection[str] = ()) -> dict[
     >>> options_of({"params": [], "lr": 0.1, "capturable": True}, {"capturable"})
     {'lr': 0.1}
     """
-    return {name: item for name, item in group.items() if name not in _NOT_OPTIONS and name not in without}
+    return {name: item for name, item in group.items() if name not in NOT_OPTIONS and name not in without}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
