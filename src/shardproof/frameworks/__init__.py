@@ -1,4 +1,1 @@
-"""Adapters for training frameworks. Each is one module, which needs the framework that it is named after.
-
->>> from shardproof.frameworks import dcp
-"""
+"""Adapters for training frameworks. Each is one module, which needs the framework that it is named after."""
