@@ -249,3 +249,19 @@ def test_one_name_of_a_tied_weight_is_enough(tmp_path: Path) -> None:
     with pytest.raises(sp.KeyMismatchError) as caught:
         sp.load(tmp_path / "model.pt", untied)
     assert caught.value.details["missing"] == ["a_head.weight"]
+
+
+def test_an_optimizer_with_its_own_storage_is_filled(tmp_path: Path) -> None:
+    """A `SlotKeeper` receives the slots and the options of a state dict as those of its own checkpoints."""
+    source = trained()
+    torch.manual_seed(5)
+    model = Tied()
+    hybrid = sp.optim.HybridDeviceOptimizer(model.parameters(), torch.optim.AdamW, cpu_fraction=0.5, lr=9.0)
+    options = {"weight_decay": 0.0, "betas": (0.5, 0.75)}
+    source[1].param_groups[0].update(options)
+    _with_dcp(*source, tmp_path / "one-group")
+    sp.load(tmp_path / "one-group", {"model": model, "optim": hybrid})
+    sp.save(tmp_path / "own", {"model": model, "optim": hybrid})
+    target = fresh()
+    sp.load(tmp_path / "own", {"model": target[0], "optim": target[1]})
+    assert_same(target, source)
