@@ -1,4 +1,4 @@
-"""A state dict that DCP saved on some ranks fills fresh, sharded optimizers on other ranks, options included."""
+"""A state dict that DCP saved on some ranks fills fresh sharded optimizers on other ranks, with options."""
 
 from __future__ import annotations
 
