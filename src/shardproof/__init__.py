@@ -31,10 +31,15 @@ if TYPE_CHECKING:
     from shardproof import storage as storage
     from shardproof.checkpointer import Checkpointer as Checkpointer
     from shardproof.checkpointer import Damage as Damage
+    from shardproof.checkpointer import KeepAll as KeepAll
+    from shardproof.checkpointer import KeepBest as KeepBest
+    from shardproof.checkpointer import KeepEvery as KeepEvery
     from shardproof.checkpointer import KeepLatest as KeepLatest
     from shardproof.checkpointer import PassedOver as PassedOver
+    from shardproof.checkpointer import Pin as Pin
     from shardproof.checkpointer import RestoredStep as RestoredStep
     from shardproof.checkpointer import Retention as Retention
+    from shardproof.checkpointer import SavedStep as SavedStep
     from shardproof.checkpointer import StepFolder as StepFolder
     from shardproof.conversion import ConversionReport as ConversionReport
     from shardproof.conversion import MappedTensor as MappedTensor
@@ -78,10 +83,15 @@ _HOMES = {
     "checkpointer": (
         "Checkpointer",
         "Damage",
+        "KeepAll",
+        "KeepBest",
+        "KeepEvery",
         "KeepLatest",
         "PassedOver",
+        "Pin",
         "RestoredStep",
         "Retention",
+        "SavedStep",
         "StepFolder",
     ),
     "conversion": ("ConversionReport", "MappedTensor", "Move", "convert"),

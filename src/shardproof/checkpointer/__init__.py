@@ -8,13 +8,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardproof.checkpointer.damage import Damage
+from shardproof.checkpointer.pins import Pin
+from shardproof.checkpointer.policies import (
+    KeepAll,
+    KeepBest,
+    KeepEvery,
+    KeepLatest,
+    Retention,
+    SavedStep,
+)
 from shardproof.checkpointer.prune import PrunePlan as PrunePlan
 from shardproof.checkpointer.prune import plan_prune as plan_prune
 from shardproof.checkpointer.prune import prune as prune
 from shardproof.checkpointer.retention import (
-    KeepLatest,
     Leftover,
-    Retention,
     delete_steps,
     leftovers,
     plan_removal,
@@ -34,11 +41,16 @@ __all__ = [
     "SETTLED_NAME",
     "Checkpointer",
     "Damage",
+    "KeepAll",
+    "KeepBest",
+    "KeepEvery",
     "KeepLatest",
     "Leftover",
     "PassedOver",
+    "Pin",
     "RestoredStep",
     "Retention",
+    "SavedStep",
     "StepFolder",
     "delete_steps",
     "is_ours",

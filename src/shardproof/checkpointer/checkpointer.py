@@ -15,16 +15,19 @@ import msgspec
 from shardproof import events
 from shardproof.checkpointer.damage import Damage
 from shardproof.checkpointer.page_cache import NewestStep
+from shardproof.checkpointer.pins import Pin, pinned_steps, remove_pin, write_pin
+from shardproof.checkpointer.policies import KeepBest, Retention
 from shardproof.checkpointer.restore import Restore
 from shardproof.checkpointer.restored_step import RestoredStep
-from shardproof.checkpointer.retention import Retention, retain
+from shardproof.checkpointer.retention import StepFacts, retain
 from shardproof.checkpointer.scrub import Scrub
 from shardproof.checkpointer.step_folders import StepFolder, parse_step, step_name
 from shardproof.checkpointer.step_selection import PassedOver, written_folders
 from shardproof.checkpointer.suspects import unsettled_suspects, write_settled
-from shardproof.errors import StorageError, StructureError
+from shardproof.errors import NotCommittedError, StorageError, StructureError
 from shardproof.format import MANIFEST_NAME, shard_name
-from shardproof.loading import Cast, LoadReport, Options, Patterns, ReadOnce
+from shardproof.interop import foreign_of
+from shardproof.loading import Cast, LoadReport, Options, Patterns, ReadOnce, load_from
 from shardproof.reentrance import guarded, refuse_inside
 from shardproof.rendezvous import MeetingSequence, Rendezvous, check_deadline, check_group, connect
 from shardproof.saving import CheckReplicas, PendingSave, Saver, SaveResult, WhenBusy
@@ -50,7 +53,9 @@ class Checkpointer:
     Args:
         root: folder of the run. Each step becomes a folder in it, such as ``step-00001000``. A relative path
             is resolved when the `Checkpointer` is made.
-        keep: which committed steps stay; None for all. A save removes the others after its commit.
+        keep: which committed steps stay; None for all. A save removes the others after its commit. Policies
+            combine: ``KeepLatest(3) | KeepEvery(hours=24) | KeepBest("loss")``. The newest step and pinned
+            steps stay in any case.
         rendezvous: the rendezvous of all ranks. None: the process group's store, torchrun's store, or one
             rank.
         deadline: seconds that a rank may be silent before all ranks fail with `RankSilent`. It bounds each
@@ -143,6 +148,7 @@ class Checkpointer:
         self._damaged: set[int] = set()
         """Steps that a restore passed over as damaged. A save of one of them replaces it."""
         self._storage = LocalStorage(root)
+        self._facts = StepFacts(self._storage)
         self._rendezvous = rendezvous or connect(deadline=deadline)
         self._found_rendezvous = rendezvous is None
         self._when_busy = when_busy
@@ -228,6 +234,7 @@ class Checkpointer:
             self._newest.committed(folder, shard_name(self._rendezvous.rank, committed.attempt))
         if self._rendezvous.rank:
             return
+        self._facts.forget(committed.step)
         if self._keep is not None:
             with self._phase(committed.step, step_name(committed.step), "retain"):
                 retain(
@@ -238,6 +245,7 @@ class Checkpointer:
                     lambda step: self._scrub.is_proved(step_name(step)),
                     progress,
                     unconfirmed=lambda step: self._storage.within(step_name(step)) in self._saver.unconfirmed,
+                    facts=self._facts,
                 )
         self._scrub.begin(step_name(committed.step))
 
@@ -287,7 +295,7 @@ class Checkpointer:
         self,
         state: Any,
         *,
-        step: int | None = None,
+        step: int | StrOrBytesPath | Literal["latest", "best"] | None = None,
         strict: bool = True,
         include: Patterns = None,
         exclude: Patterns = None,
@@ -311,7 +319,9 @@ class Checkpointer:
 
         Args:
             state: the tree to fill.
-            step: number of the step to load; None for the newest.
+            step: number of the step to load. "latest" or None: the newest. "best": the best by the metric of
+                the `KeepBest` in `keep`. Any other text or path: a checkpoint elsewhere, of any format, for
+                a warm start from another run.
             strict: see `shardproof.load`; so are the other options.
             include: keys to load.
             exclude: keys not to load.
@@ -323,7 +333,8 @@ class Checkpointer:
 
         Returns:
             The step, an `int` with a `report` of the load and the newer steps that were passed over
-            (`passed_over`). None if no rank sees a committed step.
+            (`passed_over`). None if no rank sees a committed step. For a checkpoint elsewhere, the step that
+            it records, or 0.
 
         Raises:
             ReentrantCallError: a signal handler that interrupted a save or a load called `restore`.
@@ -331,13 +342,51 @@ class Checkpointer:
                 was removed during the read.
             StorageError: a rank cannot list the run, or sees a newer step than rank 0; or another process
                 removes steps faster than this one reads them.
+            ValueError: `step` is "best", and `keep` has no `KeepBest` or several.
             ShardproofError: see `shardproof.load`.
         """
         refuse_inside("restore")
         self._check_group()
         options = Options(strict, include, exclude, cast, rename, read_once, group)
         with self._rendezvous.operation(f"restore {self._storage.location}"):
+            if step == "best":
+                step = self._best_step()
+            if step is None or step == "latest":
+                return self._restore(state, None, suspect, options)
+            if isinstance(step, (str, bytes, os.PathLike)):
+                return self._restore_elsewhere(state, step, options)
             return self._restore(state, step, suspect, options)
+
+    def _best_step(self) -> int | None:
+        """The step with the best metric, as rank 0 sees it; None if there is no committed step."""
+        policies = KeepBest.within(self._keep)
+        if len(policies) != 1:
+            raise ValueError(
+                f"restore(step='best') needs one KeepBest in keep=, for example KeepBest('loss'), and keep= "
+                f"has {len(policies)}"
+            )
+        best = KeepBest(policies[0].metric, 1, policies[0].mode)
+
+        def decide(posts: Sequence[bytes]) -> bytes:
+            steps = [step for step in self.steps() if not self._is_damaged(step)]
+            found = self._facts.select(best, steps)
+            if steps and not found:
+                raise NotCommittedError(
+                    f"{self._storage.location}: no committed step has a finite {best.metric!r} in its "
+                    "metadata. Save it with metadata=, or restore another step"
+                )
+            return msgspec.msgpack.encode(max(found, default=None))
+
+        meetings = MeetingSequence(self._rendezvous, f"restore {self._storage.location}")
+        return msgspec.msgpack.decode(meetings.meet("choose", bytes, decide), type=int | None)
+
+    @guarded("restore")
+    def _restore_elsewhere(self, state: Any, path: StrOrBytesPath, options: Options) -> RestoredStep:
+        """Loads a checkpoint that is no step of this run."""
+        self._saver.settle()
+        self.passed_over = ()
+        self.last_restore = load_from(foreign_of(path), state, self._rendezvous, options)
+        return RestoredStep(self.last_restore.step or 0, self.last_restore)
 
     @guarded("restore")
     def _restore(self, state: Any, step: int | None, suspect: bool, options: Options) -> RestoredStep | None:
@@ -388,6 +437,72 @@ class Checkpointer:
     def suspects(self) -> list[int]:
         """Steps with a committed, unsettled suspect, ascending. Lists the storage, as `steps` does."""
         return [folder.step for folder in unsettled_suspects(self._storage)]
+
+    def pin(self, step: int, label: str) -> None:
+        """Marks a committed step to stay, whatever `keep` selects. Every rank calls this.
+
+        Retention and ``shardproof prune`` do not remove a pinned step. The mark is a file in the step's
+        folder, so it outlives the program. A second pin replaces the label.
+
+        Args:
+            step: number of the step.
+            label: why it stays.
+
+        Raises:
+            NotCommittedError: the step is not committed.
+            StructureError: ranks pin different steps, or with different labels.
+            StorageError: the storage failed.
+            RankFailure, RankSilent: a rank failed or fell silent.
+
+        >>> import shardproof as sp, tempfile, torch
+        >>> checkpointer = sp.Checkpointer(tempfile.mkdtemp(), keep=sp.KeepLatest(1))
+        >>> for step in (1, 2, 3):
+        ...     _ = checkpointer.save(step, {"w": torch.ones(2)}).result()
+        ...     if step == 1:
+        ...         checkpointer.pin(1, "baseline")
+        >>> checkpointer.steps(), checkpointer.pins()[1].label
+        ([1, 3], 'baseline')
+        """
+        self._change_pin(step, label)
+
+    def unpin(self, step: int) -> None:
+        """Removes the pin of a step, if it has one. Every rank calls this; see `pin`."""
+        self._change_pin(step, None)
+
+    def pins(self) -> dict[int, Pin]:
+        """Pinned and committed steps, ascending, with label and time. Lists the storage, as `steps` does."""
+        return pinned_steps(self._storage)
+
+    def _change_pin(self, step: int, label: str | None) -> None:
+        refuse_inside("pin")
+        self._check_group()
+        operation = f"pin {self._storage.location}"
+
+        def describe() -> bytes:
+            number, _ = _named(step, suspect=False)
+            if not isinstance(number, int) or isinstance(number, bool):
+                raise StructureError(f"pin needs a whole number as step, not {step!r}")
+            if label is not None and not isinstance(label, str):
+                raise StructureError(f"pin needs a text as label, not {label!r}")
+            return msgspec.msgpack.encode((number, label))
+
+        def decide(posts: Sequence[bytes]) -> bytes:
+            other = next((rank for rank, post in enumerate(posts) if post != posts[0]), None)
+            if other is not None:
+                raise StructureError(
+                    f"{self._storage.location}: rank 0 and rank {other} pin different steps, or with "
+                    "different labels; nothing was changed. Pass the same arguments on all ranks",
+                    ranks=[0, other],
+                )
+            number, text = msgspec.msgpack.decode(posts[0], type=tuple[int, str | None])
+            if text is None:
+                remove_pin(self._storage, number)
+            else:
+                write_pin(self._storage, number, text)
+            return b""
+
+        with self._rendezvous.operation(operation):
+            MeetingSequence(self._rendezvous, operation).meet("pin", describe, decide)
 
     def settle_suspect(self, step: int, verdict: str) -> None:
         """Stores the verdict on a suspect durably. Every rank calls this; it waits for the current save.

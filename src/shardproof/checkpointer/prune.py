@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from shardproof.checkpointer.pins import pinned_steps
 from shardproof.checkpointer.retention import (
-    KeepLatest,
     Leftover,
     delete_steps,
     leftovers,
@@ -83,8 +83,8 @@ def plan_prune(
         modified: the time of the last write to a file, Unix seconds; None if it is gone.
         older_than: least seconds since the last write to a leftover, or to a damaged step, for its removal.
         now: Unix seconds.
-        keep: how many of the newest committed steps to keep; damaged ones do not count. None: all steps and
-            all suspects.
+        keep: how many of the newest committed steps to keep, beside pinned ones; damaged ones do not count.
+            None: all steps and all suspects.
         damaged: True to remove steps past repair.
 
     Raises:
@@ -96,7 +96,7 @@ def plan_prune(
     infos = scan_run(storage, sizes=True)
     scanned = {step: info for info in infos if (step := parse_step(info.name)) is not None}
     committed = [step for step, info in scanned.items() if info.committed]
-    selected = set(committed) if keep is None else KeepLatest(keep).select(committed)
+    selected = set(committed) if keep is None else {*sorted(committed)[-keep:], *pinned_steps(storage)}
     young = tuple(leftover for leftover in found if leftover not in old)
     # A running save may be replacing a step in one of these folders.
     busy = {leftover.folder for leftover in young}

@@ -21,11 +21,21 @@ This module removes nothing in a linked folder (note "Linked steps" in `step_fol
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import Any
 
-from shardproof.checkpointer.step_folders import SETTLED_NAME, attempt_of, is_ours, parse_folder, step_name
+from shardproof.checkpointer.pins import pinned_steps
+from shardproof.checkpointer.policies import Retention, SavedStep
+from shardproof.checkpointer.step_folders import (
+    PINNED_NAME,
+    SETTLED_NAME,
+    attempt_of,
+    is_ours,
+    parse_folder,
+    step_name,
+)
 from shardproof.checkpointer.suspects import settled_suspects
 from shardproof.errors import FormatError, NotCommittedError
 from shardproof.format import (
@@ -41,10 +51,9 @@ from shardproof.format import (
 from shardproof.storage import Storage
 
 __all__ = [
-    "KeepLatest",
     "Leftover",
     "Removal",
-    "Retention",
+    "StepFacts",
     "delete_steps",
     "leftovers",
     "plan_removal",
@@ -53,36 +62,6 @@ __all__ = [
 ]
 
 _log = logging.getLogger("shardproof")
-
-
-class Retention(Protocol):
-    """A policy that selects the committed steps to keep."""
-
-    def select(self, steps: Sequence[int]) -> set[int]:
-        """The steps to keep of the committed `steps`, which come in any order."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class KeepLatest:
-    """Keeps the `n` newest committed steps.
-
-    Raises:
-        ValueError: `n` is not a whole number of at least 1.
-
-    >>> sorted(KeepLatest(2).select([100, 300, 200]))
-    [200, 300]
-    """
-
-    n: int
-
-    def __post_init__(self) -> None:
-        if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 1:
-            raise ValueError(f"KeepLatest keeps a whole number of steps, at least 1, not {self.n!r}")
-
-    def select(self, steps: Sequence[int]) -> set[int]:
-        """The `n` largest of `steps`."""
-        return set(sorted(steps)[-self.n :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +132,64 @@ def delete_steps(
     return removal
 
 
+class StepFacts:
+    """Times and metadata of the steps of a run, from their manifests. Each manifest is read once.
+
+    Args:
+        run: the run's folder.
+    """
+
+    def __init__(self, run: Storage) -> None:
+        self._run = run
+        self._known: dict[int, tuple[float, Mapping[str, Any]]] = {}
+
+    def select(self, policy: Retention, steps: Sequence[int]) -> set[int]:
+        """The steps that a policy keeps. Also steps whose manifest it asked for and that cannot be read."""
+        unreadable: set[int] = set()
+        while True:
+            readable = [
+                SavedStep(step, partial(self._read, step)) for step in steps if step not in unreadable
+            ]
+            try:
+                return unreadable | {int(step) for step in policy.select(readable)}
+            except _Unreadable as error:
+                unreadable.add(error.step)
+                _log.warning(
+                    "%s: step %d stays: the policy needs its manifest, which cannot be read: %s",
+                    self._run.location,
+                    error.step,
+                    error.__cause__,
+                )
+
+    def forget(self, step: int) -> None:
+        """Reads the manifest of a step again when it is needed. Call it after a save of the step."""
+        self._known.pop(step, None)
+
+    def _read(self, step: int) -> tuple[float, Mapping[str, Any]]:
+        if step not in self._known:
+            try:
+                manifest = read_manifest(self._run.within(step_name(step)))
+            except (FormatError, NotCommittedError) as error:
+                raise _Unreadable(step) from error
+            self._known[step] = manifest.time, _small_values(manifest.metadata)
+        return self._known[step]
+
+
+def _small_values(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The decoded values of a manifest's metadata, without those that are stored as tensors."""
+    from shardproof.state import decode_plain, references
+
+    return {name: decode_plain(value) for name, value in metadata.items() if not any(references(value))}
+
+
+class _Unreadable(Exception):
+    """The manifest of a step cannot be read."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(step)
+        self.step = step
+
+
 def retain(
     run: Storage,
     keep: Retention,
@@ -161,6 +198,7 @@ def retain(
     is_proved: Callable[[int], bool],
     on_progress: Callable[[int, int], None] | None = None,
     unconfirmed: Callable[[int], bool] = lambda step: False,
+    facts: StepFacts | None = None,
 ) -> None:
     """Removes the steps that a policy does not keep. A failure costs space, not safety, so it is only logged.
 
@@ -171,6 +209,8 @@ def retain(
     Note "A suspect stays until it is settled": the policy does not see suspects. A settled suspect goes after
     the commit of a newer step, so that people can read the verdict until then.
 
+    Note "A pinned step stays": the policy sees pinned steps, and they stay even if it does not keep them.
+
     Args:
         run: the run's folder.
         keep: the policy.
@@ -179,7 +219,9 @@ def retain(
         is_proved: True for undamaged steps that are proved readable.
         on_progress: see `delete_steps`.
         unconfirmed: True for steps whose commit is not known to be durable.
+        facts: cache of what manifests say; None for a new one.
     """
+    facts = StepFacts(run) if facts is None else facts
     try:
         folders = [folder for folder in map(parse_folder, run.folders()) if folder is not None]
         steps = [
@@ -200,9 +242,9 @@ def retain(
             )
         counted = sorted(step for step in steps if step <= newest)
         certain = [step for step in counted if step == newest or not unconfirmed(step)]
-        kept = {newest, *keep.select(certain)}.intersection(counted)
+        kept = {newest, *facts.select(keep, certain), *pinned_steps(run)}.intersection(counted)
         for step in set(counted) - set(certain):
-            kept |= {step}.intersection(keep.select(sorted((*certain, step))))
+            kept |= {step}.intersection(facts.select(keep, sorted((*certain, step))))
         dropped = sorted(set(counted) - kept)
         if dropped and not any(is_proved(step) for step in kept.intersection(certain)):
             last_proved = next((step for step in reversed(dropped) if is_proved(step)), None)
@@ -241,7 +283,7 @@ class Leftover:
     """The step's folder."""
     attempt: str
     """The attempt in the files' names; empty for a manifest that was never published, and for the verdict on
-    a suspect that is gone."""
+    a suspect, or the pin of a step, that is gone."""
     files: tuple[str, ...]
     """Names within the folder."""
     bytes: int
@@ -305,14 +347,14 @@ def remove_leftover(storage: Storage, leftover: Leftover) -> bool:
 
 
 def _needed(storage: Storage, folder: str, references: References) -> set[str] | None:
-    """Files in a step's folder that any manifest names, and the verdict on a suspect that exists.
+    """Files in a step's folder that any manifest names, and the verdict or pin of a step that exists.
 
     None if the manifest in the folder cannot be read.
     """
     named = named_files(storage)
     if named is None:
         return None
-    return named | set(references.files(folder)) | ({SETTLED_NAME} if named else set())
+    return named | set(references.files(folder)) | ({SETTLED_NAME, PINNED_NAME} if named else set())
 
 
 def _leftovers_of(

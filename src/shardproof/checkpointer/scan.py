@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from shardproof.checkpointer.step_folders import SETTLED_NAME, is_ours, parse_folder
+from shardproof.checkpointer.pins import read_pin
+from shardproof.checkpointer.step_folders import PINNED_NAME, SETTLED_NAME, is_ours, parse_folder
 from shardproof.checkpointer.suspects import read_settled
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.format import (
@@ -68,6 +69,8 @@ class StepInfo:
     """The verdict of a settled suspect."""
     linked: bool = False
     """The folder is a symbolic link, so that retention and `prune` remove nothing in it."""
+    pinned: str | None = None
+    """The label of its pin; None if it has none."""
 
     @property
     def committed(self) -> bool:
@@ -120,11 +123,14 @@ def scan_run(storage: Storage, *, sizes: bool = False) -> list[StepInfo]:
             continue
         ours = {name for name in names if is_ours(name, folder)}
         if MANIFEST_NAME in ours or (parsed is not None and ours):
-            files = ours - {SETTLED_NAME}
+            files = ours - {SETTLED_NAME, PINNED_NAME}
             info = _step_info(place, folder, step, files, sizes, references)
             if info.status == "damaged" and place.size(MANIFEST_NAME) is None:  # removed meanwhile
                 info = _step_info(place, folder, step, files, sizes, references_in(storage))
-            info = replace(info, linked=folder != "." and place.linked)
+            pin = read_pin(place) if PINNED_NAME in ours else None
+            info = replace(
+                info, linked=folder != "." and place.linked, pinned=None if pin is None else pin.label
+            )
             found.append(_suspect(place, info) if suspect else info)
     return sorted(found, key=lambda info: (info.step is None, info.step or 0, info.name))
 

@@ -17,16 +17,28 @@ from typing import NamedTuple
 
 from shardproof.format import MANIFEST_NAME, STEP_FOLDER
 
-__all__ = ["SETTLED_NAME", "StepFolder", "attempt_of", "is_ours", "parse_folder", "parse_step", "step_name"]
+__all__ = [
+    "PINNED_NAME",
+    "SETTLED_NAME",
+    "StepFolder",
+    "attempt_of",
+    "is_ours",
+    "parse_folder",
+    "parse_step",
+    "step_name",
+]
 
 SETTLED_NAME = "settled.json"
 """The file in a suspect's folder that holds the verdict."""
+PINNED_NAME = "pinned.json"
+"""The file in a step's folder that holds its pin."""
 
 _DATA = re.compile(
     r"(?:shards/[0-9]+-|index-)(?P<attempt>[^/]+?)\.safetensors(?:\.[^/]+\.tmp)?"
     rf"|{re.escape(MANIFEST_NAME)}(?:\.[^/]+\.tmp)?"
 )
 _SETTLED = re.compile(rf"{re.escape(SETTLED_NAME)}(?:\.[^/]+\.tmp)?")
+_PINNED = re.compile(rf"{re.escape(PINNED_NAME)}(?:\.[^/]+\.tmp)?")
 
 
 class StepFolder(NamedTuple):
@@ -95,8 +107,8 @@ def attempt_of(name: str, folder: str = "") -> str | None:
         folder: the folder's name in the run.
 
     Returns:
-        Empty for the manifest and for the verdict on a suspect, whose names have no attempt. None for a file
-        that shardproof does not write.
+        Empty for the manifest, for the verdict on a suspect and for a pin, whose names have no attempt. None
+        for a file that shardproof does not write.
 
     >>> attempt_of("shards/00003-8f2c.safetensors"), attempt_of("manifest.json.x1.tmp")
     ('8f2c', '')
@@ -105,7 +117,9 @@ def attempt_of(name: str, folder: str = "") -> str | None:
     if match is not None:
         return match["attempt"] or ""
     parsed = parse_folder(folder)
-    return "" if parsed is not None and parsed.suspect and _SETTLED.fullmatch(name) else None
+    if parsed is None:
+        return None
+    return "" if (_SETTLED if parsed.suspect else _PINNED).fullmatch(name) else None
 
 
 def is_ours(name: str, folder: str = "") -> bool:

@@ -26,7 +26,8 @@ _REMOVE = "; remove the folder, or all such steps with --damaged"
 @click.option(
     "--keep",
     type=click.IntRange(min=1),
-    help="Also remove committed steps but the newest so many, and older suspects that are settled.",
+    help="Also remove committed steps but the newest so many and pinned ones, and older suspects that are "
+    "settled.",
 )
 @click.option(
     "--older-than",

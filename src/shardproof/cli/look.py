@@ -64,7 +64,8 @@ def ls_command(run: str, as_json: bool) -> int:
             info.status + (", repaired" if info.repaired else ""),
             info.reason
             or (f"{counted(info.unnamed, 'file')} of dead saves beside it" if info.unnamed else "")
-            or ("a symbolic link" if info.linked else ""),
+            or ("a symbolic link" if info.linked else "")
+            or (f"pinned: {info.pinned}" if info.pinned is not None else ""),
         )
         for info in infos
     ]

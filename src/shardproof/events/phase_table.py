@@ -143,6 +143,7 @@ PHASES: tuple[KnownPhase, ...] = (
     KnownPhase("convert", "verify", "local", "reads its share again; rank 0 then moves the checkpoint"),
     _event("copy", "read", "local", "copies the files of a step (`convert --standalone`)"),
     _error("settle", "settle", "meeting", "agrees on the verdict of a suspect, which rank 0 writes"),
+    _error("pin", "pin", "meeting", "agrees on the pin of a step, which rank 0 writes or removes"),
     _error("validate", "initial run", "meeting", "votes on the first run of a step"),
     _error("validate", "rerunning in place", "meeting", "votes on the second run, in the same process"),
     _error(

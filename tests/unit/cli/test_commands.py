@@ -296,6 +296,7 @@ def test_ls(call: Any, ckpt: Path) -> None:
         "suspect": False,
         "verdict": None,
         "linked": False,
+        "pinned": None,
     }
     assert (second["step"], second["committed"], second["time"]) == (8, False, None)
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardproof.checkpointer.retention import KeepLatest, Leftover, delete_steps, leftovers, remove_leftover
+from shardproof.checkpointer.policies import KeepLatest
+from shardproof.checkpointer.retention import Leftover, delete_steps, leftovers, remove_leftover
 from shardproof.checkpointer.step_folders import is_ours, parse_step, step_name
 from shardproof.format import MANIFEST_NAME, read_manifest
 from shardproof.storage import LocalStorage

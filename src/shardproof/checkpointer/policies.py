@@ -1,0 +1,221 @@
+"""Policies that select the committed steps of a run to keep.
+
+Policies combine: ``KeepLatest(3) | KeepEvery(hours=24)`` keeps what either keeps, and ``&`` what both keep.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+__all__ = ["KeepAll", "KeepBest", "KeepEvery", "KeepLatest", "Retention", "SavedStep"]
+
+
+class SavedStep(int):
+    """A committed step, as a policy sees it. Its manifest is read when a policy asks for time or metadata.
+
+    Args:
+        step: number of the step.
+        read: returns the time of the save (Unix seconds) and the metadata.
+
+    >>> step = SavedStep(100, lambda: (0.0, {"loss": 0.5}))
+    >>> step + 1, step.metadata["loss"]
+    (101, 0.5)
+    """
+
+    _read: Callable[[], tuple[float, Mapping[str, Any]]]
+
+    def __new__(cls, step: int, read: Callable[[], tuple[float, Mapping[str, Any]]]) -> SavedStep:
+        """Makes the value; see the class."""
+        saved = super().__new__(cls, step)
+        saved._read = read
+        return saved
+
+    @property
+    def time(self) -> float:
+        """Time of the save, Unix seconds."""
+        return self._read()[0]
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """The metadata that was given to the save."""
+        return self._read()[1]
+
+
+@runtime_checkable
+class Retention(Protocol):
+    """A policy that selects the committed steps to keep."""
+
+    def select(self, steps: Sequence[SavedStep]) -> set[int]:
+        """The steps to keep of the committed `steps`, which come in any order."""
+        ...
+
+
+class _Policy:
+    """Combines policies with ``|`` and ``&``. The other one may be any `Retention`."""
+
+    def __or__(self, other: Retention) -> Retention:
+        return _Combined(self, other, "|") if isinstance(other, Retention) else NotImplemented
+
+    def __ror__(self, other: Retention) -> Retention:
+        return _Combined(other, self, "|") if isinstance(other, Retention) else NotImplemented
+
+    def __and__(self, other: Retention) -> Retention:
+        return _Combined(self, other, "&") if isinstance(other, Retention) else NotImplemented
+
+    def __rand__(self, other: Retention) -> Retention:
+        return _Combined(other, self, "&") if isinstance(other, Retention) else NotImplemented
+
+    def select(self, steps: Sequence[SavedStep]) -> set[int]:
+        """See `Retention.select`."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class _Combined(_Policy):
+    """Keeps what either policy keeps ("|"), or what both keep ("&")."""
+
+    first: Retention
+    second: Retention
+    operator: Literal["|", "&"]
+
+    def __str__(self) -> str:
+        return f"({self.first} {self.operator} {self.second})"
+
+    def select(self, steps: Sequence[SavedStep]) -> set[int]:
+        """See `Retention.select`."""
+        first, second = set(self.first.select(steps)), set(self.second.select(steps))
+        return first | second if self.operator == "|" else first & second
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAll(_Policy):
+    """Keeps every step."""
+
+    def select(self, steps: Sequence[SavedStep]) -> set[int]:
+        """All of `steps`."""
+        return set(steps)
+
+
+@dataclass(frozen=True, slots=True)
+class KeepLatest(_Policy):
+    """Keeps the `n` newest committed steps.
+
+    Raises:
+        ValueError: `n` is not a whole number of at least 1.
+
+    >>> sorted(KeepLatest(2).select([100, 300, 200]))
+    [200, 300]
+    """
+
+    n: int
+
+    def __post_init__(self) -> None:
+        _check_count("KeepLatest", "n", self.n)
+
+    def select(self, steps: Sequence[SavedStep]) -> set[int]:
+        """The `n` largest of `steps`."""
+        return set(sorted(steps)[-self.n :])
+
+
+@dataclass(frozen=True, slots=True)
+class KeepEvery(_Policy):
+    """Keeps the steps whose number is a multiple of `steps`, or one step for each period of `hours`.
+
+    With `hours`, the first step stays, and then each first step that was saved at least `hours` after the
+    last one that stays. With both arguments, either suffices.
+
+    Args:
+        steps: distance of the numbers; None for no such rule.
+        hours: distance of the times; None for no such rule.
+
+    Raises:
+        ValueError: both are None, or one is not positive.
+
+    >>> sorted(KeepEvery(steps=1000).select([500, 1000, 1500, 2000]))
+    [1000, 2000]
+    """
+
+    steps: int | None = None
+    hours: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.steps is None and self.hours is None:
+            raise ValueError("KeepEvery needs steps or hours")
+        if self.steps is not None:
+            _check_count("KeepEvery", "steps", self.steps)
+        if self.hours is not None and not 0 < self.hours < math.inf:
+            raise ValueError(f"KeepEvery needs a positive number of hours, not {self.hours!r}")
+
+    def select(self, steps: Sequence[SavedStep]) -> set[int]:
+        """See `Retention.select`."""
+        kept: set[int] = set()
+        if self.steps is not None:
+            kept |= {step for step in steps if step % self.steps == 0}
+        if self.hours is not None:
+            last = -math.inf
+            for step in sorted(steps):
+                if step.time >= last + self.hours * 3600:
+                    kept.add(step)
+                    last = step.time
+        return kept
+
+
+@dataclass(frozen=True, slots=True)
+class KeepBest(_Policy):
+    """Keeps the `n` steps with the best value of a metric in their metadata.
+
+    A step without the metric, or whose value is no finite number, is not selected. Of equal values the newer
+    step is better.
+
+    Args:
+        metric: name in the metadata of a save.
+        n: number of steps.
+        mode: "min" if smaller is better, "max" if larger is.
+
+    Raises:
+        ValueError: an argument is not one of these.
+
+    >>> losses = {100: 0.5, 200: 0.2, 300: 0.3}
+    >>> steps = [SavedStep(step, lambda loss=loss: (0.0, {"loss": loss})) for step, loss in losses.items()]
+    >>> sorted(KeepBest("loss", 2).select(steps))
+    [200, 300]
+    """
+
+    metric: str
+    n: int = 1
+    mode: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.metric, str) or not self.metric:
+            raise ValueError(f"KeepBest needs the name of a metric, not {self.metric!r}")
+        _check_count("KeepBest", "n", self.n)
+        if self.mode not in ("min", "max"):
+            raise ValueError(f"KeepBest has the mode 'min' or 'max', not {self.mode!r}")
+
+    def select(self, steps: Sequence[SavedStep]) -> set[int]:
+        """See `Retention.select`."""
+        values = [(step, self._value(step)) for step in steps]
+        finite = [(value, step) for step, value in values if value is not None]
+        return {step for _, step in sorted(finite, reverse=True)[: self.n]}
+
+    @staticmethod
+    def within(policy: Retention | None) -> list[KeepBest]:
+        """The policies of this kind that a policy is, or combines."""
+        if isinstance(policy, _Combined):
+            return [*KeepBest.within(policy.first), *KeepBest.within(policy.second)]
+        return [policy] if isinstance(policy, KeepBest) else []
+
+    def _value(self, step: SavedStep) -> float | None:
+        """The metric of a step, larger for better; None if it has no finite one."""
+        value = step.metadata.get(self.metric)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            return None
+        return float(value) if self.mode == "max" else -float(value)
+
+
+def _check_count(policy: str, name: str, count: Any) -> None:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"{policy} needs a whole number of at least 1 for {name}, not {count!r}")
