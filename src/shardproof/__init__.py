@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from shardproof.checkpointer import Pin as Pin
     from shardproof.checkpointer import RestoredStep as RestoredStep
     from shardproof.checkpointer import Retention as Retention
+    from shardproof.checkpointer import RetentionPolicy as RetentionPolicy
     from shardproof.checkpointer import SavedStep as SavedStep
     from shardproof.checkpointer import StepFolder as StepFolder
     from shardproof.conversion import ConversionReport as ConversionReport
@@ -91,6 +92,7 @@ _HOMES = {
         "Pin",
         "RestoredStep",
         "Retention",
+        "RetentionPolicy",
         "SavedStep",
         "StepFolder",
     ),

@@ -12,7 +12,7 @@ from tests.harness import rank, rendezvous, run_ranks
 
 
 def _pin(root: str) -> tuple[list[int], str, int | None, float]:
-    keep = sp.KeepLatest(1) | sp.KeepBest("loss")  # type: ignore[operator]
+    keep = sp.KeepLatest(1) | sp.KeepBest("loss")
     checkpointer = sp.Checkpointer(root, keep=keep, rendezvous=rendezvous(deadline=60.0))
     refused = ""
     for step, loss in ((1, 0.5), (2, 0.1), (3, 0.7), (4, 0.3)):

@@ -15,6 +15,7 @@ from shardproof.checkpointer.policies import (
     KeepEvery,
     KeepLatest,
     Retention,
+    RetentionPolicy,
     SavedStep,
 )
 from shardproof.checkpointer.prune import PrunePlan as PrunePlan
@@ -50,6 +51,7 @@ __all__ = [
     "Pin",
     "RestoredStep",
     "Retention",
+    "RetentionPolicy",
     "SavedStep",
     "StepFolder",
     "delete_steps",

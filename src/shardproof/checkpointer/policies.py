@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
-__all__ = ["KeepAll", "KeepBest", "KeepEvery", "KeepLatest", "Retention", "SavedStep"]
+__all__ = ["KeepAll", "KeepBest", "KeepEvery", "KeepLatest", "Retention", "RetentionPolicy", "SavedStep"]
 
 
 class SavedStep(int):
@@ -53,19 +53,19 @@ class Retention(Protocol):
         ...
 
 
-class _Policy:
-    """Combines policies with ``|`` and ``&``. The other one may be any `Retention`."""
+class RetentionPolicy:
+    """A policy that combines with others by ``|`` and ``&``. The other one may be any `Retention`."""
 
-    def __or__(self, other: Retention) -> Retention:
+    def __or__(self, other: Retention) -> RetentionPolicy:
         return _Combined(self, other, "|") if isinstance(other, Retention) else NotImplemented
 
-    def __ror__(self, other: Retention) -> Retention:
+    def __ror__(self, other: Retention) -> RetentionPolicy:
         return _Combined(other, self, "|") if isinstance(other, Retention) else NotImplemented
 
-    def __and__(self, other: Retention) -> Retention:
+    def __and__(self, other: Retention) -> RetentionPolicy:
         return _Combined(self, other, "&") if isinstance(other, Retention) else NotImplemented
 
-    def __rand__(self, other: Retention) -> Retention:
+    def __rand__(self, other: Retention) -> RetentionPolicy:
         return _Combined(other, self, "&") if isinstance(other, Retention) else NotImplemented
 
     def select(self, steps: Sequence[SavedStep]) -> set[int]:
@@ -74,7 +74,7 @@ class _Policy:
 
 
 @dataclass(frozen=True, slots=True)
-class _Combined(_Policy):
+class _Combined(RetentionPolicy):
     """Keeps what either policy keeps ("|"), or what both keep ("&")."""
 
     first: Retention
@@ -91,7 +91,7 @@ class _Combined(_Policy):
 
 
 @dataclass(frozen=True, slots=True)
-class KeepAll(_Policy):
+class KeepAll(RetentionPolicy):
     """Keeps every step."""
 
     def select(self, steps: Sequence[SavedStep]) -> set[int]:
@@ -100,7 +100,7 @@ class KeepAll(_Policy):
 
 
 @dataclass(frozen=True, slots=True)
-class KeepLatest(_Policy):
+class KeepLatest(RetentionPolicy):
     """Keeps the `n` newest committed steps.
 
     Raises:
@@ -121,7 +121,7 @@ class KeepLatest(_Policy):
 
 
 @dataclass(frozen=True, slots=True)
-class KeepEvery(_Policy):
+class KeepEvery(RetentionPolicy):
     """Keeps the steps whose number is a multiple of `steps`, or one step for each period of `hours`.
 
     With `hours`, the first step stays, and then each first step that was saved at least `hours` after the
@@ -164,7 +164,7 @@ class KeepEvery(_Policy):
 
 
 @dataclass(frozen=True, slots=True)
-class KeepBest(_Policy):
+class KeepBest(RetentionPolicy):
     """Keeps the `n` steps with the best value of a metric in their metadata.
 
     A step without the metric, or whose value is no finite number, is not selected. Of equal values the newer
