@@ -31,7 +31,7 @@ from shardproof.loading import Cast, LoadReport, Options, Patterns, ReadOnce, lo
 from shardproof.reentrance import guarded, refuse_inside
 from shardproof.rendezvous import MeetingSequence, Rendezvous, check_deadline, check_group, connect
 from shardproof.saving import CheckReplicas, PendingSave, Saver, SaveResult, WhenBusy
-from shardproof.storage import LocalStorage, StrOrBytesPath
+from shardproof.storage import LocalStorage, Location, Storage, is_url, storage_at
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -51,8 +51,8 @@ class Checkpointer:
     """Saves and restores the steps of one run. All ranks must call the methods together.
 
     Args:
-        root: folder of the run. Each step becomes a folder in it, such as ``step-00001000``. A relative path
-            is resolved when the `Checkpointer` is made.
+        root: folder of the run, or a URL such as ``s3://bucket/run``. Each step becomes a folder in it, such
+            as ``step-00001000``. A relative path is resolved when the `Checkpointer` is made.
         keep: which committed steps stay; None for all. A save removes the others after its commit. Policies
             combine: ``KeepLatest(3) | KeepEvery(hours=24) | KeepBest("loss")``. The newest step and pinned
             steps stay in any case.
@@ -63,6 +63,8 @@ class Checkpointer:
             the ranks wait for a rank that reports progress. It applies to all users of the same
             rendezvous. None: the deadline of that rendezvous (default 300 s). Not allowed together with
             `rendezvous`, which has its own.
+        storage_options: settings of an object store; see `shardproof.storage.ObjectStorage`. None: those of
+            the environment.
         when_busy: during an earlier save, `save` may "wait" for it, or "skip" the new save.
         snapshot: "fence" reads parameters and optimizer state while training runs. The next optimizer step
             waits until the rest is copied. "stage" copies everything before `save` returns. Other parts of
@@ -108,11 +110,12 @@ class Checkpointer:
 
     def __init__(
         self,
-        root: StrOrBytesPath,
+        root: Location,
         *,
         keep: Retention | None = None,
         rendezvous: Rendezvous | None = None,
         deadline: float | None = None,
+        storage_options: Mapping[str, Any] | None = None,
         when_busy: WhenBusy = "wait",
         snapshot: Literal["fence", "stage"] = "fence",
         host_memory_budget: int | None = None,
@@ -139,7 +142,7 @@ class Checkpointer:
         if scrub is not None and (isinstance(scrub, bool) or not isinstance(scrub, int) or scrub < 1):
             raise ValueError(f"scrub is a whole number of bytes a second, at least 1, or None, not {scrub!r}")
         check_deadline(rendezvous, deadline)
-        self.root = os.fsdecode(root)
+        self.root = os.fsdecode(root) if isinstance(root, (str, bytes, os.PathLike)) else root.location
         self.last_restore: LoadReport | None = None
         """Report of the last `restore`."""
         self.passed_over: tuple[PassedOver, ...] = ()
@@ -147,7 +150,8 @@ class Checkpointer:
         self._keep = keep
         self._damaged: set[int] = set()
         """Steps that a restore passed over as damaged. A save of one of them replaces it."""
-        self._storage = LocalStorage(root)
+        self._storage = storage_at(root, storage_options)
+        self._storage_options = storage_options
         self._facts = StepFacts(self._storage)
         self._rendezvous = rendezvous or connect(deadline=deadline)
         self._found_rendezvous = rendezvous is None
@@ -157,7 +161,9 @@ class Checkpointer:
         self._full_every = full_every
         self._check_replicas = check_replicas
         self._newest = (
-            NewestStep(drop_older=not incremental, only_if_cheap=cache == "auto") if cache != "none" else None
+            NewestStep(drop_older=not incremental, only_if_cheap=cache == "auto")
+            if cache != "none" and isinstance(self._storage, LocalStorage)
+            else None
         )
         self._saver = Saver(self._rendezvous, host_memory_budget=host_memory_budget)
         self._scrub = Scrub(self._storage, scrub if incremental else None, _is_saving(self._saver))
@@ -231,6 +237,7 @@ class Checkpointer:
         self._damaged.discard(committed.step)
         if self._newest is not None:
             folder = self._storage.within(step_name(committed.step))
+            assert isinstance(folder, LocalStorage)
             self._newest.committed(folder, shard_name(self._rendezvous.rank, committed.attempt))
         if self._rendezvous.rank:
             return
@@ -249,7 +256,7 @@ class Checkpointer:
                 )
         self._scrub.begin(step_name(committed.step))
 
-    def _base_of(self, step: Any) -> LocalStorage | None:
+    def _base_of(self, step: Any) -> Storage | None:
         """The newest confirmed and undamaged step before this one (note "One line of steps")."""
         steps = (parse_step(name) for name in self._storage.folders())
         for earlier in sorted((one for one in steps if one is not None and one < step), reverse=True):
@@ -295,7 +302,7 @@ class Checkpointer:
         self,
         state: Any,
         *,
-        step: int | StrOrBytesPath | Literal["latest", "best"] | None = None,
+        step: int | Location | None = None,
         strict: bool = True,
         include: Patterns = None,
         exclude: Patterns = None,
@@ -353,7 +360,7 @@ class Checkpointer:
                 step = self._best_step()
             if step is None or step == "latest":
                 return self._restore(state, None, suspect, options)
-            if isinstance(step, (str, bytes, os.PathLike)):
+            if isinstance(step, (str, bytes, os.PathLike, Storage)):
                 return self._restore_elsewhere(state, step, options)
             return self._restore(state, step, suspect, options)
 
@@ -381,11 +388,16 @@ class Checkpointer:
         return msgspec.msgpack.decode(meetings.meet("choose", bytes, decide), type=int | None)
 
     @guarded("restore")
-    def _restore_elsewhere(self, state: Any, path: StrOrBytesPath, options: Options) -> RestoredStep:
+    def _restore_elsewhere(self, state: Any, path: Location, options: Options) -> RestoredStep:
         """Loads a checkpoint that is no step of this run."""
         self._saver.settle()
         self.passed_over = ()
-        self.last_restore = load_from(foreign_of(path), state, self._rendezvous, options)
+        self.last_restore = load_from(
+            foreign_of(path, self._storage_options if is_url(path) else None),
+            state,
+            self._rendezvous,
+            options,
+        )
         return RestoredStep(self.last_restore.step or 0, self.last_restore)
 
     @guarded("restore")

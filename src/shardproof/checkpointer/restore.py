@@ -38,7 +38,7 @@ from shardproof.errors import (
 from shardproof.format import Manifest
 from shardproof.loading import UNREADABLE, LoadReport, Options, from_rank, load_from
 from shardproof.rendezvous import MeetingSequence, Rendezvous
-from shardproof.storage import LocalStorage, Storage
+from shardproof.storage import Storage
 
 __all__ = ["Restore", "RestoreReport", "check_damage", "check_reports", "report_view"]
 
@@ -59,7 +59,7 @@ class Restore:
     """
 
     def __init__(
-        self, run: LocalStorage, rendezvous: Rendezvous, step: int | None, suspect: bool, options: Options
+        self, run: Storage, rendezvous: Rendezvous, step: int | None, suspect: bool, options: Options
     ) -> None:
         self.passed_over: tuple[PassedOver, ...] = ()
         """Newer steps that were not restored, newest first."""

@@ -25,7 +25,7 @@ from shardproof.errors import FormatError, NotCommittedError, ShardproofError, S
 from shardproof.format import has_no_references, read_index, read_manifest, read_seal
 from shardproof.maintenance import verify
 from shardproof.saving import Workers
-from shardproof.storage import LocalStorage, UncachedStorage
+from shardproof.storage import LocalStorage, Storage, UncachedStorage
 
 __all__ = ["Scrub"]
 
@@ -40,15 +40,16 @@ class Scrub:
 
     Args:
         run: the run's folder.
-        rate: bytes to read a second, at most; None: no scrub.
+        rate: bytes to read a second, at most; None: no scrub. A run on an object store has none, because the
+            store compares checksums of what it keeps by itself.
         is_saving: whether a save is under way on this rank.
     """
 
-    def __init__(self, run: LocalStorage, rate: int | None, is_saving: Callable[[], bool]) -> None:
+    def __init__(self, run: Storage, rate: int | None, is_saving: Callable[[], bool]) -> None:
         self.damage: tuple[Damage, ...] = ()
         """The damage that the scrub found, oldest first."""
         self._run = run
-        self._rate = rate
+        self._rate = rate if isinstance(run, LocalStorage) else None
         self._is_saving = is_saving
         self._process = -1
         self._lock: threading.Lock
@@ -131,6 +132,7 @@ class Scrub:
         try:
             if has_no_references(place):
                 return
+            assert isinstance(place, LocalStorage)
             report = verify(UncachedStorage(place.path, before_read=self._yield), borrowed_only=True)
         except ShardproofError:
             if read_seal(place) == seal:

@@ -35,9 +35,9 @@ def ls_command(run: str, as_json: bool) -> int:
     of a step whose validation failed; once that is settled, its verdict is shown.
     """
     from shardproof.report import scan_run
-    from shardproof.storage import LocalStorage
+    from shardproof.storage import storage_at
 
-    storage = LocalStorage(run)
+    storage = storage_at(run)
     infos = scan_run(storage)
     if as_json:
         print_json({"location": storage.location, "checkpoints": [info.to_json() for info in infos]})

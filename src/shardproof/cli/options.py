@@ -110,6 +110,8 @@ def _path(context: click.Context, parameter: click.Parameter, path: str) -> str:
 
 
 def _folder(_context: click.Context, parameter: click.Parameter, path: str) -> str:
+    if "://" in path:  # the storage reports what is wrong with a URL
+        return path
     try:
         mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -130,6 +132,8 @@ def _shown(path: str) -> str:
 
 
 def _checkpoint(context: click.Context, parameter: click.Parameter, path: str) -> str:
+    if "://" in path:
+        return path
     try:
         names = os.listdir(_folder(context, parameter, path))
     except OSError:  # the storage reports it with its cause

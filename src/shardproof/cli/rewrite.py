@@ -174,9 +174,9 @@ def _make_standalone(src: str, dst: str, as_json: bool) -> int:
 
     from shardproof.cli.terminal import bytes_progress
     from shardproof.maintenance import make_standalone
-    from shardproof.storage import LocalStorage
+    from shardproof.storage import storage_at
 
-    source, target = LocalStorage(src), LocalStorage(dst)
+    source, target = storage_at(src), storage_at(dst)
     begun = time.monotonic()
     with bytes_progress("copy", shown=not as_json) as on_progress:
         manifest = make_standalone(source, target, on_progress=on_progress)
@@ -219,9 +219,9 @@ def repair_command(ckpt: str, as_json: bool) -> int:
     from shardproof.errors import AlreadyCommittedError
     from shardproof.maintenance import repair
     from shardproof.report import tensor_bytes
-    from shardproof.storage import UncachedStorage
+    from shardproof.storage import UncachedStorage, is_url, storage_at
 
-    storage = UncachedStorage(ckpt)
+    storage = storage_at(ckpt) if is_url(ckpt) else UncachedStorage(ckpt)
     try:
         manifest = repair(storage)
     except AlreadyCommittedError as error:

@@ -17,6 +17,7 @@ from shardproof.errors import PlainDataError, StructureError
 from shardproof.interop import Contents, FormatWriter, WriteOptions, foreign_of, read_json, writer_of
 from shardproof.loading import Checkpoint, NativeCheckpoint, check_patterns, selects
 from shardproof.state import optimizer_state_dicts, references, with_new_key
+from shardproof.storage import is_url
 
 __all__ = ["ConversionPlan", "plan_conversion"]
 
@@ -165,9 +166,9 @@ def piece_bytes(request: ConversionRequest) -> int:
 
 def _time(checkpoint: Checkpoint, path: str) -> float:
     """Seconds since 1970 that the new checkpoint is dated: as the stored one, so that all processes agree."""
-    return (
-        checkpoint.manifest.time if isinstance(checkpoint, NativeCheckpoint) else int(os.stat(path).st_mtime)
-    )
+    if isinstance(checkpoint, NativeCheckpoint):
+        return checkpoint.manifest.time
+    return 0 if is_url(path) else int(os.stat(path).st_mtime)
 
 
 def _whole(key: str, shape: tuple[int, ...]) -> Move:

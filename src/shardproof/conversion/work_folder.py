@@ -20,7 +20,7 @@ import msgspec
 
 from shardproof.conversion.mapped_source import HashedBox
 from shardproof.errors import AlreadyCommittedError, FormatError, StorageError, StructureError
-from shardproof.storage import LocalStorage, flush_folders, rename_exclusively
+from shardproof.storage import LocalStorage, flush_folders, is_url, rename_exclusively
 
 __all__ = ["UnitRecord", "WorkFolder"]
 
@@ -48,6 +48,11 @@ class WorkFolder:
     """
 
     def __init__(self, destination: str) -> None:
+        if is_url(destination):
+            raise StructureError(
+                f"a conversion writes to a folder, and {destination} is the URL of an object store. Convert "
+                "to a folder. `shardproof convert SRC URL --standalone` copies steps of shardproof's format"
+            )
         self.destination = Path(os.path.abspath(destination))
         self.path = self.destination.with_name(f"{self.destination.name}.converting")
         self.storage = LocalStorage(self.path)

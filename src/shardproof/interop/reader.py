@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from shardproof.errors import FormatError, StorageError
 from shardproof.geometry import flat_range_boxes, row_major_strides
 from shardproof.interop.extents import Extent
-from shardproof.storage import LocalStorage, Storage, StrOrBytesPath
+from shardproof.storage import LocalStorage, Location, Storage, is_url, storage_at
 
 __all__ = [
     "Foreign",
@@ -49,12 +49,23 @@ class Foreign:
         return self.file is None and self.storage.size(name) is not None
 
 
-def foreign_of(path: StrOrBytesPath) -> Foreign:
-    """A path as a folder, or as a file in its folder."""
-    if os.path.isfile(path):
+def foreign_of(path: Location, storage_options: Mapping[str, Any] | None = None) -> Foreign:
+    """A path or URL as a folder, or as a file in its folder.
+
+    Args:
+        path: of a checkpoint of any format.
+        storage_options: settings of an object store; see `shardproof.storage.ObjectStorage`.
+    """
+    if isinstance(path, str) and is_url(path):
+        folder, _, name = path.rstrip("/").rpartition("/")
+        if os.path.splitext(name)[1] and is_url(folder):
+            storage = storage_at(folder, storage_options)
+            if storage.size(name) is not None:
+                return Foreign(storage, name)
+    elif isinstance(path, (str, bytes, os.PathLike)) and os.path.isfile(path):
         folder, name = os.path.split(os.fsdecode(path))
         return Foreign(LocalStorage(folder or "."), name)
-    return Foreign(LocalStorage(path))
+    return Foreign(storage_at(path, storage_options))
 
 
 @dataclass(frozen=True, slots=True)

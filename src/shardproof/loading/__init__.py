@@ -16,7 +16,7 @@ from shardproof.loading.read_once.agreement import UNREADABLE
 from shardproof.loading.selection import Cast, Patterns, check_patterns, selects
 from shardproof.reentrance import refuse_inside
 from shardproof.rendezvous import Rendezvous, connected
-from shardproof.storage import StrOrBytesPath
+from shardproof.storage import Location
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -43,7 +43,7 @@ __all__ = [
 
 
 def load(
-    path: StrOrBytesPath,
+    path: Location,
     state: Any,
     *,
     strict: bool = True,
@@ -57,6 +57,7 @@ def load(
     deadline: float | None = None,
     format: str | None = None,  # noqa: A002 the word that users know
     trust_pickle: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> LoadReport:
     """Fills a state tree from a committed checkpoint, saved from whatever layout. Called by every rank.
 
@@ -72,7 +73,8 @@ def load(
     instead, which pays where most of a chunk is for others, as when rows become columns.
 
     Args:
-        path: the folder of the checkpoint, or a checkpoint of another project: its folder or file.
+        path: the folder of the checkpoint, or a checkpoint of another project: its folder or file. Or a URL,
+            such as ``s3://bucket/run/step``.
         state: the tree to fill.
         strict: True if a key that only one side has is an error. Another shape or dtype always is one. An
             object with ``state_tree`` may be on one side alone.
@@ -93,6 +95,8 @@ def load(
         format: name of the format; None to find it. docs/formats.md lists the names.
         trust_pickle: True to unpickle values of other formats that are no plain data. That may run code of
             the checkpoint. Tensors never need it.
+        storage_options: settings of an object store; see `shardproof.storage.ObjectStorage`. None: those of
+            the environment.
 
     Returns:
         What was read, and which keys were missing or left over.
@@ -116,6 +120,6 @@ def load(
     """
     refuse_inside("load")
     options = Options(strict, include, exclude, cast, rename, read_once, group, format, trust_pickle)
-    source = foreign_of(path)
+    source = foreign_of(path, storage_options)
     with connected(rendezvous, deadline) as meetings, meetings.operation(f"load {source.location}"):
         return load_from(source, state, meetings, options)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 from shardproof.errors import NotCommittedError
 from shardproof.interop import NATIVE, Foreign, foreign_of, format_of, open_reader
 from shardproof.loading.checkpoint import Checkpoint, NativeCheckpoint
 from shardproof.loading.foreign_checkpoint import ForeignCheckpoint
-from shardproof.storage import Storage, StrOrBytesPath
+from shardproof.storage import Location, Storage
 
 __all__ = ["open_checkpoint", "open_storage"]
 
@@ -16,18 +18,22 @@ _log = logging.getLogger("shardproof")
 
 
 def open_checkpoint(
-    path: StrOrBytesPath,
+    path: Location,
     *,
     format: str | None = None,  # noqa: A002 the word that users know
     trust_pickle: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """Opens a committed checkpoint for reading, in one process.
 
     Args:
         path: the folder that holds `manifest.json`, or a checkpoint of another project: its folder or file.
+            Or the URL of one.
         format: name of the format; None to find it. docs/formats.md lists the names.
         trust_pickle: True to unpickle values of other formats that are no plain data. That may run code of
             the checkpoint. Tensors never need it.
+        storage_options: settings of an object store; see `shardproof.storage.ObjectStorage`. None: those of
+            the environment.
 
     Raises:
         NotCommittedError: there is no manifest.
@@ -41,7 +47,7 @@ def open_checkpoint(
     ...     ckpt["w"][1:3, 0].tolist(), ckpt["note"], ckpt.shape("w")
     ([3.0, 6.0], 'hi', (4, 3))
     """
-    return open_storage(foreign_of(path), format=format, trust_pickle=trust_pickle)
+    return open_storage(foreign_of(path, storage_options), format=format, trust_pickle=trust_pickle)
 
 
 def open_storage(

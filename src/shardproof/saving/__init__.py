@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from shardproof.rendezvous import Rendezvous, connected
@@ -16,7 +17,7 @@ from shardproof.saving.replica_check import CheckReplicas
 from shardproof.saving.result import Divergence, SaveResult
 from shardproof.saving.saver import Saver, WhenBusy
 from shardproof.state import open_all
-from shardproof.storage import LocalStorage, StrOrBytesPath
+from shardproof.storage import Location, storage_at
 
 __all__ = [
     "Attempt",
@@ -35,7 +36,7 @@ __all__ = [
 
 
 def save(
-    path: StrOrBytesPath,
+    path: Location,
     state: Any,
     *,
     step: int | None = None,
@@ -44,11 +45,12 @@ def save(
     check_replicas: CheckReplicas | None = None,
     rendezvous: Rendezvous | None = None,
     deadline: float | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> SaveResult:
     """Saves a state tree and returns once it is committed. All ranks call it.
 
     Args:
-        path: the folder of the checkpoint.
+        path: the folder of the checkpoint, or its URL, such as ``s3://bucket/run/step``.
         state: nested dicts, lists and tuples of tensors, modules, optimizers, objects with ``state_dict``,
             and plain values.
         step: stored in the manifest.
@@ -61,6 +63,8 @@ def save(
             wait for another rank, and the time to reach the store. It does not bound the whole call: the
             ranks wait for a rank that reports progress. None: the deadline of the rendezvous (default
             300 s). Cannot be combined with `rendezvous`, which has its own deadline.
+        storage_options: settings of an object store; see `shardproof.storage.ObjectStorage`. None: those of
+            the environment.
 
     Returns:
         The committed checkpoint.
@@ -81,7 +85,7 @@ def save(
     """
     with connected(rendezvous, deadline) as meetings:
         return Saver(meetings).save(
-            LocalStorage(path),
+            storage_at(path, storage_options),
             state,
             step=step,
             metadata=metadata,

@@ -1,0 +1,199 @@
+"""Writes one new object of an object store.
+
+    write_at (any order) --copy--> pieces in memory --in order--> multipart upload, several parts in flight
+
+A small object is one PUT. The upload of a larger one begins when its first part is there. Bytes that cannot
+be sent yet, because bytes before them are missing, go to a temporary file if they exceed the memory limit.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from shardproof.errors import StorageError
+
+__all__ = ["ObjectSink"]
+
+_PART_BYTES = 16 << 20
+"""Bytes of a part. S3 allows 10,000 parts, so an object that is sent in order has at most 156 GiB."""
+_PARTS_IN_FLIGHT = 8
+_MEMORY_BYTES = 64 << 20
+"""Bytes in memory that wait for their upload, at most."""
+_ZEROS = bytes(1 << 20)
+
+
+class _Put(Protocol):
+    """Uploads an object: its bytes, or an iterator of pieces. Raises StorageError."""
+
+    def __call__(self, data: Any, **how: Any) -> None: ...
+
+
+class _Aborted(Exception):
+    """The sink was aborted; ends the upload."""
+
+
+class ObjectSink:
+    """A new object under construction; see `Sink`. Readers see it when `finish` returns.
+
+    Args:
+        put: uploads the object.
+        file: URL of the object, for messages.
+    """
+
+    def __init__(self, put: _Put, file: str) -> None:
+        self._put = put
+        self._file = file
+        self._changed = threading.Condition()
+        self._pieces: dict[int, bytes] = {}
+        """Pieces by first byte, not sent yet."""
+        self._held = 0
+        """Bytes of the pieces."""
+        self._sent = 0
+        """Bytes that the upload has taken. All before `_frontier` are there."""
+        self._frontier = 0
+        self._size: int | None = None
+        """Bytes of the object, once `finish` was called."""
+        self._state = "open"
+        self._upload: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._spool: Any = None
+        """Temporary file for bytes that exceed the memory before an upload can begin."""
+        self._ends: dict[int, int] = {}
+        """First byte to end of each piece that is not reached by the frontier."""
+
+    def write_at(self, start: int, buffer: memoryview) -> None:
+        """Take the bytes of `buffer`. Waits while more than the memory limit is ready and not sent."""
+        data = bytes(buffer)
+        with self._changed:
+            self._check_open("write")
+            if self._spool is not None:
+                os.pwrite(self._spool.fileno(), data, start)
+                return
+            if data:
+                self._pieces[start] = data
+                self._ends[start] = start + len(data)
+                self._held += len(data)
+                while self._frontier in self._ends:
+                    self._frontier = self._ends.pop(self._frontier)
+            if self._upload is None and self._frontier >= _PART_BYTES:
+                self._begin_upload()
+            elif self._upload is None and self._held > _MEMORY_BYTES:
+                self._move_to_file()
+            self._changed.notify_all()
+            while self._frontier - self._sent > _MEMORY_BYTES and self._error is None:
+                self._changed.wait()  # the upload advances, or fails at its deadline
+            self._check_open("write")
+
+    def finish(self, size: int) -> None:
+        """Give the object `size` bytes, and wait until the store has it."""
+        with self._changed:
+            self._check_open("finish")
+            self._state = "finished"
+            if self._upload is None and self._spool is None and size > _PART_BYTES:
+                self._begin_upload()
+            self._size = size
+            upload, sent = self._upload, self._sent
+            if upload is not None and size < sent:
+                self._error = StorageError(
+                    f"cannot finish {self._file} with {size} bytes: {sent} are sent already", file=self._file
+                )
+            self._changed.notify_all()
+        try:
+            if upload is not None:
+                upload.join()  # ends at the deadline of its requests
+                if self._error is not None:
+                    raise self._error
+            elif self._spool is not None:
+                os.ftruncate(self._spool.fileno(), size)
+                self._spool.seek(0)
+                self._put(self._spool, chunk_size=_part_bytes(size), max_concurrency=_PARTS_IN_FLIGHT)
+            else:
+                self._put(self._assembled(size), mode="create", use_multipart=False)
+        finally:
+            self._release()
+
+    def abort(self) -> None:
+        """Drop the object. Does nothing after `finish` or `abort`."""
+        with self._changed:
+            if self._state != "open":
+                return
+            self._state = "aborted"
+            self._changed.notify_all()
+            upload = self._upload
+        if upload is not None:
+            upload.join()
+        self._release()
+
+    def _check_open(self, doing: str) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._state != "open":
+            raise StorageError(
+                f"cannot {doing} {self._file}: the file is already finished or aborted", file=self._file
+            )
+
+    def _assembled(self, size: int) -> bytes:
+        """All bytes of a small object; a hole has zeros."""
+        data = bytearray(size)
+        for start, piece in self._pieces.items():
+            if start < size:
+                data[start : start + len(piece)] = piece[: size - start]
+        return bytes(data)
+
+    def _begin_upload(self) -> None:
+        self._upload = threading.Thread(target=self._send, name="shardproof-upload", daemon=True)
+        self._upload.start()
+
+    def _send(self) -> None:
+        try:
+            self._put(self._in_order(), chunk_size=_PART_BYTES, max_concurrency=_PARTS_IN_FLIGHT)
+        except BaseException as error:
+            with self._changed:
+                if self._state != "aborted" and self._error is None:
+                    self._error = error
+                self._changed.notify_all()
+
+    def _in_order(self) -> Iterator[bytes]:
+        """The bytes of the object from its beginning, as they come; zeros for holes."""
+        while True:
+            with self._changed:
+                while self._sent not in self._pieces and self._size is None and self._state == "open":
+                    self._changed.wait()  # for the caller, who writes, finishes or aborts
+                if self._state == "aborted" or self._error is not None:
+                    raise _Aborted
+                piece = self._pieces.pop(self._sent, None)
+                if piece is None:
+                    assert self._size is not None
+                    later = min(self._pieces, default=self._size)
+                    piece = _ZEROS[: max(min(later, self._size) - self._sent, 0)]
+                else:
+                    self._held -= len(piece)
+                if self._size is not None:
+                    piece = piece[: max(self._size - self._sent, 0)]
+                self._sent += len(piece)
+                self._changed.notify_all()
+            if not piece:
+                return
+            yield piece
+
+    def _move_to_file(self) -> None:
+        """Moves all pieces to a temporary file, because the first part is still missing."""
+        self._spool = tempfile.TemporaryFile(prefix="shardproof-upload-")  # noqa: SIM115 `_release` closes it
+        for start, piece in self._pieces.items():
+            os.pwrite(self._spool.fileno(), piece, start)
+        self._pieces, self._ends, self._held = {}, {}, 0
+
+    def _release(self) -> None:
+        self._pieces, self._held = {}, 0
+        spool, self._spool = self._spool, None
+        if spool is not None:
+            spool.close()
+
+
+def _part_bytes(size: int) -> int:
+    """Bytes of a part, so that the object has at most 10,000 parts."""
+    return max(_PART_BYTES, -(-size // 9_000))

@@ -1,0 +1,363 @@
+"""`ObjectStorage`: files as objects of S3, Google Cloud Storage or Azure, through obstore.
+
+Note "What commits": `publish` without `replace` is one PUT that the store accepts only if there is no object
+of the name (``If-None-Match: *``). So of several committers exactly one wins. Data files are written before,
+under names that carry the attempt. Before the first such PUT, a process tests whether the store honours the
+condition.
+
+Note "A lost answer": a PUT may succeed and its answer may be lost. The repeated PUT then finds the object of
+the first. So if the object has the bytes that were to be written, the PUT counts as done. A manifest names
+its attempt, so no other committer writes the same bytes.
+
+Note "Deadlines": obstore repeats a request after a failure of the server or the connection, with growing
+pauses, for at most `retry_timeout`. An error after that names this time.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import uuid
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from shardproof.errors import AlreadyCommittedError, StorageError
+from shardproof.storage.base import Sink, check_folder, check_name
+from shardproof.storage.object_sink import ObjectSink
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+__all__ = ["SCHEMES", "ObjectStorage"]
+
+SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss")
+"""Schemes of the URLs that name an object store."""
+_RETRY_SECONDS = 120
+_PROBES: dict[str, bool] = {}
+"""Whether a bucket honours conditional PUTs, by URL; see note "What commits"."""
+
+
+class ObjectStorage:
+    """Files below a prefix of a bucket; see `Storage`.
+
+    Args:
+        url: ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``.
+        options: settings of the store as obstore names them, such as ``endpoint``, ``region`` or
+            ``access_key_id``; and ``client_options`` and ``retry_config``, which obstore describes. None:
+            everything from the environment, as the SDK of the store finds it.
+
+    Raises:
+        StorageError: the URL or an option is not valid.
+        ImportError: obstore is not installed (the extra ``cloud``).
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
+        scheme, _, rest = url.partition("://")
+        bucket, _, prefix = rest.partition("/")
+        if scheme not in SCHEMES or not bucket:
+            raise StorageError(f"{url!r} names no bucket. Give s3://bucket/prefix, gs:// or az://", file=url)
+        self._bucket = f"{scheme}://{bucket}"
+        self._prefix = "/".join(part for part in prefix.split("/") if part)
+        if self._prefix:
+            check_name(self._prefix, self._bucket)
+        settings = dict(options or {})
+        retry: Mapping[str, Any] = settings.pop("retry_config", None) or {}
+        self._retry: dict[str, Any] = {
+            "retry_timeout": timedelta(seconds=_RETRY_SECONDS),
+            "max_retries": 1000,
+            **retry,
+        }
+        self._store = _open(self._bucket, settings, self._retry)
+
+    @classmethod
+    def _of(cls, other: ObjectStorage, prefix: str) -> ObjectStorage:
+        """The part of a bucket below another prefix."""
+        storage = cls.__new__(cls)
+        storage._bucket, storage._prefix = other._bucket, prefix
+        storage._retry, storage._store = other._retry, other._store
+        return storage
+
+    def __repr__(self) -> str:
+        return f"ObjectStorage({self.location!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ObjectStorage) and other.location == self.location
+
+    def __hash__(self) -> int:
+        return hash(self.location)
+
+    @property
+    def location(self) -> str:
+        """The URL."""
+        return f"{self._bucket}/{self._prefix}" if self._prefix else self._bucket
+
+    @property
+    def folder(self) -> str:
+        """The last part of the prefix."""
+        return self._prefix.rpartition("/")[2]
+
+    @property
+    def linked(self) -> bool:
+        """False: object stores have no links."""
+        return False
+
+    def create(self, name: str) -> Sink:
+        """Begin a new file; see `Storage.create`."""
+        key, file = self._key(name), f"{self.location}/{name}"
+        if self.size(name) is not None:
+            raise StorageError(f"cannot create {file}: there is already an object of this name", file=file)
+        return ObjectSink(lambda data, **how: self._put(key, data, "write", **how), file)
+
+    def publish(self, name: str, data: bytes, *, replace: bool = False) -> None:
+        """Make `data` appear under `name`; see `Storage.publish` and the note "What commits"."""
+        key, file = self._key(name), f"{self.location}/{name}"
+        if replace:
+            self._put(key, data, "publish", use_multipart=False)
+            return
+        self._check_conditional_puts()
+        if self._put_new(key, data):
+            return
+        if self.size(name) == len(data) and self.read(name) == data:
+            return  # note "A lost answer"
+        raise AlreadyCommittedError(f"{file} is there already: another save published it", file=file)
+
+    def _put_new(self, key: str, data: bytes) -> bool:
+        """Writes an object if there is none of this name. False if there is one."""
+        from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+        try:
+            self._put(key, data, "publish", mode="create", use_multipart=False)
+        except StorageError as error:
+            if isinstance(error.__cause__, (AlreadyExistsError, PreconditionError)):
+                return False
+            raise
+        return True
+
+    def _check_conditional_puts(self) -> None:
+        """Raises if the store does not honour ``If-None-Match``; tested once in a process."""
+        with _PROBE_LOCK:
+            if self._bucket not in _PROBES:
+                key = self._key(f"conditional-put-{uuid.uuid4().hex}.probe")
+                try:
+                    first, second = self._put_new(key, b"1"), self._put_new(key, b"2")
+                finally:
+                    self._delete([key])
+                _PROBES[self._bucket] = first and not second
+            if not _PROBES[self._bucket]:
+                raise StorageError(
+                    f"{self._bucket} does not honour conditional writes (If-None-Match: *): two jobs could "
+                    "commit one step, and each would believe it won. Save to a store that does",
+                    file=self.location,
+                )
+
+    def flush(self, name: str) -> None:
+        """Does nothing: an object is durable when its PUT returns. A missing object is an error."""
+        if self.size(name) is None:
+            raise self._missing(name)
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Bytes `start` to `stop`; see `Storage.read`."""
+        if stop is None:
+            size = self.size(name)
+            if size is None:
+                raise self._missing(name)
+            stop = max(size, start)
+            if start > size:
+                raise self._short(name, start, stop, size)
+        if stop <= start:
+            if self.size(name) is None:
+                raise self._missing(name)
+            return b""
+        return bytes(self._range(name, start, stop))
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` from byte `start` on; see `Storage.read_into`."""
+        if len(buffer):
+            target = buffer.cast("B") if buffer.format != "B" or buffer.ndim != 1 else buffer
+            target[:] = self._range(name, start, start + len(target))
+        elif self.size(name) is None:
+            raise self._missing(name)
+
+    def _range(self, name: str, start: int, stop: int) -> memoryview:
+        import obstore
+
+        try:
+            data = memoryview(obstore.get_range(self._store, self._key(name), start=start, end=stop))
+        except Exception as error:
+            size = None if _is_missing(error) else self.size(name)
+            if size is not None and size <= start:
+                raise self._short(name, start, stop, size) from error
+            raise self._error(error, "read", name) from error
+        if len(data) != stop - start:
+            raise self._short(name, start, stop, start + len(data))
+        return data
+
+    def size(self, name: str) -> int | None:
+        """Bytes of the object; None if there is none of this name."""
+        import obstore
+
+        try:
+            return int(obstore.head(self._store, self._key(name))["size"])
+        except Exception as error:
+            if _is_missing(error):
+                self._check_bucket(error)
+                return None
+            raise self._error(error, "look at", name) from error
+
+    def modified(self, name: str) -> float | None:
+        """Time of the last write to an object, Unix seconds; None if there is none of this name."""
+        import obstore
+
+        try:
+            return float(obstore.head(self._store, self._key(name))["last_modified"].timestamp())
+        except Exception as error:
+            if _is_missing(error):
+                return None
+            raise self._error(error, "look at", name) from error
+
+    def folders(self) -> list[str]:
+        """Sorted names of the folders directly in this storage."""
+        import obstore
+
+        try:
+            found = obstore.list_with_delimiter(self._store, self._prefix or None)["common_prefixes"]
+        except Exception as error:
+            if _is_missing(error):
+                self._check_bucket(error)
+                return []
+            raise self._error(error, "list", "") from error
+        return sorted(one.rstrip("/").rpartition("/")[2] for one in found)
+
+    def siblings(self) -> list[str]:
+        """Sorted names of the folders beside this storage's own, and its own if it exists."""
+        return ObjectStorage._of(self, self._prefix.rpartition("/")[0]).folders()
+
+    def list(self, prefix: str = "") -> list[str]:
+        """Sorted names of all files in the folder `prefix` and below."""
+        import obstore
+
+        below = self._key(prefix) if prefix else self._prefix
+        start = len(self._prefix) + 1 if self._prefix else 0
+        try:
+            batches = obstore.list(self._store, below or None)
+            return sorted(item["path"][start:] for batch in batches for item in batch)
+        except Exception as error:
+            if _is_missing(error):
+                self._check_bucket(error)
+                return []
+            raise self._error(error, "list", prefix) from error
+
+    def delete(self, name: str) -> None:
+        """Remove the object. A missing one is no error."""
+        self._delete([self._key(name)])
+
+    def _delete(self, keys: Iterable[str]) -> None:
+        import obstore
+
+        for key in keys:
+            try:
+                obstore.delete(self._store, key)
+            except Exception as error:
+                if not _is_missing(error):
+                    raise self._error(error, "delete", key.removeprefix(f"{self._prefix}/")) from error
+
+    def within(self, prefix: str) -> ObjectStorage:
+        """The part of this storage below the folder `prefix`, as a storage."""
+        return ObjectStorage._of(self, self._key(prefix))
+
+    def sibling(self, folder: str) -> ObjectStorage:
+        """The storage in the folder of this name beside this storage's own."""
+        above = self._prefix.rpartition("/")[0]
+        return ObjectStorage._of(
+            self, f"{above}/{check_folder(folder, self._bucket)}" if above else check_folder(folder)
+        )
+
+    def close(self) -> None:
+        """Does nothing: obstore closes idle connections."""
+
+    def _key(self, name: str) -> str:
+        check_name(name, self.location)
+        return f"{self._prefix}/{name}" if self._prefix else name
+
+    def _put(self, key: str, data: Any, doing: str, **how: Any) -> None:
+        import obstore
+
+        try:
+            obstore.put(self._store, key, data, **how)
+        except Exception as error:
+            name = key.removeprefix(f"{self._prefix}/") if self._prefix else key
+            raise self._error(error, doing, name) from error
+
+    def _check_bucket(self, error: Exception) -> None:
+        """Raises if an object is missing because its bucket is."""
+        if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
+            raise self._error(error, "look at", "") from error
+
+    def _missing(self, name: str) -> StorageError:
+        file = f"{self.location}/{name}"
+        return StorageError(f"cannot read {file}: there is no such object", file=file, missing=True)
+
+    def _short(self, name: str, start: int, stop: int, end: int) -> StorageError:
+        file = f"{self.location}/{name}"
+        return StorageError(
+            f"short read of {file}: expected bytes {start} to {stop}, it ends at byte {end}",
+            file=file,
+            missing=False,
+        )
+
+    def _error(self, error: Exception, doing: str, name: str) -> StorageError:
+        """The `StorageError` for an error of obstore."""
+        file = f"{self.location}/{name}" if name else self.location
+        no_bucket = "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error)
+        missing = _is_missing(error) and not no_bucket
+        advice = _ADVICE.get(type(error).__name__, "")
+        if no_bucket:
+            advice = "There is no such bucket: make it, or check the URL and the endpoint."
+        elif type(error).__name__ == "GenericError":
+            advice = (
+                "Requests are repeated for at most "
+                f"{self._retry['retry_timeout'].total_seconds():.0f} s (retry_config)."
+            )
+        return StorageError(
+            f"cannot {doing} {file}: {_first_line(error)}. {advice}".rstrip(), file=file, missing=missing
+        )
+
+
+_PROBE_LOCK = threading.Lock()
+
+_ADVICE = {
+    "NotFoundError": "There is no such object.",
+    "AlreadyExistsError": "There is already an object of this name.",
+    "PermissionDeniedError": "The credentials do not allow this: check the policy of the bucket.",
+    "UnauthenticatedError": "The store does not accept the credentials: check key, secret and region.",
+    "NotSupportedError": "The store does not support this request.",
+}
+
+
+def _open(bucket: str, settings: dict[str, Any], retry: dict[str, Any]) -> ObjectStore:
+    """Opens a bucket with the credentials that the environment gives."""
+    try:
+        from obstore.store import from_url
+    except ImportError as error:
+        raise ImportError("object stores need obstore: pip install 'shardproof[cloud]'") from error
+    client: dict[str, Any] = {"user_agent": "shardproof", **(settings.pop("client_options", None) or {})}
+    endpoint = settings.get("endpoint") or os.environ.get("AWS_ENDPOINT_URL_S3") or ""
+    endpoint = str(endpoint or os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT") or "")
+    if endpoint.startswith("http://"):
+        client.setdefault("allow_http", True)
+    try:
+        make: Any = from_url  # its types distinguish the stores
+        store: ObjectStore = make(bucket, config=settings or None, client_options=client, retry_config=retry)
+    except Exception as error:
+        raise StorageError(f"cannot open {bucket}: {_first_line(error)}", file=bucket) from error
+    return store
+
+
+def _is_missing(error: Exception) -> bool:
+    return isinstance(error, FileNotFoundError) or type(error).__name__ == "NotFoundError"
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__).rstrip(".")
