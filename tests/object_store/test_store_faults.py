@@ -1,0 +1,138 @@
+"""Failures of the network and of the server: saves end in bounded time, whole or not at all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardproof as sp
+from shardproof.storage import ObjectStorage
+from shardproof.storage import object_store as implementation
+from tests.object_store.faulty_proxy import FaultyProxy
+from tests.object_store.seaweed import S3Server, running_server
+
+pytestmark = pytest.mark.processes
+
+QUICK = {"retry_timeout": timedelta(seconds=4), "max_retries": 100}
+
+
+def state(value: float) -> dict[str, Any]:
+    """80 MB: several parts of an upload."""
+    return {"big": torch.full((20_000_000,), value), "n": value}
+
+
+@pytest.fixture
+def proxy(s3: S3Server) -> Iterator[FaultyProxy]:
+    proxy = FaultyProxy(s3.endpoint)
+    yield proxy
+    proxy.close()
+
+
+def options(s3: S3Server, proxy: FaultyProxy, **more: Any) -> dict[str, Any]:
+    """Fresh connections for each request, so that each fault meets one request."""
+    client = {"pool_max_idle_per_host": "0", "timeout": "3s", **more.pop("client_options", {})}
+    return {**s3.options, "endpoint": proxy.endpoint, "client_options": client, **more}
+
+
+def test_a_storm_of_503_passes(s3: S3Server, proxy: FaultyProxy, url: str) -> None:
+    proxy.refuse = 25
+    sp.save(f"{url}/step", state(1.0), storage_options=options(s3, proxy))
+    assert proxy.refuse == 0
+    proxy.refuse = 10
+    target = state(0.0)
+    sp.load(f"{url}/step", target, storage_options=options(s3, proxy))
+    assert torch.equal(target["big"], state(1.0)["big"])
+
+
+def test_cut_connections_are_made_again(s3: S3Server, proxy: FaultyProxy, url: str) -> None:
+    proxy.cut_after, proxy.cuts = 300_000, 6
+    sp.save(f"{url}/step", state(2.0), storage_options=options(s3, proxy))
+    assert proxy.cuts == 0
+    target = state(0.0)
+    sp.load(f"{url}/step", target)
+    assert torch.equal(target["big"], state(2.0)["big"])
+
+
+def test_a_stalled_store_ends_a_save_at_its_deadline_and_nothing_is_committed(
+    s3: S3Server, proxy: FaultyProxy, url: str
+) -> None:
+    checkpointer = sp.Checkpointer(url, storage_options=options(s3, proxy, retry_config=QUICK))
+    checkpointer.save(1, state(1.0)).result()
+    proxy.stalled.set()
+    begun = time.monotonic()
+    with pytest.raises(sp.ShardproofError, match="at most 4 s"):
+        checkpointer.save(2, state(2.0)).result()
+    assert time.monotonic() - begun < 60
+    proxy.stalled.clear()
+    assert checkpointer.steps() == [1]
+    checkpointer.save(2, state(2.0)).result()
+    target = state(0.0)
+    assert checkpointer.restore(target) == 2 and target["n"] == 2.0
+
+
+def test_a_lost_answer_to_the_commit_is_no_conflict(
+    s3: S3Server, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store has the manifest, and the client asks again: it finds its own bytes."""
+    storage = ObjectStorage(url)
+    put = ObjectStorage._put_new
+
+    def twice(self: ObjectStorage, key: str, data: bytes) -> bool:
+        put(self, key, data)
+        return put(self, key, data)
+
+    storage.publish("first", b"probe done")
+    monkeypatch.setattr(ObjectStorage, "_put_new", twice)
+    storage.publish("manifest.json", b"mine")
+    with pytest.raises(sp.AlreadyCommittedError):
+        storage.publish("manifest.json", b"another's")
+    assert storage.read("manifest.json") == b"mine"
+
+
+def test_a_store_without_conditional_writes_is_refused(
+    s3: S3Server, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store takes the second PUT of a name, too."""
+    monkeypatch.setattr(implementation, "_PROBES", {})
+    put = ObjectStorage._put
+
+    def unconditional(self: ObjectStorage, key: str, data: Any, doing: str, **how: Any) -> None:
+        how.pop("mode", None)
+        put(self, key, data, doing, **how)
+
+    monkeypatch.setattr(ObjectStorage, "_put", unconditional)
+    with pytest.raises(sp.ShardproofError, match="does not honour conditional writes"):
+        sp.save(f"{url}/step", {"a": torch.ones(3)})
+    names = ObjectStorage(url).list()
+    assert not any(name.endswith(("manifest.json", ".probe")) for name in names)
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_in_an_upload_and_comes_back(tmp_path: Path) -> None:
+    """The save goes on where the server is back within the deadline. Earlier steps are whole."""
+    with running_server(tmp_path) as server:
+        url = server.make_bucket("crash") + "/run"
+        proxy = FaultyProxy(server.endpoint)
+        retry = {"retry_timeout": timedelta(seconds=30), "max_retries": 1000}
+        checkpointer = sp.Checkpointer(url, storage_options=options(server, proxy, retry_config=retry))
+        checkpointer.save(1, state(1.0)).result()
+        proxy.mark = proxy.sent + 30_000_000  # in the middle of the second step's shard
+        pending = checkpointer.save(2, state(2.0))
+        assert proxy.reached.wait(60)
+        server.kill()
+        server.start()
+        try:
+            pending.result()
+        except sp.ShardproofError:
+            assert 2 not in sp.Checkpointer(url, storage_options=server.options).steps()
+            checkpointer.save(2, state(2.0)).result()
+        target = state(0.0)
+        assert sp.Checkpointer(url, storage_options=server.options).restore(target) == 2
+        assert torch.equal(target["big"], state(2.0)["big"])
+        proxy.close()
