@@ -91,6 +91,31 @@ class PendingSave:
             self._reported = True
             raise
 
+    def future(self) -> Future[SaveResult]:
+        """This save as a future of `concurrent.futures`, for callbacks and waits for several.
+
+        It cannot be cancelled. `Future.result` and `Future.exception` wait as `result` does, and report an
+        error as `result` does: a failure that no caller asks for is raised by the next save.
+
+        Example:
+            >>> import shardproof as sp, tempfile, torch
+            >>> future = sp.Checkpointer(tempfile.mkdtemp()).save(7, {"w": torch.ones(2)}).future()
+            >>> future.result().step, future.cancel()
+            (7, False)
+        """
+        return _SaveFuture(self)
+
+    def add_done_callback(self, call: Callable[[], None]) -> None:
+        """Calls a function once the save is over, at once if it is over already.
+
+        Args:
+            call: runs on the thread of the save, or on this one. It must not save or load.
+        """
+        if self._future is None:
+            call()
+        else:
+            self._future.add_done_callback(lambda _: call())
+
     def settle(self, tick: Callable[[], None] | None = None) -> None:
         """Waits until the save is over, with any outcome, while it makes progress.
 
@@ -130,3 +155,32 @@ class PendingSave:
         else:
             state = "failed" if self._future.exception() else "committed"
         return f"PendingSave(step={self.step}, {state})"
+
+
+class _SaveFuture(Future[SaveResult]):
+    """A future that gets its outcome from a pending save.
+
+    The state of the base class serves `done` and the callbacks. It has no error in it: the error is reported
+    when somebody asks the pending save.
+    """
+
+    def __init__(self, pending: PendingSave) -> None:
+        super().__init__()
+        self._pending = pending
+        self.set_running_or_notify_cancel()
+        pending.add_done_callback(self._end)
+
+    def result(self, timeout: float | None = None) -> SaveResult:
+        """See `PendingSave.result`."""
+        return self._pending.result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """The error of the save, or None once it is committed. See `PendingSave.result`."""
+        try:
+            self._pending.result(timeout)
+        except ShardproofError as error:
+            return error
+        return None
+
+    def _end(self) -> None:
+        self.set_result(None)  # type: ignore[arg-type]
