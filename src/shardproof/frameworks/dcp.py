@@ -20,15 +20,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.stateful import Stateful
 
 import shardproof as sp
 from shardproof.errors import KeyMismatchError, StructureError
-from shardproof.frameworks.flat_state import FlatState
+from shardproof.frameworks.flat_state import FlatState, is_stateful
 from shardproof.frameworks.storage_reader import ShardproofReader
 from shardproof.frameworks.storage_writer import ShardproofWriter, mark_as_committed
-from shardproof.interop import foreign_of
-from shardproof.loading import Checkpoint, open_storage
+from shardproof.interop import Foreign, foreign_of
+from shardproof.loading import UNREADABLE, Checkpoint, open_storage
 from shardproof.rendezvous import LocalRendezvous, Rendezvous, connect
 from shardproof.saving import Saver, SaveResult
 from shardproof.storage import LocalStorage
@@ -238,10 +237,9 @@ def load(
         is_partial = _check_planner(planner, DefaultLoadPlanner, "load")
         parts = {key: _state_of(value) for key, value in state_dict.items()}
         flat = FlatState(parts)
-        with open_storage(source, warn=False) as checkpoint:
-            flat.fit(checkpoint, partial=is_partial)
-            if rendezvous.rank == 0:
-                _warn(flat, checkpoint, [key for key in parts if parts[key] is not state_dict[key]])
+        _fit(
+            flat, source, is_partial, [key for key in parts if parts[key] is not state_dict[key]], rendezvous
+        )
     report = sp.load(path, flat.tree, strict=False, cast=True, rendezvous=rendezvous)
     if report.missing and not is_partial:
         raise KeyMismatchError(
@@ -252,7 +250,7 @@ def load(
             mismatched=[],
         )
     for key in sorted(parts):
-        if isinstance(state_dict[key], Stateful):
+        if is_stateful(state_dict[key]):
             state_dict[key].load_state_dict(parts[key])
         else:
             state_dict[key] = parts[key]
@@ -332,8 +330,22 @@ def _tree_to_save(
         return FlatState({key: _state_of(value) for key, value in state_dict.items()}).tree
 
 
+def _fit(
+    flat: FlatState, source: Foreign, is_partial: bool, stateful: list[str], rendezvous: Rendezvous
+) -> None:
+    """Adapts a state to the checkpoint, if it opens."""
+    try:
+        checkpoint = open_storage(source, warn=False)
+    except UNREADABLE:
+        return  # the load that follows meets the same error, and reports it to all ranks
+    with checkpoint:
+        flat.fit(checkpoint, partial=is_partial)
+        if rendezvous.rank == 0:
+            _warn(flat, checkpoint, stateful)
+
+
 def _state_of(value: Any) -> Any:
-    return value.state_dict() if isinstance(value, Stateful) else value
+    return value.state_dict() if is_stateful(value) else value
 
 
 def _warn(flat: FlatState, checkpoint: Checkpoint, stateful: list[str]) -> None:

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.stateful import Stateful
 
 import shardproof as sp
 from shardproof.errors import KeyMismatchError, StructureError
 from shardproof.loading import Checkpoint
 
-__all__ = ["FlatState", "Value"]
+__all__ = ["FlatState", "Value", "is_stateful"]
 
 _Place = tuple[str, Any, Any]
 """The key of a value, the dict or list that holds it, and its name there."""
@@ -31,6 +32,11 @@ _HANDLED = (
     sp.RandomState,
 )
 """Values that `shardproof.save` collects by itself. DCP stores others whole, under one key."""
+
+
+def is_stateful(value: Any) -> bool:
+    """True for an object at the top of a state dict that DCP asks for its `state_dict`."""
+    return isinstance(value, Stateful) and not isinstance(value, _HANDLED)
 
 
 class Value:
