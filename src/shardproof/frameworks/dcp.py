@@ -260,16 +260,20 @@ def _path(
     verb: str, checkpoint_id: str | os.PathLike[str] | None, storage: Any, own: type[Any]
 ) -> str | os.PathLike[str]:
     """The path of the checkpoint, from the arguments of a call."""
-    if storage is None:
-        if checkpoint_id is None:
-            raise StructureError(f"dcp.{verb} has no place: give checkpoint_id, the folder of the checkpoint")
-        return checkpoint_id
-    if not isinstance(storage, own):
+    if storage is not None and not isinstance(storage, own):
         raise StructureError(
             f"dcp.{verb} of shardproof does not use {type(storage).__name__}: leave it out and give "
             f"checkpoint_id, the folder of the checkpoint. torch.distributed.checkpoint.{verb} uses it"
         )
-    return storage.path if checkpoint_id is None else checkpoint_id
+    path = storage.path if storage is not None and checkpoint_id is None else checkpoint_id
+    if path is None:
+        raise StructureError(f"dcp.{verb} has no place: give checkpoint_id, the folder of the checkpoint")
+    if "://" in os.fspath(path):
+        raise StructureError(
+            f"dcp.{verb} of shardproof needs a path of a file system, not {path}. Give a folder that all "
+            "nodes share"
+        )
+    return path
 
 
 def _check_planner(planner: Any, default: type[Any], verb: str) -> bool:
