@@ -1,6 +1,5 @@
-"""Trains, and resumes if started again: torchrun --nproc-per-node 2 examples/dcp.py RUN"""
+"""Trains, and resumes if started again: torchrun --nproc-per-node 2 examples/dcp.py RUN STEPS"""
 
-import os
 import sys
 from pathlib import Path
 
@@ -12,28 +11,30 @@ from torch.distributed.fsdp import fully_shard
 
 from shardproof.frameworks import dcp
 
-run, last_step = Path(sys.argv[1]), int(os.environ.get("STEPS", "20"))
+run, last_step, step = Path(sys.argv[1]), int(sys.argv[2]), 0
 dist.init_process_group("gloo")
 model = torch.nn.Sequential(torch.nn.Linear(16, 33), torch.nn.GELU(), torch.nn.Linear(33, 4))
 fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=last_step)
-model_state, optimizer_state = get_state_dict(model, optimizer)
-state = {"model": model_state, "optim": optimizer_state, "scheduler": scheduler, "step": 0}
+
+
+def state():
+    weights, slots = get_state_dict(model, optimizer)
+    return {"model": weights, "optim": slots, "scheduler": scheduler, "step": step}
+
+
 if newest := max(run.glob("step-*/manifest.json"), default=None):
-    dcp.load(state, checkpoint_id=newest.parent)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
-for step in range(state["step"] + 1, last_step + 1):
+    dcp.load(loaded := state(), checkpoint_id=newest.parent)
+    set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optim"])
+    step = loaded["step"]
+while (step := step + 1) <= last_step:
     data = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
-    loss = (model(data) - data[:, :4]).square().mean()
-    loss.backward()
+    (loss := (model(data) - data[:, :4]).square().mean()).backward()
     optimizer.step()
     optimizer.zero_grad()
     scheduler.step()
-    if dist.get_rank() == 0:
-        print(f"step {step}: loss {loss.item()}", flush=True)
+    print(f"step {step}: loss {loss.item()}", flush=True)
     if step % 2 == 0:
-        model_state, optimizer_state = get_state_dict(model, optimizer)
-        state = {"model": model_state, "optim": optimizer_state, "scheduler": scheduler, "step": step}
-        saving = dcp.async_save(state, checkpoint_id=run / f"step-{step:08d}")
+        saving = dcp.async_save(state(), checkpoint_id=run / f"step-{step:08d}")
 saving.result()  # durable and verified

@@ -29,12 +29,11 @@ def train(run: Path, world_size: int, kill_at: int | None = None) -> dict[int, s
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
-        "STEPS": "12",
     }
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(EXAMPLE), str(run)],
-            stdout=subprocess.PIPE,
+            [sys.executable, str(EXAMPLE), str(run), "12"],
+            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
             text=True,
             env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
@@ -53,9 +52,9 @@ def train(run: Path, world_size: int, kill_at: int | None = None) -> dict[int, s
     finally:
         for rank in ranks:
             rank.kill()
+        for rank in ranks:
             rank.wait(60)
-            assert rank.stdout is not None
-            rank.stdout.close()
+        ranks[0].stdout.close()
     return losses
 
 
