@@ -22,7 +22,14 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 import shardproof as sp
-from shardproof.errors import KeyMismatchError, StructureError
+from shardproof.errors import KeyMismatchError
+from shardproof.frameworks.dcp_arguments import (
+    HUGGING_FACE,
+    check_planner,
+    given_arguments,
+    path_of,
+    stages_in_background,
+)
 from shardproof.frameworks.flat_state import FlatState, is_stateful
 from shardproof.frameworks.storage_reader import ShardproofReader
 from shardproof.frameworks.storage_writer import ShardproofWriter, mark_as_committed
@@ -36,19 +43,9 @@ __all__ = ["ShardproofReader", "ShardproofWriter", "async_save", "load", "save"]
 
 _log = logging.getLogger("shardproof")
 _THREAD = getattr(getattr(state_dict_saver, "AsyncCheckpointerType", None), "THREAD", None)
-_HUGGING_FACE = tuple(
-    getattr(torch_dcp, name)
-    for name in (
-        "HuggingFaceStorageReader",
-        "HuggingFaceStorageWriter",
-        "QuantizedHuggingFaceStorageReader",
-    )
-    if hasattr(torch_dcp, name)
-)
-"""Storages for model files of Hugging Face. These are not checkpoints, so torch handles them."""
-
 _last: tuple[Rendezvous, Saver] | None = None
-"""The saver of the last save. The next save of the same ranks reuses its plan, buffers and threads."""
+"""The saver of the last save. The next save of the same ranks reuses its plan, buffers and threads. With
+fresh buffers, `async_save` takes about twice as long to return."""
 
 
 def __getattr__(name: str) -> Any:
@@ -101,16 +98,15 @@ def save(
         >>> state
         {'model': {'w': tensor([1., 1.])}, 'step': 1}
     """
-    if isinstance(storage_writer, _HUGGING_FACE):
-        return state_dict_saver.save(
-            state_dict,
+    if isinstance(storage_writer, HUGGING_FACE):
+        given = given_arguments(
             checkpoint_id=checkpoint_id,
-            storage_writer=storage_writer,
             planner=planner,
             process_group=process_group,
-            no_dist=no_dist,
+            use_collectives=use_collectives,
         )
-    storage = LocalStorage(_path("save", checkpoint_id, storage_writer, ShardproofWriter))
+        return state_dict_saver.save(state_dict, storage_writer=storage_writer, no_dist=no_dist, **given)
+    storage = LocalStorage(path_of("save", checkpoint_id, storage_writer, ShardproofWriter))
     rendezvous = _rendezvous_of(process_group, no_dist)
     tree = _tree_to_save(rendezvous, storage, state_dict, planner)
     result = _saver_of(rendezvous).save(storage, tree, overwrite=True)
@@ -162,17 +158,20 @@ def async_save(
         >>> future.result().tensors
         1
     """
-    if isinstance(storage_writer, _HUGGING_FACE):
-        return state_dict_saver.async_save(
-            state_dict,
+    if isinstance(storage_writer, HUGGING_FACE):
+        given = given_arguments(
             checkpoint_id=checkpoint_id,
-            storage_writer=storage_writer,
             planner=planner,
             process_group=process_group,
-            no_dist=no_dist,
+            async_checkpointer_type=async_checkpointer_type,
+            async_stager=async_stager,
+            use_collectives=use_collectives,
         )
-    responds = _stages_in_background(async_stager)
-    storage = LocalStorage(_path("save", checkpoint_id, storage_writer, ShardproofWriter))
+        return state_dict_saver.async_save(
+            state_dict, storage_writer=storage_writer, no_dist=no_dist, **given
+        )
+    responds = stages_in_background(async_stager)
+    storage = LocalStorage(path_of("save", checkpoint_id, storage_writer, ShardproofWriter))
     rendezvous = _rendezvous_of(process_group, no_dist)
     tree = _tree_to_save(rendezvous, storage, state_dict, planner)
 
@@ -220,7 +219,7 @@ def load(
         KeyMismatchError: the checkpoint lacks keys, or has other shapes.
         ShardproofError: as `shardproof.load`. Every rank gets an error if one rank fails.
     """
-    if isinstance(storage_reader, _HUGGING_FACE):
+    if isinstance(storage_reader, HUGGING_FACE):
         state_dict_loader.load(
             state_dict,
             checkpoint_id=checkpoint_id,
@@ -230,11 +229,11 @@ def load(
             no_dist=no_dist,
         )
         return
-    path = _path("load", checkpoint_id, storage_reader, ShardproofReader)
+    path = path_of("load", checkpoint_id, storage_reader, ShardproofReader)
     rendezvous = _rendezvous_of(process_group, no_dist)
     source = foreign_of(path)
     with rendezvous.operation(f"load {source.location}"):  # an error here is every rank's, see `sp.load`
-        is_partial = _check_planner(planner, DefaultLoadPlanner, "load")
+        is_partial = check_planner(planner, DefaultLoadPlanner, "load")
         parts = {key: _state_of(value) for key, value in state_dict.items()}
         flat = FlatState(parts)
         _fit(
@@ -254,58 +253,6 @@ def load(
             state_dict[key].load_state_dict(parts[key])
         else:
             state_dict[key] = parts[key]
-
-
-def _path(
-    verb: str, checkpoint_id: str | os.PathLike[str] | None, storage: Any, own: type[Any]
-) -> str | os.PathLike[str]:
-    """The path of the checkpoint, from the arguments of a call."""
-    if storage is not None and not isinstance(storage, own):
-        raise StructureError(
-            f"dcp.{verb} of shardproof does not use {type(storage).__name__}: leave it out and give "
-            f"checkpoint_id, the folder of the checkpoint. torch.distributed.checkpoint.{verb} uses it"
-        )
-    path = storage.path if storage is not None and checkpoint_id is None else checkpoint_id
-    if path is None:
-        raise StructureError(f"dcp.{verb} has no place: give checkpoint_id, the folder of the checkpoint")
-    if "://" in os.fspath(path):
-        raise StructureError(
-            f"dcp.{verb} of shardproof needs a path of a file system, not {path}. Give a folder that all "
-            "nodes share"
-        )
-    return path
-
-
-def _check_planner(planner: Any, default: type[Any], verb: str) -> bool:
-    """Refuses a planner that changes what is saved or loaded. True if it allows a partial load."""
-    if planner is None:
-        return False
-    name = type(planner).__name__
-    helper = (
-        "storage_writer=ShardproofWriter(path)" if verb == "save" else "storage_reader=ShardproofReader(path)"
-    )
-    if type(planner) is not default:
-        raise StructureError(
-            f"dcp.{verb} of shardproof plans by itself and cannot use {name}: leave planner out, or call "
-            f"torch.distributed.checkpoint.{verb} with this planner and {helper}, which runs it"
-        )
-    if not planner.flatten_state_dict:
-        raise StructureError(
-            f"dcp.{verb} of shardproof flattens the state dict: leave flatten_state_dict=False of {name} out"
-        )
-    return bool(getattr(planner, "allow_partial_load", False))
-
-
-def _stages_in_background(stager: Any) -> bool:
-    """True if a stager makes torch return an ``AsyncSaveResponse``. Refuses stagers that are not torch's."""
-    if stager is None:
-        return False
-    if not type(stager).__module__.startswith("torch.distributed.checkpoint."):
-        raise StructureError(
-            f"dcp.async_save of shardproof copies the tensors by itself and cannot use "
-            f"{type(stager).__name__}: leave async_stager out"
-        )
-    return bool(getattr(getattr(stager, "_config", None), "use_async_staging", False))
 
 
 def _rendezvous_of(process_group: dist.ProcessGroup | None, no_dist: bool) -> Rendezvous:
@@ -330,7 +277,7 @@ def _tree_to_save(
 ) -> dict[str, Any]:
     """The state tree of a state dict. An error of one rank ends the save on all ranks."""
     with rendezvous.operation(f"save {storage.location}"):
-        _check_planner(planner, DefaultSavePlanner, "save")
+        check_planner(planner, DefaultSavePlanner, "save")
         return FlatState({key: _state_of(value) for key, value in state_dict.items()}).tree
 
 

@@ -32,6 +32,8 @@ _HANDLED = (
     sp.RandomState,
 )
 """Values that `shardproof.save` collects by itself. DCP stores others whole, under one key."""
+_PER_RANK = (sp.PerRank, sp.RandomState)
+"""Those whose keys lie below their own."""
 
 
 def is_stateful(value: Any) -> bool:
@@ -104,9 +106,8 @@ class FlatState:
             KeyMismatchError: the checkpoint lacks keys.
         """
         missing = []
-        several = (sp.PerRank, sp.RandomState)  # whose keys lie below
         for key, value in list(self.tree.items()):
-            if key in checkpoint or isinstance(value, several):
+            if key in checkpoint or (isinstance(value, _PER_RANK) and _has_below(checkpoint, key)):
                 continue
             whole = next((place for place in self._places[key] if place[0] in checkpoint.objects), None)
             if whole is not None:
@@ -140,6 +141,10 @@ class FlatState:
             and key not in checkpoint.objects
             and checkpoint.dtype(key) != str(value.dtype).removeprefix("torch.")
         ]
+
+
+def _has_below(checkpoint: Checkpoint, key: str) -> bool:
+    return any(stored.startswith(f"{key}.") for stored in checkpoint)
 
 
 def _leaves(path: tuple[str, ...], places: list[_Place], value: Any) -> Iterator[tuple[str, list[_Place]]]:

@@ -103,18 +103,7 @@ class PendingSave:
             >>> future.result().step, future.cancel()
             (7, False)
         """
-        return _SaveFuture(self)
-
-    def add_done_callback(self, call: Callable[[], None]) -> None:
-        """Calls a function once the save is over, at once if it is over already.
-
-        Args:
-            call: runs on the thread of the save, or on this one. It must not save or load.
-        """
-        if self._future is None:
-            call()
-        else:
-            self._future.add_done_callback(lambda _: call())
+        return _SaveFuture(self, self._future)
 
     def settle(self, tick: Callable[[], None] | None = None) -> None:
         """Waits until the save is over, with any outcome, while it makes progress.
@@ -158,17 +147,23 @@ class PendingSave:
 
 
 class _SaveFuture(Future[SaveResult]):
-    """A future that gets its outcome from a pending save.
+    """A future that asks a pending save for its outcome, so that an error counts as reported.
 
-    The state of the base class serves `done` and the callbacks. It has no error in it: the error is reported
-    when somebody asks the pending save.
+    The state of the base class serves `done` and the callbacks alone: it has neither result nor error.
+
+    Args:
+        pending: the save.
+        ended: done when the save is over; None if it was skipped.
     """
 
-    def __init__(self, pending: PendingSave) -> None:
+    def __init__(self, pending: PendingSave, ended: Future[SaveResult] | None) -> None:
         super().__init__()
         self._pending = pending
         self.set_running_or_notify_cancel()
-        pending.add_done_callback(self._end)
+        if ended is None:
+            self._end(None)
+        else:
+            ended.add_done_callback(self._end)
 
     def result(self, timeout: float | None = None) -> SaveResult:
         """See `PendingSave.result`."""
@@ -182,5 +177,5 @@ class _SaveFuture(Future[SaveResult]):
             return error
         return None
 
-    def _end(self) -> None:
+    def _end(self, _ended: Future[SaveResult] | None) -> None:
         self.set_result(None)  # type: ignore[arg-type]
