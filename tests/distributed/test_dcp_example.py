@@ -71,13 +71,16 @@ def test_the_example_is_killed_and_resumes_on_other_ranks(tmp_path: Path) -> Non
         assert checkpoint["optim.state.0.weight.step"].read() == 12
 
 
-def test_the_page_shows_lines_of_the_example() -> None:
-    """The example is written for torch's DCP, but for the import that the page changes."""
+def test_the_page_shows_lines_of_the_example(tmp_path: Path) -> None:
+    """The example is written for torch's DCP, but for one import. The Python block of the page runs."""
     page = (ROOT / "docs" / "frameworks" / "dcp.md").read_text()
     diff = page.split("```diff\n")[1].split("```")[0].splitlines()
     removed = [line[1:] for line in diff if line.startswith("-")]
     added = [line[1:] for line in diff if line.startswith("+")]
     assert removed == ["import torch.distributed.checkpoint as dcp"]
     assert added == ["from shardproof.frameworks import dcp"]
+    block = page.split("```python\n")[1].split("```")[0]
+    source = {**os.environ, "PYTHONPATH": str(Path(sp.__file__).resolve().parents[1])}
+    subprocess.run([sys.executable, "-c", block], cwd=tmp_path, env=source, check=True, timeout=60)
     example = EXAMPLE.read_text()
     assert example.count(added[0]) == 1 and example.count("shardproof") == 1

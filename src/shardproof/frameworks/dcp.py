@@ -52,6 +52,9 @@ def __getattr__(name: str) -> Any:
     """Names that shardproof does not replace are those of `torch.distributed.checkpoint`."""
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in ("save_state_dict", "load_state_dict"):
+        new = name.removesuffix("_state_dict")
+        raise AttributeError(f"torch deprecates {name}, and shardproof does not replace it: use dcp.{new}")
     return getattr(torch_dcp, name)
 
 
@@ -234,7 +237,7 @@ def load(
     source = foreign_of(path)
     with rendezvous.operation(f"load {source.location}"):  # an error here is every rank's, see `sp.load`
         is_partial = check_planner(planner, DefaultLoadPlanner, "load")
-        parts = {key: _state_of(value) for key, value in state_dict.items()}
+        parts = {key: _state_of(state_dict[key]) for key in sorted(state_dict)}  # may run collectives
         flat = FlatState(parts)
         _fit(
             flat, source, is_partial, [key for key in parts if parts[key] is not state_dict[key]], rendezvous
@@ -248,7 +251,7 @@ def load(
             unexpected=[],
             mismatched=[],
         )
-    for key in sorted(parts):
+    for key in parts:
         if is_stateful(state_dict[key]):
             state_dict[key].load_state_dict(parts[key])
         else:

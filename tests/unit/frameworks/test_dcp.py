@@ -42,6 +42,8 @@ def test_other_names_are_those_of_torch() -> None:
     assert dcp.HuggingFaceStorageWriter is torch_dcp.HuggingFaceStorageWriter
     with pytest.raises(AttributeError, match="nothing"):
         _ = dcp.nothing
+    with pytest.raises(AttributeError, match=r"use dcp\.save"):
+        _ = dcp.save_state_dict
 
 
 VALUES = st.sampled_from([torch.ones(2), 1, None, "text", (torch.ones(1), 2), np.ones(3), b"bytes"])
@@ -242,6 +244,8 @@ def test_planners_run_under_torch_with_the_storage_writer(tmp_path: Path) -> Non
         {"w": torch.ones(2), "n": 1}, storage_writer=dcp.ShardproofWriter(tmp_path), planner=Renaming()
     )
     assert list(sp.open(tmp_path)) == ["renamed_n", "renamed_w"]
+    torch_dcp.async_save({"n": 2}, storage_writer=dcp.ShardproofWriter(tmp_path)).result()
+    assert sp.open(tmp_path)["n"] == 2
 
     class Halving(torch_dcp.DefaultSavePlanner):
         def transform_object(self, write_item: Any, object: Any) -> Any:  # noqa: A002
