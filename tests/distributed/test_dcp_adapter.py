@@ -22,6 +22,7 @@ from shardproof.frameworks import dcp
 from shardproof.maintenance import verify
 from shardproof.storage import LocalStorage
 from tests.distributed.fully_sharded import Model
+from tests.distributed.test_state_fsdp import parallel, train
 from tests.harness import process_group, rank, reach, run_ranks, world_size
 
 SECONDS = 120
@@ -259,6 +260,35 @@ def test_a_rank_that_fails_is_every_ranks_error_and_the_next_save_works(tmp_path
         with pytest.raises(NotCommittedError):
             sp.open(tmp_path / name)
     assert verify(LocalStorage(tmp_path / "f")).ok and verify(LocalStorage(tmp_path / "step-3")).ok
+
+
+def save_mesh(path: str, kind: str) -> dict[str, Any]:
+    with process_group():
+        model = parallel(kind)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        train(model, optimizer, 2)
+        weights, slots = get_state_dict(model, optimizer)
+        state = {"model": weights, "optim": slots}
+        dcp.save(state, checkpoint_id=f"{path}/ours")
+        torch_dcp.save(state, storage_writer=dcp.ShardproofWriter(f"{path}/torchs"))
+        return {f"model.{key}": value.full_tensor().numpy() for key, value in weights.items()}
+
+
+@pytest.mark.parametrize("kind", ["hsdp", "fsdp+tp"])
+def test_two_dimensional_meshes(kind: str, tmp_path: Path) -> None:
+    """Replicas are written once, and strided shards, which tensor parallelism gives, in their places."""
+    weights = run_ranks(4, save_mesh, str(tmp_path), kind, timeout=SECONDS)[0].value
+    with sp.open(tmp_path / "ours") as ours, sp.open(tmp_path / "torchs") as torchs:
+        assert list(ours) == list(torchs) and len(ours) > 25
+        for key in ours:
+            if key in ours.objects:
+                assert ours[key] == torchs[key]
+            else:
+                assert torch.equal(ours[key].read(), torchs[key].read())
+        assert weights.keys() <= {*ours}
+        for key, value in weights.items():
+            assert (ours[key].read().numpy() == value).all()
+    assert verify(LocalStorage(tmp_path / "torchs")).ok
 
 
 def save_sharded_tensor(path: str) -> None:

@@ -95,14 +95,14 @@ class ShardproofWriter(StorageWriter):
     def __init__(self, path: str | os.PathLike[str], *, overwrite: bool = True) -> None:
         self.path = path
         self.overwrite = overwrite
-        self._attempt = ""
-        """On the coordinator: the attempt under way."""
+        self._attempt, self._time = "", 0.0
+        """On the coordinator: the attempt under way, and when it began."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins another checkpoint, in another folder if one is given."""
         if checkpoint_id:
             self.path = checkpoint_id
-        self._attempt = ""
+        self._attempt, self._time = "", 0.0
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Refuses a save whose ranks do not plan together.
@@ -131,10 +131,12 @@ class ShardproofWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Names the attempt, and tells each rank its number."""
-        self._attempt, now = uuid4().hex, time.time()
+        self._attempt, self._time = uuid4().hex, time.time()
         files = sum(bool(plan.items) for plan in plans)
         return [
-            dataclasses.replace(plan, storage_data=Assignment(self._attempt, now, rank, len(plans), files))
+            dataclasses.replace(
+                plan, storage_data=Assignment(self._attempt, self._time, rank, len(plans), files)
+            )
             for rank, plan in enumerate(plans)
         ]
 
@@ -165,7 +167,7 @@ class ShardproofWriter(StorageWriter):
         """
         storage = LocalStorage(self.path)
         files = [rank_results[0].storage_data for rank_results in results if rank_results]
-        manifest, index = _merged(self._attempt, len(results), metadata, files)
+        manifest, index = _merged(self._attempt, self._time, len(results), metadata, files)
         for record in manifest.files:
             advice = f"Rank {record.rank} wrote this file: check that all nodes share this storage"
             check_size(storage, record, path=f"{storage.location}/{record.name}", advice=advice)
@@ -179,7 +181,7 @@ class ShardproofWriter(StorageWriter):
 
 
 def _merged(
-    attempt: str, world_size: int, metadata: Metadata, files: Sequence[RankFile]
+    attempt: str, begun: float, world_size: int, metadata: Metadata, files: Sequence[RankFile]
 ) -> tuple[Manifest, bytes]:
     """The manifest and the index of the files of all ranks. Proves that they hold every tensor once."""
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -222,7 +224,7 @@ def _merged(
         writer=f"shardproof {__version__}",
         attempt=attempt,
         step=None,
-        time=time.time(),
+        time=begun,
         world_size=world_size,
         metadata={},
         tensors=records,

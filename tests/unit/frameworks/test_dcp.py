@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -22,8 +23,11 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 import shardproof as sp
 from shardproof.errors import KeyMismatchError, PlainDataError, StructureError
+from shardproof.format import read_manifest
 from shardproof.frameworks import dcp
 from shardproof.frameworks.flat_state import FlatState
+from shardproof.maintenance import repair, verify
+from shardproof.storage import LocalStorage
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -261,6 +265,28 @@ def test_planners_run_under_torch_with_the_storage_writer(tmp_path: Path) -> Non
         torch_dcp.save(
             {"w": torch.ones(2)}, storage_writer=dcp.ShardproofWriter(tmp_path / "x"), use_collectives=False
         )
+
+
+def test_files_of_the_storage_writer_tell_all_that_the_manifest_does(tmp_path: Path) -> None:
+    large = torch.arange(6 << 20, dtype=torch.int32).view(6, -1)  # 24 MiB: two chunks, of many blocks
+    state = {
+        "large": large,
+        "empty": torch.ones(0, 3),
+        "scalar": torch.tensor(2.5),
+        "n": 7,
+        "array": np.ones(50),
+    }
+    torch_dcp.save(state, storage_writer=dcp.ShardproofWriter(tmp_path))
+    storage = LocalStorage(tmp_path)
+    manifest = read_manifest(storage)
+    (tmp_path / "manifest.json").unlink()
+    repair(storage)
+    assert msgspec.structs.replace(read_manifest(storage), repaired=False) == manifest
+    report = verify(storage)
+    assert report.ok and report.chunks == 4
+    target = {key: torch.zeros_like(value) for key, value in state.items() if isinstance(value, torch.Tensor)}
+    dcp.load(target, checkpoint_id=tmp_path)
+    assert all(torch.equal(value, state[key]) for key, value in target.items())
 
 
 def test_async_save_answers_as_torch_does(tmp_path: Path) -> None:
