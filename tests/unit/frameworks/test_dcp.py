@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import logging
 from collections import OrderedDict
@@ -28,6 +29,7 @@ from shardproof.frameworks import dcp
 from shardproof.frameworks.flat_state import FlatState
 from shardproof.maintenance import repair, verify
 from shardproof.storage import LocalStorage
+from tests.unit.interop.peers import Golden
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -179,6 +181,22 @@ def test_dicts_that_are_stored_whole(tmp_path: Path) -> None:
     assert state == {"groups": [{"lr": 0.5}, {"lr": 0.25}], "w": torch.ones(1)}
 
 
+def blank(value: Any) -> Any:
+    """The same dicts with nothing in them, as a run that starts has them."""
+    return {key: blank(item) for key, item in value.items()} if isinstance(value, dict) else None
+
+
+def test_dicts_of_torch_2_2_are_loaded(tmp_path: Path) -> None:
+    """torch 2.2 stored a dict of plain values under one key. The state dict of today has a key for each."""
+    golden = Golden("dcp22_objects_w2", tmp_path)
+    with sp.open(golden.checkpoint) as checkpoint:
+        stored = {key: checkpoint[key] for key in ("dataloader", "nested")}
+    state = blank(stored)
+    assert len(FlatState(state).tree) > len(stored)
+    dcp.load(state, checkpoint_id=golden.checkpoint)
+    assert state == stored
+
+
 def test_dtypes_are_converted_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     dcp.save({"w": torch.full((2,), 1.5), "n": torch.ones(2)}, checkpoint_id=tmp_path)
     state = {"w": torch.zeros(2, dtype=torch.bfloat16), "n": torch.zeros(2)}
@@ -265,6 +283,21 @@ def test_planners_run_under_torch_with_the_storage_writer(tmp_path: Path) -> Non
         torch_dcp.save(
             {"w": torch.ones(2)}, storage_writer=dcp.ShardproofWriter(tmp_path / "x"), use_collectives=False
         )
+
+
+class Losing(torch_dcp.DefaultSavePlanner):
+    """A planner with a mistake: it loses the last item after the plan was agreed on."""
+
+    def finish_plan(self, new_plan: Any) -> Any:
+        return super().finish_plan(dataclasses.replace(new_plan, items=new_plan.items[:-1]))
+
+
+@pytest.mark.parametrize("last", [torch.ones(2), 1])
+def test_what_no_rank_wrote_is_not_committed(last: Any, tmp_path: Path) -> None:
+    state = {"a": torch.ones(2), "b": last}
+    with pytest.raises(BaseException, match="no rank wrote b, which the plan has; nothing was committed"):
+        torch_dcp.save(state, storage_writer=dcp.ShardproofWriter(tmp_path), planner=Losing())
+    assert not (tmp_path / "manifest.json").exists()
 
 
 def test_files_of_the_storage_writer_tell_all_that_the_manifest_does(tmp_path: Path) -> None:
