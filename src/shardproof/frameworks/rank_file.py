@@ -40,7 +40,7 @@ _HASHED_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What the coordinator tells a rank with its plan."""
+    """The coordinator's answer to a rank, which its plan carries."""
 
     attempt: str
     time: float
@@ -52,7 +52,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankFile:
-    """What a rank tells the coordinator of its shard file."""
+    """A rank's report of its shard file."""
 
     record: FileRecord
     attempt: str
@@ -132,12 +132,14 @@ class ShardFile:
         chunks = [(key, self._tensors[key][0], *boxes.pair(at)) for at, key in enumerate(chunk_keys)]
         entries = chunk_entries(chunks, byte_count)
         header = declared_header(self._declared(), entries)
+        first = np.searchsorted(of, np.arange(len(parts) + 1)).tolist()
         name = shard_name(self._assignment.rank, self._assignment.attempt)
         digests, blocks = list[bytes](), list[bytes]()
         with FileWriter(storage.create(name)) as file:
             file.put(header)
             for number, part in enumerate(parts):
-                self._write_part(file, part, byte_count[of == number].tolist(), digests, blocks)
+                counts = byte_count[first[number] : first[number + 1]].tolist()
+                self._write_part(file, part, counts, digests, blocks)
             columns = digests_from_bytes(digests)
             file.put(shard_tail(entries.padding, blocks, columns))
             size = file.finish()
