@@ -17,6 +17,7 @@ from shardproof.interop.reader import (
     flat_boxes,
     foreign_of,
 )
+from shardproof.interop.state_paths import state_paths
 from shardproof.interop.writer import BoxSource, Contents, FormatWriter, Unit, WriteOptions
 
 __all__ = [
@@ -43,5 +44,6 @@ __all__ = [
     "opaque_names",
     "open_reader",
     "read_json",
+    "state_paths",
     "writer_of",
 ]

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardproof._utils import forks
 from shardproof.errors import StructureError
@@ -17,12 +17,15 @@ from shardproof.rendezvous.protocol import Rendezvous
 from shardproof.rendezvous.single_process import LocalRendezvous
 from shardproof.rendezvous.store import StoreRendezvous
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 __all__ = ["check_deadline", "check_group", "connect", "connected"]
 
 _DEADLINE = 300.0
 
 
-def connect(*, deadline: float | None = None) -> Rendezvous:
+def connect(*, deadline: float | None = None, group: ProcessGroup | None = None) -> Rendezvous:
     """The rendezvous of the ranks of this job.
 
     It uses the first of these that exists:
@@ -37,19 +40,22 @@ def connect(*, deadline: float | None = None) -> Rendezvous:
     Args:
         deadline: seconds of silence after which the others give up a rank, from now on, for all callers that
             share the rendezvous. None: 300, or the deadline that the rendezvous has.
+        group: the process group whose ranks meet, at the store of that group. Its first rank is the
+            coordinator. None: all ranks.
 
     Returns:
         The rendezvous.
 
     Raises:
         RankSilent: this process cannot reach the store that the environment names within the deadline.
+        StructureError: this process is not in `group`.
         ValueError: the environment names more than one rank, but lacks a variable.
 
     Example:
         >>> connect().world_size
         1
     """
-    return _connect(deadline, lasting=True)
+    return _connect(deadline, lasting=True, group=group)
 
 
 @contextmanager
@@ -99,12 +105,12 @@ def check_deadline(rendezvous: Rendezvous | None, deadline: float | None) -> Non
         )
 
 
-def _connect(deadline: float | None, *, lasting: bool) -> Rendezvous:
+def _connect(deadline: float | None, *, lasting: bool, group: ProcessGroup | None = None) -> Rendezvous:
     """See `connect`. A deadline that does not last only bounds the time to reach the store."""
     refuse_inside("connect", "connect")
-    group = _process_group()
-    if group is not None:
-        store, rank, world_size = group
+    found = _process_group(group)
+    if found is not None:
+        store, rank, world_size = found
         if world_size == 1:
             return LocalRendezvous(deadline=deadline or _DEADLINE)
         # A clone is only a client: the group's server still ends with the group, unless a save holds it.
@@ -138,14 +144,22 @@ def check_group(rendezvous: Rendezvous) -> None:
     )
 
 
-def _process_group() -> tuple[Any, int, int] | None:
+def _process_group(group: ProcessGroup | None = None) -> tuple[Any, int, int] | None:
+    """Store, rank and size of a process group, the default group for None. None if there is none."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():
         return None
-    from torch.distributed.distributed_c10d import _get_default_store
+    from torch.distributed.distributed_c10d import _get_default_store, _get_process_group_store
 
-    return _get_default_store(), dist.get_rank(), dist.get_world_size()
+    if group is None:
+        return _get_default_store(), dist.get_rank(), dist.get_world_size()
+    if dist.get_rank(group) < 0:
+        raise StructureError(
+            f"rank {dist.get_rank()} is not in the process group that is given. Call this on the ranks of "
+            "the group only"
+        )
+    return _get_process_group_store(group), dist.get_rank(group), dist.get_world_size(group)
 
 
 def _from_environment(environment: Mapping[str, str], deadline: float) -> StoreRendezvous:

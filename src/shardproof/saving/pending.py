@@ -91,6 +91,20 @@ class PendingSave:
             self._reported = True
             raise
 
+    def future(self) -> Future[SaveResult]:
+        """This save as a future of `concurrent.futures`, for callbacks and waits for several.
+
+        It cannot be cancelled. `Future.result` and `Future.exception` wait as `result` does, and report an
+        error as `result` does: a failure that no caller asks for is raised by the next save.
+
+        Example:
+            >>> import shardproof as sp, tempfile, torch
+            >>> future = sp.Checkpointer(tempfile.mkdtemp()).save(7, {"w": torch.ones(2)}).future()
+            >>> future.result().step, future.cancel()
+            (7, False)
+        """
+        return _SaveFuture(self, self._future)
+
     def settle(self, tick: Callable[[], None] | None = None) -> None:
         """Waits until the save is over, with any outcome, while it makes progress.
 
@@ -130,3 +144,38 @@ class PendingSave:
         else:
             state = "failed" if self._future.exception() else "committed"
         return f"PendingSave(step={self.step}, {state})"
+
+
+class _SaveFuture(Future[SaveResult]):
+    """A future that asks a pending save for its outcome, so that an error counts as reported.
+
+    The state of the base class serves `done` and the callbacks alone: it has neither result nor error.
+
+    Args:
+        pending: the save.
+        ended: done when the save is over; None if it was skipped.
+    """
+
+    def __init__(self, pending: PendingSave, ended: Future[SaveResult] | None) -> None:
+        super().__init__()
+        self._pending = pending
+        self.set_running_or_notify_cancel()
+        if ended is None:
+            self._end(None)
+        else:
+            ended.add_done_callback(self._end)
+
+    def result(self, timeout: float | None = None) -> SaveResult:
+        """See `PendingSave.result`."""
+        return self._pending.result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """The error of the save, or None once it is committed. See `PendingSave.result`."""
+        try:
+            self._pending.result(timeout)
+        except ShardproofError as error:
+            return error
+        return None
+
+    def _end(self, _ended: Future[SaveResult] | None) -> None:
+        self.set_result(None)  # type: ignore[arg-type]

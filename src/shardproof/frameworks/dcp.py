@@ -1,0 +1,328 @@
+"""`torch.distributed.checkpoint` (DCP) with shardproof behind it.
+
+Change the import, and `save`, `async_save` and `load` write and read checkpoints of shardproof:
+
+    from shardproof.frameworks import dcp  # was: import torch.distributed.checkpoint as dcp
+
+`load` also reads the checkpoints that DCP wrote. `ShardproofWriter` and `ShardproofReader` are for programs
+that call torch's own functions. Every other name of this module is torch's own, unchanged.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_dcp
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+
+import shardproof as sp
+from shardproof.errors import KeyMismatchError
+from shardproof.frameworks.dcp_arguments import (
+    HUGGING_FACE,
+    check_planner,
+    given_arguments,
+    path_of,
+    stages_in_background,
+)
+from shardproof.frameworks.flat_state import FlatState, is_stateful
+from shardproof.frameworks.storage_reader import ShardproofReader
+from shardproof.frameworks.storage_writer import ShardproofWriter, mark_as_committed
+from shardproof.interop import Foreign, foreign_of
+from shardproof.loading import UNREADABLE, Checkpoint, open_storage
+from shardproof.rendezvous import LocalRendezvous, Rendezvous, connect
+from shardproof.saving import Saver, SaveResult
+from shardproof.storage import LocalStorage
+
+__all__ = ["ShardproofReader", "ShardproofWriter", "async_save", "load", "save"]
+
+_log = logging.getLogger("shardproof")
+_THREAD = getattr(getattr(state_dict_saver, "AsyncCheckpointerType", None), "THREAD", None)
+_last: tuple[Rendezvous, Saver] | None = None
+"""The saver of the last save. The next save of the same ranks reuses its plan, buffers and threads. With
+fresh buffers, `async_save` takes about twice as long to return."""
+
+
+def __getattr__(name: str) -> Any:
+    """Names that shardproof does not replace are those of `torch.distributed.checkpoint`."""
+    if name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in ("save_state_dict", "load_state_dict"):
+        new = name.removesuffix("_state_dict")
+        raise AttributeError(f"torch deprecates {name}, and shardproof does not replace it: use dcp.{new}")
+    return getattr(torch_dcp, name)
+
+
+def save(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: Any = None,
+    planner: Any = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> Any:
+    """Saves a state dict and returns once it is committed. All ranks of the process group call it.
+
+    It has the parameters of `torch.distributed.checkpoint.save`. A checkpoint at the same place is replaced.
+    Keys are those of DCP. Ranks meet over the store of the process group, so no collective runs.
+
+    Args:
+        state_dict: tensors, plain values, and at the top objects with `state_dict` and `load_state_dict`.
+            Values that each rank has for itself are wrapped in `shardproof.PerRank`.
+        checkpoint_id: the folder of the checkpoint.
+        storage_writer: a `ShardproofWriter` instead of `checkpoint_id`. torch handles a call with
+            ``HuggingFaceStorageWriter``. Others are refused.
+        planner: None or a `DefaultSavePlanner`.
+        process_group: the ranks that save. None: all ranks.
+        no_dist: True to save the state of this process alone.
+        use_collectives: ignored, because shardproof uses none.
+
+    Returns:
+        The `SaveResult` of the committed checkpoint. torch returns metadata, which
+        `ShardproofReader.read_metadata` gives.
+
+    Raises:
+        StructureError: an argument is not supported, or the state dict cannot be stored.
+        ShardproofError: as `shardproof.save`. Every rank gets an error if one rank fails.
+
+    Example:
+        >>> import tempfile, torch
+        >>> path = tempfile.mkdtemp() + "/step-1"
+        >>> result = save({"model": {"w": torch.ones(2)}, "step": 1}, checkpoint_id=path)
+        >>> state = {"model": {"w": torch.zeros(2)}, "step": 0}
+        >>> load(state, checkpoint_id=path)
+        >>> state
+        {'model': {'w': tensor([1., 1.])}, 'step': 1}
+    """
+    if isinstance(storage_writer, HUGGING_FACE):
+        given = given_arguments(
+            checkpoint_id=checkpoint_id,
+            planner=planner,
+            process_group=process_group,
+            use_collectives=use_collectives,
+        )
+        return state_dict_saver.save(state_dict, storage_writer=storage_writer, no_dist=no_dist, **given)
+    storage = LocalStorage(path_of("save", checkpoint_id, storage_writer, ShardproofWriter))
+    rendezvous = _rendezvous_of(process_group, no_dist)
+    tree = _tree_to_save(rendezvous, storage, state_dict, planner)
+    result = _saver_of(rendezvous).save(storage, tree, overwrite=True)
+    if rendezvous.rank == 0:
+        mark_as_committed(storage)
+    return result
+
+
+def async_save(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: Any = None,
+    planner: Any = None,
+    process_group: dist.ProcessGroup | None = None,
+    async_checkpointer_type: Any = _THREAD,
+    async_stager: Any = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> Any:
+    """Saves a state dict in the background; returns once the caller may change it.
+
+    It has the parameters of `torch.distributed.checkpoint.async_save`; those of `save` mean the same here.
+
+    Args:
+        state_dict: as for `save`.
+        checkpoint_id: as for `save`.
+        storage_writer: as for `save`.
+        planner: as for `save`.
+        process_group: as for `save`.
+        async_checkpointer_type: ignored: shardproof writes in threads, which need no interpreter lock for
+            their work.
+        async_stager: None or a stager of torch. It is not used, because shardproof copies the tensors itself.
+        no_dist: as for `save`.
+        use_collectives: as for `save`.
+
+    Returns:
+        A `concurrent.futures.Future` of the `SaveResult`. If `async_stager` stages asynchronously, an
+        ``AsyncSaveResponse`` with that future, as torch returns it.
+
+    Raises:
+        StructureError: an argument is not supported, or the state dict cannot be stored.
+        ShardproofError: the ranks do not agree on the save, or the previous save failed and its future was
+            not asked.
+
+    Example:
+        >>> import tempfile, torch
+        >>> future = async_save({"w": torch.ones(2)}, checkpoint_id=tempfile.mkdtemp() + "/step-1")
+        >>> future.result().tensors
+        1
+    """
+    if isinstance(storage_writer, HUGGING_FACE):
+        given = given_arguments(
+            checkpoint_id=checkpoint_id,
+            planner=planner,
+            process_group=process_group,
+            async_checkpointer_type=async_checkpointer_type,
+            async_stager=async_stager,
+            use_collectives=use_collectives,
+        )
+        return state_dict_saver.async_save(
+            state_dict, storage_writer=storage_writer, no_dist=no_dist, **given
+        )
+    responds = stages_in_background(async_stager)
+    storage = LocalStorage(path_of("save", checkpoint_id, storage_writer, ShardproofWriter))
+    rendezvous = _rendezvous_of(process_group, no_dist)
+    tree = _tree_to_save(rendezvous, storage, state_dict, planner)
+
+    def committed(_result: SaveResult, _progress: Any) -> None:
+        if rendezvous.rank == 0:
+            mark_as_committed(storage)
+
+    pending = _saver_of(rendezvous).begin(storage, tree, overwrite=True, stage_all=True, after=committed)
+    future: Future[Any] = pending.future()
+    if not responds:
+        return future
+    staged: Future[None] = Future()
+    staged.set_result(None)
+    return state_dict_saver.AsyncSaveResponse(staging_completion=staged, upload_completion=future)
+
+
+def load(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: Any = None,
+    planner: Any = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+) -> None:
+    """Fills a state dict in place from a checkpoint of shardproof, of DCP, or of another known format.
+
+    It has the parameters and the meaning of `torch.distributed.checkpoint.load`: tensors are filled in place
+    and converted to the dtype that they have, other values are replaced, and objects at the top get their
+    state by `load_state_dict`. A key that the checkpoint lacks is an error. Other keys of the checkpoint are
+    ignored. Every byte is verified, and no pickle is run.
+
+    Args:
+        state_dict: the state dict to fill.
+        checkpoint_id: the folder or file of the checkpoint.
+        storage_reader: a `ShardproofReader` instead of `checkpoint_id`. torch handles a call with
+            ``HuggingFaceStorageReader``. Others are refused.
+        planner: None or a `DefaultLoadPlanner`; with ``allow_partial_load=True``, keys that the checkpoint
+            lacks are left as they are.
+        process_group: the ranks that load. None: all ranks.
+        no_dist: True to load in this process alone.
+
+    Raises:
+        StructureError: an argument is not supported.
+        KeyMismatchError: the checkpoint lacks keys, or has other shapes.
+        ShardproofError: as `shardproof.load`. Every rank gets an error if one rank fails.
+    """
+    if isinstance(storage_reader, HUGGING_FACE):
+        state_dict_loader.load(
+            state_dict,
+            checkpoint_id=checkpoint_id,
+            storage_reader=storage_reader,
+            planner=planner,
+            process_group=process_group,
+            no_dist=no_dist,
+        )
+        return
+    path = path_of("load", checkpoint_id, storage_reader, ShardproofReader)
+    rendezvous = _rendezvous_of(process_group, no_dist)
+    source = foreign_of(path)
+    with rendezvous.operation(f"load {source.location}"):  # an error here is every rank's, see `sp.load`
+        is_partial = check_planner(planner, DefaultLoadPlanner, "load")
+        parts = {key: _state_of(state_dict[key]) for key in sorted(state_dict)}  # may run collectives
+        flat = FlatState(parts)
+        _fit(
+            flat, source, is_partial, [key for key in parts if parts[key] is not state_dict[key]], rendezvous
+        )
+    report = sp.load(path, flat.tree, strict=False, cast=True, rendezvous=rendezvous)
+    if report.missing and not is_partial:
+        raise KeyMismatchError(
+            f"{source.location} was replaced during the load, and lacks {_listed(report.missing)}. The state "
+            "dict is partly overwritten: load again",
+            missing=list(report.missing),
+            unexpected=[],
+            mismatched=[],
+        )
+    for key in parts:
+        if is_stateful(state_dict[key]):
+            state_dict[key].load_state_dict(parts[key])
+        else:
+            state_dict[key] = parts[key]
+
+
+def _rendezvous_of(process_group: dist.ProcessGroup | None, no_dist: bool) -> Rendezvous:
+    """Where the ranks of a call meet. As in DCP, a process without a process group is alone."""
+    if no_dist or not dist.is_available() or not dist.is_initialized():
+        return LocalRendezvous()
+    return connect(group=process_group)
+
+
+def _saver_of(rendezvous: Rendezvous) -> Saver:
+    """The saver of these ranks."""
+    global _last
+    last = _last
+    is_alone = isinstance(rendezvous, LocalRendezvous)
+    if last is None or not (last[0] is rendezvous or (is_alone and isinstance(last[0], LocalRendezvous))):
+        last = _last = rendezvous, Saver(rendezvous)
+    return last[1]
+
+
+def _tree_to_save(
+    rendezvous: Rendezvous, storage: LocalStorage, state_dict: dict[str, Any], planner: Any
+) -> dict[str, Any]:
+    """The state tree of a state dict. An error of one rank ends the save on all ranks."""
+    with rendezvous.operation(f"save {storage.location}"):
+        check_planner(planner, DefaultSavePlanner, "save")
+        return FlatState({key: _state_of(value) for key, value in state_dict.items()}).tree
+
+
+def _fit(
+    flat: FlatState, source: Foreign, is_partial: bool, stateful: list[str], rendezvous: Rendezvous
+) -> None:
+    """Adapts a state to the checkpoint, if it opens."""
+    try:
+        checkpoint = open_storage(source, warn=False)
+    except UNREADABLE:
+        return  # the load that follows meets the same error, and reports it to all ranks
+    with checkpoint:
+        flat.fit(checkpoint, partial=is_partial)
+        if rendezvous.rank == 0:
+            _warn(flat, checkpoint, stateful)
+
+
+def _state_of(value: Any) -> Any:
+    return value.state_dict() if is_stateful(value) else value
+
+
+def _warn(flat: FlatState, checkpoint: Checkpoint, stateful: list[str]) -> None:
+    """Logs what a load converts, and what it leaves out of objects whose state is not complete yet."""
+    if converted := flat.converted(checkpoint):
+        _log.warning(
+            "%s: %d tensors are converted to another dtype, as DCP does: %s",
+            checkpoint.location,
+            len(converted),
+            _listed(converted),
+        )
+    heads = tuple(f"{key}." for key in stateful)
+    left = [key for key in checkpoint if key.startswith(heads) and not flat.takes(key)]
+    if left:
+        _log.warning(
+            "%s: %d values of objects in the state dict are left out, because the state_dict() of these "
+            "objects lacks their keys: %s. An optimizer that has not stepped lacks its state: use "
+            "torch.distributed.checkpoint.state_dict.get_state_dict",
+            checkpoint.location,
+            len(left),
+            _listed(left),
+        )
+
+
+def _listed(keys: Sequence[str]) -> str:
+    return ", ".join(keys[:5]) + (", ..." if len(keys) > 5 else "")

@@ -1,0 +1,186 @@
+"""The state dict of DCP as a flat state tree, with the keys that DCP gives to its values."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.stateful import Stateful
+
+import shardproof as sp
+from shardproof.errors import KeyMismatchError, StructureError
+from shardproof.loading import Checkpoint
+
+__all__ = ["FlatState", "Value", "is_stateful"]
+
+_Place = tuple[str, Any, Any]
+"""The key of a value, the dict or list that holds it, and its name there."""
+
+_HANDLED = (
+    torch.Tensor,
+    torch.Generator,
+    np.random.Generator,
+    np.random.RandomState,
+    random.Random,
+    sp.FlatShard,
+    sp.LocalShards,
+    sp.PerRank,
+    sp.RandomState,
+)
+"""Values that `shardproof.save` collects by itself. DCP stores others whole, under one key."""
+_PER_RANK = (sp.PerRank, sp.RandomState)
+"""Those whose keys lie below their own."""
+
+
+def is_stateful(value: Any) -> bool:
+    """True for an object at the top of a state dict that DCP asks for its `state_dict`."""
+    return isinstance(value, Stateful) and not isinstance(value, _HANDLED)
+
+
+class Value:
+    """A value that is stored whole: plain data, with the tensors and arrays in it.
+
+    Args:
+        container: the dict or list that holds the value.
+        name: its key or index there.
+    """
+
+    def __init__(self, container: Any, name: Any) -> None:
+        self._container = container
+        self._name = name
+
+    def state_dict(self) -> Any:
+        """The present value."""
+        return self._container[self._name]
+
+    def load_state_dict(self, value: Any) -> None:
+        """Replaces the value in its container."""
+        self._container[self._name] = value
+
+
+class FlatState:
+    """The values of a state dict by their DCP keys: the steps of each path, joined by dots.
+
+    DCP goes into dicts, and into lists that hold tensors or dicts. An empty dict has no key.
+
+    Args:
+        state_dict: nested dicts, lists, tensors and plain values.
+
+    Raises:
+        StructureError: two values have one key, or a module or an optimizer is inside of a dict or list.
+
+    Example:
+        >>> state = {"model": {"w": torch.ones(2)}, "optim": {"param_groups": [{"lr": 0.1}]}, "sizes": [1, 2]}
+        >>> list(FlatState(state).tree)
+        ['model.w', 'optim.param_groups.0.lr', 'sizes']
+    """
+
+    def __init__(self, state_dict: Mapping[str, Any]) -> None:
+        self.tree: dict[str, Any] = {}
+        """The state tree, for `shardproof.save` and `shardproof.load`."""
+        self._places: dict[str, list[_Place]] = {}
+        """Key of each value to the places on the way to it, its own last."""
+        for key, places in _leaves((), [], state_dict):
+            if key in self.tree:
+                raise StructureError(
+                    f"two values of the state dict have the key {key!r}. Rename one of them", key=key
+                )
+            self.tree[key] = _stored_as(*places[-1])
+            self._places[key] = places
+
+    def fit(self, checkpoint: Checkpoint, *, partial: bool) -> None:
+        """Adapts the tree to what a checkpoint has.
+
+        A checkpoint may store a dict or list whole under one key, as DCP before torch 2.4 and
+        `shardproof.save` do. The tree then takes it whole too.
+
+        Args:
+            checkpoint: the checkpoint to load.
+            partial: True to leave values out that the checkpoint lacks.
+
+        Raises:
+            KeyMismatchError: the checkpoint lacks keys.
+        """
+        missing = []
+        for key, value in list(self.tree.items()):
+            if key in checkpoint or (isinstance(value, _PER_RANK) and _has_below(checkpoint, key)):
+                continue
+            whole = next((place for place in self._places[key] if place[0] in checkpoint.objects), None)
+            if whole is not None:
+                self.tree[whole[0]] = Value(*whole[1:])
+            elif not partial:
+                missing.append(key)
+            del self.tree[key]
+        if missing:
+            shown = "\n    ".join(missing[:20]) + ("\n    ..." if len(missing) > 20 else "")
+            raise KeyMismatchError(
+                f"{checkpoint.location} does not fit the state dict; nothing was changed.\n  missing in the "
+                f"checkpoint ({len(missing)}; DefaultLoadPlanner(allow_partial_load=True) leaves them "
+                f"alone):\n    {shown}",
+                missing=missing,
+                unexpected=[],
+                mismatched=[],
+            )
+
+    def takes(self, key: str) -> bool:
+        """True if a load takes the value of a key of the checkpoint, by itself or as a part of another."""
+        while key and key not in self.tree:
+            key = key.rpartition(".")[0]
+        return bool(key)
+
+    def converted(self, checkpoint: Checkpoint) -> list[str]:
+        """Keys of tensors that a load converts from the dtype of the checkpoint to that of the state dict."""
+        return [
+            key
+            for key, value in self.tree.items()
+            if isinstance(value, (torch.Tensor, sp.LocalShards))
+            and key not in checkpoint.objects
+            and checkpoint.dtype(key) != str(value.dtype).removeprefix("torch.")
+        ]
+
+
+def _has_below(checkpoint: Checkpoint, key: str) -> bool:
+    return any(stored.startswith(f"{key}.") for stored in checkpoint)
+
+
+def _leaves(path: tuple[str, ...], places: list[_Place], value: Any) -> Iterator[tuple[str, list[_Place]]]:
+    """The key of each value below a value, and the places on the way to it."""
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    for name, item in items:
+        key = (*path, str(name))
+        inner = [*places, (".".join(key), value, name)]
+        if isinstance(item, Mapping) or (isinstance(item, list) and _has_values(item)):
+            yield from _leaves(key, inner, item)
+        else:
+            yield inner[-1][0], inner
+
+
+def _has_values(items: list[Any]) -> bool:
+    """True if a list holds a tensor or a dict, also in lists inside."""
+    return any(
+        isinstance(item, (torch.Tensor, Mapping)) or (isinstance(item, list) and _has_values(item))
+        for item in items
+    )
+
+
+def _stored_as(key: str, container: Any, name: Any) -> Any:
+    """What stands for a value in the state tree."""
+    value = container[name]
+    if isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
+        raise StructureError(
+            f"{key}: a {type(value).__name__} is inside of another value. Put it at the top of the state "
+            "dict, or put its state_dict() here and call its load_state_dict() after the load",
+            key=key,
+        )
+    if isinstance(value, ShardedTensor):
+        shards = [(shard.tensor, shard.metadata.shard_offsets) for shard in value.local_shards()]
+        return sp.LocalShards(tuple(value.size()), shards, dtype=value.dtype)
+    if isinstance(value, _HANDLED) or callable(getattr(type(value), "state_tree", None)):
+        return value
+    if callable(getattr(type(value), "state_dict", None)):
+        return value
+    return Value(container, name)

@@ -1,0 +1,249 @@
+"""A storage writer of torch DCP that writes checkpoints of shardproof.
+
+torch's `save` plans and communicates; the writer only writes. It takes these steps:
+
+    coordinator: name the attempt, in every rank's plan
+    each rank:   write one shard file, and return its chunks and digests
+    coordinator: prove that the chunks tile every tensor, write the index, publish the manifest
+
+torch calls the last step only if every rank has written. So a rank that fails leaves no committed checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from shardproof.errors import StorageError, StructureError
+from shardproof.format import (
+    FileRecord,
+    Manifest,
+    TensorRecord,
+    bytes_digest,
+    check_size,
+    encode_index,
+    index_name,
+)
+from shardproof.frameworks.rank_file import Assignment, RankFile, ShardFile
+from shardproof.geometry import BoxTable
+from shardproof.planning import chunk_table, prove_chunks
+from shardproof.saving import publish
+from shardproof.storage import LocalStorage, Storage
+from shardproof.version import __version__
+
+__all__ = ["ShardproofWriter", "mark_as_committed"]
+
+_log = logging.getLogger("shardproof")
+_MARK = ".metadata"
+_MARK_TEXT = (
+    b"ca checkpoint of shardproof, which torch cannot load: import dcp from shardproof's frameworks\nload\n."
+)
+"""A pickle that names no module. torch's loader fails at it, with this text in its message."""
+
+
+def mark_as_committed(storage: Storage) -> None:
+    """Writes the file by which programs of torch DCP, such as torchtitan, recognise a finished checkpoint.
+
+    The file is a hint for them, and the manifest is the commit. So a failure is only logged.
+
+    Args:
+        storage: the folder of a committed checkpoint.
+    """
+    try:
+        storage.publish(_MARK, _MARK_TEXT, replace=True)
+    except StorageError as error:
+        _log.error(
+            "%s is committed, but programs that look for %s do not find it: %s",
+            storage.location,
+            _MARK,
+            error,
+        )
+
+
+class ShardproofWriter(StorageWriter):
+    """Writes a checkpoint of shardproof for `torch.distributed.checkpoint.save`.
+
+    Every planner that derives from `DefaultSavePlanner` works, but its plans must not be cached. Values that
+    are no tensors are stored as plain data.
+
+    Args:
+        path: the folder of the checkpoint.
+        overwrite: True to replace a committed checkpoint. It stays valid until the new one is committed.
+
+    Example:
+        >>> import tempfile, torch, shardproof as sp
+        >>> import torch.distributed.checkpoint as dcp
+        >>> path = tempfile.mkdtemp() + "/step-1"
+        >>> state = {"model": {"w": torch.ones(2)}}
+        >>> metadata = dcp.save(state, storage_writer=ShardproofWriter(path), no_dist=True)
+        >>> sp.open(path)["model.w"].read()
+        tensor([1., 1.])
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, overwrite: bool = True) -> None:
+        self.path = path
+        self.overwrite = overwrite
+        self._attempt, self._time = "", 0.0
+        """On the coordinator: the attempt under way, and when it began."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begins another checkpoint, in another folder if one is given."""
+        if checkpoint_id:
+            self.path = checkpoint_id
+        self._attempt, self._time = "", 0.0
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Refuses a save whose ranks do not plan together.
+
+        Raises:
+            StructureError: ``use_collectives`` is False.
+        """
+        if kwargs.get("use_collectives") is False:
+            raise StructureError(
+                f"{self.path}: with use_collectives=False no rank sees the whole checkpoint, so it cannot be "
+                "proved. Leave it out, or use shardproof.frameworks.dcp.save, which runs no collectives"
+            )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Returns the plan as it is.
+
+        Raises:
+            StructureError: the planner reuses a plan, which names an earlier save.
+        """
+        if not getattr(plan, "usable", True):
+            raise StructureError(
+                f"{self.path}: the planner reuses its plan of an earlier save. Leave enable_plan_caching out "
+                "of DefaultSavePlanner"
+            )
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Names the attempt, and tells each rank its number."""
+        self._attempt, self._time = uuid4().hex, time.time()
+        files = sum(bool(plan.items) for plan in plans)
+        return [
+            dataclasses.replace(
+                plan, storage_data=Assignment(self._attempt, self._time, rank, len(plans), files)
+            )
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes this rank's shard file and flushes it.
+
+        Raises:
+            StructureError, PlainDataError: a value cannot be stored.
+            StorageError: the storage failed.
+        """
+        results: list[WriteResult] = []
+        if plan.items:
+            file = ShardFile(plan, planner).write(LocalStorage(self.path))
+            results = [WriteResult(item.index, 0, None) for item in plan.items]
+            results[0] = WriteResult(plan.items[0].index, file.record.size, file)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Proves that the files hold every tensor once, then writes the index and the manifest.
+
+        Raises:
+            StructureError: the ranks did not write what was planned.
+            TilingError: the chunks of a tensor do not cover it exactly once.
+            AlreadyCommittedError: a checkpoint is committed here, and `overwrite` is False.
+            StorageError: a file is missing or has another size, or the storage failed.
+        """
+        storage = LocalStorage(self.path)
+        files = [rank_results[0].storage_data for rank_results in results if rank_results]
+        manifest, index = _merged(self._attempt, self._time, len(results), metadata, files)
+        for record in manifest.files:
+            advice = f"Rank {record.rank} wrote this file: check that all nodes share this storage"
+            check_size(storage, record, path=f"{storage.location}/{record.name}", advice=advice)
+        publish(storage, manifest, index, overwrite=self.overwrite)
+        mark_as_committed(storage)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """True for a path in a file system."""
+        return "://" not in os.fspath(checkpoint_id)
+
+
+def _merged(
+    attempt: str, begun: float, world_size: int, metadata: Metadata, files: Sequence[RankFile]
+) -> tuple[Manifest, bytes]:
+    """The manifest and the index of the files of all ranks. Proves that they hold every tensor once."""
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    objects: dict[str, Any] = {}
+    for file in files:
+        if file.attempt != attempt:
+            raise StructureError(
+                f"rank {file.record.rank} wrote for the attempt {file.attempt}, but {attempt} is under way; "
+                "nothing was committed"
+            )
+        for key, described in file.tensors.items():
+            if tensors.setdefault(key, described) != described:
+                raise StructureError(
+                    f"{key}: ranks have {tensors[key]} and {described}; nothing was committed", key=key
+                )
+        objects |= file.objects
+    planned = {
+        key: isinstance(kind, TensorStorageMetadata) for key, kind in metadata.state_dict_metadata.items()
+    }
+    lost = [key for key, is_tensor in planned.items() if key not in (tensors if is_tensor else objects)]
+    if lost:
+        raise StructureError(
+            f"no rank wrote {', '.join(sorted(lost)[:20])}, which the plan has; nothing was committed",
+            keys=sorted(lost),
+        )
+    records = tuple(TensorRecord(key, *tensors[key]) for key in sorted(tensors))
+    row = {record.key: number for number, record in enumerate(records)}
+    ints = np.zeros(0, np.int64)
+    table = chunk_table(
+        np.array([row[key] for file in files for key in file.keys], np.int64),
+        np.repeat(np.arange(len(files)), [len(file.keys) for file in files]),
+        np.concatenate([ints, *(file.byte_start for file in files)]),
+        np.concatenate([ints, *(file.byte_count for file in files)]),
+        np.concatenate([np.zeros((0, 2), np.uint64), *(file.digests for file in files)]),
+        *_box_columns([file.boxes for file in files]),
+    )
+    prove_chunks(records, table, np.arange(len(records)))
+    index = encode_index(table)
+    manifest = Manifest(
+        writer=f"shardproof {__version__}",
+        attempt=attempt,
+        step=None,
+        time=begun,
+        world_size=world_size,
+        metadata={},
+        tensors=records,
+        aliases={},
+        objects=dict(sorted(objects.items())),
+        files=tuple(file.record for file in files),
+        index=FileRecord(index_name(attempt), len(index), bytes_digest(index)),
+    )
+    return manifest, index
+
+
+def _box_columns(
+    tables: Sequence[BoxTable],
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """The columns of the boxes of several tables."""
+    ints = np.zeros(0, np.int64)
+    boxes = BoxTable.of(
+        np.concatenate([ints, *(table.ndim for table in tables)]),
+        np.concatenate([ints, *(table.offsets for table in tables)]),
+        np.concatenate([ints, *(table.sizes for table in tables)]),
+    )
+    return boxes.start, boxes.offsets, boxes.sizes
