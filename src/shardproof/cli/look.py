@@ -136,11 +136,9 @@ def inspect_command(
 
 def _near(key: str, manifest: Manifest) -> str:
     """The keys most like `key`, as the end of a sentence."""
-    import difflib
+    from shardproof._utils.humanize import nearest
 
-    keys = [*(record.key for record in manifest.tensors), *manifest.aliases, *manifest.objects]
-    words = {".".join(name.split(".")[:depth]) for name in keys for depth in range(1, name.count(".") + 2)}
-    near = difflib.get_close_matches(key, words, n=3)
+    near = nearest(key, [*(record.key for record in manifest.tensors), *manifest.aliases, *manifest.objects])
     return f"; near it: {', '.join(near)}" if near else "; without KEY, inspect shows what there is"
 
 

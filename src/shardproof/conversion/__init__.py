@@ -63,7 +63,7 @@ def convert(
             for all.
         exclude: patterns of the keys to leave out.
         rename: stored key to written key, for a key and all below it. The longest stored key decides. An
-            empty written key removes the prefix.
+            empty written key removes the prefix. `shardproof.load` maps the other way.
         key_map: map between the keys of two projects: a name such as "megatron-to-hf:llama", the path of a
             TOML file, or a function from the dtype and shape of each tensor, by key, and the plain values, to
             a `MappedTensor` for each key to write. Plain values are not written then. With workers, the
