@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import shardproof as sp
 from shardproof.cli.group import run
 from tests.unit.interop.peers import Golden
 
@@ -42,3 +44,13 @@ def test_an_unknown_format_is_bad_usage(call: Any, command: tuple[str, ...]) -> 
     code, out, err = call(*command, "--format", "parchment")
     assert (code, out) == (2, None)
     assert "'parchment' is none of shardproof, " in err
+
+
+@pytest.mark.parametrize("to", ["safetensors", "zarr"])
+def test_inspect_shows_the_metadata_as_of_a_step(call: Any, tmp_path: Path, to: str) -> None:
+    metadata = {"run": {"seeds": (1, 2), "lr": 0.1}, "note": "hi"}
+    sp.save(tmp_path / "step", {"w": torch.arange(3.0)}, step=7, metadata=metadata)
+    sp.convert(tmp_path / "step", tmp_path / "there", to=to)
+    step, there = (call("inspect", tmp_path / name)[1] for name in ("step", "there"))
+    assert there["format"] == to
+    assert {key: there["metadata"][key] for key in metadata} == step["metadata"]
