@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,6 +14,7 @@ from shardproof.cli.options import (
     other_format_option,
     path_argument,
     print_json,
+    register_option,
     trust_pickle_option,
 )
 
@@ -115,6 +117,7 @@ _NOUNS = {"digest": "chunk", "read": "element"}
 @format_option
 @other_format_option
 @trust_pickle_option
+@register_option
 @json_option
 def diff_command(
     a: str,
@@ -122,6 +125,7 @@ def diff_command(
     format: str | None,  # noqa: A002 the name of the option
     other_format: str | None,
     trust_pickle: bool,
+    register: Sequence[str],
     as_json: bool,
 ) -> int:
     """Compare the states in A and B: keys, dtypes, shapes, plain values, and every tensor to the bit.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -14,6 +14,7 @@ from shardproof.cli.options import (
     json_option,
     path_argument,
     print_json,
+    register_option,
     trust_pickle_option,
 )
 
@@ -90,6 +91,7 @@ FOLDERS_SHOWN = 4
 )
 @format_option
 @trust_pickle_option
+@register_option
 @json_option
 def inspect_command(
     ckpt: str,
@@ -97,6 +99,7 @@ def inspect_command(
     depth: int,
     format: str | None,  # noqa: A002 the name of the option
     trust_pickle: bool,
+    register: Sequence[str],
     as_json: bool,
 ) -> int:
     """Show what CKPT holds, of any known format: tensors with repeated layers folded, bytes by part and file.

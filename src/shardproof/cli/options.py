@@ -6,7 +6,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import click
@@ -21,6 +21,7 @@ __all__ = [
     "other_format_option",
     "path_argument",
     "print_json",
+    "register_option",
     "size",
     "span",
     "trust_pickle_option",
@@ -172,6 +173,26 @@ trust_pickle_option = click.option(
     "--trust-pickle",
     is_flag=True,
     help="Unpickle values of other formats that are no plain data. This may run code of the checkpoint.",
+)
+
+
+def _registered(_context: click.Context, _parameter: click.Parameter, names: Sequence[str]) -> Sequence[str]:
+    for name in names:
+        from shardproof.state import register_by_name  # imports torch
+
+        try:
+            register_by_name(name)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from error
+    return names
+
+
+register_option = click.option(
+    "--register",
+    multiple=True,
+    metavar="NAME",
+    callback=_registered,
+    help="Import a module that registers classes, or register one enum or dataclass, for values of them.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 

@@ -41,6 +41,7 @@ def convert(
     workers: int = 1,
     on: Where = "processes",
     trust_pickle: bool = False,
+    register: str | Sequence[str] = (),
     dry_run: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
     rendezvous: Rendezvous | None = None,
@@ -73,6 +74,8 @@ def convert(
         workers: processes that write units, on each machine.
         on: "processes" for processes of this machine, "ray" for a Ray cluster.
         trust_pickle: True to unpickle values that are no plain data. That may run code of the checkpoint.
+        register: modules to import, and full names of enums and dataclasses to register, in every worker.
+            Workers do not know the classes that this process registered.
         dry_run: True to plan and to write nothing.
         on_progress: called with bytes done and in all; each byte is written once and verified once.
         rendezvous: where the ranks meet; found by itself when None.
@@ -112,6 +115,7 @@ def convert(
         memory_bytes=memory_bytes,
         workers=workers,
         trust_pickle=trust_pickle,
+        register=[register] if isinstance(register, str) else list(register),
     )
     return carry_out(
         request,

@@ -48,3 +48,5 @@ class ConversionRequest:
     """Processes that write units, on each machine."""
     trust_pickle: bool = False
     """True to unpickle values that are no plain data. That may run code of the checkpoint."""
+    register: Sequence[str] = ()
+    """Names for `shardproof.state.register_by_name`, which each process calls first."""

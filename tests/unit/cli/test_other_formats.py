@@ -1,9 +1,13 @@
-"""The commands on checkpoints of other projects: formats by name, metadata."""
+"""The commands on checkpoints of other projects: formats by name, metadata, values of classes."""
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -54,3 +58,77 @@ def test_inspect_shows_the_metadata_as_of_a_step(call: Any, tmp_path: Path, to: 
     step, there = (call("inspect", tmp_path / name)[1] for name in ("step", "there"))
     assert there["format"] == to
     assert {key: there["metadata"][key] for key in metadata} == step["metadata"]
+
+
+MODULE = """
+import dataclasses, enum, functools
+import shardproof as sp
+
+class Phase(enum.Enum):
+    WARMUP = 1
+
+@functools.partial(sp.register_dataclass, name=f"{__name__}.Progress")
+@dataclasses.dataclass
+class Progress:
+    tokens: int
+
+class Scaler:
+    def state_dict(self): return {}
+    def load_state_dict(self, state): pass
+"""
+
+
+@pytest.fixture
+def run_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """A module of a training run, of its own for each test, since the registry knows classes by name."""
+    name = f"run_of_{tmp_path.name}"
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / f"{name}.py").write_text(MODULE.replace("Phase", f"Phase_{name}"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    module = importlib.import_module(name)
+    yield module
+    del sys.modules[name]
+
+
+def test_classes_that_are_registered_by_name_convert(
+    call: Any, run_module: ModuleType, tmp_path: Path
+) -> None:
+    """The processes that write learn the classes as well."""
+    name = f"Phase_{run_module.__name__}"
+    phase, member = f"{run_module.__name__}.{name}", getattr(run_module, name).WARMUP
+    values = {"phase": member, "progress": run_module.Progress(5)}
+    torch.save({"a": torch.ones(64), "b": torch.ones(64), **values}, tmp_path / "run.pt")
+    code, _, err = call("inspect", tmp_path / "run.pt", "phase", "--trust-pickle")
+    assert code == 1
+    assert f"the enum {phase} is not registered" in err
+    assert "--register MODULE.CLASS" in err
+    named = ("--trust-pickle", "--register", phase, "--register", run_module.__name__)
+    assert call("inspect", tmp_path / "run.pt", "phase", *named)[1]["value"] == {"$enum": [name, "WARMUP"]}
+    split = ("--max-file-size", "256", "--workers", "2")
+    code, report, err = call("convert", tmp_path / "run.pt", tmp_path / "step", "--to", "dcp", *named, *split)
+    assert (code, report["units"]) == (0, 2), err
+    with sp.open(tmp_path / "step", trust_pickle=True) as checkpoint:
+        assert {key: checkpoint[key] for key in values} == values
+    assert call("diff", tmp_path / "run.pt", tmp_path / "step", *named)[0] == 0
+
+
+def test_an_object_that_stays_no_plain_data_names_what_to_do(
+    call: Any, run_module: ModuleType, tmp_path: Path
+) -> None:
+    torch.save({"scaler": run_module.Scaler()}, tmp_path / "run.pt")
+    for trust, advice in (
+        ([], "torch unpickles the value"),
+        (["--trust-pickle"], "torch unpickled the value"),
+    ):
+        code, _, err = call("inspect", tmp_path / "run.pt", "scaler", *trust)
+        assert code == 1
+        assert f"{run_module.__name__}.Scaler" in err
+        assert advice in err
+        assert "has no state_dict" not in err
+    for name, why in (
+        ("no.such.module", "cannot be imported"),
+        (f"{run_module.__name__}.Scaler", "is no module"),
+    ):
+        code, _, err = call("inspect", tmp_path / "run.pt", "--register", name)
+        assert code == 2
+        assert why in err
