@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
+from shardproof._utils.humanize import listed
 from shardproof.dtypes import DTYPES
 from shardproof.geometry import Boxes, cut
 from shardproof.interop.dcp_metadata import Place, StoredChunk, metadata_pickle
@@ -61,7 +62,12 @@ class DcpWriter(FormatWriter):
             self._files.append([])
         self.units = [self._unit(number, chunks) for number, chunks in enumerate(self._files)]
         self._numbers = {unit.name: number for number, unit in enumerate(self.units)}
-        self.notes = notes_of(self.name, contents, keeps_step=self._keeps_step)
+        self.notes: list[str] = notes_of(self.name, contents, keeps_step=self._keeps_step)
+        if contents.aliases:
+            self.notes.append(
+                f"{self.name} has no ties: tied tensors are stored once, and programs that load them get "
+                f"tensors of equal values, unless their own modules are tied: {listed(contents.aliases)}."
+            )
 
     def write(self, unit: Unit, source: BoxSource, target: Storage) -> dict[str, Any]:
         """Writes a ``.distcp`` file; see `FormatWriter.write`. It returns where each entry lies."""
