@@ -79,7 +79,8 @@ def convert(
         dry_run: True to plan and to write nothing.
         on_progress: called with bytes done and in all; each byte is written once and verified once.
         rendezvous: where the ranks meet; found by itself when None.
-        deadline: seconds that a rank may be silent; see `shardproof.load`.
+        deadline: seconds that a rank may be silent, see `shardproof.load`, and that the workers may make no
+            progress.
 
     Returns:
         What was converted.
