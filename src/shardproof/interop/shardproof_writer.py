@@ -45,7 +45,8 @@ from shardproof.interop.writer import (
     FormatWriter,
     Unit,
     WriteOptions,
-    check_written,
+    check_units,
+    new_file,
 )
 from shardproof.planning import CHUNK_BYTES, chunk_table, prove_chunks, tensor_order
 from shardproof.state import encode_plain, hoisted_key, hoisted_tensor
@@ -102,8 +103,7 @@ class ShardproofWriter(FormatWriter):
         rank = self._ranks[unit.name]
         name = shard_name(rank, self._manifest.attempt)
         header, padding = self._header(rank)
-        target.delete(name)  # left from an interrupted attempt
-        with FileWriter(target.create(name)) as file:
+        with new_file(target, name) as file:
             file.put(header)
             digests, blocks = self._write_chunks(rank, unit, source, file)
             columns = digests_from_bytes(digests)
@@ -118,14 +118,13 @@ class ShardproofWriter(FormatWriter):
             StructureError: a unit was not written, or not as planned.
             StorageError: a file is missing or has another size, or the storage failed.
         """
-        files, digests = [], [np.zeros((0, 2), np.uint64)]
-        for unit in self.units:
-            if unit.name not in records:
-                raise StructureError(f"the unit {unit.name} was not written, so nothing is committed")
-            record, columns = self._checked(unit, records[unit.name])
-            check_written(target, record.name, record.size)
-            files.append(record)
-            digests.append(columns)
+        written = {
+            unit.name: self._checked(unit, records[unit.name]) for unit in self.units if unit.name in records
+        }
+        sizes = {name: [(record.name, record.size)] for name, (record, _) in written.items()}
+        check_units(target, self.units, records, lambda name, _: sizes[name])
+        files = [record for record, _ in written.values()]
+        digests = [np.zeros((0, 2), np.uint64), *(columns for _, columns in written.values())]
         chunks = self._chunks
         data_start = np.array([record.data_start for record in files], np.int64)
         table = chunk_table(

@@ -281,7 +281,8 @@ def test_the_commit_finds_a_file_that_was_cut_or_removed(tmp_path: Path, is_miss
         file.unlink()
     else:
         file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(StorageError, match=r"__0_0\.distcp has"):
+    match = "it is missing" if is_missing else "it has"
+    with pytest.raises(StorageError, match=rf"__0_0\.distcp: expected .*{match}"):
         writer.commit(records, storage)
     assert not (tmp_path / ".metadata").exists()
 
