@@ -23,7 +23,7 @@ import xxhash
 
 from shardproof._utils.gc_pause import no_garbage_collection
 from shardproof.dtypes import DTYPES
-from shardproof.errors import FormatError, NotCommittedError, StorageError
+from shardproof.errors import FormatError
 from shardproof.interop.extents import Extent
 from shardproof.interop.megatron_run import iteration_of, latest_iteration
 from shardproof.interop.pickle_data import Opaque, opaque_names, read_pickle
@@ -147,15 +147,7 @@ class DcpReader(FormatReader):
             FormatError: the file is damaged.
         """
         name = f"{folder}{_METADATA}"
-        try:
-            data = self.storage.read(name)
-        except StorageError as error:
-            if not error.details.get("missing"):
-                raise
-            raise NotCommittedError(
-                f"{self.location} has no {name}: it is no DCP checkpoint, or its save did not finish",
-                file=f"{self.location}/{name}",
-            ) from error
+        data = self.read_commit(name, "DCP checkpoint")
         self.identity = xxhash.xxh3_128_hexdigest(self.identity.encode() + data)
         path = f"{self.location}/{name}"
         builders = {"torch.Size": lambda sizes=(): tuple(sizes)}
