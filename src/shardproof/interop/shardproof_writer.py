@@ -18,21 +18,18 @@ from numpy.typing import NDArray
 from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError, StructureError
 from shardproof.format import (
-    FORMAT_VERSION,
     MANIFEST_NAME,
     ChunkHasher,
-    Declared,
     FileRecord,
     Manifest,
     TensorRecord,
     block_counts,
     bytes_digest,
-    chunk_entries,
-    declared_header,
     digests_from_bytes,
     encode_index,
     encode_manifest,
     file_digest,
+    header_of_chunks,
     index_name,
     shard_name,
     shard_tail,
@@ -164,25 +161,16 @@ class ShardproofWriter(FormatWriter):
         """The header of a file, and the bytes of padding after its chunks."""
         manifest, rows = self._manifest, self._chunks.rows(rank)
         records = [manifest.tensors[row] for row in self._chunks.tensor[rows].tolist()]
-        boxes = map(self._chunks.boxes.pair, range(rows.start, rows.stop))
-        chunks = [(record.key, record.dtype, *box) for record, box in zip(records, boxes, strict=True)]
-        empty = [record for record in manifest.tensors if 0 in record.shape] if rank == 0 else []
-        entries = chunk_entries(chunks, self._chunks.byte_count[rows])
-        objects = list(manifest.objects)[rank :: len(self.units) or 1]
-        declared = Declared(
-            version=FORMAT_VERSION,
-            attempt=manifest.attempt,
-            step=manifest.step,
-            time=manifest.time,
+        return header_of_chunks(
+            manifest,
+            records,
+            map(self._chunks.boxes.pair, range(rows.start, rows.stop)),
+            self._chunks.byte_count[rows],
+            list(manifest.objects)[rank :: len(self.units) or 1],
             rank=rank,
-            world_size=manifest.world_size,
             files=manifest.world_size,
-            tensors={record.key: (record.dtype, record.shape) for record in (*records, *empty)},
-            aliases=manifest.aliases,
-            objects={key: manifest.objects[key] for key in objects},
-            metadata=manifest.metadata,
+            is_first=rank == 0,
         )
-        return declared_header(declared, entries), entries.padding
 
     def _write_chunks(
         self, rank: int, unit: Unit, source: BoxSource, file: FileWriter
