@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
 
 from shardproof.conversion.conversion_protocol import ConversionReport, Where, carry_out
-from shardproof.conversion.mapping import MappedTensor, Move
-from shardproof.conversion.request import ConversionRequest, KeyMap, KeyMapFunction
+from shardproof.conversion.request import ConversionRequest, KeyMap, KeyMapFunction, MappedTensor, Move
 from shardproof.reentrance import refuse_inside
 from shardproof.rendezvous import Rendezvous
 from shardproof.storage import StrOrBytesPath

@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shardproof.conversion.key_maps import CONFIG, apply_key_map, key_map_label
-from shardproof.conversion.mapping import MappedTensor, Move
-from shardproof.conversion.request import ConversionRequest
+from shardproof.conversion.request import ConversionRequest, MappedTensor, Move
 from shardproof.dtypes import DTYPES
 from shardproof.errors import PlainDataError
 from shardproof.interop import Contents, FormatWriter, WriteOptions, foreign_of, read_json, writer_of
