@@ -64,7 +64,7 @@ def _load(root: str, answers: list[Any]) -> tuple[Any, ...]:
         report = sp.load(root, state, rendezvous=rendezvous(deadline=10))
     except sp.ShardproofError as error:
         return type(error).__name__, error.message, w.sum().item(), machine.seen()
-    return report.kept, report.unexpected, w.sum().item(), machine.seen()
+    return report.unchanged, report.unexpected, w.sum().item(), machine.seen()
 
 
 def saved(root: Path, ranks: int, *args: Any) -> str:

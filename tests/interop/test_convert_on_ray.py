@@ -1,4 +1,4 @@
-"""A conversion on a Ray cluster of one node writes what one in this process writes."""
+"""A conversion on a Ray cluster of one node writes what one in this process writes, within its deadline."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,19 +25,73 @@ ray.shutdown()
 """
 
 
-def test_units_are_written_and_verified_by_actors(tmp_path: Path) -> None:
-    state = {f"w{number}": torch.arange(number, number + 500.0) for number in range(6)}
-    sp.save(tmp_path / "source", dict(state))
-    source = Path(sp.__file__).parents[1]
+DEADLINES = """
+import json, os, sys, threading
+import ray
+from shardproof.conversion import ConversionRequest
+from shardproof.conversion.executors import RayExecutor
+from shardproof.errors import ShardproofError
+
+class Slow:
+    "Takes longer than the deadline, and reads a byte every 3 s."
+    def run(self, work):
+        for _ in range(6):
+            threading.Event().wait(3)
+            work.on_bytes(1)
+        return "done"
+
+class Stalled:
+    def run(self, work):
+        work.on_bytes(1)
+        threading.Event().wait(60)
+
+class Killed:
+    def run(self, work):
+        os._exit(7)
+
+def outcome(task):
+    executor = RayExecutor(ConversionRequest(sys.argv[1], sys.argv[2], "shardproof"), 1, deadline=15.0)
+    moved = []
+    try:
+        return [*executor.run([task], moved.append), sum(moved)]
+    except ShardproofError as error:
+        return [error.message.splitlines()[0], sum(moved)]
+    finally:
+        executor.close()
+
+ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+print(json.dumps([outcome(task()) for task in (Slow, Stalled, Killed)]))
+ray.shutdown()
+"""
+
+
+def run_on_ray(script: str, source: Path, destination: Path) -> Any:
+    """Runs a script in the environment of Ray. Its line of JSON stands among those that Ray prints."""
     run = subprocess.run(
-        [python_of("ray"), "-c", SCRIPT, tmp_path / "source", tmp_path / "there"],
-        env={**os.environ, "PYTHONPATH": str(source), "RAY_TMPDIR": "/tmp"},
+        [python_of("ray"), "-c", script, source, destination],
+        env={**os.environ, "PYTHONPATH": str(Path(sp.__file__).parents[1]), "RAY_TMPDIR": "/tmp"},
         capture_output=True,
         text=True,
         timeout=240,
     )
     assert run.returncode == 0, run.stderr[-4000:]
-    units, verified = json.loads(run.stdout.splitlines()[-1])
+    (answer,) = (line for line in run.stdout.splitlines() if line.startswith("["))
+    return json.loads(answer)
+
+
+def test_units_are_written_and_verified_by_actors(tmp_path: Path) -> None:
+    state = {f"w{number}": torch.arange(number, number + 500.0) for number in range(6)}
+    sp.save(tmp_path / "source", dict(state))
+    units, verified = run_on_ray(SCRIPT, tmp_path / "source", tmp_path / "there")
     assert (units, verified) == (3, sum(value.nbytes for value in state.values()))
     with sp.open(tmp_path / "there") as checkpoint:
         assert all(torch.equal(checkpoint[key].read(), value) for key, value in state.items())
+
+
+def test_an_actor_without_progress_is_given_up_and_a_slow_one_is_not(tmp_path: Path) -> None:
+    sp.save(tmp_path / "source", {"w": torch.ones(3)})
+    slow, stalled, killed = run_on_ray(DEADLINES, tmp_path / "source", tmp_path / "there")
+    assert slow == ["done", 6]
+    assert "made progress for 15 s, the deadline" in stalled[0]
+    assert stalled[1] == 1
+    assert "ended with no result" in killed[0]

@@ -103,3 +103,14 @@ def run_python(script: str) -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_attributes_of_results_that_were_renamed_warn_and_work(tmp_path: Path) -> None:
+    pending = sp.PendingSave(3, None)
+    with pytest.warns(DeprecationWarning, match="PendingSave.mark_reported") as caught:
+        pending.tell()
+    sp.save(tmp_path / "step", {"w": torch.ones(2)})
+    report = sp.load(tmp_path / "step", {"w": torch.zeros(2)})
+    with pytest.warns(DeprecationWarning, match="LoadReport.unchanged") as caught_too:
+        assert report.kept == report.unchanged == ()
+    assert {warning.filename for warning in (*caught, *caught_too)} == {__file__}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterable
 
-__all__ = ["age", "counted", "gigabytes", "gigabytes_per_second", "listed", "printable", "span"]
+__all__ = ["age", "counted", "gigabytes", "gigabytes_per_second", "listed", "nearest", "printable", "span"]
 
 
 def gigabytes(count: float) -> str:
@@ -75,6 +76,16 @@ def listed(names: Iterable[str], most: int = 5) -> str:
     shown = sorted(names)
     more = f" and {len(shown) - most} more" if len(shown) > most else ""
     return ", ".join(shown[:most]) + more
+
+
+def nearest(name: str, keys: Iterable[str], most: int = 3) -> list[str]:
+    """The keys, and the parts of the tree above them, that are spelled most like a name.
+
+    >>> nearest("optimiser", ["optimizer.0.weight.exp_avg", "model.0.weight"], most=1)
+    ['optimizer']
+    """
+    words = {".".join(key.split(".")[:depth]) for key in keys for depth in range(1, key.count(".") + 2)}
+    return difflib.get_close_matches(name, words, n=most)
 
 
 def age(seconds: float) -> str:

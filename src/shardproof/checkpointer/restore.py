@@ -165,7 +165,7 @@ class Restore:
 
     def _check_complete(self, report: LoadReport, overwritten: StepFolder, restored: StepFolder) -> None:
         """Raises, on all ranks alike, if some rank holds values of a damaged step that were not replaced."""
-        lacking = sorted({*report.missing, *report.kept} - self._untouched)
+        lacking = sorted({*report.missing, *report.unchanged} - self._untouched)
 
         def decide(posts: Sequence[bytes]) -> bytes:
             keys = {key for post in posts for key in msgspec.msgpack.decode(post, type=list[str])}

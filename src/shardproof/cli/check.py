@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -10,8 +11,10 @@ from shardproof.cli.failures import BAD, UNEXPECTED, YES, tells_nothing
 from shardproof.cli.options import (
     format_option,
     json_option,
+    other_format_option,
     path_argument,
     print_json,
+    register_option,
     trust_pickle_option,
 )
 
@@ -111,12 +114,24 @@ _NOUNS = {"digest": "chunk", "read": "element"}
 @click.command("diff", short_help="Compare two checkpoints, to the bit.")
 @path_argument("a")
 @path_argument("b")
+@format_option
+@other_format_option
 @trust_pickle_option
+@register_option
 @json_option
-def diff_command(a: str, b: str, trust_pickle: bool, as_json: bool) -> int:
+def diff_command(
+    a: str,
+    b: str,
+    format: str | None,  # noqa: A002 the name of the option
+    other_format: str | None,
+    trust_pickle: bool,
+    register: Sequence[str],
+    as_json: bool,
+) -> int:
     """Compare the states in A and B: keys, dtypes, shapes, plain values, and every tensor to the bit.
 
-    A and B may have different formats. Digests decide where both checkpoints have the same chunks and
+    A and B may have different formats. --format names that of A, as --format of convert names that of its
+    source; --other-format names that of B. Digests decide where both checkpoints have the same chunks and
     digests. Other tensors are read. Step, time, metadata and layout are not differences. Exit code 0: the
     same state. 1: they differ.
     """
@@ -125,7 +140,14 @@ def diff_command(a: str, b: str, trust_pickle: bool, as_json: bool) -> int:
     from shardproof.report import diff
 
     with bytes_progress("diff", shown=not as_json) as on_progress:
-        difference = diff(foreign_of(a), foreign_of(b), trust_pickle=trust_pickle, on_progress=on_progress)
+        difference = diff(
+            foreign_of(a),
+            foreign_of(b),
+            format=format,
+            other_format=other_format,
+            trust_pickle=trust_pickle,
+            on_progress=on_progress,
+        )
     if as_json:
         print_json(difference.to_json())
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -14,6 +14,7 @@ from shardproof.cli.options import (
     json_option,
     path_argument,
     print_json,
+    register_option,
     trust_pickle_option,
 )
 
@@ -91,6 +92,7 @@ FOLDERS_SHOWN = 4
 )
 @format_option
 @trust_pickle_option
+@register_option
 @json_option
 def inspect_command(
     ckpt: str,
@@ -98,6 +100,7 @@ def inspect_command(
     depth: int,
     format: str | None,  # noqa: A002 the name of the option
     trust_pickle: bool,
+    register: Sequence[str],
     as_json: bool,
 ) -> int:
     """Show what CKPT holds, of any known format: tensors with repeated layers folded, bytes by part and file.
@@ -137,11 +140,9 @@ def inspect_command(
 
 def _near(key: str, manifest: Manifest) -> str:
     """The keys most like `key`, as the end of a sentence."""
-    import difflib
+    from shardproof._utils.humanize import nearest
 
-    keys = [*(record.key for record in manifest.tensors), *manifest.aliases, *manifest.objects]
-    words = {".".join(name.split(".")[:depth]) for name in keys for depth in range(1, name.count(".") + 2)}
-    near = difflib.get_close_matches(key, words, n=3)
+    near = nearest(key, [*(record.key for record in manifest.tensors), *manifest.aliases, *manifest.objects])
     return f"; near it: {', '.join(near)}" if near else "; without KEY, inspect shows what there is"
 
 

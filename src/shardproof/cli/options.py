@@ -6,7 +6,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import click
@@ -18,8 +18,10 @@ __all__ = [
     "folder_argument",
     "format_option",
     "json_option",
+    "other_format_option",
     "path_argument",
     "print_json",
+    "register_option",
     "size",
     "span",
     "trust_pickle_option",
@@ -29,9 +31,14 @@ MANIFEST = "manifest.json"
 """As in `shardproof.format`, which would import numpy."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Quantity = TypeVar("Quantity")
 
-
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800, "": 1}
+_BYTES = {
+    f"{unit}{kind}": base ** (at + 1)
+    for kind, base in (("B", 1000), ("iB", 1024))
+    for at, unit in enumerate("KMGT")
+} | {"": 1}
 
 
 def seconds_of(text: str) -> float:
@@ -43,28 +50,7 @@ def seconds_of(text: str) -> float:
     >>> seconds_of("90"), seconds_of("1.5h"), seconds_of("2d")
     (90.0, 5400.0, 172800.0)
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhdw]?)", text.strip(), re.ASCII)
-    if match is None:
-        raise ValueError(f"{text!r} is not a span of time; write 90s, 30m, 1h, 2d or 1w")
-    return float(match[1]) * _UNITS[match[2] or "s"]
-
-
-def span(_context: click.Context, _parameter: click.Parameter, value: str) -> float:
-    """Callback of an option: seconds from a text such as "1h"; a usage error for another form."""
-    try:
-        return seconds_of(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from error
-
-
-_SIZES = {
-    "": 1,
-    **{
-        f"{unit}{kind}": base ** (at + 1)
-        for kind, base in (("B", 1000), ("iB", 1024))
-        for at, unit in enumerate("KMGT")
-    },
-}
+    return _scaled(text, _SECONDS, "a span of time; write 90s, 30m, 1h, 2d or 1w")
 
 
 def bytes_of(text: str) -> int:
@@ -76,18 +62,35 @@ def bytes_of(text: str) -> int:
     >>> bytes_of("5GB"), bytes_of("4GiB"), bytes_of("100")
     (5000000000, 4294967296, 100)
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B)?", text.strip(), re.ASCII)
+    return int(_scaled(text, _BYTES, "a size; write 500MB, 5GB or 4GiB"))
+
+
+def _scaled(text: str, units: Mapping[str, int], expected: str) -> float:
+    """A number with one of the units behind it, times the unit."""
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?)\s*({'|'.join(units)})", text.strip(), re.ASCII)
     if match is None:
-        raise ValueError(f"{text!r} is not a size; write 500MB, 5GB or 4GiB")
-    return int(float(match[1]) * _SIZES[match[2] or ""])
+        raise ValueError(f"{text!r} is not {expected}")
+    return float(match[1]) * units[match[2]]
 
 
-def size(_context: click.Context, _parameter: click.Parameter, value: str | None) -> int | None:
-    """Callback of an option: bytes from a text such as "5GB"; a usage error for another form."""
-    try:
-        return None if value is None else bytes_of(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from error
+def _quantity(
+    parse: Callable[[str], Quantity],
+) -> Callable[[click.Context, click.Parameter, str | None], Quantity | None]:
+    """The callback of an option whose text `parse` reads; a usage error for another form."""
+
+    def callback(_context: click.Context, _parameter: click.Parameter, value: str | None) -> Quantity | None:
+        try:
+            return None if value is None else parse(value)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from error
+
+    return callback
+
+
+size = _quantity(bytes_of)
+"""Callback of an option: bytes from a text such as "5GB"."""
+span = _quantity(seconds_of)
+"""Callback of an option: seconds from a text such as "1h"."""
 
 
 def folder_argument(name: str) -> Callable[[Function], Function]:
@@ -149,11 +152,51 @@ def _checkpoint(context: click.Context, parameter: click.Parameter, path: str) -
     return path
 
 
-format_option = click.option("--format", metavar="FORMAT", help="Format of a checkpoint, if it is not found.")
+def _known_format(_context: click.Context, _parameter: click.Parameter, name: str | None) -> str | None:
+    if name is not None:
+        from shardproof.interop import NATIVE, READERS
+
+        if name not in (NATIVE, *READERS):
+            raise click.BadParameter(f"{name!r} is none of {', '.join((NATIVE, *READERS))}")
+    return name
+
+
+format_option = click.option(
+    "--format",
+    metavar="FORMAT",
+    callback=_known_format,
+    help="Format of a checkpoint, if it is not found; of the first, if there are two.",
+)
+other_format_option = click.option(
+    "--other-format",
+    metavar="FORMAT",
+    callback=_known_format,
+    help="Format of the second checkpoint, if it is not found.",
+)
 trust_pickle_option = click.option(
     "--trust-pickle",
     is_flag=True,
     help="Unpickle values of other formats that are no plain data. This may run code of the checkpoint.",
+)
+
+
+def _registered(_context: click.Context, _parameter: click.Parameter, names: Sequence[str]) -> Sequence[str]:
+    for name in names:
+        from shardproof.state import register_by_name  # imports torch
+
+        try:
+            register_by_name(name)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from error
+    return names
+
+
+register_option = click.option(
+    "--register",
+    multiple=True,
+    metavar="NAME",
+    callback=_registered,
+    help="Import a module that registers classes, or register one enum or dataclass, for values of them.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 

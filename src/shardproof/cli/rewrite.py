@@ -14,6 +14,7 @@ from shardproof.cli.options import (
     json_option,
     path_argument,
     print_json,
+    register_option,
     size,
     trust_pickle_option,
 )
@@ -53,6 +54,7 @@ KEYS_SHOWN = 20
 @click.option("--on", type=click.Choice(["processes", "ray"]), default="processes", show_default=True)
 @click.option("--dry-run", is_flag=True, help="Show what would be written, and write nothing.")
 @trust_pickle_option
+@register_option
 @json_option
 def convert_command(
     src: str,
@@ -108,6 +110,7 @@ def convert_command(
                 workers=options["workers"],
                 on=on,
                 trust_pickle=options["trust_pickle"],
+                register=options["register"],
                 dry_run=dry_run,
                 on_progress=on_progress,
             )

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
 
 from shardproof.conversion.conversion_protocol import ConversionReport, Where, carry_out
-from shardproof.conversion.mapping import MappedTensor, Move
-from shardproof.conversion.request import ConversionRequest, KeyMap, KeyMapFunction
+from shardproof.conversion.request import ConversionRequest, KeyMap, KeyMapFunction, MappedTensor, Move
 from shardproof.reentrance import refuse_inside
 from shardproof.rendezvous import Rendezvous
 from shardproof.storage import StrOrBytesPath
@@ -41,6 +40,7 @@ def convert(
     workers: int = 1,
     on: Where = "processes",
     trust_pickle: bool = False,
+    register: str | Sequence[str] = (),
     dry_run: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
     rendezvous: Rendezvous | None = None,
@@ -63,7 +63,7 @@ def convert(
             for all.
         exclude: patterns of the keys to leave out.
         rename: stored key to written key, for a key and all below it. The longest stored key decides. An
-            empty written key removes the prefix.
+            empty written key removes the prefix. `shardproof.load` maps the other way.
         key_map: map between the keys of two projects: a name such as "megatron-to-hf:llama", the path of a
             TOML file, or a function from the dtype and shape of each tensor, by key, and the plain values, to
             a `MappedTensor` for each key to write. Plain values are not written then. With workers, the
@@ -73,10 +73,13 @@ def convert(
         workers: processes that write units, on each machine.
         on: "processes" for processes of this machine, "ray" for a Ray cluster.
         trust_pickle: True to unpickle values that are no plain data. That may run code of the checkpoint.
+        register: modules to import, and full names of enums and dataclasses to register, in every worker.
+            Workers do not know the classes that this process registered.
         dry_run: True to plan and to write nothing.
         on_progress: called with bytes done and in all; each byte is written once and verified once.
         rendezvous: where the ranks meet; found by itself when None.
-        deadline: seconds that a rank may be silent; see `shardproof.load`.
+        deadline: seconds that a rank may be silent, see `shardproof.load`, and that the workers may make no
+            progress.
 
     Returns:
         What was converted.
@@ -112,6 +115,7 @@ def convert(
         memory_bytes=memory_bytes,
         workers=workers,
         trust_pickle=trust_pickle,
+        register=[register] if isinstance(register, str) else list(register),
     )
     return carry_out(
         request,

@@ -220,7 +220,7 @@ class _Conversion:
         if self._executor is None:
             workers = max(1, min(self._request.workers, tasks))
             if self._on == "ray":
-                self._executor = RayExecutor(self._request, workers)
+                self._executor = RayExecutor(self._request, workers, self._ranks.deadline)
             elif workers > 1:
                 self._executor = ProcessExecutor(self._request, workers, self._ranks.deadline)
             else:

@@ -10,7 +10,9 @@ import ctypes
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
@@ -27,6 +29,8 @@ __all__ = ["Executor", "InlineExecutor", "ProcessExecutor", "RayExecutor", "Task
 
 _SET_PARENT_DEATH_SIGNAL = 1
 """Number of ``PR_SET_PDEATHSIG`` in ``<linux/prctl.h>``."""
+_REPORT_SECONDS = 1.0
+"""How often an actor on Ray reports the bytes of a running task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +123,7 @@ class ProcessExecutor:
         while busy:
             found = wait(list(busy), self._deadline)
             if not found:
-                raise ShardproofError(
-                    f"no worker of the conversion made progress for {self._deadline:g} s, the deadline. "
-                    "Look at the storage of source and destination, and run the conversion again: it goes on "
-                    "where it was"
-                )
+                raise _no_progress(self._deadline)
             for ready in found:
                 pipe = cast(Connection, ready)
                 process = busy[pipe]
@@ -187,12 +187,13 @@ class RayExecutor:
     Args:
         request: of the conversion.
         workers: how many actors; each takes one processor.
+        deadline: seconds in which some actor has to report bytes or a result.
 
     Raises:
         ShardproofError: Ray is not installed.
     """
 
-    def __init__(self, request: ConversionRequest, workers: int) -> None:
+    def __init__(self, request: ConversionRequest, workers: int, deadline: float) -> None:
         try:
             ray: Any = import_module("ray")
         except ImportError as error:
@@ -200,30 +201,62 @@ class RayExecutor:
                 "conversion on Ray needs the package ray: pip install 'shardproof[ray]'"
             ) from error
         self._ray = ray
+        self._deadline = deadline
         if not ray.is_initialized():
             ray.init(log_to_driver=False, include_dashboard=False)
-        actor = ray.remote(num_cpus=1, max_restarts=0)(_Actor)
+        # One thread of an actor runs a task, the other answers `report`.
+        actor = ray.remote(num_cpus=1, max_restarts=0, max_concurrency=2)(_Actor)
         self._actors = [actor.remote(request) for _ in range(workers)]
 
     def run(self, tasks: Sequence[Task], on_bytes: Callable[[int], None]) -> Iterator[Any]:
-        """Runs tasks; see `Executor.run`."""
-        left: Iterable[Task] = iter(tasks)
-        busy = {}
+        """Runs tasks; see `Executor.run`. An actor gets its next task when it has finished one."""
+        left = iter(tasks)
+        running: dict[Any, Any] = {}
+        """Calls that run a task, each with its actor."""
+        reports: dict[Any, Any] = {}
+        """Calls that wait for the bytes of a running task, each with its actor."""
         for actor in self._actors:
-            for task in left:
-                busy[actor.run.remote(task)] = actor
-                break
-        while busy:
-            (done,), _ = self._ray.wait(list(busy), num_returns=1)
-            actor = busy.pop(done)
-            result, count = self._ray.get(done)
-            if isinstance(result, Exception):
-                raise result
-            on_bytes(count)
-            yield result
-            for task in left:
-                busy[actor.run.remote(task)] = actor
-                break
+            self._give(actor, left, running, reports)
+        latest = time.monotonic()
+        while running:
+            remaining = latest + self._deadline - time.monotonic()
+            if remaining <= 0:
+                raise _no_progress(self._deadline, " Ray shows with `ray status` if processors are missing.")
+            done, _ = self._ray.wait([*running, *reports], num_returns=1, timeout=remaining)
+            for call in done:
+                if call in reports:
+                    actor, count = reports.pop(call), self._result(call)
+                    if any(actor is other for other in running.values()):
+                        reports[actor.report.remote(_REPORT_SECONDS)] = actor
+                    if count:
+                        on_bytes(count)
+                        latest = time.monotonic()
+                    continue
+                actor = running.pop(call)
+                result, count = self._result(call)
+                if isinstance(result, Exception):
+                    raise result
+                on_bytes(count)
+                yield result
+                self._give(actor, left, running, reports)
+                latest = time.monotonic()
+
+    @staticmethod
+    def _give(actor: Any, left: Iterator[Task], running: dict[Any, Any], reports: dict[Any, Any]) -> None:
+        task = next(left, None)
+        if task is not None:
+            running[actor.run.remote(task)] = actor
+            if not any(actor is other for other in reports.values()):
+                reports[actor.report.remote(_REPORT_SECONDS)] = actor
+
+    def _result(self, call: Any) -> Any:
+        try:
+            return self._ray.get(call)
+        except self._ray.exceptions.RayError as error:
+            raise ShardproofError(
+                f"a worker of the conversion on Ray ended with no result: {error}\nIs memory short? Run the "
+                "conversion again: it goes on where it was"
+            ) from error
 
     def close(self) -> None:
         """Ends the actors."""
@@ -232,22 +265,45 @@ class RayExecutor:
 
 
 class _Actor:
-    """A worker on Ray."""
+    """A worker on Ray, with two threads."""
 
     def __init__(self, request: ConversionRequest) -> None:
         self._request = request
         self._work: Work | None = None
+        self._lock = threading.Lock()
         self._count = 0
+        """Bytes that were read and not reported yet."""
+        self._is_idle = threading.Event()
 
     def run(self, task: Task) -> tuple[Any, int]:
-        """The result of a task or its error, and the bytes that were read."""
-        self._count = 0
+        """The result of a task or its error, and the bytes that were read since the last report."""
+        self._is_idle.clear()
         try:
             self._work = self._work or Work(self._request)
             self._work.on_bytes = self._add
-            return task.run(self._work), self._count
+            return task.run(self._work), self._take()
         except Exception as error:
-            return error, self._count
+            return error, self._take()
+        finally:
+            self._is_idle.set()
+
+    def report(self, seconds: float) -> int:
+        """The bytes that were read since the last report. It waits for the end of the task, some seconds."""
+        self._is_idle.wait(seconds)
+        return self._take()
 
     def _add(self, count: int) -> None:
-        self._count += count
+        with self._lock:
+            self._count += count
+
+    def _take(self) -> int:
+        with self._lock:
+            count, self._count = self._count, 0
+        return count
+
+
+def _no_progress(deadline: float, advice: str = "") -> ShardproofError:
+    return ShardproofError(
+        f"no worker of the conversion made progress for {deadline:g} s, the deadline. Look at the storage of "
+        f"source and destination, and run the conversion again: it goes on where it was.{advice}"
+    )

@@ -9,7 +9,7 @@ from math import prod
 import torch
 import xxhash
 
-from shardproof.conversion.mapping import MappedTensor, Move
+from shardproof.conversion.request import MappedTensor, Move
 from shardproof.dtypes import DTYPES
 from shardproof.geometry import Boxes, overlapping_pairs
 from shardproof.loading import Checkpoint, StoredTensor

@@ -10,12 +10,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shardproof.conversion.key_maps import CONFIG, apply_key_map, key_map_label
-from shardproof.conversion.mapping import MappedTensor, Move
-from shardproof.conversion.request import ConversionRequest
+from shardproof.conversion.request import ConversionRequest, MappedTensor, Move
 from shardproof.dtypes import DTYPES
-from shardproof.errors import PlainDataError, StructureError
+from shardproof.errors import PlainDataError
 from shardproof.interop import Contents, FormatWriter, WriteOptions, foreign_of, read_json, writer_of
-from shardproof.loading import Checkpoint, NativeCheckpoint, check_patterns, selects
+from shardproof.loading import Checkpoint, NativeCheckpoint, check_patterns, rename_keys, selects
 from shardproof.state import optimizer_state_dicts, references, with_new_key
 from shardproof.storage import is_url
 
@@ -85,7 +84,7 @@ def plan_conversion(checkpoint: Checkpoint, request: ConversionRequest) -> Conve
     else:
         tensors, aliases, unmapped = _mapped(checkpoint, request, tensors, aliases)
         objects = {}
-    new_name = _renamer(request.rename, [*tensors, *aliases, *objects])
+    new_name = rename_keys([*tensors, *aliases, *objects], request.rename, stored_first=True).__getitem__
     cast = _caster(request.dtype)
     tensors = {new_name(key): MappedTensor(cast(t.dtype), t.shape, t.moves) for key, t in tensors.items()}
     contents = Contents(
@@ -99,7 +98,7 @@ def plan_conversion(checkpoint: Checkpoint, request: ConversionRequest) -> Conve
     options = WriteOptions(request.max_file_bytes, piece_bytes(request))
     writer = new_writer(contents, options)
     units = [(unit.name, unit.boxes) for unit in writer.units]
-    without_map = replace(request, key_map=None, workers=0, memory_bytes=0, source="")
+    without_map = replace(request, key_map=None, workers=0, memory_bytes=0, source="", register=())
     described: list[Any] = [checkpoint.attempt, asdict(without_map), key_map_label(request.key_map), units]
     if request.key_map is not None:
         described.append([(key, t.shape, list(map(repr, t.moves))) for key, t in tensors.items()])
@@ -234,30 +233,3 @@ def _caster(dtype: str | None) -> Callable[[str], str]:
     if dtype not in DTYPES or dtype not in _FLOATING:
         raise ValueError(f"dtype is one of {', '.join(_FLOATING)}, not {dtype!r}")
     return lambda stored: dtype if stored in _FLOATING else stored
-
-
-def _renamer(rename: Mapping[str, str], keys: list[str]) -> Callable[[str], str]:
-    """Gives the written name of a key: the longest stored prefix decides.
-
-    Raises:
-        StructureError: a prefix fits no key, or two keys get one name.
-    """
-    unused, names = set(rename), {}
-    for key in keys:
-        head, tail = key, ""
-        while head not in rename and "." in head:
-            head, _, last = head.rpartition(".")
-            tail = f".{last}{tail}"
-        if head in rename:
-            unused.discard(head)
-        name = (rename[head] + tail).removeprefix(".") if head in rename else key
-        if not name:
-            raise StructureError(f"rename: {key!r} would have an empty name", key=key)
-        names[key] = name
-    if unused:
-        raise StructureError(f"rename: the checkpoint has no {sorted(unused)}", keys=sorted(unused))
-    taken: dict[str, str] = {}
-    for key, name in names.items():
-        if taken.setdefault(name, key) != key:
-            raise StructureError(f"rename: {taken[name]!r} and {key!r} would both be {name!r}", key=name)
-    return names.__getitem__

@@ -1,4 +1,7 @@
-"""What a caller asks of a conversion."""
+"""What a caller asks of a conversion: the request, and the tensors that a key map gives.
+
+A mapped tensor is made of boxes of stored tensors: renamed, fused, split, stacked and padded weights.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,40 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from shardproof.conversion.mapping import MappedTensor
+__all__ = ["ConversionRequest", "KeyMap", "KeyMapFunction", "MappedTensor", "Move"]
 
-__all__ = ["ConversionRequest", "KeyMap", "KeyMapFunction"]
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A box of a written tensor that comes from a box of a stored one.
+
+    The elements correspond in row-major order, so the two boxes have as many elements, and may differ in
+    their number of dimensions (a layer of a stack, an expert of many). With `axes`, the dimensions of the
+    stored box are permuted first.
+    """
+
+    offsets: tuple[int, ...]
+    """First index of the box in the written tensor."""
+    sizes: tuple[int, ...]
+    key: str | None
+    """Key of the stored tensor; None for zeros (padding)."""
+    source_offsets: tuple[int, ...] = ()
+    """First index of the box in the stored tensor."""
+    source_sizes: tuple[int, ...] = ()
+    axes: tuple[int, ...] = ()
+    """Order of the stored dimensions, as `torch.permute` takes it; empty to leave it."""
+
+
+@dataclass(frozen=True, slots=True)
+class MappedTensor:
+    """A written tensor, and where its elements come from."""
+
+    dtype: str
+    """Torch's name of the dtype that is written."""
+    shape: tuple[int, ...]
+    moves: Sequence[Move]
+    """Boxes that tile the shape."""
+
 
 KeyMapFunction: TypeAlias = Callable[
     [Mapping[str, tuple[str, tuple[int, ...]]], Mapping[str, Any]], Mapping[str, MappedTensor]
@@ -48,3 +82,5 @@ class ConversionRequest:
     """Processes that write units, on each machine."""
     trust_pickle: bool = False
     """True to unpickle values that are no plain data. That may run code of the checkpoint."""
+    register: Sequence[str] = ()
+    """Names for `shardproof.state.register_by_name`, which each process calls first."""

@@ -16,6 +16,7 @@ from shardproof.dtypes import DTYPES
 from shardproof.errors import CorruptChunkError
 from shardproof.interop import foreign_of
 from shardproof.loading import Checkpoint, open_storage
+from shardproof.state import register_by_name
 
 __all__ = ["Work"]
 
@@ -28,6 +29,8 @@ class Work:
     """
 
     def __init__(self, request: ConversionRequest) -> None:
+        for name in request.register:
+            register_by_name(name)
         self.request = request
         self.on_bytes: Callable[[int], None] = lambda count: None
         """Called with the bytes that were read since the last call."""

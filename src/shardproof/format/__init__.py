@@ -14,7 +14,7 @@ from shardproof.format.blocks import (
 )
 from shardproof.format.checkpoint_files import locate_files, lost_files, read_index, read_manifest, read_seal
 from shardproof.format.chunk_verifier import ChunkVerifier, block_digests, read_pieces
-from shardproof.format.declared import Declared, declaration_of, declared_header
+from shardproof.format.declared import Declared, declaration_of, declared_header, header_of_chunks
 from shardproof.format.digests import (
     bytes_digest,
     digests_as_bytes,
@@ -123,6 +123,7 @@ __all__ = [
     "encode_manifest",
     "file_digest",
     "has_no_references",
+    "header_of_chunks",
     "index_name",
     "kept_files_message",
     "locate_files",

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
 
 from shardproof.errors import FormatError
 from shardproof.format.digests import bytes_digest
 from shardproof.format.json import decode_strictly
-from shardproof.format.shard_entries import Entries
+from shardproof.format.manifest import FORMAT_VERSION, Manifest, TensorRecord
+from shardproof.format.shard_entries import Entries, chunk_entries
 from shardproof.format.shards import shard_header
 
-__all__ = ["Declared", "declaration_of", "declared_header"]
+__all__ = ["Declared", "declaration_of", "declared_header", "header_of_chunks"]
 
 _Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
@@ -63,6 +67,51 @@ def declared_header(declared: Declared, entries: Entries, *, size: int = 0) -> b
     text = msgspec.json.encode(declared)
     metadata = {"shardproof": text.decode(), "digest": bytes_digest(text + entries.encoded)}
     return shard_header(entries.encoded, metadata, in_page=entries.in_page, size=size)
+
+
+def header_of_chunks(
+    manifest: Manifest,
+    tensors: Sequence[TensorRecord],
+    boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]],
+    byte_count: NDArray[np.int64],
+    objects: Iterable[str],
+    *,
+    rank: int,
+    files: int,
+    is_first: bool,
+) -> tuple[bytes, int]:
+    """The header of a shard file that stores chunks of the tensors of a manifest.
+
+    Args:
+        manifest: of the new checkpoint; its files and its index do not count.
+        tensors: the tensor of each chunk, in the order of the file.
+        boxes: offsets and sizes of each.
+        byte_count: (n,) bytes of each.
+        objects: keys of the plain values that the file stores.
+        rank: of the file.
+        files: number of files of the checkpoint.
+        is_first: True for the file that also declares the tensors without elements.
+
+    Returns:
+        The header, and the bytes of padding after the chunks.
+    """
+    chunks = [(record.key, record.dtype, *box) for record, box in zip(tensors, boxes, strict=True)]
+    entries = chunk_entries(chunks, byte_count)
+    empty = [record for record in manifest.tensors if 0 in record.shape] if is_first else []
+    declared = Declared(
+        version=FORMAT_VERSION,
+        attempt=manifest.attempt,
+        step=manifest.step,
+        time=manifest.time,
+        rank=rank,
+        world_size=manifest.world_size,
+        files=files,
+        tensors={record.key: (record.dtype, record.shape) for record in (*tensors, *empty)},
+        aliases=manifest.aliases,
+        objects={key: manifest.objects[key] for key in objects},
+        metadata=manifest.metadata,
+    )
+    return declared_header(declared, entries), entries.padding
 
 
 def declaration_of(metadata: dict[str, str], entries: bytes, file: str) -> Declared:

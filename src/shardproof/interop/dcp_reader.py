@@ -23,7 +23,7 @@ import xxhash
 
 from shardproof._utils.gc_pause import no_garbage_collection
 from shardproof.dtypes import DTYPES
-from shardproof.errors import FormatError, NotCommittedError, StorageError
+from shardproof.errors import FormatError
 from shardproof.interop.extents import Extent
 from shardproof.interop.megatron_run import iteration_of, latest_iteration
 from shardproof.interop.pickle_data import Opaque, opaque_names, read_pickle
@@ -147,15 +147,7 @@ class DcpReader(FormatReader):
             FormatError: the file is damaged.
         """
         name = f"{folder}{_METADATA}"
-        try:
-            data = self.storage.read(name)
-        except StorageError as error:
-            if not error.details.get("missing"):
-                raise
-            raise NotCommittedError(
-                f"{self.location} has no {name}: it is no DCP checkpoint, or its save did not finish",
-                file=f"{self.location}/{name}",
-            ) from error
+        data = self.read_commit(name, "DCP checkpoint")
         self.identity = xxhash.xxh3_128_hexdigest(self.identity.encode() + data)
         path = f"{self.location}/{name}"
         builders = {"torch.Size": lambda sizes=(): tuple(sizes)}
@@ -175,14 +167,22 @@ class DcpReader(FormatReader):
         entries = {}
         for index, info in metadata["storage_data"].items():
             entries[index.state["fqn"], index.state.get("offset")] = self._entry(info.state, folder)
+        first_at: dict[tuple[str, int], str] = {}
+        """Key of the tensor whose first box lies at a byte of a file."""
         for key, described in metadata["state_dict_metadata"].items():
             if not isinstance(key, str):
                 raise self.fault(f"{folder}{_METADATA}", f"the key {key!r} is no string")
-            if prefix + key in self.tensors or prefix + key in self.entries:
+            if any(prefix + key in known for known in (self.tensors, self.aliases, self.entries)):
                 raise self.fault(f"{folder}{_METADATA}", f"two values have the key {prefix + key}")
             match described.name.rpartition(".")[2]:
                 case "TensorStorageMetadata":
-                    self.tensors[prefix + key] = self._tensor(key, described.state, entries, folder)
+                    tensor = self._tensor(key, described.state, entries, folder)
+                    first = [(box.file, box.start) for box in tensor.boxes[:1]]
+                    other = first_at.setdefault(first[0], prefix + key) if first else prefix + key
+                    if other in self.tensors and _are_tied(tensor, self.tensors[other]):
+                        self.aliases[prefix + key] = other
+                    else:
+                        self.tensors[prefix + key] = tensor
                 case "BytesStorageMetadata":
                     self.entries[prefix + key] = self._entry_of(entries, key, None, folder)
                 case kind:
@@ -324,3 +324,11 @@ def numbers(values: Any) -> tuple[int, ...]:
     if any(type(number) is not int or number < 0 for number in found):
         raise ValueError(f"{found} are no sizes")
     return found
+
+
+def _are_tied(one: TensorDescription, other: TensorDescription) -> bool:
+    """True if two tensors have all their boxes in the same entries, as `DcpWriter` stores tied tensors."""
+    if (one.dtype, one.shape, len(one.boxes)) != (other.dtype, other.shape, len(other.boxes)):
+        return False
+    place = operator.attrgetter("offsets", "sizes", "file", "start", "nbytes")
+    return all(place(box) == place(same) for box, same in zip(one.boxes, other.boxes, strict=True))

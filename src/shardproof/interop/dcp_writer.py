@@ -10,13 +10,22 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
+from shardproof._utils.humanize import listed
 from shardproof.dtypes import DTYPES
 from shardproof.geometry import Boxes, cut
 from shardproof.interop.dcp_metadata import Place, StoredChunk, metadata_pickle
-from shardproof.interop.new_file import NewFile, check_size
 from shardproof.interop.state_paths import state_paths
 from shardproof.interop.torch_archive import ArchiveTensor, TorchArchive, archive_of
-from shardproof.interop.writer import BoxSource, Contents, FormatWriter, Unit, WriteOptions, notes_of
+from shardproof.interop.writer import (
+    BoxSource,
+    Contents,
+    FormatWriter,
+    Unit,
+    WriteOptions,
+    check_units,
+    new_file,
+    notes_of,
+)
 from shardproof.storage import Storage
 
 __all__ = ["DcpWriter", "FsdpDTensorWriter"]
@@ -62,29 +71,41 @@ class DcpWriter(FormatWriter):
             self._files.append([])
         self.units = [self._unit(number, chunks) for number, chunks in enumerate(self._files)]
         self._numbers = {unit.name: number for number, unit in enumerate(self.units)}
-        self.notes = notes_of(self.name, contents, keeps_step=self._keeps_step)
+        self.notes: list[str] = notes_of(self.name, contents, keeps_step=self._keeps_step)
+        if contents.aliases:
+            self.notes.append(
+                f"{self.name} has no ties: tied tensors are stored once, and programs that load them get "
+                f"tensors of equal values, unless their own modules are tied: {listed(contents.aliases)}."
+            )
 
     def write(self, unit: Unit, source: BoxSource, target: Storage) -> dict[str, Any]:
         """Writes a ``.distcp`` file; see `FormatWriter.write`. It returns where each entry lies."""
         entries = []
-        with NewFile(target, unit.name) as file:
+        with new_file(target, unit.name) as file:
             for archive in self._archives(self._numbers[unit.name], source):
                 start = file.size
                 archive.write(file)
                 entries.append([start, file.size - start])
+            file.finish()
         return {"entries": entries}
 
     def commit(self, records: Mapping[str, dict[str, Any]], target: Storage) -> None:
         """Writes ``.metadata``; see `FormatWriter.commit`.
 
         Raises:
+            StructureError: a unit was not written.
             StorageError: a file of a unit is missing, or was cut.
         """
+        check_units(
+            target,
+            self.units,
+            records,
+            lambda name, record: [(name, sum(nbytes for _, nbytes in record["entries"]))],
+        )
         objects: dict[str, Place] = {}
         chunks: dict[str, list[StoredChunk]] = {key: [] for key in self._contents.tensors}
         for number, unit in enumerate(self.units):
             places = [Place(unit.name, start, nbytes) for start, nbytes in records[unit.name]["entries"]]
-            check_size(target, unit.name, sum(place.nbytes for place in places))
             if number == 0:
                 objects = dict(zip(self._objects, places, strict=False))
             for (key, offsets, sizes), place in zip(

@@ -87,7 +87,7 @@ def format_of(foreign: Foreign) -> str:
     if name is None and foreign.file is not None:
         raise FormatError(
             f"{foreign.location} is no checkpoint of a known format ({', '.join(READERS)}). Name its format "
-            "with format=, or on the command line with --format",
+            "with format=, or on the command line with --format (the second path of diff: --other-format)",
             file=foreign.location,
         )
     return name or NATIVE

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from shardproof.errors import FormatError, StorageError
+from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.geometry import flat_range_boxes, row_major_strides
 from shardproof.interop.extents import Extent
 from shardproof.storage import LocalStorage, Location, Storage, is_url, storage_at
@@ -265,6 +265,27 @@ class FormatReader(ABC):
     def close(self) -> None:
         """Closes the files that reading opened."""
         self.storage.close()
+
+    def read_commit(self, file: str, what: str) -> bytes:
+        """Reads the file that the writer writes last.
+
+        Args:
+            file: its name.
+            what: the checkpoint, for the message, such as "DCP checkpoint".
+
+        Raises:
+            NotCommittedError: the file is missing.
+            StorageError: the storage failed.
+        """
+        try:
+            return self.storage.read(file)
+        except StorageError as error:
+            if not error.details.get("missing"):
+                raise
+            raise NotCommittedError(
+                f"{self.location} has no {file}: it is no {what}, or its save did not finish",
+                file=f"{self.location}/{file}",
+            ) from error
 
     def fault(self, file: str, text: str, **details: Any) -> FormatError:
         """A `FormatError` that names a file of this checkpoint."""

@@ -31,10 +31,11 @@ from shardproof.interop.writer import (
     FormatWriter,
     Unit,
     WriteOptions,
-    check_written,
+    check_units,
+    new_file,
     notes_of,
 )
-from shardproof.storage import FileWriter, Storage
+from shardproof.storage import Storage
 
 __all__ = ["HuggingFaceWriter", "SafetensorsWriter"]
 
@@ -109,8 +110,7 @@ class SafetensorsWriter(FormatWriter):
     def write(self, unit: Unit, source: BoxSource, target: Storage) -> dict[str, Any]:
         """Writes a file and flushes it; see `FormatWriter.write`."""
         planned = self._files[unit.name]
-        target.delete(unit.name)  # left from an interrupted attempt
-        with FileWriter(target.create(unit.name)) as file:
+        with new_file(target, unit.name) as file:
             file.put(planned.header)
             for tensor, (key, offsets, sizes) in zip(planned.tensors, unit.boxes, strict=True):
                 for piece in box_bytes(source, key, tensor.dtype, offsets, sizes, self._piece_bytes):
@@ -124,10 +124,8 @@ class SafetensorsWriter(FormatWriter):
             StructureError: a unit was not written.
             StorageError: a file is missing or has another size, or the storage failed.
         """
-        for name, file in self._files.items():
-            if name not in records:
-                raise StructureError(f"the unit {name} was not written, so nothing is committed")
-            check_written(target, name, len(file.header) + file.nbytes)
+        sizes = {name: len(file.header) + file.nbytes for name, file in self._files.items()}
+        check_units(target, self.units, records, lambda name, _: [(name, sizes[name])])
         if len(self._files) == 1:
             return
         index = {

@@ -18,21 +18,18 @@ from numpy.typing import NDArray
 from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError, StructureError
 from shardproof.format import (
-    FORMAT_VERSION,
     MANIFEST_NAME,
     ChunkHasher,
-    Declared,
     FileRecord,
     Manifest,
     TensorRecord,
     block_counts,
     bytes_digest,
-    chunk_entries,
-    declared_header,
     digests_from_bytes,
     encode_index,
     encode_manifest,
     file_digest,
+    header_of_chunks,
     index_name,
     shard_name,
     shard_tail,
@@ -45,7 +42,8 @@ from shardproof.interop.writer import (
     FormatWriter,
     Unit,
     WriteOptions,
-    check_written,
+    check_units,
+    new_file,
 )
 from shardproof.planning import CHUNK_BYTES, chunk_table, prove_chunks, tensor_order
 from shardproof.state import encode_plain, hoisted_key, hoisted_tensor
@@ -102,8 +100,7 @@ class ShardproofWriter(FormatWriter):
         rank = self._ranks[unit.name]
         name = shard_name(rank, self._manifest.attempt)
         header, padding = self._header(rank)
-        target.delete(name)  # left from an interrupted attempt
-        with FileWriter(target.create(name)) as file:
+        with new_file(target, name) as file:
             file.put(header)
             digests, blocks = self._write_chunks(rank, unit, source, file)
             columns = digests_from_bytes(digests)
@@ -118,14 +115,13 @@ class ShardproofWriter(FormatWriter):
             StructureError: a unit was not written, or not as planned.
             StorageError: a file is missing or has another size, or the storage failed.
         """
-        files, digests = [], [np.zeros((0, 2), np.uint64)]
-        for unit in self.units:
-            if unit.name not in records:
-                raise StructureError(f"the unit {unit.name} was not written, so nothing is committed")
-            record, columns = self._checked(unit, records[unit.name])
-            check_written(target, record.name, record.size)
-            files.append(record)
-            digests.append(columns)
+        written = {
+            unit.name: self._checked(unit, records[unit.name]) for unit in self.units if unit.name in records
+        }
+        sizes = {name: [(record.name, record.size)] for name, (record, _) in written.items()}
+        check_units(target, self.units, records, lambda name, _: sizes[name])
+        files = [record for record, _ in written.values()]
+        digests = [np.zeros((0, 2), np.uint64), *(columns for _, columns in written.values())]
         chunks = self._chunks
         data_start = np.array([record.data_start for record in files], np.int64)
         table = chunk_table(
@@ -165,25 +161,16 @@ class ShardproofWriter(FormatWriter):
         """The header of a file, and the bytes of padding after its chunks."""
         manifest, rows = self._manifest, self._chunks.rows(rank)
         records = [manifest.tensors[row] for row in self._chunks.tensor[rows].tolist()]
-        boxes = map(self._chunks.boxes.pair, range(rows.start, rows.stop))
-        chunks = [(record.key, record.dtype, *box) for record, box in zip(records, boxes, strict=True)]
-        empty = [record for record in manifest.tensors if 0 in record.shape] if rank == 0 else []
-        entries = chunk_entries(chunks, self._chunks.byte_count[rows])
-        objects = list(manifest.objects)[rank :: len(self.units) or 1]
-        declared = Declared(
-            version=FORMAT_VERSION,
-            attempt=manifest.attempt,
-            step=manifest.step,
-            time=manifest.time,
+        return header_of_chunks(
+            manifest,
+            records,
+            map(self._chunks.boxes.pair, range(rows.start, rows.stop)),
+            self._chunks.byte_count[rows],
+            list(manifest.objects)[rank :: len(self.units) or 1],
             rank=rank,
-            world_size=manifest.world_size,
             files=manifest.world_size,
-            tensors={record.key: (record.dtype, record.shape) for record in (*records, *empty)},
-            aliases=manifest.aliases,
-            objects={key: manifest.objects[key] for key in objects},
-            metadata=manifest.metadata,
+            is_first=rank == 0,
         )
-        return declared_header(declared, entries), entries.padding
 
     def _write_chunks(
         self, rank: int, unit: Unit, source: BoxSource, file: FileWriter

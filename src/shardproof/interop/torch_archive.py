@@ -48,8 +48,10 @@ _PLAIN_CLASSES = (OrderedDict, Counter, defaultdict, np.ndarray, np.generic, np.
 """Plain data whose own ``__reduce_ex__`` says how a reader makes it."""
 
 
-class _Appendable(Protocol):
-    def append(self, data: bytes | memoryview, /) -> None: ...
+class _Output(Protocol):
+    """As `shardproof.storage.FileWriter`."""
+
+    def put(self, data: bytes | memoryview, /) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -211,7 +213,7 @@ class TorchArchive:
             at += len(record.header()) + size + len(record.descriptor())
             self._records.append(record)
 
-    def write(self, file: _Appendable) -> None:
+    def write(self, file: _Output) -> None:
         """Appends the archive to a file.
 
         Raises:
@@ -226,15 +228,15 @@ class TorchArchive:
         directory = b"".join(record.central() for record in self._records)
         start, count, size = identifier.start, len(self._records), len(directory)
         start += len(identifier.header()) + identifier.nbytes + len(identifier.descriptor())
-        file.append(directory)
-        file.append(
+        file.put(directory)
+        file.put(
             _END_64.pack(
                 *(0x06064B50, 44, 0x031E, 45, 0, 0, count, count, size, start),
                 *(0x07064B50, 0, start + size, 1),
             )
         )
         few = min(count, 0xFFFF)
-        file.append(_END.pack(0x06054B50, 0, 0, few, few, min(size, _MOST_32), min(start, _MOST_32), 0))
+        file.put(_END.pack(0x06054B50, 0, 0, few, few, min(size, _MOST_32), min(start, _MOST_32), 0))
 
     def to_bytes(self) -> bytes:
         """The archive in memory."""
@@ -243,14 +245,14 @@ class TorchArchive:
         return b"".join(parts)
 
     @staticmethod
-    def _write_record(file: _Appendable, record: _Record) -> None:
-        file.append(record.header())
+    def _write_record(file: _Output, record: _Record) -> None:
+        file.put(record.header())
         record.crc = 0
         pieces = record.data.data() if isinstance(record.data, ArchiveTensor) else [record.data]
         for piece in pieces:
             record.crc = crc32(piece, record.crc)
-            file.append(piece)
-        file.append(record.descriptor())
+            file.put(piece)
+        file.put(record.descriptor())
 
     def _describe(self, value: Any) -> Any:
         """Gives the pickler what stands for an object that is no builtin."""
@@ -306,10 +308,10 @@ def archive_of(key: str, value: Any, format_name: str) -> TorchArchive:
 
 
 class _Parts(list[bytes]):
-    """Bytes that are appended, in memory."""
+    """An output in memory."""
 
-    def append(self, data: bytes | memoryview, /) -> None:
-        super().append(bytes(data))
+    def put(self, data: bytes | memoryview, /) -> None:
+        self.append(bytes(data))
 
 
 def _reduced(value: Any) -> Call | None:

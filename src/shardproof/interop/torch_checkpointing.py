@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from shardproof.errors import NotCommittedError, StorageError
+from shardproof.errors import StorageError
 from shardproof.geometry import IndexMap
 from shardproof.interop.extents import FileRange
 from shardproof.interop.pickle_data import Opaque, read_pickle
@@ -52,16 +52,7 @@ class TorchCheckpointingReader(TorchFolderReader):
 
     def __init__(self, foreign: Foreign) -> None:
         super().__init__(foreign)
-        try:
-            data = self.storage.read(_METADATA)
-        except StorageError as error:
-            if not error.details.get("missing"):
-                raise
-            raise NotCommittedError(
-                f"{self.location} has no {_METADATA}: it is no checkpoint of torch_checkpointing, or its "
-                "save did not finish",
-                file=f"{self.location}/{_METADATA}",
-            ) from error
+        data = self.read_commit(_METADATA, "checkpoint of torch_checkpointing")
         metadata = read_pickle(data, {}, file=f"{self.location}/{_METADATA}").value
         self._plain: dict[str, tuple[str, str]] = {}
         """By key, the file of an item that is JSON or bytes, and which of them."""

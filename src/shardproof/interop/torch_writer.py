@@ -7,9 +7,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardproof.dtypes import DTYPES
-from shardproof.interop.new_file import NewFile, check_size
 from shardproof.interop.torch_archive import ArchiveTensor, TorchArchive, archive_of
-from shardproof.interop.writer import BoxSource, Contents, FormatWriter, Unit, WriteOptions, notes_of
+from shardproof.interop.writer import (
+    BoxSource,
+    Contents,
+    FormatWriter,
+    Unit,
+    WriteOptions,
+    check_units,
+    new_file,
+    notes_of,
+)
 from shardproof.storage import Storage
 
 __all__ = ["TorchWriter"]
@@ -48,14 +56,15 @@ class TorchWriter(FormatWriter):
             for key, (dtype, shape) in self._contents.tensors.items()
         }
         aliases = {key: tensors[other] for key, other in self._contents.aliases.items()}
-        with NewFile(target, unit.name) as file:
+        with new_file(target, unit.name) as file:
             TorchArchive({**tensors, **aliases, **self._contents.objects}).write(file)
-        return {"size": file.size}
+            return {"size": file.finish()}
 
     def commit(self, records: Mapping[str, dict[str, Any]], target: Storage) -> None:
         """Checks the file, which is all of the checkpoint; see `FormatWriter.commit`.
 
         Raises:
+            StructureError: it was not written.
             StorageError: the file is missing, or was cut.
         """
-        check_size(target, _FILE, records[_FILE]["size"])
+        check_units(target, self.units, records, lambda name, record: [(name, record["size"])])

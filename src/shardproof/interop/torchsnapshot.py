@@ -22,7 +22,7 @@ from typing import Any
 import xxhash
 
 from shardproof.dtypes import DTYPES
-from shardproof.errors import NotCommittedError, StorageError
+from shardproof.errors import StorageError
 from shardproof.interop.extents import FileRange
 from shardproof.interop.reader import Foreign, FormatReader, StoredBox, StoredView, TensorDescription
 from shardproof.interop.torch_file import TorchFile, unpickled, with_tensors
@@ -81,15 +81,7 @@ class TorchSnapshotReader(FormatReader):
 
     def __init__(self, foreign: Foreign) -> None:
         super().__init__(foreign)
-        try:
-            data = self.storage.read(_METADATA)
-        except StorageError as error:
-            if not error.details.get("missing"):
-                raise
-            raise NotCommittedError(
-                f"{self.location} has no {_METADATA}: it is no snapshot, or its save did not finish",
-                file=f"{self.location}/{_METADATA}",
-            ) from error
+        data = self.read_commit(_METADATA, "snapshot")
         self.identity = xxhash.xxh3_128_hexdigest(data)
         self._objects: dict[str, Any] = {}
         self._sizes: dict[str, int | None] = {}

@@ -10,12 +10,13 @@ The commit writes the metadata, last.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from shardproof.errors import StructureError
 from shardproof.format import FileRecord, check_size
-from shardproof.storage import Storage
+from shardproof.storage import FileWriter, Storage
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +27,8 @@ __all__ = [
     "FormatWriter",
     "Unit",
     "WriteOptions",
-    "check_written",
+    "check_units",
+    "new_file",
     "notes_of",
 ]
 
@@ -159,20 +161,47 @@ def notes_of(name: str, contents: Contents, *, keeps_step: bool = False) -> list
     return [f"{name} has no place for {' and '.join(lost)}, and leaves {it} out."] if lost else []
 
 
-def check_written(target: Storage, name: str, size: int) -> None:
-    """Checks, before a commit, that a file of a unit has the size that was written.
+def new_file(target: Storage, name: str, buffer: memoryview | None = None) -> FileWriter:
+    """Begins a file of a unit. A file of this name is left from an interrupted attempt and is replaced.
 
     Args:
         target: where the units are.
         name: of the file.
-        size: expected bytes.
+        buffer: as of `FileWriter`.
 
     Raises:
-        StorageError: the file is missing or has another size, or the storage cannot tell.
+        StorageError: the storage failed.
     """
-    check_size(
-        target,
-        FileRecord(name, size, ""),
-        path=f"{target.location}/{name}",
-        advice="Another process changed the file, or the place is not shared by all nodes",
-    )
+    target.delete(name)
+    return FileWriter(target.create(name), buffer)
+
+
+def check_units(
+    target: Storage,
+    units: Sequence[Unit],
+    records: Mapping[str, dict[str, Any]],
+    files: Callable[[str, dict[str, Any]], Iterable[tuple[str, int]]],
+) -> None:
+    """Checks, before a commit, that all units were written and their files are as long as then.
+
+    Args:
+        target: where the units are.
+        units: all of the checkpoint.
+        records: by name of the unit, what `FormatWriter.write` returned.
+        files: gives name and expected bytes of each file, from the name of a unit and its record.
+
+    Raises:
+        StructureError: a unit was not written.
+        StorageError: a file is missing or has another size, or the storage cannot tell.
+    """
+    for unit in units:
+        if unit.name not in records:
+            raise StructureError(f"the unit {unit.name} was not written, so nothing is committed")
+        for name, size in files(unit.name, records[unit.name]):
+            check_size(
+                target,
+                FileRecord(name, size, ""),
+                path=f"{target.location}/{name}",
+                advice="It was changed after it was written, or the place is not shared by all nodes. Remove "
+                "the new checkpoint and write it again",
+            )

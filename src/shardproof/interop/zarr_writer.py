@@ -38,10 +38,11 @@ from shardproof.interop.writer import (
     FormatWriter,
     Unit,
     WriteOptions,
-    check_written,
+    check_units,
+    new_file,
 )
 from shardproof.interop.zarr_metadata import DTYPE_ATTRIBUTE, EVERY_CHUNK_ATTRIBUTE, KEY_ATTRIBUTE
-from shardproof.storage import FileWriter, Storage, aligned_buffer
+from shardproof.storage import Storage, aligned_buffer
 
 __all__ = ["ZarrWriter"]
 
@@ -112,8 +113,7 @@ class ZarrWriter(FormatWriter):
         chunks = self._chunks[unit.name]
         buffer = aligned_buffer(min(_BUFFER_BYTES, max(chunk.stored_bytes for chunk in chunks)))
         for chunk in chunks:
-            target.delete(chunk.file)  # left from an interrupted attempt
-            with FileWriter(target.create(chunk.file), buffer) as file:
+            with new_file(target, chunk.file, buffer) as file:
                 crc = 0
                 for piece in self._pieces(chunk, source):
                     crc = self._extend_crc(crc, np.frombuffer(piece, np.uint8))
@@ -129,11 +129,12 @@ class ZarrWriter(FormatWriter):
             StructureError: a unit was not written.
             StorageError: a chunk is missing or has another size, or the storage failed.
         """
-        for name, chunks in self._chunks.items():
-            if name not in records:
-                raise StructureError(f"the unit {name} was not written, so nothing is committed")
-            for chunk in chunks:
-                check_written(target, chunk.file, chunk.stored_bytes)
+        check_units(
+            target,
+            self.units,
+            records,
+            lambda name, _: [(chunk.file, chunk.stored_bytes) for chunk in self._chunks[name]],
+        )
         documents = {array.name: array.document() for array in self._arrays.values()}
         for name, document in documents.items():
             target.publish(f"{name}/zarr.json", _json(document), replace=True)

@@ -30,7 +30,7 @@ class Part:
     Raises:
         ValueError: the pieces do not divide the size, or the sizes do not add up to it.
 
-    >>> Part(6).held(1, 3), Part(6, pieces=2).held(3, 4), Part(5, sizes=(3, 2)).held(1, 2)
+    >>> Part(6).segment(1, 3), Part(6, pieces=2).segment(3, 4), Part(5, sizes=(3, 2)).segment(1, 2)
     ((2, 2), (3, 3), (3, 2))
     """
 
@@ -47,7 +47,7 @@ class Part:
                 "Give sizes that add up to the size, without pieces"
             )
 
-    def held(self, rank: int, ranks: int) -> tuple[int, int]:
+    def segment(self, rank: int, ranks: int) -> tuple[int, int]:
         """Start and size of a rank's segment of the part."""
         if self.sizes is not None:
             if len(self.sizes) != ranks:
@@ -74,7 +74,7 @@ def blocks_of(parts: Sequence[int | Part], ranks: int) -> list[list[tuple[int, i
     starts = [0, *accumulate(part.size for part in whole)]
     blocks = []
     for rank in range(ranks):
-        segments = [part.held(rank, ranks) for part in whole]
+        segments = [part.segment(rank, ranks) for part in whole]
         blocks.append([(base + start, size) for base, (start, size) in zip(starts, segments, strict=False)])
     return blocks
 

@@ -13,7 +13,7 @@ from shardproof.loading.matching import Options, ReadOnce, from_rank
 from shardproof.loading.opening import open_checkpoint as open  # noqa: A004 the public name is sp.open
 from shardproof.loading.opening import open_storage
 from shardproof.loading.read_once.agreement import UNREADABLE
-from shardproof.loading.selection import Cast, Patterns, check_patterns, selects
+from shardproof.loading.selection import Cast, Patterns, check_patterns, rename_keys, selects
 from shardproof.reentrance import refuse_inside
 from shardproof.rendezvous import Rendezvous, connected
 from shardproof.storage import Location
@@ -38,6 +38,7 @@ __all__ = [
     "load_from",
     "open",
     "open_storage",
+    "rename_keys",
     "selects",
 ]
 
@@ -82,7 +83,8 @@ def load(
             all.
         exclude: patterns of the keys to leave as they are.
         cast: True, or patterns of keys, where values may be converted to the dtype of their destination.
-        rename: key in the target to key in the checkpoint, for a key and all below it.
+        rename: key in the target to key in the checkpoint, for a key and all below it. The longest key of the
+            checkpoint decides. An empty key in the target removes the prefix. `convert` maps the other way.
         read_once: True to hand on what several ranks want; "auto" to do so where it takes less time, by what
             storage and group are measured to give (a few milliseconds, and only if much is wanted twice). The
             same on all ranks. A rank that falls silent meanwhile is given up after the group's own timeout.

@@ -139,7 +139,7 @@ class Checkpoint(ABC):
         """Reads and verifies the parts of a plan in this thread, and fills their destinations.
 
         Args:
-            plan: from `plan_reads`; its `want` is an index into `destinations`.
+            plan: from `plan_reads`; its `requested` is an index into `destinations`.
             destinations: of the wanted boxes.
 
         Returns:

@@ -58,7 +58,7 @@ class DestinationWriter:
     Args:
         tensors: all tensors of the checkpoint.
         table: all its chunks.
-        plan: its `want` is an index into `destinations`.
+        plan: its `requested` is an index into `destinations`.
         destinations: where the wanted boxes go.
     """
 
@@ -77,25 +77,25 @@ class DestinationWriter:
         """Streams of the thread that made this, for helper threads to enter."""
         tensor, volumes = table.tensor[plan.chunk], plan.sizes.prod(axis=1)
         tensor_of = np.zeros(len(destinations), np.int64)
-        tensor_of[plan.want] = tensor
+        tensor_of[plan.requested] = tensor
         names = [tensors[row].dtype for row in tensor_of.tolist()]
         known: dict[str, torch.dtype] = {name: getattr(torch, name) for name in set(names)}
         self._dtypes = [known[name] for name in names]
         """Stored dtype, by destination."""
         sizes = {name: dtype.itemsize for name, dtype in known.items()}
-        itemsizes = np.array([sizes[name] for name in names], np.int64)[plan.want]
+        itemsizes = np.array([sizes[name] for name in names], np.int64)[plan.requested]
         base = [
             there.address if there.is_plain and there.dtype == name else 0
             for there, name in zip(destinations, names, strict=True)
         ]
         elements = np.zeros(len(destinations), np.int64)
-        np.add.at(elements, plan.want, volumes)
+        np.add.at(elements, plan.requested, volumes)
         self.overlapping = _overlapping(elements, destinations)
         """Rows of destinations that share memory. Nothing is read straight into them: another thread may
         overwrite the bytes before they are hashed."""
         for row in self.overlapping:
             base[row] = 0
-        into = np.array(base, np.uint64)[plan.want]
+        into = np.array(base, np.uint64)[plan.requested]
         is_run = plan.chunk_stop - plan.chunk_start == volumes
         straight = is_run & (plan.run_start >= 0) & (into != 0)
         inside = (plan.run_start * itemsizes).astype(np.uint64)
@@ -105,7 +105,7 @@ class DestinationWriter:
         """By part: first byte in the chunk."""
         self._end = plan.chunk_stop * itemsizes
         """By part: end in the chunk, exclusive."""
-        self._want: list[int] = plan.want.tolist()
+        self._want: list[int] = plan.requested.tolist()
         self.part_bytes: NDArray[np.int64] = volumes * itemsizes
         """By part: bytes in the stored dtype."""
 
@@ -185,7 +185,7 @@ class DestinationWriter:
             )
             for want, into, start, extent in zip(
                 self._want[these],
-                plan.in_want[these, :ndim].tolist(),
+                plan.in_requested[these, :ndim].tolist(),
                 plan.chunk_start[these].tolist(),
                 plan.sizes[these, :ndim].tolist(),
                 strict=True,
@@ -200,7 +200,7 @@ class DestinationWriter:
             stored: (count,) uint8 host memory: the elements of the part in row-major order.
         """
         view, plan = self._destinations[self._want[part]].view.detach(), self._plan
-        sizes, offsets = plan.sizes[part, : view.ndim].tolist(), plan.in_want[part, : view.ndim].tolist()
+        sizes, offsets = plan.sizes[part, : view.ndim].tolist(), plan.in_requested[part, : view.ndim].tolist()
         with torch.no_grad():
             source = shaped(stored, self._dtypes[self._want[part]], sizes)
             part_of(view, offsets, sizes).copy_(source)

@@ -30,6 +30,16 @@ __all__ = ["ForeignCheckpoint"]
 
 _WHOLE_BYTES = 64 << 20
 """A seekable extent that is larger is not read whole for a part of it. It bounds the memory of a read."""
+_UNTRUSTED = (
+    "exclude= (--exclude) leaves the key out. With trust_pickle=True (--trust-pickle), torch unpickles the "
+    "value, which may run code of the checkpoint. The result has to be plain data: register enums and "
+    "dataclasses first (sp.register_enum, sp.register_dataclass; --register MODULE.CLASS)"
+)
+_TRUSTED = (
+    "torch unpickled the value, and only plain data can be read. Register enums and dataclasses "
+    "(sp.register_enum, sp.register_dataclass; --register MODULE.CLASS). Of other classes, leave the key out "
+    "with exclude= (--exclude), and read it with torch.load"
+)
 
 
 class ForeignCheckpoint(Checkpoint):
@@ -140,14 +150,9 @@ class _Objects(Mapping[str, Any]):
                 raise PlainDataError(f"{key}: {', '.join(names[:5])} cannot be read as plain data", path=key)
             return encode_plain(value, key)
         except PlainDataError as error:
-            advice = (
-                ""
-                if self._trust_pickle
-                else " With trust_pickle=True (--trust-pickle), torch unpickles it, which may run code of "
-                "the checkpoint. exclude= leaves it out"
-            )
+            advice = _TRUSTED if self._trust_pickle else _UNTRUSTED
             raise PlainDataError(
-                f"{self._reader.location}: {error.message}.{advice}", **error.details
+                f"{self._reader.location}: {error.message}. {advice}", **error.details
             ) from error
 
 

@@ -20,6 +20,7 @@ import logging
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -78,12 +79,20 @@ class LoadReport(msgspec.Struct, frozen=True):
     """Keys of the target that the checkpoint lacks (only without `strict`)."""
     unexpected: tuple[str, ...] = ()
     """Keys of the checkpoint that no rank requested (with `strict` only those of optional parts)."""
-    kept: tuple[str, ...] = ()
+    unchanged: tuple[str, ...] = ()
     """Keys of the target that the load did not change: per-rank values if fewer ranks saved, and optional
     parts that the checkpoint lacks or that declined its value."""
     dropped: tuple[str, ...] = ()
     """Per-rank values of the checkpoint that no rank loads, as ``<key>.@rank-<rank that saved>``: fewer ranks
     load than saved, or the target of a rank lacks the key. Equal on all ranks. A warning names them too."""
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """The deprecated name of `unchanged`."""
+        warnings.warn(
+            "LoadReport.kept is now LoadReport.unchanged: use that name", DeprecationWarning, stacklevel=2
+        )
+        return self.unchanged
 
     @property
     def speed(self) -> float:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from shardproof._utils.humanize import nearest
 from shardproof.errors import StructureError
 from shardproof.state import Catalogue
 
-__all__ = ["Cast", "Patterns", "casts", "check_patterns", "renamed", "selects"]
+__all__ = ["Cast", "Patterns", "casts", "check_patterns", "rename_keys", "renamed", "selects"]
 
 Patterns = str | Sequence[str] | None
 Cast = bool | str | Sequence[str]
+
+_PAIRS_SHOWN = 8
+_NAMES_LOOKED_UP = 3
+"""An error looks for keys that are spelled like this many names: each takes seconds among 100,000 keys."""
 
 
 def selects(include: Patterns, exclude: Patterns) -> Callable[[str], bool]:
@@ -51,9 +56,79 @@ def check_patterns(option: str, patterns: Patterns, keys: Sequence[str]) -> None
     """
     unused = [item for item in _as_tuple(patterns) if not any(_matches(key, (item,)) for key in keys)]
     if unused:
-        raise StructureError(
-            f"{option}: no key matches {unused}; `shardproof inspect` lists the keys of the checkpoint"
-        )
+        raise StructureError(f"{option}: no key matches {unused}{_advice(unused, keys)}")
+
+
+def rename_keys(keys: Iterable[str], rename: Mapping[str, str], *, stored_first: bool) -> dict[str, str]:
+    """The new name of each stored key. The longest stored key that is the key, or above it, decides.
+
+    Args:
+        keys: the stored keys.
+        rename: stored key to new key, or new key to stored key; each stands for all keys below it too. An
+            empty new key removes the prefix.
+        stored_first: True for stored key to new key, as in a conversion.
+
+    Raises:
+        StructureError: a stored key of `rename` matches no key, its direction is reversed, or two keys get
+            one name.
+
+    >>> rename_keys(["net.w", "epoch"], {"net": "model"}, stored_first=True)
+    {'net.w': 'model.w', 'epoch': 'epoch'}
+    """
+    pairs = [pair if stored_first else pair[::-1] for pair in rename.items()]
+    new_names, unused, names = dict(pairs), {stored for stored, _ in pairs}, {}
+    for key in keys:
+        head, tail = key, ""
+        while head not in new_names and "." in head:
+            head, _, last = head.rpartition(".")
+            tail = f".{last}{tail}"
+        if head in new_names:
+            unused.discard(head)
+            names[key] = (new_names[head] + tail).removeprefix(".")
+            if not names[key]:
+                raise StructureError(f"rename: {key!r} would have an empty name", key=key)
+        else:
+            names[key] = key
+    if unused:
+        raise _no_key(sorted(unused), list(names), rename, stored_first)
+    for stored, new in pairs:
+        if new_names[stored] != new:
+            raise StructureError(
+                f"rename: both {new!r} and {new_names[stored]!r} would be {stored!r} of the checkpoint",
+                key=stored,
+            )
+    stored_of: dict[str, str] = {}
+    for key, name in names.items():
+        if stored_of.setdefault(name, key) != key:
+            raise StructureError(
+                f"rename: {stored_of[name]!r} and {key!r} of the checkpoint would both be {name!r}", key=name
+            )
+    return names
+
+
+def _no_key(
+    unused: list[str], keys: Sequence[str], rename: Mapping[str, str], stored_first: bool
+) -> StructureError:
+    """The error of a rename with stored keys that match no key."""
+    left, right = list(rename), list(rename.values())
+    stored, new = (left, right) if stored_first else (right, left)
+    known = [key for key in dict.fromkeys(new) if any(f"{other}.".startswith(f"{key}.") for other in keys)]
+    if not known or len(unused) < len(set(stored)):
+        return StructureError(f"rename: no key matches {unused}{_advice(unused, keys)}", keys=unused)
+    direction = (
+        "of a conversion maps a stored key to the key that is written"
+        if stored_first
+        else "of a load maps a key of the target to the stored key"
+    )
+    swapped = dict(zip(right, left, strict=True))
+    shown = f": {dict(list(swapped.items())[:_PAIRS_SHOWN])}" if len(swapped) == len(rename) else ""
+    if shown and len(swapped) > _PAIRS_SHOWN:
+        shown = f"{shown[:-1]}, ...}}"
+    return StructureError(
+        f"rename: the direction is reversed: rename {direction}, and the checkpoint has "
+        f"{known[:_PAIRS_SHOWN]} and no {unused[:_PAIRS_SHOWN]}. Swap both sides{shown}",
+        keys=unused,
+    )
 
 
 def renamed(catalogue: Catalogue, rename: Mapping[str, str] | None) -> tuple[Catalogue, dict[str, str]]:
@@ -61,50 +136,21 @@ def renamed(catalogue: Catalogue, rename: Mapping[str, str] | None) -> tuple[Cat
 
     Args:
         catalogue: of the checkpoint.
-        rename: key in the target to key in the checkpoint; a key stands for all keys below it too. The
-        longest wins.
+        rename: key in the target to key in the checkpoint; see `rename_keys`.
 
     Raises:
-        StructureError: the target of a rename is not in the checkpoint, or two keys get one name.
+        StructureError: a stored key is not in the checkpoint, or two keys get one name.
     """
     if not rename:
         return catalogue, {}
-    stored_names: dict[str, str] = {}
-    for target, stored in rename.items():
-        other = stored_names.setdefault(stored, target)
-        if other != target:
-            raise StructureError(
-                f"rename: both {other!r} and {target!r} would be {stored!r} of the checkpoint", key=stored
-            )
-    unused = set(stored_names)
-    names: dict[str, str] = {}
-    for key in (*catalogue.tensors, *catalogue.objects):
-        head, tail = key, ""
-        while head not in stored_names and "." in head:
-            head, _, last = head.rpartition(".")
-            tail = f".{last}{tail}"
-        if head in stored_names:
-            unused.discard(head)
-        names[key] = stored_names[head] + tail if head in stored_names else key
-    if unused:
-        raise StructureError(
-            f"rename: the checkpoint has no {sorted(unused)}; `shardproof inspect` lists its keys",
-            keys=sorted(unused),
-        )
-    stored_of: dict[str, str] = {}
-    for stored, target in names.items():
-        if stored_of.setdefault(target, stored) != stored:
-            raise StructureError(
-                f"rename: both {stored_of[target]!r} and {stored!r} of the checkpoint would be {target!r}",
-                key=target,
-            )
+    names = rename_keys((*catalogue.tensors, *catalogue.objects), rename, stored_first=False)
     view = replace(
         catalogue,
         tensors={names[key]: value for key, value in catalogue.tensors.items()},
         aliases={names[key]: names[value] for key, value in catalogue.aliases.items()},
         objects=_RenamedObjects(catalogue.objects, names),
     )
-    return view, stored_of
+    return view, {target: stored for stored, target in names.items()}
 
 
 class _RenamedObjects(Mapping[str, Any]):
@@ -145,6 +191,14 @@ def _with_references(value: Any, names: Mapping[str, str]) -> Any:
             for key, item in value.items()
         }
     return value
+
+
+def _advice(names: Sequence[str], keys: Sequence[str]) -> str:
+    """What to do about names that match no key, as the end of a sentence."""
+    near = dict.fromkeys(key for name in names[:_NAMES_LOOKED_UP] for key in nearest(name, keys))
+    return (f"; near it: {', '.join(near)}" if near else "") + (
+        "; `shardproof inspect` lists the keys of the checkpoint"
+    )
 
 
 def _as_tuple(patterns: Patterns) -> tuple[str, ...]:

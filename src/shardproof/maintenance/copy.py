@@ -16,14 +16,12 @@ from shardproof.format import (
     FORMAT_VERSION,
     MANIFEST_NAME,
     ChunkVerifier,
-    Declared,
     FileRecord,
     Manifest,
     bytes_digest,
-    chunk_entries,
-    declared_header,
     encode_index,
     file_digest,
+    header_of_chunks,
     index_name,
     locate_files,
     read_index,
@@ -33,7 +31,7 @@ from shardproof.format import (
 )
 from shardproof.maintenance.stored import close_all
 from shardproof.planning import ChunkTable, prove_chunks, tensor_order
-from shardproof.saving import Attempt, publish
+from shardproof.saving import publish
 from shardproof.storage import FileWriter, Storage
 from shardproof.version import __version__
 
@@ -115,7 +113,13 @@ class _Copy:
         on_progress: Callable[[int, int], None] | None,
     ) -> None:
         self._target = target
-        self._manifest = manifest
+        self._manifest = msgspec.structs.replace(
+            manifest,
+            version=FORMAT_VERSION,
+            writer=f"shardproof {__version__}",
+            attempt=secrets.token_hex(8),
+        )
+        """Of the copy. Its files are those of the source until `run` has written them."""
         self._table = table
         self._files = locate_files(source, manifest)
         self._verifier = ChunkVerifier.of_table(
@@ -127,13 +131,10 @@ class _Copy:
         self._on_progress = on_progress
         self._done = 0
         self._total = int(table.byte_count.sum())
-        self._attempt = Attempt(
-            secrets.token_hex(8), manifest.time, manifest.step, manifest.world_size, manifest.metadata
-        )
 
     def run(self) -> Manifest:
         """Writes all shard files, then index and manifest."""
-        manifest, attempt = self._manifest, self._attempt
+        manifest = self._manifest
         shards = list(self._shards())
         file, byte_start = np.zeros(len(self._table), np.int64), np.zeros(len(self._table), np.int64)
         for at, shard in enumerate(shards):
@@ -141,11 +142,8 @@ class _Copy:
         index = encode_index(replace(self._table, file=file, byte_start=byte_start))
         copied = msgspec.structs.replace(
             manifest,
-            version=FORMAT_VERSION,
-            writer=f"shardproof {__version__}",
-            attempt=attempt.id,
             files=tuple(shard.record for shard in shards),
-            index=FileRecord(index_name(attempt.id), len(index), bytes_digest(index)),
+            index=FileRecord(index_name(manifest.attempt), len(index), bytes_digest(index)),
         )
         publish(self._target, copied, index, overwrite=False)
         return copied
@@ -154,8 +152,8 @@ class _Copy:
         """Removes the files of a copy that is not committed."""
         try:
             if self._target.size(MANIFEST_NAME) is None:
-                names = [shard_name(rank, self._attempt.id) for rank in self._ranks()]
-                for name in (*names, index_name(self._attempt.id)):
+                names = [shard_name(rank, self._manifest.attempt) for rank in self._ranks()]
+                for name in (*names, index_name(self._manifest.attempt)):
                     self._target.delete(name)
         except ShardproofError as error:
             _log.warning("%s: the partial copy could not be removed (%s)", self._target.location, error)
@@ -191,34 +189,25 @@ class _Copy:
     def _write(
         self, rank: int, rows: NDArray[np.int64], objects: list[str], files: int, *, is_first: bool
     ) -> _Shard:
-        table, manifest, attempt = self._table, self._manifest, self._attempt
+        table, manifest = self._table, self._manifest
         byte_count = table.byte_count[rows]
-        boxes = map(table.boxes.pair, rows.tolist())
-        records = [manifest.tensors[row] for row in table.tensor[rows].tolist()]
-        chunks = [(record.key, record.dtype, *box) for record, box in zip(records, boxes, strict=True)]
-        empty = [record for record in manifest.tensors if 0 in record.shape] if is_first else []
-        entries = chunk_entries(chunks, byte_count)
-        declared = Declared(
-            version=FORMAT_VERSION,
-            attempt=attempt.id,
-            step=attempt.step,
-            time=attempt.time,
+        header, padding = header_of_chunks(
+            manifest,
+            [manifest.tensors[row] for row in table.tensor[rows].tolist()],
+            map(table.boxes.pair, rows.tolist()),
+            byte_count,
+            objects,
             rank=rank,
-            world_size=attempt.world_size,
             files=files,
-            tensors={record.key: (record.dtype, record.shape) for record in (*records, *empty)},
-            aliases=manifest.aliases,
-            objects={key: manifest.objects[key] for key in objects},
-            metadata=attempt.metadata,
+            is_first=is_first,
         )
-        header = declared_header(declared, entries)
-        name = shard_name(rank, attempt.id)
+        name = shard_name(rank, manifest.attempt)
         with FileWriter(self._target.create(name)) as file:
             file.put(header)
             blocks: list[bytes] = []
             for row in rows.tolist():
                 blocks += self._copy_chunk(row, file)
-            file.put(shard_tail(entries.padding, blocks, table.digest[rows]))
+            file.put(shard_tail(padding, blocks, table.digest[rows]))
             size = file.finish()
         byte_start = len(header) + np.cumsum(byte_count) - byte_count
         digest = file_digest(header, table.digest[rows])

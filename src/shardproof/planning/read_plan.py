@@ -53,7 +53,7 @@ class ReadPlan:
 
     chunk: NDArray[np.int64]
     """(n,) row of the chunk table."""
-    want: NDArray[np.int64]
+    requested: NDArray[np.int64]
     """(n,) row of the requested box."""
     run_start: NDArray[np.int64]
     """(n,) first element of the part in the row-major order of the requested box; -1 if the part is not
@@ -65,25 +65,25 @@ class ReadPlan:
     contains all elements between the two."""
     in_chunk: NDArray[np.int64]
     """(n, width) offsets of the part relative to the chunk; 0 in dimensions that the tensor does not have."""
-    in_want: NDArray[np.int64]
+    in_requested: NDArray[np.int64]
     """(n, width) offsets of the part relative to the requested box."""
     sizes: NDArray[np.int64]
     """(n, width) sizes of the part; 1 in dimensions that the tensor does not have."""
 
-    def for_wants(self, want: NDArray[np.int64]) -> ReadPlan:
-        """The same parts with the column `want` replaced."""
-        return replace(self, want=want)
+    def with_requested(self, requested: NDArray[np.int64]) -> ReadPlan:
+        """The same parts with other rows of requested boxes."""
+        return replace(self, requested=requested)
 
     def only(self, rows: NDArray[np.bool_]) -> ReadPlan:
         """The plan of some rows, selected by a mask."""
         return ReadPlan(
             self.chunk[rows],
-            self.want[rows],
+            self.requested[rows],
             self.run_start[rows],
             self.chunk_start[rows],
             self.chunk_stop[rows],
             self.in_chunk[rows],
-            self.in_want[rows],
+            self.in_requested[rows],
             self.sizes[rows],
         )
 
@@ -215,12 +215,12 @@ def _sorted_by_chunk(parts: Sequence[ReadPlan]) -> ReadPlan:
     order = np.argsort(chunk, kind="stable")
     return ReadPlan(
         chunk[order],
-        np.concatenate([part.want for part in parts])[order],
+        np.concatenate([part.requested for part in parts])[order],
         np.concatenate([part.run_start for part in parts])[order],
         np.concatenate([part.chunk_start for part in parts])[order],
         np.concatenate([part.chunk_stop for part in parts])[order],
         np.concatenate([part.in_chunk for part in parts])[order],
-        np.concatenate([part.in_want for part in parts])[order],
+        np.concatenate([part.in_requested for part in parts])[order],
         np.concatenate([part.sizes for part in parts])[order],
     )
 

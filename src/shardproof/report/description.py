@@ -59,6 +59,8 @@ def describe(
 
 
 def _described(checkpoint: ForeignCheckpoint) -> Stored:
+    from shardproof.state import encode_plain  # imports torch
+
     sizes = checkpoint.reader.files()
     files = tuple(
         FileRecord(name, sizes.get(name) or checkpoint.reader.storage.size(name) or 0, _NO_DIGEST, 0, -1)
@@ -70,7 +72,7 @@ def _described(checkpoint: ForeignCheckpoint) -> Stored:
         step=checkpoint.step,
         time=0.0,
         world_size=checkpoint.world_size,
-        metadata={},
+        metadata=encode_plain(checkpoint.metadata, "metadata"),
         tensors=tuple(checkpoint.tensors),
         aliases=dict(checkpoint.aliases),
         objects=cast(dict[str, Any], checkpoint.objects),

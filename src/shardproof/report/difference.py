@@ -95,6 +95,8 @@ def diff(
     a: Storage | Foreign,
     b: Storage | Foreign,
     *,
+    format: str | None = None,  # noqa: A002 as in sp.open
+    other_format: str | None = None,
     trust_pickle: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Difference:
@@ -105,6 +107,8 @@ def diff(
     Args:
         a: one checkpoint.
         b: the other.
+        format: name of the format of `a`; None to find it.
+        other_format: name of the format of `b`; None to find it.
         trust_pickle: True to unpickle values of other formats that are no plain data.
         on_progress: called with the bytes read so far and in all.
 
@@ -114,7 +118,10 @@ def diff(
         CorruptChunkError: a chunk that had to be read does not match its digest.
         TilingError: the chunks of a tensor that had to be read do not cover it.
     """
-    one, other = (describe(place, trust_pickle=trust_pickle) for place in (a, b))
+    one, other = (
+        describe(place, format=name, trust_pickle=trust_pickle)
+        for place, name in ((a, format), (b, other_format))
+    )
     manifest_a, manifest_b = one.manifest, other.manifest
     only_a, only_b, changed = structure_changes(manifest_a, manifest_b)
     pairs = list(_comparable(manifest_a, manifest_b))
@@ -129,7 +136,7 @@ def diff(
         elif different.any():
             values.append(ValueDifference(key, "digest", int(different.sum()), len(different)))
     if unlike:
-        values += _read_differences(a, b, unlike, on_progress)
+        values += _read_differences((a, one.format), (b, other.format), unlike, on_progress)
     return Difference(
         one.location,
         other.location,
@@ -146,15 +153,15 @@ def diff(
 
 
 def _read_differences(
-    a: Storage | Foreign,
-    b: Storage | Foreign,
+    a: tuple[Storage | Foreign, str],
+    b: tuple[Storage | Foreign, str],
     tensors: Sequence[tuple[str, int]],
     on_progress: Callable[[int, int], None] | None,
 ) -> list[ValueDifference]:
     """Reads tensors in both checkpoints and compares them.
 
     Args:
-        a: one checkpoint.
+        a: one checkpoint, and the name of its format.
         b: the other.
         tensors: key and bytes of each.
         on_progress: as of `diff`.
@@ -163,7 +170,9 @@ def _read_differences(
 
     values, done, total = [], 0, 2 * sum(nbytes for _, nbytes in tensors)
     with ExitStack() as opened:
-        one, other = (opened.enter_context(open_storage(place, warn=False)) for place in (a, b))
+        one, other = (
+            opened.enter_context(open_storage(place, format=name, warn=False)) for place, name in (a, b)
+        )
         for key, nbytes in tensors:
             for step in compare_tensors(one, other, key):
                 if on_progress is not None:

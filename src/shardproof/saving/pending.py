@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -123,9 +124,18 @@ class PendingSave:
                 "process; restore finds the newest committed step"
             )
 
-    def tell(self) -> None:
+    def mark_reported(self) -> None:
         """Marks a failure as reported, because the caller receives it directly."""
         self._reported = True
+
+    def tell(self) -> None:
+        """The deprecated name of `mark_reported`."""
+        warnings.warn(
+            "PendingSave.tell is now PendingSave.mark_reported: use that name",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        self.mark_reported()
 
     def take_failure(self) -> ShardproofError | None:
         """Returns the error of the save once; None if it has none, or it was returned before."""

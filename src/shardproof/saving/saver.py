@@ -107,7 +107,7 @@ class Saver:
         except BaseException as error:  # the caller may change the state from here on
             if self._under_way is not None and self._under_way is not before:
                 self._under_way.give_up(error)
-                self._under_way.pending.tell()
+                self._under_way.pending.mark_reported()
             raise
 
     def begin(
@@ -195,7 +195,7 @@ class Saver:
                 save.start(state, operation, submit, background=background, stage_all=stage_all, after=after)
             except BaseException as error:  # the caller may change what was not copied
                 save.give_up(error)
-                save.pending.tell()
+                save.pending.mark_reported()
                 if operation.claim():  # the save thread has not claimed it, and does not end the save
                     self._under_way = None
                     save.end()

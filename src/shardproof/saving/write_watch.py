@@ -115,7 +115,7 @@ def _counted(stepped: Sequence[Stepped]) -> tuple[list[torch.Tensor], list[int],
 
 def _writers(stepped: Stepped) -> Iterator[tuple[torch.Tensor, int]]:
     """Each tensor through which an operation can write stepped memory, and the address of its storage."""
-    for tensor, local, start in zip(stepped.tensors, stepped.held, stepped.starts, strict=True):
+    for tensor, local, start in zip(stepped.tensors, stepped.local_tensors, stepped.starts, strict=True):
         if start:
             yield local, start
             if tensor is not local:  # an operation on a DTensor raises the version of the DTensor alone
@@ -127,7 +127,7 @@ def _writers(stepped: Stepped) -> Iterator[tuple[torch.Tensor, int]]:
 def _covered(stepped: Stepped) -> set[int]:
     """Addresses of the storages that one tensor covers and torch alone owns."""
     rows = [row for row, start in enumerate(stepped.starts) if start]
-    local = [stepped.held[row] for row in rows]
+    local = [stepped.local_tensors[row] for row in rows]
     storages = list(map(torch.Tensor.untyped_storage, local))
     sizes = list(map(torch.UntypedStorage.nbytes, storages))
     resizable = map(torch.UntypedStorage.resizable, storages)

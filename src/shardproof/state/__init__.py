@@ -31,7 +31,7 @@ from shardproof.state.placements import sizes_of as sizes_of  # not listed in __
 from shardproof.state.plain.decode import decode as decode_plain
 from shardproof.state.plain.decode import references
 from shardproof.state.plain.encode import encode as encode_plain
-from shardproof.state.plain.registry import register_dataclass, register_enum
+from shardproof.state.plain.registry import register_by_name, register_dataclass, register_enum
 from shardproof.state.records import (
     Binding,
     Catalogue,
@@ -96,6 +96,7 @@ __all__ = [
     "parts_of",
     "receiver",
     "references",
+    "register_by_name",
     "register_dataclass",
     "register_enum",
     "rename",

@@ -30,14 +30,14 @@ class Fence:
 
     Args:
         stepped: the optimizers of the state, and the tensors that they write.
-        secure: stages the memory. Returns when training may write to it, with the number of copied bytes.
+        stage: stages the memory. Returns when training may write to it, with the number of copied bytes.
         phase: returns the event phase of the wait.
     """
 
     def __init__(
-        self, stepped: Sequence[Stepped], secure: Callable[[], int], phase: Callable[[], events.Phase]
+        self, stepped: Sequence[Stepped], stage: Callable[[], int], phase: Callable[[], events.Phase]
     ) -> None:
-        self._secure = secure
+        self._stage = stage
         self._phase = phase
         self._opened = False
         self._process = os.getpid()
@@ -60,7 +60,7 @@ class Fence:
         if self._opened or self._process != os.getpid():  # a forked child writes to its own memory
             return
         with self._phase() as phase:
-            copied = self._secure()
+            copied = self._stage()
             phase.progress(copied, copied)
         self._opened = True
 

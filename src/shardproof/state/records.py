@@ -127,13 +127,13 @@ class Stepped:
     optimizer: torch.optim.Optimizer
     tensors: tuple[torch.Tensor, ...]
     """Plain tensors and DTensors."""
-    held: tuple[torch.Tensor, ...]
+    local_tensors: tuple[torch.Tensor, ...]
     """The local tensor of each."""
 
     @cached_property
     def starts(self) -> list[int]:
         """Start addresses of the local tensors' storages (`memory_of`) at the first access."""
-        return memory_of(self.held)
+        return memory_of(self.local_tensors)
 
     @cached_property
     def memory(self) -> frozenset[int]:

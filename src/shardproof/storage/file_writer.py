@@ -61,7 +61,12 @@ class FileWriter:
         """Marks the first `count` bytes of `room` as filled."""
         self._filled += count
 
-    def put(self, data: bytes | memoryview) -> None:
+    @property
+    def size(self) -> int:
+        """Bytes so far."""
+        return self._written + self._filled
+
+    def put(self, data: bytes | bytearray | memoryview) -> None:
         """Appends bytes."""
         data = memoryview(data)
         while len(data):

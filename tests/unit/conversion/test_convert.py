@@ -115,7 +115,7 @@ def refused(source: Path, there: Path, error: type[Exception], match: str, **opt
 def test_wrong_requests_are_named_and_nothing_is_written(source: Path, tmp_path: Path) -> None:
     there = tmp_path / "there"
     refused(source, there, StructureError, r"include.*nothing", include="nothing")
-    refused(source, there, StructureError, r"has no \['nothing'\]", rename={"nothing": "else"})
+    refused(source, there, StructureError, r"no key matches \['nothing'\]", rename={"nothing": "else"})
     refused(source, there, StructureError, "would both be", rename={"model.flags": "model.counts"})
     refused(source, there, StructureError, "empty name", rename={"step": ""})
     refused(source, there, ValueError, "dtype is one of", dtype="int8")

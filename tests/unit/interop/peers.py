@@ -7,7 +7,7 @@ import copy
 import json
 import random
 import tarfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import shardproof as sp
+from shardproof.errors import ShardproofError
 from shardproof.loading import Checkpoint, ForeignCheckpoint
 from shardproof.maintenance import verify_foreign
 
@@ -178,3 +179,26 @@ def check_tensors(golden: Golden, checkpoint: Checkpoint) -> None:
             for at in (chosen.randint(0, extent),)
         )
         assert bits(checkpoint[key][box]) == bits(expected[box]), (key, box)
+
+
+def damages_found(paths: Iterable[Path], read: Callable[[Path], object], *, every: int) -> int:
+    """Flips a bit of each `every`-th byte of files in turn. Returns how many times the read was an error.
+
+    Args:
+        paths: of the files.
+        read: opens the checkpoint and compares what it reads, given the file that is damaged.
+        every: bytes from one damage to the next.
+    """
+    found = 0
+    for path in sorted(paths):
+        whole = path.read_bytes()
+        for at in range(0, len(whole), every):
+            damaged = bytearray(whole)
+            damaged[at] ^= 0x10
+            path.write_bytes(damaged)
+            try:
+                read(path)
+            except ShardproofError:
+                found += 1
+        path.write_bytes(whole)
+    return found

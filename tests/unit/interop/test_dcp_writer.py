@@ -24,6 +24,7 @@ from shardproof.errors import StorageError, StructureError
 from shardproof.interop import Contents, WriteOptions, writer_of
 from shardproof.loading import ForeignCheckpoint
 from shardproof.maintenance import verify_foreign
+from shardproof.report import diff
 from shardproof.storage import LocalStorage
 from tests.harness import process_group, run_ranks
 from tests.unit.interop.peers import bits
@@ -43,7 +44,9 @@ def read_by_us(folder: Path) -> dict[str, tuple[Any, ...]]:
         report = verify_foreign(checkpoint)
         assert report.ok, report.faults
         assert report.unproved == 0
-        return {key: bits(checkpoint[key].read()) for key in checkpoint.reader.tensors}
+        return {
+            key: bits(checkpoint[key].read()) for key in {**checkpoint.reader.tensors, **checkpoint.aliases}
+        }
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -74,6 +77,21 @@ def test_tied_tensors_share_their_entries(tmp_path: Path) -> None:
     assert read_by_us(tmp_path) == expected
     assert read_by_torch(tmp_path, both) == expected
     assert sum(file.stat().st_size for file in tmp_path.glob("*.distcp")) < 1.5 * weight.nbytes
+
+
+@pytest.mark.parametrize("to", ["dcp", "fsdp_dtensor", "torch_dist"])
+def test_a_tie_comes_back_as_a_tie_and_a_note_tells_of_other_readers(to: str, tmp_path: Path) -> None:
+    weight = torch.arange(6.0).reshape(2, 3)
+    sp.save(tmp_path / "step", {"a": weight, "b": weight, "equal": weight.clone()})
+    report = sp.convert(tmp_path / "step", tmp_path / "there", to=to)
+    assert [f"{to} has no ties" in note and note.endswith(": b.") for note in report.notes] == [True]
+    with sp.open(tmp_path / "there") as checkpoint:
+        assert checkpoint.aliases == {"b": "a"}
+        assert {bits(checkpoint[key].read()) for key in ("a", "b", "equal")} == {bits(weight)}
+    assert diff(LocalStorage(tmp_path / "step"), LocalStorage(tmp_path / "there")).changed == ()
+    target = {key: torch.zeros(2, 3) for key in ("a", "b", "equal")}  # not tied
+    sp.load(tmp_path / "there", target, exclude="common")
+    assert {bits(tensor) for tensor in target.values()} == {bits(weight)}
 
 
 def test_objects_are_read_by_torch_and_by_us(tmp_path: Path) -> None:
@@ -263,7 +281,8 @@ def test_the_commit_finds_a_file_that_was_cut_or_removed(tmp_path: Path, is_miss
         file.unlink()
     else:
         file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(StorageError, match=r"__0_0\.distcp has"):
+    match = "it is missing" if is_missing else "it has"
+    with pytest.raises(StorageError, match=rf"__0_0\.distcp: expected .*{match}"):
         writer.commit(records, storage)
     assert not (tmp_path / ".metadata").exists()
 

@@ -19,9 +19,9 @@ import torch
 
 from shardproof.dtypes import DTYPES
 from shardproof.errors import CorruptChunkError, StructureError
-from shardproof.interop.new_file import NewFile
 from shardproof.interop.torch_archive import ArchiveTensor, TorchArchive
 from shardproof.interop.torch_file import TorchFile
+from shardproof.interop.writer import new_file
 from shardproof.storage import LocalSink, LocalStorage
 from tests.unit.interop.peers import bits
 from tests.unit.interop.writing import Source, loaded, some_tensor
@@ -140,12 +140,13 @@ def test_other_objects_are_refused(value: Any) -> None:
 def test_a_box_is_streamed_in_pieces(piece_bytes: int, tmp_path: Path) -> None:
     tensor = torch.arange(7 * 5 * 11.0).reshape(7, 5, 11)
     source = Source({"w": tensor})
-    with NewFile(LocalStorage(tmp_path), "a.pt") as file:
-        file.append(b"before")
+    with new_file(LocalStorage(tmp_path), "a.pt") as file:
+        file.put(b"before")
         box = ArchiveTensor.box(source, "w", "float32", (1, 0, 2), (6, 5, 8), piece_bytes)
         TorchArchive(box).write(file)
+        size = file.finish()
     data = (tmp_path / "a.pt").read_bytes()
-    assert file.size == len(data)
+    assert size == len(data)
     assert source.largest <= max(piece_bytes, 4)
     expected = tensor[1:, :, 2:10].contiguous()
     assert without_identifier(data[6:]) == without_identifier(saved(expected))
@@ -190,9 +191,9 @@ def test_an_archive_above_4_gib(tmp_path: Path) -> None:
         "empty": torch.empty(0, 2),
     }
     storage = SparseStorage(tmp_path)
-    with NewFile(storage, "a.pt") as file:
+    with new_file(storage, "a.pt") as file:
         TorchArchive(state).write(file)
-    assert file.size > 65 << 26
+        assert file.finish() > 65 << 26
     found = loaded(tmp_path / "a.pt", mmap=True)
     assert found["large"].shape == (65, 64 << 20)
     opened = TorchFile(storage, "a.pt")
@@ -208,14 +209,15 @@ def test_an_archive_above_4_gib(tmp_path: Path) -> None:
 
 def test_a_new_file_replaces_what_is_left_and_goes_if_the_writer_fails(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"left from before, and longer")
-    with NewFile(LocalStorage(tmp_path), "a") as file:
-        file.append(b"new")
-        file.append(b"")
+    with new_file(LocalStorage(tmp_path), "a") as file:
+        file.put(b"new")
+        file.put(b"")
+        assert (file.size, file.finish()) == (3, 3)
     assert (tmp_path / "a").read_bytes() == b"new"
 
     def fail() -> None:
-        with NewFile(LocalStorage(tmp_path), "a") as file:
-            file.append(bytes(20 << 20))
+        with new_file(LocalStorage(tmp_path), "a") as file:
+            file.put(bytes(20 << 20))
             raise OSError("the source failed")
 
     with pytest.raises(OSError, match="the source failed"):
@@ -226,9 +228,10 @@ def test_a_new_file_replaces_what_is_left_and_goes_if_the_writer_fails(tmp_path:
 @pytest.mark.parametrize("sizes", [[1], [8 << 20], [(8 << 20) - 1, 2], [20 << 20, 5, 13 << 20]])
 def test_a_new_file_has_what_was_appended(sizes: list[int], tmp_path: Path) -> None:
     parts = [torch.arange(size, dtype=torch.uint8).numpy().tobytes() for size in sizes]
-    with NewFile(LocalStorage(tmp_path), "a") as file:
+    with new_file(LocalStorage(tmp_path), "a") as file:
         for part in parts:
-            file.append(part)
+            file.put(part)
+        file.finish()
     assert (tmp_path / "a").read_bytes() == b"".join(parts)
 
 

@@ -250,7 +250,9 @@ def test_fsdp_over_a_dtensor_of_fused_blocks(dp: int) -> None:
 
 @given(st.integers(0, 6), st.sampled_from([1, 2, 3, 6]), st.sampled_from([1, 2, 3, 6]))
 def test_parts_in_fewer_pieces_than_ranks_are_held_by_neighbours(each: int, pieces: int, copies: int) -> None:
-    held = [Part(each * pieces, pieces=pieces).held(rank, pieces * copies) for rank in range(pieces * copies)]
+    held = [
+        Part(each * pieces, pieces=pieces).segment(rank, pieces * copies) for rank in range(pieces * copies)
+    ]
     assert held == [(at * each, each) for at in range(pieces) for _ in range(copies)]
     assert [blocks_of((each * pieces,), pieces)[rank][0] for rank in range(pieces)] == held[::copies]
 
@@ -278,7 +280,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="add up to 3"):
         Part(4, sizes=(2, 1))
     with pytest.raises(ValueError, match="copies of 2 pieces evenly"):
-        Part(4, pieces=2).held(0, 3)
+        Part(4, pieces=2).segment(0, 3)
     swiglu(layer, "weight", 3)
     with pytest.raises(StructureError, match="already has a declared layout"):
         swiglu(layer, "weight", 3)

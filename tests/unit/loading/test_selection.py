@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import fnmatch
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
+import torch
 from hypothesis import given
 
+import shardproof as sp
 from shardproof.errors import StructureError
-from shardproof.loading.selection import casts, renamed, selects
+from shardproof.loading.selection import casts, check_patterns, renamed, selects
 from shardproof.state import Catalogue
 
 KEYS = [
@@ -108,17 +112,49 @@ def test_references_in_objects_follow() -> None:
 
 
 def test_a_name_that_the_checkpoint_lacks_is_refused() -> None:
-    with pytest.raises(StructureError, match="has no .*'net.w.y', 'nett'"):
+    with pytest.raises(StructureError, match=r"no key matches \['net.w.y', 'nett'\]; near it: .*net\.w\.x"):
         renamed(_catalogue(), {"a": "nett", "b": "net.w.y", "c": "net.b"})
+    with pytest.raises(StructureError, match=r"include: no key matches \['epoc'\]; near it: epoch;"):
+        check_patterns("include", ["net", "epoc"], [*_catalogue().tensors, "epoch"])
 
 
 def test_two_keys_of_the_checkpoint_under_one_name_are_refused() -> None:
-    with pytest.raises(StructureError, match="both 'epoch' and 'net.b'|both 'net.b' and 'epoch'"):
+    with pytest.raises(StructureError, match="'net.b' and 'epoch' of the checkpoint would both"):
         renamed(_catalogue(), {"epoch": "net.b"})
-    with pytest.raises(StructureError, match="would be 'net.b'"):
+    with pytest.raises(StructureError, match="would both be 'net.b'"):
         renamed(_catalogue(), {"net": "blob", "net.b": "blob.@data", "x": "net.w"})
 
 
 def test_one_key_of_the_checkpoint_under_two_names_is_refused() -> None:
     with pytest.raises(StructureError, match="both 'a' and 'b' would be 'net.w' of the checkpoint"):
         renamed(_catalogue(), {"a": "net.w", "b": "net.w"})
+
+
+def test_a_mapping_in_the_wrong_direction_is_refused_with_the_right_one(tmp_path: Path) -> None:
+    """Each mapping that one call takes is refused by the other, which prints the mapping that it takes."""
+    sp.save(tmp_path / "step", {"net": {"w": torch.arange(3.0)}, "epoch": 3, "more": 1})
+    written = {"net": "", "epoch": "at"}  # for a conversion
+    target = {"w": torch.zeros(3), "at": 0, "more": 0}
+    with pytest.raises(
+        StructureError, match="direction is reversed.*load maps a key of the target"
+    ) as caught:
+        sp.load(tmp_path / "step", target, rename=written)
+    wanted = ast.literal_eval(caught.value.message.partition("Swap both sides: ")[2])
+    assert wanted == {"": "net", "at": "epoch"} and not target["w"].any()
+    sp.load(tmp_path / "step", target, rename=wanted)
+    assert target["w"].tolist() == [0, 1, 2] and (target["at"], target["more"]) == (3, 1)
+
+    with pytest.raises(StructureError, match="direction is reversed.*conversion maps a stored key") as caught:
+        sp.convert(tmp_path / "step", tmp_path / "there", to="shardproof", rename=wanted)
+    assert ast.literal_eval(caught.value.message.partition("Swap both sides: ")[2]) == written
+    sp.convert(tmp_path / "step", tmp_path / "there", to="shardproof", rename=written)
+    assert sp.open(tmp_path / "there").keys() == ["at", "more", "w"]
+
+
+def test_a_wrong_direction_is_told_where_no_single_mapping_is_right() -> None:
+    with pytest.raises(StructureError, match=r"direction is reversed.*has \['net', 'blob'\] and no \[''\]"):
+        renamed(_catalogue(), {"net": "", "blob": ""})
+    with pytest.raises(StructureError, match=r"no key matches \['nett'\]"):  # one stored key is right
+        renamed(_catalogue(), {"net": "nett", "b": "epoch"})
+    with pytest.raises(StructureError, match="'epoch' would have an empty name"):
+        renamed(_catalogue(), {"": "epoch"})

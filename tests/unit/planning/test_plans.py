@@ -204,14 +204,14 @@ def test_a_wanted_box_is_read_from_where_its_elements_are(
     )
     results = [np.full(box[1], -1) for _, box in wants]
     for part in range(len(reads.chunk)):
-        chunk, want = int(reads.chunk[part]), int(reads.want[part])
+        chunk, want = int(reads.chunk[part]), int(reads.requested[part])
         row, box = wants[want]
         ndim = len(run.shapes[row])
         span = slice(table.box_start[chunk], table.box_start[chunk + 1])
         stored = run.values(row)[slices((table.box_offsets[span], table.box_sizes[span]))]
         sizes = reads.sizes[part][:ndim]
         source = stored[slices((reads.in_chunk[part][:ndim], sizes))]
-        target = slices((reads.in_want[part][:ndim], sizes))
+        target = slices((reads.in_requested[part][:ndim], sizes))
         assert (results[want][target] == -1).all(), "an element is read twice"
         results[want][target] = source
         elements = np.arange(stored.size).reshape(stored.shape)

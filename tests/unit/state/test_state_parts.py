@@ -79,7 +79,7 @@ def test_a_part_comes_back_whole_and_is_told_after(tmp_path: Path, nest: Any) ->
     report = sp.load(tmp_path, {"w": torch.zeros(2), "rerun": nest(machine)})
     assert machine.loaded == [(5, 5)], "once, and after everything of it is set"
     assert machine.own.data.tolist() == [5] * 7
-    assert report.kept == report.unexpected == ()
+    assert report.unchanged == report.unexpected == ()
 
 
 def test_a_checkpoint_without_the_part_leaves_it_as_it_is(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_checkpoint_without_the_part_leaves_it_as_it_is(tmp_path: Path) -> Non
     report = sp.load(tmp_path, {"w": w, "rerun": machine})
     assert (machine.loaded, machine.own.count, machine.stored) == ([], -1, {})
     assert w.tolist() == [1, 1]
-    assert report.kept == ("rerun.@part",)
+    assert report.unchanged == ("rerun.@part",)
 
 
 def test_a_checkpoint_with_the_part_loads_into_a_state_without(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_a_part_may_leave_all_that_is_stored(tmp_path: Path) -> None:
     machine, w = Checked(answer=False), torch.zeros(2)
     report = sp.load(tmp_path, {"w": w, "rerun": machine})
     assert (machine.loaded, machine.own.count, w.tolist()) == ([], -1, [1, 1])
-    assert (report.kept, report.unexpected) == (("rerun.@part",), ())
+    assert (report.unchanged, report.unexpected) == (("rerun.@part",), ())
 
 
 def test_tensors_are_shown_as_none(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_a_part_is_selected_whole_or_not_at_all(tmp_path: Path) -> None:
 
     for options in ({"exclude": "rerun"}, {"include": "w"}):
         report, machine = load(**options)
-        assert (machine.loaded, report.kept, report.unexpected) == ([], (), ())
+        assert (machine.loaded, report.unchanged, report.unexpected) == ([], (), ())
     assert load(include="rerun")[1].loaded == [(5, 5)]
     with pytest.raises(sp.StructureError, match="only be loaded whole.*select 1 of its 3 keys"):
         load(include="rerun.@part.job")
@@ -199,7 +199,7 @@ def test_a_part_is_selected_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_include_may_name_a_part_that_the_checkpoint_lacks(tmp_path: Path) -> None:
     sp.save(tmp_path, {"w": torch.ones(2)})
     report = sp.load(tmp_path, {"w": torch.zeros(2), "rerun": Machine()}, include=["w", "rerun"])
-    assert report.kept == ("rerun.@part",)
+    assert report.unchanged == ("rerun.@part",)
 
 
 def test_optimizers_of_a_part_are_set_before_it_is_told(tmp_path: Path) -> None:
@@ -248,7 +248,9 @@ def test_parts_within_parts_are_optional_too(tmp_path: Path) -> None:
     sp.save(tmp_path / "with", {"outer": Outer(Machine(5))})
     sp.save(tmp_path / "without", {"outer": Outer()})
     assert len(sp.load(tmp_path / "with", {"outer": Outer()}).unexpected) == 3
-    assert sp.load(tmp_path / "without", {"outer": Outer(Machine())}).kept == ("outer.@part.inner.@part",)
+    assert sp.load(tmp_path / "without", {"outer": Outer(Machine())}).unchanged == (
+        "outer.@part.inner.@part",
+    )
     inner = Machine()
     sp.load(tmp_path / "with", {"outer": Outer(inner)})
     assert inner.loaded == [(5, 5)]

@@ -146,7 +146,7 @@ def test_other_names_with_the_sign_are_kept(tmp_path: Path) -> None:
 
     source, target = state(3.0), state(0.0)
     sp.save(tmp_path / "step", source)
-    assert sp.load(tmp_path / "step", target).kept == ()
+    assert sp.load(tmp_path / "step", target).unchanged == ()
     assert target["user@rank-0"].value["me@part"].tolist() == [3, 3]
     assert target["user@rank-0"].value["x@rank-1"].state == {"value": 3.0}
     assert target["m"].get_parameter("w@part").tolist() == [3, 3]

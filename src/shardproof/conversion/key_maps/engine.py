@@ -23,7 +23,7 @@ from shardproof.conversion.key_maps.key_matching import (
 )
 from shardproof.conversion.key_maps.key_rules import KeyPattern, KeyRules, Rule
 from shardproof.conversion.key_maps.layouts import LAYOUTS, Arrangement, LayoutMismatch, Piece
-from shardproof.conversion.mapping import MappedTensor, Move
+from shardproof.conversion.request import MappedTensor, Move
 from shardproof.errors import StructureError
 
 __all__ = ["MappedKeys", "apply_rules"]

@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 
 from shardproof.conversion.key_maps.key_matching import Stored
-from shardproof.conversion.mapping import MappedTensor, Move
+from shardproof.conversion.request import MappedTensor, Move
 from shardproof.dtypes import DTYPES
 from shardproof.errors import StructureError, TilingError
 from shardproof.geometry import Boxes, tiling_faults

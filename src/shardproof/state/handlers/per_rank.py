@@ -27,7 +27,7 @@ class PerRank:
     Args:
         value: any state tree.
         missing: for a loading rank without a saved value: "keep" leaves the value unchanged and lists it in
-            `LoadReport.kept`, "error" reports it as missing.
+            `LoadReport.unchanged`, "error" reports it as missing.
         fewer: for the saved values of ranks that do not exist in the load: "drop" ignores them and lists them
             in `LoadReport.dropped` and in a warning, "gather" puts them into `gathered` on every rank,
             "error" fails the load.

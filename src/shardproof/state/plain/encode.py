@@ -220,7 +220,7 @@ class _Encoder:
             if name is None:
                 raise self.refuse(
                     at,
-                    f"the enum {type(value).__qualname__} is not registered: shardproof.register_enum",
+                    f"the enum {_full_name(type(value))} is not registered: shardproof.register_enum",
                 )
             member = value.name
             if member is None or type(value).__members__.get(member) is not value:
@@ -233,7 +233,7 @@ class _Encoder:
             if name is None:
                 raise self.refuse(
                     at,
-                    f"the dataclass {type(value).__qualname__} is not registered: "
+                    f"the dataclass {_full_name(type(value))} is not registered: "
                     "shardproof.register_dataclass",
                 )
             fields = sorted(field.name for field in dataclasses.fields(value))
@@ -246,10 +246,11 @@ class _Encoder:
                     },
                 ]
             }
+        is_stateful = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
         raise self.refuse(
             at,
-            f"{_what(value)} cannot be stored: it is not plain data and has no state_dict "
-            "and load_state_dict",
+            f"{_what(value)} cannot be stored: it is not plain data"
+            + (". Store its state_dict()" if is_stateful else " and has no state_dict and load_state_dict"),
         )
 
 
@@ -298,9 +299,12 @@ def _text(data: Any) -> str:
     return json.dumps(data, sort_keys=True)
 
 
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
 def _what(value: Any) -> str:
-    kind = value if isinstance(value, type) else type(value)
-    name = f"{kind.__module__}.{kind.__qualname__}"
+    name = _full_name(value if isinstance(value, type) else type(value))
     if isinstance(value, type):
         return f"the class {name}"
     if callable(value) and hasattr(value, "__qualname__"):

@@ -8,11 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import pkgutil
+from types import ModuleType
 from typing import Any, TypeVar
 
 from shardproof.errors import PlainDataError
 
-__all__ = ["name_of", "register_dataclass", "register_enum", "registered_dataclass", "registered_enum"]
+__all__ = [
+    "name_of",
+    "register_by_name",
+    "register_dataclass",
+    "register_enum",
+    "registered_dataclass",
+    "registered_enum",
+]
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -45,6 +54,35 @@ def register_enum(cls: _Class, *, name: str | None = None) -> _Class:
     if not (isinstance(cls, type) and issubclass(cls, enum.Enum)):
         raise TypeError(f"{cls!r} is not an enum")
     return _register(cls, name)
+
+
+def register_by_name(name: str) -> None:
+    """Imports a module that registers its classes, or registers one enum or dataclass by its full name.
+
+    A program that is no script of the run, such as the command line, learns the classes this way. A class
+    that its module registers keeps the name given there.
+
+    Args:
+        name: such as "my_run.state" or "torch.distributed.fsdp.ShardingStrategy".
+
+    Raises:
+        ValueError: there is no such module or class, or the class is no enum and no dataclass.
+    """
+    try:
+        found = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"{name!r} cannot be imported: {error}. Give the full name of a module or class, and the folder "
+            "of the module in PYTHONPATH"
+        ) from error
+    if isinstance(found, ModuleType) or (isinstance(found, type) and found in _NAME_OF):
+        return
+    if isinstance(found, type) and issubclass(found, enum.Enum):
+        register_enum(found)
+    elif isinstance(found, type) and dataclasses.is_dataclass(found):
+        register_dataclass(found)
+    else:
+        raise ValueError(f"{name!r} is no module, enum or dataclass")
 
 
 def _register(cls: _Class, name: str | None) -> _Class:
@@ -81,6 +119,6 @@ def registered_dataclass(name: str, path: str) -> Any:
 def _unknown(kind: str, name: str, path: str) -> PlainDataError:
     return PlainDataError(
         f"{path}: the checkpoint has a value of the {kind} {name!r}, which this program has not "
-        f"registered. Register it with shardproof.register_{kind}",
+        f"registered. Register it with shardproof.register_{kind} (--register on the command line)",
         path=path,
     )
