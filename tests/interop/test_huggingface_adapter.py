@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import shardproof as sp
-from tests.interop.peer import FOLDER, PeerResult, assert_same_tensors, python_of, run_peer
+from tests.interop.peer import FOLDER, PeerFailed, PeerResult, assert_same_tensors, python_of, run_peer
 
 EXAMPLE = FOLDER.parents[1] / "examples" / "hf_meta.py"
 PAGE = FOLDER.parents[1] / "docs" / "frameworks" / "huggingface.md"
@@ -36,6 +36,7 @@ CASES = [
     ("llama", "tensor", 2, ()),
     ("llama_tied", "fsdp", 2, ()),
     ("llama_tied", "tensor", 2, ()),
+    ("llama_tied", "both", 4, ()),
     ("mixtral", "fsdp", 2, ()),
     ("mixtral", "tensor", 2, ()),
     ("qwen2", "fsdp", 2, ("float32",)),
@@ -107,8 +108,21 @@ def test_what_does_not_fit_is_named_on_every_rank(tmp_path: Path) -> None:
         "no model": ("TypeError", "PreTrainedModel"),
         "existing": ("AlreadyCommittedError", "exists"),
     }
+    embedding = stored(tmp_path / "llama")["model.embed_tokens.weight"]
+    assert_same_tensors(read.tensors, {"tied": embedding})  # exclude= chose it
     for case, (kind, text) in texts.items():
         assert read.facts[case][0] == kind and text in read.facts[case][1], (case, read.facts[case])
+
+
+def test_a_killed_export_leaves_no_folder_and_the_next_one_removes_its_rest(tmp_path: Path) -> None:
+    run_peer("torch", "write_hf.py", tmp_path / "model", "mixtral")
+    args = ("huggingface_adapter.py", "whole", tmp_path / "model", tmp_path / "export")
+    with pytest.raises(PeerFailed, match="exit code -9"):
+        run_peer("torch", *args, "kill")
+    assert not (tmp_path / "export").exists() and (tmp_path / "export.exporting").exists()
+    read = run_peer("torch", *args)
+    assert_same_tensors(tensors_of(read, "opened"), tensors_of(read, "trained"))
+    assert not (tmp_path / "export.exporting").exists()
 
 
 def run_example(source: Path, run: Path, steps: int, ranks: int, until: str | None = None) -> str:

@@ -92,4 +92,7 @@ for name, case in cases.items():
         result.facts[name] = [type(error).__name__, str(error)]
 excluded = edited("excluded", llama, lambda weights: weights.update(extra=torch.ones(1)))
 load_pretrained(on_meta(llama), excluded, exclude="extra")
+tied = on_meta(llama, tie_word_embeddings=True)
+load_pretrained(tied, folder / "twice", exclude="lm_head.weight")
+result.add_tensor("tied", tied.lm_head.weight)
 leave_ranks(result)
