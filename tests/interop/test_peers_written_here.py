@@ -1,0 +1,25 @@
+"""Checkpoints that released packages write here read bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+import shardproof as sp
+from tests.interop.peer import assert_same_tensors, run_peer
+
+
+def read_all(path: Path, format: str | None = None) -> dict[str, torch.Tensor]:  # noqa: A002 as in sp.open
+    with sp.open(path, format=format) as checkpoint:
+        return {key: checkpoint[key].read() for key in checkpoint.catalogue().tensors}
+
+
+def test_the_halves_of_megatron_core_are_one_tensor(tmp_path: Path) -> None:
+    """Megatron-Core stores SwiGLU weights as `_w` and `_v`; `dcp_raw` reads them so."""
+    written = run_peer("megatron", "write_fsdp_dtensor.py", tmp_path / "checkpoint", nproc=2)
+    assert_same_tensors(read_all(tmp_path / "checkpoint"), written.tensors)
+    raw = read_all(tmp_path / "checkpoint", "dcp_raw")
+    key = "model.module.decoder.layers.1.mlp.linear_fc1.weight"
+    assert torch.equal(torch.cat([raw[f"{key}_w"], raw[f"{key}_v"]]), written.tensors[key])
+    assert key not in raw and len(raw) > len(written.tensors)
