@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 import shardproof as sp
@@ -23,3 +24,13 @@ def test_the_halves_of_megatron_core_are_one_tensor(tmp_path: Path) -> None:
     key = "model.module.decoder.layers.1.mlp.linear_fc1.weight"
     assert torch.equal(torch.cat([raw[f"{key}_w"], raw[f"{key}_v"]]), written.tensors[key])
     assert key not in raw and len(raw) > len(written.tensors)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_deepspeed_at_stage_1(dtype: str, tmp_path: Path) -> None:
+    """Weights, fp32 masters and moments, as DeepSpeed's own functions gather them from its ranks."""
+    written = run_peer("deepspeed", "write_deepspeed.py", tmp_path / "run", 1, dtype, nproc=2, timeout=200)
+    read = read_all(tmp_path / "run")
+    assert_same_tensors({key: read[key] for key in written.tensors}, written.tensors)
+    steps = {key: value for key, value in read.items() if key not in written.tensors}
+    assert all(key.endswith(".step") and float(value) == 2 for key, value in steps.items()), steps.keys()
