@@ -17,11 +17,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, ClassVar
 
 import xxhash
 
 from shardproof._utils.gc_pause import no_garbage_collection
+from shardproof._utils.humanize import listed
 from shardproof.dtypes import DTYPES
 from shardproof.errors import FormatError
 from shardproof.interop.extents import Extent
@@ -29,9 +30,10 @@ from shardproof.interop.megatron_run import iteration_of, latest_iteration
 from shardproof.interop.pickle_data import Opaque, opaque_names, read_pickle
 from shardproof.interop.reader import Foreign, FormatReader, StoredBox, StoredView, TensorDescription
 from shardproof.interop.stream_transforms import DecodedPart, decoded_storage
+from shardproof.interop.swiglu_halves import join_halves
 from shardproof.interop.torch_file import SmallPickles, TorchFile, TorchTensor, unpickled, with_tensors
 
-__all__ = ["DcpEntry", "DcpReader", "inner_name", "numbers"]
+__all__ = ["DcpEntry", "DcpRawReader", "DcpReader", "inner_name", "numbers"]
 
 _METADATA = ".metadata"
 _ARCHIVE_BYTES = 1 << 20
@@ -70,6 +72,8 @@ class DcpReader(FormatReader):
     """
 
     name = "dcp"
+    joins_halves: ClassVar[bool] = True
+    """True to read the two halves of a SwiGLU weight of Megatron-Core as one tensor."""
 
     def __init__(self, foreign: Foreign) -> None:
         super().__init__(latest_iteration(foreign))
@@ -92,6 +96,11 @@ class DcpReader(FormatReader):
     def read_metadata(self) -> None:
         """Describes what is in the checkpoint. A constructor calls it once."""
         self.add_folder()
+        if self.joins_halves and (joined := join_halves(self.tensors, self.entries)):
+            self.notes.append(
+                "Megatron-Core stored SwiGLU weights in halves, whose names end in _w and _v. Each pair is "
+                f"read as one tensor: {listed(joined)}."
+            )
 
     def object_keys(self) -> Iterable[str]:
         """Keys of the objects."""
@@ -299,6 +308,18 @@ class DcpReader(FormatReader):
                 key=key,
             )
         return file.view(found)
+
+
+class DcpRawReader(DcpReader):
+    """A DCP checkpoint, read under the keys that it stores. Only ``format=`` chooses it."""
+
+    name = "dcp_raw"
+    joins_halves = False
+
+    @classmethod
+    def recognizes(cls, foreign: Foreign) -> bool:
+        """Never true."""
+        return False
 
 
 def inner_name(name: str) -> str | None:

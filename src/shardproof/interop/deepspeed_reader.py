@@ -77,8 +77,9 @@ class DeepSpeedReader(DeepSpeedStates):
             raise self.fault(
                 name,
                 f"the checkpoint was saved with {kind}, which is not supported: how the parts of a parameter "
-                "fit together is not stored for every model. Convert it with deepspeed's ds_to_universal.py "
-                "and open the universal checkpoint",
+                "fit together is not stored for every model. Make a universal checkpoint, and open that: "
+                f"python -m deepspeed.checkpoint.ds_to_universal --input_folder {self.location} "
+                f"--output_folder {self.location}-universal",
             )
         first = self.first_model_states
         states = self.opened_dict(first)

@@ -27,6 +27,7 @@ READERS: Mapping[str, str] = {
     "torch_checkpointing": "torch_checkpointing:TorchCheckpointingReader",
     "torchsnapshot": "torchsnapshot:TorchSnapshotReader",
     "dcp": "dcp_reader:DcpReader",
+    "dcp_raw": "dcp_reader:DcpRawReader",
     "bytecheckpoint": "bytecheckpoint:ByteCheckpointReader",
     "dcp_safetensors": "dcp_safetensors:DcpSafetensorsReader",
     "torch": "torch_save:TorchSaveReader",

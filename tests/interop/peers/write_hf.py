@@ -1,4 +1,4 @@
-"""Writes a tiny model as Hugging Face stores it: `write_hf.py PATH llama|mixtral [SHARD_SIZE]`.
+"""Writes a tiny model as Hugging Face stores it: `write_hf.py PATH FAMILY [SHARD_SIZE]`.
 
 The result is what `save_pretrained` wrote, under its names on disk. SHARD_SIZE, such as 20KB, cuts it into
 several files.
@@ -12,7 +12,14 @@ from pathlib import Path
 import torch
 from peer_result import Result
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
 
 SIZES = {
     "vocab_size": 97,
@@ -24,8 +31,13 @@ SIZES = {
     "max_position_embeddings": 64,
     "dtype": "bfloat16",
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 CONFIGS = {
     "llama": LlamaConfig(**SIZES),
+    "llama_tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=8),
+    "gpt2": GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64, dtype="bfloat16"),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
 }
 

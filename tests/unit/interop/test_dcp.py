@@ -331,3 +331,41 @@ def test_missing_and_short_files_are_errors(saved: Path) -> None:
 def test_keys_that_are_not_there_are_refused(saved: Path) -> None:
     with pytest.raises(KeyError, match="nothing"):
         sp.open(saved)["nothing"]
+
+
+def test_halves_are_joined_only_if_both_fit(tmp_path: Path) -> None:
+    """A lone half, a pair of other shapes, and halves beside their whole stay as they are."""
+    layer = "layers.{}.mlp.linear_fc1.weight{}".format
+    rows = torch.arange(12.0).reshape(4, 3)
+    state = {
+        layer(0, "_w"): rows[:2].clone(),
+        layer(0, "_v"): rows[2:].clone(),
+        layer(1, "_w"): rows,
+        layer(2, "_w"): rows,
+        layer(2, "_v"): rows[:2].clone(),
+        layer(3, "_w"): rows,
+        layer(3, "_v"): rows,
+        layer(3, ""): rows,
+        "attention_w": rows,
+        "attention_v": rows,
+    }
+    for end in ("_w", "_v"):
+        state |= {
+            f"optim.{layer(0, end)}.exp_avg": state[layer(0, end)] + 1,
+            f"optim.{layer(0, end)}.master_param": rows,  # Megatron-Core stores it whole, twice
+            f"optim.{layer(0, end)}.step": torch.tensor(3.0),
+        }
+    dcp.save(state, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    with sp.open(tmp_path / "checkpoint") as checkpoint:
+        read = {key: checkpoint[key].read() for key in checkpoint}
+        assert sum("SwiGLU" in note for note in checkpoint.reader.notes) == 1
+    gone = {key for key in state if layer(0, "_") in key}
+    joined = {
+        layer(0, ""): rows,
+        f"optim.{layer(0, '')}.exp_avg": rows + 1,
+        f"optim.{layer(0, '')}.master_param": rows,
+        f"optim.{layer(0, '')}.step": torch.tensor(3.0),
+    }
+    expected = {key: value for key, value in state.items() if key not in gone} | joined
+    assert read.keys() == expected.keys()
+    assert all(torch.equal(read[key], expected[key]) for key in expected)

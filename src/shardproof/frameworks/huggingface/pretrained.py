@@ -1,0 +1,238 @@
+"""Loads a sharded model from the files of Hugging Face, and writes such files from it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+import shardproof as sp
+from shardproof.frameworks.huggingface.meta_tensors import compute_buffers, materialize
+from shardproof.frameworks.huggingface.weight_plan import FileTensors, plan_load, plan_save, state_of
+from shardproof.interop import foreign_of
+from shardproof.loading import Patterns, from_rank, open_storage, selects
+from shardproof.rendezvous import MeetingSequence, Rendezvous, connected
+from shardproof.storage import LocalStorage, StrOrBytesPath, flush_folders, rename_exclusively
+
+__all__ = ["load_pretrained", "save_pretrained"]
+
+
+def load_pretrained(
+    model: PreTrainedModel,
+    path: StrOrBytesPath,
+    *,
+    dtype: torch.dtype | None = None,
+    exclude: Patterns = None,
+    device: torch.device | str | None = None,
+    rendezvous: Rendezvous | None = None,
+    deadline: float | None = None,
+) -> sp.LoadReport:
+    """Fills a model from a folder that `from_pretrained` opens. Called by every rank.
+
+    Tensors on the meta device get memory for this rank's part only. The model may be sharded by
+    `fully_shard`, by tensor parallelism, by both, or not at all. A parameter stays the same object, so ties
+    and optimizers keep it.
+
+    Buffers that the files do not hold, such as rotary frequencies, are computed by the model's own
+    ``_init_weights``, as in `from_pretrained`. A buffer that it does not compute is an error.
+
+    Args:
+        model: a model of transformers.
+        path: the folder, or any checkpoint that `shardproof.open` reads and that has the keys of such files.
+        dtype: dtype of the parameters on the meta device, as in `from_pretrained`; parameters that the model
+            keeps in float32 stay so. None: the dtypes that they have. Stored values are converted.
+        exclude: patterns (`fnmatch`) of stored keys to ignore.
+        device: where tensors on the meta device get memory; None for the device of the model's mesh, or the
+            CPU if it has no mesh.
+        rendezvous: where the ranks meet; found by itself when None.
+        deadline: seconds that a rank may be silent; see `shardproof.load`.
+
+    Returns:
+        What this rank read.
+
+    Raises:
+        TypeError: `model` is no model of transformers.
+        KeyMismatchError: the folder lacks a tensor of the model, has one that the model does not know, or has
+            another shape.
+        StructureError: a conversion or a buffer of the model is not supported, or a tie is broken.
+        ShardproofError: as `shardproof.load`.
+
+    Example:
+        >>> load_pretrained(model, "Llama-3.2-1B", dtype=torch.bfloat16)  # doctest: +SKIP
+    """
+    model, location = _checked(model), os.fsdecode(path)
+    plan: FileTensors = {}
+    ignored: list[str] = []
+
+    def prepare() -> None:
+        with open_storage(foreign_of(path), warn=False) as checkpoint:
+            stored = checkpoint.catalogue()
+        keep = selects(None, exclude)
+        plan.update(
+            plan_load(
+                model, {key: shape for key, (_, shape) in stored.tensors.items() if keep(key)}, location
+            )
+        )
+        ignored.extend(key for key in (*stored.tensors, *stored.objects) if key not in plan)
+        filled = {name for _, boxes in plan.values() for name, _ in boxes}
+        computed = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in filled]
+        materialize(model, dtype, device)
+        compute_buffers(model, computed)
+
+    with connected(rendezvous, deadline) as ranks:
+        _together(ranks, f"load {location} into {type(model).__name__}", "prepare", prepare)
+        return sp.load(
+            path, dict(state_of(model, plan)), exclude=ignored or None, cast=True, rendezvous=ranks
+        )
+
+
+def save_pretrained(
+    model: PreTrainedModel,
+    folder: StrOrBytesPath,
+    *,
+    config: PreTrainedConfig | None = None,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = 5 * 10**9,
+    rendezvous: Rendezvous | None = None,
+    deadline: float | None = None,
+) -> sp.ConversionReport:
+    """Writes a model as a folder that `from_pretrained` opens. Called by every rank.
+
+    No rank gathers the model. Each rank writes its part to a checkpoint in ``FOLDER.exporting``. The ranks
+    share the conversion of it to ``model-0000x-of-N.safetensors``, and verify what they wrote. Then rank 0
+    adds ``config.json`` and ``generation_config.json``, and moves the folder to its name.
+
+    The tensors are stored as transformers stores them: experts one by one, tied tensors once.
+
+    Args:
+        model: a model of transformers, sharded or not.
+        folder: path of the new folder. The disk needs room for the model twice.
+        config: what to write as ``config.json``; None for the model's own.
+        dtype: dtype of the floating point tensors in the files; None to leave them.
+        max_file_bytes: bytes of tensors in one file, at most, unless a single tensor is larger.
+        rendezvous: where the ranks meet; found by itself when None.
+        deadline: seconds that a rank may be silent; see `shardproof.load`.
+
+    Returns:
+        What was written.
+
+    Raises:
+        TypeError: `model` is no model of transformers.
+        AlreadyCommittedError: there is something at `folder`.
+        StructureError: a conversion of the model is not supported, or a tie is broken.
+        ShardproofError: as `shardproof.save` and `shardproof.convert`.
+
+    Example:
+        >>> save_pretrained(model, "trained", dtype=torch.bfloat16)  # doctest: +SKIP
+    """
+    model = _checked(model)
+    target = Path(os.path.abspath(os.fsdecode(folder)))
+    work = target.with_name(f"{target.name}.exporting")
+    operation = f"export {type(model).__name__} to {target}"
+    plan: FileTensors = {}
+
+    def begin() -> None:
+        if os.path.lexists(target):
+            raise sp.AlreadyCommittedError(
+                f"{target} exists. It was not touched: choose another folder, or remove it", path=str(target)
+            )
+        if work.exists():  # left from an interrupted export
+            shutil.rmtree(work)
+
+    def publish() -> None:
+        _write_configs(model, config, dtype, work)
+        _move(work / "model", target)
+        shutil.rmtree(work)
+
+    with connected(rendezvous, deadline) as ranks:
+        _together(ranks, operation, "prepare", lambda: plan.update(plan_save(model)), begin)
+        sp.save(work / "state", dict(state_of(model, plan)), rendezvous=ranks)
+        report = sp.convert(
+            work / "state",
+            work / "model",
+            to="hf",
+            dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+            max_file_bytes=max_file_bytes,
+            rendezvous=ranks,
+        )
+        _together(ranks, operation, "publish", lambda: None, publish)
+    return msgspec.structs.replace(report, source=type(model).__name__, location=str(target))
+
+
+def _checked(model: Any) -> PreTrainedModel:
+    """The model without the wrapper of `torch.compile`."""
+    inner = getattr(model, "_orig_mod", model)
+    if not isinstance(inner, PreTrainedModel):
+        raise TypeError(
+            f"expected a PreTrainedModel of transformers, found {type(model).__name__}. Give the model "
+            "inside wrappers such as DistributedDataParallel or PeftModel"
+        )
+    if getattr(inner, "hf_quantizer", None) is not None:
+        raise TypeError("a quantized model is not supported: load it with from_pretrained")
+    return inner
+
+
+def _together(
+    ranks: Rendezvous,
+    operation: str,
+    phase: str,
+    work: Callable[[], None],
+    decide: Callable[[], None] | None = None,
+) -> None:
+    """Does local work on every rank, then `decide` on rank 0. An error of one rank is raised on all."""
+
+    def post() -> bytes:
+        try:
+            work()
+        except sp.ShardproofError as error:
+            return msgspec.msgpack.encode(error.to_wire())
+        return b""
+
+    def answer(posts: Sequence[bytes]) -> bytes:
+        if posts[0] and len(set(posts)) == 1:
+            raise sp.ShardproofError.from_wire(msgspec.msgpack.decode(posts[0]))
+        for rank, report in enumerate(posts):
+            if report:
+                raise from_rank(rank, len(posts), msgspec.msgpack.decode(report))
+        if decide is not None:
+            decide()
+        return b""
+
+    with ranks.operation(operation):
+        MeetingSequence(ranks, operation).meet(phase, post, answer)
+
+
+def _write_configs(
+    model: PreTrainedModel, config: PreTrainedConfig | None, dtype: torch.dtype | None, work: Path
+) -> None:
+    """Writes ``config.json`` and ``generation_config.json`` beside the tensors, durably."""
+    config = deepcopy(model.config if config is None else config)
+    config.dtype = str(dtype or model.dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]  # fully_shard renames the class
+    config.save_pretrained(work / "configs")
+    if model.can_generate():
+        model.generation_config.save_pretrained(work / "configs")
+    files = LocalStorage(work / "model")
+    for file in (work / "configs").iterdir():
+        files.publish(file.name, file.read_bytes(), replace=True)
+
+
+def _move(source: Path, target: Path) -> None:
+    try:
+        rename_exclusively(source, target)
+        flush_folders(target.parent, target.parent)
+    except FileExistsError as error:
+        raise sp.AlreadyCommittedError(
+            f"{target} exists. It was not touched; the exported model is {source}", path=str(target)
+        ) from error
+    except OSError as error:
+        raise sp.StorageError(
+            f"{source} cannot be moved to {target}: {error.strerror}", file=str(source)
+        ) from error
