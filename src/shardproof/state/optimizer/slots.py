@@ -80,6 +80,8 @@ class ParameterSlots:
     """Slot to tensor: of the parameter's local shape, a DTensor like it, a scalar, or a range of it."""
     values: Mapping[str, Any]
     """Slots that are plain values."""
+    weights: tuple[torch.Tensor, ...] = ()
+    """The memory of the weight that a step writes, if `parameter` is only a description without memory."""
 
 
 @dataclass(frozen=True, slots=True)
