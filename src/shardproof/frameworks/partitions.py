@@ -40,6 +40,8 @@ class Partition:
         weight: 1-D memory of the range, in the dtype of the model.
         master: 1-D memory of the same elements in another dtype, which the optimizer steps; None if it steps
             `weight`.
+        whole: 1-D memory of all elements, of which `weight` is a part, if every rank has all of the weight.
+            Then `start` and `stop` apply to the optimizer's state alone.
         copies: other memory with the values of `weight`.
         owners: the buffers that `weight` and `master` are parts of.
         description: a tensor without memory with the parameter's shape, dtype and tensor parallel placements.
@@ -55,6 +57,7 @@ class Partition:
     stop: int
     weight: torch.Tensor
     master: torch.Tensor | None = None
+    whole: torch.Tensor | None = None
     copies: Sequence[torch.Tensor] = ()
     owners: Sequence[torch.Tensor] = ()
     description: torch.Tensor | None = None
@@ -70,7 +73,7 @@ class Partition:
         if not self.weight.numel():
             # The memory identifies tied parameters, so an empty range needs memory of its own.
             self.weight = torch.empty(0, dtype=self.weight.dtype, device=self.weight.device)
-        for part in (self.weight, self.master):
+        for part in (self.weight, self.master, self.whole):
             for owner in self.owners:
                 if part is not None and part.untyped_storage().data_ptr() == owner.data_ptr():
                     declare_storage_owner(part, owner)
@@ -83,6 +86,8 @@ class Partition:
     def shard(self) -> sp.FlatShard:
         """The weight as a checkpoint stores it."""
         shape = self.shape if self.embedding is None else self.embedding.global_shape
+        if self.whole is not None:
+            return sp.FlatShard(self.whole, shape, 0, prod(self.shape), self.embedding)
         return sp.FlatShard(self.weight, shape, self.start, self.stop, self.embedding)
 
     @torch.no_grad()
@@ -223,7 +228,8 @@ class PartitionedOptimizer:
                         tensors[slot] = _range_of(part, item)
                     else:
                         values[slot] = item
-                weights = () if part.is_gathered_in_place else (part.weight,)
+                weight = part.weight if part.whole is None else part.whole
+                weights = () if part.is_gathered_in_place else (weight,)
                 if part.master is not None:
                     tensors[MASTER] = _range_of(part, part.master)
                 yield ParameterSlots(part.parameter, self._kind, options, tensors, values, weights)
@@ -239,19 +245,22 @@ class PartitionedOptimizer:
             for slot, found in stored.items()
             if slot != MASTER
         }
-        master = part.master
-        if master is None and MASTER in stored and stored[MASTER].dtype == part.weight.dtype:
-            master = torch.empty_like(part.weight)  # the exact values of a weight that is stored rounded
         tensors = {slot: _range_of(part, item) for slot, item in slots.items()}
-        if master is not None:
-            tensors[MASTER] = _range_of(part, master)
+        weight = part.weight if part.whole is None else part.whole
+        exact: torch.Tensor | None = None  # the values of a weight that is stored rounded
+        if part.master is not None:
+            tensors[MASTER] = _range_of(part, part.master)
+        elif MASTER in stored and stored[MASTER].dtype == weight.dtype:
+            exact = torch.empty_like(weight)
+            first = part.start if part.whole is None else 0
+            tensors[MASTER] = LocalRange(exact, first, first + exact.numel())
 
         @torch.no_grad()
         def attach(values: Mapping[str, Any], filled: frozenset[str]) -> None:
             state = {slot: item for slot, item in slots.items() if slot in filled}
             self.set_state(part, state | dict(values))
-            if part.master is None and master is not None and MASTER in filled:
-                part.weight.copy_(master)
+            if exact is not None and MASTER in filled:
+                weight.copy_(exact)
                 part.update_copies()
             elif part.master is not None and MASTER not in filled:
                 part.master.copy_(part.weight)
