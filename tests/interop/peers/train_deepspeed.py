@@ -2,8 +2,8 @@
 
     train_deepspeed.py MODE FOLDER CASE...
 
-A case is `name:stage:dtype`; the checkpoints of a case are in FOLDER/name. Results are the state of the ranks as
-DeepSpeed's own gathering functions give it, under `name.<key>`.
+A case is `name:stage:dtype`; the checkpoints of a case are in FOLDER/name. Results are the state of the ranks
+as DeepSpeed's own gathering functions give it, under `name.<key>`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardproof.state import collect
 
 
 class Model(nn.Module):
-    """Rows that no number of ranks divides, a tied and a frozen parameter, a bias of one element, a buffer."""
+    """Rows that no number of ranks divides, tied and frozen parameters, a bias of one element, a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,6 +125,7 @@ def save(path: str, name: str, stage: int, dtype: str, result: Result) -> None:
     if rank() == world_size() - 1:
         collect(adapter.engine_state(engine))
     adapter.save_checkpoint(engine, path, client_state={"epoch": 3})
+    engine.save_checkpoint(f"{path}/own", client_state={"epoch": 3, "note": {"seed": 7}})
     pending = sp.Checkpointer(f"{path}/run").save(3, adapter.engine_state(engine))
     train(engine, 2)  # writes to all of the memory that the save reads
     pending.result()
@@ -145,6 +146,16 @@ def load(path: str, name: str, stage: int, dtype: str, result: Result) -> None:
     sp.load(f"{path}/global_step3", {"model": plain}, include="model")
     result.facts[f"{name}.output"] = torch.equal(found.pop("output"), plain(tokens))
     add(result, name, found)
+    result.facts[name] = scalars(engine)
+    train(engine, 1)
+
+
+def load_files(path: str, name: str, stage: int, dtype: str, result: Result) -> None:
+    """A checkpoint that DeepSpeed wrote, at another stage and on other ranks."""
+    engine = built(stage, dtype, seed=5, lr=0.5)
+    client = {"epoch": 3, "note": {"seed": 7}}
+    assert adapter.load_checkpoint(engine, f"{path}/own") == (f"{path}/own/global_step3", client)
+    add(result, name, held(engine))
     result.facts[name] = scalars(engine)
     train(engine, 1)
 
@@ -178,7 +189,13 @@ def add(result: Result, name: str, tensors: dict[str, torch.Tensor]) -> None:
         result.add_tensor(f"{name}.{key}", tensor)
 
 
-MODES = {"save": save, "load": load, "through_fsdp2": through_fsdp2, "model_alone": model_alone}
+MODES = {
+    "save": save,
+    "load": load,
+    "load_files": load_files,
+    "through_fsdp2": through_fsdp2,
+    "model_alone": model_alone,
+}
 
 
 def main() -> None:
@@ -186,6 +203,7 @@ def main() -> None:
     join_ranks()
     # The operator is compiled, and a rank that is killed meanwhile leaves a lock that the next run waits for.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     deepspeed.init_distributed(dist_backend="gloo")
     result = Result()
     for case in cases:
