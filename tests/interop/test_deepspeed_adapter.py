@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.interop, pytest.mark.processes]
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "deepspeed_zero.py"
 DTYPES = ("float32", "bfloat16", "float16")
 CASES = [f"{stage}-{dtype}:{stage}:{dtype}" for stage in (1, 2, 3) for dtype in DTYPES]
+CASES += [f"{stage}-offload:{stage}:offload" for stage in (1, 3)]
 
 
 def at_next_stage(case: str, by: int = 1) -> str:
@@ -82,6 +83,12 @@ def test_masters_follow_a_load_of_the_model_alone(saved: tuple[Path, PeerResult]
         weight = before.tensors[f"{name}.model.a.weight"]
         assert torch.equal(after.tensors[f"{name}.model.a.weight"], weight)
         assert torch.equal(after.tensors[f"{name}.optimizer.a.weight.master"].bfloat16(), weight)
+
+
+def test_wrong_use_says_what_to_change(tmp_path: Path) -> None:
+    said = train("wrong", tmp_path, ["x:2:float32"], nproc=2).facts
+    assert '"zero_optimization": {"stage": 1}' in said["x.0"]
+    assert re.search(r"step .*1.* for .* and .*5.* for b\.weight.*separate groups", said["x.1"])
 
 
 def test_the_example_is_killed_and_resumes_on_other_ranks(tmp_path: Path) -> None:

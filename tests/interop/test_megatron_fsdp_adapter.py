@@ -63,6 +63,13 @@ def test_through_fsdp2_and_back(saved: tuple[Path, PeerResult]) -> None:
     assert_same_tensors(after.tensors, expected)
 
 
+def test_hybrid_shards_load_without_replication(tmp_path: Path) -> None:
+    """Two groups of two ranks, each with all of the state."""
+    before = run_peer("megatron", "train_megatron_fsdp.py", "save_hybrid", tmp_path, "x:3:bfloat16", nproc=4)
+    after = run_peer("megatron", "train_megatron_fsdp.py", "load", tmp_path, "x:2:bfloat16", nproc=2)
+    assert_same_tensors(after.tensors, before.tensors)
+
+
 def test_masters_follow_a_load_of_the_model_alone(saved: tuple[Path, PeerResult]) -> None:
     folder, before = saved
     after = run_peer(

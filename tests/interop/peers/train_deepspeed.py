@@ -51,6 +51,7 @@ class Model(nn.Module):
 PRECISION = {
     "float32": {},
     "bfloat16": {"bf16": {"enabled": True}},
+    "offload": {"bf16": {"enabled": True}, "zero_force_ds_cpu_optimizer": False},
     "float16": {"fp16": {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 2}},
 }
 
@@ -68,6 +69,7 @@ def built(stage: int, dtype: str, seed: int, lr: float = 1e-2, sub_group: int = 
             "stage": stage,
             "sub_group_size": sub_group,
             "stage3_param_persistence_threshold": 20,
+            **({"offload_optimizer": {"device": "cpu"}} if dtype == "offload" else {}),
         },
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": lr, "warmup_num_steps": 9}},
         **PRECISION[dtype],
@@ -142,7 +144,7 @@ def load(path: str, name: str, stage: int, dtype: str, result: Result) -> None:
     assert adapter.load_checkpoint(engine, path) == (f"{path}/global_step3", {"epoch": 3})
     found = held(engine) | {"output": engine(tokens).detach()}
     assert all(torch.equal(found[key], overlapped[key]) for key in found)
-    plain = Model().to(getattr(torch, dtype))
+    plain = Model().to(torch.bfloat16 if dtype == "offload" else getattr(torch, dtype))
     sp.load(f"{path}/global_step3", {"model": plain}, include="model")
     result.facts[f"{name}.output"] = torch.equal(found.pop("output"), plain(tokens))
     add(result, name, found)
@@ -184,6 +186,29 @@ def model_alone(path: str, name: str, stage: int, dtype: str, result: Result) ->
     add(result, name, held(engine))
 
 
+def wrong(path: str, name: str, stage: int, dtype: str, result: Result) -> None:
+    """What wrong use says."""
+    model = Model()
+    trained = [item for item in model.parameters() if item.requires_grad]
+    optimizer = torch.optim.AdamW(trained)
+    for item in trained:
+        item.grad = torch.zeros_like(item)
+    optimizer.step()
+    optimizer.state[model.b.weight]["step"] += 4
+    sp.save(path, {"model": model, "optimizer": optimizer})
+    engine = built(stage, dtype, seed=0)
+    for number, use in enumerate(
+        (
+            lambda: adapter.engine_state(built(0, dtype, seed=0)),
+            lambda: sp.load(path, adapter.engine_state(engine), include=["model", "optimizer"]),
+        )
+    ):
+        try:
+            use()
+        except sp.ShardproofError as error:
+            result.facts[f"{name}.{number}"] = str(error)
+
+
 def add(result: Result, name: str, tensors: dict[str, torch.Tensor]) -> None:
     for key, tensor in tensors.items():
         result.add_tensor(f"{name}.{key}", tensor)
@@ -195,6 +220,7 @@ MODES = {
     "load_files": load_files,
     "through_fsdp2": through_fsdp2,
     "model_alone": model_alone,
+    "wrong": wrong,
 }
 
 

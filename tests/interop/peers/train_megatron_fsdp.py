@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from typing import Any
 
 import cpu_stubs
@@ -51,23 +52,27 @@ class Model(nn.Module):
         return self.head(hidden) * self.small(hidden) + self.frozen(hidden).sum(-1, keepdim=True)
 
 
-def built(stage: int, dtype: torch.dtype, seed: int) -> tuple[Any, torch.optim.Optimizer]:
-    """A sharded model with random weights, and its AdamW with two groups."""
+def built(stage: int, dtype: torch.dtype, seed: int, hybrid: bool = False) -> tuple[Any, Any]:
+    """A sharded model with random weights, and its AdamW. With `hybrid`, two ranks replicate each shard."""
     torch.manual_seed(seed)
     model = Model().to(dtype)
-    matrices = [item for item in model.parameters() if item.requires_grad and item.dim() > 1]
-    vectors = [item for item in model.parameters() if item.requires_grad and item.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 0.1 * (1 + seed)}]
+    if hybrid:
+        mesh = init_device_mesh("cpu", (2, world_size() // 2, 1), mesh_dim_names=("outer", "dp", "tp"))
+        both = mesh["outer", "dp"]._flatten("both").get_group()
+        options = {"dp_outer_dim": "outer", "hybrid_fsdp_group": both}
+    else:
+        mesh, options = init_device_mesh("cpu", (world_size(), 1), mesh_dim_names=("dp", "tp")), {}
     return fully_shard(
         model,
-        torch.optim.AdamW(groups, lr=1e-2 * (1 + seed)),
-        device_mesh=init_device_mesh("cpu", (world_size(), 1), mesh_dim_names=("dp", "tp")),
+        torch.optim.AdamW(model.parameters(), lr=1e-2 * (1 + seed)),
+        device_mesh=mesh,
         dp_shard_dim="dp",
         tp_dim="tp",
         fsdp_unit_modules=[nn.Linear],
         zero_dp_strategy=stage,
         device=torch.device("cpu"),
         calculate_per_token_loss=True,  # gloo has no product with a scale
+        **options,
     )
 
 
@@ -127,8 +132,10 @@ def described(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"model": adapter.module_state(model), "optimizer": adapter.optimizer_state(optimizer, model)}
 
 
-def save(path: str, name: str, stage: int, dtype: torch.dtype, result: Result) -> None:
-    model, optimizer = built(stage, dtype, seed=0)
+def save(
+    path: str, name: str, stage: int, dtype: torch.dtype, result: Result, *, hybrid: bool = False
+) -> None:
+    model, optimizer = built(stage, dtype, seed=0, hybrid=hybrid)
     train(model, optimizer, 2)
     add(result, name, held(model, optimizer))
     state = described(model, optimizer)
@@ -200,6 +207,7 @@ def add(result: Result, name: str, tensors: dict[str, torch.Tensor]) -> None:
 
 MODES = {
     "save": save,
+    "save_hybrid": partial(save, hybrid=True),
     "load": load,
     "through_fsdp2": through_fsdp2,
     "model_alone": model_alone,

@@ -113,7 +113,11 @@ Receiver: TypeAlias = Callable[[torch.Tensor, dict[str, Any], Mapping[str, Store
 
 @runtime_checkable
 class SlotKeeper(Protocol):
-    """An optimizer that describes its state. None of these methods may communicate."""
+    """An optimizer that describes its state. None of these methods may communicate.
+
+    If another optimizer takes the steps, the attribute ``stepper`` is that optimizer: saves that overlap
+    training wait for its steps.
+    """
 
     param_groups: list[dict[str, Any]]
 
