@@ -15,10 +15,10 @@ from shardproof.state.binder import MISSING, Binder
 from shardproof.state.collector import Collector
 from shardproof.state.dtensor import local_tensor
 from shardproof.state.layout import Layout, local_layout
-from shardproof.state.local_shards import LocalShards
+from shardproof.state.local_shards import FlatShard, LocalShards
 from shardproof.state.module_names import PARALLEL, NamedModule, inside
 from shardproof.state.storage_owner import declare_fsdp2_owners
-from shardproof.state.tensors import empty_like_layout, local_of, storage_of
+from shardproof.state.tensors import check_memory, empty_like_layout, local_of, storage_of
 from shardproof.state.visitor import OwnedParameters, Place, Visitor, check_name
 
 __all__ = ["MODULE", "named"]
@@ -27,7 +27,11 @@ _EXTRA_STATE = "_extra_state"
 
 
 class _Module:
-    """Handles `torch.nn.Module`."""
+    """Handles `torch.nn.Module`.
+
+    A module whose own `state_dict` returns `LocalShards` or `FlatShard` describes its sharding itself. A load
+    fills their memory, and then calls the module's ``state_loaded()``, if its type has this method.
+    """
 
     def collect(self, place: Place, value: torch.nn.Module, out: Collector) -> None:
         """Adds each tensor under its name, and extra state as an object."""
@@ -37,7 +41,10 @@ class _Module:
             if "@" in (clean := module.clean(name)):
                 check_name(clean, place.key, place.path)
             key = prefix + clean
-            if not isinstance(item, torch.Tensor) or _is_extra(name):
+            if isinstance(item, (LocalShards, FlatShard)):
+                described, anchor = _own_shards_of(item, module.layout(name), key)
+                out.local_shards(key, described, (place.path, name), anchor)
+            elif not isinstance(item, torch.Tensor) or _is_extra(name):
                 out.object(key, item, (place.path, name))
             elif (layout := module.layout(name)) is not None:
                 sharded, local = _local_shards_of(item, layout, key)
@@ -59,6 +66,8 @@ class _Module:
             key = prefix + clean
             if _is_extra(name):
                 self._bind_extra(module.module, name, key, item, to)
+            elif isinstance(item, (LocalShards, FlatShard)):
+                to.local_shards(key, *_own_shards_of(item, module.layout(name), key))
             elif not isinstance(item, torch.Tensor):
                 data = to.object(key)
                 if data is not MISSING:
@@ -75,6 +84,9 @@ class _Module:
                     computed[name] = partial(_same, fresh)
         if computed:
             to.on_finish(lambda: _load(module.module, state, computed))
+        loaded = getattr(type(module.module), "state_loaded", None)
+        if callable(loaded):
+            to.on_finish(partial(loaded, module.module))
         to.modules.append(OwnedParameters(place.key, module, state))
 
     @staticmethod
@@ -137,22 +149,35 @@ def _state_of(
     value: torch.nn.Module, place: Place, visitor: Visitor[Any]
 ) -> tuple[NamedModule, Mapping[str, Any]]:
     module = named(value, visitor)
-    _refuse_fsdp1(module, place)
+    _refuse_collective(module, place)
     if type(module.module).state_dict is torch.nn.Module.state_dict:
         return module, module.module.state_dict(keep_vars=True)
     return module, module.module.state_dict()  # an overridden state_dict may take no arguments
 
 
-def _refuse_fsdp1(module: NamedModule, place: Place) -> None:
-    """Raises for FSDP1, whose state_dict is a collective: collecting must not communicate."""
-    fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
-    kind = getattr(fsdp, "FullyShardedDataParallel", None)
-    if kind is not None and any(isinstance(part, kind) for _, part in module.parts):
-        raise StructureError(
-            f"{place.path} holds FullyShardedDataParallel (FSDP1), whose state_dict is a collective. "
-            "Use fully_shard (FSDP2), or save its flat parameters as shardproof.FlatShard",
-            key=place.key,
-        )
+_COLLECTIVE = (
+    (
+        "torch.distributed.fsdp.fully_sharded_data_parallel",
+        "FullyShardedDataParallel",
+        "Use fully_shard (FSDP2), or save its flat parameters as shardproof.FlatShard",
+    ),
+    (
+        "megatron_fsdp.megatron_fsdp",
+        "MegatronFSDP",
+        "Save shardproof.frameworks.megatron_fsdp.module_state(model) instead",
+    ),
+)
+"""Modules and classes whose state_dict is a collective, and what to save instead."""
+
+
+def _refuse_collective(module: NamedModule, place: Place) -> None:
+    """Raises for a module whose state_dict is a collective: collecting must not communicate."""
+    for source, name, advice in _COLLECTIVE:
+        kind = getattr(sys.modules.get(source), name, None)
+        if kind is not None and any(isinstance(part, kind) for _, part in module.parts):
+            raise StructureError(
+                f"{place.path} holds {name}, whose state_dict is a collective. {advice}", key=place.key
+            )
 
 
 def _live_memory_of(module: torch.nn.Module) -> Callable[[torch.Tensor], bool]:
@@ -175,6 +200,18 @@ def _local_shards_of(tensor: torch.Tensor, layout: Layout, key: str) -> tuple[Lo
     """The pieces of a tensor with a declared layout, and its local tensor."""
     local = local_of(tensor, key)
     return local_layout(tensor, layout, key).pieces(local), local
+
+
+def _own_shards_of(
+    shards: LocalShards | FlatShard, layout: Layout | None, key: str
+) -> tuple[LocalShards, torch.Tensor | None]:
+    """The pieces that a module describes itself, and the memory that identifies a tied tensor without any."""
+    if isinstance(shards, LocalShards):
+        return shards, None
+    check_memory(shards.buffer, key)
+    if layout is None:
+        return shards.sharded(), shards.buffer
+    return layout.range(shards.buffer, shards.start, shards.stop), shards.buffer
 
 
 def _load(

@@ -101,7 +101,7 @@ def _collect(
         name = names[parameter]
         key, origin = join(place.key, name), (place.path, name)
         layout = layouts.of_slots(parameter)
-        stepped.append(parameter)
+        stepped += [parameter, *slots.weights]
         for slot, item in slots.tensors.items():
             slot_key = _key_of(key, slot)
             local_shards = layout.sharded(item, slot_key)
@@ -118,7 +118,8 @@ def _collect(
         out.common_object(
             f"{key}.@options", options.of(slots, values, names.torch_name(parameter), name), origin
         )
-    out.stepped.append(Stepped(optimizer, tuple(stepped), tuple(map(local_tensor, stepped))))
+    stepper = getattr(optimizer, "stepper", optimizer)  # a `SlotKeeper` may describe the state of another one
+    out.stepped.append(Stepped(stepper, tuple(stepped), tuple(map(local_tensor, stepped))))
     _collect_shared(place, optimizer, out)
 
 

@@ -82,6 +82,8 @@ class ParameterSlots:
     """Slot to tensor: of the parameter's local shape, a DTensor like it, a scalar, or a range of it."""
     values: Mapping[str, Any]
     """Slots that are plain values."""
+    weights: tuple[torch.Tensor, ...] = ()
+    """The memory of the weight that a step writes, if `parameter` is only a description without memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,11 @@ Receiver: TypeAlias = Callable[[torch.Tensor, dict[str, Any], Mapping[str, Store
 
 @runtime_checkable
 class SlotKeeper(Protocol):
-    """An optimizer that describes its state. None of these methods may communicate."""
+    """An optimizer that describes its state. None of these methods may communicate.
+
+    If another optimizer takes the steps, the attribute ``stepper`` is that optimizer: saves that overlap
+    training wait for its steps.
+    """
 
     param_groups: list[dict[str, Any]]
 

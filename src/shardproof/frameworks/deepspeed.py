@@ -1,0 +1,213 @@
+"""Checkpoints of DeepSpeed engines at ZeRO stages 1, 2 and 3.
+
+    engine, *_ = deepspeed.initialize(model=module, ...)
+    path, client_state = adapter.load_checkpoint(engine, "runs/example")
+    adapter.save_checkpoint(engine, "runs/example", client_state={"epoch": 3})
+
+or, with saves in the background and retention, ``sp.Checkpointer("runs/example")`` and `engine_state`.
+
+ZeRO cuts flat buffers into one partition for each rank. The position of every parameter follows from the
+sizes of the parameters before it, so nothing is gathered, and a checkpoint loads at another stage and on
+another number of ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+import shardproof as sp
+from shardproof.frameworks.deepspeed_files import is_of_deepspeed, load_files
+from shardproof.frameworks.partitions import Partition, PartitionedModule
+from shardproof.frameworks.zero_blocks import (
+    BlockOptimizer,
+    flat_blocks,
+    frozen_partition,
+    sharded_blocks,
+)
+
+__all__ = ["engine_state", "load_checkpoint", "save_checkpoint"]
+
+_LATEST = "latest"
+_COUNTS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+
+
+def engine_state(engine: DeepSpeedEngine) -> dict[str, Any]:
+    """The state of an engine, as a state tree. Make it once, and use it for all saves and loads.
+
+    Args:
+        engine: the result of `deepspeed.initialize`, with ZeRO at stage 1, 2 or 3.
+
+    Returns:
+        ``model`` (parameters and buffers), ``optimizer`` (fp32 masters and the state of each parameter) and
+        ``engine`` (counts, learning rate scheduler, loss scaler). Add values of the program under other
+        names.
+
+    Raises:
+        StructureError: the engine has a layout that is not supported: another optimizer wrapper, parameters
+            on NVMe, a mixture of experts, or model or pipeline parallelism.
+
+    Example:
+        state = {**engine_state(engine), "epoch": 0}
+        checkpointer.restore(state)
+    """
+    _check_supported(engine)
+    zero = engine.optimizer
+    blocks = list(sharded_blocks(zero) if _is_stage_3(zero) else flat_blocks(zero))
+    by_parameter = {id(parameter): part for block in blocks for parameter, part in block.parameters}
+    module = engine.module
+    names: dict[str, Partition] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) not in by_parameter and hasattr(parameter, "ds_tensor"):
+            by_parameter[id(parameter)] = frozen_partition(parameter)
+        part = by_parameter.get(id(parameter))
+        if part is not None:
+            part.name = part.name or name
+            names[name] = part
+    keeper = BlockOptimizer(zero, blocks)
+    return {
+        "model": PartitionedModule(module, names, _after_load(zero)),
+        "optimizer": sp.OptimizerState(keeper, names=keeper.names),  # type: ignore[arg-type]
+        "engine": _Engine(engine),
+    }
+
+
+def save_checkpoint(
+    engine: DeepSpeedEngine,
+    save_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    client_state: Mapping[str, Any] | None = None,
+    save_latest: bool = True,
+) -> sp.SaveResult:
+    """Saves an engine in place of `engine.save_checkpoint`. All ranks call it.
+
+    Args:
+        engine: the engine.
+        save_dir: folder of the run.
+        tag: name of the checkpoint in the folder. Default: ``global_step<N>``.
+        client_state: plain values of the program, equal on all ranks.
+        save_latest: write the file ``latest``, which names the tag, when the checkpoint is committed.
+
+    Returns:
+        The result of the save. The checkpoint is durable.
+    """
+    tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    state = {**engine_state(engine), "client_state": _Client(dict(client_state or {}))}
+    result = sp.save(Path(save_dir) / tag, state, step=engine.global_steps)
+    if save_latest and dist.get_rank() == 0:
+        fresh = Path(save_dir) / f"{_LATEST}.{os.getpid()}"
+        fresh.write_text(tag)
+        os.replace(fresh, Path(save_dir) / _LATEST)
+    return result
+
+
+def load_checkpoint(
+    engine: DeepSpeedEngine, load_dir: str | os.PathLike[str], tag: str | None = None
+) -> tuple[str | None, dict[str, Any]]:
+    """Loads a checkpoint in place of `engine.load_checkpoint`, at any stage and on any number of ranks.
+
+    It also loads checkpoints that `engine.save_checkpoint` wrote.
+
+    Args:
+        engine: the engine.
+        load_dir: folder of the run.
+        tag: name of the checkpoint. Default: the one that the file ``latest`` names.
+
+    Returns:
+        The path and the client state; None and an empty dict if there is no file ``latest``.
+    """
+    if tag is None:
+        latest = Path(load_dir) / _LATEST
+        if not latest.exists():
+            return None, {}
+        tag = latest.read_text().strip()
+    path = Path(load_dir) / tag
+    state = engine_state(engine)
+    if is_of_deepspeed(path):
+        return str(path), load_files(path, state)
+    client = _Client({})
+    sp.load(path, {**state, "client_state": client})
+    return str(path), client.values
+
+
+class _Engine:
+    """Counts, learning rate scheduler and loss scaler of an engine, as plain values."""
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self._engine = engine
+
+    def state_dict(self) -> dict[str, Any]:
+        """The present values."""
+        scheduler, zero = self._engine.lr_scheduler, self._engine.optimizer
+        return {
+            **{name: getattr(self._engine, name) for name in _COUNTS},
+            "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
+            "loss_scaler": dict(vars(zero.loss_scaler)),
+            "overflow": bool(zero.overflow),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Sets the stored values. A scaler or scheduler that this engine does not have is left out."""
+        zero = self._engine.optimizer
+        for name in _COUNTS:
+            setattr(self._engine, name, state[name])
+        if self._engine.lr_scheduler is not None and state["lr_scheduler"] is not None:
+            self._engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        own = vars(zero.loss_scaler)
+        own.update({name: value for name, value in state["loss_scaler"].items() if name in own})
+        zero.overflow = state["overflow"]
+
+
+class _Client:
+    """The program's values, as one object."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+
+    def state_dict(self) -> dict[str, Any]:
+        """The values."""
+        return self.values
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keeps the stored values for the caller."""
+        self.values = state
+
+
+def _is_stage_3(zero: Any) -> bool:
+    return isinstance(zero, DeepSpeedZeroOptimizer_Stage3)
+
+
+def _after_load(zero: Any) -> Callable[[], None]:
+    """Stage 3: releases gathered parameters, which are gathered again where they are used."""
+
+    def release() -> None:
+        if _is_stage_3(zero):
+            zero.checkpoint_event_prologue()
+            zero.invalidate_secondary_tensor()
+
+    return release
+
+
+def _check_supported(engine: DeepSpeedEngine) -> None:
+    zero = engine.optimizer
+    if not isinstance(zero, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)):
+        raise sp.StructureError(
+            f"the engine's optimizer is a {type(zero).__name__}, expected ZeRO at stage 1, 2 or 3: set "
+            '"zero_optimization": {"stage": 1} in the configuration, or save engine.module and the optimizer'
+        )
+    for name, found in (
+        ("a mixture of experts", engine.has_moe_layers),
+        ("model parallelism", engine.mp_world_size > 1),
+        ("pipeline parallelism", type(engine).__name__ == "PipelineEngine"),
+    ):
+        if found:
+            raise sp.StructureError(
+                f"the engine has {name}, whose layout is not supported: save with engine.save_checkpoint"
+            )

@@ -1,0 +1,242 @@
+"""Trains with DeepSpeed, and saves or loads through `shardproof.frameworks.deepspeed`.
+
+    train_deepspeed.py MODE FOLDER CASE...
+
+A case is `name:stage:dtype`; the checkpoints of a case are in FOLDER/name. Results are the state of the ranks
+as DeepSpeed's own gathering functions give it, under `name.<key>`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+import deepspeed
+import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from peer_result import Result, join_ranks, leave_ranks, rank, world_size
+from torch import nn
+from torch.distributed import fsdp as fsdp2
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardproof as sp
+from shardproof.frameworks import deepspeed as adapter
+from shardproof.state import collect
+
+
+class Model(nn.Module):
+    """Rows that no number of ranks divides, tied and frozen parameters, a bias of one element, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(11, 6)
+        self.a = nn.Linear(6, 13)
+        self.norm = nn.LayerNorm(13)
+        self.b = nn.Linear(13, 6)
+        self.small = nn.Linear(6, 1)
+        self.frozen = nn.Linear(6, 2)
+        self.frozen.requires_grad_(False)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.emb.weight
+        self.register_buffer("seen", torch.tensor(0))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.b(torch.tanh(self.norm(self.a(self.emb(tokens)))))
+        return self.head(hidden) * self.small(hidden) + self.frozen(hidden).sum(-1, keepdim=True)
+
+
+PRECISION = {
+    "float32": {},
+    "bfloat16": {"bf16": {"enabled": True}},
+    "offload": {"bf16": {"enabled": True}, "zero_force_ds_cpu_optimizer": False},
+    "float16": {"fp16": {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 2}},
+}
+
+
+def built(stage: int, dtype: str, seed: int, lr: float = 1e-2, sub_group: int = 100) -> Any:
+    """An engine with random weights, and AdamW with two groups."""
+    torch.manual_seed(seed)
+    model = Model()
+    matrices = [item for item in model.parameters() if item.requires_grad and item.dim() > 1]
+    vectors = [item for item in model.parameters() if item.requires_grad and item.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {
+            "stage": stage,
+            "sub_group_size": sub_group,
+            "stage3_param_persistence_threshold": 20,
+            **({"offload_optimizer": {"device": "cpu"}} if dtype == "offload" else {}),
+        },
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": lr, "warmup_num_steps": 9}},
+        **PRECISION[dtype],
+    }
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.AdamW(groups, lr=lr), config=config, dist_init_required=False
+    )
+    return engine
+
+
+def train(engine: Any, steps: int) -> None:
+    for step in range(steps):
+        tokens = (torch.arange(12).reshape(2, 6) * (step + 3) + rank()) % 11
+        loss = nn.functional.cross_entropy(engine(tokens).float().flatten(0, 1), tokens.flatten())
+        engine.backward(loss)
+        engine.step()
+        engine.module.seen += 1
+
+
+def held(engine: Any) -> dict[str, torch.Tensor]:
+    """The state of all ranks, whole, by DeepSpeed's own functions."""
+    zero = engine.optimizer
+    if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):
+        zero._hp_optimizer_states_linked = False  # 0.19.8 links the first group alone
+        zero._lazy_init_hp_params_optimizer_state()
+    found: dict[str, torch.Tensor] = {"model.seen": engine.module.seen.clone()}
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter]):
+            found[f"model.{name}"] = parameter.detach().clone()
+        if parameter.requires_grad:
+            found[f"optimizer.{name}.master"] = safe_get_full_fp32_param(parameter).clone()
+            for slot in ("exp_avg", "exp_avg_sq"):
+                found[f"optimizer.{name}.{slot}"] = safe_get_full_optimizer_state(parameter, slot).clone()
+    return found
+
+
+def scalars(engine: Any) -> dict[str, Any]:
+    base = engine.optimizer.optimizer
+    return {
+        "steps": sorted({float(state["step"]) for state in base.state.values()}),
+        "lr": engine.get_lr(),
+        "scheduler": engine.lr_scheduler.state_dict(),
+        "scale": engine.optimizer.loss_scaler.cur_scale,
+        "iteration": getattr(engine.optimizer.loss_scaler, "cur_iter", None),
+        "counts": [engine.global_steps, engine.global_samples, engine.skipped_steps, engine.micro_steps],
+    }
+
+
+def save(path: str, name: str, stage: int, dtype: str, result: Result) -> None:
+    """The last rank collects a state alone first, which would hang in a collective."""
+    engine = built(stage, dtype, seed=0)
+    train(engine, 3)
+    add(result, name, held(engine))
+    result.facts[name] = scalars(engine)
+    if rank() == world_size() - 1:
+        collect(adapter.engine_state(engine))
+    adapter.save_checkpoint(engine, path, client_state={"epoch": 3})
+    engine.save_checkpoint(f"{path}/own", client_state={"epoch": 3, "note": {"seed": 7}})
+    pending = sp.Checkpointer(f"{path}/run").save(3, adapter.engine_state(engine))
+    train(engine, 2)  # writes to all of the memory that the save reads
+    pending.result()
+
+
+def load(path: str, name: str, stage: int, dtype: str, result: Result) -> None:
+    engine = built(stage, dtype, seed=1, lr=0.5)
+    tokens = torch.arange(11)[None]
+    with torch.no_grad():
+        engine(tokens)  # gathers weights, which the load makes stale
+    assert sp.Checkpointer(f"{path}/run").restore(adapter.engine_state(engine)) == 3
+    overlapped = held(engine) | {"output": engine(tokens).detach()}
+    engine = built(stage, dtype, seed=2, lr=0.5)
+    assert adapter.load_checkpoint(engine, path) == (f"{path}/global_step3", {"epoch": 3})
+    found = held(engine) | {"output": engine(tokens).detach()}
+    assert all(torch.equal(found[key], overlapped[key]) for key in found)
+    plain = Model().to(torch.bfloat16 if dtype == "offload" else getattr(torch, dtype))
+    sp.load(f"{path}/global_step3", {"model": plain}, include="model")
+    result.facts[f"{name}.output"] = torch.equal(found.pop("output"), plain(tokens))
+    add(result, name, found)
+    result.facts[name] = scalars(engine)
+    train(engine, 1)
+
+
+def load_files(path: str, name: str, stage: int, dtype: str, result: Result) -> None:
+    """A checkpoint that DeepSpeed wrote, at another stage and on other ranks."""
+    engine = built(stage, dtype, seed=5, lr=0.5)
+    client = {"epoch": 3, "note": {"seed": 7}}
+    assert adapter.load_checkpoint(engine, f"{path}/own") == (f"{path}/own/global_step3", client)
+    add(result, name, held(engine))
+    result.facts[name] = scalars(engine)
+    train(engine, 1)
+
+
+def through_fsdp2(path: str, name: str, stage: int, dtype: str, result: Result) -> None:
+    """Into an fp32 model of FSDP2, which takes the exact masters, and from there into an engine."""
+    model = Model()
+    fsdp2.fully_shard(model, mesh=init_device_mesh("cpu", (world_size(),)))
+    trained = [item for item in model.parameters() if item.requires_grad]
+    matrices, vectors = ([item for item in trained if (item.dim() > 1) == wide] for wide in (True, False))
+    optimizer = torch.optim.AdamW([{"params": matrices}, {"params": vectors}])
+    there = {"model": model, "optimizer": optimizer}
+    sp.load(f"{path}/global_step3", there, include=["model", "optimizer"], cast=True)
+    sp.save(f"{path}/fsdp2", there)
+    engine = built(stage, dtype, seed=3)
+    state = adapter.engine_state(engine)
+    sp.load(f"{path}/fsdp2", state, include=["model", "optimizer"], cast=True)
+    add(result, name, held(engine))
+
+
+def model_alone(path: str, name: str, stage: int, dtype: str, result: Result) -> None:
+    """Masters follow the weights of a load without the optimizer."""
+    engine = built(stage, dtype, seed=4)
+    train(engine, 1)
+    sp.load(f"{path}/global_step3", adapter.engine_state(engine), include="model")
+    add(result, name, held(engine))
+
+
+def wrong(path: str, name: str, stage: int, dtype: str, result: Result) -> None:
+    """What wrong use says."""
+    model = Model()
+    trained = [item for item in model.parameters() if item.requires_grad]
+    optimizer = torch.optim.AdamW(trained)
+    for item in trained:
+        item.grad = torch.zeros_like(item)
+    optimizer.step()
+    optimizer.state[model.b.weight]["step"] += 4
+    sp.save(path, {"model": model, "optimizer": optimizer})
+    engine = built(stage, dtype, seed=0)
+    for number, use in enumerate(
+        (
+            lambda: adapter.engine_state(built(0, dtype, seed=0)),
+            lambda: sp.load(path, adapter.engine_state(engine), include=["model", "optimizer"]),
+        )
+    ):
+        try:
+            use()
+        except sp.ShardproofError as error:
+            result.facts[f"{name}.{number}"] = str(error)
+
+
+def add(result: Result, name: str, tensors: dict[str, torch.Tensor]) -> None:
+    for key, tensor in tensors.items():
+        result.add_tensor(f"{name}.{key}", tensor)
+
+
+MODES = {
+    "save": save,
+    "load": load,
+    "load_files": load_files,
+    "through_fsdp2": through_fsdp2,
+    "model_alone": model_alone,
+    "wrong": wrong,
+}
+
+
+def main() -> None:
+    mode, folder, *cases = sys.argv[1:]
+    join_ranks()
+    # The operator is compiled, and a rank that is killed meanwhile leaves a lock that the next run waits for.
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+    deepspeed.init_distributed(dist_backend="gloo")
+    result = Result()
+    for case in cases:
+        name, stage, dtype = case.split(":")
+        MODES[mode](os.path.join(folder, name), name, int(stage), dtype, result)
+    leave_ranks(result)
+
+
+if __name__ == "__main__":
+    main()

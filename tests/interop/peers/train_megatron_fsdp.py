@@ -1,0 +1,229 @@
+"""Trains with Megatron-FSDP, and saves or loads through `shardproof.frameworks.megatron_fsdp`.
+
+    train_megatron_fsdp.py MODE FOLDER CASE...
+
+A case is `name:stage:dtype`; the checkpoint of a case is FOLDER/name. Results are the state that the ranks
+hold, put together from the positions that Megatron-FSDP gathers itself, under `name.<key>`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
+from typing import Any
+
+import cpu_stubs
+import torch
+import torch.distributed as dist
+from peer_result import Result, join_ranks, leave_ranks, rank, world_size
+from torch import nn
+from torch.distributed import fsdp as fsdp2
+from torch.distributed.device_mesh import init_device_mesh
+
+cpu_stubs.install(current_device=0)
+
+from megatron_fsdp import fully_shard  # noqa: E402
+from megatron_fsdp.uneven_dtensor import gather_and_compute_chunk_metadata  # noqa: E402
+
+import shardproof as sp  # noqa: E402
+from shardproof.frameworks import megatron_fsdp as adapter  # noqa: E402
+from shardproof.state import collect  # noqa: E402
+
+
+class Model(nn.Module):
+    """Rows that no number of ranks divides, a tied and a frozen parameter, biases of one rank, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(11, 6)
+        self.a = nn.Linear(6, 13)
+        self.norm = nn.LayerNorm(13)
+        self.b = nn.Linear(13, 6)
+        self.small = nn.Linear(6, 1)
+        self.frozen = nn.Linear(6, 2)
+        self.frozen.requires_grad_(False)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.emb.weight
+        self.register_buffer("seen", torch.tensor(0))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.b(torch.tanh(self.norm(self.a(self.emb(tokens)))))
+        return self.head(hidden) * self.small(hidden) + self.frozen(hidden).sum(-1, keepdim=True)
+
+
+def built(stage: int, dtype: torch.dtype, seed: int, hybrid: bool = False) -> tuple[Any, Any]:
+    """A sharded model with random weights, and its AdamW. With `hybrid`, two ranks replicate each shard."""
+    torch.manual_seed(seed)
+    model = Model().to(dtype)
+    if hybrid:
+        mesh = init_device_mesh("cpu", (2, world_size() // 2, 1), mesh_dim_names=("outer", "dp", "tp"))
+        both = mesh["outer", "dp"]._flatten("both").get_group()
+        options = {"dp_outer_dim": "outer", "hybrid_fsdp_group": both}
+    else:
+        mesh, options = init_device_mesh("cpu", (world_size(), 1), mesh_dim_names=("dp", "tp")), {}
+    return fully_shard(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2 * (1 + seed)),
+        device_mesh=mesh,
+        dp_shard_dim="dp",
+        tp_dim="tp",
+        fsdp_unit_modules=[nn.Linear],
+        zero_dp_strategy=stage,
+        device=torch.device("cpu"),
+        calculate_per_token_loss=True,  # gloo has no product with a scale
+        **options,
+    )
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for step in range(steps):
+        tokens = (torch.arange(12).reshape(2, 6) * (step + 3) + rank()) % 11
+        loss = nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.module.seen += 1
+
+
+def held(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The state of all ranks, whole, from the positions that Megatron-FSDP's collectives found."""
+    buffer = model.param_and_grad_buffer
+    own: dict[str, Any] = {}
+    for name, parameter in buffer.optimizer_named_parameters:
+        group = buffer.parameter_groups[buffer.param_to_param_group[parameter.orig_param]]
+        main, weights = group.main_weight_buffer, group.model_weight_buffer
+        local = parameter._local_tensor
+        offsets = gather_and_compute_chunk_metadata(parameter).offsets
+        stored = {"": local}
+        if main is not None:
+            raw = parameter.orig_param
+            if weights is None:
+                stored[""] = raw.data
+            else:
+                stored[""] = weights.get_item(main.param_idx[raw], only_shard=True).view(local.shape)
+            if main.dtype != raw.dtype:
+                stored[".master"] = local
+        for slot, item in optimizer.state.get(parameter, {}).items():
+            stored[f".{slot}"] = getattr(item, "_local_tensor", item)
+        for slot, item in stored.items():
+            key = f"optimizer.{name}{slot}" if slot else f"model.{name}"
+            whole = list(parameter.shape) if item.dim() else []
+            own[key] = (whole, list(offsets) if item.dim() else [], item.detach().clone())
+    own["model.seen"] = ([], [], model.module.seen.clone())
+    everyone: list[Any] = [None] * world_size()
+    dist.all_gather_object(everyone, own)
+    found: dict[str, torch.Tensor] = {}
+    for of_rank in everyone:
+        for key, (shape, offsets, local) in of_rank.items():
+            if key not in found:
+                found[key] = torch.zeros(shape, dtype=local.dtype) - 77
+            box = tuple(slice(at, at + size) for at, size in zip(offsets, local.shape, strict=True))
+            found[key][box] = local
+    return found
+
+
+def described(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state tree. The last rank collects one alone first, which would hang in a collective."""
+    if rank() == world_size() - 1:
+        collect(
+            {"model": adapter.module_state(model), "optimizer": adapter.optimizer_state(optimizer, model)}
+        )
+    return {"model": adapter.module_state(model), "optimizer": adapter.optimizer_state(optimizer, model)}
+
+
+def save(
+    path: str, name: str, stage: int, dtype: torch.dtype, result: Result, *, hybrid: bool = False
+) -> None:
+    model, optimizer = built(stage, dtype, seed=0, hybrid=hybrid)
+    train(model, optimizer, 2)
+    add(result, name, held(model, optimizer))
+    state = described(model, optimizer)
+    pending = sp.Checkpointer(path).save(2, state)
+    train(model, optimizer, 2)  # writes to all of the memory that the save reads
+    pending.result()
+    result.facts[f"{name}.elsewhere"] = sorted(
+        part.parameter.shape.numel() for part in adapter._partitions_of(model).values() if part.is_elsewhere
+    )
+
+
+def load(path: str, name: str, stage: int, dtype: torch.dtype, result: Result) -> None:
+    model, optimizer = built(stage, dtype, seed=1)
+    with torch.no_grad():
+        model(torch.zeros(1, 1, dtype=torch.long))  # gathers weights, which the load makes stale
+    state = described(model, optimizer)
+    assert sp.Checkpointer(path).restore(state) == 2
+    add(result, name, held(model, optimizer))
+    plain = Model().to(dtype)
+    sp.load(f"{path}/step-00000002", {"model": plain}, include="model")
+    tokens = torch.arange(11)[None]
+    result.facts[f"{name}.output"] = torch.equal(model(tokens), plain(tokens))
+    result.facts[f"{name}.lr"] = [group["lr"] for group in optimizer.param_groups]
+    train(model, optimizer, 1)
+
+
+def through_fsdp2(path: str, name: str, stage: int, dtype: torch.dtype, result: Result) -> None:
+    """Into an fp32 model of FSDP2, which takes the exact masters, and from there into Megatron-FSDP."""
+    torch.manual_seed(2)
+    model = Model()
+    fsdp2.fully_shard(model, mesh=init_device_mesh("cpu", (world_size(),)))
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    there = {"model": model, "optimizer": optimizer}
+    sp.load(f"{path}/step-00000002", there, cast=True)
+    sp.save(f"{path}/fsdp2", there)
+    model, optimizer = built(stage, dtype, seed=3)
+    sp.load(f"{path}/fsdp2", described(model, optimizer), cast=True)
+    add(result, name, held(model, optimizer))
+
+
+def model_alone(path: str, name: str, stage: int, dtype: torch.dtype, result: Result) -> None:
+    """Masters follow the weights of a load without the optimizer."""
+    model, optimizer = built(stage, dtype, seed=4)
+    sp.load(f"{path}/step-00000002", {"model": adapter.module_state(model)}, include="model")
+    add(result, name, held(model, optimizer))
+
+
+def wrong(path: str, name: str, stage: int, dtype: torch.dtype, result: Result) -> None:
+    """What wrong use says."""
+    model, _ = built(stage, dtype, seed=0)
+    other = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
+    for number, use in enumerate(
+        (
+            lambda: sp.save(path, {"model": model}),
+            lambda: adapter.module_state(model.module),
+            lambda: adapter.optimizer_state(other, model),
+        )
+    ):
+        try:
+            use()
+        except sp.ShardproofError as error:
+            result.facts[f"{name}.{number}"] = str(error)
+
+
+def add(result: Result, name: str, tensors: dict[str, torch.Tensor]) -> None:
+    for key, tensor in tensors.items():
+        result.add_tensor(f"{name}.{key}", tensor)
+
+
+MODES = {
+    "save": save,
+    "save_hybrid": partial(save, hybrid=True),
+    "load": load,
+    "through_fsdp2": through_fsdp2,
+    "model_alone": model_alone,
+    "wrong": wrong,
+}
+
+
+def main() -> None:
+    mode, folder, *cases = sys.argv[1:]
+    join_ranks()
+    result = Result()
+    for case in cases:
+        name, stage, dtype = case.split(":")
+        MODES[mode](os.path.join(folder, name), name, int(stage), getattr(torch, dtype), result)
+    leave_ranks(result)
+
+
+if __name__ == "__main__":
+    main()

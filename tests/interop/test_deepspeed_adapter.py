@@ -1,0 +1,121 @@
+"""Released DeepSpeed saves and loads through `shardproof.frameworks.deepspeed`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardproof as sp
+from tests.interop.peer import PeerFailed, PeerResult, assert_same_tensors, run_peer
+
+pytestmark = [pytest.mark.interop, pytest.mark.processes]
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "deepspeed_zero.py"
+DTYPES = ("float32", "bfloat16", "float16")
+CASES = [f"{stage}-{dtype}:{stage}:{dtype}" for stage in (1, 2, 3) for dtype in DTYPES]
+CASES += [f"{stage}-offload:{stage}:offload" for stage in (1, 3)]
+
+
+def at_next_stage(case: str, by: int = 1) -> str:
+    name, stage, dtype = case.split(":")
+    return f"{name}:{(int(stage) - 1 + by) % 3 + 1}:{dtype}"
+
+
+def train(mode: str, folder: Path, cases: list[str], nproc: int) -> PeerResult:
+    return run_peer("deepspeed", "train_deepspeed.py", mode, folder, *cases, nproc=nproc, timeout=200)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PeerResult]:
+    """Checkpoints of three ranks at every stage, and the state that the ranks had."""
+    folder = tmp_path_factory.mktemp("deepspeed")
+    before = train("save", folder, CASES, nproc=3)
+    for case in CASES:
+        facts = before.facts[case.split(":")[0]]
+        assert facts["steps"] == [3.0] and facts["counts"] == [3, 18, 0, 3]
+    assert before.facts["3-float16"]["scale"] == 128.0  # the scaler began at 64
+    return folder, before
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_stage_loads_into_another_on_fewer_ranks(saved: tuple[Path, PeerResult], ranks: int) -> None:
+    """Parameters, masters, moments, steps, scheduler, scaler and counts. One save overlaps the next steps."""
+    folder, before = saved
+    after = train("load", folder, [at_next_stage(case, ranks) for case in CASES], nproc=ranks)
+    assert_same_tensors(after.tensors, before.tensors)
+    for name in (case.split(":")[0] for case in CASES):
+        assert after.facts[f"{name}.output"], "the next forward pass does not use the loaded weights"
+        assert after.facts[name] == before.facts[name]
+
+
+def test_checkpoints_of_deepspeed_load_at_another_stage_and_on_other_ranks(
+    saved: tuple[Path, PeerResult],
+) -> None:
+    folder, before = saved
+    after = train("load_files", folder, [at_next_stage(case) for case in CASES], nproc=2)
+    assert_same_tensors(after.tensors, before.tensors)
+
+    def stored(facts: dict[str, Any]) -> dict[str, Any]:
+        return facts | {"counts": facts["counts"][:3]}  # DeepSpeed does not store micro_steps
+
+    for name in (case.split(":")[0] for case in CASES):
+        assert stored(after.facts[name]) == stored(before.facts[name])
+
+
+def test_through_fsdp2_and_back(saved: tuple[Path, PeerResult]) -> None:
+    folder, before = saved
+    cases = ["3-bfloat16:2:bfloat16", "1-float32:3:float32"]
+    after = train("through_fsdp2", folder, cases, nproc=2)
+    names = tuple(case.split(":")[0] + "." for case in cases)
+    assert_same_tensors(
+        after.tensors, {key: tensor for key, tensor in before.tensors.items() if key.startswith(names)}
+    )
+
+
+def test_masters_follow_a_load_of_the_model_alone(saved: tuple[Path, PeerResult]) -> None:
+    folder, before = saved
+    after = train("model_alone", folder, ["1-bfloat16:2:bfloat16", "3-bfloat16:3:bfloat16"], nproc=2)
+    for name in ("1-bfloat16", "3-bfloat16"):
+        weight = before.tensors[f"{name}.model.a.weight"]
+        assert torch.equal(after.tensors[f"{name}.model.a.weight"], weight)
+        assert torch.equal(after.tensors[f"{name}.optimizer.a.weight.master"].bfloat16(), weight)
+
+
+def test_wrong_use_says_what_to_change(tmp_path: Path) -> None:
+    said = train("wrong", tmp_path, ["x:2:float32"], nproc=2).facts
+    assert '"zero_optimization": {"stage": 1}' in said["x.0"]
+    assert re.search(r"step .*1.* for .* and .*5.* for b\.weight.*separate groups", said["x.1"])
+
+
+def test_the_example_is_killed_and_resumes_on_other_ranks(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(PeerFailed, match="exit code -9"):
+        run_peer("deepspeed", "run_sharded_example.py", EXAMPLE, 4, run, 6, nproc=3)
+    committed = int((run / "latest").read_text().removeprefix("global_step"))
+    assert committed in (3, 4)  # one rank may have ended before rank 0 wrote `latest`
+    assert sp.open(run / f"global_step{committed}").step == committed
+    resumed = run_peer("deepspeed", "run_sharded_example.py", EXAMPLE, 0, run, 6, nproc=2)
+    lines = resumed.facts["lines"]
+    assert f"'tokens': {committed * 12}" in resumed.facts["other"][0]
+    assert [int(line.split()[1]) for line in lines] == list(range(committed + 1, 7))
+    rates = [float(line.split()[-1]) for line in lines]
+    assert rates == [round(1e-4 * (int(line.split()[1]) - 1), 6) for line in lines]  # the warmup goes on
+
+
+def test_the_example_is_short() -> None:
+    assert len(EXAMPLE.read_text().splitlines()) <= 40
+
+
+@pytest.mark.parametrize("page", ["deepspeed", "megatron_fsdp"])
+def test_the_added_lines_of_a_page_are_those_of_its_example(page: str) -> None:
+    root = EXAMPLE.parents[1]
+    name = {"deepspeed": "deepspeed_zero"}.get(page, page)
+    example = [line.strip() for line in (root / "examples" / f"{name}.py").read_text().splitlines()]
+    text = (root / "docs" / "frameworks" / f"{page}.md").read_text()
+    (diff,) = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)
+    added = [line[1:].strip() for line in diff.splitlines() if line.startswith("+") and line[1:].strip()]
+    assert added and [line for line in added if line not in example] == []
