@@ -27,6 +27,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import shardproof as sp
+
 __all__ = ["PeerFailed", "PeerResult", "PeerTimedOut", "assert_same_tensors", "python_of", "run_peer"]
 
 FOLDER = Path(__file__).resolve().parent
@@ -166,13 +168,17 @@ class _Ranks:
 
 
 def _variables(rank: int, nproc: int, folder: Path, timeout: float) -> dict[str, str]:
-    """The environment variables of a rank: this process's, without what points Python to our packages."""
+    """The environment variables of a rank: this process's, without what points Python to our packages.
+
+    Of our packages, a script sees the shardproof under test alone.
+    """
     kept = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("PYTHON", "PYTEST", "COV_")) and name != "VIRTUAL_ENV"
     }
     return kept | {
+        "PYTHONPATH": str(Path(sp.__file__).resolve().parents[1]),
         "PEER_RESULT": str(folder),
         "PEER_TIMEOUT": str(timeout),
         "RANK": str(rank),

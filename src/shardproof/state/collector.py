@@ -19,6 +19,7 @@ from shardproof.state.last_walk import LastWalk
 from shardproof.state.local_shards import LocalShards, described
 from shardproof.state.plain.encode import encode
 from shardproof.state.records import Collected, ObjectEntry, Piece, Stepped, TensorEntry, describe
+from shardproof.state.subclasses import SUBCLASS, is_wrapper, unwrapped
 from shardproof.state.tensors import memory_identity, tensor_of_array
 from shardproof.state.visitor import Place, Visitor, check_name, join
 
@@ -73,12 +74,27 @@ class Collector(Visitor[CollectHandler]):
         self.handler_of(value, place).collect(place, value, self)
 
     def tensor(self, key: str, tensor: torch.Tensor, origin: Any) -> None:
-        """Adds a tensor or DTensor. `result` describes the memory that it has at the end of the walk."""
-        if self._claim(key, origin):
+        """Adds a tensor or DTensor. `result` describes the memory that it has at the end of the walk.
+
+        A tensor subclass that wraps other tensors adds its parts.
+        """
+        if is_wrapper(tensor):
+            self._wrapper(key, tensor, origin)
+        elif self._claim(key, origin):
             self.whole[key] = tensor
         else:
             (entry,) = self.entries_of([key], [tensor])
             self._merge(entry, origin)
+
+    def _wrapper(self, key: str, tensor: torch.Tensor, origin: Any) -> None:
+        wrapped = unwrapped(tensor, key)
+        for name, part in wrapped.keys(key):
+            if isinstance(part, LocalShards):
+                self.pieces(name, *described(part, name), origin=origin)
+            else:
+                self.tensor(name, part, origin)
+        if wrapped.description is not None:
+            self.encoded(f"{key}.{SUBCLASS}", wrapped.description, origin)
 
     def pieces(
         self, key: str, dtype: str, shape: tuple[int, ...], pieces: tuple[Piece, ...], origin: Any

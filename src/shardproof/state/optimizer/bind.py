@@ -28,6 +28,7 @@ from shardproof.state.optimizer.parameter_names import Names
 from shardproof.state.optimizer.slot_layouts import SlotLayout, SlotLayouts
 from shardproof.state.optimizer.slot_sources import receiver
 from shardproof.state.optimizer.slots import MASTER, LocalRange, Receipt, Receiver, SlotKeeper, StoredSlot
+from shardproof.state.subclass_binding import stored_wrapper
 from shardproof.state.tensors import empty_like_layout, local_of, torch_dtype
 from shardproof.state.visitor import Place, check_name, join
 
@@ -138,6 +139,10 @@ class OptimizerBinding:
             found = self.to.catalogue.tensors.get(name)
             if not self.to.selected(name):
                 unselected.add(slot)
+            elif (wrapper := stored_wrapper(name, self.to.catalogue)) is not None:
+                stored[slot] = StoredSlot(
+                    wrapper.dtype, tuple(local_tensor(layout.parameter).shape), wrapper.new
+                )
             elif found is None:
                 self.to.binding.used.add(name)
                 self.to.binding.missing.append(name)

@@ -29,6 +29,7 @@ from shardproof.state.optimizer.slots import LocalRange, ParameterSlots, SlotKee
 from shardproof.state.optimizer.zero_redundancy import is_zero_redundancy
 from shardproof.state.plain.encode import encode
 from shardproof.state.records import Stepped
+from shardproof.state.subclasses import inner_tensors
 from shardproof.state.visitor import Place, Visitor, check_name, join
 
 __all__ = ["OPTIMIZER", "OptimizerState"]
@@ -101,7 +102,7 @@ def _collect(
         name = names[parameter]
         key, origin = join(place.key, name), (place.path, name)
         layout = layouts.of_slots(parameter)
-        stepped.append(parameter)
+        stepped += inner_tensors(parameter)
         for slot, item in slots.tensors.items():
             slot_key = _key_of(key, slot)
             local_shards = layout.sharded(item, slot_key)
@@ -110,7 +111,7 @@ def _collect(
                 out.tensor(slot_key, item, origin)
             else:
                 out.local_shards(slot_key, local_shards, origin)
-            stepped.append(item.buffer if isinstance(item, LocalRange) else item)
+            stepped += [item.buffer] if isinstance(item, LocalRange) else inner_tensors(item)
         values = {}
         for slot, item in slots.values.items():
             slot_key = _key_of(key, slot)

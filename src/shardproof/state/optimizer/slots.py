@@ -89,6 +89,8 @@ class StoredSlot:
     dtype: torch.dtype
     shape: tuple[int, ...]
     """Its shape on this rank: that of the parameter's local tensor, or () for a scalar."""
+    make: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """For a tensor subclass that wraps others: makes the slot of a parameter, without its values."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
