@@ -62,6 +62,8 @@ _IN_FLIGHT = frozenset(("AsyncCollectiveTensor", "FunctionalTensor", "FakeTensor
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """True if a tensor, or the local tensor of a DTensor, wraps other tensors.
 
+    torch's ``ShardedTensor`` counts as a wrapper of its shards.
+
     >>> is_wrapper(torch.ones(2))
     False
     """
@@ -69,13 +71,12 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
         return False
     local = local_tensor(tensor)
     kind = type(local)
-    return (
-        kind not in PLAIN_TYPES
-        and kind.__name__ not in _IN_FLIGHT
-        and not local.is_nested
-        and hasattr(kind, "__tensor_flatten__")
-        and hasattr(kind, "__tensor_unflatten__")
-    )
+    if kind in PLAIN_TYPES or kind.__name__ in _IN_FLIGHT:
+        return False
+    if _is_sharded_tensor(local):
+        return True
+    has_protocol = hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
+    return has_protocol and not local.is_nested
 
 
 def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -86,6 +87,8 @@ def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     if not is_wrapper(tensor):
         return [tensor]
     local: Any = local_tensor(tensor)
+    if _is_sharded_tensor(local):
+        return [shard.tensor for shard in local.local_shards()]
     return [inner for name in local.__tensor_flatten__()[0] for inner in inner_tensors(getattr(local, name))]
 
 
@@ -113,6 +116,9 @@ def unwrapped(tensor: torch.Tensor, key: str) -> Wrapped:
         PlainDataError: the context of the class is no plain data.
     """
     local: Any = local_tensor(tensor)
+    if _is_sharded_tensor(local):
+        pieces = [(shard.tensor.detach(), shard.metadata.shard_offsets) for shard in local.local_shards()]
+        return Wrapped(None, {"": LocalShards(local.size(), pieces, dtype=local.dtype)}, ())
     names, context = local.__tensor_flatten__()
     declared: Mapping[str, str] = getattr(type(local), PARTS, {})
     derived = tuple(name for name in names if declared.get(name) == _DERIVED)
@@ -151,6 +157,12 @@ def new_wrapper(
     context = _with_shape(decode(description["context"], path=f"{key}.{SUBCLASS}"), shape)
     local = kind.__tensor_unflatten__(dict(parts), context, shape, local_tensor(parameter).stride())
     return distributed(local, parameter)
+
+
+def _is_sharded_tensor(local: torch.Tensor) -> bool:
+    """True for a tensor in the sharded state dict of FSDP1 without a device mesh."""
+    kind = type(local)
+    return kind.__name__ == "ShardedTensor" and kind.__module__.startswith("torch.distributed._shard.")
 
 
 def _encoded(context: Any, kind: type, key: str) -> Any:

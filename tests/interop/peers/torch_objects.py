@@ -41,6 +41,8 @@ def sharded(seed: int, rows: int = 128) -> nn.Sequential:
 
 def step(state: State) -> None:
     """One optimizer step, whose gradients do not depend on the number of ranks."""
+    if "optimizer" not in state:
+        return
     state["model"](torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)).square().mean().backward()
     state["optimizer"].step()
     state["optimizer"].zero_grad()
@@ -70,11 +72,41 @@ def columns(seed: int) -> nn.Module:
     return model
 
 
+def quantised(config: str) -> Callable[[int], State]:
+    """A model whose weights torchao has quantised for inference, the same on all ranks."""
+
+    def make(seed: int) -> State:
+        import torchao.quantization
+
+        import shardproof.frameworks.torchao  # noqa: F401
+
+        model = network(seed).to(torch.bfloat16)
+        torchao.quantization.quantize_(model, getattr(torchao.quantization, config)())
+        return {"model": model}
+
+    return make
+
+
+def float8(seed: int) -> State:
+    """A model of float8 layers whose sharded weights are cast before FSDP2 gathers them."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    model = network(seed)
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+    convert_to_float8_training(model, config=config)
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size(),)))
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-2)}
+
+
 KINDS: dict[str, Callable[[int], State]] = {
     "AdamW8bit": low_bit("AdamW8bit"),
     "AdamW4bit": low_bit("AdamW4bit"),
     "AdamWFp8": low_bit("AdamWFp8"),
     "AdamW8bit columns": low_bit("AdamW8bit", columns),
+    "float8": float8,
+    "Int8WeightOnlyConfig": quantised("Int8WeightOnlyConfig"),
+    "Int8DynamicActivationInt8WeightConfig": quantised("Int8DynamicActivationInt8WeightConfig"),
+    "Float8WeightOnlyConfig": quantised("Float8WeightOnlyConfig"),
     "AdamW8bit cut": low_bit("AdamW8bit", lambda seed: sharded(seed, rows=300)),
 }
 

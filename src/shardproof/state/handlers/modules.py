@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -10,15 +9,15 @@ from typing import Any
 
 import torch
 
-from shardproof.errors import StructureError
 from shardproof.state.binder import MISSING, Binder
 from shardproof.state.collector import Collector
 from shardproof.state.dtensor import local_tensor
+from shardproof.state.flat_parameters import flat_parts, flat_state, is_flat
 from shardproof.state.layout import Layout, local_layout
-from shardproof.state.local_shards import LocalShards
+from shardproof.state.local_shards import FlatShard, LocalShards
 from shardproof.state.module_names import PARALLEL, NamedModule, inside
 from shardproof.state.storage_owner import declare_fsdp2_owners
-from shardproof.state.tensors import empty_like_layout, local_of, storage_of
+from shardproof.state.tensors import check_memory, empty_like_layout, local_of, storage_of
 from shardproof.state.visitor import OwnedParameters, Place, Visitor, check_name
 
 __all__ = ["MODULE", "named"]
@@ -37,7 +36,10 @@ class _Module:
             if "@" in (clean := module.clean(name)):
                 check_name(clean, place.key, place.path)
             key = prefix + clean
-            if not isinstance(item, torch.Tensor) or _is_extra(name):
+            if isinstance(item, (LocalShards, FlatShard)):
+                described, anchor = _own_shards_of(item, module.layout(name), key)
+                out.local_shards(key, described, (place.path, name), anchor)
+            elif not isinstance(item, torch.Tensor) or _is_extra(name):
                 out.object(key, item, (place.path, name))
             elif (layout := module.layout(name)) is not None:
                 sharded, local = _local_shards_of(item, layout, key)
@@ -45,11 +47,11 @@ class _Module:
             else:
                 out.tensor(key, item, (place.path, name))
         declare_fsdp2_owners(part for _, part in module.parts)
-        out.modules.append(OwnedParameters(place.key, module, state))
+        out.modules.append(_owned(place, module, state, out))
 
     def bind(self, place: Place, value: torch.nn.Module, to: Binder) -> None:
         """Fills tensors in place. Values that the state dict computes go through `load_state_dict`."""
-        module, state = _state_of(value, place, to)
+        module, state = _state_of(value, place, to, load=True)
         prefix = f"{place.key}." if place.key else ""
         is_live = _live_memory_of(module.module)
         computed: dict[str, Callable[[], Any]] = {}
@@ -59,6 +61,8 @@ class _Module:
             key = prefix + clean
             if _is_extra(name):
                 self._bind_extra(module.module, name, key, item, to)
+            elif isinstance(item, (LocalShards, FlatShard)):
+                to.local_shards(key, *_own_shards_of(item, module.layout(name), key))
             elif not isinstance(item, torch.Tensor):
                 data = to.object(key)
                 if data is not MISSING:
@@ -75,7 +79,7 @@ class _Module:
                     computed[name] = partial(_same, fresh)
         if computed:
             to.on_finish(lambda: _load(module.module, state, computed))
-        to.modules.append(OwnedParameters(place.key, module, state))
+        to.modules.append(_owned(place, module, state, to))
 
     @staticmethod
     def _bind_laid_out(
@@ -134,25 +138,26 @@ def named(module: torch.nn.Module, visitor: Visitor[Any]) -> NamedModule:
 
 
 def _state_of(
-    value: torch.nn.Module, place: Place, visitor: Visitor[Any]
+    value: torch.nn.Module, place: Place, visitor: Visitor[Any], *, load: bool = False
 ) -> tuple[NamedModule, Mapping[str, Any]]:
     module = named(value, visitor)
-    _refuse_fsdp1(module, place)
+    if is_flat(module):
+        parts = flat_parts(module, place.path, load=load)
+        visitor.flat[place.key] = parts
+        return module, flat_state(module, parts)
     if type(module.module).state_dict is torch.nn.Module.state_dict:
         return module, module.module.state_dict(keep_vars=True)
     return module, module.module.state_dict()  # an overridden state_dict may take no arguments
 
 
-def _refuse_fsdp1(module: NamedModule, place: Place) -> None:
-    """Raises for FSDP1, whose state_dict is a collective: collecting must not communicate."""
-    fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
-    kind = getattr(fsdp, "FullyShardedDataParallel", None)
-    if kind is not None and any(isinstance(part, kind) for _, part in module.parts):
-        raise StructureError(
-            f"{place.path} holds FullyShardedDataParallel (FSDP1), whose state_dict is a collective. "
-            "Use fully_shard (FSDP2), or save its flat parameters as shardproof.FlatShard",
-            key=place.key,
-        )
+def _owned(
+    place: Place, module: NamedModule, state: Mapping[str, Any], visitor: Visitor[Any]
+) -> OwnedParameters:
+    """The module for optimizers. For FSDP1, parameters without memory stand for the flat ones' parts."""
+    parts = visitor.flat.get(place.key, ())
+    return OwnedParameters(
+        place.key, module, {**state, **{part.name: part.alike for part in parts}} if parts else state
+    )
 
 
 def _live_memory_of(module: torch.nn.Module) -> Callable[[torch.Tensor], bool]:
@@ -175,6 +180,18 @@ def _local_shards_of(tensor: torch.Tensor, layout: Layout, key: str) -> tuple[Lo
     """The pieces of a tensor with a declared layout, and its local tensor."""
     local = local_of(tensor, key)
     return local_layout(tensor, layout, key).pieces(local), local
+
+
+def _own_shards_of(
+    shards: LocalShards | FlatShard, layout: Layout | None, key: str
+) -> tuple[LocalShards, torch.Tensor | None]:
+    """The pieces that a module describes itself, and the memory that identifies a tied tensor without any."""
+    if isinstance(shards, LocalShards):
+        return shards, None
+    check_memory(shards.buffer, key)
+    if layout is None:
+        return shards.sharded(), shards.buffer
+    return layout.range(shards.buffer, shards.start, shards.stop), shards.buffer
 
 
 def _load(
