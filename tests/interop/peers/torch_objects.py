@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from peer_result import Result, join_ranks, leave_ranks, world_size
+from peer_result import Result, join_ranks, leave_ranks, rank, world_size
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -98,6 +98,29 @@ def float8(seed: int) -> State:
     return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-2)}
 
 
+def schedule_free(seed: int) -> State:
+    """An optimizer that keeps other weights for training than for evaluation."""
+    import schedulefree
+
+    model = sharded(seed)
+    optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=1e-2, warmup_steps=3)
+    if seed == 0:
+        optimizer.train()  # a load brings the mode, with the weights of that mode
+    return {"model": model, "optimizer": optimizer}
+
+
+def adapters(seed: int) -> State:
+    """Adapters of LoRA on a frozen model, which is the same in every run and is not saved."""
+    from peft import LoraConfig, get_peft_model
+
+    base = network(0)
+    torch.manual_seed(seed)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["0"], modules_to_save=["2"]))
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size(),)))
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {"model": model, "optimizer": torch.optim.AdamW(trained.values(), lr=1e-2)}
+
+
 KINDS: dict[str, Callable[[int], State]] = {
     "AdamW8bit": low_bit("AdamW8bit"),
     "AdamW4bit": low_bit("AdamW4bit"),
@@ -107,7 +130,9 @@ KINDS: dict[str, Callable[[int], State]] = {
     "Int8WeightOnlyConfig": quantised("Int8WeightOnlyConfig"),
     "Int8DynamicActivationInt8WeightConfig": quantised("Int8DynamicActivationInt8WeightConfig"),
     "Float8WeightOnlyConfig": quantised("Float8WeightOnlyConfig"),
-    "AdamW8bit cut": low_bit("AdamW8bit", lambda seed: sharded(seed, rows=300)),
+    "schedulefree": schedule_free,
+    "peft": adapters,
+    "AdamW8bit cut": low_bit("AdamW8bit", lambda seed: sharded(seed, rows=101)),
 }
 
 
@@ -143,22 +168,56 @@ def tensors_of(state: State) -> dict[str, torch.Tensor]:
     return found
 
 
+def saved(kind: str, state: State) -> State:
+    """The part of the state that is saved."""
+    if kind != "peft":
+        return state
+    trained = {name: item for name, item in state["model"].named_parameters() if item.requires_grad}
+    return {"adapter": trained, "optimizer": sp.OptimizerState(state["optimizer"], state["model"])}
+
+
+def data_loader(result: Result, action: str, checkpoint: str) -> None:
+    """Batches after the third of a loader with two workers, whose state each rank has saved in between."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+    sampler = StatefulDistributedSampler(range(64), num_replicas=world_size(), rank=rank(), seed=1)
+    loader = StatefulDataLoader(range(64), batch_size=4, sampler=sampler, num_workers=2)
+    state = {"data": sp.PerRank(loader)}
+    batches = iter(())
+    if action == "save":
+        batches = iter(loader)
+        for _ in range(3):
+            next(batches)
+        sp.save(checkpoint, state)
+    else:
+        sp.load(checkpoint, state)
+        batches = iter(loader)
+    gathered: list[Any] = [None] * world_size()
+    dist.all_gather_object(gathered, [batch.tolist() for batch in batches])
+    result.add_object("batches", gathered)
+
+
 def main() -> None:
     action, kind, checkpoint = sys.argv[1:]
     join_ranks()
     result = Result()
+    if kind == "data loader":
+        data_loader(result, action, checkpoint)
+        leave_ranks(result)
     state = KINDS[kind](0 if action == "save" else 1)
     if action == "save":
         for _ in range(2):
             step(state)
-        sp.save(checkpoint, state)
+        sp.save(checkpoint, saved(kind, state))
     else:
-        sp.load(checkpoint, state)
-    tensors = tensors_of(state)
-    for name, tensor in tensors.items():
+        sp.load(checkpoint, saved(kind, state))
+    for name, tensor in tensors_of(state).items():
         result.add_tensor(name, tensor)
     result.facts["keys"] = sorted(sp.open(checkpoint).keys())
     step(state)
+    for name, tensor in tensors_of(state).items():
+        result.add_tensor(f"a step later: {name}", tensor)
     leave_ranks(result)
 
 
