@@ -17,7 +17,7 @@ from shardproof.state.subclass_parts import shape_on_rank
 from shardproof.state.subclasses import SUBCLASS, Wrapped, new_wrapper, unwrapped
 from shardproof.state.tensors import empty_like_layout, torch_dtype
 
-__all__ = ["Destinations", "StoredWrapper", "bind_wrapper", "stored_wrapper"]
+__all__ = ["Destinations", "StoredWrapper", "bind_wrapper", "is_empty_shard", "stored_wrapper"]
 
 
 class Destinations(Protocol):
@@ -50,6 +50,10 @@ def bind_wrapper(key: str, tensor: torch.Tensor, to: Destinations) -> bool:
         StructureError: the load selects some parts, and not others.
     """
     wrapped = unwrapped(tensor, key)
+    if not wrapped.parts:
+        stored = stored_wrapper(key, to.catalogue)
+        to.binding.used.update(stored.keys if stored is not None and to.selected(key) else ())
+        return True
     if wrapped.description is not None and not _fits(key, wrapped, to):
         return False
     filled = [_fill(name, part, to) for name, part in wrapped.keys(key)]
@@ -116,6 +120,11 @@ class StoredWrapper:
     """Name to dtype and global shape."""
 
     @property
+    def keys(self) -> list[str]:
+        """The keys of its parts, and of its object."""
+        return [f"{self.key}.{SUBCLASS}", *(f"{self.key}.{name}" for name in self.parts)]
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype that the wrapper shows."""
         return torch_dtype(self.description["dtype"])
@@ -142,6 +151,11 @@ class StoredWrapper:
             on_rank = shape if kind == "whole" else shape_on_rank(self.description, name, parameter, self.key)
             parts[name] = torch.zeros(on_rank, dtype=torch_dtype(dtype), device=local.device)
         return new_wrapper(self.description, parts, parameter, self.key)
+
+
+def is_empty_shard(key: str, tensor: torch.Tensor, catalogue: Catalogue) -> bool:
+    """True for a plain tensor without elements on this rank, of which other ranks have a stored wrapper."""
+    return not local_tensor(tensor).numel() and stored_wrapper(key, catalogue) is not None
 
 
 def stored_wrapper(key: str, catalogue: Catalogue) -> StoredWrapper | None:

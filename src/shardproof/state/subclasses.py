@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from shardproof.errors import PlainDataError, StructureError
-from shardproof.state.dtensor import local_tensor
+from shardproof.state.dtensor import is_dtensor, local_tensor
 from shardproof.state.local_shards import LocalShards
 from shardproof.state.plain.decode import decode
 from shardproof.state.plain.encode import encode
@@ -109,7 +109,7 @@ class Wrapped:
 
 
 def unwrapped(tensor: torch.Tensor, key: str) -> Wrapped:
-    """The parts of a wrapper, or of a DTensor of wrappers.
+    """The parts of a wrapper, or of a DTensor of wrappers. An empty shard has no parts.
 
     Raises:
         StructureError: the place of a part is unknown, or the shard of a rank cuts a block.
@@ -119,6 +119,8 @@ def unwrapped(tensor: torch.Tensor, key: str) -> Wrapped:
     if _is_sharded_tensor(local):
         pieces = [(shard.tensor.detach(), shard.metadata.shard_offsets) for shard in local.local_shards()]
         return Wrapped(None, {"": LocalShards(local.size(), pieces, dtype=local.dtype)}, ())
+    if is_dtensor(tensor) and not local.numel():
+        return Wrapped(None, {}, ())  # the sizes of its blocks are unknown
     names, context = local.__tensor_flatten__()
     declared: Mapping[str, str] = getattr(type(local), PARTS, {})
     derived = tuple(name for name in names if declared.get(name) == _DERIVED)

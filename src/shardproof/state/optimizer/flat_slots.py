@@ -99,7 +99,7 @@ class FlatSlots:
         part = self._parts[id(parameter)]
         tensors: dict[str, torch.Tensor | LocalRange] = {}
         for slot, like in stored.items():
-            if like.make is not None:
+            if like.wrapper is not None:
                 raise StructureError(
                     f"{self._path}: the stored slot {slot!r} of {part.name} is a tensor subclass, which the "
                     "flat parameters of FSDP1 cannot have. Use fully_shard (FSDP2)"

@@ -14,6 +14,8 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
+from shardproof.state.subclass_binding import StoredWrapper
+
 __all__ = [
     "MASTER",
     "LocalRange",
@@ -89,8 +91,8 @@ class StoredSlot:
     dtype: torch.dtype
     shape: tuple[int, ...]
     """Its shape on this rank: that of the parameter's local tensor, or () for a scalar."""
-    make: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """For a tensor subclass that wraps others: makes the slot of a parameter, without its values."""
+    wrapper: StoredWrapper | None = None
+    """The stored parts of a tensor subclass that wraps others."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
