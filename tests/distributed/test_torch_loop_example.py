@@ -70,5 +70,9 @@ def test_it_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
         assert checkpoint["optimizer.0.weight.step"][...].item() == newest + 2
 
 
-def test_the_example_is_short() -> None:
-    assert len(EXAMPLE.read_text().splitlines()) <= 40
+def test_the_page_shows_lines_of_the_example() -> None:
+    page = (EXAMPLE.parents[1] / "docs" / "frameworks" / "torch.md").read_text()
+    lines = EXAMPLE.read_text().splitlines()
+    added = re.findall(r"^\+(.*)$", page, re.MULTILINE)
+    assert added and set(added) <= set(lines)
+    assert len(lines) <= 40

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.interop.peer import PeerFailed, assert_same_tensors, run_peer
+from tests.interop.peer import FOLDER, PeerFailed, assert_same_tensors, run_peer
 
 SCRIPT = "torch_objects.py"
 LATER = "a step later: "
@@ -61,6 +61,10 @@ def test_state_of_other_packages_is_resharded(kind: str, tmp_path: Path) -> None
 
 
 def test_adapters_are_saved_without_the_model_below_them(tmp_path: Path) -> None:
+    page = (FOLDER.parents[1] / "docs" / "frameworks" / "torch.md").read_text()
+    shown = page.split("## Adapters")[1].split("```")[1].removeprefix("python").strip().splitlines()
+    script = (FOLDER / "peers" / SCRIPT).read_text()
+    assert len(shown) == 2 and all(line in script for line in shown)
     saved = run_peer("torchao", SCRIPT, "save", "peft", tmp_path / "c", nproc=2)
     keys = [key for key in saved.facts["keys"] if key.startswith("adapter.")]
     assert keys and all("lora_" in key or ".modules_to_save." in key for key in keys)

@@ -15,6 +15,7 @@ import torch
 from msgspec.structs import replace
 
 from shardproof.errors import StructureError
+from shardproof.state.dtensor import local_tensor
 from shardproof.state.last_walk import LastWalk
 from shardproof.state.local_shards import LocalShards, described
 from shardproof.state.plain.encode import encode
@@ -225,8 +226,22 @@ class Hoister:
         if "@" in path:
             check_name(path, self.key, _path(self.origin))
         key = hoisted_key(self.key, path, self.used)
+        if kind == "tensor" and is_wrapper(value):
+            self._check_wrapper(key, value)
         self.out.tensor(key, hoisted_tensor(kind, value), (self.origin, path))
         return key
+
+    @staticmethod
+    def _check_wrapper(key: str, tensor: torch.Tensor) -> None:
+        """Refuses a wrapper that a load could not make again, since it knows neither layout nor class."""
+        if not all(
+            isinstance(part, torch.Tensor) and not name for name, part in unwrapped(tensor, key).keys("")
+        ):
+            raise StructureError(
+                f"{key}: a {type(local_tensor(tensor)).__qualname__} in the state of an object cannot be "
+                "restored. Put the model or the optimizer that has it into the state tree itself",
+                key=key,
+            )
 
 
 def hoisted_key(key: str, path: str, used: set[str]) -> str:

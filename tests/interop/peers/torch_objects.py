@@ -172,8 +172,10 @@ def saved(kind: str, state: State) -> State:
     """The part of the state that is saved."""
     if kind != "peft":
         return state
-    trained = {name: item for name, item in state["model"].named_parameters() if item.requires_grad}
-    return {"adapter": trained, "optimizer": sp.OptimizerState(state["optimizer"], state["model"])}
+    model, optimizer = state["model"], state["optimizer"]
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    state = {"adapter": trained, "optimizer": sp.OptimizerState(optimizer, model)}
+    return state
 
 
 def data_loader(result: Result, action: str, checkpoint: str) -> None:

@@ -18,6 +18,7 @@ from shardproof.planning.structure import Structure
 from shardproof.state import OptimizerState, bind, collect
 from tests.unit.state.fake_checkpoint import FakeCheckpoint, saved
 from tests.unit.state.test_state_dtensor import as_rank, every_rank
+from tests.unit.state.test_state_training import Loader
 
 
 class Blocks(torch.Tensor):
@@ -228,3 +229,9 @@ def test_a_context_that_is_no_plain_data_is_refused_by_name() -> None:
 
     with pytest.raises(PlainDataError, match=r"the context of .*Blocks is no plain data: .*Mode is not"):
         collect({"w": blocks((4, 4), 4, mode=Mode.STATIC)})
+
+
+def test_one_in_the_state_of_an_object_is_refused() -> None:
+    """The load would have nothing to restore it from."""
+    with pytest.raises(StructureError, match="a Blocks in the state of an object cannot be restored"):
+        collect({"o": Loader({"weight": blocks((4, 4), 4)})})
