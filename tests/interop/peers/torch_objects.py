@@ -170,11 +170,10 @@ def tensors_of(state: State) -> dict[str, torch.Tensor]:
 
 def saved(kind: str, state: State) -> State:
     """The part of the state that is saved."""
-    if kind != "peft":
-        return state
-    model, optimizer = state["model"], state["optimizer"]
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    state = {"adapter": trained, "optimizer": sp.OptimizerState(optimizer, model)}
+    model, optimizer = state["model"], state.get("optimizer")
+    if kind == "peft":
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        state = {"adapter": trained, "optimizer": sp.OptimizerState(optimizer, model)}
     return state
 
 
