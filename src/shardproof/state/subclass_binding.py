@@ -23,8 +23,11 @@ __all__ = ["Destinations", "StoredWrapper", "bind_wrapper", "is_empty_shard", "s
 class Destinations(Protocol):
     """The part of `shardproof.state.binder.Binder` that wrappers need."""
 
-    catalogue: Catalogue
     binding: Binding
+
+    @property
+    def catalogue(self) -> Catalogue:
+        """The contents of the checkpoint."""
 
     @property
     def selected(self) -> Callable[[str], bool]:
