@@ -68,9 +68,13 @@ def merge(structures: Sequence[Structure]) -> tuple[MergedStructures, dict[int, 
         ranks_of.setdefault(structure.table, []).append(rank)
     tables = {raw: structures[ranks[0]].tensors() for raw, ranks in ranks_of.items()}
     declared = _agree(tables, ranks_of)
+    for key in _wrapped(structures, declared, tables):
+        del declared[key]
     keys = sorted(declared)
     row_of = dict(zip(keys, range(len(keys)), strict=True))
-    rows_of = {raw: np.array([row_of[key] for key in table.keys], np.int64) for raw, table in tables.items()}
+    rows_of = {
+        raw: np.array([row_of.get(key, -1) for key in table.keys], np.int64) for raw, table in tables.items()
+    }
     dtypes, shapes, _ = (
         map(list, zip(*map(declared.__getitem__, keys), strict=True)) if keys else ([], [], [])
     )
@@ -87,6 +91,9 @@ def merge(structures: Sequence[Structure]) -> tuple[MergedStructures, dict[int, 
     )
     return merged, _rank_boxes(structures, rows_of, ndims)
 
+
+_SUBCLASS = ".@subclass"
+"""End of the key of an object that describes a tensor subclass, whose parts are below the same key."""
 
 _Declared = dict[str, tuple[str, tuple[int, ...], int]]
 
@@ -108,6 +115,37 @@ def _agree(tables: dict[bytes, TensorTable], ranks_of: dict[bytes, list[int]]) -
                     ranks=[other[2], rank],
                 )
     return declared
+
+
+def _wrapped(
+    structures: Sequence[Structure], declared: _Declared, tables: dict[bytes, TensorTable]
+) -> set[str]:
+    """Keys that are plain tensors on some ranks, and tensor subclasses on others.
+
+    A low-bit optimizer has plain state of an empty shard. No rank stores that.
+
+    Raises:
+        StructureError: a rank has elements of the plain tensor.
+    """
+    owners = {
+        key.removesuffix(_SUBCLASS): rank
+        for rank, structure in reversed(list(enumerate(structures)))
+        for key in structure.objects
+        if key.endswith(_SUBCLASS)
+    }
+    wrapped = owners.keys() & declared.keys()
+    for rank, structure in enumerate(structures) if wrapped else ():
+        with_boxes = set(structure.box_tensor.tolist())
+        for row, key in enumerate(tables[structure.table].keys):
+            if key in wrapped and row in with_boxes:
+                raise StructureError(
+                    f"{key!r} is a plain tensor on rank {rank}, and a tensor subclass on rank {owners[key]}. "
+                    "A low-bit optimizer quantises only shards that consist of whole blocks and are large "
+                    "enough. Use a number of ranks, or a block size, for which all shards are, or none",
+                    key=key,
+                    ranks=[owners[key], rank],
+                )
+    return set(wrapped)
 
 
 def _aliases(tables: Collection[TensorTable], declared: _Declared) -> dict[str, str]:

@@ -18,6 +18,8 @@ from shardproof.state.local_shards import LocalShards, described
 from shardproof.state.plain.decode import decode, references
 from shardproof.state.plain.encode import encode
 from shardproof.state.records import Binding, Catalogue, Mismatch, Piece, TensorEntry, describe
+from shardproof.state.subclass_binding import bind_wrapper
+from shardproof.state.subclasses import is_wrapper
 from shardproof.state.tensors import check_destination, empty_like_layout, torch_dtype
 from shardproof.state.visitor import Place, Visitor
 
@@ -71,6 +73,8 @@ class Binder(Visitor[BindHandler]):
 
     def tensor(self, key: str, tensor: torch.Tensor) -> bool:
         """Adds a tensor or DTensor as a destination. True if the catalogue has a tensor of its shape."""
+        if is_wrapper(tensor):
+            return bind_wrapper(key, tensor, self)
         if not self.selected(key):
             return False
         self.fill(key, tensor)
@@ -79,6 +83,10 @@ class Binder(Visitor[BindHandler]):
 
     def tensors(self, keys: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
         """Adds tensors as destinations, each under its key."""
+        if any(map(is_wrapper, tensors)):
+            for key, tensor in zip(keys, tensors, strict=True):
+                self.tensor(key, tensor)
+            return
         chosen = list(map(self.selected, keys))
         self._keys += compress(keys, chosen)
         self._tensors += compress(tensors, chosen)

@@ -15,10 +15,12 @@ import torch
 from msgspec.structs import replace
 
 from shardproof.errors import StructureError
+from shardproof.state.dtensor import local_tensor
 from shardproof.state.last_walk import LastWalk
 from shardproof.state.local_shards import LocalShards, described
 from shardproof.state.plain.encode import encode
 from shardproof.state.records import Collected, ObjectEntry, Piece, Stepped, TensorEntry, describe
+from shardproof.state.subclasses import SUBCLASS, is_wrapper, unwrapped
 from shardproof.state.tensors import memory_identity, tensor_of_array
 from shardproof.state.visitor import Place, Visitor, check_name, join
 
@@ -73,12 +75,27 @@ class Collector(Visitor[CollectHandler]):
         self.handler_of(value, place).collect(place, value, self)
 
     def tensor(self, key: str, tensor: torch.Tensor, origin: Any) -> None:
-        """Adds a tensor or DTensor. `result` describes the memory that it has at the end of the walk."""
-        if self._claim(key, origin):
+        """Adds a tensor or DTensor. `result` describes the memory that it has at the end of the walk.
+
+        A tensor subclass that wraps other tensors adds its parts.
+        """
+        if is_wrapper(tensor):
+            self._wrapper(key, tensor, origin)
+        elif self._claim(key, origin):
             self.whole[key] = tensor
         else:
             (entry,) = self.entries_of([key], [tensor])
             self._merge(entry, origin)
+
+    def _wrapper(self, key: str, tensor: torch.Tensor, origin: Any) -> None:
+        wrapped = unwrapped(tensor, key)
+        for name, part in wrapped.keys(key):
+            if isinstance(part, LocalShards):
+                self.pieces(name, *described(part, name), origin=origin)
+            else:
+                self.tensor(name, part, origin)
+        if wrapped.description is not None:
+            self.encoded(f"{key}.{SUBCLASS}", wrapped.description, origin)
 
     def pieces(
         self, key: str, dtype: str, shape: tuple[int, ...], pieces: tuple[Piece, ...], origin: Any
@@ -209,8 +226,22 @@ class Hoister:
         if "@" in path:
             check_name(path, self.key, _path(self.origin))
         key = hoisted_key(self.key, path, self.used)
+        if kind == "tensor" and is_wrapper(value):
+            self._check_wrapper(key, value)
         self.out.tensor(key, hoisted_tensor(kind, value), (self.origin, path))
         return key
+
+    @staticmethod
+    def _check_wrapper(key: str, tensor: torch.Tensor) -> None:
+        """Refuses a wrapper that a load could not make again, since it knows neither layout nor class."""
+        if not all(
+            isinstance(part, torch.Tensor) and not name for name, part in unwrapped(tensor, key).keys("")
+        ):
+            raise StructureError(
+                f"{key}: a {type(local_tensor(tensor)).__qualname__} in the state of an object cannot be "
+                "restored. Put the model or the optimizer that has it into the state tree itself",
+                key=key,
+            )
 
 
 def hoisted_key(key: str, path: str, used: set[str]) -> str:

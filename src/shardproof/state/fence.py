@@ -21,6 +21,7 @@ from shardproof import events
 from shardproof._utils import forks
 from shardproof.state.dtensor import local_tensor
 from shardproof.state.records import Stepped, memory_of
+from shardproof.state.subclasses import inner_tensors
 
 __all__ = ["Fence", "open_all"]
 
@@ -81,7 +82,12 @@ def _may_write(optimizer: torch.optim.Optimizer, memory: Set[int]) -> bool:
     A parameter whose memory is unknown (sparse, or a tensor that wraps others) counts as writing. A parameter
     without memory (lazy, or on the meta device) does not.
     """
-    parameters = [local_tensor(item) for group in optimizer.param_groups for item in group["params"]]
+    parameters = [
+        local_tensor(inner)
+        for group in optimizer.param_groups
+        for item in group["params"]
+        for inner in inner_tensors(item)
+    ]
     allocated = [tensor for tensor in parameters if not (is_lazy(tensor) or tensor.is_meta)]
     if any(tensor.layout is not torch.strided for tensor in allocated):
         return True

@@ -21,8 +21,9 @@ __all__ = [
 ]
 
 _ORIGINAL, _CHECKPOINTED = "_orig_mod", "_checkpoint_wrapped_module"
-WRAPPERS = (_ORIGINAL, _CHECKPOINTED)
-"""Segments that compilation and activation checkpointing insert into names."""
+_FLAT = "_fsdp_wrapped_module"
+WRAPPERS = (_ORIGINAL, _CHECKPOINTED, _FLAT)
+"""Segments that compilation, activation checkpointing and FSDP1 insert into names."""
 PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 
 _SEGMENT = "_shardproof_segment"
@@ -55,7 +56,7 @@ def share(module: torch.nn.Module, name: str, key: str) -> None:
 
 
 def inside(module: torch.nn.Module) -> torch.nn.Module:
-    """The module inside wrappers of compilation and activation checkpointing."""
+    """The module inside wrappers of compilation, activation checkpointing and FSDP1."""
     while True:
         inner = next((module.get_submodule(name) for name in WRAPPERS if name in module._modules), None)
         if inner is None:
@@ -64,12 +65,12 @@ def inside(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def clean_name(name: str) -> str:
-    """A name without the segments that compilation and activation checkpointing insert.
+    """A name without the segments that compilation, activation checkpointing and FSDP1 insert.
 
     >>> clean_name("_orig_mod.layers.0._checkpoint_wrapped_module.weight")
     'layers.0.weight'
     """
-    if _ORIGINAL in name or _CHECKPOINTED in name:  # faster than any()
+    if _ORIGINAL in name or _CHECKPOINTED in name or _FLAT in name:  # faster than any()
         return ".".join(segment for segment in name.split(".") if segment not in WRAPPERS)
     return name
 

@@ -302,7 +302,7 @@ def empty_like_layout(like: Any, dtype: torch.dtype, shape: tuple[int, ...] | No
     same = shape is None or shape == tuple(like.shape)
     if not is_dtensor(like):
         if same:
-            return torch.empty_like(like.detach(), dtype=dtype, requires_grad=False)
+            return _plain_like(like.detach(), dtype)
         assert shape is not None
         return torch.empty(shape, dtype=dtype, device=like.device)
     from torch.distributed.tensor import DTensor, Replicate
@@ -311,7 +311,7 @@ def empty_like_layout(like: Any, dtype: torch.dtype, shape: tuple[int, ...] | No
     if same:
         # Explicit shape and stride avoid communication.
         new = DTensor.from_local(
-            torch.empty_like(local, dtype=dtype),
+            _plain_like(local, dtype),
             like.device_mesh,
             like.placements,
             run_check=False,
@@ -331,6 +331,13 @@ def empty_like_layout(like: Any, dtype: torch.dtype, shape: tuple[int, ...] | No
         shape=whole.shape,
         stride=whole.stride(),
     )
+
+
+def _plain_like(local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A new plain tensor with the shape, strides and device of a tensor, which may be of a subclass."""
+    if type(local) in PLAIN_TYPES:
+        return torch.empty_like(local, dtype=dtype, requires_grad=False)
+    return torch.empty_strided(local.shape, local.stride(), dtype=dtype, device=local.device)
 
 
 def array_dtype(array: NDArray[Any]) -> str | None:

@@ -18,6 +18,7 @@ from shardproof.state.dtensor import LocalBoxesCache
 from shardproof.state.records import TensorEntry
 
 if TYPE_CHECKING:
+    from shardproof.state.flat_parameters import FlatPart
     from shardproof.state.module_names import NamedModule
 
 __all__ = ["OwnedParameters", "Place", "Visitor", "check_name", "is_per_rank", "join"]
@@ -101,6 +102,8 @@ class Visitor(Generic[H]):
     world_size: int
     modules: list[OwnedParameters] = field(default_factory=list)
     """Modules visited so far."""
+    flat: dict[str, list[FlatPart]] = field(default_factory=dict)
+    """The parameters of FSDP1 in each module that has some, by the module's key."""
     later: list[Callable[[], None]] = field(default_factory=list)
     """Calls for the end of the walk, when all modules are known."""
     named: dict[int, NamedModule] = field(default_factory=dict)

@@ -579,17 +579,6 @@ def test_an_error_in_state_dict_is_the_callers_own_and_leaves_nothing_changed() 
     assert gc.isenabled()
 
 
-def test_fsdp1_is_refused() -> None:
-    import torch.distributed.fsdp
-
-    class Sharded(torch.distributed.fsdp.FullyShardedDataParallel):
-        def __init__(self) -> None:
-            nn.Module.__init__(self)
-
-    with pytest.raises(StructureError, match="fully_shard"):
-        collect({"m": nn.Sequential(Sharded())})
-
-
 @pytest.mark.parametrize("container", ["dict", "module"])
 def test_collecting_twenty_thousand_small_tensors_is_quick(container: str) -> None:
     tensors = [torch.zeros(4) for _ in range(20_000)]

@@ -14,6 +14,7 @@ from shardproof.errors import StructureError
 from shardproof.state.binder import MISSING, Binder
 from shardproof.state.collector import Collector
 from shardproof.state.dtensor import local_tensor
+from shardproof.state.flat_parameters import flat_parts, flat_state, is_flat
 from shardproof.state.layout import Layout, local_layout
 from shardproof.state.local_shards import FlatShard, LocalShards
 from shardproof.state.module_names import PARALLEL, NamedModule, inside
@@ -52,11 +53,11 @@ class _Module:
             else:
                 out.tensor(key, item, (place.path, name))
         declare_fsdp2_owners(part for _, part in module.parts)
-        out.modules.append(OwnedParameters(place.key, module, state))
+        out.modules.append(_owned(place, module, state, out))
 
     def bind(self, place: Place, value: torch.nn.Module, to: Binder) -> None:
         """Fills tensors in place. Values that the state dict computes go through `load_state_dict`."""
-        module, state = _state_of(value, place, to)
+        module, state = _state_of(value, place, to, load=True)
         prefix = f"{place.key}." if place.key else ""
         is_live = _live_memory_of(module.module)
         computed: dict[str, Callable[[], Any]] = {}
@@ -87,7 +88,7 @@ class _Module:
         loaded = getattr(type(module.module), "state_loaded", None)
         if callable(loaded):
             to.on_finish(partial(loaded, module.module))
-        to.modules.append(OwnedParameters(place.key, module, state))
+        to.modules.append(_owned(place, module, state, to))
 
     @staticmethod
     def _bind_laid_out(
@@ -146,38 +147,38 @@ def named(module: torch.nn.Module, visitor: Visitor[Any]) -> NamedModule:
 
 
 def _state_of(
-    value: torch.nn.Module, place: Place, visitor: Visitor[Any]
+    value: torch.nn.Module, place: Place, visitor: Visitor[Any], *, load: bool = False
 ) -> tuple[NamedModule, Mapping[str, Any]]:
     module = named(value, visitor)
     _refuse_collective(module, place)
+    if is_flat(module):
+        parts = flat_parts(module, place.path, load=load)
+        visitor.flat[place.key] = parts
+        return module, flat_state(module, parts)
     if type(module.module).state_dict is torch.nn.Module.state_dict:
         return module, module.module.state_dict(keep_vars=True)
     return module, module.module.state_dict()  # an overridden state_dict may take no arguments
 
 
-_COLLECTIVE = (
-    (
-        "torch.distributed.fsdp.fully_sharded_data_parallel",
-        "FullyShardedDataParallel",
-        "Use fully_shard (FSDP2), or save its flat parameters as shardproof.FlatShard",
-    ),
-    (
-        "megatron_fsdp.megatron_fsdp",
-        "MegatronFSDP",
-        "Save shardproof.frameworks.megatron_fsdp.module_state(model) instead",
-    ),
-)
-"""Modules and classes whose state_dict is a collective, and what to save instead."""
-
-
 def _refuse_collective(module: NamedModule, place: Place) -> None:
     """Raises for a module whose state_dict is a collective: collecting must not communicate."""
-    for source, name, advice in _COLLECTIVE:
-        kind = getattr(sys.modules.get(source), name, None)
-        if kind is not None and any(isinstance(part, kind) for _, part in module.parts):
-            raise StructureError(
-                f"{place.path} holds {name}, whose state_dict is a collective. {advice}", key=place.key
-            )
+    kind = getattr(sys.modules.get("megatron_fsdp.megatron_fsdp"), "MegatronFSDP", None)
+    if kind is not None and any(isinstance(part, kind) for _, part in module.parts):
+        raise StructureError(
+            f"{place.path} holds MegatronFSDP, whose state_dict is a collective. Save "
+            "shardproof.frameworks.megatron_fsdp.module_state(model) instead",
+            key=place.key,
+        )
+
+
+def _owned(
+    place: Place, module: NamedModule, state: Mapping[str, Any], visitor: Visitor[Any]
+) -> OwnedParameters:
+    """The module for optimizers. For FSDP1, parameters without memory stand for the flat ones' parts."""
+    parts = visitor.flat.get(place.key, ())
+    return OwnedParameters(
+        place.key, module, {**state, **{part.name: part.alike for part in parts}} if parts else state
+    )
 
 
 def _live_memory_of(module: torch.nn.Module) -> Callable[[torch.Tensor], bool]:

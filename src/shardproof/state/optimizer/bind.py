@@ -29,6 +29,7 @@ from shardproof.state.optimizer.slot_layouts import SlotLayout, SlotLayouts
 from shardproof.state.optimizer.slot_sources import receiver
 from shardproof.state.optimizer.slots import MASTER, LocalRange, Receipt, Receiver, SlotKeeper, StoredSlot
 from shardproof.state.optimizer.state_dict_keys import translate_state_dict
+from shardproof.state.subclass_binding import is_empty_shard, stored_wrapper
 from shardproof.state.tensors import empty_like_layout, local_of, torch_dtype
 from shardproof.state.visitor import Place, check_name, join
 
@@ -126,7 +127,8 @@ class OptimizerBinding:
             if self._fill(layout, f"{key}.{slot}", slot, destination, slot in stored)
         }
         if self.keeper is None:  # the rank that owns the parameter uses the other slots
-            self.to.binding.used.update(f"{key}.{slot}" for slot in stored)
+            for slot, like in stored.items():
+                self.to.binding.used.update([f"{key}.{slot}"] if like.wrapper is None else like.wrapper.keys)
         if MASTER in stored and MASTER not in receipt.tensors:
             self.to.binding.used.add(f"{key}.{MASTER}")
             if parameter.dtype == stored[MASTER].dtype:
@@ -151,6 +153,8 @@ class OptimizerBinding:
             found = self.to.catalogue.tensors.get(name)
             if not self.to.selected(name):
                 unselected.add(slot)
+            elif (wrapper := stored_wrapper(name, self.to.catalogue)) is not None:
+                stored[slot] = StoredSlot(wrapper.dtype, tuple(local_tensor(layout.parameter).shape), wrapper)
             elif found is None:
                 self.to.binding.used.add(name)
                 self.to.binding.missing.append(name)
@@ -174,6 +178,8 @@ class OptimizerBinding:
             if slot != MASTER or found is None or torch_dtype(found[0]) != dtype:
                 return False
             key = weight
+        if not isinstance(destination, LocalRange) and is_empty_shard(key, destination, self.to.catalogue):
+            return True
         local_shards = layout.sharded(destination, key)
         if local_shards is not None:
             return self.to.local_shards(key, local_shards)

@@ -18,9 +18,11 @@ from shardproof.errors import StructureError
 from shardproof.state.binder import Binder
 from shardproof.state.collector import Collector, Hoister
 from shardproof.state.dtensor import local_tensor
+from shardproof.state.flat_parameters import is_in_flat
 from shardproof.state.handlers.modules import named
 from shardproof.state.module_names import NamedModule
 from shardproof.state.optimizer.bind import EXTRA, SHARED, OptimizerBinding
+from shardproof.state.optimizer.flat_slots import FlatSlots
 from shardproof.state.optimizer.group_options import Options
 from shardproof.state.optimizer.parameter_names import Names
 from shardproof.state.optimizer.slot_layouts import SlotLayouts
@@ -29,6 +31,7 @@ from shardproof.state.optimizer.slots import LocalRange, ParameterSlots, SlotKee
 from shardproof.state.optimizer.zero_redundancy import is_zero_redundancy
 from shardproof.state.plain.encode import encode
 from shardproof.state.records import Stepped
+from shardproof.state.subclasses import inner_tensors
 from shardproof.state.visitor import Place, Visitor, check_name, join
 
 __all__ = ["OPTIMIZER", "OptimizerState"]
@@ -68,9 +71,14 @@ class _Optimizer:
     def collect(self, place: Place, value: Any, out: Collector) -> None:
         """Collects the existing slots, and the options."""
         optimizer = _optimizer_of(value, place)
-        out.later.append(
-            lambda: _collect(place, optimizer, _names(value, place, out), _modules(value, out), out)
-        )
+
+        def collect() -> None:
+            keeper = _flat_slots(optimizer, place, out)
+            source = optimizer if keeper is None else keeper
+            names = _names(value, source, place, out)
+            _collect(place, optimizer, source, names, _modules(value, out), out)
+
+        out.later.append(collect)
 
     def bind(self, place: Place, value: Any, to: Binder) -> None:
         """Fills existing slots in place, and creates others. Attaches them at the end of the load."""
@@ -78,7 +86,11 @@ class _Optimizer:
 
         def bind() -> None:
             layouts = SlotLayouts.of(_modules(value, to), to.modules)
-            OptimizerBinding(place, optimizer, _names(value, place, to), layouts, to).bind()
+            keeper = _flat_slots(optimizer, place, to)
+            source: Any = optimizer if keeper is None else keeper
+            OptimizerBinding(place, source, _names(value, source, place, to), layouts, to).bind()
+            if keeper is not None:
+                to.on_finish(keeper.apply)
 
         to.later.append(bind)
 
@@ -89,6 +101,7 @@ OPTIMIZER = _Optimizer()
 def _collect(
     place: Place,
     optimizer: torch.optim.Optimizer,
+    source: torch.optim.Optimizer | FlatSlots,
     names: Names,
     modules: Iterable[NamedModule],
     out: Collector,
@@ -96,12 +109,12 @@ def _collect(
     layouts = SlotLayouts.of(modules, ())
     options = _OptionsObjects(place.key)
     stepped: list[torch.Tensor] = []
-    for slots in slots_of(optimizer):
+    for slots in slots_of(source):
         parameter = slots.parameter
         name = names[parameter]
         key, origin = join(place.key, name), (place.path, name)
         layout = layouts.of_slots(parameter)
-        stepped += [parameter, *slots.weights]
+        stepped += [*inner_tensors(parameter), *slots.weights]
         for slot, item in slots.tensors.items():
             slot_key = _key_of(key, slot)
             local_shards = layout.sharded(item, slot_key)
@@ -110,7 +123,7 @@ def _collect(
                 out.tensor(slot_key, item, origin)
             else:
                 out.local_shards(slot_key, local_shards, origin)
-            stepped.append(item.buffer if isinstance(item, LocalRange) else item)
+            stepped += [item.buffer] if isinstance(item, LocalRange) else inner_tensors(item)
         values = {}
         for slot, item in slots.values.items():
             slot_key = _key_of(key, slot)
@@ -120,7 +133,16 @@ def _collect(
         )
     stepper = getattr(optimizer, "stepper", optimizer)  # a `SlotKeeper` may describe the state of another one
     out.stepped.append(Stepped(stepper, tuple(stepped), tuple(map(local_tensor, stepped))))
-    _collect_shared(place, optimizer, out)
+    if source is optimizer:
+        _collect_shared(place, optimizer, out)
+
+
+def _flat_slots(optimizer: torch.optim.Optimizer, place: Place, visitor: Visitor[Any]) -> FlatSlots | None:
+    """The slots of an optimizer of FSDP1's parameters; None for other optimizers."""
+    if not any(is_in_flat(item) for group in optimizer.param_groups for item in group["params"]):
+        return None
+    parts = [part for of_module in visitor.flat.values() for part in of_module]
+    return FlatSlots(optimizer, parts, place)
 
 
 def _collect_shared(place: Place, optimizer: torch.optim.Optimizer, out: Collector) -> None:
@@ -161,14 +183,13 @@ def _optimizer_of(value: Any, place: Place) -> torch.optim.Optimizer:
     return value
 
 
-def _names(value: Any, place: Place, visitor: Visitor[Any]) -> Names:
+def _names(value: Any, source: Any, place: Place, visitor: Visitor[Any]) -> Names:
     if isinstance(value, OptimizerState):
         if value.names is not None:
             return Names.given(value.names, place)
         if value.modules:
             return Names.of_modules([named(module, visitor) for module in value.modules], place)
-        return Names.of_tree(value.optimizer, visitor.modules, place)
-    return Names.of_tree(value, visitor.modules, place)
+    return Names.of_tree(source, visitor.modules, place)
 
 
 def _modules(value: Any, visitor: Visitor[Any]) -> list[NamedModule]:

@@ -87,6 +87,8 @@ def _receive(
         present = current.get(slot)
         if isinstance(present, torch.Tensor):
             tensors[slot] = present
+        elif like.wrapper is not None:
+            tensors[slot] = like.wrapper.new(parameter)
         elif slot != MASTER:
             dtypes[slot] = _slot_dtype(optimizer, parameter, like)
             widens = torch.promote_types(like.dtype, dtypes[slot]) == dtypes[slot]

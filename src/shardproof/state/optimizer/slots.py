@@ -14,6 +14,8 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
+from shardproof.state.subclass_binding import StoredWrapper
+
 __all__ = [
     "MASTER",
     "NOT_OPTIONS",
@@ -93,6 +95,8 @@ class StoredSlot:
     dtype: torch.dtype
     shape: tuple[int, ...]
     """Its shape on this rank: that of the parameter's local tensor, or () for a scalar."""
+    wrapper: StoredWrapper | None = None
+    """The stored parts of a tensor subclass that wraps others."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,0 +1,74 @@
+"""torchao: low-bit optimizer state and quantised weights, also in shards.
+
+Import the module before a save or load of such tensors:
+
+>>> import shardproof.frameworks.torchao  # doctest: +SKIP
+
+It declares which elements of a tensor the parts of torchao's tensor subclasses belong to (see
+`shardproof.state.subclasses`), and registers the enums and dataclasses in their contexts. Checkpoints hold
+the parts as they are, so nothing is rounded. Tested with torchao 0.18.0.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+from collections.abc import Iterable
+from typing import Any
+
+import shardproof as sp
+
+__all__: list[str] = []
+
+_PARTS: dict[str, dict[str, str]] = {
+    "torchao.optim.subclass_8bit.OptimState8bit": {"codes": "grid", "scale": "blocks", "qmap": "whole"},
+    "torchao.optim.subclass_4bit.OptimState4bit": {"codes": "blocks", "scale": "blocks", "qmap": "whole"},
+    "torchao.optim.subclass_fp8.OptimStateFp8": {"codes": "grid", "scale": "blocks"},
+    # The scale is computed from the weight after each optimizer step.
+    "torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor": {"_precomputed_scale": "derived"},
+}
+"""Kinds of the parts of each class."""
+
+_TYPES = (
+    *(
+        f"torchao.quantization.granularity.{name}"
+        for name in ("PerAxis", "PerBlock", "PerGroup", "PerRow", "PerTensor", "PerToken")
+    ),
+    "torchao.quantization.quant_primitives.MappingType",
+    "torchao.quantization.quant_primitives.ZeroPointDomain",
+    "torchao.quantization.quantize_.common.kernel_preference.KernelPreference",
+    "torchao.quantization.quantize_.common.packing_format.PackingFormat",
+    "torchao.quantization.quantize_.workflows.float8.float8_tensor.QuantizeTensorToFloat8Kwargs",
+    "torchao.quantization.quantize_.workflows.int8.int8_tensor.QuantizeTensorToInt8Kwargs",
+    "torchao.quantization.quantize_.workflows.intx.intx_packing_format.IntxPackingFormat",
+)
+"""Enums and dataclasses in the contexts of quantised weights."""
+
+
+def _found(path: str) -> Any:
+    """A class of torchao; None if this version does not have it."""
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        if error.name == "torchao":
+            raise
+        return None
+
+
+def _declare() -> None:
+    for path, parts in _PARTS.items():
+        cls = _found(path)
+        if cls is not None:
+            cls.__shardproof_parts__ = parts
+    _register(_found(path) for path in _TYPES)
+
+
+def _register(classes: Iterable[Any]) -> None:
+    for cls in classes:
+        if cls is not None:
+            register = sp.register_enum if issubclass(cls, enum.Enum) else sp.register_dataclass
+            register(cls, name=f"torchao.{cls.__qualname__}")
+
+
+_declare()

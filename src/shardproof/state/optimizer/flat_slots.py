@@ -1,0 +1,173 @@
+"""The slots of an optimizer of FSDP1's parameters, by the parameters of the model.
+
+The optimizer trains flat parameters (``use_orig_params=False``), or each rank's 1-D ranges of the model's
+parameters (``use_orig_params=True``). Its slots are 1-D like them. `FlatSlots` describes them as ranges of
+slots of the model's parameters, so that they load into any other layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from shardproof.errors import StructureError
+from shardproof.state.flat_parameters import FlatPart
+from shardproof.state.optimizer.slots import LocalRange, ParameterSlots, Receipt, StoredSlot, options_of
+from shardproof.state.visitor import Place
+
+__all__ = ["FlatSlots"]
+
+
+class FlatSlots:
+    """An optimizer of FSDP1's parameters, as a `SlotKeeper`.
+
+    Args:
+        optimizer: the optimizer.
+        parts: the parameters of all modules of the tree that FSDP1 wraps.
+        place: place of the optimizer in the tree, for messages.
+
+    Raises:
+        StructureError: the optimizer trains a parameter of no such module.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parts: Iterable[FlatPart], place: Place) -> None:
+        self.optimizer = optimizer
+        self.kind = type(optimizer).__qualname__
+        self._path = place.path
+        self._parts: dict[int, FlatPart] = {}
+        """By the parameter without memory."""
+        of_real: dict[int, list[FlatPart]] = {}
+        for part in parts:
+            if id(part.alike) not in self._parts:  # tied parameters have one slot
+                self._parts[id(part.alike)] = part
+                of_real.setdefault(id(part.real), []).append(part)
+        self.param_groups: list[dict[str, Any]] = []
+        """Groups with the options of the optimizer's, and the parameters without memory."""
+        self._groups: dict[int, dict[str, Any]] = {}
+        """By the parameter without memory."""
+        for group in optimizer.param_groups:
+            if not all(id(real) in of_real for real in group["params"]):
+                raise StructureError(
+                    f"{place.path} trains parameters of FullyShardedDataParallel (FSDP1) whose module is not "
+                    "in the state tree, or others in the same group. Put the module into the tree, and give "
+                    "parameters that FSDP1 ignores a group in an optimizer of their own",
+                    key=place.key,
+                )
+            members = [part.alike for real in group["params"] for part in of_real[id(real)]]
+            self.param_groups.append({**group, "params": members})
+            self._groups |= {id(alike): self.param_groups[-1] for alike in members}
+        self._received: dict[int, dict[str, Any]] = {}
+        """New state by the id of the trained parameter."""
+        self._buffers: dict[tuple[int, str], torch.Tensor] = {}
+        """Destinations of slots with a range on this rank."""
+
+    def describe_slots(self) -> Iterator[ParameterSlots]:
+        """The slots of the parameters with elements on this rank. Other ranks describe the others."""
+        for group in self.param_groups:
+            options = options_of(group)
+            for alike in group["params"]:
+                part = self._parts[id(alike)]
+                if not part.shard.numel():
+                    continue
+                tensors: dict[str, torch.Tensor | LocalRange] = {}
+                values: dict[str, Any] = {}
+                for slot, item in (self.optimizer.state.get(part.real) or {}).items():
+                    if isinstance(item, torch.Tensor):
+                        tensors[slot] = self._range(part, slot, item)
+                    else:
+                        values[slot] = item
+                yield ParameterSlots(alike, self.kind, options, tensors, values)
+
+    def _range(self, part: FlatPart, slot: str, item: torch.Tensor) -> torch.Tensor | LocalRange:
+        if not item.dim() and part.real.dim():
+            return item
+        if item.numel() != part.real.numel() or not item.is_contiguous():
+            raise StructureError(
+                f"{self._path}: the slot {slot!r} of {part.name} has shape {list(item.shape)}, but FSDP1's "
+                f"parameter has {list(part.real.shape)} on this rank. Only elementwise optimizers can train "
+                "flat parameters"
+            )
+        count = part.shard.numel()
+        flat = item.detach().view(-1)[part.offset : part.offset + count]
+        return LocalRange(flat, part.start, part.start + count)
+
+    def receive_slots(self, parameter: torch.Tensor, stored: Mapping[str, StoredSlot]) -> Receipt:
+        """The destinations for the stored slots of one parameter. The optimizer's state does not change."""
+        part = self._parts[id(parameter)]
+        tensors: dict[str, torch.Tensor | LocalRange] = {}
+        for slot, like in stored.items():
+            if like.wrapper is not None:
+                raise StructureError(
+                    f"{self._path}: the stored slot {slot!r} of {part.name} is a tensor subclass, which the "
+                    "flat parameters of FSDP1 cannot have. Use fully_shard (FSDP2)"
+                )
+            if not like.shape and parameter.dim():
+                group = self._groups[id(parameter)]
+                on_device = slot != "step" or group.get("capturable") or group.get("fused")
+                device = part.real.device if on_device else torch.device("cpu")
+                tensors[slot] = torch.zeros((), dtype=like.dtype, device=device)
+            else:
+                tensors[slot] = self._range(part, slot, self._buffer(part, slot, like.dtype))
+        return Receipt(self.kind, tensors, partial(self._attach, part, tensors))
+
+    def _buffer(self, part: FlatPart, slot: str, dtype: torch.dtype) -> torch.Tensor:
+        """The whole slot of the trained parameter: the present one, or a new one. Padding is zero."""
+        present = (self.optimizer.state.get(part.real) or {}).get(slot)
+        if isinstance(present, torch.Tensor) and present.numel() == part.real.numel():
+            return present
+        key = id(part.real), slot
+        if key not in self._buffers:
+            self._buffers[key] = torch.zeros(part.real.shape, dtype=dtype, device=part.real.device)
+        return self._buffers[key]
+
+    def _attach(
+        self,
+        part: FlatPart,
+        tensors: Mapping[str, torch.Tensor | LocalRange],
+        values: Mapping[str, Any],
+        filled: frozenset[str],
+    ) -> None:
+        if not part.shard.numel():
+            return
+        state = self._received.setdefault(id(part.real), {})
+        for slot in filled:
+            item = tensors[slot]
+            new = self._buffer(part, slot, item.buffer.dtype) if isinstance(item, LocalRange) else item
+            self._set(state, part, slot, new)
+        for slot, value in values.items():
+            self._set(state, part, slot, value)
+
+    def _set(self, state: dict[str, Any], part: FlatPart, slot: str, new: Any) -> None:
+        """Sets a slot. The parameters of one flat parameter have one value of each slot that is no range."""
+        present = state.setdefault(slot, new)
+        if present is new or (isinstance(new, torch.Tensor) and new.dim()):
+            return
+        if bool(present != new):
+            raise StructureError(
+                f"{self._path}: {part.name} has {slot}={new}, but another parameter in the same flat "
+                f"parameter has {present}. Load with use_orig_params=True"
+            )
+
+    def describe_shared(self) -> dict[str, Any]:
+        """Returns nothing: torch's optimizers of flat parameters have no such state."""
+        return {}
+
+    def receive_shared(self, state: Mapping[str, Any]) -> None:
+        """Does nothing; see `describe_shared`."""
+
+    def apply(self) -> None:
+        """Sets the optimizer's state and options to what it has received."""
+        for group, mine in zip(self.optimizer.param_groups, self.param_groups, strict=True):
+            group.update(options_of(mine))
+            for real in group["params"]:
+                if id(real) in self._received:
+                    self._replace(real, self._received[id(real)])
+
+    def _replace(self, real: torch.Tensor, state: dict[str, Any]) -> None:
+        if state:
+            self.optimizer.state[real] = state
+        else:
+            self.optimizer.state.pop(real, None)

@@ -1,0 +1,283 @@
+"""FSDP1: flat parameters and their optimizer state, on other ranks, in other wrappings, to and from FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+import shardproof as sp
+from shardproof.errors import ShardproofError
+from tests.distributed.layouts import Meshes
+from tests.harness import process_group, rank, run_ranks, world_size
+
+
+class Block(nn.Module):
+    """A layer that shares its weight with another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 3, bias=False)
+        self.tied = nn.Linear(7, 3)
+        self.tied.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) + self.tied(x)
+
+
+class Net(nn.Module):
+    """Sizes that no number of ranks divides, a tied weight and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.norm = nn.BatchNorm1d(7)
+        self.block = Block()
+        self.last = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.block(self.norm(self.first(x))))
+
+
+def _model(seed: int) -> Net:
+    torch.manual_seed(seed)
+    model = Net()
+    model.norm.running_mean.fill_(seed + 1.5)  # type: ignore[union-attr]
+    return model
+
+
+def plain(seed: int, n: int, meshes: Meshes) -> nn.Module:
+    return _model(seed)
+
+
+def fsdp2(seed: int, n: int, meshes: Meshes) -> nn.Module:
+    model = _model(seed)
+    fully_shard(model, mesh=meshes.flat[n])
+    return model
+
+
+def fsdp1(use_orig_params: bool, **options: Any) -> Callable[[int, int, Meshes], nn.Module]:
+    def build(seed: int, n: int, meshes: Meshes) -> nn.Module:
+        return FullyShardedDataParallel(
+            _model(seed),
+            process_group=meshes.flat[n].get_group(),
+            device_id=torch.device("cpu"),
+            use_orig_params=use_orig_params,
+            **options,
+        )
+
+    return build
+
+
+BLOCKS = ModuleWrapPolicy({Block})
+SOURCES = {
+    "orig": (fsdp1(True), 3),
+    "flat": (fsdp1(False), 3),
+    "orig, wrapped": (fsdp1(True, auto_wrap_policy=BLOCKS), 2),
+    "flat, wrapped": (fsdp1(False, auto_wrap_policy=BLOCKS), 4),
+    "not sharded": (fsdp1(True, sharding_strategy=ShardingStrategy.NO_SHARD), 2),
+    "FSDP2": (fsdp2, 4),
+}
+TARGETS = {
+    "orig": (fsdp1(True), 2),
+    "flat": (fsdp1(False, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP), 4),
+    "flat, wrapped": (fsdp1(False, auto_wrap_policy=BLOCKS), 3),
+    "orig, wrapped": (fsdp1(True, auto_wrap_policy=BLOCKS), 4),
+    "plain": (plain, 1),
+    "FSDP2": (fsdp2, 3),
+}
+
+
+def _state(build: Callable[[int, int, Meshes], nn.Module], seed: int, n: int, meshes: Meshes) -> Any:
+    model = build(seed, n, meshes)
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1 * (seed + 1))}
+
+
+def _step(state: Any, times: int) -> None:
+    """Optimizer steps whose gradients depend on values, not on the layout."""
+    for _ in range(times):
+        for parameter in state["model"].parameters():
+            if parameter.numel():
+                parameter.grad = (parameter * 3 + 0.5).detach()
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+
+
+def _clean(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in ("", "_fsdp_wrapped_module"))
+
+
+def _shards(state: Any) -> dict[str, torch.Tensor]:
+    """The elements of each parameter and slot on this rank, 1-D, as FSDP1 keeps them."""
+    found = {}
+    model, optimizer = state["model"], state["optimizer"]
+    for prefix, part in model.named_modules():
+        handle = getattr(part, "_handle", None)
+        if handle is None:
+            continue
+        flat = handle.flat_param
+        for row, name in enumerate(flat._fqns):
+            clean = f"{prefix}.{name}".replace("_fsdp_wrapped_module.", "").replace(
+                "_fsdp_wrapped_module", ""
+            )
+            info = flat._shard_param_infos[row]
+            cut = slice(info.offset_in_shard, (info.offset_in_shard or 0) + (info.numel_in_shard or 0))
+            real = flat._params[row] if handle._use_orig_params else flat
+            for slot, value in {"": real.detach(), **optimizer.state.get(real, {})}.items():
+                if value.dim():
+                    own = (
+                        value.flatten()
+                        if handle._use_orig_params
+                        else value[cut]
+                        if info.in_shard
+                        else value[:0]
+                    )
+                    found[f"{clean.strip('.')}.{slot}".strip(".")] = own.clone()
+    return found
+
+
+def _everything(state: Any, group: Any) -> dict[str, torch.Tensor]:
+    """All parameters and slots, 1-D, gathered without shardproof."""
+    found: dict[str, torch.Tensor] = {}
+    if isinstance(state["model"], FullyShardedDataParallel):
+        every: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(every, _shards(state), group=group)
+        if state["model"]._handle.uses_sharded_strategy:
+            for shards in every:
+                for key, value in shards.items():
+                    found[key] = torch.cat([found[key], value]) if key in found else value
+        else:
+            found = every[0]
+    else:
+        for name, parameter in state["model"].named_parameters():
+            for slot, value in {"": parameter.detach(), **state["optimizer"].state[parameter]}.items():
+                whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+                if value.dim():
+                    found[_clean(f"{name}.{slot}")] = whole.flatten().clone()
+    for name, buffer in state["model"].named_buffers():
+        found[_clean(name)] = buffer.clone().flatten()
+    return found
+
+
+def save_and_load_every_pair(folder: str) -> list[str]:
+    from torch.distributed import distributed_c10d
+
+    from shardproof.rendezvous import LocalRendezvous, StoreRendezvous
+
+    problems = []
+    with process_group():
+        meshes = Meshes(world_size())
+        store = distributed_c10d._get_default_store()
+        meetings: dict[int, Any] = {1: LocalRendezvous()}
+        for n in range(2, world_size() + 1):
+            if rank() < n:
+                meetings[n] = StoreRendezvous(store, rank(), n, deadline=60, name=f"of-{n}")
+        reference = _state(plain, 0, 1, meshes)
+        _step(reference, 2)
+        saved = _everything(reference, None)
+        _step(reference, 1)
+        later = _everything(reference, None)
+        for name, (build, n) in SOURCES.items():
+            if rank() < n:
+                state = _state(build, 0, n, meshes)
+                _step(state, 2)
+                sp.save(f"{folder}/{name}", state, rendezvous=meetings[n])
+        dist.barrier()
+        for target, (build, n) in TARGETS.items():
+            for name in SOURCES:
+                if rank() >= n:
+                    continue
+                state = _state(build, 1, n, meshes)
+                sp.load(f"{folder}/{name}", state, rendezvous=meetings[n])
+                group = meshes.flat[n].get_group()
+                for when, expected in (("loaded", saved), ("a step later", later)):
+                    found = _everything(state, group)
+                    assert found.keys() == expected.keys()
+                    problems += [
+                        f"{name} to {target}, {when}: {key}"
+                        for key, value in found.items()
+                        if not torch.equal(value, expected[key])
+                    ]
+                    _step(state, 1)
+                assert state["optimizer"].param_groups[0]["lr"] == 0.1
+        dist.barrier()
+        for meeting in meetings.values():
+            meeting.close()
+    return problems
+
+
+@pytest.mark.timeout(200)
+def test_flat_parameters_between_all_layouts(tmp_path: Path) -> None:
+    outcomes = run_ranks(4, save_and_load_every_pair, str(tmp_path), timeout=190)
+    assert [outcome.value for outcome in outcomes] == [[]] * 4
+
+
+def save_in_training(folder: str) -> None:
+    with process_group():
+        model = FullyShardedDataParallel(_model(0), device_id=torch.device("cpu"), use_orig_params=True)
+        state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1)}
+        model(torch.rand(4, 5)).sum().backward()
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+        loss = model(torch.rand(4, 5)).sum()  # FSDP1 keeps the root's parameters for the backward pass
+        sp.save(f"{folder}/gathered", state)
+        with pytest.raises(ShardproofError, match="before the first forward pass"):
+            sp.load(f"{folder}/gathered", state)
+        loss.backward()
+        before = {name: tensor.clone() for name, tensor in _shards(state).items()}
+        state["optimizer"].step()
+        sp.load(f"{folder}/gathered", state)
+        after = _shards(state)
+        assert [key for key in before if not torch.equal(before[key], after[key])] == []
+        model(torch.rand(4, 5)).sum().backward()
+        with (
+            FullyShardedDataParallel.summon_full_params(model),
+            pytest.raises(ShardproofError, match="outside FullyShardedDataParallel.summon_full_params"),
+        ):
+            sp.save(f"{folder}/summoned", state)
+
+
+def test_gathered_parameters_are_saved_from_their_shards_and_not_loaded_into(tmp_path: Path) -> None:
+    for outcome in run_ranks(2, save_in_training, str(tmp_path), timeout=60):
+        assert outcome.value is None
+
+
+def save_state_dict(folder: str) -> None:
+    with process_group():
+        expected = _model(0).state_dict()
+        for name, options in {
+            "mesh": {"device_mesh": Meshes(world_size()).flat[world_size()]},
+            "group": {},
+        }.items():
+            model = FullyShardedDataParallel(_model(0), device_id=torch.device("cpu"), **options)
+            FullyShardedDataParallel.set_state_dict_type(
+                model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig()
+            )
+            sp.save(f"{folder}/{name}", {"model": model.state_dict()})
+            with sp.open(f"{folder}/{name}") as checkpoint:
+                assert all(torch.equal(checkpoint[f"model.{key}"][...], expected[key]) for key in expected)
+            other = FullyShardedDataParallel(_model(1), device_id=torch.device("cpu"))
+            sp.load(f"{folder}/{name}", {"model": other})
+            with FullyShardedDataParallel.summon_full_params(other):
+                found = {
+                    key.replace("_fsdp_wrapped_module.", ""): value for key, value in other.named_parameters()
+                }
+                assert torch.equal(found["first.weight"], expected["first.weight"])
+
+
+def test_sharded_state_dicts_are_plain_trees(tmp_path: Path) -> None:
+    for outcome in run_ranks(2, save_state_dict, str(tmp_path), timeout=60):
+        assert outcome.value is None
