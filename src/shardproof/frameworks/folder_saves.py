@@ -21,7 +21,7 @@ from shardproof.rendezvous import Rendezvous, check_group, connect
 from shardproof.saving import Saver
 from shardproof.storage import LocalStorage
 
-__all__ = ["FolderSaves", "Value", "is_committed", "newest_committed"]
+__all__ = ["FolderSaves", "Value", "is_committed", "newest_committed", "remove_folder"]
 
 _log = logging.getLogger("shardproof")
 
@@ -118,10 +118,10 @@ class FolderSaves:
         if self._saver is not None:
             self._saver.wait()
 
-    def fence(self) -> None:
-        """Waits until any code may write to parameters and optimizer state."""
+    def settle(self) -> None:
+        """Waits for the current save and its removals; the next `save` or `wait` reports its error."""
         if self._saver is not None:
-            self._saver.fence()
+            self._saver.settle()
 
     def remove(self, folder: str | os.PathLike[str]) -> None:
         """Removes a checkpoint, once the current save is committed. One rank calls it.
@@ -130,7 +130,7 @@ class FolderSaves:
             folder: a folder or a file. A link is removed, and not what it points to.
         """
         path = os.path.abspath(folder)
-        self.after_commit(lambda: _remove(path))
+        self.after_commit(lambda: remove_folder(path))
 
     def after_commit(self, act: Callable[[], None]) -> None:
         """Calls a function once the newest save is committed: now, or in the thread of saves.
@@ -188,11 +188,16 @@ def newest_committed(folders: Iterable[str]) -> str | None:
     return max(times, key=lambda folder: (times[folder], folder), default=None)
 
 
-def _remove(path: str) -> None:
-    if os.path.islink(path) or os.path.isfile(path):
-        os.unlink(path)
-        return
+def remove_folder(path: str) -> None:
+    """Removes a checkpoint at once. Logs a warning if that fails.
+
+    Args:
+        path: a folder or a file. A link is removed, and not what it points to.
+    """
     try:
+        if os.path.islink(path) or os.path.isfile(path):
+            os.unlink(path)
+            return
         if is_committed(path):
             os.unlink(os.path.join(path, MANIFEST_NAME))  # first, so that no reader sees half a checkpoint
         shutil.rmtree(path)
