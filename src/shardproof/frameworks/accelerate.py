@@ -52,17 +52,33 @@ class _Progress:
 
 
 class _Loaders:
-    """The positions of this rank's stateful data loaders."""
+    """The positions and the random orders of this rank's data loaders.
+
+    All ranks draw the order from the generator of rank 0, which Accelerate copies at the begin of an epoch.
+    """
 
     def __init__(self, accelerator: Accelerator) -> None:
-        self._loaders = [item for item in accelerator._dataloaders if _is_stateful(item)]
+        self._loaders = list(accelerator._dataloaders)
 
     def state_dict(self) -> list[Any]:
-        return [loader.state_dict() for loader in self._loaders]
+        return [
+            {
+                "position": loader.state_dict() if _is_stateful(loader) else None,
+                "generator": None if (source := _generator_of(loader)) is None else source.get_state(),
+                "initial_seed": getattr(_sampler_of(loader), "initial_seed", None),
+            }
+            for loader in self._loaders
+        ]
 
     def load_state_dict(self, state: list[Any]) -> None:
-        for loader, position in zip(self._loaders, state, strict=True):
-            loader.load_state_dict(position)
+        for loader, stored in zip(self._loaders, state, strict=True):
+            generator, sampler = _generator_of(loader), _sampler_of(loader)
+            if stored["position"] is not None and _is_stateful(loader):
+                loader.load_state_dict(stored["position"])
+            if stored["generator"] is not None and generator is not None:
+                generator.set_state(stored["generator"])
+            if stored["initial_seed"] is not None and hasattr(sampler, "initial_seed"):
+                sampler.initial_seed = stored["initial_seed"]
 
 
 def state_of(accelerator: Accelerator) -> dict[str, Any]:
@@ -214,3 +230,11 @@ def _is_theirs(folder: str | os.PathLike[str]) -> bool:
 
 def _is_stateful(loader: Any) -> bool:
     return bool(getattr(loader, "use_stateful_dataloader", False))
+
+
+def _generator_of(loader: Any) -> Any:
+    return getattr(loader, "synchronized_generator", None)
+
+
+def _sampler_of(loader: Any) -> Any:
+    return loader.get_sampler() if hasattr(loader, "get_sampler") else None

@@ -26,23 +26,23 @@ class Batches:
     """Five batches of a rank, resumable in the middle."""
 
     def __init__(self) -> None:
-        self.at = 0
+        self.at = self.begin = 0
 
     def __len__(self) -> int:
         return 5
 
     def __iter__(self) -> Any:
+        self.at, self.begin = self.begin, 0
         while self.at < len(self):
             self.at += 1
             generator = torch.Generator().manual_seed(100 * self.at + int(os.environ["RANK"]))
             yield torch.randn(4, 7, generator=generator)
-        self.at = 0
 
     def state_dict(self) -> dict[str, int]:
         return {"at": self.at}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
+        self.begin = state["at"]
 
 
 class Regression(pl.LightningModule):
