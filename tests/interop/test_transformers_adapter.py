@@ -80,3 +80,12 @@ def test_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     assert best != "checkpoint-8"
     with sp.open(tmp_path / "run-end") as end, sp.open(tmp_path / "run" / best / "shardproof") as saved:
         assert all(torch.equal(end[key].read(), saved[key].read()) for key in end)
+
+
+def test_trainer_of_trl_is_killed_in_a_save_and_resumes(tmp_path: Path) -> None:
+    script, last = SCRIPTS / "train_trl.py", "checkpoint-6/shardproof"
+    train("trl", script, tmp_path / "whole", nproc=2)
+    train("trl", script, tmp_path / "run", nproc=2, kill_in_save=2)
+    train("trl", script, tmp_path / "run", nproc=2)
+    assert_same_checkpoints(tmp_path / "run" / last, tmp_path / "whole" / last)
+    assert (tmp_path / "run" / "checkpoint-6" / "tokenizer.json").exists()
