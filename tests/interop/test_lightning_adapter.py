@@ -67,6 +67,8 @@ def test_checkpoint_of_lightning_resumes(package: str, tmp_path: Path) -> None:
                 assert torch.equal(stored, theirs[f"{slots}.{slot}"].read()), (key, slot)
         assert ours["lightning"]["global_step"] == 4
         assert ours["lightning"]["lr_schedulers"][0]["last_epoch"] == 4
+        (callback,) = ours["lightning"]["callbacks"].values()  # ModelCheckpoint's state, which ours took over
+        assert callback["best_model_path"] == str(old)
 
 
 def test_fsdp1_is_refused(tmp_path: Path) -> None:
