@@ -89,3 +89,11 @@ def test_trainer_of_trl_is_killed_in_a_save_and_resumes(tmp_path: Path) -> None:
     train("trl", script, tmp_path / "run", nproc=2)
     assert_same_checkpoints(tmp_path / "run" / last, tmp_path / "whole" / last)
     assert (tmp_path / "run" / "checkpoint-6" / "tokenizer.json").exists()
+
+
+def test_nothing_resumes_from_a_save_that_did_not_finish(tmp_path: Path) -> None:
+    text = train("torch", SCRIPT, "ours-wrong", tmp_path / "run", 2, nproc=1)
+    assert (
+        "has no committed checkpoint. Leave resume_from_checkpoint out, or set it to last_checkpoint(" in text
+    )
+    assert "NotCommittedError" in text

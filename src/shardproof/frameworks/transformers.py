@@ -58,6 +58,11 @@ def with_shardproof(kind: Any, *, background: bool = True) -> Any:
                     "with_shardproof does not work with DeepSpeed, whose engine saves its state itself. Use "
                     f"{kind.__name__}, and `shardproof convert` for what it writes"
                 )
+            if self.args.push_to_hub and self.args.hub_strategy != "end":
+                raise ValueError(
+                    f"hub_strategy={str(self.args.hub_strategy.value)!r} pushes each checkpoint before it is "
+                    'committed. Use hub_strategy="end"'
+                )
             self.shardproof_saves = FolderSaves(background=background)
 
         def train(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
@@ -116,7 +121,7 @@ def with_shardproof(kind: Any, *, background: bool = True) -> Any:
                 os.path.join(run, f"{PREFIX_CHECKPOINT_DIR}-{step}", FOLDER),
                 state,
                 step=step,
-                then=rotate if limit and self.args.should_save else None,
+                then=rotate if limit and self.is_world_process_zero() else None,
             )
 
         def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

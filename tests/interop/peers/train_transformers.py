@@ -1,7 +1,7 @@
 """Trains with the Trainer of transformers: `train_transformers.py WHO RUN STEPS [LAST]`.
 
 WHO is `ours` or `theirs`, with the suffix `-peft` for a PEFT model, and `-best` to load the best
-model in the end.
+model in the end; `ours-wrong` resumes from what is not committed.
 With LAST, what was restored is saved there before the first step, and nothing is trained.
 """
 
@@ -67,6 +67,14 @@ def main() -> None:
         eval_dataset=texts[:6],
         callbacks=[SaveRestored()] if LAST else [],
     )
+    if WHO == "ours-wrong":
+        os.makedirs(f"{RUN}/checkpoint-3/shardproof/shards")
+        for wrong in (True, f"{RUN}/checkpoint-3"):
+            try:
+                trainer.train(resume_from_checkpoint=wrong)
+            except (ValueError, sp.NotCommittedError) as error:
+                print(type(error).__name__, error)
+        return
     trainer.train(resume_from_checkpoint=last_checkpoint(RUN))
     if "best" in WHO:
         print("best", os.path.basename(trainer.state.best_model_checkpoint))
