@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.interop, pytest.mark.processes]
 SCRIPT = SCRIPTS / "train_ray.py"
 
 
+@pytest.mark.timeout(600)  # each start of a cluster and its workers takes a minute
 def test_killed_workers_restore_and_so_does_another_number_of_them(tmp_path: Path) -> None:
     run = tmp_path / "run"
     text = train("ray_train", SCRIPT, run, 2, 4, 3, nproc=1, timeout=280, RAY_TMPDIR="/tmp")

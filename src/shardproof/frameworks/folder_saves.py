@@ -14,6 +14,9 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
+import torch
+
 import shardproof as sp
 from shardproof.format import MANIFEST_NAME
 from shardproof.loading import Options, load_from
@@ -25,9 +28,20 @@ __all__ = ["FolderSaves", "Value", "is_committed", "newest_committed", "remove_f
 
 _log = logging.getLogger("shardproof")
 
+_TENSOR = "torch.Tensor"
+"""The key of a small tensor's values in a dict of its own."""
+_SMALL = 64
+"""Elements of a tensor that is saved within a value."""
+_ARRAY_DTYPES = {torch.float64, torch.float32, torch.int64, torch.int32, torch.bool}
+"""Dtypes of such a tensor. numpy has them, and scores and counters use them."""
+
 
 class Value:
-    """A value that a load fills whatever it was before: a dict of plain data and tensors.
+    """A value that a load fills whatever it was before: plain data and tensors in dicts, lists and tuples.
+
+    Small tensors are saved within the value and not under keys of their own. So the structure of the state
+    stays the same if they come and go, such as the scores of the best checkpoints, and the plan of the last
+    save is used again.
 
     Args:
         value: the value to save.
@@ -37,12 +51,34 @@ class Value:
         self.value = value
 
     def state_dict(self) -> Any:
-        """The value."""
-        return self.value
+        """The value, with small tensors as arrays."""
+        return _mapped(self.value, _packed)
 
     def load_state_dict(self, value: Any) -> None:
         """Replaces the value."""
-        self.value = value
+        self.value = _mapped(value, _unpacked)
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    changed = change(value)
+    if changed is not value:
+        return changed
+    kind = type(value)
+    if kind is dict:
+        return {name: _mapped(item, change) for name, item in value.items()}
+    if kind is list or kind is tuple:
+        return kind(_mapped(item, change) for item in value)
+    return value
+
+
+def _packed(value: Any) -> Any:
+    is_small = type(value) is torch.Tensor and value.numel() <= _SMALL and value.dtype in _ARRAY_DTYPES
+    return {_TENSOR: value.detach().cpu().numpy().copy()} if is_small else value
+
+
+def _unpacked(value: Any) -> Any:
+    is_packed = type(value) is dict and value.keys() == {_TENSOR}
+    return torch.from_numpy(np.array(value[_TENSOR])) if is_packed else value
 
 
 class FolderSaves:

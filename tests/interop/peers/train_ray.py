@@ -33,12 +33,13 @@ def work(config: dict[str, Any]) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     state = {"model": model, "optimizer": optimizer, "rng": sp.RandomState()}
     step = restore(state) or 0
-    if step:
+    is_first = step == 0
+    if not is_first:
         sp.save(f"{config['run']}-restored-{step}", state, overwrite=True)
 
     def kill_within(event: sp.events.Event) -> None:
         name = f"checkpoint_{config['killed']:08d}"
-        if not step and event.operation.endswith(name) and (event.phase, event.kind) == ("write", "end"):
+        if is_first and event.operation.endswith(name) and (event.phase, event.kind) == ("write", "end"):
             os.kill(os.getpid(), signal.SIGKILL)
 
     sp.events.subscribe(kill_within)

@@ -61,7 +61,18 @@ def test_an_older_checkpoint_stays_if_the_save_fails(tmp_path: Path, monkeypatch
 
 def test_a_value_is_loaded_whatever_it_was(tmp_path: Path) -> None:
     saves = FolderSaves(background=False)
-    saves.save(tmp_path / "saved", state())
+    score = {"epoch": 2, "scores": [torch.tensor(0.5), (torch.ones(3), None)], "average": torch.ones(5000)}
+    saves.save(tmp_path / "saved", {"rest": Value(score)})
     value = Value()
-    saves.load(tmp_path / "saved", {"rest": value}, include="rest")
-    assert value.value["epoch"] == 2 and torch.equal(value.value["score"], torch.ones(3))
+    saves.load(tmp_path / "saved", {"rest": value})
+    assert value.value["epoch"] == 2 and torch.equal(value.value["average"], torch.ones(5000))
+    first, (second, third) = value.value["scores"]
+    assert torch.equal(first, torch.tensor(0.5)) and torch.equal(second, torch.ones(3)) and third is None
+
+
+def test_scores_that_come_and_go_are_no_keys(tmp_path: Path) -> None:
+    saves = FolderSaves(background=False)
+    for step in (1, 2):
+        saves.save(tmp_path / f"{step}", {"rest": Value({"best": {f"step={step}": torch.tensor(0.5)}})})
+    with sp.open(tmp_path / "1") as first, sp.open(tmp_path / "2") as second:
+        assert list(first) == list(second) == ["rest"]
