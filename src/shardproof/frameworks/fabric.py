@@ -1,0 +1,110 @@
+"""Checkpoints of a Lightning Fabric program, saved by each rank for itself.
+
+`save` and `load` take the place of `fabric.save` and `fabric.load`:
+
+    from shardproof.frameworks.fabric import load, save
+
+    save(fabric, "run/step-100", state)
+    load(fabric, "run/step-100", state)
+
+A state may also have what Fabric cannot save, such as `shardproof.RandomState()` and `shardproof.PerRank`.
+What `unwrapped` returns is a state of `shardproof.Checkpointer`, too.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from shardproof.frameworks.folder_saves import FolderSaves, is_committed
+
+__all__ = ["load", "save", "unwrapped", "wait"]
+
+_SAVES = "shardproof_saves"
+"""The attribute of the `Fabric` that has its `FolderSaves`."""
+_WRAPPED = {"_FabricModule": "module", "_FabricOptimizer": "optimizer", "_FabricDataLoader": "_dataloader"}
+"""Fabric's wrappers, and their attribute that has the wrapped object."""
+
+
+def unwrapped(state: dict[str, Any]) -> dict[str, Any]:
+    """The state without Fabric's wrappers of modules, optimizers and data loaders.
+
+    Args:
+        state: a dict as `fabric.save` takes it.
+    """
+    return {name: _inner(value) for name, value in state.items()}
+
+
+def save(
+    fabric: Any, path: str | os.PathLike[str], state: dict[str, Any], *, background: bool = False
+) -> None:
+    """Saves a state, each rank its own part. All ranks call it.
+
+    Args:
+        fabric: the `Fabric`.
+        path: the folder of the checkpoint; a committed checkpoint in it is replaced.
+        state: a dict as `fabric.save` takes it.
+        background: True to return when training may continue. Call `wait` at the end of the training.
+
+    Raises:
+        ShardproofError: see `shardproof.save`; or the failure of the previous save.
+    """
+    saves = _saves_of(fabric)
+    saves.save(path, unwrapped(state))
+    if not background:
+        saves.wait()
+
+
+def load(
+    fabric: Any, path: str | os.PathLike[str], state: dict[str, Any], strict: bool = True, **options: Any
+) -> dict[str, Any]:
+    """Loads a checkpoint of `save`, or one of `fabric.save`, into a state. All ranks call it.
+
+    Args:
+        fabric: the `Fabric`.
+        path: the checkpoint.
+        state: the dict to fill.
+        strict: True if a key that only one side has is an error.
+        options: for a checkpoint of Fabric: those of `fabric.load`.
+
+    Returns:
+        What a checkpoint of Fabric has besides the state; an empty dict for one of `save`.
+
+    Raises:
+        ShardproofError: see `shardproof.load`.
+    """
+    is_theirs = os.path.isfile(path) or os.path.isfile(os.path.join(path, "meta.pt"))
+    if is_theirs and not is_committed(path):
+        rest: dict[str, Any] = fabric.load(path, state, strict, **options)
+        return rest
+    inner = unwrapped(state)
+    _saves_of(fabric).load(path, inner, strict=strict)
+    for name, value in inner.items():
+        if value is not _inner(state[name]):  # a plain value, which the load replaced in the dict
+            state[name] = value
+    return {}
+
+
+def wait(fabric: Any) -> None:
+    """Waits for a save in the background.
+
+    Args:
+        fabric: the `Fabric`.
+
+    Raises:
+        ShardproofError: the save failed, and no call has raised the failure yet.
+    """
+    _saves_of(fabric).wait()
+
+
+def _inner(value: Any) -> Any:
+    """The object inside of Fabric's wrapper, which the name of a class tells: Lightning has two packages."""
+    for base in type(value).__mro__:
+        if base.__name__ in _WRAPPED:
+            return getattr(value, _WRAPPED[base.__name__])
+    return value
+
+
+def _saves_of(fabric: Any) -> FolderSaves:
+    saves: FolderSaves = vars(fabric).setdefault(_SAVES, FolderSaves())
+    return saves

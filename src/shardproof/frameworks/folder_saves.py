@@ -1,0 +1,241 @@
+"""Saves to folders that a framework names, in the background, and removes folders once that is safe.
+
+Trainers name the folder of each checkpoint, and remove older folders as soon as a save has returned. A save
+in the background is not committed by then. `FolderSaves` therefore removes a folder after the commit of the
+newest save, and not at all if that save fails.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+import shardproof as sp
+from shardproof.format import MANIFEST_NAME
+from shardproof.loading import Options, load_from
+from shardproof.rendezvous import Rendezvous, check_group, connect
+from shardproof.saving import Saver
+from shardproof.storage import LocalStorage
+
+__all__ = ["FolderSaves", "Value", "is_committed", "newest_committed", "remove_folder"]
+
+_log = logging.getLogger("shardproof")
+
+_TENSOR = "torch.Tensor"
+"""The key of a small tensor's values in a dict of its own."""
+_SMALL = 64
+"""Elements of a tensor that is saved within a value."""
+_ARRAY_DTYPES = {torch.float64, torch.float32, torch.int64, torch.int32, torch.bool}
+"""Dtypes of such a tensor. numpy has them, and scores and counters use them."""
+
+
+class Value:
+    """A value that a load fills whatever it was before: plain data and tensors in dicts, lists and tuples.
+
+    Small tensors are saved within the value and not under keys of their own. So the structure of the state
+    stays the same if they come and go, such as the scores of the best checkpoints, and the plan of the last
+    save is used again.
+
+    Args:
+        value: the value to save.
+    """
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def state_dict(self) -> Any:
+        """The value, with small tensors as arrays."""
+        return _mapped(self.value, _packed)
+
+    def load_state_dict(self, value: Any) -> None:
+        """Replaces the value."""
+        self.value = _mapped(value, _unpacked)
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    changed = change(value)
+    if changed is not value:
+        return changed
+    kind = type(value)
+    if kind is dict:
+        return {name: _mapped(item, change) for name, item in value.items()}
+    if kind is list or kind is tuple:
+        return kind(_mapped(item, change) for item in value)
+    return value
+
+
+def _packed(value: Any) -> Any:
+    is_small = type(value) is torch.Tensor and value.numel() <= _SMALL and value.dtype in _ARRAY_DTYPES
+    return {_TENSOR: value.detach().cpu().numpy().copy()} if is_small else value
+
+
+def _unpacked(value: Any) -> Any:
+    is_packed = type(value) is dict and value.keys() == {_TENSOR}
+    return torch.from_numpy(np.array(value[_TENSOR])) if is_packed else value
+
+
+class FolderSaves:
+    """Saves and loads checkpoints in folders. All ranks call `save`, `load` and `wait` together.
+
+    Args:
+        background: False to return from `save` after the commit.
+    """
+
+    def __init__(self, *, background: bool = True) -> None:
+        self._background = background
+        self._rendezvous: Rendezvous | None = None
+        self._saver: Saver | None = None
+        self._lock = threading.Lock()
+        self._uncommitted = False
+        """True from the begin of a save to its commit. A failed save leaves it True."""
+        self._waiting: list[Callable[[], None]] = []
+        """Calls that wait for the commit."""
+
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        state: Any,
+        *,
+        step: int | None = None,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        """Saves a state tree, and returns when training may continue.
+
+        Args:
+            folder: the folder of the checkpoint. A committed checkpoint in it is replaced.
+            state: see `shardproof.save`.
+            step: stored in the manifest.
+            then: called on this rank after the commit, such as a rotation. Not called if the save fails.
+
+        Raises:
+            ShardproofError: see `shardproof.save`; or the failure of the previous save.
+        """
+        saver = self._connected()
+        saver.settle()  # the previous save has called `_committed`, or failed
+        with self._lock:
+            self._uncommitted = True
+            self._waiting += [then] if then is not None else []
+        saver.begin(
+            LocalStorage(os.path.abspath(folder)), state, step=step, overwrite=True, after=self._committed
+        )
+        if not self._background:
+            saver.wait()
+
+    def load(self, folder: str | os.PathLike[str], state: Any, **options: Any) -> sp.LoadReport:
+        """Fills a state tree from a committed folder, after the end of the current save.
+
+        Args:
+            folder: the folder of the checkpoint.
+            state: see `shardproof.load`.
+            options: see `shardproof.load`.
+
+        Raises:
+            ShardproofError: see `shardproof.load`.
+        """
+        self._connected().settle()
+        assert self._rendezvous is not None
+        source = LocalStorage(os.path.abspath(folder))
+        with self._rendezvous.operation(f"load {source.location}"):
+            return load_from(source, state, self._rendezvous, Options(**options, format="shardproof"))
+
+    def wait(self) -> None:
+        """Waits for the current save.
+
+        Raises:
+            ShardproofError: the save failed, and no call has raised the failure yet.
+        """
+        if self._saver is not None:
+            self._saver.wait()
+
+    def settle(self) -> None:
+        """Waits for the current save and its removals; the next `save` or `wait` reports its error."""
+        if self._saver is not None:
+            self._saver.settle()
+
+    def remove(self, folder: str | os.PathLike[str]) -> None:
+        """Removes a checkpoint, once the current save is committed. One rank calls it.
+
+        Args:
+            folder: a folder or a file. A link is removed, and not what it points to.
+        """
+        path = os.path.abspath(folder)
+        self.after_commit(lambda: remove_folder(path))
+
+    def after_commit(self, act: Callable[[], None]) -> None:
+        """Calls a function once the newest save is committed: now, or in the thread of saves.
+
+        Args:
+            act: the function. It is not called if the save fails, but after the next one that is committed.
+        """
+        with self._lock:
+            if self._uncommitted:
+                self._waiting.append(act)
+                return
+        act()
+
+    def _connected(self) -> Saver:
+        if self._saver is None or self._rendezvous is None:
+            self._rendezvous = connect()
+            self._saver = Saver(self._rendezvous)
+        check_group(self._rendezvous)
+        return self._saver
+
+    def _committed(self, _result: sp.SaveResult, _progress: Callable[[int, int], None]) -> None:
+        """In the thread of saves, after the commit."""
+        with self._lock:
+            self._uncommitted = False
+            acts, self._waiting = self._waiting, []
+        for act in acts:
+            act()
+
+
+def is_committed(folder: str | os.PathLike[str]) -> bool:
+    """True if a folder has a committed checkpoint of shardproof.
+
+    Args:
+        folder: any path.
+
+    Example:
+        >>> is_committed("/nowhere")
+        False
+    """
+    return os.path.isfile(os.path.join(folder, MANIFEST_NAME))
+
+
+def newest_committed(folders: Iterable[str]) -> str | None:
+    """The folder whose manifest is the youngest; None if no folder is committed.
+
+    Args:
+        folders: paths, committed or not.
+    """
+    times = {}
+    for folder in folders:
+        try:
+            times[folder] = os.stat(os.path.join(folder, MANIFEST_NAME)).st_mtime_ns
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+    return max(times, key=lambda folder: (times[folder], folder), default=None)
+
+
+def remove_folder(path: str) -> None:
+    """Removes a checkpoint at once. Logs a warning if that fails.
+
+    Args:
+        path: a folder or a file. A link is removed, and not what it points to.
+    """
+    try:
+        if os.path.islink(path) or os.path.isfile(path):
+            os.unlink(path)
+            return
+        if is_committed(path):
+            os.unlink(os.path.join(path, MANIFEST_NAME))  # first, so that no reader sees half a checkpoint
+        shutil.rmtree(path)
+    except OSError as error:
+        _log.warning("%s: an older checkpoint cannot be removed: %s", path, error)

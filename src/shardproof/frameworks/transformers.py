@@ -1,0 +1,249 @@
+"""Checkpoints of the `Trainer` of transformers, saved by each rank for itself and in the background.
+
+`with_shardproof` derives a class from `Trainer`, or from a subclass of it such as TRL's:
+
+    from shardproof.frameworks.transformers import last_checkpoint, with_shardproof
+
+    trainer = with_shardproof(Trainer)(model, arguments, ...)
+    trainer.train(resume_from_checkpoint=last_checkpoint(arguments.output_dir))
+
+A checkpoint is the Trainer's folder `checkpoint-<step>` with `trainer_state.json` and the configuration of
+the model. Weights, optimizer, scheduler, scaler and random states are in its folder `shardproof`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import partial
+from typing import Any
+
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+import shardproof as sp
+from shardproof.frameworks.folder_saves import FolderSaves, is_committed, remove_folder
+
+__all__ = ["last_checkpoint", "with_shardproof"]
+
+FOLDER = "shardproof"
+_NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
+_STATE = "trainer_state.json"
+
+
+def with_shardproof(kind: Any, *, background: bool = True) -> Any:
+    """A class of trainers that saves and loads with shardproof.
+
+    Checkpoints that the Trainer wrote resume, too. `Trainer.save_model` still writes weights for
+    `from_pretrained`. Of a PEFT model, the adapters are saved.
+
+    Args:
+        kind: `transformers.Trainer` or a subclass of it.
+        background: False to wait for the commit of each save. Use it if a callback writes to parameters
+            outside of an optimizer step.
+
+    Returns:
+        A class derived from `kind`, with the same name.
+
+    Example:
+        >>> trainer = with_shardproof(Trainer)(model, arguments)  # doctest: +SKIP
+    """
+
+    class ShardproofTrainer(kind):
+        """The trainer. `_save_checkpoint` and the `_load...` methods are the Trainer's own seams."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            if self.is_deepspeed_enabled:
+                raise TypeError(
+                    "with_shardproof does not work with DeepSpeed, whose engine saves its state itself. Use "
+                    f"{kind.__name__}, and `shardproof convert` for what it writes"
+                )
+            if self.args.push_to_hub and self.args.hub_strategy != "end":
+                raise ValueError(
+                    f"hub_strategy={str(self.args.hub_strategy.value)!r} pushes each checkpoint before it is "
+                    'committed. Use hub_strategy="end"'
+                )
+            self.shardproof_saves = FolderSaves(background=background)
+
+        def train(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
+            """Trains, and returns after the commit of the last save.
+
+            Args:
+                resume_from_checkpoint: a folder, or True for the newest committed one.
+                args: those of `Trainer.train`.
+                options: those of `Trainer.train`.
+
+            Raises:
+                ValueError: `resume_from_checkpoint` is True, and nothing is committed.
+                NotCommittedError: the save of this checkpoint did not finish.
+            """
+            if resume_from_checkpoint is True:
+                folder = last_checkpoint(self.args.output_dir)
+                if folder is None:
+                    raise ValueError(
+                        f"{self.args.output_dir} has no committed checkpoint. Leave resume_from_checkpoint "
+                        "out, or set it to last_checkpoint(output_dir), which may be None"
+                    )
+                resume_from_checkpoint = folder
+            try:
+                return super().train(resume_from_checkpoint, *args, **options)
+            finally:
+                self.shardproof_saves.wait()
+
+        def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+            """Writes weights for `from_pretrained`; within a checkpoint only their configuration.
+
+            Args:
+                output_dir: the folder; None for that of the arguments.
+            """
+            if not _internal_call:
+                self.shardproof_saves.settle()
+                super().save_model(output_dir, _internal_call)
+            elif self.args.should_save:
+                os.makedirs(output_dir or self.args.output_dir, exist_ok=True)
+                for item in [*_configurations(self.model), self.processing_class]:
+                    if item is not None:
+                        item.save_pretrained(output_dir)
+
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            self.shardproof_saves.settle()
+            limit, self.args.save_total_limit = self.args.save_total_limit, None
+            try:  # older checkpoints go after the commit, and not before it as the Trainer would do
+                super()._save_checkpoint(model, trial)
+            finally:
+                self.args.save_total_limit = limit
+            run, step = self._get_output_dir(trial), self.state.global_step
+            state = {"model": _weights(self.model)}
+            if not self.args.save_only_model:
+                state |= self._optimizer_tree() | self._scaler_tree() | {"rng": sp.RandomState()}
+            rotate = partial(_rotate, run, limit, step, self.state.best_model_checkpoint)
+            self.shardproof_saves.save(
+                os.path.join(run, f"{PREFIX_CHECKPOINT_DIR}-{step}", FOLDER),
+                state,
+                step=step,
+                then=rotate if limit and self.is_world_process_zero() else None,
+            )
+
+        def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+            """Nothing: `_save_checkpoint` saves them."""
+
+        def _save_scaler(self, output_dir: str) -> None:
+            """Nothing: `_save_checkpoint` saves it."""
+
+        def _save_rng_state(self, output_dir: str) -> None:
+            """Nothing: `_save_checkpoint` saves it."""
+
+        def _finalize_training(self, *args: Any, **options: Any) -> Any:
+            self.shardproof_saves.settle()  # the Trainer may remove folders and load the best model
+            return super()._finalize_training(*args, **options)
+
+        def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+            if not _is_ours(resume_from_checkpoint):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
+                return
+            self._load_tree(resume_from_checkpoint, {"model": _weights(self.model)})
+
+        def _load_best_model(self) -> None:
+            best = self.state.best_model_checkpoint
+            if not _is_ours(best):
+                super()._load_best_model()
+                return
+            self._load_tree(best, {"model": _weights(self.model)})
+
+        def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+            if checkpoint is None or not _is_ours(checkpoint):
+                super()._load_optimizer_and_scheduler(checkpoint)
+            elif _has(checkpoint, "rng"):
+                self._load_tree(checkpoint, self._optimizer_tree())
+
+        def _load_scaler(self, checkpoint: str | None) -> None:
+            if checkpoint is None or not _is_ours(checkpoint):
+                super()._load_scaler(checkpoint)
+            elif _has(checkpoint, "scaler"):
+                self._load_tree(checkpoint, self._scaler_tree())
+
+        def _load_rng_state(self, checkpoint: str | None) -> None:
+            if checkpoint is None or not _is_ours(checkpoint):
+                super()._load_rng_state(checkpoint)
+            elif _has(checkpoint, "rng"):
+                self._load_tree(checkpoint, {"rng": sp.RandomState()})
+
+        def _load_tree(self, checkpoint: str, state: dict[str, Any]) -> None:
+            if state:
+                self.shardproof_saves.load(os.path.join(checkpoint, FOLDER), state, include=list(state))
+
+        def _optimizer_tree(self) -> dict[str, Any]:
+            optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # inside of Accelerate's
+            return {"optimizer": sp.OptimizerState(optimizer, self.model), "scheduler": self.lr_scheduler}
+
+        def _scaler_tree(self) -> dict[str, Any]:
+            scaler = getattr(self.accelerator, "scaler", None)
+            return {} if scaler is None else {"scaler": scaler}
+
+    ShardproofTrainer.__name__ = ShardproofTrainer.__qualname__ = kind.__name__
+    return ShardproofTrainer
+
+
+def last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
+    """The newest checkpoint that a training can resume from; None if there is none.
+
+    It takes the place of `transformers.trainer_utils.get_last_checkpoint`, which also returns the folder of a
+    save that did not finish.
+
+    Args:
+        folder: the output folder of the trainer. It need not exist.
+    """
+    usable = [path for _, path in _numbered(folder) if _is_usable(path)]
+    return usable[-1] if usable else None
+
+
+def _numbered(folder: str | os.PathLike[str]) -> list[tuple[int, str]]:
+    """The folders of checkpoints and their steps, oldest first."""
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    matches = [_NAME.fullmatch(name) for name in names]
+    return sorted((int(match[1]), os.path.join(folder, match[0])) for match in matches if match)
+
+
+def _is_ours(checkpoint: str) -> bool:
+    return os.path.isdir(os.path.join(checkpoint, FOLDER))
+
+
+def _is_usable(checkpoint: str) -> bool:
+    if _is_ours(checkpoint):
+        return is_committed(os.path.join(checkpoint, FOLDER))
+    if not os.path.isfile(os.path.join(checkpoint, _STATE)):
+        return False
+    names = os.listdir(checkpoint)  # a save of ours that was killed before its first file has none of these
+    return any(name.endswith((".safetensors", ".bin", ".pth", ".pt")) for name in names)
+
+
+def _has(checkpoint: str, key: str) -> bool:
+    with sp.open(os.path.join(checkpoint, FOLDER)) as stored:
+        return any(f"{name}.".startswith(f"{key}.") for name in stored)
+
+
+def _weights(model: Any) -> Any:
+    """What is saved of the model: itself, or the adapters of a PEFT model by name."""
+    if not hasattr(model, "peft_config"):
+        return model
+    from peft import get_peft_model_state_dict
+
+    return {name: dict(get_peft_model_state_dict(model, adapter_name=name)) for name in model.peft_config}
+
+
+def _configurations(model: Any) -> list[Any]:
+    if hasattr(model, "peft_config"):
+        return list(model.peft_config.values())
+    return [getattr(model, "config", None), getattr(model, "generation_config", None)]
+
+
+def _rotate(run: str, limit: int, step: int, best: str | None) -> None:
+    """Removes the oldest checkpoints up to the committed `step`, so that `limit` stay, and the best one."""
+    known = [path for number, path in _numbered(run) if number <= step]
+    kept = set(known[-1:])
+    if best is not None:
+        kept.add(os.path.join(run, os.path.basename(best)))
+    excess = len(known) - max(limit, len(kept))
+    for path in [item for item in known if item not in kept][: max(excess, 0)]:
+        remove_folder(os.path.join(path, FOLDER))
+        remove_folder(path)

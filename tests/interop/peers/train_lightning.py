@@ -1,0 +1,112 @@
+"""Trains with Lightning: `train_lightning.py PACKAGE STRATEGY CALLBACK RUN LAST [CKPT_PATH]`.
+
+PACKAGE is `lightning.pytorch` or `pytorch_lightning`; STRATEGY is `ddp`, `fsdp2` or
+`fsdp1`, which is refused; CALLBACK is `ours` or
+`theirs`. At the end, the state is saved to LAST. With RESTORED=1, that is done before the first step instead.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+PACKAGE, STRATEGY, CALLBACK, RUN, LAST, *PATH = sys.argv[1:]
+pl: Any = import_module(PACKAGE)
+
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+
+from shardproof.frameworks.lightning import ShardproofCheckpoint  # noqa: E402
+
+
+class Batches:
+    """Five batches of a rank, resumable in the middle."""
+
+    def __init__(self) -> None:
+        self.at = self.begin = 0
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Any:
+        self.at, self.begin = self.begin, 0
+        while self.at < len(self):
+            self.at += 1
+            generator = torch.Generator().manual_seed(100 * self.at + int(os.environ["RANK"]))
+            yield torch.randn(4, 7, generator=generator)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begin = state["at"]
+
+
+class Regression(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(7, 9), nn.Dropout(0.2), nn.Linear(9, 1))
+
+    def configure_model(self) -> None:
+        if STRATEGY == "fsdp2":
+            from torch.distributed.fsdp import fully_shard
+
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class SaveRestored(pl.Callback):
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        trainer.save_checkpoint(LAST)
+        trainer.strategy.teardown()
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def main() -> None:
+    pl.seed_everything(int(os.environ["RANK"]))
+    world_size = int(os.environ["WORLD_SIZE"])
+    strategy: Any = "ddp"
+    if STRATEGY == "fsdp1":
+        refused = import_module(f"{PACKAGE}.strategies").FSDPStrategy()
+        try:
+            ShardproofCheckpoint(dirpath=RUN).setup(SimpleNamespace(strategy=refused), None, "fit")
+        except TypeError as error:
+            print(error)
+        return
+    if STRATEGY == "fsdp2":
+        strategies = import_module(f"{PACKAGE}.strategies")
+        strategy = strategies.ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1)
+    kind = ShardproofCheckpoint if CALLBACK == "ours" else pl.callbacks.ModelCheckpoint
+    callbacks = [kind(dirpath=RUN, every_n_train_steps=2, save_top_k=-1, filename="{step}")]
+    if os.environ.get("RESTORED"):
+        callbacks.append(SaveRestored())
+    trainer = pl.Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        devices=world_size,
+        strategy=strategy,
+        callbacks=callbacks,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=False,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(Regression(), Batches(), ckpt_path=PATH[0] if PATH else "last")
+    if CALLBACK == "ours":
+        trainer.save_checkpoint(LAST)
+        trainer.strategy.teardown()
+
+
+if __name__ == "__main__":
+    main()

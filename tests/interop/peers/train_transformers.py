@@ -1,0 +1,85 @@
+"""Trains with the Trainer of transformers: `train_transformers.py WHO RUN STEPS [LAST]`.
+
+WHO is `ours` or `theirs`, with the suffix `-peft` for a PEFT model, and `-best` to load the best
+model in the end; `ours-wrong` resumes from what is not committed.
+With LAST, what was restored is saved there before the first step, and nothing is trained.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
+
+import shardproof as sp
+from shardproof.frameworks.transformers import last_checkpoint, with_shardproof
+
+WHO, RUN, STEPS, *LAST = sys.argv[1:]
+
+
+class SaveRestored(TrainerCallback):
+    def on_step_begin(self, *_: Any, **trained: Any) -> None:
+        optimizer = trained["optimizer"].optimizer
+        state = {
+            "model": trained["model"],
+            "optimizer": sp.OptimizerState(optimizer, trained["model"]),
+            "scheduler": trained["lr_scheduler"],
+            "rng": sp.RandomState(),
+        }
+        sp.save(LAST[0], state)
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def main() -> None:
+    set_seed(1 + 10 * len(LAST))
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=64, attention_dropout=0.2, **sizes))
+    if "peft" in WHO:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], lora_dropout=0.1))
+    generator = torch.Generator().manual_seed(5)
+    texts = [{"input_ids": row, "labels": row} for row in torch.randint(0, 64, (54, 8), generator=generator)]
+    options: dict[str, Any] = {}
+    if "best" in WHO:
+        options = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+        options |= {"metric_for_best_model": "eval_loss", "greater_is_better": True}
+    arguments = TrainingArguments(
+        RUN,
+        max_steps=int(STEPS),
+        per_device_train_batch_size=3,
+        save_steps=2,
+        save_total_limit=1 if WHO != "theirs" else None,
+        learning_rate=3e-3,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        **options,
+    )
+    trainer = (Trainer if WHO == "theirs" else with_shardproof(Trainer))(
+        model,
+        arguments,
+        train_dataset=texts,
+        eval_dataset=texts[:6],
+        callbacks=[SaveRestored()] if LAST else [],
+    )
+    if WHO == "ours-wrong":
+        os.makedirs(f"{RUN}/checkpoint-3/shardproof/shards")
+        for wrong in (True, f"{RUN}/checkpoint-3"):
+            try:
+                trainer.train(resume_from_checkpoint=wrong)
+            except (ValueError, sp.NotCommittedError) as error:
+                print(type(error).__name__, error)
+        return
+    trainer.train(resume_from_checkpoint=last_checkpoint(RUN))
+    if "best" in WHO:
+        print("best", os.path.basename(trainer.state.best_model_checkpoint))
+        sp.save(f"{RUN}-end", {"model": model})
+
+
+if __name__ == "__main__":
+    main()

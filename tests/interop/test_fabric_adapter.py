@@ -1,0 +1,37 @@
+"""`shardproof.frameworks.fabric` with the released Fabric: saved on two ranks, restored on three."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardproof as sp
+from tests.interop.checkpoints import assert_same_checkpoints
+from tests.interop.training import SCRIPTS, train
+
+pytestmark = [pytest.mark.interop, pytest.mark.processes]
+
+SCRIPT = SCRIPTS / "train_fabric.py"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_restores_what_was_saved_on_another_number_of_ranks(strategy: str, tmp_path: Path) -> None:
+    train("torch", SCRIPT, strategy, "save", tmp_path / "saved", nproc=2)
+    assert len(list((tmp_path / "saved" / "shards").iterdir())) == 2, "each rank writes its own part"
+    train("torch", SCRIPT, strategy, "restore", tmp_path / "saved", tmp_path / "restored", nproc=3)
+    assert_same_checkpoints(tmp_path / "restored", tmp_path / "saved", ranks=2)
+
+
+def test_checkpoint_of_fabric_loads(tmp_path: Path) -> None:
+    theirs, ours = tmp_path / "theirs.ckpt", tmp_path / "ours"
+    train("torch", SCRIPT, "ddp", "save-theirs", theirs, nproc=2)
+    train("torch", SCRIPT, "ddp", "restore", theirs, ours, nproc=2)
+    with sp.open(theirs) as old, sp.open(ours) as new:
+        for number, name in enumerate(("0.weight", "0.bias", "2.weight", "2.bias")):
+            assert torch.equal(new[f"model.{name}"].read(), old[f"model.{name}"].read())
+            for slot in ("exp_avg", "exp_avg_sq", "step"):
+                found = new[f"optimizer.{name}.{slot}"].read()
+                assert torch.equal(found, old[f"optimizer.state.{number}.{slot}"].read()), (name, slot)
+        assert new["schedule"]["last_epoch"] == 3

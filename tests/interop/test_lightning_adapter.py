@@ -1,0 +1,78 @@
+"""`shardproof.frameworks.lightning` with the released Lightning: killed, resumed, compared bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardproof as sp
+from tests.interop.checkpoints import assert_same_checkpoints
+from tests.interop.training import EXAMPLES, SCRIPTS, train
+
+pytestmark = [pytest.mark.interop, pytest.mark.processes]
+
+SCRIPT = SCRIPTS / "train_lightning.py"
+LIGHTNING = "lightning.pytorch"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_killed_in_a_save_within_an_epoch_and_resumed(strategy: str, tmp_path: Path) -> None:
+    """On as many ranks, the end is that of a run that was not interrupted. On more, the start is what was
+    saved."""
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    train("torch", SCRIPT, LIGHTNING, strategy, "ours", whole, tmp_path / "expected", nproc=2)
+    train("torch", SCRIPT, LIGHTNING, strategy, "ours", run, tmp_path / "none", nproc=2, kill_in_save=3)
+    assert not (run / "step=6.ckpt" / "manifest.json").exists()
+
+    train("torch", SCRIPT, LIGHTNING, strategy, "ours", run, tmp_path / "wider", nproc=3, RESTORED="1")
+    assert_same_checkpoints(tmp_path / "wider", run / "step=4.ckpt", ranks=2, but=["lightning", "loaders"])
+
+    train("torch", SCRIPT, LIGHTNING, strategy, "ours", run, tmp_path / "found", nproc=2)
+    assert_same_checkpoints(tmp_path / "found", tmp_path / "expected", but=["lightning.callbacks"])
+    with sp.open(tmp_path / "found") as checkpoint:
+        assert checkpoint["lightning"]["global_step"] == 10
+        shards = len(list((tmp_path / "found" / "shards").iterdir()))
+        assert shards == 2, "each rank writes its own part"
+
+
+def test_example_resumes_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    example = EXAMPLES / "lightning_fit.py"
+    train("torch", example, tmp_path / "whole", nproc=2)
+    train("torch", example, tmp_path / "run", nproc=2, kill_in_save=4)
+    shutil.copytree(tmp_path / "run", tmp_path / "narrow")
+    train("torch", example, tmp_path / "run", nproc=2)
+    last = "epoch=5-step=36.ckpt"
+    assert_same_checkpoints(tmp_path / "run" / last, tmp_path / "whole" / last, but=["lightning.callbacks"])
+
+    train("torch", example, tmp_path / "narrow", nproc=1)  # 12 steps an epoch: 18 saved, 3 epochs to go
+    assert (tmp_path / "narrow" / "epoch=5-step=54.ckpt" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_checkpoint_of_lightning_resumes(package: str, tmp_path: Path) -> None:
+    run, last = tmp_path / "run", tmp_path / "last"
+    train("torch", SCRIPT, package, "ddp", "theirs", run, last, nproc=2)
+    old = run / "step=4.ckpt"
+    train("torch", SCRIPT, package, "ddp", "ours", run, last, old, nproc=2, RESTORED="1")
+    with sp.open(old) as theirs, sp.open(last) as ours:
+        for number, name in enumerate(("net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias")):
+            key = f"state_dict.{name}"
+            assert torch.equal(ours[key].read(), theirs[key].read()), key
+            slots = f"optimizer_states.0.state.{number}"
+            for slot in ("exp_avg", "exp_avg_sq", "step"):
+                stored = ours[f"optimizers.0.{name}.{slot}"].read()
+                assert torch.equal(stored, theirs[f"{slots}.{slot}"].read()), (key, slot)
+        assert ours["lightning"]["global_step"] == 4
+        assert ours["lightning"]["lr_schedulers"][0]["last_epoch"] == 4
+        (callback,) = ours["lightning"]["callbacks"].values()  # ModelCheckpoint's state, which ours took over
+        assert callback["best_model_path"] == str(old)
+
+
+def test_fsdp1_is_refused(tmp_path: Path) -> None:
+    """Lightning accepts FSDPStrategy on accelerators alone, so the script calls `setup` itself."""
+    text = train("torch", SCRIPT, LIGHTNING, "fsdp1", "ours", tmp_path, tmp_path, nproc=1)
+    assert "does not work with FSDPStrategy: FSDP1 collects its state with collectives" in text
+    assert "Use ModelParallelStrategy with fully_shard" in text

@@ -1,0 +1,78 @@
+"""Older checkpoints go after the commit of the newest one, and not at all if it fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardproof as sp
+from shardproof.frameworks.folder_saves import FolderSaves, Value, is_committed, newest_committed
+from shardproof.storage import LocalSink
+from tests.gate import LIMIT, Gate
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    return Gate(monkeypatch)
+
+
+def state() -> dict[str, object]:
+    return {"weight": torch.ones(1000), "rest": Value({"epoch": 2, "score": torch.ones(3)})}
+
+
+def test_an_older_checkpoint_goes_after_the_commit(tmp_path: Path, gate: Gate) -> None:
+    gate.open()
+    saves = FolderSaves()
+    old, new = tmp_path / "old", tmp_path / "new"
+    saves.save(old, state())
+    saves.settle()
+    gate.close()
+    saves.save(new, state())
+    assert gate.reached.wait(LIMIT)
+    saves.remove(old)
+    assert is_committed(old) and not is_committed(new)
+    assert newest_committed(map(str, (old, new))) == str(old)
+    gate.open()
+    saves.wait()
+    assert not old.exists() and is_committed(new)
+    saves.remove(new)
+    assert not new.exists(), "without a save, a checkpoint goes at once"
+
+
+def test_an_older_checkpoint_stays_if_the_save_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saves = FolderSaves(background=False)
+    old, new = tmp_path / "old", tmp_path / "new"
+    saves.save(old, state())
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalSink, "write_at", full)
+        with pytest.raises(sp.ShardproofError, match="No space left"):
+            saves.save(new, state())
+    saves.remove(old)
+    assert is_committed(old)
+    saves.save(new, state())
+    assert not old.exists() and is_committed(new)
+
+
+def test_a_value_is_loaded_whatever_it_was(tmp_path: Path) -> None:
+    saves = FolderSaves(background=False)
+    score = {"epoch": 2, "scores": [torch.tensor(0.5), (torch.ones(3), None)], "average": torch.ones(5000)}
+    saves.save(tmp_path / "saved", {"rest": Value(score)})
+    value = Value()
+    saves.load(tmp_path / "saved", {"rest": value})
+    assert value.value["epoch"] == 2 and torch.equal(value.value["average"], torch.ones(5000))
+    first, (second, third) = value.value["scores"]
+    assert torch.equal(first, torch.tensor(0.5)) and torch.equal(second, torch.ones(3)) and third is None
+
+
+def test_scores_that_come_and_go_are_no_keys(tmp_path: Path) -> None:
+    saves = FolderSaves(background=False)
+    for step in (1, 2):
+        saves.save(tmp_path / f"{step}", {"rest": Value({"best": {f"step={step}": torch.tensor(0.5)}})})
+    with sp.open(tmp_path / "1") as first, sp.open(tmp_path / "2") as second:
+        assert list(first) == list(second) == ["rest"]

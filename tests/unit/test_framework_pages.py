@@ -1,0 +1,27 @@
+"""The diffs of docs/frameworks show lines of the examples, which tests/interop runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("page", "example"),
+    [
+        ("lightning.md", "lightning_fit.py"),
+        ("transformers.md", "hf_trainer.py"),
+        ("accelerate.md", "accelerate_loop.py"),
+    ],
+)
+def test_added_lines_are_those_of_the_example(page: str, example: str) -> None:
+    diff = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "frameworks" / page).read_text(), re.DOTALL)[0]
+    lines = (ROOT / "examples" / example).read_text().splitlines()
+    added = [line[1:] for line in diff.splitlines() if line.startswith("+")]
+    assert len(added) >= 2
+    assert [line for line in added if line not in lines] == []
+    assert len(lines) <= 40
