@@ -217,11 +217,12 @@ class BoxReads:
             stored = memory[max(place.first - begin, 0) :][: prod(sizes) * itemsize - skipped]
             self._writer.put(row, parts, stored, skipped)
             return
-        whole = memory[: len(memory) // itemsize * itemsize].view(getattr(torch, name))
-        strided = whole.as_strided(sizes, place.view.stride, place.view.offset - begin // itemsize)
-        dense = strided.clone(
-            memory_format=torch.contiguous_format
-        )  # `contiguous` keeps odd strides of size 1
+        stored = memory[place.first - begin :][: (place.end - place.first) // itemsize * itemsize]
+        if stored.data_ptr() % itemsize:  # neighbours in a file begin anywhere
+            stored = stored.clone()
+        strided = stored.view(getattr(torch, name)).as_strided(sizes, place.view.stride)
+        # `contiguous` keeps odd strides of size 1
+        dense = strided.clone(memory_format=torch.contiguous_format)
         self._writer.put(row, parts, dense.reshape(-1).view(torch.uint8), 0)
 
     def _is_run(self, at: int, place: _Place) -> bool:
