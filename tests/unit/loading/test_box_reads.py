@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import save
 
 import shardproof as sp
 from shardproof.errors import CorruptChunkError
@@ -17,9 +17,8 @@ def _state() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     state = {}
     for number in range(40):
-        state[f"bytes.{number}"] = torch.randint(
-            0, 255, (number + 1,), dtype=torch.uint8, generator=generator
-        )
+        size = (number + 1,)
+        state[f"bytes.{number}"] = torch.randint(0, 255, size, dtype=torch.uint8, generator=generator)
         state[f"turned.{number}"] = torch.randn(3, number + 2, generator=generator).t()
         state[f"short.{number}"] = torch.randn(5, 4, generator=generator)
     state["long"] = torch.randn(1024, 700, generator=generator)
@@ -30,7 +29,7 @@ def _state() -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("boxes") / "dcp"
-    dcp.save(_state(), checkpoint_id=path, no_dist=True)
+    save(_state(), checkpoint_id=path, no_dist=True)
     return path
 
 
