@@ -2,19 +2,22 @@
 
     tests/interop/.venvs/torch/bin/python benchmarks/hf_load.py [--gib 1.0] [--repeats 5] [--json FILE]
 
-The ways take turns in one job. Each begins with a folder and ends with a sharded model on the CPU:
+The ways take turns in one job of two ranks on the CPU:
 
-- ours: the model on the meta device, ``fully_shard``, empty memory, ``sp.load``;
-- whole: ``from_pretrained`` on each rank, then ``fully_shard``;
-- broadcast: ``from_pretrained`` on rank 0, then ``set_model_state_dict`` broadcasts to the sharded model.
+- ours_loads: ``sp.load`` into the model;
+- copies: ``from_pretrained`` on each rank, then ``set_model_state_dict`` into the model;
+- broadcasts: ``from_pretrained`` on rank 0, then ``set_model_state_dict`` broadcasts to the model;
+- ours_builds: a model on the meta device, ``fully_shard``, empty memory, then ``sp.load``;
+- pretrained_builds: ``from_pretrained`` on each rank, then ``fully_shard``.
 
-The time is that of the slowest rank; the memory, by how much the peak of rank 0 exceeds the memory before.
-Files are in the page cache. At the end the models of all ways give equal bits.
+The first three fill a sharded model that exists. The time is that of the slowest rank; the memory, by how much
+the peak of rank 0 exceeds the memory before. Files are in the page cache. All ways give equal bits.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import logging
 import os
@@ -76,41 +79,59 @@ def empty(folder: Path) -> Any:
     return model
 
 
-def ours(folder: Path) -> Any:
-    model = empty(folder)
+def pretrained(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+
+
+def ours_loads(folder: Path, model: Any) -> Any:
     sp.load(folder, model)
     return model
 
 
-def whole(folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return sharded(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16))
-
-
-def broadcast(folder: Path) -> Any:
+def copies(folder: Path, model: Any) -> Any:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-    from transformers import AutoModelForCausalLM
 
-    model, values = empty(folder), {}
-    if not dist.get_rank():
-        values = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
+    values = pretrained(folder).state_dict()
+    set_model_state_dict(model, values, options=StateDictOptions(full_state_dict=True))
+    return model
+
+
+def broadcasts(folder: Path, model: Any) -> Any:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    values = {} if dist.get_rank() else pretrained(folder).state_dict()
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, values, options=options)
     return model
 
 
-WAYS: tuple[Callable[[Path], Any], ...] = (ours, whole, broadcast)
+def ours_builds(folder: Path, model: Any) -> Any:
+    model = empty(folder)
+    sp.load(folder, model)
+    return model
 
 
-def measured(way: Callable[[Path], Any], folder: Path) -> tuple[float, float, dict[str, torch.Tensor]]:
+def pretrained_builds(folder: Path, model: Any) -> Any:
+    return sharded(pretrained(folder))
+
+
+QUESTIONS = (
+    ("a folder of Hugging Face into a model of FSDP2", (ours_loads, copies, broadcasts)),
+    ("a folder of Hugging Face to a new model of FSDP2", (ours_builds, pretrained_builds)),
+)
+
+
+def measured(way: Callable[..., Any], folder: Path, model: Any) -> tuple[float, float, Any]:
     """Seconds, MiB and the local shards of one load."""
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # gives freed memory back, so that the peak shows what a way takes
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = kibibytes("VmRSS")
     dist.barrier()
     begun = time.perf_counter()
-    model = way(folder)
+    model = way(folder, model)
     dist.barrier()
     seconds = time.perf_counter() - begun
     mebibytes = (kibibytes("VmHWM") - before) / 1024
@@ -122,15 +143,20 @@ def rank(folder: Path, options: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     logging.getLogger("shardproof").setLevel(logging.ERROR)
-    rounds: dict[str, list[tuple[float, float]]] = {way.__name__: [] for way in WAYS}
+    ways = [way for _, ways in QUESTIONS for way in ways]
+    rounds: dict[str, list[tuple[float, float]]] = {way.__name__: [] for way in ways}
+    model = empty(folder)
+    sp.load(folder, model)
+    expected = {key: value.to_local().clone() for key, value in model.state_dict().items()}
     for number in range(options.repeats + 1):
-        expected: dict[str, torch.Tensor] = {}
-        for way in WAYS:
-            seconds, mebibytes, found = measured(way, folder)
-            expected = expected or found
+        for way in ways:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            seconds, mebibytes, found = measured(way, folder, model)
             for key, value in expected.items():
                 if not torch.equal(found[key], value):
-                    raise SystemExit(f"{way.__name__}: {key} differs from that of {WAYS[0].__name__}")
+                    raise SystemExit(f"{way.__name__}: {key} has other values")
             if number:  # the first round imports
                 rounds[way.__name__].append((seconds, mebibytes))
             del found
@@ -141,15 +167,16 @@ def rank(folder: Path, options: argparse.Namespace) -> None:
 
 def show(rounds: dict[str, list[tuple[float, float]]], options: argparse.Namespace) -> None:
     """Prints a table, and records it."""
-    own = statistics.median(seconds for seconds, _ in rounds["ours"])
     print(f"{options.gib} GiB of bfloat16, {RANKS} ranks, {options.repeats} rounds")
-    figures = []
-    for name, found in rounds.items():
-        times, memory = [one for one, _ in found], [one for _, one in found]
-        ratio = statistics.median(times) / own
-        print(f"{name}: {statistics.median(times):.2f} s, {max(memory):,.0f} MiB: {ratio:.1f} times ours")
-        figures += [(name, "s", times), (f"{name}, memory of rank 0", "MiB", memory)]
-    record(options.json, f"a folder of Hugging Face into FSDP2, {RANKS} ranks, {options.gib} GiB", figures)
+    for question, ways in QUESTIONS:
+        figures = []
+        own = statistics.median(seconds for seconds, _ in rounds[ways[0].__name__])
+        for name in (way.__name__ for way in ways):
+            times, memory = [one for one, _ in rounds[name]], [one for _, one in rounds[name]]
+            ratio = statistics.median(times) / own
+            print(f"{name}: {statistics.median(times):.2f} s, {max(memory):,.0f} MiB: {ratio:.1f} times ours")
+            figures += [(name, "s", times), (f"{name}, memory of rank 0", "MiB", memory)]
+        record(options.json, f"{question}, {RANKS} ranks, {options.gib} GiB", figures)
 
 
 def main() -> None:
