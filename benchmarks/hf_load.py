@@ -10,8 +10,8 @@ The ways take turns in one job of two ranks on the CPU:
 - ours_builds: a model on the meta device, ``fully_shard``, empty memory, then ``sp.load``;
 - pretrained_builds: ``from_pretrained`` on each rank, then ``fully_shard``.
 
-The first three fill a sharded model that exists. The time is that of the slowest rank; the memory, by how much
-the peak of rank 0 exceeds the memory before. Files are in the page cache. All ways give equal bits.
+The first three fill a sharded model that exists. The time is that of the slowest rank; the memory, by how
+much the peak of rank 0 exceeds the memory before. Files are in the page cache. All ways give equal bits.
 """
 
 from __future__ import annotations
