@@ -3,7 +3,8 @@
     python benchmarks/interop.py [--gib 1.0] [--repeats 3] [--json FILE]
 
 Ours and the peer's run in turn, each in a process of its own, so that peaks of memory can be compared. With
-``--inline``, all run in this process, which takes a fraction of the time and measures no memory. The figures are medians of seconds, with the ratio peer to ours, beside the time of a plain read of the bytes.
+``--inline``, all run in this process, which takes a fraction of the time and measures no memory. The
+figures are medians of seconds, with the ratio peer to ours, beside the time of a plain read of the bytes.
 Files are in the page cache. shardproof verifies each CRC-32 that torch wrote; torch does not.
 """
 
