@@ -20,6 +20,10 @@ from shardproof.state import register_by_name
 
 __all__ = ["Work"]
 
+_READS = 4
+"""Reads in flight of a written checkpoint. It was written past the page cache, and a disk serves several
+reads faster than one (benchmarks/interop.py)."""
+
 
 class Work:
     """A conversion as one process carries it out. It opens the source and plans at the first use.
@@ -43,6 +47,8 @@ class Work:
         )
         self.plan: ConversionPlan = plan_conversion(self.checkpoint, request)
         self._written: Checkpoint | None = None
+        self._memory: torch.Tensor | None = None
+        """Memory for the boxes that are read again."""
 
     def close(self) -> None:
         """Closes the files that reading opened."""
@@ -84,9 +90,12 @@ class Work:
         def nbytes(box: Box) -> int:
             return prod(box[2]) * DTYPES[written.dtype(box[0])].itemsize
 
+        if self._memory is None:
+            self._memory = torch.empty(piece_bytes(self.request), dtype=torch.uint8, device="cpu")
         digests = {(box.key, box.offsets, box.sizes): box.digest for box in boxes if 0 not in box.sizes}
         for batch in batches(list(digests), nbytes, piece_bytes(self.request)):
-            for box, values in zip(batch, written.read_boxes(batch), strict=True):
+            read = written.read_boxes(batch, threads=_READS, memory=self._memory)
+            for box, values in zip(batch, read, strict=True):
                 if (found := box_digest(values)) != digests[box]:
                     raise CorruptChunkError(
                         f"{self.folder.files.location}: the box of {box[0]!r} at {list(box[1])}, sizes "

@@ -10,7 +10,7 @@ from __future__ import annotations
 from shardproof._utils.deprecation import renamed
 from shardproof.geometry.boxes import Boxes, row_major_strides, stable_order
 from shardproof.geometry.cut import cut
-from shardproof.geometry.flat_range import flat_range_boxes, flat_range_of
+from shardproof.geometry.flat_range import flat_range_boxes, flat_range_of, flat_range_pairs
 from shardproof.geometry.index_map import IndexMap, axis_weights, compose, flat_shard, split_axes
 from shardproof.geometry.intersect import intersect, overlapping_pairs
 from shardproof.geometry.table import BoxTable as BoxTable  # not listed in __all__: internal
@@ -28,6 +28,7 @@ __all__ = [
     "deduplicate",
     "flat_range_boxes",
     "flat_range_of",
+    "flat_range_pairs",
     "flat_shard",
     "intersect",
     "overlapping_pairs",

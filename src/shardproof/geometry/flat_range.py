@@ -9,7 +9,7 @@ import numpy as np
 
 from shardproof.geometry.boxes import INT64_MAX, Boxes, Int64s, row_major_strides
 
-__all__ = ["flat_range_boxes", "flat_range_of"]
+__all__ = ["flat_range_boxes", "flat_range_of", "flat_range_pairs"]
 
 
 def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Boxes, Int64s]:
@@ -34,16 +34,30 @@ def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Boxes
     >>> flat_range_boxes((3, 4), 2, 11)
     (Boxes([0:1, 2:4] [1:2, 0:4] [2:3, 0:3]), array([0, 2, 6]))
     """
+    pairs, starts = flat_range_pairs(shape, start, stop)
+    boxes = Boxes.of(*pairs) if pairs else Boxes.empty(len(shape))
+    return boxes, np.array(starts, np.int64)
+
+
+def flat_range_pairs(
+    shape: Sequence[int], start: int, stop: int
+) -> tuple[list[tuple[list[int], list[int]]], list[int]]:
+    """The boxes of `flat_range_boxes` as offsets and sizes: faster for a few boxes.
+
+    >>> flat_range_pairs((3, 4), 2, 9)
+    ([([0, 2], [1, 2]), ([1, 0], [1, 4]), ([2, 0], [1, 1])], [0, 2, 6])
+    """
     if not 0 <= start <= stop <= prod(shape):
         raise ValueError(
             f"[{start}, {stop}) is not a range of the {prod(shape)} elements of shape {tuple(shape)}"
         )
     if start == stop:
-        return Boxes.empty(len(shape)), np.zeros(0, np.int64)
+        return [], []
     if not shape:
-        return Boxes.whole(()), np.zeros(1, np.int64)
+        return [([], [])], [0]
     strides = row_major_strides(shape)
-    pairs, starts = [], []
+    pairs: list[tuple[list[int], list[int]]] = []
+    starts: list[int] = []
     position = start
     while position < stop:
         # The outermost dimension along which the rest of the range contains at least one whole index.
@@ -55,7 +69,7 @@ def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Boxes
         pairs.append((offsets, [1] * axis + [count] + list(shape[axis + 1 :])))
         starts.append(position - start)
         position += count * strides[axis]
-    return Boxes.of(*pairs), np.array(starts, np.int64)
+    return pairs, starts
 
 
 def flat_range_of(shape: Sequence[int], boxes: Boxes) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,6 +62,11 @@ class Extent(ABC):
         """True if `read_range` reads a part without the rest."""
         return False
 
+    @property
+    def is_raw(self) -> bool:
+        """True if the bytes in memory are those of the file, so that neighbours can share a read."""
+        return False
+
     @abstractmethod
     def read_into(self, memory: memoryview) -> None:
         """Reads all bytes and verifies them.
@@ -84,6 +89,17 @@ class Extent(ABC):
 
         Raises:
             StorageError: the file is missing, short or unreadable.
+        """
+        raise NotImplementedError
+
+    def check(self, memory: memoryview) -> None:
+        """Verifies bytes that were read with those of neighbours. Only for an extent with `is_raw`.
+
+        Args:
+            memory: (nbytes,) the bytes of the file.
+
+        Raises:
+            CorruptChunkError: the bytes do not match their checksum.
         """
         raise NotImplementedError
 
@@ -134,10 +150,22 @@ class FileRange(Extent):
         """Always True."""
         return True
 
+    @property
+    def is_raw(self) -> bool:
+        """True unless numbers are reversed."""
+        return self.swap == 1
+
     def read_into(self, memory: memoryview) -> None:
         """Reads all bytes and compares their CRC-32; see `Extent.read_into`."""
-        self._check_crc(self._pieces(memory))
+        if self.crc is None:
+            self.storage.read_into(self.file, self.start, memory)
+        else:
+            self._check_crc(self._pieces(memory))
         self._swap(memory)
+
+    def check(self, memory: memoryview) -> None:
+        """Compares the CRC-32 of bytes; see `Extent.check`."""
+        self._check_crc([memory])
 
     def read_range(self, begin: int, memory: memoryview) -> None:
         """Reads a part; see `Extent.read_range`."""
@@ -158,7 +186,7 @@ class FileRange(Extent):
             self.storage.read_into(self.file, self.start + begin, piece)
             yield piece
 
-    def _check_crc(self, pieces: Iterator[memoryview]) -> None:
+    def _check_crc(self, pieces: Iterable[memoryview]) -> None:
         found = 0
         for piece in pieces:
             if self.crc is not None:

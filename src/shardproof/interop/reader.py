@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from shardproof.errors import FormatError, NotCommittedError, StorageError
-from shardproof.geometry import flat_range_boxes, row_major_strides
+from shardproof.geometry import flat_range_pairs, row_major_strides
 from shardproof.interop.extents import Extent
 from shardproof.storage import LocalStorage, Location, Storage, is_url, storage_at
 
@@ -150,12 +150,10 @@ def flat_boxes(
     """
     if start >= stop:
         return []
-    boxes, first = flat_range_boxes(shape, start, stop)
+    pairs, first = flat_range_pairs(shape, start, stop)
     return [
         StoredBox.of(offsets, sizes, StoredView.dense(sizes, extent, offset + at))
-        for offsets, sizes, at in zip(
-            boxes.offsets.tolist(), boxes.sizes.tolist(), first.tolist(), strict=True
-        )
+        for (offsets, sizes), at in zip(pairs, first, strict=True)
     ]
 
 

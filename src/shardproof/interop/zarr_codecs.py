@@ -107,13 +107,14 @@ class Codec:
             return size, exact
         return (16 * size + 4096 if self.name in _FILTERS else size + size // 16 + 4096), False
 
-    def decode(self, data: Buffer, size: int, *, exact: bool) -> Buffer:
+    def decode(self, data: Buffer, size: int, *, exact: bool, into: memoryview | None = None) -> Buffer:
         """Decodes bytes.
 
         Args:
             data: the encoded bytes.
             size: bytes of the decoded form, at most.
             exact: True if the decoded form has to have all of them.
+            into: (size,) memory that a codec may decode to, which is then returned.
 
         Raises:
             Exception: of any kind, if the bytes are damaged.
@@ -127,7 +128,7 @@ class Codec:
         options = {} if self.name in _COMPRESSORS else self._config
         codec = numcodecs.get_codec({**options, "id": self.name})
         if self.name == "zstd":
-            return _unzstd(codec, data, size, exact=exact)
+            return _unzstd(codec, data, size, exact=exact, into=into)
         if self.name == "lz4":
             _check_declared(int.from_bytes(data[:4], "little"), size)
         elif self.name == "blosc":
@@ -164,13 +165,14 @@ class Codecs:
             sizes.insert(0, codec.encoded_size(size, exact=exact))
         return sizes
 
-    def decode(self, data: bytes, path: str, start: int) -> Buffer:
+    def decode(self, data: bytes, path: str, start: int, into: memoryview | None = None) -> Buffer:
         """Decodes a chunk.
 
         Args:
             data: the stored bytes.
             path: of the file, for messages.
             start: of the bytes in the file, for messages.
+            into: (nbytes,) memory that the last codec may decode to, which is then returned.
 
         Raises:
             CorruptChunkError: a codec with a checksum finds damage.
@@ -178,8 +180,9 @@ class Codecs:
         """
         found: Buffer = data
         for codec, (size, exact) in zip(self.codecs, self.sizes[1:], strict=True):
+            memory = into if codec is self.codecs[-1] else None
             try:
-                found = codec.decode(found, size, exact=exact)
+                found = codec.decode(found, size, exact=exact, into=memory)
                 if len(found) > size or (exact and len(found) != size):
                     raise ValueError(f"it gives {len(found)} bytes, expected {size}")
             except FormatError:
@@ -228,6 +231,15 @@ class CodedExtent(DecodedExtent):
 
     def decode(self) -> Buffer:
         """The decoded bytes; see `DecodedExtent.decode`."""
+        return self._decoded(None)
+
+    def read_into(self, memory: memoryview) -> None:
+        """Decodes all bytes, into the memory if the last codec can; see `Extent.read_into`."""
+        found = self._decoded(memory)
+        if found is not memory:
+            memory[:] = memoryview(found).cast("B")
+
+    def _decoded(self, into: memoryview | None) -> Buffer:
         path = f"{self.storage.location}/{self.file}"
         stored, (most, exact) = self.stored_bytes, self.codecs.sizes[0]
         if stored > most or (exact and stored != most):
@@ -239,7 +251,7 @@ class CodedExtent(DecodedExtent):
                 byte_count=stored,
             )
         data = self.storage.read(self.file, self.start, None if self.stored is None else self.start + stored)
-        found = self.codecs.decode(data, path, self.start)
+        found = self.codecs.decode(data, path, self.start, into)
         if self.swap > 1:
             return np.frombuffer(found, f"u{self.swap}").byteswap().view(np.uint8).data
         return found
@@ -300,18 +312,18 @@ def _inflated(decompressor: Callable[[], Any], data: Buffer, size: int) -> bytes
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _unzstd(codec: Any, data: Buffer, size: int, *, exact: bool) -> memoryview:
-    """Decodes a zstd frame into memory that is allocated before."""
+def _unzstd(codec: Any, data: Buffer, size: int, *, exact: bool, into: memoryview | None) -> memoryview:
+    """Decodes a zstd frame into the given memory, or into memory that is allocated before."""
     declared = _zstd_content_size(data)
     if declared is None:
         if not exact:
             raise ValueError("its header does not say how many bytes it gives")
         declared = size  # numcodecs refuses a frame that gives fewer
     _check_declared(declared, size)
-    decoded = np.empty(declared, np.uint8)
+    memory = np.empty(declared, np.uint8).data if into is None or len(into) != declared else into
     if declared:
-        codec.decode(_array(data), out=decoded)
-    return decoded.data
+        codec.decode(_array(data), out=np.frombuffer(memory, np.uint8))
+    return memory
 
 
 def _zstd_content_size(data: Buffer) -> int | None:

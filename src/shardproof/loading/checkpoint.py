@@ -6,6 +6,7 @@ import functools
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import prod
 from types import EllipsisType, TracebackType
 from typing import Any, Protocol, Self, SupportsIndex
 
@@ -135,12 +136,13 @@ class Checkpoint(ABC):
             rows: rows of the chunk table, distinct.
         """
 
-    def fill(self, plan: ReadPlan, destinations: Sequence[Destination]) -> int:
-        """Reads and verifies the parts of a plan in this thread, and fills their destinations.
+    def fill(self, plan: ReadPlan, destinations: Sequence[Destination], *, threads: int = 1) -> int:
+        """Reads and verifies the parts of a plan, and fills their destinations.
 
         Args:
             plan: from `plan_reads`; its `requested` is an index into `destinations`.
             destinations: of the wanted boxes.
+            threads: reads in flight; with 1, this thread's.
 
         Returns:
             Bytes read.
@@ -149,13 +151,23 @@ class Checkpoint(ABC):
             CorruptChunkError, FormatError, StorageError: as `Reads.run`.
         """
         writer = DestinationWriter(self.tensors, self.table, plan, destinations)
-        return self.reads(writer, np.unique(plan.chunk)).run(threads=1, moved=None, cold=Cold.AS_CACHED)
+        reads = self.reads(writer, np.unique(plan.chunk))
+        return reads.run(threads=threads, moved=None, cold=Cold.AS_CACHED)
 
-    def read_boxes(self, boxes: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> list[torch.Tensor]:
+    def read_boxes(
+        self,
+        boxes: Sequence[tuple[str, Sequence[int], Sequence[int]]],
+        *,
+        threads: int = 1,
+        memory: torch.Tensor | None = None,
+    ) -> list[torch.Tensor]:
         """Reads boxes of tensors, in one plan: faster than one by one where they are small.
 
         Args:
             boxes: key, offsets and sizes of each; no size is 0.
+            threads: reads in flight; with 1, this thread's.
+            memory: (n,) uint8 in host memory, at an address that is a multiple of 64. Boxes are views of it
+                as long as it has room. Reusing memory is faster than touching new pages.
 
         Returns:
             The boxes, dense and in host memory.
@@ -172,12 +184,17 @@ class Checkpoint(ABC):
         )
         plan = plan_reads(self.tensors, self.table, wanted, advice=self.tiling_advice)
         self.check_files(np.unique(plan.chunk))
-        destinations = []
+        destinations, used = [], 0
         for row, (key, _, sizes) in zip(rows, boxes, strict=True):
             name = self.tensors[row].dtype
-            view = torch.empty(tuple(sizes), dtype=getattr(torch, name), device="cpu")
+            end = used + prod(sizes) * DTYPES[name].itemsize
+            if memory is not None and end <= len(memory):
+                view = memory[used:end].view(getattr(torch, name)).view(tuple(sizes))
+                used = -(-end // 64) * 64
+            else:
+                view = torch.empty(tuple(sizes), dtype=getattr(torch, name), device="cpu")
             destinations.append(Destination.of(key, name, view))
-        self.fill(plan, destinations)
+        self.fill(plan, destinations, threads=threads)
         return [destination.view for destination in destinations]
 
     def keys(self) -> list[str]:

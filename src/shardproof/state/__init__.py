@@ -45,6 +45,7 @@ from shardproof.state.records import (
     memory_of,
 )
 from shardproof.state.storage_owner import declare_storage_owner, storage_owner
+from shardproof.state.subclass_binding import StoredWrapper
 from shardproof.state.tensors import as_bytes
 from shardproof.state.tree import bind, collect
 
@@ -72,6 +73,7 @@ __all__ = [
     "SlotKeeper",
     "Stepped",
     "StoredSlot",
+    "StoredWrapper",
     "TensorEntry",
     "as_bytes",
     "bind",

@@ -1,0 +1,343 @@
+"""Reads of the stored boxes of a foreign checkpoint, in batches of neighbours.
+
+    sort boxes by file and byte -> cut into batches -> each thread: locate, read, verify, fill
+
+A long run goes straight into its destination, unless a checksum covers other bytes too. All else passes
+through scratch memory of the thread, where neighbours in a file share one read, and extents are verified.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shardproof._utils.memcpy import copy_runs
+from shardproof.dtypes import DTYPES
+from shardproof.format import TensorRecord
+from shardproof.geometry import row_major_strides
+from shardproof.interop import Extent, StoredBox, StoredView
+from shardproof.loading.cold_reads import Cold
+from shardproof.loading.destinations import DestinationWriter
+from shardproof.loading.threads import in_threads
+from shardproof.planning import LARGE_BYTES, ChunkTable
+
+__all__ = ["BoxReads"]
+
+_BATCH_BYTES = 1 << 20
+"""Bytes of one read of neighbours, at most, unless a single box needs more."""
+_GAP_BYTES = 32 << 10
+"""Unwanted bytes between two neighbours of one read, at most: a call takes as long as copying these."""
+_WHOLE_BYTES = 64 << 20
+"""A seekable extent that is larger is not read whole for a part of it. It bounds the memory of a read."""
+
+
+class BoxReads:
+    """Reads of stored boxes; see `Reads`.
+
+    Args:
+        boxes: of the checkpoint, a box for each row of the table.
+        tensors: of the checkpoint.
+        table: all chunks of the checkpoint.
+        writer: where the parts of the boxes go.
+        rows: (n,) distinct rows of the table, to read.
+        proved: extents whose checksum was compared with all their bytes. Reads add to it.
+    """
+
+    def __init__(
+        self,
+        boxes: Sequence[StoredBox],
+        tensors: Sequence[TensorRecord],
+        table: ChunkTable,
+        writer: DestinationWriter,
+        rows: NDArray[np.int64],
+        proved: set[Extent],
+    ) -> None:
+        nbytes = np.array([boxes[row].nbytes for row in rows.tolist()], np.int64)
+        order = np.lexsort((nbytes, table.byte_start[rows], table.file[rows]))
+        rows, nbytes = rows[order], nbytes[order]
+        file, start = table.file[rows], table.byte_start[rows]
+        is_new = (np.diff(file, prepend=-1) != 0) | (np.diff(start, prepend=-1) != 0)
+        is_new |= np.diff(nbytes, prepend=-1) != 0
+        first = np.flatnonzero(is_new)
+        """Position of the first box of each group: boxes that one range of a file holds."""
+        self.nbytes = int(nbytes[first].sum())
+        """Bytes to read, at most."""
+        self._batches = _batches(first.tolist(), file[first].tolist(), nbytes[first].tolist(), len(rows))
+        self._rows: list[int] = rows.tolist()
+        self._boxes = [boxes[row] for row in self._rows]
+        self._dtypes = [tensors[tensor].dtype for tensor in table.tensor[rows].tolist()]
+        self._begin, self._end = (column.tolist() for column in writer.wanted(rows))
+        self._runs = writer.straight(self._rows)
+        self._writer = writer
+        self._proved = proved
+        self._lock = threading.Lock()
+        self._local = threading.local()
+        self._moved: Callable[[int], None] | None = None
+        self._read = 0
+
+    def run(self, *, threads: int, moved: Callable[[int], None] | None, cold: Cold) -> int:
+        """Reads all; see `Reads.run`. Bytes go through the page cache."""
+        self._moved = moved
+        in_threads(self._read_batch, self._batches, threads, self._writer.streams.entered)
+        return self._read
+
+    def _read_batch(self, positions: range) -> None:
+        batch = self._located(positions)
+        read = 0
+        spans: list[_Span] = []
+        for extent, boxes in batch.extents.items():
+            read += self._read_extent(batch, extent, boxes, spans)
+        for together in _neighbours(spans):
+            read += self._read_spans(batch, together)
+        with self._lock:
+            self._read += read
+        if self._moved is not None:
+            self._moved(read)
+
+    def _located(self, positions: range) -> _Batch:
+        """Finds the elements of the boxes, and which bytes of their extents the parts need."""
+        batch = _Batch(positions.start)
+        for at in positions:
+            box = self._boxes[at]
+            view, itemsize = box.located(), DTYPES[self._dtypes[at]].itemsize
+            first = view.offset * itemsize
+            is_dense = view.stride == _row_major(box.sizes)
+            if is_dense:
+                begin, end = first + self._begin[at], first + self._end[at]
+            else:
+                steps = zip(box.sizes, view.stride, strict=True)
+                begin = first
+                end = first + (1 + sum((size - 1) * step for size, step in steps)) * itemsize
+            batch.places.append(_Place(view, first, begin, end, is_dense))
+            batch.extents.setdefault(view.extent, []).append(at)
+        return batch
+
+    def _read_extent(self, batch: _Batch, extent: Extent, boxes: Sequence[int], spans: list[_Span]) -> int:
+        """Fills the boxes of an extent, or adds to `spans` what is to be read for them.
+
+        Returns:
+            The bytes that were read.
+        """
+        is_pending = extent.has_checksum and extent not in self._proved
+        if is_pending and extent.is_raw and extent.nbytes <= _BATCH_BYTES:
+            spans.append(_Span(extent, extent.start, extent.start + extent.nbytes, boxes, True))
+            return 0
+        read = 0
+        if is_pending or not extent.is_seekable:
+            if len(boxes) == 1 and self._read_straight(batch, extent, boxes[0]):
+                self._note_proved(extent)
+                return extent.stored_bytes
+            wanted = sum(place.end - place.begin for place in map(batch.place, boxes))
+            if not extent.is_seekable or (extent.nbytes <= _WHOLE_BYTES and 2 * wanted > extent.nbytes):
+                scratch = self._scratch(extent.nbytes)
+                extent.read_into(scratch.bytes[: extent.nbytes])
+                self._note_proved(extent)
+                self._fill(batch, [(0, boxes)], scratch)
+                return extent.stored_bytes
+            extent.verify()
+            self._note_proved(extent)
+            read += extent.stored_bytes
+        origin = extent.start if extent.is_raw else 0
+        for at in boxes:
+            place = batch.place(at)
+            if self._is_run(at, place) and self._runs.nbytes[at] >= LARGE_BYTES:
+                extent.read_range(place.first + self._runs.begin[at], self._destination(at))
+                read += self._runs.nbytes[at]
+            else:
+                spans.append(_Span(extent, origin + place.begin, origin + place.end, [at], False))
+        return read
+
+    def _read_straight(self, batch: _Batch, extent: Extent, at: int) -> bool:
+        """Reads an extent into its destination, if the box is all of it and the destination is dense."""
+        place = batch.place(at)
+        if not self._is_run(at, place) or self._runs.begin[at] or place.first:
+            return False
+        if self._runs.nbytes[at] != extent.nbytes:
+            return False
+        extent.read_into(self._destination(at))
+        return True
+
+    def _read_spans(self, batch: _Batch, spans: Sequence[_Span]) -> int:
+        """Reads neighbouring spans at once, verifies those that are whole extents, and fills their boxes."""
+        extent, begin, end = spans[0].extent, spans[0].begin, max(span.end for span in spans)
+        scratch = self._scratch(end - begin)
+        memory = scratch.bytes[: end - begin]
+        if extent.is_raw:
+            extent.storage.read_into(extent.file, begin, memory)
+        else:
+            extent.read_range(begin, memory)
+        filled = []
+        for span in spans:
+            if span.is_pending:
+                span.extent.check(memory[span.begin - begin : span.end - begin])
+                self._note_proved(span.extent)
+            filled.append(((span.extent.start if extent.is_raw else 0) - begin, span.boxes))
+        self._fill(batch, filled, scratch)
+        return end - begin
+
+    def _fill(self, batch: _Batch, filled: Sequence[tuple[int, Sequence[int]]], scratch: _Scratch) -> None:
+        """Fills the destinations of boxes.
+
+        Args:
+            batch: has the boxes.
+            filled: where in the scratch memory an extent begins (below 0 if only a later part of it is
+                there), and boxes of the extent.
+            scratch: has the bytes that the boxes need.
+        """
+        into, out_of, counts = [], [], []
+        addresses, begins, sizes = self._runs
+        for origin, boxes in filled:
+            base = scratch.address + origin
+            for at in boxes:
+                place = batch.place(at)
+                if place.is_dense and addresses[at]:
+                    into.append(addresses[at])
+                    out_of.append(base + place.first + begins[at])
+                    counts.append(sizes[at])
+                else:
+                    self._put(at, place, scratch.tensor, -origin)
+        copy_runs(into, out_of, counts)
+
+    def _put(self, at: int, place: _Place, memory: torch.Tensor, begin: int) -> None:
+        """Copies or converts the parts of a box from memory that begins with byte `begin` of the extent."""
+        row, name, sizes = self._rows[at], self._dtypes[at], self._boxes[at].sizes
+        (parts,) = self._writer.parts_of([row])
+        itemsize = DTYPES[name].itemsize
+        if place.is_dense:
+            skipped = max(begin - place.first, 0)
+            stored = memory[max(place.first - begin, 0) :][: prod(sizes) * itemsize - skipped]
+            self._writer.put(row, parts, stored, skipped)
+            return
+        stored = memory[place.first - begin :][: (place.end - place.first) // itemsize * itemsize]
+        if stored.data_ptr() % itemsize:  # neighbours in a file begin anywhere
+            stored = stored.clone()
+        strided = stored.view(getattr(torch, name)).as_strided(sizes, place.view.stride)
+        # `contiguous` keeps odd strides of size 1
+        dense = strided.clone(memory_format=torch.contiguous_format)
+        self._writer.put(row, parts, dense.reshape(-1).view(torch.uint8), 0)
+
+    def _is_run(self, at: int, place: _Place) -> bool:
+        """True if the only part of a box is contiguous in the file and in its destination."""
+        return place.is_dense and self._runs.address[at] != 0
+
+    def _destination(self, at: int) -> memoryview:
+        """The memory that the run of a box goes to."""
+        count = self._runs.nbytes[at]
+        return memoryview((ctypes.c_char * count).from_address(self._runs.address[at])).cast("B")
+
+    def _note_proved(self, extent: Extent) -> None:
+        if extent.has_checksum:
+            self._proved.add(extent)
+
+    def _scratch(self, count: int) -> _Scratch:
+        """This thread's scratch memory, at least `count` bytes."""
+        scratch: _Scratch | None = getattr(self._local, "scratch", None)
+        if scratch is None or len(scratch.bytes) < count:
+            self._local.scratch = scratch = None  # frees the memory before more is taken
+            memory = torch.empty(max(count, _BATCH_BYTES), dtype=torch.uint8, device="cpu")
+            scratch = self._local.scratch = _Scratch(
+                memory, memoryview(memory.numpy().data), memory.data_ptr()
+            )
+        return scratch
+
+
+class _Place(NamedTuple):
+    """Where a box lies in its extent."""
+
+    view: StoredView
+    first: int
+    """First byte of the box in the extent."""
+    begin: int
+    """First byte in the extent that the parts of the box need."""
+    end: int
+    """End of the last byte, exclusive."""
+    is_dense: bool
+    """True if the elements are in row-major order, one after the other."""
+
+
+class _Batch:
+    """Boxes that one thread reads at once, by position."""
+
+    def __init__(self, start: int) -> None:
+        self.places: list[_Place] = []
+        self.extents: dict[Extent, list[int]] = {}
+        """Positions of the boxes of each extent."""
+        self._start = start
+
+    def place(self, at: int) -> _Place:
+        """The place of the box at a position."""
+        return self.places[at - self._start]
+
+
+class _Span(NamedTuple):
+    """Bytes to read for some boxes of an extent."""
+
+    extent: Extent
+    begin: int
+    """First byte, in the file if the extent is raw, else in the extent."""
+    end: int
+    boxes: Sequence[int]
+    is_pending: bool
+    """True if the span is the whole extent, whose checksum was not compared yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Scratch:
+    """Memory of a thread, in three forms."""
+
+    tensor: torch.Tensor
+    bytes: memoryview
+    address: int
+
+
+def _batches(first: Sequence[int], file: Sequence[int], nbytes: Sequence[int], count: int) -> list[range]:
+    """Cuts boxes into batches: a group that is large, or neighbouring groups of one file.
+
+    Args:
+        first: position of the first box of each group.
+        file: of each group.
+        nbytes: of each group.
+        count: boxes in all groups.
+
+    >>> _batches([0, 2, 3, 4], [0, 0, 0, 1], [9, 9, 1 << 20, 9], 5)
+    [range(0, 3), range(3, 4), range(4, 5)]
+    """
+    cuts, total = [], 0
+    for group, (name, size) in enumerate(zip(file, nbytes, strict=True)):
+        if not group or name != file[group - 1] or total + size > _BATCH_BYTES:
+            cuts.append(first[group])
+            total = 0
+        total += size
+    return [range(start, stop) for start, stop in zip(cuts, [*cuts[1:], count], strict=True)]
+
+
+def _neighbours(spans: list[_Span]) -> Iterator[list[_Span]]:
+    """Spans that one read fetches: of one file, or of one extent that is not raw."""
+    spans.sort(key=lambda span: span.begin)
+    groups: dict[object, list[_Span]] = {}
+    for span in spans:
+        extent = span.extent
+        groups.setdefault((id(extent.storage), extent.file) if extent.is_raw else extent, []).append(span)
+    for group in groups.values():
+        together, end = [group[0]], group[0].end
+        for span in group[1:]:
+            if span.begin - end > _GAP_BYTES or max(end, span.end) - together[0].begin > _BATCH_BYTES:
+                yield together
+                together, end = [], span.end
+            together.append(span)
+            end = max(end, span.end)
+        yield together
+
+
+@lru_cache(maxsize=4096)
+def _row_major(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(row_major_strides(sizes))
