@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shardproof.state import ParameterSlots as ParameterSlots
     from shardproof.state import Receipt as Receipt
     from shardproof.state import StoredSlot as StoredSlot
+    from shardproof.state import StoredWrapper as StoredWrapper
 
 _HOMES = {
     "DistributedOptimizer": "shardproof.optim.distributed",
@@ -33,6 +34,7 @@ _HOMES = {
     "Receipt": "shardproof.state",
     "Spec": "shardproof.optim.schema",
     "StoredSlot": "shardproof.state",
+    "StoredWrapper": "shardproof.state",
     "slot_schema": "shardproof.optim.schema",
 }
 
