@@ -31,6 +31,7 @@ __all__ = ["PeerFailed", "PeerResult", "PeerTimedOut", "assert_same_tensors", "p
 
 FOLDER = Path(__file__).resolve().parent
 VENVS = FOLDER / ".venvs"
+SOURCE = FOLDER.parents[1] / "src"
 _SHOWN = 6_000
 """How many characters of a peer's output an error shows."""
 
@@ -64,7 +65,12 @@ def python_of(environment: str) -> Path:
 
 
 def run_peer(
-    environment: str, script: str, *args: object, nproc: int = 1, timeout: float = 120.0
+    environment: str,
+    script: str,
+    *args: object,
+    nproc: int = 1,
+    timeout: float = 120.0,
+    with_shardproof: bool = False,
 ) -> PeerResult:
     """Runs a script of `tests/interop/peers` and returns what it read.
 
@@ -74,6 +80,7 @@ def run_peer(
         args: for the script, as text.
         nproc: number of processes, which become ranks of one gloo group if the script joins them.
         timeout: seconds for everything. After that every process of the script is ended.
+        with_shardproof: True if the script imports shardproof, from this source tree.
 
     Raises:
         PeerFailed: a process ended with an error. The others are ended too.
@@ -83,7 +90,9 @@ def run_peer(
     with tempfile.TemporaryDirectory(prefix="peer-") as name:
         folder = Path(name)
         command = [str(python), str(FOLDER / "peers" / script), *map(str, args)]
-        ranks = _Ranks(command, nproc, folder, timeout)
+        ranks = _Ranks(
+            command, nproc, folder, timeout, {"PYTHONPATH": str(SOURCE)} if with_shardproof else {}
+        )
         try:
             ranks.join()
         finally:
@@ -109,7 +118,9 @@ def assert_same_tensors(found: Mapping[str, torch.Tensor], expected: Mapping[str
 class _Ranks:
     """The processes of one script, each the leader of a process group of its own."""
 
-    def __init__(self, command: list[str], nproc: int, folder: Path, timeout: float) -> None:
+    def __init__(
+        self, command: list[str], nproc: int, folder: Path, timeout: float, variables: Mapping[str, str]
+    ) -> None:
         self.what = " ".join(command[1:])
         self._ends = time.monotonic() + timeout
         self._timeout = timeout
@@ -124,7 +135,7 @@ class _Ranks:
                         stdout=file,
                         stderr=subprocess.STDOUT,
                         cwd=folder,
-                        env=_variables(rank, nproc, folder, timeout),
+                        env=_variables(rank, nproc, folder, timeout) | variables,
                         start_new_session=True,
                     )
                 self._processes.append(process)
