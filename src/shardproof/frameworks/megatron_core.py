@@ -8,7 +8,8 @@ Import this module in the place of Megatron's. Its functions have the same names
     state_dict = dist_checkpointing.load(sharded_state_dict, folder)
 
 `save` writes checkpoints of shardproof. `load` reads them, and every other checkpoint with Megatron's own
-functions. No function of this module runs a collective for a checkpoint of shardproof: the ranks meet at
+functions. The import also makes the backend ``("shardproof", 1)`` known to Megatron-Core 0.16, whose own functions
+then save with it and find it in a checkpoint. No function of this module runs a collective for a checkpoint of shardproof: the ranks meet at
 shardproof's rendezvous.
 """
 
@@ -67,7 +68,6 @@ __all__ = [
     "load_plain_tensors",
     "load_sharded_metadata",
     "load_tensors_metadata",
-    "register",
     "save",
 ]
 
@@ -76,24 +76,17 @@ _CONTENT = "content_metadata"
 _Preprocess = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-def register() -> None:
-    """Makes ``("shardproof", 1)`` known to Megatron-Core 0.16, whose strategies have names.
-
-    After that, Megatron's ``save(..., sharded_strategy=("shardproof", 1))`` saves with shardproof, and its
-    ``load`` finds the backend in the checkpoint. Newer releases have no names of strategies.
-
-    Raises:
-        RuntimeError: Megatron-Core has no registry. Use the functions of this module, or pass the strategies.
-    """
+def _register() -> None:
+    """Makes ``("shardproof", 1)`` known to Megatron-Core 0.16. Newer releases have no names of strategies."""
     try:
         from megatron.core.dist_checkpointing.strategies import base
-    except ImportError as error:
-        raise RuntimeError(
-            "this release of Megatron-Core has no registry of strategies: pass SaveStrategy() and "
-            "LoadStrategy(), or use the functions of shardproof.frameworks.megatron_core"
-        ) from error
+    except ImportError:
+        return
     base.register_default_strategy(base.StrategyAction.SAVE_SHARDED, BACKEND, VERSION, SaveStrategy())
     base.register_default_strategy(base.StrategyAction.LOAD_SHARDED, BACKEND, VERSION, LoadStrategy())
+
+
+_register()
 
 
 def save(

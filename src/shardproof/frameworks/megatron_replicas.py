@@ -111,9 +111,10 @@ are on rank 1. Give it replica_id 0 on one rank
                 mains[box] = rank
     for box, holders in others.items():
         if box not in mains:
-            named = sp.rendezvous.format_rank_ranges(sorted(set(holders)))
+            word = "rank" if len(set(holders)) == 1 else "ranks"
+            named = f"{word} {sp.rendezvous.format_rank_ranges(holders)}"
             raise sp.StructureError(
-                f"{_name(*box)}: no rank has the main replica, and other replicas are on rank {named}. Give "
+                f"{_name(*box)}: no rank has the main replica, and other replicas are on {named}. Give "
                 "it replica_id 0 on one rank",
                 key=box[0],
                 ranks=sorted(set(holders)),
