@@ -42,7 +42,7 @@ def tensors(path: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS)
 def test_other_layouts_load_bit_for_bit(environment: str, tmp_path: Path) -> None:
-    """From TP 2 x PP 2 to DP 4 and back, with the distributed optimizer. Megatron's own saves are the witness."""
+    """TP 2 x PP 2 to DP 4 and back, with the distributed optimizer; Megatron's own saves are compared."""
     at = {name: tmp_path / name for name in ("first", "second", "own1", "own2", "own3", "on", "on_again")}
     steps = [("train", 2), ("save", at["first"]), ("reference", at["own1"]), ("train", 1)]
     train(environment, [*steps, ("reference", at["on"])], TP2_PP2, nproc=4)
@@ -114,7 +114,7 @@ def test_a_contradiction_is_the_error_of_all_ranks(case: str, expected: list[str
 
 
 def test_a_killed_rank_leaves_the_last_checkpoint(tmp_path: Path) -> None:
-    """Rank 1 is killed while it writes over a checkpoint. A flipped bit of that is found by `verify_integrity`."""
+    """Rank 1 is killed while it writes over a checkpoint. `verify_integrity` finds a flipped bit of that."""
     unit("kinds", tmp_path / "step")
     with pytest.raises(PeerFailed, match="exit code -9"):
         unit("killed", tmp_path / "step")

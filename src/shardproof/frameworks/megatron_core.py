@@ -8,9 +8,9 @@ Import this module in the place of Megatron's. Its functions have the same names
     state_dict = dist_checkpointing.load(sharded_state_dict, folder)
 
 `save` writes checkpoints of shardproof. `load` reads them, and every other checkpoint with Megatron's own
-functions. The import also makes the backend ``("shardproof", 1)`` known to Megatron-Core 0.16, whose own functions
-then save with it and find it in a checkpoint. No function of this module runs a collective for a checkpoint of shardproof: the ranks meet at
-shardproof's rendezvous.
+functions. No function of this module runs a collective for a checkpoint of shardproof: the ranks meet at its
+rendezvous. The import makes the backend ``("shardproof", 1)`` known to Megatron-Core 0.16, whose own
+functions then save with it and find it in a checkpoint.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from megatron.core.dist_checkpointing.validation import (
 )
 
 import shardproof as sp
+from shardproof.frameworks.megatron_optimizer import load_optimizer_state, optimizer_state
 from shardproof.frameworks.megatron_plain import from_plain, to_plain
 from shardproof.frameworks.megatron_strategies import (
     BACKEND,
@@ -65,9 +66,11 @@ __all__ = [
     "load",
     "load_common_state_dict",
     "load_content_metadata",
+    "load_optimizer_state",
     "load_plain_tensors",
     "load_sharded_metadata",
     "load_tensors_metadata",
+    "optimizer_state",
     "save",
 ]
 

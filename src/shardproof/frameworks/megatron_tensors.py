@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 
 import shardproof as sp
+from shardproof.frameworks.megatron_optimizer import FlatState
 from shardproof.frameworks.megatron_plain import Typed, from_plain, to_plain
 from shardproof.frameworks.megatron_replicas import Box
 
@@ -53,7 +54,8 @@ def sharded_key(item: ShardedBase) -> str:
 
 def boxes_of(sharded_state_dict: Mapping[Any, Any]) -> list[Box]:
     """The boxes and objects of this rank, replicas included."""
-    return [_box(item) for item in nested_values(sharded_state_dict)]
+    items = nested_values(sharded_state_dict)
+    return [_box(item) for item in items if not isinstance(item, FlatState)]
 
 
 def save_tree(sharded_state_dict: Mapping[Any, Any], *, replicas: bool) -> dict[str, Any]:
@@ -73,6 +75,9 @@ def save_tree(sharded_state_dict: Mapping[Any, Any], *, replicas: bool) -> dict[
     for item in nested_values(sharded_state_dict):
         if isinstance(item, ShardedTensor):
             groups.setdefault(item.key, []).append(item)
+        elif isinstance(item, FlatState):
+            if is_main_replica(item.replica_id):
+                tree[item.key] = item.sharded()
         elif is_main_replica(item.replica_id) and item.key != COMMON_KEY:
             tree[sharded_key(item)] = StoredObject(item.data)
     for key, items in groups.items():
@@ -113,7 +118,7 @@ class Load:
             if isinstance(item, ShardedTensor):
                 groups.setdefault(key, []).append(item)
             else:
-                tree[key] = StoredObject()
+                tree[key] = item.sharded() if isinstance(item, FlatState) else StoredObject()
         for key, items in groups.items():
             tree[key] = _to_load(key, items, stored[key])
         return tree
@@ -124,7 +129,7 @@ class Load:
         def loaded(item: Any) -> Any:
             if isinstance(item, ShardedObject):
                 return tree[sharded_key(item)].value
-            return item.data if isinstance(item, ShardedTensor) else item
+            return item.data if isinstance(item, (ShardedTensor, FlatState)) else item
 
         return dict_list_map_outplace(loaded, self.sharded_state_dict)
 
