@@ -27,11 +27,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import shardproof as sp
+
 __all__ = ["PeerFailed", "PeerResult", "PeerTimedOut", "assert_same_tensors", "python_of", "run_peer"]
 
 FOLDER = Path(__file__).resolve().parent
 VENVS = FOLDER / ".venvs"
-SOURCE = FOLDER.parents[1] / "src"
 _SHOWN = 6_000
 """How many characters of a peer's output an error shows."""
 
@@ -65,12 +66,7 @@ def python_of(environment: str) -> Path:
 
 
 def run_peer(
-    environment: str,
-    script: str,
-    *args: object,
-    nproc: int = 1,
-    timeout: float = 120.0,
-    with_shardproof: bool = False,
+    environment: str, script: str, *args: object, nproc: int = 1, timeout: float = 120.0
 ) -> PeerResult:
     """Runs a script of `tests/interop/peers` and returns what it read.
 
@@ -80,7 +76,6 @@ def run_peer(
         args: for the script, as text.
         nproc: number of processes, which become ranks of one gloo group if the script joins them.
         timeout: seconds for everything. After that every process of the script is ended.
-        with_shardproof: True if the script imports shardproof, from this source tree.
 
     Raises:
         PeerFailed: a process ended with an error. The others are ended too.
@@ -90,9 +85,7 @@ def run_peer(
     with tempfile.TemporaryDirectory(prefix="peer-") as name:
         folder = Path(name)
         command = [str(python), str(FOLDER / "peers" / script), *map(str, args)]
-        ranks = _Ranks(
-            command, nproc, folder, timeout, {"PYTHONPATH": str(SOURCE)} if with_shardproof else {}
-        )
+        ranks = _Ranks(command, nproc, folder, timeout)
         try:
             ranks.join()
         finally:
@@ -118,9 +111,7 @@ def assert_same_tensors(found: Mapping[str, torch.Tensor], expected: Mapping[str
 class _Ranks:
     """The processes of one script, each the leader of a process group of its own."""
 
-    def __init__(
-        self, command: list[str], nproc: int, folder: Path, timeout: float, variables: Mapping[str, str]
-    ) -> None:
+    def __init__(self, command: list[str], nproc: int, folder: Path, timeout: float) -> None:
         self.what = " ".join(command[1:])
         self._ends = time.monotonic() + timeout
         self._timeout = timeout
@@ -135,7 +126,7 @@ class _Ranks:
                         stdout=file,
                         stderr=subprocess.STDOUT,
                         cwd=folder,
-                        env=_variables(rank, nproc, folder, timeout) | variables,
+                        env=_variables(rank, nproc, folder, timeout),
                         start_new_session=True,
                     )
                 self._processes.append(process)
@@ -177,13 +168,17 @@ class _Ranks:
 
 
 def _variables(rank: int, nproc: int, folder: Path, timeout: float) -> dict[str, str]:
-    """The environment variables of a rank: this process's, without what points Python to our packages."""
+    """The environment variables of a rank: this process's, without what points Python to our packages.
+
+    Of our packages, a script sees the shardproof under test alone.
+    """
     kept = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("PYTHON", "PYTEST", "COV_")) and name != "VIRTUAL_ENV"
     }
     return kept | {
+        "PYTHONPATH": str(Path(sp.__file__).resolve().parents[1]),
         "PEER_RESULT": str(folder),
         "PEER_TIMEOUT": str(timeout),
         "RANK": str(rank),

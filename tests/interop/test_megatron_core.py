@@ -24,14 +24,12 @@ def train(environment: str, steps: list[Any], layout: dict[str, Any], *, nproc: 
     """Runs `megatron_train.py` with these steps."""
     arguments = [json.dumps([[name, str(at) if isinstance(at, Path) else at] for name, at in steps])]
     arguments += [json.dumps(layout), json.dumps(options)]
-    run_peer(environment, "megatron_train.py", *arguments, nproc=nproc, timeout=SECONDS, with_shardproof=True)
+    run_peer(environment, "megatron_train.py", *arguments, nproc=nproc, timeout=SECONDS)
 
 
 def unit(case: str, folder: Path, environment: str = "megatron") -> PeerResult:
     """Runs a case of `megatron_units.py` on two ranks."""
-    return run_peer(
-        environment, "megatron_units.py", case, folder, nproc=2, timeout=SECONDS, with_shardproof=True
-    )
+    return run_peer(environment, "megatron_units.py", case, folder, nproc=2, timeout=SECONDS)
 
 
 def tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -121,3 +119,34 @@ def test_a_killed_rank_leaves_the_last_checkpoint(tmp_path: Path) -> None:
     assert "error" not in unit("load_only", tmp_path / "step").facts
     error = unit("damaged", tmp_path / "step").facts["error"]
     assert "CorruptChunkError" in error
+
+
+def test_the_example_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
+    """It trains on TP 2 x DP 2, is killed after step 5, and goes on from step 4 as DP 2."""
+    example = Path(__file__).parents[2] / "examples" / "megatron.py"
+    assert len(example.read_text().splitlines()) <= 40
+
+    def run(kill_at: int, folder: Path, steps: int, tp: int, nproc: int) -> dict[str, str]:
+        arguments = (example, kill_at, folder, steps, tp)
+        found = run_peer("megatron", "run_megatron_example.py", *arguments, nproc=nproc, timeout=SECONDS)
+        return dict(found.facts["losses"])
+
+    with pytest.raises(PeerFailed, match="exit code -9"):
+        run(5, tmp_path / "run", 8, 2, 4)
+    resumed = run(0, tmp_path / "run", 6, 1, 2)
+    assert sorted(resumed) == ["5", "6"]
+    again = run(0, tmp_path / "run", 8, 1, 2)  # from step 6
+    assert sorted(again) == ["7", "8"]
+    with sp.open(tmp_path / "run" / "iter_0000004") as checkpoint:
+        assert checkpoint.step == 4 and checkpoint["common"]["step"] == 4
+
+
+def test_live_state_is_what_megatron_gathers(tmp_path: Path) -> None:
+    """`live_state` gives the bits of `fully_reshardable` of Megatron, at TP 2 x DP 2, and loads at DP 2."""
+    at = {name: tmp_path / name for name in ("own", "ours", "loaded")}
+    layout = {**DP4, "tensor_model_parallel_size": 2}
+    train("megatron", [("train", 2), ("reference", at["own"]), ("save_live", at["ours"])], layout, nproc=4)
+    train("megatron", [("load_live", at["ours"]), ("reference", at["loaded"])], DP4, nproc=2, seed=3)
+    saved = tensors(at["own"])
+    assert_same_tensors(tensors(at["ours"]), saved)
+    assert_same_tensors(tensors(at["loaded"]), saved)

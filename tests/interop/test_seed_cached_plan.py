@@ -20,9 +20,7 @@ pytestmark = [pytest.mark.interop, pytest.mark.timeout(900)]
 def replay(environment: str, who: str, folder: Path) -> PeerResult:
     """Two saves with the strategy of Megatron (`own`) or of shardproof (`ours`), on two ranks."""
     arguments = (who, folder / who)
-    return run_peer(
-        environment, "seed_cached_plan.py", *arguments, nproc=2, timeout=240, with_shardproof=True
-    )
+    return run_peer(environment, "seed_cached_plan.py", *arguments, nproc=2, timeout=240)
 
 
 @pytest.mark.parametrize(

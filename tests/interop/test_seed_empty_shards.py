@@ -21,7 +21,7 @@ SCRIPT = "seed_empty_shards.py"
 
 def test_the_description_of_uneven_shards_hangs(tmp_path: Path) -> None:
     with pytest.raises(PeerTimedOut) as caught:
-        run_peer("megatron", SCRIPT, "own", tmp_path / "own", nproc=2, timeout=75, with_shardproof=True)
+        run_peer("megatron", SCRIPT, "own", tmp_path / "own", nproc=2, timeout=75)
     text = str(caught.value)
     assert "rank 0 describes 4 parameters" in text and "rank 1 describes 2 parameters" in text
     assert "rank 0 is back" not in text and "rank 1 is back" in text
@@ -29,7 +29,7 @@ def test_the_description_of_uneven_shards_hangs(tmp_path: Path) -> None:
 
 def test_shardproof_saves_it(tmp_path: Path) -> None:
     step = tmp_path / "step"
-    saved = run_peer("megatron", SCRIPT, "ours", step, nproc=2, timeout=240, with_shardproof=True)
+    saved = run_peer("megatron", SCRIPT, "ours", step, nproc=2, timeout=240)
     with sp.open(step) as checkpoint:
         found = {key: checkpoint[key].read() for key in checkpoint if key.startswith("optim.")}
     assert_same_tensors(found, saved.tensors)

@@ -19,7 +19,7 @@ SCRIPT = "seed_first_step.py"
 
 def test_megatron_fails_on_one_rank_and_the_other_hangs(tmp_path: Path) -> None:
     with pytest.raises(PeerTimedOut) as caught:
-        run_peer("megatron", SCRIPT, "own", tmp_path / "own", nproc=2, timeout=75, with_shardproof=True)
+        run_peer("megatron", SCRIPT, "own", tmp_path / "own", nproc=2, timeout=75)
     text = str(caught.value)
     assert "rank 0 failed: KeyError: 'exp_avg'" in text
     assert "rank 1 is back" not in text and not (tmp_path / "own").exists()
@@ -28,7 +28,7 @@ def test_megatron_fails_on_one_rank_and_the_other_hangs(tmp_path: Path) -> None:
 def test_shardproof_saves_and_loads_before_and_after_the_step(tmp_path: Path) -> None:
     """The script asserts that training goes on to the same bits from both, in fresh and in stepped
     optimizers."""
-    facts = run_peer("megatron", SCRIPT, "ours", tmp_path, nproc=2, timeout=240, with_shardproof=True).facts
+    facts = run_peer("megatron", SCRIPT, "ours", tmp_path, nproc=2, timeout=240).facts
     assert facts["before"] == ["optimizer.state.param.weight", "weight"]
     assert facts["after"] == sorted(
         ["weight", *(f"optimizer.state.{slot}.weight" for slot in ("param", "exp_avg", "exp_avg_sq"))]

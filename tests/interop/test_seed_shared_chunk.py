@@ -24,9 +24,7 @@ def test_zarr_loses_slices_without_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("environment", ["megatron", "megatron16"])
 def test_megatron_has_no_flat_ranges_and_shardproof_saves_them(environment: str, tmp_path: Path) -> None:
     """Three ranks write ranges that begin and end within rows; each loads the range of another."""
-    saved = run_peer(
-        environment, "seed_flat_ranges.py", tmp_path / "step", nproc=3, timeout=240, with_shardproof=True
-    )
+    saved = run_peer(environment, "seed_flat_ranges.py", tmp_path / "step", nproc=3, timeout=240)
     assert "flattened_range is not supported" in saved.facts["flattened_range"]
     assert saved.facts["zarr"] is False
     with sp.open(tmp_path / "step") as checkpoint:

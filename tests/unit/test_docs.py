@@ -37,7 +37,12 @@ def module_names() -> list[str]:
 @pytest.mark.parametrize("name", module_names())
 def test_docstring_examples(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    module = importlib.import_module(name)
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        if not name.startswith("shardproof.frameworks."):
+            raise
+        pytest.skip(f"a framework is not installed: {error}")
     flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
     result = doctest.testmod(module, optionflags=flags)
     assert result.failed == 0, (

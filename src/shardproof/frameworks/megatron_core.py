@@ -63,9 +63,11 @@ __all__ = [
     "begin_save",
     "get_default_load_sharded_strategy",
     "get_default_save_sharded_strategy",
+    "live_state",
     "load",
     "load_common_state_dict",
     "load_content_metadata",
+    "load_live_state",
     "load_optimizer_state",
     "load_plain_tensors",
     "load_sharded_metadata",
@@ -227,6 +229,41 @@ def load(
     state = apply_factory_merges(state, factories)
     returns = StrictHandling.requires_returning_mismatch_keys(strict)
     return (state, missing, unexpected) if returns else state
+
+
+def live_state(
+    module: Any, optimizer: Any, *, checkpoint_dir: str | os.PathLike[str] | None = None
+) -> dict[str, Any]:
+    """The sharded state dict of a module and its distributed optimizer, without a collective.
+
+    Args:
+        module: the model, not wrapped by DistributedDataParallel.
+        optimizer: see `optimizer_state`.
+        checkpoint_dir: for a load, the checkpoint.
+    """
+    model = module.sharded_state_dict()
+    stored = None if checkpoint_dir is None else load_tensors_metadata(checkpoint_dir)
+    return {"model": model, "optimizer": optimizer_state(optimizer, model, stored)}
+
+
+def load_live_state(
+    module: Any, optimizer: Any, state: dict[str, Any], checkpoint_dir: str | os.PathLike[str]
+) -> dict[str, Any]:
+    """Loads a checkpoint into a module and its distributed optimizer. All ranks call it.
+
+    Args:
+        module: the model, not wrapped by DistributedDataParallel.
+        optimizer: see `optimizer_state`.
+        state: the result of `live_state`, with any other entries to load.
+        checkpoint_dir: the checkpoint that `live_state` was called with.
+
+    Returns:
+        The loaded state dict, with the common state.
+    """
+    loaded = dict(load(state, checkpoint_dir))
+    module.load_state_dict(loaded["model"])
+    load_optimizer_state(optimizer, loaded["optimizer"])
+    return loaded
 
 
 def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 
 import shardproof as sp
 
-__all__ = ["FlatState", "load_optimizer_state", "optimizer_state"]
+__all__ = ["FlatState", "load_optimizer_state", "optimizer_state", "sharded"]
 
 _PREFIX = "optimizer.state"
 _SLOTS = ("exp_avg", "exp_avg_sq")
@@ -45,14 +45,14 @@ class FlatState(ShardedBase):
     replica_id: Any = 0
 
     def validate_metadata_integrity(self) -> None:
-        """Checks nothing: `sharded` does."""
+        """Checks nothing: `pieces` does."""
 
     def without_data(self) -> FlatState:
         """The same range without its memory."""
         return replace(self, data=None)
 
-    def sharded(self) -> sp.LocalShards:
-        """The range as boxes of the global tensor."""
+    def pieces(self) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
+        """The range as boxes of the global tensor: views of the data and their offsets."""
         pieces: list[tuple[torch.Tensor, tuple[int, ...]]] = []
         first = 0
         stop = self.start + self.data.numel()
@@ -65,7 +65,13 @@ class FlatState(ShardedBase):
                 ).sharded()
                 pieces += [(view, tuple(map(int.__add__, offsets, inner))) for view, inner in part.pieces]
             first = end
-        return sp.LocalShards(self.shape, pieces, dtype=self.data.dtype)
+        return pieces
+
+
+def sharded(ranges: Sequence[FlatState]) -> sp.LocalShards:
+    """All ranges of one tensor on this rank."""
+    pieces = [piece for item in ranges for piece in item.pieces()]
+    return sp.LocalShards(ranges[0].shape, pieces, dtype=ranges[0].data.dtype)
 
 
 def optimizer_state(
@@ -87,21 +93,21 @@ def optimizer_state(
         StructureError: the optimizer is of another kind.
     """
     parts = {}
-    sharded, _ = extract_sharded_tensors_and_factories(dict(model_sharded_state_dict))
-    for item in nested_values(sharded):
+    model, _ = extract_sharded_tensors_and_factories(dict(model_sharded_state_dict))
+    for item in nested_values(model):
         parts[id(item.data)] = item
     inner = _single(optimizer)
     keys = None if stored is None else set(stored)
-    ranges = {}
+    ranges: list[FlatState] = []
     for parameter, main, start in _ranges(inner):
         item = parts[id(parameter)]
         shape, boxes = _boxes(item)
         is_main = not any(item.replica_id[:-1]) if isinstance(item.replica_id, tuple) else True
         for name, tensor in {"param": main, **_slots(inner.optimizer.state, main, item.key, keys)}.items():
             key = f"{_PREFIX}.{name}.{item.key}"
-            ranges[key] = FlatState(key, tensor.detach(), shape, boxes, start, 0 if is_main else 1)
+            ranges.append(FlatState(key, tensor.detach(), shape, boxes, start, 0 if is_main else 1))
     state = {**inner.state_dict(), "param_state_sharding_type": "fully_reshardable"}
-    return state | ({"param_state": ranges} if ranges else {})
+    return state | ({"param_state": dict(enumerate(ranges))} if ranges else {})
 
 
 def load_optimizer_state(optimizer: Any, state: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 
 import shardproof as sp
-from shardproof.frameworks.megatron_optimizer import FlatState
+from shardproof.frameworks.megatron_optimizer import FlatState, sharded
 from shardproof.frameworks.megatron_plain import Typed, from_plain, to_plain
 from shardproof.frameworks.megatron_replicas import Box
 
@@ -72,17 +72,18 @@ def save_tree(sharded_state_dict: Mapping[Any, Any], *, replicas: bool) -> dict[
     """
     tree: dict[str, Any] = {}
     groups: dict[str, list[ShardedTensor]] = {}
+    ranges: dict[str, list[FlatState]] = {}
     for item in nested_values(sharded_state_dict):
         if isinstance(item, ShardedTensor):
             groups.setdefault(item.key, []).append(item)
         elif isinstance(item, FlatState):
             if is_main_replica(item.replica_id):
-                tree[item.key] = item.sharded()
+                ranges.setdefault(item.key, []).append(item)
         elif is_main_replica(item.replica_id) and item.key != COMMON_KEY:
             tree[sharded_key(item)] = StoredObject(item.data)
     for key, items in groups.items():
         tree[key] = _to_save(key, items, replicas)
-    return tree
+    return tree | {key: sharded(items) for key, items in ranges.items()}
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ class Load:
         """
         tree: dict[str, Any] = {}
         groups: dict[str, list[ShardedTensor]] = {}
+        ranges: dict[str, list[FlatState]] = {}
         for item in nested_values(self.sharded_state_dict):
             key = sharded_key(item)
             if key not in stored:
@@ -117,11 +119,13 @@ class Load:
                 )
             if isinstance(item, ShardedTensor):
                 groups.setdefault(key, []).append(item)
+            elif isinstance(item, FlatState):
+                ranges.setdefault(key, []).append(item)
             else:
-                tree[key] = item.sharded() if isinstance(item, FlatState) else StoredObject()
+                tree[key] = StoredObject()
         for key, items in groups.items():
             tree[key] = _to_load(key, items, stored[key])
-        return tree
+        return tree | {key: sharded(items) for key, items in ranges.items()}
 
     def result(self, tree: Mapping[str, Any]) -> Any:
         """The state dict with tensors and objects in the places of ShardedTensors and ShardedObjects."""

@@ -5,6 +5,7 @@ STEPS is a JSON list of what to do, in order:
     ["load", PATH]       fill model and optimizer with `shardproof.frameworks.megatron_core`
     ["train", N]         take N steps
     ["save", PATH]       save with `shardproof.frameworks.megatron_core`
+    ["save_live", PATH]  save with `live_state`; "load_live" loads so
     ["queue", PATH]      save through Megatron's queue of asynchronous calls
     ["begin", PATH]      save in the background, train a step meanwhile, and wait
     ["reference", PATH]  save with Megatron's own strategy `torch_dist`
@@ -58,6 +59,15 @@ class Steps:
 
     def save(self, path: str) -> None:
         ours.save(self.state(), path, self.strategy, content_metadata={"kind": self.kind})
+
+    def save_live(self, path: str) -> None:
+        state = ours.live_state(self.run.model.module, self.run.optimizer) | {"step": self.done}
+        ours.save(state, path, self.strategy)
+
+    def load_live(self, path: str) -> None:
+        module, optimizer = self.run.model.module, self.run.optimizer
+        state = ours.live_state(module, optimizer, checkpoint_dir=path)
+        self.done = ours.load_live_state(module, optimizer, state, path)["step"]
 
     def queue(self, path: str) -> None:
         queue = AsyncCallsQueue()
