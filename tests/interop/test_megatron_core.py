@@ -150,3 +150,13 @@ def test_live_state_is_what_megatron_gathers(tmp_path: Path) -> None:
     saved = tensors(at["own"])
     assert_same_tensors(tensors(at["ours"]), saved)
     assert_same_tensors(tensors(at["loaded"]), saved)
+
+
+def test_the_page_shows_lines_of_the_example() -> None:
+    """The added line of its diff, and each name that it calls, are those of the adapter and its example."""
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "frameworks" / "megatron_core.md").read_text()
+    example = (root / "examples" / "megatron.py").read_text()
+    added = [line[1:] for line in page.splitlines() if line.startswith("+")]
+    assert added == ["from shardproof.frameworks import megatron_core as dist_checkpointing"]
+    assert added[0] in example.splitlines()

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import io
+import inspect
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
-from megatron.core.dist_checkpointing import dict_utils
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, maybe_load_config, save_config
+from megatron.core.dist_checkpointing.core import maybe_load_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies import async_utils
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
@@ -21,20 +19,23 @@ from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 
 import shardproof as sp
 from shardproof.frameworks.megatron_async import call_of
-from shardproof.frameworks.megatron_plain import to_plain
+from shardproof.frameworks.megatron_common import (
+    BACKEND,
+    COMMON,
+    TYPES,
+    VERSION,
+    Common,
+    check_common_file,
+    common_of,
+    publish_for_megatron,
+)
 from shardproof.frameworks.megatron_replicas import MainReplicas
-from shardproof.frameworks.megatron_tensors import COMMON_KEY, Load, StoredObject, boxes_of, save_tree
+from shardproof.frameworks.megatron_tensors import Load, boxes_of, save_tree
 from shardproof.saving import Saver
 from shardproof.state import references
 
-__all__ = ["BACKEND", "COMMON", "TYPES", "VERSION", "LoadStrategy", "SaveStrategy", "is_ours"]
+__all__ = ["LoadStrategy", "SaveStrategy", "is_ours", "takes"]
 
-BACKEND, VERSION = "shardproof", 1
-COMMON = "common"
-"""Key of the common state in the checkpoint."""
-TYPES = "common_types"
-"""Key of the types that the common state has and plain data lacks, and of the digest of `common.pt`."""
-_COMMON_FILE = "common.pt"
 _ITERATION = re.compile(r"iter_(\d+)")
 
 
@@ -53,8 +54,8 @@ class SaveStrategy(torch_strategies.TorchDistSaveShardedStrategy):
     Derives from Megatron's ``torch_dist`` strategy only because Megatron-Core 0.19 accepts no other class.
 
     Args:
-        replicas: True if any rank that has a replica of a box may write it, so that all ranks write alike.
-            False if only main replicas are written.
+        replicas: True if any rank that has a replica of a box may write it, which balances the bytes. False if
+            only the rank with the main replica writes it, as in Megatron.
         deadline: seconds that a rank may be silent before all ranks fail with `RankSilent`. None: 300.
         host_memory_budget: see `shardproof.Checkpointer`.
 
@@ -65,7 +66,7 @@ class SaveStrategy(torch_strategies.TorchDistSaveShardedStrategy):
     def __init__(
         self,
         *,
-        replicas: bool = True,
+        replicas: bool = False,
         deadline: float | None = None,
         host_memory_budget: int | None = None,
     ) -> None:
@@ -129,11 +130,11 @@ class SaveStrategy(torch_strategies.TorchDistSaveShardedStrategy):
         """
         location = os.fspath(checkpoint_dir)
         saver, replicas = self._connected()
-        common: list[_Common] = []
+        common: list[Common] = []
 
         def describe() -> list[Any]:
             force_all_tensors_to_non_fp8(sharded_state_dict)
-            common[:] = _common_of(sharded_state_dict)
+            common[:] = common_of(sharded_state_dict)
             return boxes_of(sharded_state_dict)
 
         replicas.prove(location, describe)
@@ -147,7 +148,7 @@ class SaveStrategy(torch_strategies.TorchDistSaveShardedStrategy):
             step=int(number[1]) if number else None,
             overwrite=True,
             stage_all=background,
-            after=_publish_for_megatron(Path(location), common),
+            after=publish_for_megatron(Path(location), common),
         )
 
     def _connected(self) -> tuple[Saver, MainReplicas]:
@@ -212,7 +213,7 @@ class LoadStrategy(torch_strategies.TorchDistLoadShardedStrategy):
 
         def match() -> bytes:
             with sp.open(location) as checkpoint:
-                _check_common_file(Path(location), checkpoint)
+                check_common_file(Path(location), checkpoint)
                 tree.update(request.tree(_stored(checkpoint)))
             return b""
 
@@ -260,58 +261,6 @@ class LoadStrategy(torch_strategies.TorchDistLoadShardedStrategy):
         super().remove_sharded_tensors(checkpoint_dir, key_prefix)
 
 
-class _Common:
-    """The common state on the rank that stores it."""
-
-    def __init__(self, value: Any) -> None:
-        self.value, self.types = to_plain(value)
-        file = io.BytesIO()
-        torch.save(value, file)
-        self.file = file.getbuffer()
-
-    def tree(self) -> dict[str, Any]:
-        digest = xxhash.xxh3_128_hexdigest(self.file)
-        types = {"types": self.types, "digest": digest}
-        return {COMMON: StoredObject(self.value), TYPES: StoredObject(types)}
-
-
-def _common_of(sharded_state_dict: Mapping[Any, Any]) -> list[_Common]:
-    """The common state, if this rank stores it. Megatron-Core 0.16 stores it by itself."""
-    items = dict_utils.nested_values(sharded_state_dict)
-    found = [item for item in items if isinstance(item, ShardedObject) and item.key == COMMON_KEY]
-    return [_Common(item.data) for item in found if item.replica_id == 0]
-
-
-def _publish_for_megatron(folder: Path, common: list[_Common]) -> Callable[..., None]:
-    """Writes the files that Megatron's own functions read, on the rank with the common state."""
-
-    def publish(*_: object) -> None:
-        for state in common:
-            temporary = folder / f"{_COMMON_FILE}.writing"
-            with open(temporary, "wb") as file:
-                file.write(state.file)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.rename(folder / _COMMON_FILE)
-            save_config(CheckpointingConfig(BACKEND, VERSION), str(folder))
-
-    return publish
-
-
-def _check_common_file(folder: Path, checkpoint: sp.Checkpoint) -> None:
-    """Checks that `common.pt`, which Megatron may have read, belongs to this checkpoint."""
-    if TYPES not in checkpoint.objects or not (folder / _COMMON_FILE).exists():
-        return
-    expected = checkpoint[TYPES]["digest"]
-    found = xxhash.xxh3_128_hexdigest((folder / _COMMON_FILE).read_bytes())
-    if found != expected:
-        raise sp.CorruptChunkError(
-            f"{folder / _COMMON_FILE} does not match its digest: expected {expected}, found {found}. Remove "
-            "the file, and load with shardproof.frameworks.megatron_core.load, which does not need it",
-            file=str(folder / _COMMON_FILE),
-        )
-
-
 def _stored(checkpoint: sp.Checkpoint) -> dict[str, tuple[int, ...]]:
     """Key to shape of each tensor, and of each object, which has none."""
     shapes: dict[str, tuple[int, ...]] = {record.key: tuple(record.shape) for record in checkpoint.tensors}
@@ -332,3 +281,8 @@ def _request_class(async_strategy: str) -> Any:
                 "async_strategy='mcore'"
             ) from error
     raise ValueError(f"async_strategy is {async_strategy!r}, not 'mcore' or 'nvrx'")
+
+
+def takes(function: Any, names: Iterable[str]) -> bool:
+    """True if a function has parameters of these names."""
+    return set(names) <= inspect.signature(function).parameters.keys()
