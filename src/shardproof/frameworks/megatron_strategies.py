@@ -54,8 +54,8 @@ class SaveStrategy(torch_strategies.TorchDistSaveShardedStrategy):
     Derives from Megatron's ``torch_dist`` strategy only because Megatron-Core 0.19 accepts no other class.
 
     Args:
-        replicas: True if any rank that has a replica of a box may write it, which balances the bytes. False if
-            only the rank with the main replica writes it, as in Megatron.
+        replicas: True if any rank that has a replica of a box may write it, which balances the bytes. False
+            if only the rank with the main replica writes it, as in Megatron.
         deadline: seconds that a rank may be silent before all ranks fail with `RankSilent`. None: 300.
         host_memory_budget: see `shardproof.Checkpointer`.
 
