@@ -174,10 +174,12 @@ def named(folder: str) -> dict[str, Any]:
 
 
 def wrapped(folder: str) -> dict[str, Any]:
-    """Megatron's wrappers for data parallel ranks."""
+    """Megatron's wrappers for data parallel ranks, and what does the same without them."""
     ours.save(state(3), folder, FullyParallelSaveStrategyWrapper(ours.SaveStrategy()))
     loader = FullyParallelLoadStrategyWrapper(ours.LoadStrategy(), exchange_algo="gather_object")
     assert flat(ours.load(state(7), folder, loader)) == expected(3)
+    ours.save(state(4), folder, ours.SaveStrategy(replicas=True))  # any rank writes a replica
+    assert flat(ours.load(state(7), folder)) == expected(4)
     return {}
 
 
