@@ -1,0 +1,66 @@
+"""A save of shardproof in Megatron's queue of asynchronous calls.
+
+Megatron's queue starts a process for each call. The call is done when that process ends on all ranks.
+shardproof writes from a thread of the training process, so the process of the queue only waits for that
+thread. This module imports nothing of Megatron: the queue's persistent worker imports it by name.
+"""
+
+from __future__ import annotations
+
+import os
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from threading import Thread
+from typing import Any, NamedTuple
+
+import shardproof as sp
+
+__all__ = ["Call", "call_of", "wait_for_end"]
+
+_LOOK = 1.0
+"""Seconds between two looks whether the training process lives."""
+
+
+class Call(NamedTuple):
+    """What Megatron's ``AsyncRequest`` takes."""
+
+    function: Any
+    arguments: tuple[Any, ...]
+    finalize: list[Any]
+
+
+def call_of(pending: sp.PendingSave) -> Call:
+    """The call that ends when a save ends, and then raises the save's error on all ranks."""
+    reader, writer = Pipe(duplex=False)
+
+    def tell() -> None:
+        try:
+            pending.settle()
+        except sp.StorageError:
+            pass  # `finish` raises it on the thread of the caller
+        writer.send_bytes(b"over")
+
+    Thread(target=tell, name="shardproof-megatron", daemon=True).start()
+
+    def finish() -> None:
+        try:
+            pending.result()
+        finally:
+            reader.close()
+            writer.close()
+
+    return Call(wait_for_end, (reader, os.getpid()), [finish])
+
+
+def wait_for_end(reader: Connection, trainer: int) -> None:
+    """Waits until the save is over, or the training process has ended.
+
+    Args:
+        reader: the end of a pipe that gets a message when the save is over.
+        trainer: the process that saves.
+    """
+    while not reader.poll(_LOOK):
+        try:
+            os.kill(trainer, 0)
+        except ProcessLookupError:
+            return

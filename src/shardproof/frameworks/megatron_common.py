@@ -1,0 +1,90 @@
+"""The common state: plain data of rank 0, beside the sharded entries of a checkpoint."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from megatron.core.dist_checkpointing import dict_utils
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+import shardproof as sp
+from shardproof.frameworks.megatron_plain import to_plain
+from shardproof.frameworks.megatron_tensors import COMMON_KEY, StoredObject
+
+__all__ = [
+    "BACKEND",
+    "COMMON",
+    "TYPES",
+    "VERSION",
+    "Common",
+    "check_common_file",
+    "common_of",
+    "publish_for_megatron",
+]
+
+BACKEND, VERSION = "shardproof", 1
+COMMON = "common"
+"""Key of the common state in the checkpoint."""
+TYPES = "common_types"
+"""Key of the types that the common state has and plain data lacks, and of the digest of `common.pt`."""
+_COMMON_FILE = "common.pt"
+
+
+class Common:
+    """The common state on the rank that stores it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value, self.types = to_plain(value)
+        file = io.BytesIO()
+        torch.save(value, file)
+        self.file = file.getbuffer()
+
+    def tree(self) -> dict[str, Any]:
+        """What this rank adds to the state tree."""
+        digest = xxhash.xxh3_128_hexdigest(self.file)
+        types = {"types": self.types, "digest": digest}
+        return {COMMON: StoredObject(self.value), TYPES: StoredObject(types)}
+
+
+def common_of(sharded_state_dict: Mapping[Any, Any]) -> list[Common]:
+    """The common state, if this rank stores it. Megatron-Core 0.16 stores it by itself."""
+    items = dict_utils.nested_values(sharded_state_dict)
+    found = [item for item in items if isinstance(item, ShardedObject) and item.key == COMMON_KEY]
+    return [Common(item.data) for item in found if item.replica_id == 0]
+
+
+def publish_for_megatron(folder: Path, common: list[Common]) -> Callable[..., None]:
+    """Writes the files that Megatron's own functions read, on the rank with the common state."""
+
+    def publish(*_: object) -> None:
+        for state in common:
+            temporary = folder / f"{_COMMON_FILE}.writing"
+            with open(temporary, "wb") as file:
+                file.write(state.file)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.rename(folder / _COMMON_FILE)
+            save_config(CheckpointingConfig(BACKEND, VERSION), str(folder))
+
+    return publish
+
+
+def check_common_file(folder: Path, checkpoint: sp.Checkpoint) -> None:
+    """Checks that `common.pt`, which Megatron may have read, belongs to this checkpoint."""
+    if TYPES not in checkpoint.objects or not (folder / _COMMON_FILE).exists():
+        return
+    expected = checkpoint[TYPES]["digest"]
+    found = xxhash.xxh3_128_hexdigest((folder / _COMMON_FILE).read_bytes())
+    if found != expected:
+        raise sp.CorruptChunkError(
+            f"{folder / _COMMON_FILE} does not match its digest: expected {expected}, found {found}. Remove "
+            "the file, and load with shardproof.frameworks.megatron_core.load, which does not need it",
+            file=str(folder / _COMMON_FILE),
+        )

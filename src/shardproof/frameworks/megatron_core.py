@@ -1,0 +1,105 @@
+"""shardproof as a backend of Megatron-Core's ``dist_checkpointing``.
+
+Import this module in the place of Megatron's. Its functions have the same names and arguments:
+
+    from shardproof.frameworks import megatron_core as dist_checkpointing
+
+    dist_checkpointing.save(sharded_state_dict, folder)
+    state_dict = dist_checkpointing.load(sharded_state_dict, folder)
+
+`save` writes checkpoints of shardproof. `load` reads them, and every other checkpoint with Megatron's own
+functions. No function of this module runs a collective for a checkpoint of shardproof: the ranks meet at its
+rendezvous. The import makes the backend ``("shardproof", 1)`` known to Megatron-Core 0.16, whose own
+functions then save with it and find it in a checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from megatron.core.dist_checkpointing.validation import StrictHandling
+
+from shardproof.frameworks.megatron_common import BACKEND, VERSION
+from shardproof.frameworks.megatron_load import (
+    get_default_load_sharded_strategy,
+    load,
+    load_common_state_dict,
+    load_content_metadata,
+    load_plain_tensors,
+    load_sharded_metadata,
+    load_tensors_metadata,
+)
+from shardproof.frameworks.megatron_optimizer import load_optimizer_state, optimizer_state
+from shardproof.frameworks.megatron_save import begin_save, get_default_save_sharded_strategy, save
+from shardproof.frameworks.megatron_strategies import LoadStrategy, SaveStrategy
+
+__all__ = [
+    "BACKEND",
+    "VERSION",
+    "LoadStrategy",
+    "SaveStrategy",
+    "StrictHandling",
+    "begin_save",
+    "get_default_load_sharded_strategy",
+    "get_default_save_sharded_strategy",
+    "live_state",
+    "load",
+    "load_common_state_dict",
+    "load_content_metadata",
+    "load_live_state",
+    "load_optimizer_state",
+    "load_plain_tensors",
+    "load_sharded_metadata",
+    "load_tensors_metadata",
+    "optimizer_state",
+    "save",
+]
+
+
+def _register() -> None:
+    """Makes ``("shardproof", 1)`` known to Megatron-Core 0.16. Newer releases have no names of strategies."""
+    try:
+        from megatron.core.dist_checkpointing.strategies import base
+    except ImportError:
+        return
+    base.register_default_strategy(base.StrategyAction.SAVE_SHARDED, BACKEND, VERSION, SaveStrategy())
+    base.register_default_strategy(base.StrategyAction.LOAD_SHARDED, BACKEND, VERSION, LoadStrategy())
+
+
+_register()
+
+
+def live_state(
+    module: Any, optimizer: Any, *, checkpoint_dir: str | os.PathLike[str] | None = None
+) -> dict[str, Any]:
+    """The sharded state dict of a module and its distributed optimizer, without a collective.
+
+    Args:
+        module: the model, not wrapped by DistributedDataParallel.
+        optimizer: see `optimizer_state`.
+        checkpoint_dir: for a load, the checkpoint.
+    """
+    model = module.sharded_state_dict()
+    stored = None if checkpoint_dir is None else load_tensors_metadata(checkpoint_dir)
+    return {"model": model, "optimizer": optimizer_state(optimizer, model, stored)}
+
+
+def load_live_state(
+    module: Any, optimizer: Any, state: dict[str, Any], checkpoint_dir: str | os.PathLike[str]
+) -> dict[str, Any]:
+    """Loads a checkpoint into a module and its distributed optimizer. All ranks call it.
+
+    Args:
+        module: the model, not wrapped by DistributedDataParallel.
+        optimizer: see `optimizer_state`.
+        state: the result of `live_state`, with any other entries to load.
+        checkpoint_dir: the checkpoint that `live_state` was called with.
+
+    Returns:
+        The loaded state dict, with the common state.
+    """
+    loaded = dict(load(state, checkpoint_dir))
+    module.load_state_dict(loaded["model"])
+    load_optimizer_state(optimizer, loaded["optimizer"])
+    return loaded

@@ -1,0 +1,195 @@
+"""Loads of sharded state dicts, with the arguments of Megatron's ``load``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from megatron.core import dist_checkpointing as mcore
+from megatron.core.dist_checkpointing import dict_utils, state_dict_utils
+from megatron.core.dist_checkpointing.mapping import apply_factory_merges
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+from megatron.core.dist_checkpointing.utils import extract_sharded_base, force_all_tensors_to_non_fp8
+from megatron.core.dist_checkpointing.validation import (
+    StrictHandling,
+    adjust_non_strict_load,
+    maybe_report_missing_and_unexpected_keys,
+    parse_strict_flag,
+)
+
+import shardproof as sp
+from shardproof.frameworks.megatron_common import COMMON, TYPES
+from shardproof.frameworks.megatron_plain import from_plain
+from shardproof.frameworks.megatron_strategies import LoadStrategy, is_ours, takes
+from shardproof.maintenance import verify
+
+__all__ = [
+    "get_default_load_sharded_strategy",
+    "load",
+    "load_common_state_dict",
+    "load_content_metadata",
+    "load_plain_tensors",
+    "load_sharded_metadata",
+    "load_tensors_metadata",
+]
+
+
+def load(
+    sharded_state_dict: dict[str, Any],
+    checkpoint_dir: str | os.PathLike[str],
+    sharded_strategy: Any = None,
+    *,
+    validate_access_integrity: bool = True,
+    strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
+    verify_integrity: bool = False,
+    process_group: Any = None,
+) -> Any:
+    """Loads a checkpoint into a sharded state dict. All ranks call it.
+
+    Args:
+        sharded_state_dict: as for Megatron's ``load``.
+        checkpoint_dir: a checkpoint of shardproof, or any other that Megatron loads.
+        sharded_strategy: a `LoadStrategy`, or Megatron's wrapper of one. None: by the checkpoint.
+        validate_access_integrity: used for checkpoints of Megatron only.
+        strict: what to do with keys of one side only, as in Megatron.
+        verify_integrity: True to verify all files before the load. The bytes that it reads are always
+            verified.
+        process_group: used for checkpoints of Megatron only.
+
+    Returns:
+        The state dict; with ``strict="return_all"`` and ``"return_unexpected"`` also the missing and the
+        unexpected keys.
+
+    Raises:
+        CheckpointingException: keys of one side only, with ``strict="raise_all"`` or ``"raise_unexpected"``.
+        ShardproofError: see `shardproof.load`.
+    """
+    if not is_ours(checkpoint_dir):
+        options = {"verify_integrity": verify_integrity, "process_group": process_group}
+        return mcore.load(
+            sharded_state_dict,
+            str(checkpoint_dir),
+            None if isinstance(sharded_strategy, LoadStrategy) else sharded_strategy,
+            validate_access_integrity=validate_access_integrity,
+            strict=strict,
+            **(options if takes(mcore.load, options) else {}),
+        )
+    strategy = _load_strategy(sharded_strategy)
+    if verify_integrity:
+        _verify(checkpoint_dir)
+    force_all_tensors_to_non_fp8(sharded_state_dict)
+    sharded, local, factories = state_dict_utils.load_preprocess(sharded_state_dict)
+    state = load_common_state_dict(checkpoint_dir)
+    dict_utils.merge(state, local)
+    sharded, _ = extract_sharded_base(sharded)
+    strict = parse_strict_flag(strict)
+    missing: set[str] = set()
+    unexpected: set[str] = set()
+    if StrictHandling.requires_explicit_ckpt_mismatch_check(strict):
+        missing, unexpected = _differences(sharded, checkpoint_dir, strategy, strict)
+        sharded = adjust_non_strict_load(sharded, unexpected)
+    dict_utils.merge(state, strategy.load(sharded, Path(checkpoint_dir)))
+    state = apply_factory_merges(state, factories)
+    returns = StrictHandling.requires_returning_mismatch_keys(strict)
+    return (state, missing, unexpected) if returns else state
+
+
+def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
+    """The common state of a checkpoint. Any process may call it alone."""
+    if is_ours(checkpoint_dir):
+        with sp.open(os.fspath(checkpoint_dir)) as checkpoint:
+            if COMMON in checkpoint.objects:
+                return dict(from_plain(checkpoint[COMMON], checkpoint[TYPES]["types"]))
+    return dict(mcore.load_common_state_dict(str(checkpoint_dir)))
+
+
+def load_content_metadata(
+    checkpoint_dir: str | os.PathLike[str] | None = None, *, preloaded_state_dict: Any = None
+) -> Any:
+    """The content metadata that `save` stored, or None."""
+    if preloaded_state_dict is None:
+        if checkpoint_dir is None:
+            raise ValueError("pass checkpoint_dir or preloaded_state_dict")
+        preloaded_state_dict = load_common_state_dict(checkpoint_dir)
+    return preloaded_state_dict.get("content_metadata")
+
+
+def load_tensors_metadata(
+    checkpoint_dir: str | os.PathLike[str], sharded_strategy: Any = None
+) -> dict[str, Any]:
+    """A ShardedTensor without data for each stored tensor, by key. Any process may call it alone."""
+    if is_ours(checkpoint_dir):
+        return dict(_load_strategy(sharded_strategy).load_tensors_metadata(Path(checkpoint_dir)))
+    return dict(mcore.load_tensors_metadata(str(checkpoint_dir), sharded_strategy))
+
+
+def load_sharded_metadata(
+    checkpoint_dir: str | os.PathLike[str], sharded_strategy: Any = None
+) -> dict[str, Any]:
+    """A ShardedTensor or ShardedObject without data for each stored one, by key."""
+    if is_ours(checkpoint_dir):
+        return dict(_load_strategy(sharded_strategy).load_sharded_metadata(Path(checkpoint_dir)))
+    load_metadata = mcore.serialization.load_sharded_metadata
+    return dict(load_metadata(str(checkpoint_dir), sharded_strategy))
+
+
+def load_plain_tensors(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
+    """Every tensor of a checkpoint, whole, on every rank. All ranks call it."""
+    if is_ours(checkpoint_dir):
+        return dict(LoadStrategy().load(load_tensors_metadata(checkpoint_dir), checkpoint_dir))
+    return dict(mcore.load_plain_tensors(str(checkpoint_dir)))
+
+
+def get_default_load_sharded_strategy(checkpoint_dir: str | os.PathLike[str] | None = None) -> LoadStrategy:
+    """A strategy that loads checkpoints of shardproof, and of Megatron's ``torch_dist``."""
+    return LoadStrategy()
+
+
+def _load_strategy(strategy: Any) -> Any:
+    inner = strategy
+    while isinstance(inner, FullyParallelLoadStrategyWrapper):
+        inner = inner.base_strategy
+    return strategy if isinstance(inner, LoadStrategy) else LoadStrategy()
+
+
+def _differences(
+    sharded: Any, checkpoint_dir: str | os.PathLike[str], strategy: Any, strict: StrictHandling
+) -> tuple[set[str], set[str]]:
+    """Keys that only the checkpoint has, over all ranks, and keys that only this rank has.
+
+    Raises:
+        CheckpointingException: a rank has such keys, and `strict` asks for an error. Raised on all ranks.
+    """
+    stored = {item.key for item in strategy.load_sharded_metadata(Path(checkpoint_dir)).values()}
+    asked = {item.key for item in dict_utils.nested_values(sharded)}
+
+    def unite(posts: list[bytes]) -> bytes:
+        keys = [msgspec.msgpack.decode(post, type=set[str]) for post in posts]
+        return msgspec.msgpack.encode(set[str]().union(*keys))
+
+    meetings = sp.rendezvous.MeetingSequence(sp.rendezvous.connect(), f"match {checkpoint_dir}")
+    answer = meetings.meet("keys", lambda: msgspec.msgpack.encode(asked), unite)
+    every = msgspec.msgpack.decode(answer, type=set[str])
+    missing = stored - every if StrictHandling.requires_global_app_metadata(strict) else set[str]()
+    if strict in (StrictHandling.RAISE_UNEXPECTED, StrictHandling.RAISE_ALL):
+        maybe_report_missing_and_unexpected_keys(missing, every - stored, True)
+    elif strict in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL):
+        maybe_report_missing_and_unexpected_keys(missing, asked - stored, False)
+    return missing, asked - stored
+
+
+def _verify(checkpoint_dir: str | os.PathLike[str]) -> None:
+    """Verifies all files on rank 0. The error reaches all ranks."""
+    rendezvous = sp.rendezvous.connect()
+
+    def check() -> bytes:
+        if rendezvous.rank == 0:
+            report = verify(sp.storage.LocalStorage(os.fspath(checkpoint_dir)), rendezvous.progress)
+            if report.faults:
+                raise report.faults[0]
+        return b""
+
+    meetings = sp.rendezvous.MeetingSequence(rendezvous, f"verify {checkpoint_dir}")
+    meetings.meet("verify", check, lambda _: b"")

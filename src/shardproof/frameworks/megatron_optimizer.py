@@ -1,0 +1,178 @@
+"""The state of Megatron's DistributedOptimizer as each rank has it: flat ranges of main weights and moments.
+
+Megatron's ``fully_reshardable`` gathers the state over the data parallel ranks before a save, with one
+collective a tensor, and reads moments that exist only after the first step. Here each rank describes its
+ranges alone, and only what exists. Keys are those of ``fully_reshardable``, so either checkpoint loads into
+the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+
+import shardproof as sp
+
+__all__ = ["FlatState", "load_optimizer_state", "optimizer_state", "sharded"]
+
+_PREFIX = "optimizer.state"
+_SLOTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass
+class FlatState(ShardedBase):
+    """A flat range of the local part of a tensor.
+
+    Args:
+        key: key of the tensor.
+        data: 1-D, the elements of the range; live memory of the optimizer.
+        shape: global shape.
+        boxes: the boxes of the local part in the global tensor, in the row-major order of the local part.
+        start: first element of the range in the local part.
+    """
+
+    key: str
+    data: Any
+    shape: tuple[int, ...]
+    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]
+    start: int
+    replica_id: Any = 0
+
+    def validate_metadata_integrity(self) -> None:
+        """Checks nothing: `pieces` does."""
+
+    def without_data(self) -> FlatState:
+        """The same range without its memory."""
+        return replace(self, data=None)
+
+    def pieces(self) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
+        """The range as boxes of the global tensor: views of the data and their offsets."""
+        pieces: list[tuple[torch.Tensor, tuple[int, ...]]] = []
+        first = 0
+        stop = self.start + self.data.numel()
+        for offsets, sizes in self.boxes:
+            end = first + torch.Size(sizes).numel()
+            low, high = max(self.start, first), min(stop, end)
+            if low < high:
+                part = sp.FlatShard(
+                    self.data[low - self.start : high - self.start], sizes, low - first, high - first
+                ).sharded()
+                pieces += [(view, tuple(map(int.__add__, offsets, inner))) for view, inner in part.pieces]
+            first = end
+        return pieces
+
+
+def sharded(ranges: Sequence[FlatState]) -> sp.LocalShards:
+    """All ranges of one tensor on this rank."""
+    pieces = [piece for item in ranges for piece in item.pieces()]
+    return sp.LocalShards(ranges[0].shape, pieces, dtype=ranges[0].data.dtype)
+
+
+def optimizer_state(
+    optimizer: Any, model_sharded_state_dict: Mapping[str, Any], stored: Iterable[str] | None = None
+) -> dict[str, Any]:
+    """The state of Megatron's DistributedOptimizer, to save or to load. Runs no collective.
+
+    Args:
+        optimizer: a DistributedOptimizer with a fused Adam, or a ChainedOptimizer of one.
+        model_sharded_state_dict: the model's, made with its live parameters.
+        stored: for a load, the keys of the checkpoint. Moments that it has are made here, and filled in place
+            by the load. Moments that it lacks, because it was saved before the first step, are removed.
+
+    Returns:
+        Options of the parameter groups and the loss scale, as Megatron stores them, and under "param_state" a
+        `FlatState` for each range. `load_optimizer_state` takes what a load makes of it.
+
+    Raises:
+        StructureError: the optimizer is of another kind.
+    """
+    parts = {}
+    model, _ = extract_sharded_tensors_and_factories(dict(model_sharded_state_dict))
+    for item in nested_values(model):
+        parts[id(item.data)] = item
+    inner = _single(optimizer)
+    keys = None if stored is None else set(stored)
+    ranges: list[FlatState] = []
+    for parameter, main, start in _ranges(inner):
+        item = parts[id(parameter)]
+        shape, boxes = _boxes(item)
+        is_main = not any(item.replica_id[:-1]) if isinstance(item.replica_id, tuple) else True
+        for name, tensor in {"param": main, **_slots(inner.optimizer.state, main, item.key, keys)}.items():
+            key = f"{_PREFIX}.{name}.{item.key}"
+            ranges.append(FlatState(key, tensor.detach(), shape, boxes, start, 0 if is_main else 1))
+    state = {**inner.state_dict(), "param_state_sharding_type": "fully_reshardable"}
+    return state | ({"param_state": dict(enumerate(ranges))} if ranges else {})
+
+
+def load_optimizer_state(optimizer: Any, state: Mapping[str, Any]) -> None:
+    """Sets the options of the parameter groups and the loss scale after a load, which filled the tensors.
+
+    Args:
+        optimizer: the optimizer that `optimizer_state` was called with.
+        state: what the load made of its result.
+    """
+    inner = _single(optimizer)
+    moments = dict(inner.optimizer.state)
+    inner.load_state_dict({key: value for key, value in state.items() if not key.startswith("param_state")})
+    inner.optimizer.state.clear()  # Megatron makes moments of uninitialised memory where there are none
+    inner.optimizer.state.update(moments)
+
+
+def _single(optimizer: Any) -> Any:
+    """The DistributedOptimizer."""
+    inner = getattr(optimizer, "chained_optimizers", [optimizer])
+    if len(inner) != 1 or not hasattr(inner[0], "gbuf_ranges"):
+        kinds = ", ".join(type(one).__name__ for one in inner)
+        raise sp.StructureError(
+            f"expected one DistributedOptimizer, found {kinds}. Use optimizer.sharded_state_dict of Megatron"
+        )
+    return inner[0]
+
+
+def _ranges(optimizer: Any) -> Iterator[tuple[Any, torch.Tensor, int]]:
+    """Each parameter of which this rank has a range, its main weight, and the first element of the range."""
+    for buffer in optimizer.gbuf_ranges:
+        for buckets in buffer.values():
+            for bucket in buckets:
+                for parameter, ranges in bucket["param_map"].items():
+                    group, order = optimizer.model_param_group_index_map[parameter]
+                    main = optimizer.optimizer.param_groups[group]["params"][order]
+                    yield parameter, main, ranges["param"].start
+
+
+def _slots(state: Any, main: torch.Tensor, key: str, stored: Any) -> dict[str, torch.Tensor]:
+    """The moments of a main weight: those that exist, or for a load those that the checkpoint has."""
+    if stored is not None:
+        wanted = [name for name in _SLOTS if f"{_PREFIX}.{name}.{key}" in stored]
+        for name in _SLOTS:
+            if name not in wanted:
+                state[main].pop(name, None)
+            elif name not in state[main]:
+                state[main][name] = torch.zeros_like(main)
+        if not state[main]:
+            del state[main]
+    return {name: state[main][name] for name in _SLOTS if name in state.get(main, {})}
+
+
+def _boxes(item: Any) -> tuple[tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]]:
+    """The global shape, and the boxes of a local part in their order in it."""
+    tensors = [item] if isinstance(item, ShardedTensor) else _built(item)
+    boxes = [
+        (
+            tuple(map(int, one.global_offset)),
+            (*(1 for _ in range(one.prepend_axis_num)), *map(int, one.local_shape)),
+        )
+        for one in tensors
+    ]
+    return tuple(map(int, tensors[0].global_shape)), boxes
+
+
+def _built(factory: ShardedTensorFactory) -> list[ShardedTensor]:
+    """The parts of a fused weight along its first axis."""
+    return list(nested_values({"built": factory.build()}))

@@ -1,0 +1,206 @@
+"""Megatron's sharded state dicts as state trees of shardproof, for a save and for a load.
+
+Keys are those of Megatron's ``torch_dist`` format: the key of a ShardedTensor, and
+``<key>/shard_<offset>_<shape>`` of a ShardedObject. Several ShardedTensors of a rank with one key (layers of
+a stack, the halves of a SwiGLU) are boxes of one tensor. Prepended axes are axes of length 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedBase,
+    ShardedObject,
+    ShardedTensor,
+    is_main_replica,
+)
+
+import shardproof as sp
+from shardproof.frameworks.megatron_optimizer import FlatState, sharded
+from shardproof.frameworks.megatron_plain import Typed, from_plain, to_plain
+from shardproof.frameworks.megatron_replicas import Box
+
+__all__ = ["COMMON_KEY", "Load", "StoredObject", "boxes_of", "save_tree", "sharded_key"]
+
+COMMON_KEY = "common_state"
+"""Key of the ShardedObject that has the common state, in Megatron-Core 0.19."""
+
+
+class StoredObject:
+    """A value that is stored whole, and restored as it was stored."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def state_dict(self) -> Any:
+        """Returns the value as plain data."""
+        value, types = to_plain(self.value)
+        return Typed(value, types) if types else value
+
+    def load_state_dict(self, state: Any) -> None:
+        """Sets the value."""
+        self.value = from_plain(state.value, state.types) if isinstance(state, Typed) else state
+
+
+def sharded_key(item: ShardedBase) -> str:
+    """The key under which a ShardedTensor or ShardedObject is stored."""
+    return str(item.unique_key if isinstance(item, ShardedObject) else item.key)
+
+
+def boxes_of(sharded_state_dict: Mapping[Any, Any]) -> list[Box]:
+    """The boxes and objects of this rank, replicas included."""
+    items = nested_values(sharded_state_dict)
+    return [_box(item) for item in items if not isinstance(item, FlatState)]
+
+
+def save_tree(sharded_state_dict: Mapping[Any, Any], *, replicas: bool) -> dict[str, Any]:
+    """The state tree to save on this rank.
+
+    Args:
+        sharded_state_dict: nested dicts and lists of ShardedTensors and ShardedObjects.
+        replicas: True to add boxes of which another rank has the main replica. The planner then chooses among
+            all ranks that hold a box.
+
+    Raises:
+        StructureError: two ShardedTensors of one key have different dtypes or global shapes, or one has no
+            data.
+    """
+    tree: dict[str, Any] = {}
+    groups: dict[str, list[ShardedTensor]] = {}
+    ranges: dict[str, list[FlatState]] = {}
+    for item in nested_values(sharded_state_dict):
+        if isinstance(item, ShardedTensor):
+            groups.setdefault(item.key, []).append(item)
+        elif isinstance(item, FlatState):
+            if is_main_replica(item.replica_id):
+                ranges.setdefault(item.key, []).append(item)
+        elif is_main_replica(item.replica_id) and item.key != COMMON_KEY:
+            tree[sharded_key(item)] = StoredObject(item.data)
+    for key, items in groups.items():
+        tree[key] = _to_save(key, items, replicas)
+    return tree | {key: sharded(items) for key, items in ranges.items()}
+
+
+@dataclass(frozen=True)
+class Load:
+    """What this rank reads from a checkpoint.
+
+    Args:
+        sharded_state_dict: nested dicts and lists of ShardedTensors and ShardedObjects. Their data is filled
+            in place. A ShardedTensor without data gets new memory on the CPU.
+    """
+
+    sharded_state_dict: Mapping[Any, Any]
+
+    def tree(self, stored: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+        """The state tree to fill.
+
+        Args:
+            stored: key to shape of each stored tensor, and of each stored object, which has none.
+
+        Raises:
+            KeyMismatchError: the checkpoint lacks a key, or has a tensor of another global shape under it.
+        """
+        tree: dict[str, Any] = {}
+        groups: dict[str, list[ShardedTensor]] = {}
+        ranges: dict[str, list[FlatState]] = {}
+        for item in nested_values(self.sharded_state_dict):
+            key = sharded_key(item)
+            if key not in stored:
+                raise sp.KeyMismatchError(
+                    f"the checkpoint has no {key!r}, which the sharded state dict asks for. Pass strict= to "
+                    "load without such keys, for example strict='log_unexpected'",
+                    key=key,
+                )
+            if isinstance(item, ShardedTensor):
+                groups.setdefault(key, []).append(item)
+            elif isinstance(item, FlatState):
+                ranges.setdefault(key, []).append(item)
+            else:
+                tree[key] = StoredObject()
+        for key, items in groups.items():
+            tree[key] = _to_load(key, items, stored[key])
+        return tree | {key: sharded(items) for key, items in ranges.items()}
+
+    def result(self, tree: Mapping[str, Any]) -> Any:
+        """The state dict with tensors and objects in the places of ShardedTensors and ShardedObjects."""
+
+        def loaded(item: Any) -> Any:
+            if isinstance(item, ShardedObject):
+                return tree[sharded_key(item)].value
+            return item.data if isinstance(item, (ShardedTensor, FlatState)) else item
+
+        return dict_list_map_outplace(loaded, self.sharded_state_dict)
+
+
+def _box(item: ShardedBase) -> Box:
+    is_main = bool(is_main_replica(item.replica_id))
+    if isinstance(item, ShardedObject):
+        return Box(sharded_key(item), (), (), is_main)
+    offsets = tuple(map(int, item.global_offset))
+    return Box(item.key, offsets, _sizes(item), is_main)
+
+
+def _sizes(item: ShardedTensor) -> tuple[int, ...]:
+    return (*(1 for _ in range(item.prepend_axis_num)), *map(int, item.local_shape))
+
+
+def _to_save(key: str, items: Iterable[ShardedTensor], replicas: bool) -> sp.LocalShards:
+    first, *others = items
+    pieces: dict[tuple[tuple[int, ...], tuple[int, ...]], torch.Tensor] = {}
+    for item in sorted([first, *others], key=lambda item: not is_main_replica(item.replica_id)):
+        if (item.dtype, item.global_shape) != (first.dtype, first.global_shape):
+            raise sp.StructureError(
+                f"two ShardedTensors of this rank have the key {key!r}, but are {first.dtype} "
+                f"{list(first.global_shape)} and {item.dtype} {list(item.global_shape)}. Give one of them "
+                "another key",
+                key=key,
+            )
+        if item.data is None:
+            raise sp.StructureError(f"the ShardedTensor {key!r} has no data to save", key=key)
+        if replicas or is_main_replica(item.replica_id):
+            pieces.setdefault((item.global_offset, _sizes(item)), _view(item))
+    placed = [(view, offsets) for (offsets, _), view in pieces.items()]
+    return sp.LocalShards(first.global_shape, placed, dtype=first.dtype)
+
+
+def _to_load(key: str, items: Iterable[ShardedTensor], shape: tuple[int, ...]) -> sp.LocalShards:
+    pieces: list[tuple[torch.Tensor, tuple[int, ...]]] = []
+    dtype = None
+    for item in items:
+        if item.data is None:
+            item.init_data("cpu", init_fn=torch.zeros if item.allow_shape_mismatch else torch.empty)
+        item.data = item.data.detach()
+        dtype = item.dtype
+        view = _view(item)
+        if item.allow_shape_mismatch:
+            item.data.zero_()
+            view = _within(view, item.global_offset, shape)
+        elif tuple(item.global_shape) != shape:
+            raise sp.KeyMismatchError(
+                f"{key!r} has the global shape {list(shape)} in the checkpoint, and "
+                f"{list(item.global_shape)} in the sharded state dict. Check the options of the model, or "
+                "set allow_shape_mismatch where the difference is padding",
+                key=key,
+            )
+        if view.numel():
+            pieces.append((view, tuple(map(int, item.global_offset))))
+    return sp.LocalShards(shape, pieces, dtype=dtype)
+
+
+def _view(item: ShardedTensor) -> torch.Tensor:
+    """The local tensor with the prepended axes, in the same memory."""
+    data: torch.Tensor = item.data.detach()
+    return data[(None,) * item.prepend_axis_num]
+
+
+def _within(view: torch.Tensor, offsets: Iterable[int], shape: tuple[int, ...]) -> torch.Tensor:
+    """The part of a box that lies within a shape."""
+    for axis, (offset, size) in enumerate(zip(offsets, shape, strict=True)):
+        view = view.narrow(axis, 0, min(view.shape[axis], max(0, size - offset)))
+    return view

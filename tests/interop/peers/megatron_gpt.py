@@ -1,0 +1,157 @@
+"""A small GPT of Megatron-Core on the CPU, with its distributed optimizer, in any parallel layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import megatron_stubs
+import torch
+
+megatron_stubs.install()
+
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+__all__ = ["Run", "sharded_state"]
+
+SEQUENCE, VOCABULARY, BATCHES = 8, 32, 4
+
+
+@dataclass
+class Run:
+    """The model and its optimizer on this rank.
+
+    Args:
+        layout: names of `parallel_state.initialize_model_parallel`, such as `tensor_model_parallel_size`.
+        seed: of the weights.
+        options: of `TransformerConfig`, in the place of the default ones.
+    """
+
+    layout: dict[str, int]
+    seed: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(**self.layout)
+        torch.manual_seed(self.seed)
+        tensor_parallel.model_parallel_cuda_manual_seed(self.seed, force_reset_rng=True)
+        experts = self.options.get("num_moe_experts")
+        config = TransformerConfig(
+            **{
+                "num_layers": 4,
+                "hidden_size": 16,
+                "num_attention_heads": 4,
+                "num_query_groups": 2,
+                "ffn_hidden_size": 24,
+                "gated_linear_unit": True,
+                "activation_func": torch.nn.functional.silu,
+                "add_bias_linear": False,
+                "use_cpu_initialization": True,
+                "bf16": True,
+                "params_dtype": torch.bfloat16,
+                "pipeline_dtype": torch.bfloat16,
+                "hidden_dropout": 0.0,
+                "attention_dropout": 0.0,
+                "gradient_accumulation_fusion": False,
+                "bias_activation_fusion": False,
+                "masked_softmax_fusion": False,
+                "bias_dropout_fusion": False,
+                **self.layout,
+                **self.options,
+            }
+        )
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=get_gpt_layer_local_spec(experts),
+            vocab_size=VOCABULARY,
+            max_sequence_length=SEQUENCE,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            share_embeddings_and_output_weights=True,
+            position_embedding_type="rope",
+        ).bfloat16()
+        data_parallel = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, overlap_grad_reduce=False, grad_reduce_in_fp32=True
+        )
+        self.model = DistributedDataParallel(config, data_parallel, model)
+        self.model.broadcast_params()
+        config.finalize_model_grads_func = finalize_model_grads
+        self.config = config
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=1e-2,
+                bf16=True,
+                params_dtype=torch.bfloat16,
+                use_distributed_optimizer=True,
+                clip_grad=0.0,
+            ),
+            [self.model],
+        )
+
+    def train(self, steps: int, first: int = 0) -> None:
+        """Takes steps, each of four batches in all, which depend on the step only."""
+        ranks = parallel_state.get_data_parallel_world_size()
+        rank = parallel_state.get_data_parallel_rank()
+        for step in range(first, first + steps):
+            self.model.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            batches = iter([_batch(step, at) for at in range(BATCHES) if at % ranks == rank])
+            get_forward_backward_func()(
+                forward_step_func=_forward,
+                data_iterator=batches,
+                model=[self.model],
+                num_microbatches=BATCHES // ranks,
+                seq_length=SEQUENCE,
+                micro_batch_size=2,
+                forward_only=False,
+            )
+            done, _, _ = self.optimizer.step()
+            assert done
+
+
+def sharded_state(run: Run, kind: str, *, is_loading: bool = False) -> dict[str, Any]:
+    """The sharded state dict of the model and the optimizer.
+
+    Args:
+        run: of this rank.
+        kind: `distrib_optim_sharding_type` of Megatron-Core.
+        is_loading: as Megatron-Core takes it.
+    """
+    metadata = {
+        "distrib_optim_sharding_type": kind,
+        "singleton_local_shards": False,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    model = run.model.module.sharded_state_dict(metadata=metadata)
+    optimizer = run.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+    return {"model": model, "optimizer": optimizer, "iteration": 5}
+
+
+def _batch(step: int, at: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + at)
+    return torch.randint(VOCABULARY, (2, SEQUENCE + 1), generator=generator)
+
+
+def _forward(batches: Any, model: Any) -> Any:
+    tokens = next(batches)
+    positions = torch.arange(SEQUENCE).expand(2, -1)
+    mask = torch.ones(SEQUENCE, SEQUENCE).triu(1).bool()[None, None]
+    losses = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:])
+
+    def loss(output: torch.Tensor) -> Any:
+        value = output.float().mean()
+        return value, {"loss": value.detach()}
+
+    return losses, loss

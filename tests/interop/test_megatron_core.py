@@ -1,0 +1,162 @@
+"""Megatron-Core saves and loads with shardproof: layouts, kinds of entries, failures, asynchronous saves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardproof as sp
+from tests.interop.peer import PeerFailed, PeerResult, assert_same_tensors, run_peer
+
+pytestmark = [pytest.mark.interop, pytest.mark.timeout(1200)]
+
+ENVIRONMENTS = ["megatron", "megatron16"]
+SECONDS = 300
+TP2_PP2 = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+DP4 = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
+
+
+def train(environment: str, steps: list[Any], layout: dict[str, Any], *, nproc: int, **options: Any) -> None:
+    """Runs `megatron_train.py` with these steps."""
+    arguments = [json.dumps([[name, str(at) if isinstance(at, Path) else at] for name, at in steps])]
+    arguments += [json.dumps(layout), json.dumps(options)]
+    run_peer(environment, "megatron_train.py", *arguments, nproc=nproc, timeout=SECONDS)
+
+
+def unit(case: str, folder: Path, environment: str = "megatron") -> PeerResult:
+    """Runs a case of `megatron_units.py` on two ranks."""
+    return run_peer(environment, "megatron_units.py", case, folder, nproc=2, timeout=SECONDS)
+
+
+def tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint of any format, whole."""
+    with sp.open(path) as checkpoint:
+        return {record.key: checkpoint[record.key].read() for record in checkpoint.tensors}
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+def test_other_layouts_load_bit_for_bit(environment: str, tmp_path: Path) -> None:
+    """TP 2 x PP 2 to DP 4 and back, with the distributed optimizer; Megatron's own saves are compared."""
+    at = {name: tmp_path / name for name in ("first", "second", "own1", "own2", "own3", "on", "on_again")}
+    steps = [("train", 2), ("save", at["first"]), ("reference", at["own1"]), ("train", 1)]
+    train(environment, [*steps, ("reference", at["on"])], TP2_PP2, nproc=4)
+    steps = [("load", at["first"]), ("save", at["second"]), ("reference", at["own2"])]
+    train(environment, steps, DP4, nproc=4, seed=1)
+    steps = [("load", at["second"]), ("reference", at["own3"]), ("train", 1), ("reference", at["on_again"])]
+    train(environment, steps, TP2_PP2, nproc=4, seed=2)
+    saved = tensors(at["own1"])
+    assert "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight" in saved
+    for name in ("first", "own2", "own3"):
+        assert_same_tensors(tensors(at[name]), saved)
+    assert_same_tensors(tensors(at["on_again"]), tensors(at["on"]))  # training goes on as if never stopped
+
+
+def test_background_saves_hold_the_state_of_their_call(tmp_path: Path) -> None:
+    """Megatron's queue and `begin_save`, while the next step changes every weight."""
+    at = {name: tmp_path / name for name in ("own1", "queued", "own2", "begun")}
+    steps = [("train", 1), ("reference", at["own1"]), ("queue", at["queued"])]
+    steps += [("reference", at["own2"]), ("begin", at["begun"])]
+    train("megatron", steps, {**DP4, "kind": "dp_reshardable"}, nproc=2)
+    kept = [
+        {key: value for key, value in tensors(at[name]).items() if not key.startswith("optimizer")}
+        for name in at
+    ]
+    assert_same_tensors(kept[1], kept[0])
+    assert_same_tensors(kept[3], kept[2])
+    assert not torch.equal(
+        kept[1]["embedding.word_embeddings.weight"], kept[3]["embedding.word_embeddings.weight"]
+    )
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+def test_every_kind_of_entry_comes_back(environment: str, tmp_path: Path) -> None:
+    """ShardedTensor, ShardedObject, factory, local object, common state and content metadata."""
+    assert unit("kinds", tmp_path / "step", environment).facts["keys"]
+    with sp.open(tmp_path / "step") as checkpoint:
+        assert checkpoint["common"]["args"] == {
+            "backend": "FLASH",
+            "lr": 3,
+            "nested": {"depth": 2},
+            "path": "a",
+        }
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+def test_own_functions_of_megatron_take_the_strategies(environment: str, tmp_path: Path) -> None:
+    """Also in Megatron's wrappers, and its own checkpoints stay loadable."""
+    assert "error" not in unit("own_functions", tmp_path / "own", environment).facts
+    assert "error" not in unit("wrapped", tmp_path / "wrapped", environment).facts
+
+
+def test_the_registry_of_016_finds_the_backend(tmp_path: Path) -> None:
+    assert "manifest.json" in unit("named", tmp_path / "step", "megatron16").facts["files"]
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("two_mains", ["StructureError", "'twice', box [0:4]", "ranks 0 and 1"]),
+        ("no_main", ["StructureError", "'never', box [0:4]", "no rank has the main replica", "ranks 0-1"]),
+        ("strict", ["rank 1", "no 'new/shard_0_1'"]),
+        ("padded", ["'norm' has the global shape [4]", "[5]"]),
+    ],
+)
+def test_a_contradiction_is_the_error_of_all_ranks(case: str, expected: list[str], tmp_path: Path) -> None:
+    """It names key and ranks. Before it, the case asserts what works: all modes of `strict`, padding."""
+    error = unit(case, tmp_path / "step").facts["error"]
+    assert [text for text in expected if text not in error] == []
+
+
+def test_a_killed_rank_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    """Rank 1 is killed while it writes over a checkpoint. `verify_integrity` finds a flipped bit of that."""
+    unit("kinds", tmp_path / "step")
+    with pytest.raises(PeerFailed, match="exit code -9"):
+        unit("killed", tmp_path / "step")
+    assert "error" not in unit("load_only", tmp_path / "step").facts
+    error = unit("damaged", tmp_path / "step").facts["error"]
+    assert "CorruptChunkError" in error
+
+
+def test_the_example_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
+    """It trains on TP 2 x DP 2, is killed after step 5, and goes on from step 4 as DP 2."""
+    example = Path(__file__).parents[2] / "examples" / "megatron.py"
+    assert len(example.read_text().splitlines()) <= 40
+
+    def run(kill_at: int, folder: Path, steps: int, tp: int, nproc: int) -> dict[str, str]:
+        arguments = (example, kill_at, folder, steps, tp)
+        found = run_peer("megatron", "run_megatron_example.py", *arguments, nproc=nproc, timeout=SECONDS)
+        return dict(found.facts["losses"])
+
+    with pytest.raises(PeerFailed, match="exit code -9"):
+        run(5, tmp_path / "run", 8, 2, 4)
+    resumed = run(0, tmp_path / "run", 6, 1, 2)
+    assert sorted(resumed) == ["5", "6"]
+    again = run(0, tmp_path / "run", 8, 1, 2)  # from step 6
+    assert sorted(again) == ["7", "8"]
+    with sp.open(tmp_path / "run" / "iter_0000004") as checkpoint:
+        assert checkpoint.step == 4 and checkpoint["common"]["step"] == 4
+
+
+def test_live_state_is_what_megatron_gathers(tmp_path: Path) -> None:
+    """`live_state` gives the bits of `fully_reshardable` of Megatron, at TP 2 x DP 2, and loads at DP 2."""
+    at = {name: tmp_path / name for name in ("own", "ours", "loaded")}
+    layout = {**DP4, "tensor_model_parallel_size": 2}
+    train("megatron", [("train", 2), ("reference", at["own"]), ("save_live", at["ours"])], layout, nproc=4)
+    train("megatron", [("load_live", at["ours"]), ("reference", at["loaded"])], DP4, nproc=2, seed=3)
+    saved = tensors(at["own"])
+    assert_same_tensors(tensors(at["ours"]), saved)
+    assert_same_tensors(tensors(at["loaded"]), saved)
+
+
+def test_the_page_shows_lines_of_the_example() -> None:
+    """The added line of its diff, and each name that it calls, are those of the adapter and its example."""
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "frameworks" / "megatron_core.md").read_text()
+    example = (root / "examples" / "megatron.py").read_text()
+    added = [line[1:] for line in page.splitlines() if line.startswith("+")]
+    assert added == ["from shardproof.frameworks import megatron_core as dist_checkpointing"]
+    assert added[0] in example.splitlines()
