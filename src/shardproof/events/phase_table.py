@@ -144,6 +144,13 @@ PHASES: tuple[KnownPhase, ...] = (
     _event("copy", "read", "local", "copies the files of a step (`convert --standalone`)"),
     _error("settle", "settle", "meeting", "agrees on the verdict of a suspect, which rank 0 writes"),
     _error("pin", "pin", "meeting", "agrees on the pin of a step, which rank 0 writes or removes"),
+    _error("load", "prepare", "meeting", "materializes a model of Hugging Face, before the load"),
+    _error("match", "keys", "meeting", "compares its keys with those of the other ranks (Megatron-Core)"),
+    _error("compare", "digest", "meeting", "compares the digests of its boxes and replicas (Megatron-Core)"),
+    _error("compare", "boxes", "meeting", "compares boxes and replicas that are not proved (Megatron-Core)"),
+    _error("compare", "common", "meeting", "compares the common state (Megatron-Core)"),
+    _error("export", "prepare", "meeting", "plans an export to Hugging Face; rank 0 takes the work folder"),
+    _error("export", "publish", "meeting", "waits until rank 0 has moved the exported model to its place"),
     _error("validate", "initial run", "meeting", "votes on the first run of a step"),
     _error("validate", "rerunning in place", "meeting", "votes on the second run, in the same process"),
     _error(

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -317,7 +318,7 @@ def _batches(first: Sequence[int], file: Sequence[int], nbytes: Sequence[int], c
             cuts.append(first[group])
             total = 0
         total += size
-    return [range(start, stop) for start, stop in zip(cuts, [*cuts[1:], count], strict=True)]
+    return [range(start, stop) for start, stop in pairwise([*cuts, count])]
 
 
 def _neighbours(spans: list[_Span]) -> Iterator[list[_Span]]:
