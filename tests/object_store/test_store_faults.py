@@ -83,9 +83,9 @@ def test_a_lost_answer_to_the_commit_is_no_conflict(
     storage = ObjectStorage(url)
     put = ObjectStorage._put_new
 
-    def twice(self: ObjectStorage, key: str, data: bytes) -> bool:
-        put(self, key, data)
-        return put(self, key, data)
+    def twice(self: ObjectStorage, key: str, data: bytes, doing: str) -> bool:
+        put(self, key, data, doing)
+        return put(self, key, data, doing)
 
     storage.publish("first", b"probe done")
     monkeypatch.setattr(ObjectStorage, "_put_new", twice)
@@ -93,6 +93,10 @@ def test_a_lost_answer_to_the_commit_is_no_conflict(
     with pytest.raises(sp.AlreadyCommittedError):
         storage.publish("manifest.json", b"another's")
     assert storage.read("manifest.json") == b"mine"
+    sink = storage.create("small")
+    sink.write_at(0, memoryview(b"data"))
+    sink.finish(4)
+    assert storage.read("small") == b"data"
 
 
 def test_a_store_without_conditional_writes_is_refused(

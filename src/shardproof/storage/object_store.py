@@ -16,12 +16,12 @@ pauses, for at most `retry_timeout`. An error after that names this time.
 from __future__ import annotations
 
 import os
-import threading
 import uuid
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from shardproof._utils.forks import lock
 from shardproof.errors import AlreadyCommittedError, StorageError
 from shardproof.storage.base import Sink, check_folder, check_name
 from shardproof.storage.object_sink import ObjectSink
@@ -107,7 +107,14 @@ class ObjectStorage:
         key, file = self._key(name), f"{self.location}/{name}"
         if self.size(name) is not None:
             raise StorageError(f"cannot create {file}: there is already an object of this name", file=file)
-        return ObjectSink(lambda data, **how: self._put(key, data, "write", **how), file)
+
+        def put(data: Any, **how: Any) -> None:
+            if how.get("mode") != "create":
+                self._put(key, data, "write", **how)
+            elif not self._put_new(key, data, "write") and not self._has(name, data):
+                raise StorageError(f"cannot write {file}: there is already an object of this name", file=file)
+
+        return ObjectSink(put, file)
 
     def publish(self, name: str, data: bytes, *, replace: bool = False) -> None:
         """Make `data` appear under `name`; see `Storage.publish` and the note "What commits"."""
@@ -116,18 +123,20 @@ class ObjectStorage:
             self._put(key, data, "publish", use_multipart=False)
             return
         self._check_conditional_puts()
-        if self._put_new(key, data):
+        if self._put_new(key, data, "publish") or self._has(name, data):
             return
-        if self.size(name) == len(data) and self.read(name) == data:
-            return  # note "A lost answer"
         raise AlreadyCommittedError(f"{file} is there already: another save published it", file=file)
 
-    def _put_new(self, key: str, data: bytes) -> bool:
+    def _has(self, name: str, data: bytes) -> bool:
+        """True if the object has these bytes already; see note "A lost answer"."""
+        return self.size(name) == len(data) and self.read(name) == data
+
+    def _put_new(self, key: str, data: bytes, doing: str) -> bool:
         """Writes an object if there is none of this name. False if there is one."""
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
         try:
-            self._put(key, data, "publish", mode="create", use_multipart=False)
+            self._put(key, data, doing, mode="create", use_multipart=False)
         except StorageError as error:
             if isinstance(error.__cause__, (AlreadyExistsError, PreconditionError)):
                 return False
@@ -140,7 +149,7 @@ class ObjectStorage:
             if self._bucket not in _PROBES:
                 key = self._key(f"conditional-put-{uuid.uuid4().hex}.probe")
                 try:
-                    first, second = self._put_new(key, b"1"), self._put_new(key, b"2")
+                    first, second = self._put_new(key, b"1", "test"), self._put_new(key, b"2", "test")
                 finally:
                     self._delete([key])
                 _PROBES[self._bucket] = first and not second
@@ -324,7 +333,7 @@ class ObjectStorage:
         )
 
 
-_PROBE_LOCK = threading.Lock()
+_PROBE_LOCK = lock()
 
 _ADVICE = {
     "NotFoundError": "There is no such object.",
