@@ -175,3 +175,25 @@ def test_wrong_credentials_and_buckets_are_named(s3: S3Server, url: str) -> None
         sp.save("s3://", {"a": 1})
     with pytest.raises(sp.StorageError, match="storage_options are for object stores"):
         sp.save("/tmp/x", {"a": 1}, storage_options={"region": "x"})
+
+
+@pytest.mark.parametrize(
+    "url", ["gcs://b/run", "hdfs://b/run", "file:///tmp/run", b"s3://b/run", Path("s3://b/run")]
+)
+def test_urls_of_unknown_stores_are_no_folders(url: Any) -> None:
+    with pytest.raises(sp.StorageError, match="no URL of a known store"):
+        sp.Checkpointer(url)
+
+
+def test_a_full_temporary_folder_is_a_storage_error(
+    url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Bytes after a gap go to a temporary file, whose folder must exist."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    sink = ObjectStorage(url).create("a")
+    part = memoryview(bytes(1 << 24))
+    for number in range(1, 5):
+        sink.write_at(number << 24, part)
+    with pytest.raises(sp.StorageError, match="set TMPDIR"):
+        sink.write_at(5 << 24, part)
+    sink.abort()

@@ -103,7 +103,7 @@ def test_a_store_without_conditional_writes_is_refused(
     s3: S3Server, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store takes the second PUT of a name, too."""
-    monkeypatch.setattr(implementation, "_PROBES", {})
+    monkeypatch.setattr(implementation, "_HONOURING", set())
     put = ObjectStorage._put
 
     def unconditional(self: ObjectStorage, key: str, data: Any, doing: str, **how: Any) -> None:

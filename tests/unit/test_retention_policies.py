@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -62,6 +63,34 @@ def test_the_best_steps_have_a_finite_number(mode: Any, expected: set[int]) -> N
     assert sp.KeepBest("loss", 1, "min").select(steps) == {4}, "the newer of equal ones"
 
 
+@pytest.mark.parametrize("make", [np.float32, torch.tensor, float], ids=["numpy", "torch", "float"])
+def test_a_metric_may_be_a_scalar_of_numpy_or_torch(make: Any, tmp_path: Path) -> None:
+    checkpointer = run(tmp_path, sp.KeepBest("loss"), {1: make(0.125), 2: make(0.5), 3: make(0.75)})
+    assert checkpointer.steps() == [1, 3]
+
+
+def test_the_best_step_is_readable(tmp_path: Path) -> None:
+    checkpointer = run(tmp_path, sp.KeepBest("loss") | sp.KeepAll(), {1: 0.1, 2: 0.5, 3: 0.7})
+    (tmp_path / "step-00000003" / "manifest.json").write_text("{")
+    assert sp.Checkpointer(tmp_path, keep=sp.KeepBest("loss")).restore(state(0), step="best") == 1
+    del checkpointer
+
+
+@pytest.mark.parametrize("keep", [3, sp.KeepLatest])
+def test_what_is_no_policy_is_refused(keep: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keep is a policy"):
+        sp.Checkpointer(tmp_path, keep=keep)
+
+
+def test_a_pin_between_plan_and_prune_is_respected(tmp_path: Path) -> None:
+    checkpointer = run(tmp_path, None, {1: None, 2: None})
+    storage = LocalStorage(tmp_path)
+    plan = plan_prune(storage, lambda name: 0.0, older_than=0, now=1e9, keep=1)
+    checkpointer.pin(1, "late")
+    assert prune(storage, plan) == ["step-00000001"]
+    assert checkpointer.steps() == [1, 2]
+
+
 def test_policies_combine_also_with_those_of_the_user() -> None:
     class Odd:
         def select(self, steps: Any) -> set[int]:
@@ -108,7 +137,7 @@ def test_a_step_whose_manifest_is_damaged_stays_and_the_others_go(
     with caplog.at_level(logging.WARNING, "shardproof"):
         checkpointer = run(tmp_path, sp.KeepBest("loss"), {4: 0.8})
     assert checkpointer.steps() == [1, 2, 4]
-    assert "step 1 stays: the policy needs its manifest" in caplog.text
+    assert "step 1 stays, and the policy does not see it" in caplog.text
 
 
 def test_a_replaced_step_is_judged_by_its_new_metric(tmp_path: Path) -> None:
@@ -121,10 +150,10 @@ def test_a_replaced_step_is_judged_by_its_new_metric(tmp_path: Path) -> None:
 def test_each_manifest_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(tmp_path, None, {1: 0.1, 2: 0.5, 3: 0.3})
     facts = StepFacts(LocalStorage(tmp_path))
-    assert facts.select(sp.KeepBest("loss", 2), [1, 2, 3]) == {1, 3}
+    assert facts.select(sp.KeepBest("loss", 2), [1, 2, 3]) == ({1, 3}, set())
     for manifest in tmp_path.glob("*/manifest.json"):
         manifest.unlink()
-    assert facts.select(sp.KeepBest("loss", 2), [1, 2, 3]) == {1, 3}
+    assert facts.select(sp.KeepBest("loss", 2), [1, 2, 3]) == ({1, 3}, set())
 
 
 def test_a_pinned_step_outlives_policy_prune_and_program(tmp_path: Path) -> None:

@@ -141,6 +141,8 @@ class Checkpointer:
             )
         if scrub is not None and (isinstance(scrub, bool) or not isinstance(scrub, int) or scrub < 1):
             raise ValueError(f"scrub is a whole number of bytes a second, at least 1, or None, not {scrub!r}")
+        if keep is not None and (isinstance(keep, type) or not isinstance(keep, Retention)):
+            raise ValueError(f"keep is a policy such as KeepLatest(3), or None, not {keep!r}")
         check_deadline(rendezvous, deadline)
         self.root = os.fsdecode(root) if isinstance(root, (str, bytes, os.PathLike)) else root.location
         self.last_restore: LoadReport | None = None
@@ -235,9 +237,8 @@ class Checkpointer:
         """On each rank, in the thread of saves: page cache; on rank 0 also retention and scrub."""
         assert committed.step is not None
         self._damaged.discard(committed.step)
-        if self._newest is not None:
-            folder = self._storage.within(step_name(committed.step))
-            assert isinstance(folder, LocalStorage)
+        folder = self._storage.within(step_name(committed.step))
+        if self._newest is not None and isinstance(folder, LocalStorage):
             self._newest.committed(folder, shard_name(self._rendezvous.rank, committed.attempt))
         if self._rendezvous.rank:
             return
@@ -362,7 +363,11 @@ class Checkpointer:
                 return self._restore(state, None, suspect, options)
             if isinstance(step, (str, bytes, os.PathLike, Storage)):
                 return self._restore_elsewhere(state, step, options)
-            return self._restore(state, step, suspect, options)
+            if isinstance(step, bool) or not hasattr(type(step), "__index__"):
+                raise StructureError(
+                    f"restore needs a whole number, a path or a storage as step, not {step!r}"
+                )
+            return self._restore(state, operator.index(step), suspect, options)
 
     def _best_step(self) -> int | None:
         """The step with the best metric, as rank 0 sees it; None if there is no committed step."""
@@ -373,10 +378,11 @@ class Checkpointer:
                 f"has {len(policies)}"
             )
         best = KeepBest(policies[0].metric, 1, policies[0].mode)
+        self._saver.settle()  # it may be the best
 
         def decide(posts: Sequence[bytes]) -> bytes:
             steps = [step for step in self.steps() if not self._is_damaged(step)]
-            found = self._facts.select(best, steps)
+            found, _ = self._facts.select(best, steps)
             if steps and not found:
                 raise NotCommittedError(
                     f"{self._storage.location}: no committed step has a finite {best.metric!r} in its "
@@ -387,13 +393,22 @@ class Checkpointer:
         meetings = MeetingSequence(self._rendezvous, f"restore {self._storage.location}")
         return msgspec.msgpack.decode(meetings.meet("choose", bytes, decide), type=int | None)
 
+    def _options_for(self, path: Location) -> Mapping[str, Any] | None:
+        """The options of this run's store, for a URL of the same store."""
+        same = (
+            isinstance(path, str)
+            and is_url(path)
+            and self.root.partition("://")[0] == path.partition("://")[0]
+        )
+        return self._storage_options if same else None
+
     @guarded("restore")
     def _restore_elsewhere(self, state: Any, path: Location, options: Options) -> RestoredStep:
         """Loads a checkpoint that is no step of this run."""
         self._saver.settle()
-        self.passed_over = ()
+        self.passed_over, self.last_restore = (), None
         self.last_restore = load_from(
-            foreign_of(path, self._storage_options if is_url(path) else None),
+            foreign_of(path, self._options_for(path)),
             state,
             self._rendezvous,
             options,
@@ -514,6 +529,7 @@ class Checkpointer:
             return b""
 
         with self._rendezvous.operation(operation):
+            self._saver.settle()  # its retention may remove the step
             MeetingSequence(self._rendezvous, operation).meet("pin", describe, decide)
 
     def settle_suspect(self, step: int, verdict: str) -> None:

@@ -60,6 +60,9 @@ def write_pin(run: Storage, step: int, label: str) -> None:
         raise NotCommittedError(f"{folder.location} is no committed step, so it cannot be pinned")
     data = msgspec.json.encode(Pin(label=label, time=time.time())) + b"\n"
     folder.publish(PINNED_NAME, data, replace=True)
+    if folder.size(MANIFEST_NAME) is None:  # another process removed the step meanwhile
+        folder.delete(PINNED_NAME)
+        raise NotCommittedError(f"{folder.location} was removed while it was pinned")
 
 
 def remove_pin(run: Storage, step: int) -> bool:

@@ -167,7 +167,7 @@ class KeepEvery(RetentionPolicy):
 class KeepBest(RetentionPolicy):
     """Keeps the `n` steps with the best value of a metric in their metadata.
 
-    A step without the metric, or whose value is no finite number, is not selected. Of equal values the newer
+    A step without the metric, or whose value is no finite scalar, is not selected. Of equal values the newer
     step is better.
 
     Args:
@@ -211,9 +211,15 @@ class KeepBest(RetentionPolicy):
     def _value(self, step: SavedStep) -> float | None:
         """The metric of a step, larger for better; None if it has no finite one."""
         value = step.metadata.get(self.metric)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if value is None or isinstance(value, (bool, str, bytes)):
             return None
-        return float(value) if self.mode == "max" else -float(value)
+        try:
+            number = float(value)  # also of a scalar of NumPy or torch
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            return None
+        if not math.isfinite(number):
+            return None
+        return number if self.mode == "max" else -number
 
 
 def _check_count(policy: str, name: str, count: Any) -> None:

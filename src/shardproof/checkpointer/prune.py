@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardproof.checkpointer.pins import pinned_steps
+from shardproof.checkpointer.pins import pinned_steps, read_pin
 from shardproof.checkpointer.retention import (
     Leftover,
     delete_steps,
@@ -159,7 +159,7 @@ def prune(storage: Storage, plan: PrunePlan) -> list[str]:
         plan: plan for this run.
 
     Returns:
-        Folders that stay, because a save committed them after the plan was made.
+        Folders that stay, because a save committed them, or a pin marked them, after the plan was made.
 
     Raises:
         StorageError: the storage failed. Some of the files may be removed.
@@ -167,8 +167,13 @@ def prune(storage: Storage, plan: PrunePlan) -> list[str]:
     spared = [leftover.folder for leftover in plan.leftovers if not remove_leftover(storage, leftover)]
     lost = [name for name in plan.lost if _is_lost(storage.within(name))]
     settled = [name for name in plan.settled if read_settled(storage.within(name)) is not None]
-    delete_steps(storage, [*plan.steps, *settled, *lost])
-    return [*spared, *(name for name in (*plan.settled, *plan.lost) if name not in (*settled, *lost))]
+    steps = [name for name in plan.steps if read_pin(storage.within(name)) is None]
+    delete_steps(storage, [*steps, *settled, *lost])
+    return [
+        *spared,
+        *(name for name in plan.steps if name not in steps),
+        *(name for name in (*plan.settled, *plan.lost) if name not in (*settled, *lost)),
+    ]
 
 
 def _is_lost(step: Storage) -> bool:

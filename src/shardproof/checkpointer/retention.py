@@ -143,19 +143,19 @@ class StepFacts:
         self._run = run
         self._known: dict[int, tuple[float, Mapping[str, Any]]] = {}
 
-    def select(self, policy: Retention, steps: Sequence[int]) -> set[int]:
-        """The steps that a policy keeps. Also steps whose manifest it asked for and that cannot be read."""
+    def select(self, policy: Retention, steps: Sequence[int]) -> tuple[set[int], set[int]]:
+        """The steps that a policy keeps, and those whose manifest it needs and that cannot be read."""
         unreadable: set[int] = set()
         while True:
             readable = [
                 SavedStep(step, partial(self._read, step)) for step in steps if step not in unreadable
             ]
             try:
-                return unreadable | {int(step) for step in policy.select(readable)}
+                return {int(step) for step in policy.select(readable)}, unreadable
             except _Unreadable as error:
                 unreadable.add(error.step)
                 _log.warning(
-                    "%s: step %d stays: the policy needs its manifest, which cannot be read: %s",
+                    "%s: step %d stays, and the policy does not see it: its manifest cannot be read: %s",
                     self._run.location,
                     error.step,
                     error.__cause__,
@@ -242,9 +242,11 @@ def retain(
             )
         counted = sorted(step for step in steps if step <= newest)
         certain = [step for step in counted if step == newest or not unconfirmed(step)]
-        kept = {newest, *facts.select(keep, certain), *pinned_steps(run)}.intersection(counted)
+        selected, unreadable = facts.select(keep, certain)
+        kept = {newest, *selected, *unreadable, *pinned_steps(run)}.intersection(counted)
         for step in set(counted) - set(certain):
-            kept |= {step}.intersection(facts.select(keep, sorted((*certain, step))))
+            selected, unreadable = facts.select(keep, sorted((*certain, step)))
+            kept |= {step}.intersection(selected | unreadable)
         dropped = sorted(set(counted) - kept)
         if dropped and not any(is_proved(step) for step in kept.intersection(certain)):
             last_proved = next((step for step in reversed(dropped) if is_proved(step)), None)

@@ -1,4 +1,4 @@
-"""Matching a state with a checkpoint: what goes where, and what does not fit, before anything is touched."""
+"""Matches a state with a checkpoint, before the load changes anything: destinations, and what does not fit."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ class MatchReport(msgspec.Struct, frozen=True, array_like=True):
     own: tuple[str, ...] = ()
     """Per-rank values that this rank's target has."""
     gathered: tuple[str, ...] = ()
-    """Those of them of which it takes the values of ranks that do not load."""
+    """Those in `own` for which this rank gathers the values of ranks that do not load."""
     error: dict[str, Any] | None = None
 
 
 class Agreed(NamedTuple):
-    """What the ranks ask for together, compared with what the checkpoint holds."""
+    """The keys of all targets, compared with those of the checkpoint."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -214,7 +214,7 @@ def _planned(
 
 
 def agree(location: str, posts: Sequence[bytes], stored: Callable[[], Iterable[str]]) -> Agreed:
-    """Coordinator: all ranks see one checkpoint, and what they ask for together is what it holds.
+    """Coordinator: checks that all ranks see one checkpoint, and that its keys fit their targets.
 
     Args:
         location: of the checkpoint.
@@ -282,8 +282,8 @@ def _dropped(reports: Sequence[MatchReport], stored: Callable[[], Iterable[str]]
 def from_rank(rank: int, world_size: int, wire: dict[str, Any]) -> ShardproofError:
     """An error that a rank posted, with the rank in its text where there are several.
 
-    Rank 0 looks for every file of a checkpoint at the beginning of a load. So what another rank misses, and
-    rank 0 does not, is there and out of that rank's sight: no damage.
+    Rank 0 checks every file of a checkpoint at the beginning of a load. So a file that only another rank
+    misses exists, and that rank cannot see it. This is no damage.
     """
     error = ShardproofError.from_wire(wire)
     if world_size == 1:

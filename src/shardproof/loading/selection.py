@@ -1,4 +1,4 @@
-"""Which keys a load is about, and under which names the checkpoint has them."""
+"""Selects the keys of a load, and maps names of the target to names of the checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NAMES_LOOKED_UP = 3
 
 
 def selects(include: Patterns, exclude: Patterns) -> Callable[[str], bool]:
-    """Whether a key takes part: it matches a pattern of `include` (or there is none) and none of `exclude`.
+    """True for a selected key: it matches a pattern of `include` (or there is none) and none of `exclude`.
 
     Patterns are those of `fnmatch`, over the whole key; a pattern also takes all keys below it.
 

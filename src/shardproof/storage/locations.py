@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -14,6 +15,9 @@ from shardproof.storage.paths import StrOrBytesPath
 
 __all__ = ["Location", "is_url", "storage_at"]
 
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+"""The beginning of a URL, also after `pathlib` has joined its slashes."""
+
 Location: TypeAlias = StrOrBytesPath | Storage
 """A folder, the URL of a prefix of an object store, or a storage."""
 
@@ -24,7 +28,7 @@ def is_url(location: object) -> bool:
     >>> is_url("s3://bucket/run"), is_url("/runs/gpt")
     (True, False)
     """
-    return isinstance(location, str) and location.partition("://")[0] in SCHEMES and "://" in location
+    return isinstance(location, str) and "://" in location and location.partition("://")[0].lower() in SCHEMES
 
 
 def storage_at(location: Location, options: Mapping[str, Any] | None = None) -> Storage:
@@ -35,7 +39,7 @@ def storage_at(location: Location, options: Mapping[str, Any] | None = None) -> 
         options: settings of an object store; see `ObjectStorage`.
 
     Raises:
-        StorageError: the location is not valid, or a folder was given options.
+        StorageError: the location is not valid, or is a URL of an unknown scheme; or a folder has options.
 
     >>> import tempfile
     >>> storage_at(tempfile.gettempdir()).location == tempfile.gettempdir()
@@ -45,6 +49,13 @@ def storage_at(location: Location, options: Mapping[str, Any] | None = None) -> 
         return ObjectStorage(location, options)
     if options:
         raise StorageError(f"storage_options are for object stores, and {location!r} is none")
-    if isinstance(location, (str, bytes, os.PathLike)):
-        return LocalStorage(location)
-    return location
+    if not isinstance(location, (str, bytes, os.PathLike)):
+        return location
+    text = os.fsdecode(location)
+    if _SCHEME.match(text):
+        raise StorageError(
+            f"{text!r} is no folder, and no URL of a known store. Give a folder, or as a text one of "
+            f"{', '.join(f'{scheme}://' for scheme in SCHEMES)}",
+            file=text,
+        )
+    return LocalStorage(location)

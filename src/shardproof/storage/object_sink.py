@@ -2,8 +2,9 @@
 
     write_at (any order) --copy--> pieces in memory --in order--> multipart upload, several parts in flight
 
-A small object is one PUT. The upload of a larger one begins when its first part is there. Bytes that cannot
-be sent yet, because bytes before them are missing, go to a temporary file if they exceed the memory limit.
+A small object is one PUT. The upload of a larger one begins when its first part is there. If more than the
+memory limit comes before the first part, the object goes to a temporary file, and is sent by `finish`. After
+the upload began, pieces behind a gap stay in memory: callers write in order, up to the buffers in their hands.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from shardproof.errors import StorageError
+from shardproof.storage.durable import write_all
 
 __all__ = ["ObjectSink"]
 
@@ -50,7 +52,7 @@ class ObjectSink:
         self._changed = threading.Condition()
         self._pieces: dict[int, bytes] = {}
         """Pieces by first byte, not sent yet."""
-        self._held = 0
+        self._buffered = 0
         """Bytes of the pieces."""
         self._sent = 0
         """Bytes that the upload has taken. All before `_frontier` are there."""
@@ -71,17 +73,17 @@ class ObjectSink:
         with self._changed:
             self._check_open("write")
             if self._spool is not None:
-                os.pwrite(self._spool.fileno(), data, start)
+                self._write_to_file(data, start)
                 return
             if data:
                 self._pieces[start] = data
                 self._ends[start] = start + len(data)
-                self._held += len(data)
+                self._buffered += len(data)
                 while self._frontier in self._ends:
                     self._frontier = self._ends.pop(self._frontier)
             if self._upload is None and self._frontier >= _PART_BYTES:
                 self._begin_upload()
-            elif self._upload is None and self._held > _MEMORY_BYTES:
+            elif self._upload is None and self._buffered > _MEMORY_BYTES:
                 self._move_to_file()
             self._changed.notify_all()
             while self._frontier - self._sent > _MEMORY_BYTES and self._error is None:
@@ -171,7 +173,7 @@ class ObjectSink:
                     later = min(self._pieces, default=self._size)
                     piece = _ZEROS[: max(min(later, self._size) - self._sent, 0)]
                 else:
-                    self._held -= len(piece)
+                    self._buffered -= len(piece)
                 if self._size is not None:
                     piece = piece[: max(self._size - self._sent, 0)]
                 self._sent += len(piece)
@@ -182,13 +184,30 @@ class ObjectSink:
 
     def _move_to_file(self) -> None:
         """Moves all pieces to a temporary file, because the first part is still missing."""
-        self._spool = tempfile.TemporaryFile(prefix="shardproof-upload-")  # noqa: SIM115 `_release` closes it
+        try:
+            self._spool = tempfile.TemporaryFile(prefix="shardproof-upload-")  # noqa: SIM115 closed by `_release`
+        except OSError as error:
+            raise self._file_error(error) from error
         for start, piece in self._pieces.items():
-            os.pwrite(self._spool.fileno(), piece, start)
-        self._pieces, self._ends, self._held = {}, {}, 0
+            self._write_to_file(piece, start)
+        self._pieces, self._ends, self._buffered = {}, {}, 0
+
+    def _write_to_file(self, data: bytes, start: int) -> None:
+        try:
+            write_all(self._spool.fileno(), memoryview(data), start)
+        except OSError as error:
+            raise self._file_error(error) from error
+
+    def _file_error(self, error: OSError) -> StorageError:
+        folder = tempfile.gettempdir()
+        return StorageError(
+            f"cannot keep the upload of {self._file} in a temporary file in {folder}: {error}. Free space "
+            "there, or set TMPDIR to another folder",
+            file=self._file,
+        )
 
     def _release(self) -> None:
-        self._pieces, self._held = {}, 0
+        self._pieces, self._buffered = {}, 0
         spool, self._spool = self._spool, None
         if spool is not None:
             spool.close()

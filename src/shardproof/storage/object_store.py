@@ -15,7 +15,9 @@ pauses, for at most `retry_timeout`. An error after that names this time.
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 import uuid
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
@@ -34,8 +36,12 @@ __all__ = ["SCHEMES", "ObjectStorage"]
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss")
 """Schemes of the URLs that name an object store."""
 _RETRY_SECONDS = 120
-_PROBES: dict[str, bool] = {}
-"""Whether a bucket honours conditional PUTs, by URL; see note "What commits"."""
+_REQUEST_BYTES = 16 << 20
+"""Bytes of one request of a read. A request has 30 s for all its bytes, unless `client_options` say else."""
+_HONOURING: set[str] = set()
+"""Buckets that honour conditional PUTs, by endpoint and URL; see note "What commits"."""
+
+_log = logging.getLogger("shardproof")
 
 
 class ObjectStorage:
@@ -55,9 +61,9 @@ class ObjectStorage:
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
         scheme, _, rest = url.partition("://")
         bucket, _, prefix = rest.partition("/")
-        if scheme not in SCHEMES or not bucket:
+        if scheme.lower() not in SCHEMES or not bucket:
             raise StorageError(f"{url!r} names no bucket. Give s3://bucket/prefix, gs:// or az://", file=url)
-        self._bucket = f"{scheme}://{bucket}"
+        self._bucket = f"{scheme.lower()}://{bucket}"
         self._prefix = "/".join(part for part in prefix.split("/") if part)
         if self._prefix:
             check_name(self._prefix, self._bucket)
@@ -68,24 +74,29 @@ class ObjectStorage:
             "max_retries": 1000,
             **retry,
         }
-        self._store = _open(self._bucket, settings, self._retry)
+        self._endpoint = _endpoint(settings)
+        self._store = _open(self._bucket, settings, self._endpoint, self._retry)
 
     @classmethod
     def _of(cls, other: ObjectStorage, prefix: str) -> ObjectStorage:
         """The part of a bucket below another prefix."""
         storage = cls.__new__(cls)
         storage._bucket, storage._prefix = other._bucket, prefix
-        storage._retry, storage._store = other._retry, other._store
+        storage._retry, storage._store, storage._endpoint = other._retry, other._store, other._endpoint
         return storage
 
     def __repr__(self) -> str:
         return f"ObjectStorage({self.location!r})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ObjectStorage) and other.location == self.location
+        return isinstance(other, ObjectStorage) and other._identity == self._identity
 
     def __hash__(self) -> int:
-        return hash(self.location)
+        return hash(self._identity)
+
+    @property
+    def _identity(self) -> tuple[str, str]:
+        return self._endpoint, self.location
 
     @property
     def location(self) -> str:
@@ -133,32 +144,40 @@ class ObjectStorage:
 
     def _put_new(self, key: str, data: bytes, doing: str) -> bool:
         """Writes an object if there is none of this name. False if there is one."""
-        from obstore.exceptions import AlreadyExistsError, PreconditionError
+        from obstore.exceptions import AlreadyExistsError, GenericError, PreconditionError
 
-        try:
-            self._put(key, data, doing, mode="create", use_multipart=False)
-        except StorageError as error:
-            if isinstance(error.__cause__, (AlreadyExistsError, PreconditionError)):
-                return False
-            raise
-        return True
+        ends = time.monotonic() + self._retry["retry_timeout"].total_seconds()
+        while True:
+            try:
+                self._put(key, data, doing, mode="create", use_multipart=False)
+                return True
+            except StorageError as error:
+                if isinstance(error.__cause__, (AlreadyExistsError, PreconditionError)):
+                    return False
+                # obstore does not repeat a conditional PUT whose answer did not come in time.
+                if not isinstance(error.__cause__, GenericError) or time.monotonic() > ends:
+                    raise
 
     def _check_conditional_puts(self) -> None:
         """Raises if the store does not honour ``If-None-Match``; tested once in a process."""
+        place = f"{self._endpoint} {self._bucket}"
         with _PROBE_LOCK:
-            if self._bucket not in _PROBES:
-                key = self._key(f"conditional-put-{uuid.uuid4().hex}.probe")
-                try:
-                    first, second = self._put_new(key, b"1", "test"), self._put_new(key, b"2", "test")
-                finally:
-                    self._delete([key])
-                _PROBES[self._bucket] = first and not second
-            if not _PROBES[self._bucket]:
+            if place in _HONOURING:
+                return
+            key = self._key(f"conditional-put-{uuid.uuid4().hex}.probe")
+            # No one else has this name, so that a conflict in either request shows that the store looks.
+            is_ignored = self._put_new(key, b"1", "test") and self._put_new(key, b"2", "test")
+            try:
+                self._delete([key])
+            except StorageError as error:
+                _log.warning("an object of a test stays: %s", error)
+            if is_ignored:
                 raise StorageError(
                     f"{self._bucket} does not honour conditional writes (If-None-Match: *): two jobs could "
                     "commit one step, and each would believe it won. Save to a store that does",
                     file=self.location,
                 )
+            _HONOURING.add(place)
 
     def flush(self, name: str) -> None:
         """Does nothing: an object is durable when its PUT returns. A missing object is an error."""
@@ -168,23 +187,32 @@ class ObjectStorage:
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Bytes `start` to `stop`; see `Storage.read`."""
         if stop is None:
-            size = self.size(name)
-            if size is None:
-                raise self._missing(name)
-            stop = max(size, start)
-            if start > size:
-                raise self._short(name, start, stop, size)
+            return self._read_to_end(name, start)
         if stop <= start:
             if self.size(name) is None:
                 raise self._missing(name)
             return b""
         return bytes(self._range(name, start, stop))
 
+    def _read_to_end(self, name: str, start: int) -> bytes:
+        """All bytes from `start` on, of one version of the object."""
+        import obstore
+
+        try:
+            data = bytes(obstore.get(self._store, self._key(name)).bytes())
+        except Exception as error:
+            raise self._error(error, "read", name) from error
+        if start > len(data):
+            raise self._short(name, start, start, len(data))
+        return data[start:]
+
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` from byte `start` on; see `Storage.read_into`."""
+        """Fill `buffer` from byte `start` on, in requests of limited size; see `Storage.read_into`."""
         if len(buffer):
             target = buffer.cast("B") if buffer.format != "B" or buffer.ndim != 1 else buffer
-            target[:] = self._range(name, start, start + len(target))
+            for done in range(0, len(target), _REQUEST_BYTES):
+                part = target[done : done + _REQUEST_BYTES]
+                part[:] = self._range(name, start + done, start + done + len(part))
         elif self.size(name) is None:
             raise self._missing(name)
 
@@ -344,15 +372,20 @@ _ADVICE = {
 }
 
 
-def _open(bucket: str, settings: dict[str, Any], retry: dict[str, Any]) -> ObjectStore:
+def _endpoint(settings: Mapping[str, Any]) -> str:
+    """The endpoint that the options or the environment name; empty for the store's own."""
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    found = (settings.get("endpoint"), settings.get("aws_endpoint_url_s3"), *map(os.environ.get, names))
+    return str(next(filter(None, found), ""))
+
+
+def _open(bucket: str, settings: dict[str, Any], endpoint: str, retry: dict[str, Any]) -> ObjectStore:
     """Opens a bucket with the credentials that the environment gives."""
     try:
         from obstore.store import from_url
     except ImportError as error:
         raise ImportError("object stores need obstore: pip install 'shardproof[cloud]'") from error
     client: dict[str, Any] = {"user_agent": "shardproof", **(settings.pop("client_options", None) or {})}
-    endpoint = settings.get("endpoint") or os.environ.get("AWS_ENDPOINT_URL_S3") or ""
-    endpoint = str(endpoint or os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT") or "")
     if endpoint.startswith("http://"):
         client.setdefault("allow_http", True)
     try:

@@ -342,12 +342,13 @@ def test_async_save_answers_as_torch_does(tmp_path: Path) -> None:
 
 def test_a_checkpoint_is_replaced_and_marked(tmp_path: Path) -> None:
     """torchtitan takes a folder for a checkpoint if it has a file `.metadata`."""
-    torch_dcp.save({"w": torch.zeros(2)}, checkpoint_id=tmp_path)
+    path = tmp_path / "run" / "step"  # no other test has folders beside it
+    torch_dcp.save({"w": torch.zeros(2)}, checkpoint_id=path)
     for fill in (1.0, 2.0):
-        dcp.save({"w": torch.full((2,), fill)}, checkpoint_id=tmp_path)
-        assert sp.open(tmp_path)["w"].read().tolist() == [fill, fill]
-        assert b"shardproof" in (tmp_path / ".metadata").read_bytes()
-    assert len(list((tmp_path / "shards").iterdir())) == 1
+        dcp.save({"w": torch.full((2,), fill)}, checkpoint_id=path)
+        assert sp.open(path)["w"].read().tolist() == [fill, fill]
+        assert b"shardproof" in (path / ".metadata").read_bytes()
+    assert len(list((path / "shards").iterdir())) == 1
 
 
 def test_model_files_of_hugging_face_are_left_to_torch(tmp_path: Path) -> None:

@@ -183,6 +183,20 @@ def test_a_parameter_without_stored_state_is_missing(tmp_path: Path) -> None:
     assert caught.value.details["unexpected"] == ["optim.state.other.bias.exp_avg"]
 
 
+def test_options_that_are_not_stored_are_missing(tmp_path: Path) -> None:
+    """Strictly, since the run would go on with another learning rate."""
+    source, target = trained(), fresh()
+    model_state, optimizer_state = get_state_dict(*source)
+    sp.save(tmp_path / "stored", {"model": model_state, "optim": {"state": optimizer_state["state"]}})
+    state = {"model": target[0], "optim": target[1]}
+    with pytest.raises(sp.KeyMismatchError) as caught:
+        sp.load(tmp_path / "stored", state)
+    assert len(caught.value.details["missing"]) == 3
+    report = sp.load(tmp_path / "stored", state, strict=False)
+    assert len(report.missing) == 3
+    assert all(set(slots) == {"exp_avg", "exp_avg_sq", "step"} for slots in target[1].state.values())
+
+
 def test_another_number_of_parameters_is_refused(tmp_path: Path) -> None:
     source, (model, _) = trained(), fresh()
     torch.save(source[1].state_dict(), tmp_path / "optimizer.pt")

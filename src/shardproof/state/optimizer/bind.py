@@ -96,7 +96,9 @@ class OptimizerBinding:
         catalogue, key = self.to.catalogue, self.place.key
         translated = translate_state_dict(catalogue, key, groups, self.to.keys_below)
         if translated is not None:
-            self.to.translate(*translated)
+            catalogue, stored_keys, missing = translated
+            self.to.translate(catalogue, stored_keys)
+            self.to.binding.missing += filter(self.to.selected, missing)
 
     def _check_slots(self, key: str, parameter: torch.Tensor) -> None:
         """Refuses slots of the target whose keys look like reserved keys."""

@@ -47,7 +47,7 @@ def translate_state_dict(
     key: str,
     groups: Sequence[Sequence[Sequence[str]]],
     keys_below: Callable[[str], list[str]],
-) -> tuple[Catalogue, dict[str, str]] | None:
+) -> tuple[Catalogue, dict[str, str], list[str]] | None:
     """Gives a stored state dict the keys of a live optimizer.
 
     Args:
@@ -58,8 +58,8 @@ def translate_state_dict(
         keys_below: returns the keys of the catalogue that start with a prefix.
 
     Returns:
-        The catalogue with the new keys, and the stored key of each new key of a tensor. None if the
-        catalogue has no state dict at `key`.
+        The catalogue with the new keys, the stored key of each new key of a tensor, and the keys of options
+        that the checkpoint lacks. None if the catalogue has no state dict at `key`.
 
     Raises:
         StructureError: parameters are stored by number, and their count is not that of the live optimizer.
@@ -67,7 +67,7 @@ def translate_state_dict(
     >>> stored = {"state.w.exp_avg": ("float32", (2,))}
     >>> catalogue = Catalogue(stored, {}, {"param_groups": [{"lr": 0.1, "params": ["w"]}]}, 1)
     >>> below = lambda prefix: [key for key in stored if key.startswith(prefix)]
-    >>> translated, stored_keys = translate_state_dict(catalogue, "", [[["w"]]], below)
+    >>> translated, stored_keys, _ = translate_state_dict(catalogue, "", [[["w"]]], below)
     >>> stored_keys, translated.objects["w.@options"]["options"]
     ({'w.exp_avg': 'state.w.exp_avg'}, {'lr': 0.1})
     """
@@ -84,12 +84,15 @@ def translate_state_dict(
     options = _options_by_parameter(groups, stored_groups, options_of, stored_names)
     stored_keys: dict[str, str] = {}
     added: dict[str, Any] = {}
+    missing: list[str] = []
     options_read = (one for one in option_keys if one not in catalogue.tensors)
     replaced = {join(key, "state"), groups_key, *options_read}
     for parameter, stored_name, values in zip(names, stored_names, options, strict=True):
         found = slots.get(stored_name, {})
         if values is None and not found:
             continue  # reported as missing
+        if values is None:
+            missing.append(join(key, f"{parameter[0]}.{OPTIONS}"))
         target = join(key, parameter[0])
         tensors = {slot: name for slot, name in found.items() if name in catalogue.tensors}
         others = {slot: name for slot, name in found.items() if name not in catalogue.tensors}
@@ -100,7 +103,7 @@ def translate_state_dict(
             "slots": sorted(tensors),
             "values": {slot: catalogue.objects[name] for slot, name in others.items()},
         }
-    return catalogue.with_keys(stored_keys, added, replaced), stored_keys
+    return catalogue.with_keys(stored_keys, added, replaced), stored_keys, missing
 
 
 def _slots(keys: Iterable[str], prefix: str) -> dict[str, dict[str, str]]:
