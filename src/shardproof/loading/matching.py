@@ -1,4 +1,4 @@
-"""Matches a state with a checkpoint, before the load changes anything: destinations, and what does not fit."""
+"""Matches a state with a checkpoint before a load changes anything: destinations, and what does not fit."""
 
 from __future__ import annotations
 
