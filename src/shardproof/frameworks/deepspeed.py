@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -88,6 +87,9 @@ def save_checkpoint(
 ) -> sp.SaveResult:
     """Saves an engine in place of `engine.save_checkpoint`. All ranks call it.
 
+    A committed checkpoint with the same tag is replaced, as DeepSpeed does: a job that ended before it wrote
+    ``latest`` saves the tag again after it resumed.
+
     Args:
         engine: the engine.
         save_dir: folder of the run.
@@ -97,14 +99,16 @@ def save_checkpoint(
 
     Returns:
         The result of the save. The checkpoint is durable.
+
+    Raises:
+        ShardproofError: see `shardproof.save`; or rank 0 could not write ``latest``, after the commit. Raised
+            on all ranks.
     """
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
     state = {**engine_state(engine), "client_state": _Client(dict(client_state or {}))}
-    result = sp.save(Path(save_dir) / tag, state, step=engine.global_steps)
-    if save_latest and dist.get_rank() == 0:
-        fresh = Path(save_dir) / f"{_LATEST}.{os.getpid()}"
-        fresh.write_text(tag)
-        os.replace(fresh, Path(save_dir) / _LATEST)
+    result = sp.save(Path(save_dir) / tag, state, step=engine.global_steps, overwrite=True)
+    if save_latest:
+        _publish_latest(os.fspath(save_dir), tag)
     return result
 
 
@@ -178,6 +182,19 @@ class _Client:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keeps the stored values for the caller."""
         self.values = state
+
+
+def _publish_latest(save_dir: str, tag: str) -> None:
+    """Rank 0 replaces ``latest``. An error reaches all ranks."""
+    rendezvous = sp.rendezvous.connect()
+
+    def publish() -> bytes:
+        if rendezvous.rank == 0:
+            sp.storage.LocalStorage(save_dir).publish(_LATEST, tag.encode(), replace=True)
+        return b""
+
+    meetings = sp.rendezvous.MeetingSequence(rendezvous, f"save {save_dir}")
+    meetings.meet("latest", publish, lambda _: b"")
 
 
 def _is_stage_3(zero: Any) -> bool:
