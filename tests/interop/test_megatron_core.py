@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ TP2_PP2 = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 DP4 = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
 
 
-def train(environment: str, steps: list[Any], layout: dict[str, Any], *, nproc: int, **options: Any) -> None:
+def train(
+    environment: str, steps: list[Any], layout: dict[str, Any], *, nproc: int, **options: Any
+) -> PeerResult:
     """Runs `megatron_train.py` with these steps."""
     arguments = [json.dumps([[name, str(at) if isinstance(at, Path) else at] for name, at in steps])]
     arguments += [json.dumps(layout), json.dumps(options)]
-    run_peer(environment, "megatron_train.py", *arguments, nproc=nproc, timeout=SECONDS)
+    return run_peer(environment, "megatron_train.py", *arguments, nproc=nproc, timeout=SECONDS)
 
 
 def unit(case: str, folder: Path, environment: str = "megatron") -> PeerResult:
@@ -150,6 +153,16 @@ def test_live_state_is_what_megatron_gathers(tmp_path: Path) -> None:
     saved = tensors(at["own"])
     assert_same_tensors(tensors(at["ours"]), saved)
     assert_same_tensors(tensors(at["loaded"]), saved)
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+def test_live_state_refuses_an_optimizer_whose_state_it_would_not_store(environment: str) -> None:
+    """The errors name the slots, and what to use."""
+    errors = train(environment, [("train", 1), ("refuse", "")], DP4, nproc=2).facts["errors"]
+    slots = {"precision_aware": "'master_param'", "slot": "slots master_param", "adamw": "AdamW.* 'step'"}
+    assert errors.keys() == slots.keys()
+    for case, slot in slots.items():
+        assert re.search(slot, errors[case]) and "sharded_state_dict of Megatron" in errors[case]
 
 
 def test_the_page_shows_lines_of_the_example() -> None:

@@ -23,6 +23,9 @@ __all__ = ["FlatState", "load_optimizer_state", "optimizer_state", "sharded"]
 
 _PREFIX = "optimizer.state"
 _SLOTS = ("exp_avg", "exp_avg_sq")
+_INSTEAD = (
+    "Save the result of the optimizer's sharded_state_dict of Megatron with `save`, and load it with `load`"
+)
 
 
 @dataclass
@@ -90,7 +93,8 @@ def optimizer_state(
         `FlatState` for each range. `load_optimizer_state` takes what a load makes of it.
 
     Raises:
-        StructureError: the optimizer is of another kind.
+        StructureError: the optimizer is of another kind, is precision-aware, or has state other than
+            ``exp_avg`` and ``exp_avg_sq``.
     """
     parts = {}
     model, _ = extract_sharded_tensors_and_factories(dict(model_sharded_state_dict))
@@ -125,14 +129,38 @@ def load_optimizer_state(optimizer: Any, state: Mapping[str, Any]) -> None:
 
 
 def _single(optimizer: Any) -> Any:
-    """The DistributedOptimizer."""
+    """The DistributedOptimizer, whose state is complete with main weights and the moments of `_SLOTS`."""
     inner = getattr(optimizer, "chained_optimizers", [optimizer])
     if len(inner) != 1 or not hasattr(inner[0], "gbuf_ranges"):
         kinds = ", ".join(type(one).__name__ for one in inner)
-        raise sp.StructureError(
-            f"expected one DistributedOptimizer, found {kinds}. Use optimizer.sharded_state_dict of Megatron"
-        )
+        raise sp.StructureError(f"expected one DistributedOptimizer, found {kinds}. {_INSTEAD}")
+    _check_slots(inner[0])
     return inner[0]
+
+
+def _check_slots(optimizer: Any) -> None:
+    """Refuses an optimizer that keeps state beside its main weights and the moments of `_SLOTS`.
+
+    The first two checks give the same result on all ranks. A rank without elements has no slots.
+    """
+    base = optimizer.optimizer
+    if getattr(optimizer.config, "use_precision_aware_optimizer", False):
+        raise sp.StructureError(
+            "the DistributedOptimizer has use_precision_aware_optimizer=True: its main weights are in "
+            f"the slot 'master_param', and its moments may be scaled. {_INSTEAD}"
+        )
+    if isinstance(base, torch.optim.Adam | torch.optim.AdamW) or hasattr(base, "sub_optimizers"):
+        raise sp.StructureError(
+            f"the DistributedOptimizer has a {type(base).__name__}, which counts steps in the slot 'step' of "
+            f"each parameter; expected a fused Adam, which counts them in the parameter groups. {_INSTEAD}"
+        )
+    expected = set(getattr(optimizer, "optimizer_state_keys", _SLOTS))
+    found = sorted(expected.symmetric_difference(_SLOTS) | set().union(*base.state.values()) - set(_SLOTS))
+    if found:
+        raise sp.StructureError(
+            f"the {type(base).__name__} of the DistributedOptimizer differs in the slots {', '.join(found)} "
+            f"from a fused Adam, which has {' and '.join(_SLOTS)}. {_INSTEAD}"
+        )
 
 
 def _ranges(optimizer: Any) -> Iterator[tuple[Any, torch.Tensor, int]]:
