@@ -112,7 +112,7 @@ def save(
     storage = LocalStorage(path_of("save", checkpoint_id, storage_writer, ShardproofWriter))
     rendezvous = _rendezvous_of(process_group, no_dist)
     tree = _tree_to_save(rendezvous, storage, state_dict, planner)
-    result = _saver_of(rendezvous).save(storage, tree, overwrite=True)
+    result = _saver_of(rendezvous, storage).save(storage, tree, overwrite=True)
     if rendezvous.rank == 0:
         mark_as_committed(storage)
     return result
@@ -182,7 +182,9 @@ def async_save(
         if rendezvous.rank == 0:
             mark_as_committed(storage)
 
-    pending = _saver_of(rendezvous).begin(storage, tree, overwrite=True, stage_all=True, after=committed)
+    pending = _saver_of(rendezvous, storage).begin(
+        storage, tree, overwrite=True, stage_all=True, after=committed
+    )
     future: Future[Any] = pending.future()
     if not responds:
         return future
@@ -265,12 +267,19 @@ def _rendezvous_of(process_group: dist.ProcessGroup | None, no_dist: bool) -> Re
     return connect(group=process_group)
 
 
-def _saver_of(rendezvous: Rendezvous) -> Saver:
-    """The saver of these ranks."""
+def _saver_of(rendezvous: Rendezvous, storage: LocalStorage) -> Saver:
+    """The saver of these ranks, after the end of the last save of other ranks.
+
+    Raises:
+        ShardproofError: the last save failed, and its future was not asked. Every rank gets an error.
+    """
     global _last
     last = _last
     is_alone = isinstance(rendezvous, LocalRendezvous)
     if last is None or not (last[0] is rendezvous or (is_alone and isinstance(last[0], LocalRendezvous))):
+        if last is not None:
+            with rendezvous.operation(f"save {storage.location}"):
+                last[1].wait()
         last = _last = rendezvous, Saver(rendezvous)
     return last[1]
 
