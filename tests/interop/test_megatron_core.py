@@ -95,6 +95,12 @@ def test_own_functions_of_megatron_take_the_strategies(environment: str, tmp_pat
     assert "error" not in unit("wrapped", tmp_path / "wrapped", environment).facts
 
 
+def test_saves_without_a_strategy_share_one(tmp_path: Path) -> None:
+    facts = unit("default", tmp_path).facts
+    assert facts["plans"] == [f"save {tmp_path}/a"]
+    assert f"{tmp_path}/c" in facts["failure"] and "NoneType" in facts["failure"]
+
+
 def test_the_registry_of_016_finds_the_backend(tmp_path: Path) -> None:
     assert "manifest.json" in unit("named", tmp_path / "step", "megatron16").facts["files"]
 

@@ -74,7 +74,7 @@ class SaveStrategy(torch_strategies.TorchDistSaveShardedStrategy):
         self._replicas = replicas
         self._deadline = deadline
         self._budget = host_memory_budget
-        self._engine: tuple[Saver, MainReplicas] | None = None
+        self._engine: tuple[sp.rendezvous.Rendezvous, Saver, MainReplicas] | None = None
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -129,7 +129,7 @@ class SaveStrategy(torch_strategies.TorchDistSaveShardedStrategy):
             StructureError: a box has no main replica, or two.
         """
         location = os.fspath(checkpoint_dir)
-        saver, replicas = self._connected()
+        saver, replicas = self._connected(location)
         common: list[Common] = []
 
         def describe() -> list[Any]:
@@ -151,12 +151,18 @@ class SaveStrategy(torch_strategies.TorchDistSaveShardedStrategy):
             after=publish_for_megatron(Path(location), common),
         )
 
-    def _connected(self) -> tuple[Saver, MainReplicas]:
-        if self._engine is None:
-            rendezvous = sp.rendezvous.connect(deadline=self._deadline)
+    def _connected(self, location: str) -> tuple[Saver, MainReplicas]:
+        """What saves at the rendezvous of the present process group."""
+        rendezvous = sp.rendezvous.connect(deadline=self._deadline)
+        last = self._engine
+        is_alone = rendezvous.world_size == 1  # a process without a process group has no lasting rendezvous
+        if last is None or not (last[0] is rendezvous or (is_alone and last[0].world_size == 1)):
+            if last is not None:
+                with rendezvous.operation(f"save {location}"):
+                    last[1].wait()
             saver = Saver(rendezvous, host_memory_budget=self._budget)
-            self._engine = saver, MainReplicas(rendezvous)
-        return self._engine
+            last = self._engine = rendezvous, saver, MainReplicas(rendezvous)
+        return last[1], last[2]
 
 
 class LoadStrategy(torch_strategies.TorchDistLoadShardedStrategy):

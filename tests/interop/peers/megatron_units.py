@@ -35,6 +35,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (  # noqa
 
 import shardproof as sp  # noqa: E402
 from shardproof.frameworks import megatron_core as ours  # noqa: E402
+from shardproof.storage.sink import LocalSink  # noqa: E402
 
 
 class Backend(enum.Enum):
@@ -181,6 +182,25 @@ def wrapped(folder: str) -> dict[str, Any]:
     ours.save(state(4), folder, ours.SaveStrategy(replicas=True))  # any rank writes a replica
     assert flat(ours.load(state(7), folder)) == expected(4)
     return {}
+
+
+def default(folder: str) -> dict[str, Any]:
+    """Saves without a strategy reuse the plan, and report the failure of a background save before them."""
+    plans: list[str] = []
+    sp.events.subscribe(lambda event: plans.append(event.operation) if event.phase == "plan" else None)
+    ours.save(state(3), f"{folder}/a")
+    ours.save(state(4), f"{folder}/b")
+    write = LocalSink.write_at
+    LocalSink.write_at = None  # not callable: the background write fails
+    ours.save(state(5), f"{folder}/c", async_sharded_save=True)
+    try:
+        ours.save(state(6), f"{folder}/d")
+    except sp.ShardproofError as error:
+        LocalSink.write_at = write
+        ours.save(state(6), f"{folder}/d")
+        assert flat(ours.load(state(7), f"{folder}/d")) == expected(6)
+        return {"plans": sorted(set(plans)), "failure": str(error)}
+    raise AssertionError(f"rank {rank()} does not know of the failed save")
 
 
 def two_mains(folder: str) -> dict[str, Any]:
