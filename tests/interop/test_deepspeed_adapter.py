@@ -97,6 +97,11 @@ def test_a_tag_that_latest_does_not_name_is_saved_again(tmp_path: Path) -> None:
     assert "rank 0" in said["x"] and f"{tmp_path / 'x' / 'latest'}" in said["x"]
 
 
+def test_rank_0_finds_the_format_for_all_ranks(tmp_path: Path) -> None:
+    said = train("other_format", tmp_path, ["x:1:float32"], nproc=2).facts["x"]
+    assert f"{tmp_path / 'x' / 'nothing'}" in said
+
+
 def test_the_example_is_killed_and_resumes_on_other_ranks(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with pytest.raises(PeerFailed, match="exit code -9"):

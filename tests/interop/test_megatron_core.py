@@ -101,6 +101,13 @@ def test_saves_without_a_strategy_share_one(tmp_path: Path) -> None:
     assert f"{tmp_path}/c" in facts["failure"] and "NoneType" in facts["failure"]
 
 
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+def test_rank_0_finds_the_format_for_all_ranks(environment: str, tmp_path: Path) -> None:
+    """And an error of one rank that reads the common state is raised by all ranks."""
+    failure = unit("other_format", tmp_path / "step", environment).facts["failure"]
+    assert "rank 1" in failure and "NoneType" in failure
+
+
 def test_the_registry_of_016_finds_the_backend(tmp_path: Path) -> None:
     assert "manifest.json" in unit("named", tmp_path / "step", "megatron16").facts["files"]
 

@@ -18,11 +18,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 import shardproof as sp
+from shardproof.frameworks.coordinator_work import on_rank_0
 from shardproof.frameworks.deepspeed_files import is_of_deepspeed, load_files
 from shardproof.frameworks.partitions import Partition, PartitionedModule
 from shardproof.frameworks.zero_blocks import (
@@ -117,7 +119,8 @@ def load_checkpoint(
 ) -> tuple[str | None, dict[str, Any]]:
     """Loads a checkpoint in place of `engine.load_checkpoint`, at any stage and on any number of ranks.
 
-    It also loads checkpoints that `engine.save_checkpoint` wrote.
+    It also loads checkpoints that `engine.save_checkpoint` wrote. Rank 0 finds the tag and its format for all
+    ranks.
 
     Args:
         engine: the engine.
@@ -126,15 +129,16 @@ def load_checkpoint(
 
     Returns:
         The path and the client state; None and an empty dict if there is no file ``latest``.
+
+    Raises:
+        ShardproofError: see `shardproof.load`; or rank 0 could not read ``latest``. Raised on all ranks.
     """
+    tag, is_foreign = _found(os.fspath(load_dir), tag)
     if tag is None:
-        latest = Path(load_dir) / _LATEST
-        if not latest.exists():
-            return None, {}
-        tag = latest.read_text().strip()
+        return None, {}
     path = Path(load_dir) / tag
     state = engine_state(engine)
-    if is_of_deepspeed(path):
+    if is_foreign:
         return str(path), load_files(path, state)
     client = _Client({})
     sp.load(path, {**state, "client_state": client})
@@ -186,15 +190,25 @@ class _Client:
 
 def _publish_latest(save_dir: str, tag: str) -> None:
     """Rank 0 replaces ``latest``. An error reaches all ranks."""
-    rendezvous = sp.rendezvous.connect()
 
     def publish() -> bytes:
-        if rendezvous.rank == 0:
-            sp.storage.LocalStorage(save_dir).publish(_LATEST, tag.encode(), replace=True)
+        sp.storage.LocalStorage(save_dir).publish(_LATEST, tag.encode(), replace=True)
         return b""
 
-    meetings = sp.rendezvous.MeetingSequence(rendezvous, f"save {save_dir}")
-    meetings.meet("latest", publish, lambda _: b"")
+    on_rank_0(sp.rendezvous.connect(), f"save {save_dir}", "latest", publish)
+
+
+def _found(load_dir: str, tag: str | None) -> tuple[str | None, bool]:
+    """The tag to load, and whether DeepSpeed wrote it. Rank 0 reads both for all ranks."""
+
+    def find() -> bytes:
+        found = tag
+        if found is None and (Path(load_dir) / _LATEST).exists():
+            found = (Path(load_dir) / _LATEST).read_text().strip()
+        return msgspec.json.encode((found, found is not None and is_of_deepspeed(Path(load_dir) / found)))
+
+    answer = on_rank_0(sp.rendezvous.connect(), f"load {load_dir}", "format", find)
+    return msgspec.json.decode(answer, type=tuple[str | None, bool])
 
 
 def _is_stage_3(zero: Any) -> bool:

@@ -35,6 +35,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (  # noqa
 
 import shardproof as sp  # noqa: E402
 from shardproof.frameworks import megatron_core as ours  # noqa: E402
+from shardproof.frameworks import megatron_load, megatron_strategies  # noqa: E402
 from shardproof.storage.sink import LocalSink  # noqa: E402
 
 
@@ -201,6 +202,23 @@ def default(folder: str) -> dict[str, Any]:
         assert flat(ours.load(state(7), f"{folder}/d")) == expected(6)
         return {"plans": sorted(set(plans)), "failure": str(error)}
     raise AssertionError(f"rank {rank()} does not know of the failed save")
+
+
+def other_format(folder: str) -> dict[str, Any]:
+    """Rank 0 alone finds the format. Rank 1 would find another one, and enter Megatron's own load."""
+    ours.save(plain(3), folder)
+    find = megatron_strategies.is_ours
+    if rank() == 1:
+        megatron_strategies.is_ours = megatron_load.is_ours = lambda _: False
+    assert flat(ours.load(plain(7), folder)) == expected_plain(3)
+    megatron_strategies.is_ours = megatron_load.is_ours = find
+    if rank() == 1:
+        megatron_load.load_common_state_dict = None  # rank 1 fails where it reads the common state
+    try:
+        ours.load(plain(7), folder)
+    except sp.ShardproofError as error:
+        return {"failure": str(error)}
+    raise AssertionError(f"rank {rank()} does not know that rank 1 could not read the common state")
 
 
 def two_mains(folder: str) -> dict[str, Any]:

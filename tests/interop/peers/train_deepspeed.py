@@ -235,6 +235,25 @@ def again(path: str, name: str, stage: int, dtype: str, result: Result) -> None:
         raise AssertionError(f"rank {rank()} does not know that rank 0 could not write latest")
 
 
+def other_format(path: str, name: str, stage: int, dtype: str, result: Result) -> None:
+    """Rank 0 alone finds the format. Rank 1 would find another one."""
+    engine = built(stage, dtype, seed=0)
+    train(engine, 1)
+    adapter.save_checkpoint(engine, path)
+    find = adapter.is_of_deepspeed
+    adapter.is_of_deepspeed = find if rank() == 0 else (lambda _: True)
+    loaded = built(stage, dtype, seed=1)
+    assert adapter.load_checkpoint(loaded, path) == (f"{path}/global_step1", {})
+    before, after = held(engine), held(loaded)
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    try:
+        adapter.load_checkpoint(loaded, path, tag="nothing" if rank() == 0 else "global_step1")
+    except sp.ShardproofError as error:
+        result.facts[name] = str(error)
+    else:
+        raise AssertionError(f"rank {rank()} does not know that rank 0 found no checkpoint")
+
+
 def add(result: Result, name: str, tensors: dict[str, torch.Tensor]) -> None:
     for key, tensor in tensors.items():
         result.add_tensor(f"{name}.{key}", tensor)
@@ -248,6 +267,7 @@ MODES = {
     "model_alone": model_alone,
     "wrong": wrong,
     "again": again,
+    "other_format": other_format,
 }
 
 
