@@ -30,7 +30,7 @@ from shardproof.frameworks.dcp_arguments import (
     path_of,
     stages_in_background,
 )
-from shardproof.frameworks.flat_state import FlatState, is_stateful
+from shardproof.frameworks.flat_state import FlatTree, is_stateful
 from shardproof.frameworks.storage_reader import ShardproofReader
 from shardproof.frameworks.storage_writer import ShardproofWriter, mark_as_committed
 from shardproof.interop import Foreign, foreign_of
@@ -240,7 +240,7 @@ def load(
     with rendezvous.operation(f"load {source.location}"):  # an error here is every rank's, see `sp.load`
         is_partial = check_planner(planner, DefaultLoadPlanner, "load")
         parts = {key: _state_of(state_dict[key]) for key in sorted(state_dict)}  # may run collectives
-        flat = FlatState(parts)
+        flat = FlatTree(parts)
         _fit(
             flat, source, is_partial, [key for key in parts if parts[key] is not state_dict[key]], rendezvous
         )
@@ -290,11 +290,11 @@ def _tree_to_save(
     """The state tree of a state dict. An error of one rank ends the save on all ranks."""
     with rendezvous.operation(f"save {storage.location}"):
         check_planner(planner, DefaultSavePlanner, "save")
-        return FlatState({key: _state_of(value) for key, value in state_dict.items()}).tree
+        return FlatTree({key: _state_of(value) for key, value in state_dict.items()}).tree
 
 
 def _fit(
-    flat: FlatState, source: Foreign, is_partial: bool, stateful: list[str], rendezvous: Rendezvous
+    flat: FlatTree, source: Foreign, is_partial: bool, stateful: list[str], rendezvous: Rendezvous
 ) -> None:
     """Adapts a state to the checkpoint, if it opens."""
     try:
@@ -311,7 +311,7 @@ def _state_of(value: Any) -> Any:
     return value.state_dict() if is_stateful(value) else value
 
 
-def _warn(flat: FlatState, checkpoint: Checkpoint, stateful: list[str]) -> None:
+def _warn(flat: FlatTree, checkpoint: Checkpoint, stateful: list[str]) -> None:
     """Logs what a load converts, and what it leaves out of objects whose state is not complete yet."""
     if converted := flat.converted(checkpoint):
         _log.warning(

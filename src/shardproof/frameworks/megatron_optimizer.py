@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 
 import shardproof as sp
 
-__all__ = ["FlatState", "load_optimizer_state", "optimizer_state", "sharded"]
+__all__ = ["FlatRange", "load_optimizer_state", "optimizer_state", "sharded"]
 
 _PREFIX = "optimizer.state"
 _SLOTS = ("exp_avg", "exp_avg_sq")
@@ -29,7 +29,7 @@ _INSTEAD = (
 
 
 @dataclass
-class FlatState(ShardedBase):
+class FlatRange(ShardedBase):
     """A flat range of the local part of a tensor.
 
     Args:
@@ -50,7 +50,7 @@ class FlatState(ShardedBase):
     def validate_metadata_integrity(self) -> None:
         """Checks nothing: `pieces` does."""
 
-    def without_data(self) -> FlatState:
+    def without_data(self) -> FlatRange:
         """The same range without its memory."""
         return replace(self, data=None)
 
@@ -71,7 +71,7 @@ class FlatState(ShardedBase):
         return pieces
 
 
-def sharded(ranges: Sequence[FlatState]) -> sp.LocalShards:
+def sharded(ranges: Sequence[FlatRange]) -> sp.LocalShards:
     """All ranges of one tensor on this rank."""
     pieces = [piece for item in ranges for piece in item.pieces()]
     return sp.LocalShards(ranges[0].shape, pieces, dtype=ranges[0].data.dtype)
@@ -90,7 +90,7 @@ def optimizer_state(
 
     Returns:
         Options of the parameter groups and the loss scale, as Megatron stores them, and under "param_state" a
-        `FlatState` for each range. `load_optimizer_state` takes what a load makes of it.
+        `FlatRange` for each range. `load_optimizer_state` takes what a load makes of it.
 
     Raises:
         StructureError: the optimizer is of another kind, is precision-aware, or has state other than
@@ -102,14 +102,14 @@ def optimizer_state(
         parts[id(item.data)] = item
     inner = _single(optimizer)
     keys = None if stored is None else set(stored)
-    ranges: list[FlatState] = []
+    ranges: list[FlatRange] = []
     for parameter, main, start in _ranges(inner):
         item = parts[id(parameter)]
         shape, boxes = _boxes(item)
         is_main = not any(item.replica_id[:-1]) if isinstance(item.replica_id, tuple) else True
         for name, tensor in {"param": main, **_slots(inner.optimizer.state, main, item.key, keys)}.items():
             key = f"{_PREFIX}.{name}.{item.key}"
-            ranges.append(FlatState(key, tensor.detach(), shape, boxes, start, 0 if is_main else 1))
+            ranges.append(FlatRange(key, tensor.detach(), shape, boxes, start, 0 if is_main else 1))
     state = {**inner.state_dict(), "param_state_sharding_type": "fully_reshardable"}
     return state | ({"param_state": dict(enumerate(ranges))} if ranges else {})
 
