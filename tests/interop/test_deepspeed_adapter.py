@@ -102,6 +102,11 @@ def test_rank_0_finds_the_format_for_all_ranks(tmp_path: Path) -> None:
     assert f"{tmp_path / 'x' / 'nothing'}" in said
 
 
+def test_files_that_one_rank_cannot_open_are_the_error_of_all_ranks(tmp_path: Path) -> None:
+    said = train("unreadable", tmp_path, ["x:1:float32"], nproc=2).facts["x"]
+    assert "phase open: rank 1 of 2 failed" in said
+
+
 def test_the_example_is_killed_and_resumes_on_other_ranks(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with pytest.raises(PeerFailed, match="exit code -9"):

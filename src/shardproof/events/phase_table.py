@@ -146,6 +146,7 @@ PHASES: tuple[KnownPhase, ...] = (
     _error("pin", "pin", "meeting", "agrees on the pin of a step, which rank 0 writes or removes"),
     _error("save", "latest", "meeting", "waits until rank 0 has replaced the file `latest` (DeepSpeed)"),
     _error("load", "format", "meeting", "waits until rank 0 has found the format (DeepSpeed, Megatron-Core)"),
+    _error("load", "open", "meeting", "opens the files that DeepSpeed wrote"),
     _error("load", "common", "meeting", "reads the common state (Megatron-Core)"),
     _error("load", "prepare", "meeting", "materializes a model of Hugging Face, before the load"),
     _error("match", "keys", "meeting", "compares its keys with those of the other ranks (Megatron-Core)"),

@@ -254,6 +254,21 @@ def other_format(path: str, name: str, stage: int, dtype: str, result: Result) -
         raise AssertionError(f"rank {rank()} does not know that rank 0 found no checkpoint")
 
 
+def unreadable(path: str, name: str, stage: int, dtype: str, result: Result) -> None:
+    """Rank 1 cannot open the files that DeepSpeed wrote."""
+    engine = built(stage, dtype, seed=0)
+    train(engine, 1)
+    engine.save_checkpoint(path)
+    if rank() == 1:
+        sp.open = None
+    try:
+        adapter.load_checkpoint(engine, path)
+    except sp.ShardproofError as error:
+        result.facts[name] = str(error)
+    else:
+        raise AssertionError(f"rank {rank()} does not know that rank 1 could not open the files")
+
+
 def add(result: Result, name: str, tensors: dict[str, torch.Tensor]) -> None:
     for key, tensor in tensors.items():
         result.add_tensor(f"{name}.{key}", tensor)
@@ -268,6 +283,7 @@ MODES = {
     "wrong": wrong,
     "again": again,
     "other_format": other_format,
+    "unreadable": unreadable,
 }
 
 
