@@ -344,6 +344,25 @@ def test_the_ranks_of_a_process_group_save_without_the_others(tmp_path: Path) ->
             assert list(checkpoint) == ["of-1", "of-2", "w"] and checkpoint.world_size == 2
 
 
+def save_in_a_group_that_fails(path: str) -> list[str]:
+    """Ranks 1 and 2 save in the background, and do not ask how it ended."""
+    with process_group():
+        group = dist.new_group([1, 2])
+        tensor = torch.ones(4)
+        with full_disk():
+            if rank() > 0:
+                dcp.async_save({"w": tensor}, checkpoint_id=f"{path}/group", process_group=group)
+            said = error_of(lambda: dcp.save({"w": tensor}, checkpoint_id=f"{path}/all"))[1]
+        dcp.save({"w": tensor}, checkpoint_id=f"{path}/all")
+        return [said]
+
+
+def test_a_save_of_all_ranks_reports_the_failed_save_of_a_group(tmp_path: Path) -> None:
+    for outcome in run_ranks(3, save_in_a_group_that_fails, str(tmp_path), timeout=SECONDS):
+        assert f"{tmp_path}/group" in outcome.value[0]
+    assert sp.open(tmp_path / "all")["w"].read().all()
+
+
 def save_by_writer(path: str) -> None:
     with process_group():
         run = Run(seed=3)

@@ -91,6 +91,22 @@ def test_wrong_use_says_what_to_change(tmp_path: Path) -> None:
     assert re.search(r"step .*1.* for .* and .*5.* for b\.weight.*separate groups", said["x.1"])
 
 
+def test_a_tag_that_latest_does_not_name_is_saved_again(tmp_path: Path) -> None:
+    """And an error of rank 0 when it replaces ``latest`` is raised by every rank."""
+    said = train("again", tmp_path, ["x:1:float32"], nproc=2).facts
+    assert "rank 0" in said["x"] and f"{tmp_path / 'x' / 'latest'}" in said["x"]
+
+
+def test_rank_0_finds_the_format_for_all_ranks(tmp_path: Path) -> None:
+    said = train("other_format", tmp_path, ["x:1:float32"], nproc=2).facts["x"]
+    assert f"{tmp_path / 'x' / 'nothing'}" in said
+
+
+def test_files_that_one_rank_cannot_open_are_the_error_of_all_ranks(tmp_path: Path) -> None:
+    said = train("unreadable", tmp_path, ["x:1:float32"], nproc=2).facts["x"]
+    assert "phase open: rank 1 of 2 failed" in said
+
+
 def test_the_example_is_killed_and_resumes_on_other_ranks(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with pytest.raises(PeerFailed, match="exit code -9"):

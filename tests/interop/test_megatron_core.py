@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ TP2_PP2 = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 DP4 = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
 
 
-def train(environment: str, steps: list[Any], layout: dict[str, Any], *, nproc: int, **options: Any) -> None:
+def train(
+    environment: str, steps: list[Any], layout: dict[str, Any], *, nproc: int, **options: Any
+) -> PeerResult:
     """Runs `megatron_train.py` with these steps."""
     arguments = [json.dumps([[name, str(at) if isinstance(at, Path) else at] for name, at in steps])]
     arguments += [json.dumps(layout), json.dumps(options)]
-    run_peer(environment, "megatron_train.py", *arguments, nproc=nproc, timeout=SECONDS)
+    return run_peer(environment, "megatron_train.py", *arguments, nproc=nproc, timeout=SECONDS)
 
 
 def unit(case: str, folder: Path, environment: str = "megatron") -> PeerResult:
@@ -92,6 +95,19 @@ def test_own_functions_of_megatron_take_the_strategies(environment: str, tmp_pat
     assert "error" not in unit("wrapped", tmp_path / "wrapped", environment).facts
 
 
+def test_saves_without_a_strategy_share_one(tmp_path: Path) -> None:
+    facts = unit("default", tmp_path).facts
+    assert facts["plans"] == [f"save {tmp_path}/a"]
+    assert f"{tmp_path}/c" in facts["failure"] and "NoneType" in facts["failure"]
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+def test_rank_0_finds_the_format_for_all_ranks(environment: str, tmp_path: Path) -> None:
+    """And an error of one rank that reads the common state is raised by all ranks."""
+    failure = unit("other_format", tmp_path / "step", environment).facts["failure"]
+    assert "rank 1" in failure and "NoneType" in failure
+
+
 def test_the_registry_of_016_finds_the_backend(tmp_path: Path) -> None:
     assert "manifest.json" in unit("named", tmp_path / "step", "megatron16").facts["files"]
 
@@ -150,6 +166,16 @@ def test_live_state_is_what_megatron_gathers(tmp_path: Path) -> None:
     saved = tensors(at["own"])
     assert_same_tensors(tensors(at["ours"]), saved)
     assert_same_tensors(tensors(at["loaded"]), saved)
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+def test_live_state_refuses_an_optimizer_whose_state_it_would_not_store(environment: str) -> None:
+    """The errors name the slots, and what to use."""
+    errors = train(environment, [("train", 1), ("refuse", "")], DP4, nproc=2).facts["errors"]
+    slots = {"precision_aware": "'master_param'", "slot": "slots master_param", "adamw": "AdamW.* 'step'"}
+    assert errors.keys() == slots.keys()
+    for case, slot in slots.items():
+        assert re.search(slot, errors[case]) and "sharded_state_dict of Megatron" in errors[case]
 
 
 def test_the_page_shows_lines_of_the_example() -> None:

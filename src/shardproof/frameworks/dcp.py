@@ -30,7 +30,7 @@ from shardproof.frameworks.dcp_arguments import (
     path_of,
     stages_in_background,
 )
-from shardproof.frameworks.flat_state import FlatState, is_stateful
+from shardproof.frameworks.flat_state import FlatTree, is_stateful
 from shardproof.frameworks.storage_reader import ShardproofReader
 from shardproof.frameworks.storage_writer import ShardproofWriter, mark_as_committed
 from shardproof.interop import Foreign, foreign_of
@@ -112,7 +112,7 @@ def save(
     storage = LocalStorage(path_of("save", checkpoint_id, storage_writer, ShardproofWriter))
     rendezvous = _rendezvous_of(process_group, no_dist)
     tree = _tree_to_save(rendezvous, storage, state_dict, planner)
-    result = _saver_of(rendezvous).save(storage, tree, overwrite=True)
+    result = _saver_of(rendezvous, storage).save(storage, tree, overwrite=True)
     if rendezvous.rank == 0:
         mark_as_committed(storage)
     return result
@@ -182,7 +182,9 @@ def async_save(
         if rendezvous.rank == 0:
             mark_as_committed(storage)
 
-    pending = _saver_of(rendezvous).begin(storage, tree, overwrite=True, stage_all=True, after=committed)
+    pending = _saver_of(rendezvous, storage).begin(
+        storage, tree, overwrite=True, stage_all=True, after=committed
+    )
     future: Future[Any] = pending.future()
     if not responds:
         return future
@@ -238,7 +240,7 @@ def load(
     with rendezvous.operation(f"load {source.location}"):  # an error here is every rank's, see `sp.load`
         is_partial = check_planner(planner, DefaultLoadPlanner, "load")
         parts = {key: _state_of(state_dict[key]) for key in sorted(state_dict)}  # may run collectives
-        flat = FlatState(parts)
+        flat = FlatTree(parts)
         _fit(
             flat, source, is_partial, [key for key in parts if parts[key] is not state_dict[key]], rendezvous
         )
@@ -265,12 +267,19 @@ def _rendezvous_of(process_group: dist.ProcessGroup | None, no_dist: bool) -> Re
     return connect(group=process_group)
 
 
-def _saver_of(rendezvous: Rendezvous) -> Saver:
-    """The saver of these ranks."""
+def _saver_of(rendezvous: Rendezvous, storage: LocalStorage) -> Saver:
+    """The saver of these ranks, after the end of the last save of other ranks.
+
+    Raises:
+        ShardproofError: the last save failed, and its future was not asked. Every rank gets an error.
+    """
     global _last
     last = _last
     is_alone = isinstance(rendezvous, LocalRendezvous)
     if last is None or not (last[0] is rendezvous or (is_alone and isinstance(last[0], LocalRendezvous))):
+        if last is not None:
+            with rendezvous.operation(f"save {storage.location}"):
+                last[1].wait()
         last = _last = rendezvous, Saver(rendezvous)
     return last[1]
 
@@ -281,11 +290,11 @@ def _tree_to_save(
     """The state tree of a state dict. An error of one rank ends the save on all ranks."""
     with rendezvous.operation(f"save {storage.location}"):
         check_planner(planner, DefaultSavePlanner, "save")
-        return FlatState({key: _state_of(value) for key, value in state_dict.items()}).tree
+        return FlatTree({key: _state_of(value) for key, value in state_dict.items()}).tree
 
 
 def _fit(
-    flat: FlatState, source: Foreign, is_partial: bool, stateful: list[str], rendezvous: Rendezvous
+    flat: FlatTree, source: Foreign, is_partial: bool, stateful: list[str], rendezvous: Rendezvous
 ) -> None:
     """Adapts a state to the checkpoint, if it opens."""
     try:
@@ -302,7 +311,7 @@ def _state_of(value: Any) -> Any:
     return value.state_dict() if is_stateful(value) else value
 
 
-def _warn(flat: FlatState, checkpoint: Checkpoint, stateful: list[str]) -> None:
+def _warn(flat: FlatTree, checkpoint: Checkpoint, stateful: list[str]) -> None:
     """Logs what a load converts, and what it leaves out of objects whose state is not complete yet."""
     if converted := flat.converted(checkpoint):
         _log.warning(

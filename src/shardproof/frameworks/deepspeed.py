@@ -18,12 +18,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+import msgspec
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 import shardproof as sp
+from shardproof.frameworks.coordinator_work import on_rank_0
 from shardproof.frameworks.deepspeed_files import is_of_deepspeed, load_files
 from shardproof.frameworks.partitions import Partition, PartitionedModule
 from shardproof.frameworks.zero_blocks import (
@@ -88,6 +89,9 @@ def save_checkpoint(
 ) -> sp.SaveResult:
     """Saves an engine in place of `engine.save_checkpoint`. All ranks call it.
 
+    A committed checkpoint with the same tag is replaced, as DeepSpeed does: a job that ended before it wrote
+    ``latest`` saves the tag again after it resumed.
+
     Args:
         engine: the engine.
         save_dir: folder of the run.
@@ -97,14 +101,16 @@ def save_checkpoint(
 
     Returns:
         The result of the save. The checkpoint is durable.
+
+    Raises:
+        ShardproofError: see `shardproof.save`; or rank 0 could not write ``latest``, after the commit. Raised
+            on all ranks.
     """
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
     state = {**engine_state(engine), "client_state": _Client(dict(client_state or {}))}
-    result = sp.save(Path(save_dir) / tag, state, step=engine.global_steps)
-    if save_latest and dist.get_rank() == 0:
-        fresh = Path(save_dir) / f"{_LATEST}.{os.getpid()}"
-        fresh.write_text(tag)
-        os.replace(fresh, Path(save_dir) / _LATEST)
+    result = sp.save(Path(save_dir) / tag, state, step=engine.global_steps, overwrite=True)
+    if save_latest:
+        _publish_latest(os.fspath(save_dir), tag)
     return result
 
 
@@ -113,7 +119,8 @@ def load_checkpoint(
 ) -> tuple[str | None, dict[str, Any]]:
     """Loads a checkpoint in place of `engine.load_checkpoint`, at any stage and on any number of ranks.
 
-    It also loads checkpoints that `engine.save_checkpoint` wrote.
+    It also loads checkpoints that `engine.save_checkpoint` wrote. Rank 0 finds the tag and its format for all
+    ranks.
 
     Args:
         engine: the engine.
@@ -122,15 +129,16 @@ def load_checkpoint(
 
     Returns:
         The path and the client state; None and an empty dict if there is no file ``latest``.
+
+    Raises:
+        ShardproofError: see `shardproof.load`; or rank 0 could not read ``latest``. Raised on all ranks.
     """
+    tag, is_foreign = _found(os.fspath(load_dir), tag)
     if tag is None:
-        latest = Path(load_dir) / _LATEST
-        if not latest.exists():
-            return None, {}
-        tag = latest.read_text().strip()
+        return None, {}
     path = Path(load_dir) / tag
     state = engine_state(engine)
-    if is_of_deepspeed(path):
+    if is_foreign:
         return str(path), load_files(path, state)
     client = _Client({})
     sp.load(path, {**state, "client_state": client})
@@ -178,6 +186,29 @@ class _Client:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keeps the stored values for the caller."""
         self.values = state
+
+
+def _publish_latest(save_dir: str, tag: str) -> None:
+    """Rank 0 replaces ``latest``. An error reaches all ranks."""
+
+    def publish() -> bytes:
+        sp.storage.LocalStorage(save_dir).publish(_LATEST, tag.encode(), replace=True)
+        return b""
+
+    on_rank_0(sp.rendezvous.connect(), f"save {save_dir}", "latest", publish)
+
+
+def _found(load_dir: str, tag: str | None) -> tuple[str | None, bool]:
+    """The tag to load, and whether DeepSpeed wrote it. Rank 0 reads both for all ranks."""
+
+    def find() -> bytes:
+        found = tag
+        if found is None and (Path(load_dir) / _LATEST).exists():
+            found = (Path(load_dir) / _LATEST).read_text().strip()
+        return msgspec.json.encode((found, found is not None and is_of_deepspeed(Path(load_dir) / found)))
+
+    answer = on_rank_0(sp.rendezvous.connect(), f"load {load_dir}", "format", find)
+    return msgspec.json.decode(answer, type=tuple[str | None, bool])
 
 
 def _is_stage_3(zero: Any) -> bool:

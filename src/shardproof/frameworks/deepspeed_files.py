@@ -7,7 +7,8 @@ own ranges.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ def load_files(path: str | os.PathLike[str], state: Mapping[str, Any]) -> dict[s
     Raises:
         KeyMismatchError: the checkpoint lacks a parameter or a slot, or has another shape.
     """
-    with sp.open(path) as checkpoint:
+    with _opened(path) as checkpoint:
         names = [name for name in state["model"].state_dict() if f"fp32.{name}" not in checkpoint]
         # Stage 1 has frozen parameters in the dtype of training only.
         elsewhere = {f"fp32.{name}": f"module.{name}" for name in names if f"module.{name}" in checkpoint}
@@ -78,6 +79,21 @@ def load_files(path: str | os.PathLike[str], state: Mapping[str, Any]) -> dict[s
     )
     own = {key: value for key, value in objects.items() if key.split(".")[0] not in _NO_CLIENT_STATE}
     return {name: _below(own, name) for name in {key.split(".")[0]: None for key in own}}
+
+
+@contextmanager
+def _opened(path: str | os.PathLike[str]) -> Iterator[Any]:
+    """The files, which each rank opens. An error reaches all ranks."""
+    with ExitStack() as stack:
+        opened: list[Any] = []
+
+        def open_files() -> bytes:
+            opened.append(stack.enter_context(sp.open(path)))
+            return b""
+
+        meetings = sp.rendezvous.MeetingSequence(sp.rendezvous.connect(), f"load {os.fspath(path)}")
+        meetings.meet("open", open_files, lambda _: b"")
+        yield opened[0]
 
 
 def _load_optimizer(path: str | os.PathLike[str], checkpoint: Any, keeper: Any) -> None:

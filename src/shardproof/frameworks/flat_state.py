@@ -15,7 +15,7 @@ import shardproof as sp
 from shardproof.errors import KeyMismatchError, StructureError
 from shardproof.loading import Checkpoint
 
-__all__ = ["FlatState", "Value", "is_stateful"]
+__all__ = ["FlatTree", "Value", "is_stateful"]
 
 _Place = tuple[str, Any, Any]
 """The key of a value, the dict or list that holds it, and its name there."""
@@ -62,7 +62,7 @@ class Value:
         self._container[self._name] = value
 
 
-class FlatState:
+class FlatTree:
     """The values of a state dict by their DCP keys: the steps of each path, joined by dots.
 
     DCP goes into dicts, and into lists that hold tensors or dicts. An empty dict has no key.
@@ -75,7 +75,7 @@ class FlatState:
 
     Example:
         >>> state = {"model": {"w": torch.ones(2)}, "optim": {"param_groups": [{"lr": 0.1}]}, "sizes": [1, 2]}
-        >>> list(FlatState(state).tree)
+        >>> list(FlatTree(state).tree)
         ['model.w', 'optim.param_groups.0.lr', 'sizes']
     """
 

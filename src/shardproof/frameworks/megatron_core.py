@@ -63,7 +63,8 @@ def _register() -> None:
         from megatron.core.dist_checkpointing.strategies import base
     except ImportError:
         return
-    base.register_default_strategy(base.StrategyAction.SAVE_SHARDED, BACKEND, VERSION, SaveStrategy())
+    strategy = get_default_save_sharded_strategy()
+    base.register_default_strategy(base.StrategyAction.SAVE_SHARDED, BACKEND, VERSION, strategy)
     base.register_default_strategy(base.StrategyAction.LOAD_SHARDED, BACKEND, VERSION, LoadStrategy())
 
 

@@ -20,9 +20,10 @@ from megatron.core.dist_checkpointing.validation import (
 )
 
 import shardproof as sp
+from shardproof.frameworks.coordinator_work import on_rank_0
 from shardproof.frameworks.megatron_common import COMMON, TYPES
 from shardproof.frameworks.megatron_plain import from_plain
-from shardproof.frameworks.megatron_strategies import LoadStrategy, is_ours, takes
+from shardproof.frameworks.megatron_strategies import LoadStrategy, agree_if_ours, is_ours, takes
 from shardproof.maintenance import verify
 
 __all__ = [
@@ -66,7 +67,7 @@ def load(
         CheckpointingException: keys of one side only, with ``strict="raise_all"`` or ``"raise_unexpected"``.
         ShardproofError: see `shardproof.load`.
     """
-    if not is_ours(checkpoint_dir):
+    if not agree_if_ours(checkpoint_dir):
         options = {"verify_integrity": verify_integrity, "process_group": process_group}
         return mcore.load(
             sharded_state_dict,
@@ -81,7 +82,7 @@ def load(
         _verify(checkpoint_dir)
     force_all_tensors_to_non_fp8(sharded_state_dict)
     sharded, local, factories = state_dict_utils.load_preprocess(sharded_state_dict)
-    state = load_common_state_dict(checkpoint_dir)
+    state = _common_state(checkpoint_dir)
     dict_utils.merge(state, local)
     sharded, _ = extract_sharded_base(sharded)
     strict = parse_strict_flag(strict)
@@ -137,7 +138,7 @@ def load_sharded_metadata(
 
 def load_plain_tensors(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
     """Every tensor of a checkpoint, whole, on every rank. All ranks call it."""
-    if is_ours(checkpoint_dir):
+    if agree_if_ours(checkpoint_dir):
         return dict(LoadStrategy().load(load_tensors_metadata(checkpoint_dir), checkpoint_dir))
     return dict(mcore.load_plain_tensors(str(checkpoint_dir)))
 
@@ -154,6 +155,19 @@ def _load_strategy(strategy: Any) -> Any:
     return strategy if isinstance(inner, LoadStrategy) else LoadStrategy()
 
 
+def _common_state(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
+    """The common state, which each rank reads. An error reaches all ranks."""
+    state: dict[str, Any] = {}
+
+    def read() -> bytes:
+        state.update(load_common_state_dict(checkpoint_dir))
+        return b""
+
+    meetings = sp.rendezvous.MeetingSequence(sp.rendezvous.connect(), f"load {checkpoint_dir}")
+    meetings.meet("common", read, lambda _: b"")
+    return state
+
+
 def _differences(
     sharded: Any, checkpoint_dir: str | os.PathLike[str], strategy: Any, strict: StrictHandling
 ) -> tuple[set[str], set[str]]:
@@ -162,15 +176,19 @@ def _differences(
     Raises:
         CheckpointingException: a rank has such keys, and `strict` asks for an error. Raised on all ranks.
     """
-    stored = {item.key for item in strategy.load_sharded_metadata(Path(checkpoint_dir)).values()}
+    stored: set[str] = set()
     asked = {item.key for item in dict_utils.nested_values(sharded)}
+
+    def read() -> bytes:
+        stored.update(item.key for item in strategy.load_sharded_metadata(Path(checkpoint_dir)).values())
+        return msgspec.msgpack.encode(asked)
 
     def unite(posts: list[bytes]) -> bytes:
         keys = [msgspec.msgpack.decode(post, type=set[str]) for post in posts]
         return msgspec.msgpack.encode(set[str]().union(*keys))
 
     meetings = sp.rendezvous.MeetingSequence(sp.rendezvous.connect(), f"match {checkpoint_dir}")
-    answer = meetings.meet("keys", lambda: msgspec.msgpack.encode(asked), unite)
+    answer = meetings.meet("keys", read, unite)
     every = msgspec.msgpack.decode(answer, type=set[str])
     missing = stored - every if StrictHandling.requires_global_app_metadata(strict) else set[str]()
     if strict in (StrictHandling.RAISE_UNEXPECTED, StrictHandling.RAISE_ALL):
@@ -185,11 +203,9 @@ def _verify(checkpoint_dir: str | os.PathLike[str]) -> None:
     rendezvous = sp.rendezvous.connect()
 
     def check() -> bytes:
-        if rendezvous.rank == 0:
-            report = verify(sp.storage.LocalStorage(os.fspath(checkpoint_dir)), rendezvous.progress)
-            if report.faults:
-                raise report.faults[0]
+        report = verify(sp.storage.LocalStorage(os.fspath(checkpoint_dir)), rendezvous.progress)
+        if report.faults:
+            raise report.faults[0]
         return b""
 
-    meetings = sp.rendezvous.MeetingSequence(rendezvous, f"verify {checkpoint_dir}")
-    meetings.meet("verify", check, lambda _: b"")
+    on_rank_0(rendezvous, f"verify {checkpoint_dir}", "verify", check)

@@ -19,14 +19,17 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 
 import shardproof as sp
 
-__all__ = ["FlatState", "load_optimizer_state", "optimizer_state", "sharded"]
+__all__ = ["FlatRange", "load_optimizer_state", "optimizer_state", "sharded"]
 
 _PREFIX = "optimizer.state"
 _SLOTS = ("exp_avg", "exp_avg_sq")
+_INSTEAD = (
+    "Save the result of the optimizer's sharded_state_dict of Megatron with `save`, and load it with `load`"
+)
 
 
 @dataclass
-class FlatState(ShardedBase):
+class FlatRange(ShardedBase):
     """A flat range of the local part of a tensor.
 
     Args:
@@ -47,7 +50,7 @@ class FlatState(ShardedBase):
     def validate_metadata_integrity(self) -> None:
         """Checks nothing: `pieces` does."""
 
-    def without_data(self) -> FlatState:
+    def without_data(self) -> FlatRange:
         """The same range without its memory."""
         return replace(self, data=None)
 
@@ -68,7 +71,7 @@ class FlatState(ShardedBase):
         return pieces
 
 
-def sharded(ranges: Sequence[FlatState]) -> sp.LocalShards:
+def sharded(ranges: Sequence[FlatRange]) -> sp.LocalShards:
     """All ranges of one tensor on this rank."""
     pieces = [piece for item in ranges for piece in item.pieces()]
     return sp.LocalShards(ranges[0].shape, pieces, dtype=ranges[0].data.dtype)
@@ -87,10 +90,11 @@ def optimizer_state(
 
     Returns:
         Options of the parameter groups and the loss scale, as Megatron stores them, and under "param_state" a
-        `FlatState` for each range. `load_optimizer_state` takes what a load makes of it.
+        `FlatRange` for each range. `load_optimizer_state` takes what a load makes of it.
 
     Raises:
-        StructureError: the optimizer is of another kind.
+        StructureError: the optimizer is of another kind, is precision-aware, or has state other than
+            ``exp_avg`` and ``exp_avg_sq``.
     """
     parts = {}
     model, _ = extract_sharded_tensors_and_factories(dict(model_sharded_state_dict))
@@ -98,14 +102,14 @@ def optimizer_state(
         parts[id(item.data)] = item
     inner = _single(optimizer)
     keys = None if stored is None else set(stored)
-    ranges: list[FlatState] = []
+    ranges: list[FlatRange] = []
     for parameter, main, start in _ranges(inner):
         item = parts[id(parameter)]
         shape, boxes = _boxes(item)
         is_main = not any(item.replica_id[:-1]) if isinstance(item.replica_id, tuple) else True
         for name, tensor in {"param": main, **_slots(inner.optimizer.state, main, item.key, keys)}.items():
             key = f"{_PREFIX}.{name}.{item.key}"
-            ranges.append(FlatState(key, tensor.detach(), shape, boxes, start, 0 if is_main else 1))
+            ranges.append(FlatRange(key, tensor.detach(), shape, boxes, start, 0 if is_main else 1))
     state = {**inner.state_dict(), "param_state_sharding_type": "fully_reshardable"}
     return state | ({"param_state": dict(enumerate(ranges))} if ranges else {})
 
@@ -125,14 +129,38 @@ def load_optimizer_state(optimizer: Any, state: Mapping[str, Any]) -> None:
 
 
 def _single(optimizer: Any) -> Any:
-    """The DistributedOptimizer."""
+    """The DistributedOptimizer, whose state is complete with main weights and the moments of `_SLOTS`."""
     inner = getattr(optimizer, "chained_optimizers", [optimizer])
     if len(inner) != 1 or not hasattr(inner[0], "gbuf_ranges"):
         kinds = ", ".join(type(one).__name__ for one in inner)
-        raise sp.StructureError(
-            f"expected one DistributedOptimizer, found {kinds}. Use optimizer.sharded_state_dict of Megatron"
-        )
+        raise sp.StructureError(f"expected one DistributedOptimizer, found {kinds}. {_INSTEAD}")
+    _check_slots(inner[0])
     return inner[0]
+
+
+def _check_slots(optimizer: Any) -> None:
+    """Refuses an optimizer that keeps state beside its main weights and the moments of `_SLOTS`.
+
+    The first two checks give the same result on all ranks. A rank without elements has no slots.
+    """
+    base = optimizer.optimizer
+    if getattr(optimizer.config, "use_precision_aware_optimizer", False):
+        raise sp.StructureError(
+            "the DistributedOptimizer has use_precision_aware_optimizer=True: its main weights are in "
+            f"the slot 'master_param', and its moments may be scaled. {_INSTEAD}"
+        )
+    if isinstance(base, torch.optim.Adam | torch.optim.AdamW) or hasattr(base, "sub_optimizers"):
+        raise sp.StructureError(
+            f"the DistributedOptimizer has a {type(base).__name__}, which counts steps in the slot 'step' of "
+            f"each parameter; expected a fused Adam, which counts them in the parameter groups. {_INSTEAD}"
+        )
+    expected = set(getattr(optimizer, "optimizer_state_keys", _SLOTS))
+    found = sorted(expected.symmetric_difference(_SLOTS) | set().union(*base.state.values()) - set(_SLOTS))
+    if found:
+        raise sp.StructureError(
+            f"the {type(base).__name__} of the DistributedOptimizer differs in the slots {', '.join(found)} "
+            f"from a fused Adam, which has {' and '.join(_SLOTS)}. {_INSTEAD}"
+        )
 
 
 def _ranges(optimizer: Any) -> Iterator[tuple[Any, torch.Tensor, int]]:

@@ -26,6 +26,8 @@ __all__ = ["begin_save", "get_default_save_sharded_strategy", "save"]
 _log = logging.getLogger("shardproof")
 _CONTENT = "content_metadata"
 _Preprocess = Callable[[dict[str, Any]], dict[str, Any]]
+_DEFAULT = SaveStrategy()
+"""The strategy of all saves without one. It reuses its plan, and keeps the order of background saves."""
 
 
 def save(
@@ -45,8 +47,8 @@ def save(
     Args:
         sharded_state_dict: as for Megatron's ``save``.
         checkpoint_dir: the folder of the checkpoint. A committed checkpoint in it is replaced.
-        sharded_strategy: a `SaveStrategy`, Megatron's wrapper of one, or ``("shardproof", 1)``. None: a new
-            `SaveStrategy`. Any other strategy saves as Megatron does.
+        sharded_strategy: a `SaveStrategy`, Megatron's wrapper of one, or ``("shardproof", 1)``. None: the
+            `SaveStrategy` of the process. Any other strategy saves as Megatron does.
         validate_access_integrity: False leaves out the comparison of the common state between ranks. The
             proof that boxes have one main replica and tile each tensor always runs.
         async_sharded_save: True to return a request for Megatron's ``AsyncCallsQueue``.
@@ -62,7 +64,7 @@ def save(
         StructureError: a box has no main replica, or two.
         ShardproofError: see `shardproof.save`.
     """
-    strategy = SaveStrategy() if sharded_strategy in (None, (BACKEND, VERSION)) else sharded_strategy
+    strategy = _DEFAULT if sharded_strategy in (None, (BACKEND, VERSION)) else sharded_strategy
     if not _saves_with_us(strategy):
         options = {"async_strategy": async_strategy, "verify_integrity": verify_integrity}
         return mcore.save(
@@ -106,9 +108,9 @@ def begin_save(
 
 
 def get_default_save_sharded_strategy(backend: str = BACKEND, version: int = VERSION) -> Any:
-    """The strategy of a backend: a new `SaveStrategy`, or one of Megatron's."""
+    """The strategy of a backend: the `SaveStrategy` of the process, or one of Megatron's."""
     if (backend, version) == (BACKEND, VERSION):
-        return SaveStrategy()
+        return _DEFAULT
     return mcore.serialization.get_default_save_sharded_strategy(backend)
 
 

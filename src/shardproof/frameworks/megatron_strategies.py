@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.strategies import torch as torch_strategie
 from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 
 import shardproof as sp
+from shardproof.frameworks.coordinator_work import on_rank_0
 from shardproof.frameworks.megatron_async import call_of
 from shardproof.frameworks.megatron_common import (
     BACKEND,
@@ -34,7 +35,7 @@ from shardproof.frameworks.megatron_tensors import Load, boxes_of, save_tree
 from shardproof.saving import Saver
 from shardproof.state import references
 
-__all__ = ["LoadStrategy", "SaveStrategy", "is_ours", "takes"]
+__all__ = ["LoadStrategy", "SaveStrategy", "agree_if_ours", "is_ours", "takes"]
 
 _ITERATION = re.compile(r"iter_(\d+)")
 
@@ -45,6 +46,18 @@ def is_ours(checkpoint_dir: str | os.PathLike[str]) -> bool:
     if config is not None:
         return bool(config.sharded_backend == BACKEND)
     return (Path(checkpoint_dir) / "manifest.json").exists()  # the job ended before metadata.json was written
+
+
+def agree_if_ours(
+    checkpoint_dir: str | os.PathLike[str], rendezvous: sp.rendezvous.Rendezvous | None = None
+) -> bool:
+    """`is_ours` as rank 0 finds it, equal on all ranks. All ranks call it."""
+
+    def find() -> bytes:
+        return b"ours" if is_ours(checkpoint_dir) else b""
+
+    rendezvous = rendezvous or sp.rendezvous.connect()
+    return on_rank_0(rendezvous, f"load {os.fspath(checkpoint_dir)}", "format", find) == b"ours"
 
 
 class SaveStrategy(torch_strategies.TorchDistSaveShardedStrategy):
@@ -74,7 +87,7 @@ class SaveStrategy(torch_strategies.TorchDistSaveShardedStrategy):
         self._replicas = replicas
         self._deadline = deadline
         self._budget = host_memory_budget
-        self._engine: tuple[Saver, MainReplicas] | None = None
+        self._engine: tuple[sp.rendezvous.Rendezvous, Saver, MainReplicas] | None = None
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -129,7 +142,7 @@ class SaveStrategy(torch_strategies.TorchDistSaveShardedStrategy):
             StructureError: a box has no main replica, or two.
         """
         location = os.fspath(checkpoint_dir)
-        saver, replicas = self._connected()
+        saver, replicas = self._connected(location)
         common: list[Common] = []
 
         def describe() -> list[Any]:
@@ -151,12 +164,18 @@ class SaveStrategy(torch_strategies.TorchDistSaveShardedStrategy):
             after=publish_for_megatron(Path(location), common),
         )
 
-    def _connected(self) -> tuple[Saver, MainReplicas]:
-        if self._engine is None:
-            rendezvous = sp.rendezvous.connect(deadline=self._deadline)
+    def _connected(self, location: str) -> tuple[Saver, MainReplicas]:
+        """What saves at the rendezvous of the present process group."""
+        rendezvous = sp.rendezvous.connect(deadline=self._deadline)
+        last = self._engine
+        is_alone = rendezvous.world_size == 1  # a process without a process group has no lasting rendezvous
+        if last is None or not (last[0] is rendezvous or (is_alone and last[0].world_size == 1)):
+            if last is not None:
+                with rendezvous.operation(f"save {location}"):
+                    last[1].wait()
             saver = Saver(rendezvous, host_memory_budget=self._budget)
-            self._engine = saver, MainReplicas(rendezvous)
-        return self._engine
+            last = self._engine = rendezvous, saver, MainReplicas(rendezvous)
+        return last[1], last[2]
 
 
 class LoadStrategy(torch_strategies.TorchDistLoadShardedStrategy):
@@ -205,7 +224,8 @@ class LoadStrategy(torch_strategies.TorchDistLoadShardedStrategy):
             RankFailure: on a rank, the checkpoint lacks a key or has it with another global shape.
             ShardproofError: see `shardproof.load`.
         """
-        if not is_ours(checkpoint_dir):
+        rendezvous = sp.rendezvous.connect(deadline=self._deadline)
+        if not agree_if_ours(checkpoint_dir, rendezvous):
             return super().load(sharded_state_dict, checkpoint_dir, *async_strategy)
         location = os.fspath(checkpoint_dir)
         request = Load(sharded_state_dict)
@@ -217,7 +237,6 @@ class LoadStrategy(torch_strategies.TorchDistLoadShardedStrategy):
                 tree.update(request.tree(_stored(checkpoint)))
             return b""
 
-        rendezvous = sp.rendezvous.connect(deadline=self._deadline)
         sp.rendezvous.MeetingSequence(rendezvous, f"match {location}").meet("match", match, lambda _: b"")
         sp.load(location, tree, strict=False, cast=True, rendezvous=rendezvous)
         return request.result(tree)

@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 
 import shardproof as sp
-from shardproof.frameworks.megatron_optimizer import FlatState, sharded
+from shardproof.frameworks.megatron_optimizer import FlatRange, sharded
 from shardproof.frameworks.megatron_plain import Typed, from_plain, to_plain
 from shardproof.frameworks.megatron_replicas import Box
 
@@ -55,7 +55,7 @@ def sharded_key(item: ShardedBase) -> str:
 def boxes_of(sharded_state_dict: Mapping[Any, Any]) -> list[Box]:
     """The boxes and objects of this rank, replicas included."""
     items = nested_values(sharded_state_dict)
-    return [_box(item) for item in items if not isinstance(item, FlatState)]
+    return [_box(item) for item in items if not isinstance(item, FlatRange)]
 
 
 def save_tree(sharded_state_dict: Mapping[Any, Any], *, replicas: bool) -> dict[str, Any]:
@@ -72,11 +72,11 @@ def save_tree(sharded_state_dict: Mapping[Any, Any], *, replicas: bool) -> dict[
     """
     tree: dict[str, Any] = {}
     groups: dict[str, list[ShardedTensor]] = {}
-    ranges: dict[str, list[FlatState]] = {}
+    ranges: dict[str, list[FlatRange]] = {}
     for item in nested_values(sharded_state_dict):
         if isinstance(item, ShardedTensor):
             groups.setdefault(item.key, []).append(item)
-        elif isinstance(item, FlatState):
+        elif isinstance(item, FlatRange):
             if is_main_replica(item.replica_id):
                 ranges.setdefault(item.key, []).append(item)
         elif is_main_replica(item.replica_id) and item.key != COMMON_KEY:
@@ -108,7 +108,7 @@ class Load:
         """
         tree: dict[str, Any] = {}
         groups: dict[str, list[ShardedTensor]] = {}
-        ranges: dict[str, list[FlatState]] = {}
+        ranges: dict[str, list[FlatRange]] = {}
         for item in nested_values(self.sharded_state_dict):
             key = sharded_key(item)
             if key not in stored:
@@ -119,7 +119,7 @@ class Load:
                 )
             if isinstance(item, ShardedTensor):
                 groups.setdefault(key, []).append(item)
-            elif isinstance(item, FlatState):
+            elif isinstance(item, FlatRange):
                 ranges.setdefault(key, []).append(item)
             else:
                 tree[key] = StoredObject()
@@ -133,7 +133,7 @@ class Load:
         def loaded(item: Any) -> Any:
             if isinstance(item, ShardedObject):
                 return tree[sharded_key(item)].value
-            return item.data if isinstance(item, (ShardedTensor, FlatState)) else item
+            return item.data if isinstance(item, (ShardedTensor, FlatRange)) else item
 
         return dict_list_map_outplace(loaded, self.sharded_state_dict)
 

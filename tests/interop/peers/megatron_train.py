@@ -10,6 +10,7 @@ STEPS is a JSON list of what to do, in order:
     ["begin", PATH]      save in the background, train a step meanwhile, and wait
     ["reference", PATH]  save with Megatron's own strategy `torch_dist`
     ["own", PATH]        fill model and optimizer with Megatron's own functions and strategy
+    ["refuse", PATH]     make `live_state` of optimizers whose state it does not know; the errors are facts
 
 LAYOUT is a JSON dict of `initialize_model_parallel`, with `kind`, the sharding type of the optimizer. OPTIONS
 is one of `TransformerConfig`.
@@ -24,11 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import megatron_gpt
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing as mcore
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from peer_result import Result, join_ranks, leave_ranks, rank
 
+import shardproof as sp
 from shardproof.frameworks import megatron_core as ours
 
 
@@ -40,6 +43,7 @@ class Steps:
         self.run = megatron_gpt.Run(layout, options.pop("seed", 0), options)
         self.strategy = ours.SaveStrategy(deadline=60)
         self.done = 0
+        self.errors: dict[str, str] = {}
 
     def state(self, *, is_loading: bool = False) -> dict[str, Any]:
         return megatron_gpt.sharded_state(self.run, self.kind, is_loading=is_loading) | {"step": self.done}
@@ -86,6 +90,31 @@ class Steps:
         dist.barrier()
         mcore.save(self.state(), path)
 
+    def refuse(self, path: str) -> None:
+        """Megatron's own optimizer, with the changes that its options make where their packages are there."""
+        module, chained = self.run.model.module, self.run.optimizer
+        (optimizer,) = getattr(chained, "chained_optimizers", [chained])
+        fused = optimizer.optimizer
+
+        def error(of: str) -> None:
+            try:
+                ours.live_state(module, chained)
+            except sp.StructureError as refused:
+                self.errors[of] = str(refused)
+
+        optimizer.config.use_precision_aware_optimizer = True
+        error("precision_aware")
+        optimizer.config.use_precision_aware_optimizer = False
+        for state in fused.state.values():
+            state["master_param"] = torch.zeros(1)
+        error("slot")
+        for state in fused.state.values():
+            del state["master_param"]
+        optimizer.optimizer = torch.optim.AdamW(fused.param_groups)
+        error("adamw")
+        optimizer.optimizer = fused
+        ours.live_state(module, chained)
+
 
 def main() -> None:
     steps, layout, *options = map(json.loads, sys.argv[1:])
@@ -95,6 +124,7 @@ def main() -> None:
         getattr(it, name)(argument)
     result = Result()
     result.facts["version"] = version("megatron-core")
+    result.facts["errors"] = it.errors
     leave_ranks(result)
 
 

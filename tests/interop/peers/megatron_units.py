@@ -35,6 +35,8 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (  # noqa
 
 import shardproof as sp  # noqa: E402
 from shardproof.frameworks import megatron_core as ours  # noqa: E402
+from shardproof.frameworks import megatron_load, megatron_strategies  # noqa: E402
+from shardproof.storage.sink import LocalSink  # noqa: E402
 
 
 class Backend(enum.Enum):
@@ -181,6 +183,42 @@ def wrapped(folder: str) -> dict[str, Any]:
     ours.save(state(4), folder, ours.SaveStrategy(replicas=True))  # any rank writes a replica
     assert flat(ours.load(state(7), folder)) == expected(4)
     return {}
+
+
+def default(folder: str) -> dict[str, Any]:
+    """Saves without a strategy reuse the plan, and report the failure of a background save before them."""
+    plans: list[str] = []
+    sp.events.subscribe(lambda event: plans.append(event.operation) if event.phase == "plan" else None)
+    ours.save(state(3), f"{folder}/a")
+    ours.save(state(4), f"{folder}/b")
+    write = LocalSink.write_at
+    LocalSink.write_at = None  # not callable: the background write fails
+    ours.save(state(5), f"{folder}/c", async_sharded_save=True)
+    try:
+        ours.save(state(6), f"{folder}/d")
+    except sp.ShardproofError as error:
+        LocalSink.write_at = write
+        ours.save(state(6), f"{folder}/d")
+        assert flat(ours.load(state(7), f"{folder}/d")) == expected(6)
+        return {"plans": sorted(set(plans)), "failure": str(error)}
+    raise AssertionError(f"rank {rank()} does not know of the failed save")
+
+
+def other_format(folder: str) -> dict[str, Any]:
+    """Rank 0 alone finds the format. Rank 1 would find another one, and enter Megatron's own load."""
+    ours.save(plain(3), folder)
+    find = megatron_strategies.is_ours
+    if rank() == 1:
+        megatron_strategies.is_ours = megatron_load.is_ours = lambda _: False
+    assert flat(ours.load(plain(7), folder)) == expected_plain(3)
+    megatron_strategies.is_ours = megatron_load.is_ours = find
+    if rank() == 1:
+        megatron_load.load_common_state_dict = None  # rank 1 fails where it reads the common state
+    try:
+        ours.load(plain(7), folder)
+    except sp.ShardproofError as error:
+        return {"failure": str(error)}
+    raise AssertionError(f"rank {rank()} does not know that rank 1 could not read the common state")
 
 
 def two_mains(folder: str) -> dict[str, Any]:

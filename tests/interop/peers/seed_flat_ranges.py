@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException  # noqa
 from megatron.core.dist_checkpointing.mapping import ShardedTensor  # noqa: E402
 
 from shardproof.frameworks import megatron_core as ours  # noqa: E402
-from shardproof.frameworks.megatron_optimizer import FlatState  # noqa: E402
+from shardproof.frameworks.megatron_optimizer import FlatRange  # noqa: E402
 
 SHAPE = (5, 7)
 
@@ -39,10 +39,10 @@ def main() -> None:
     strategies = "megatron.core.dist_checkpointing.strategies"
     result.facts["zarr"] = importlib.util.find_spec(f"{strategies}.zarr") is not None
     boxes = [((0, 0), SHAPE)]
-    ours.save({"w": FlatState("w", part, SHAPE, boxes, start)}, folder)
+    ours.save({"w": FlatRange("w", part, SHAPE, boxes, start)}, folder)
     other = world_size() - 1 - rank()  # another rank's range
     mine = torch.zeros(cuts[other + 1] - cuts[other])
-    ours.load({"w": FlatState("w", mine, SHAPE, boxes, cuts[other])}, folder)
+    ours.load({"w": FlatRange("w", mine, SHAPE, boxes, cuts[other])}, folder)
     assert torch.equal(mine, whole.flatten()[cuts[other] : cuts[other + 1]])
     result.add_tensor("w", whole)
     result.facts["version"] = version("megatron-core")

@@ -209,6 +209,66 @@ def wrong(path: str, name: str, stage: int, dtype: str, result: Result) -> None:
             result.facts[f"{name}.{number}"] = str(error)
 
 
+def again(path: str, name: str, stage: int, dtype: str, result: Result) -> None:
+    """A job that ended between the commit of a tag and ``latest`` resumes, and saves the tag again."""
+    engine = built(stage, dtype, seed=0)
+    train(engine, 1)
+    adapter.save_checkpoint(engine, path)
+    train(engine, 1)
+    adapter.save_checkpoint(engine, path, save_latest=False)
+    resumed = built(stage, dtype, seed=1)
+    assert adapter.load_checkpoint(resumed, path) == (f"{path}/global_step1", {})
+    train(resumed, 1)
+    adapter.save_checkpoint(resumed, path)
+    loaded = built(stage, dtype, seed=2)
+    assert adapter.load_checkpoint(loaded, path) == (f"{path}/global_step2", {})
+    before, after = held(resumed), held(loaded)
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    if rank() == 0:
+        os.remove(f"{path}/latest")
+        os.mkdir(f"{path}/latest")  # rank 0 cannot replace a folder by a file
+    try:
+        adapter.save_checkpoint(resumed, path)
+    except sp.ShardproofError as error:
+        result.facts[name] = str(error)
+    else:
+        raise AssertionError(f"rank {rank()} does not know that rank 0 could not write latest")
+
+
+def other_format(path: str, name: str, stage: int, dtype: str, result: Result) -> None:
+    """Rank 0 alone finds the format. Rank 1 would find another one."""
+    engine = built(stage, dtype, seed=0)
+    train(engine, 1)
+    adapter.save_checkpoint(engine, path)
+    find = adapter.is_of_deepspeed
+    adapter.is_of_deepspeed = find if rank() == 0 else (lambda _: True)
+    loaded = built(stage, dtype, seed=1)
+    assert adapter.load_checkpoint(loaded, path) == (f"{path}/global_step1", {})
+    before, after = held(engine), held(loaded)
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    try:
+        adapter.load_checkpoint(loaded, path, tag="nothing" if rank() == 0 else "global_step1")
+    except sp.ShardproofError as error:
+        result.facts[name] = str(error)
+    else:
+        raise AssertionError(f"rank {rank()} does not know that rank 0 found no checkpoint")
+
+
+def unreadable(path: str, name: str, stage: int, dtype: str, result: Result) -> None:
+    """Rank 1 cannot open the files that DeepSpeed wrote."""
+    engine = built(stage, dtype, seed=0)
+    train(engine, 1)
+    engine.save_checkpoint(path)
+    if rank() == 1:
+        sp.open = None
+    try:
+        adapter.load_checkpoint(engine, path)
+    except sp.ShardproofError as error:
+        result.facts[name] = str(error)
+    else:
+        raise AssertionError(f"rank {rank()} does not know that rank 1 could not open the files")
+
+
 def add(result: Result, name: str, tensors: dict[str, torch.Tensor]) -> None:
     for key, tensor in tensors.items():
         result.add_tensor(f"{name}.{key}", tensor)
@@ -221,6 +281,9 @@ MODES = {
     "through_fsdp2": through_fsdp2,
     "model_alone": model_alone,
     "wrong": wrong,
+    "again": again,
+    "other_format": other_format,
+    "unreadable": unreadable,
 }
 
 

@@ -26,7 +26,7 @@ import shardproof as sp
 from shardproof.errors import KeyMismatchError, PlainDataError, StructureError
 from shardproof.format import read_manifest
 from shardproof.frameworks import dcp
-from shardproof.frameworks.flat_state import FlatState
+from shardproof.frameworks.flat_state import FlatTree
 from shardproof.maintenance import repair, verify
 from shardproof.storage import LocalStorage
 from tests.unit.interop.peers import Golden
@@ -68,9 +68,9 @@ def test_keys_are_those_of_dcp(state: dict[str, Any]) -> None:
         expected = list(flatten_state_dict(state)[0])
     except ValueError:  # two values have one key
         with pytest.raises(StructureError, match="two values"):
-            FlatState(state)
+            FlatTree(state)
         return
-    assert list(FlatState(state).tree) == expected
+    assert list(FlatTree(state).tree) == expected
 
 
 def state_of(fill: float, **others: Any) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def test_dicts_of_torch_2_2_are_loaded(tmp_path: Path) -> None:
     with sp.open(golden.checkpoint) as checkpoint:
         stored = {key: checkpoint[key] for key in ("dataloader", "nested")}
     state = blank(stored)
-    assert len(FlatState(state).tree) > len(stored)
+    assert len(FlatTree(state).tree) > len(stored)
     dcp.load(state, checkpoint_id=golden.checkpoint)
     assert state == stored
 
