@@ -55,6 +55,20 @@ def test_restores_what_was_saved_on_another_number_of_ranks(who: str, tmp_path: 
         assert all(torch.equal(found[key].read(), saved[key].read()) for key in moments)
 
 
+@pytest.mark.parametrize(("who", "count"), [("ours-peft-prompt", 1), ("ours-peft-prefix", 5)])
+def test_trained_prompt_is_restored(who: str, count: int, tmp_path: Path) -> None:
+    """The values are those of the parameters of the encoder, which PEFT exports as a copy of its output."""
+    run, restored = tmp_path / "run", tmp_path / "restored"
+    train("torch", SCRIPT, who, run, 2, nproc=1)
+    train("torch", SCRIPT, who, run, 4, restored, nproc=1)
+    with sp.open(restored) as found, sp.open(run / "checkpoint-2" / "shardproof") as saved:
+        names = [key for key in saved if key.startswith("model.")]
+        assert len(names) == count
+        for name in names:
+            live = name.replace("model.default.prompt_encoder.", "model.prompt_encoder.default.")
+            assert torch.equal(found[live].read(), saved[name].read()), name
+
+
 def test_checkpoint_of_the_trainer_resumes(tmp_path: Path) -> None:
     """The end is that of the Trainer's own run."""
     train("torch", SCRIPT, "theirs", tmp_path / "theirs", 8, nproc=2)

@@ -1,6 +1,7 @@
 """Trains with the Trainer of transformers: `train_transformers.py WHO RUN STEPS [LAST]`.
 
-WHO is `ours` or `theirs`, with the suffix `-peft` for a PEFT model, and `-best` to load the best
+WHO is `ours` or `theirs`, with the suffix `-peft` for a PEFT model (LoRA; with
+`-prompt` or `-prefix` a trained prompt), `-fails` to fail the last save, and `-best` to load the best
 model in the end; `ours-wrong` resumes from what is not committed.
 With LAST, what was restored is saved there before the first step, and nothing is trained.
 """
@@ -39,9 +40,14 @@ def main() -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=64, attention_dropout=0.2, **sizes))
     if "peft" in WHO:
-        from peft import LoraConfig, get_peft_model
+        from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 
-        model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], lora_dropout=0.1))
+        config: Any = LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)
+        if "prompt" in WHO:
+            config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        if "prefix" in WHO:
+            config = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, prefix_projection=True)
+        model = get_peft_model(model, config)
     generator = torch.Generator().manual_seed(5)
     texts = [{"input_ids": row, "labels": row} for row in torch.randint(0, 64, (54, 8), generator=generator)]
     options: dict[str, Any] = {}
