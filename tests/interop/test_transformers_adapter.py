@@ -96,6 +96,24 @@ def test_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
         assert all(torch.equal(end[key].read(), saved[key].read()) for key in end)
 
 
+def test_failed_last_save_removes_nothing(tmp_path: Path) -> None:
+    """In the end, the Trainer removes all but the best checkpoint, which is not the newest one here."""
+    text = train("torch", SCRIPT, "ours-best-fails", tmp_path / "run", 8, nproc=2)
+    assert text.count("No space left on device") >= 2, "both ranks raise"
+    assert (tmp_path / "run" / "checkpoint-6" / "shardproof" / "manifest.json").exists()
+    assert not (tmp_path / "run" / "checkpoint-8" / "shardproof" / "manifest.json").exists()
+
+
+def test_rotation_counts_committed_checkpoints(tmp_path: Path) -> None:
+    """What a killed save left is removed, and does not take the place of a checkpoint."""
+    run = tmp_path / "run"
+    train("torch", SCRIPT, "ours-two", run, 4, nproc=1)
+    (run / "checkpoint-5" / "shardproof" / "shards").mkdir(parents=True)
+    text = train("torch", SCRIPT, "ours-two", run, 6, nproc=1)
+    assert sorted(folder.name for folder in run.iterdir()) == ["checkpoint-4", "checkpoint-6"]
+    assert "cannot be removed" not in text
+
+
 def test_trainer_of_trl_is_killed_in_a_save_and_resumes(tmp_path: Path) -> None:
     script, last = SCRIPTS / "train_trl.py", "checkpoint-6/shardproof"
     train("trl", script, tmp_path / "whole", nproc=2)

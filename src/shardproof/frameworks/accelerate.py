@@ -147,10 +147,12 @@ def save_state(
     saves.save(folder, state, step=accelerator.step)
     project.iteration += 1
     if accelerator.is_main_process and project.automatic_checkpoint_naming and project.total_limit:
-        for old in _numbered(os.path.dirname(folder), below=_number(folder))[
-            : -project.total_limit + 1 or None
-        ]:
-            saves.remove(old)
+        older = _numbered(os.path.dirname(folder), below=_number(folder))
+        whole = [item for item in older if is_committed(item) or _is_theirs(item)]
+        kept = set(whole[len(whole) - project.total_limit + 1 :] if project.total_limit > 1 else [])
+        for old in older:  # those that are not committed do not count
+            if old not in kept:
+                saves.remove(old)
     if not background:
         saves.wait()
     return os.fspath(folder)
