@@ -144,6 +144,7 @@ PHASES: tuple[KnownPhase, ...] = (
     _event("copy", "read", "local", "copies the files of a step (`convert --standalone`)"),
     _error("settle", "settle", "meeting", "agrees on the verdict of a suspect, which rank 0 writes"),
     _error("pin", "pin", "meeting", "agrees on the pin of a step, which rank 0 writes or removes"),
+    _error("load", "choose", "meeting", "chooses the newest checkpoint: that of rank 0 (adapters)"),
     _error("load", "prepare", "meeting", "materializes a model of Hugging Face, before the load"),
     _error("match", "keys", "meeting", "compares its keys with those of the other ranks (Megatron-Core)"),
     _error("compare", "digest", "meeting", "compares the digests of its boxes and replicas (Megatron-Core)"),

@@ -22,7 +22,7 @@ import torch
 import shardproof as sp
 from shardproof.format import MANIFEST_NAME, read_manifest
 from shardproof.loading import Options, load_from
-from shardproof.rendezvous import Rendezvous, check_group, connect
+from shardproof.rendezvous import MeetingSequence, Rendezvous, check_group, connect
 from shardproof.saving import Saver
 from shardproof.storage import LocalStorage
 
@@ -144,6 +144,30 @@ class FolderSaves:
         source = LocalStorage(os.path.abspath(folder))
         with self._rendezvous.operation(f"load {source.location}"):
             return load_from(source, state, self._rendezvous, Options(**options, format="shardproof"))
+
+    def choose(self, run: str | os.PathLike[str], find: Callable[[], str | None]) -> str | None:
+        """The checkpoint that rank 0 finds. All ranks call it, after the end of the current save.
+
+        File systems may show a new folder to some ranks earlier than to others.
+
+        Args:
+            run: where the checkpoints are, for errors.
+            find: returns a folder, or None. Called on rank 0 alone.
+
+        Raises:
+            RankFailure: `find` failed. Raised on every rank.
+        """
+        self._connected().settle()
+        assert self._rendezvous is not None
+        name = f"load {os.path.abspath(run)}"
+        rank = self._rendezvous.rank
+
+        def work() -> bytes:
+            return os.fsencode((find() or "") if rank == 0 else "")
+
+        with self._rendezvous.operation(name):
+            found = MeetingSequence(self._rendezvous, name).meet("choose", work, lambda posts: posts[0])
+        return os.fsdecode(found) or None
 
     def wait(self) -> None:
         """Waits for the current save.

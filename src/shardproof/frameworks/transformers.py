@@ -78,7 +78,8 @@ def with_shardproof(kind: Any, *, background: bool = True) -> Any:
                 NotCommittedError: the save of this checkpoint did not finish.
             """
             if resume_from_checkpoint is True:
-                folder = last_checkpoint(self.args.output_dir)
+                run = self.args.output_dir
+                folder = self.shardproof_saves.choose(run, lambda: last_checkpoint(run))
                 if folder is None:
                     raise ValueError(
                         f"{self.args.output_dir} has no committed checkpoint. Leave resume_from_checkpoint "

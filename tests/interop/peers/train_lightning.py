@@ -3,8 +3,9 @@
 PACKAGE is `lightning.pytorch` or `pytorch_lightning`; STRATEGY is `ddp`, `fsdp2` or
 `fsdp1`, which is refused; CALLBACK is `ours` or
 `theirs`. At the end, the state is saved to LAST. With RESTORED=1, that is done before the first step instead.
-With AVERAGE=1, weights are averaged; they and the average are written to LAST at step 4, or once they are
-restored. With WEIGHTS_ONLY=1, the last checkpoint has no optimizer. With LOOSE=1, the module has a buffer more and does not load strictly.
+With WEIGHTS_ONLY=1, the last checkpoint has no optimizer. With AVERAGE=1, weights are averaged; they and the
+average are saved to LAST at step 4, or once they are restored, and nothing else is. With LOOSE=1, the module
+has a buffer more and does not load strictly.
 """
 
 from __future__ import annotations
@@ -78,16 +79,13 @@ class SaveRestored(pl.Callback):
 
 class WriteAverage(pl.Callback):
     def write(self, trainer: Any, module: Any) -> None:
-        if trainer.is_global_zero:
-            averaged = next(item for item in trainer.callbacks if hasattr(item, "_average_model"))
-            tensors = {"average": averaged._average_model.state_dict(), "current": module.state_dict()}
-            torch.save(tensors, LAST)
+        averaged = next(item for item in trainer.callbacks if hasattr(item, "_average_model"))
+        sp.save(LAST, {"average": averaged._average_model.state_dict(), "current": module.state_dict()})
 
     def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
         if PATH:
             self.write(trainer, module)
             sys.stdout.flush()
-            trainer.strategy.barrier()
             os._exit(0)
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
@@ -147,7 +145,7 @@ def main() -> None:
         load_loosely(trainer, module)
         return
     trainer.fit(module, Batches(), ckpt_path=PATH[0] if PATH else "last")
-    if CALLBACK == "ours":
+    if CALLBACK == "ours" and not os.environ.get("AVERAGE"):
         trainer.save_checkpoint(LAST, weights_only=bool(os.environ.get("WEIGHTS_ONLY")))
         trainer.strategy.teardown()
 
