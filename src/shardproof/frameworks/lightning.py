@@ -123,13 +123,16 @@ def with_shardproof(kind: Any) -> Any:
             """Loads a folder of shardproof into module and optimizers, or a checkpoint of Lightning.
 
             Args:
-                checkpoint_path: the path.
+                checkpoint_path: the path. That of rank 0 counts.
                 args: for a checkpoint of Lightning.
                 options: for a checkpoint of Lightning.
 
             Returns:
                 Lightning's checkpoint. The state dict is that of the loaded module.
             """
+            checkpoint_path = self.shardproof_saves.choose(
+                os.path.dirname(checkpoint_path), lambda: os.fspath(checkpoint_path)
+            )
             self.shardproof_loaded = _is_ours(checkpoint_path)
             if not self.shardproof_loaded:
                 loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **options)

@@ -69,7 +69,8 @@ def with_shardproof(kind: Any, *, background: bool = True) -> Any:
             """Trains, and returns after the commit of the last save.
 
             Args:
-                resume_from_checkpoint: a folder, or True for the newest committed one.
+                resume_from_checkpoint: a folder, or True for the newest committed one. That of rank 0
+                    counts.
                 args: those of `Trainer.train`.
                 options: those of `Trainer.train`.
 
@@ -77,17 +78,17 @@ def with_shardproof(kind: Any, *, background: bool = True) -> Any:
                 ValueError: `resume_from_checkpoint` is True, and nothing is committed.
                 NotCommittedError: the save of this checkpoint did not finish.
             """
-            if resume_from_checkpoint is True:
-                run = self.args.output_dir
-                folder = self.shardproof_saves.choose(run, lambda: last_checkpoint(run))
-                if folder is None:
-                    raise ValueError(
-                        f"{self.args.output_dir} has no committed checkpoint. Leave resume_from_checkpoint "
-                        "out, or set it to last_checkpoint(output_dir), which may be None"
-                    )
-                resume_from_checkpoint = folder
+            run, wanted = self.args.output_dir, resume_from_checkpoint
+            found = self.shardproof_saves.choose(
+                run, lambda: last_checkpoint(run) if wanted is True else wanted or None
+            )
+            if wanted is True and found is None:
+                raise ValueError(
+                    f"{run} has no committed checkpoint. Leave resume_from_checkpoint out, or set it to "
+                    "last_checkpoint(output_dir), which may be None"
+                )
             try:
-                return super().train(resume_from_checkpoint, *args, **options)
+                return super().train(found, *args, **options)
             finally:
                 self.shardproof_saves.wait()
 
