@@ -45,6 +45,12 @@ def test_restores_what_was_saved_on_another_number_of_ranks(model: str, tmp_path
         assert checkpoint["schedulers.0"]["last_epoch"] == 3 * 2  # Accelerate steps it once for each rank
 
 
+def test_rotation_counts_committed_checkpoints(tmp_path: Path) -> None:
+    train("torch", SCRIPT, "ddp", "rotate", tmp_path, nproc=1)
+    committed = sorted(folder.parent.name for folder in tmp_path.glob("checkpoints/*/manifest.json"))
+    assert committed == ["checkpoint_1", "checkpoint_3"]
+
+
 def test_checkpoint_of_accelerate_loads(tmp_path: Path) -> None:
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     train("torch", SCRIPT, "ddp", "save-theirs", theirs, nproc=2)

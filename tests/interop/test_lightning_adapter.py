@@ -71,6 +71,29 @@ def test_checkpoint_of_lightning_resumes(package: str, tmp_path: Path) -> None:
         assert callback["best_model_path"] == str(old)
 
 
+def test_averaged_weights_are_restored(tmp_path: Path) -> None:
+    """A callback puts the average under the keys of the module, and the current weights beside it."""
+    run, saved, found = tmp_path / "run", tmp_path / "saved", tmp_path / "found"
+    train("torch", SCRIPT, LIGHTNING, "ddp", "ours", run, saved, nproc=2, AVERAGE="1")
+    train("torch", SCRIPT, LIGHTNING, "ddp", "ours", run, found, run / "step=4.ckpt", nproc=2, AVERAGE="1")
+    with sp.open(saved) as expected, sp.open(found) as restored:
+        assert list(expected) == list(restored)
+        for key in expected:
+            assert torch.equal(expected[key].read(), restored[key].read()), key
+        average, current = expected["average.module.net.0.weight"], expected["current.net.0.weight"]
+        assert not torch.equal(average.read(), current.read())
+
+
+def test_a_loose_load_is_loose_for_the_weights_alone(tmp_path: Path) -> None:
+    run, last = tmp_path / "run", tmp_path / "last"
+    train("torch", SCRIPT, LIGHTNING, "ddp", "ours", run, last, nproc=1, WEIGHTS_ONLY="1")
+    options = {"nproc": 1, "LOOSE": "1"}
+    text = train("torch", SCRIPT, LIGHTNING, "ddp", "ours", run, last, last, **options)
+    assert "optimizers.0" in text and "unchanged True" in text
+    text = train("torch", SCRIPT, LIGHTNING, "ddp", "ours", run, last, run / "step=4.ckpt", **options)
+    assert "trained to step 10" in text
+
+
 def test_fsdp1_is_refused(tmp_path: Path) -> None:
     """Lightning accepts FSDPStrategy on accelerators alone, so the script calls `setup` itself."""
     text = train("torch", SCRIPT, LIGHTNING, "fsdp1", "ours", tmp_path, tmp_path, nproc=1)

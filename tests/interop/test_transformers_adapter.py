@@ -55,6 +55,20 @@ def test_restores_what_was_saved_on_another_number_of_ranks(who: str, tmp_path: 
         assert all(torch.equal(found[key].read(), saved[key].read()) for key in moments)
 
 
+@pytest.mark.parametrize(("who", "count"), [("ours-peft-prompt", 1), ("ours-peft-prefix", 5)])
+def test_trained_prompt_is_restored(who: str, count: int, tmp_path: Path) -> None:
+    """The values are those of the parameters of the encoder, which PEFT exports as a copy of its output."""
+    run, restored = tmp_path / "run", tmp_path / "restored"
+    train("torch", SCRIPT, who, run, 2, nproc=1)
+    train("torch", SCRIPT, who, run, 4, restored, nproc=1)
+    with sp.open(restored) as found, sp.open(run / "checkpoint-2" / "shardproof") as saved:
+        names = [key for key in saved if key.startswith("model.")]
+        assert len(names) == count
+        for name in names:
+            live = name.replace("model.default.prompt_encoder.", "model.prompt_encoder.default.")
+            assert torch.equal(found[live].read(), saved[name].read()), name
+
+
 def test_checkpoint_of_the_trainer_resumes(tmp_path: Path) -> None:
     """The end is that of the Trainer's own run."""
     train("torch", SCRIPT, "theirs", tmp_path / "theirs", 8, nproc=2)
@@ -80,6 +94,24 @@ def test_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     assert best != "checkpoint-8"
     with sp.open(tmp_path / "run-end") as end, sp.open(tmp_path / "run" / best / "shardproof") as saved:
         assert all(torch.equal(end[key].read(), saved[key].read()) for key in end)
+
+
+def test_failed_last_save_removes_nothing(tmp_path: Path) -> None:
+    """In the end, the Trainer removes all but the best checkpoint, which is not the newest one here."""
+    text = train("torch", SCRIPT, "ours-best-fails", tmp_path / "run", 8, nproc=2)
+    assert text.count("No space left on device") >= 2, "both ranks raise"
+    assert (tmp_path / "run" / "checkpoint-6" / "shardproof" / "manifest.json").exists()
+    assert not (tmp_path / "run" / "checkpoint-8" / "shardproof" / "manifest.json").exists()
+
+
+def test_rotation_counts_committed_checkpoints(tmp_path: Path) -> None:
+    """What a killed save left is removed, and does not take the place of a checkpoint."""
+    run = tmp_path / "run"
+    train("torch", SCRIPT, "ours-two", run, 4, nproc=1)
+    (run / "checkpoint-5" / "shardproof" / "shards").mkdir(parents=True)
+    text = train("torch", SCRIPT, "ours-two", run, 6, nproc=1)
+    assert sorted(folder.name for folder in run.iterdir()) == ["checkpoint-4", "checkpoint-6"]
+    assert "cannot be removed" not in text
 
 
 def test_trainer_of_trl_is_killed_in_a_save_and_resumes(tmp_path: Path) -> None:

@@ -148,6 +148,7 @@ PHASES: tuple[KnownPhase, ...] = (
     _error("load", "format", "meeting", "waits until rank 0 has found the format (DeepSpeed, Megatron-Core)"),
     _error("load", "open", "meeting", "opens the files that DeepSpeed wrote"),
     _error("load", "common", "meeting", "reads the common state (Megatron-Core)"),
+    _error("load", "choose", "meeting", "chooses the newest checkpoint: that of rank 0 (adapters)"),
     _error("load", "prepare", "meeting", "materializes a model of Hugging Face, before the load"),
     _error("match", "keys", "meeting", "compares its keys with those of the other ranks (Megatron-Core)"),
     _error("compare", "digest", "meeting", "compares the digests of its boxes and replicas (Megatron-Core)"),

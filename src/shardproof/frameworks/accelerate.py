@@ -147,10 +147,12 @@ def save_state(
     saves.save(folder, state, step=accelerator.step)
     project.iteration += 1
     if accelerator.is_main_process and project.automatic_checkpoint_naming and project.total_limit:
-        for old in _numbered(os.path.dirname(folder), below=_number(folder))[
-            : -project.total_limit + 1 or None
-        ]:
-            saves.remove(old)
+        older = _numbered(os.path.dirname(folder), below=_number(folder))
+        whole = [item for item in older if is_committed(item) or _is_theirs(item)]
+        kept = set(whole[len(whole) - project.total_limit + 1 :] if project.total_limit > 1 else [])
+        for old in older:  # those that are not committed do not count
+            if old not in kept:
+                saves.remove(old)
     if not background:
         saves.wait()
     return os.fspath(folder)
@@ -175,8 +177,8 @@ def load_state(
         ValueError: no folder is given, and automatic naming is off.
     """
     if folder is None:
-        folders = _numbered(_checkpoints(accelerator))
-        folder = next((item for item in reversed(folders) if is_committed(item) or _is_theirs(item)), None)
+        run = _checkpoints(accelerator)
+        folder = _saves_of(accelerator).choose(run, lambda: _newest(run))
         if folder is None:
             return None
     if _is_theirs(folder):
@@ -222,6 +224,11 @@ def _numbered(folder: str, below: int | None = None) -> list[str]:
     names = os.listdir(folder) if os.path.isdir(folder) else []
     found = sorted((_number(name), name) for name in names if _number(name) >= 0)
     return [os.path.join(folder, name) for number, name in found if below is None or number < below]
+
+
+def _newest(run: str) -> str | None:
+    usable = (item for item in reversed(_numbered(run)) if is_committed(item) or _is_theirs(item))
+    return next(usable, None)
 
 
 def _is_theirs(folder: str | os.PathLike[str]) -> bool:

@@ -12,15 +12,17 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 import shardproof as sp
-from shardproof.format import MANIFEST_NAME
+from shardproof.format import MANIFEST_NAME, read_manifest
 from shardproof.loading import Options, load_from
-from shardproof.rendezvous import Rendezvous, check_group, connect
+from shardproof.rendezvous import MeetingSequence, Rendezvous, check_group, connect
 from shardproof.saving import Saver
 from shardproof.storage import LocalStorage
 
@@ -121,10 +123,8 @@ class FolderSaves:
         saver.settle()  # the previous save has called `_committed`, or failed
         with self._lock:
             self._uncommitted = True
-            self._waiting += [then] if then is not None else []
-        saver.begin(
-            LocalStorage(os.path.abspath(folder)), state, step=step, overwrite=True, after=self._committed
-        )
+        storage, after = LocalStorage(os.path.abspath(folder)), partial(self._committed, then)
+        saver.begin(storage, state, step=step, overwrite=True, after=after)
         if not self._background:
             saver.wait()
 
@@ -144,6 +144,30 @@ class FolderSaves:
         source = LocalStorage(os.path.abspath(folder))
         with self._rendezvous.operation(f"load {source.location}"):
             return load_from(source, state, self._rendezvous, Options(**options, format="shardproof"))
+
+    def choose(self, run: str | os.PathLike[str], find: Callable[[], str | None]) -> str | None:
+        """The checkpoint that rank 0 finds. All ranks call it, after the end of the current save.
+
+        File systems may show a new folder to some ranks earlier than to others.
+
+        Args:
+            run: where the checkpoints are, for errors.
+            find: returns a folder, or None. Called on rank 0 alone.
+
+        Raises:
+            RankFailure: `find` failed. Raised on every rank.
+        """
+        self._connected().settle()
+        assert self._rendezvous is not None
+        name = f"load {os.path.abspath(run)}"
+        rank = self._rendezvous.rank
+
+        def work() -> bytes:
+            return os.fsencode((find() or "") if rank == 0 else "")
+
+        with self._rendezvous.operation(name):
+            found = MeetingSequence(self._rendezvous, name).meet("choose", work, lambda posts: posts[0])
+        return os.fsdecode(found) or None
 
     def wait(self) -> None:
         """Waits for the current save.
@@ -187,13 +211,17 @@ class FolderSaves:
         check_group(self._rendezvous)
         return self._saver
 
-    def _committed(self, _result: sp.SaveResult, _progress: Callable[[int, int], None]) -> None:
-        """In the thread of saves, after the commit."""
+    def _committed(
+        self, then: Callable[[], None] | None, _result: sp.SaveResult, _progress: Callable[[int, int], None]
+    ) -> None:
+        """In the thread of saves, after the commit. Every call is made, also if one before it fails."""
         with self._lock:
             self._uncommitted = False
             acts, self._waiting = self._waiting, []
-        for act in acts:
-            act()
+        acts += [then] if then is not None else []
+        with ExitStack() as calls:
+            for act in reversed(acts):
+                calls.callback(act)
 
 
 def is_committed(folder: str | os.PathLike[str]) -> bool:
@@ -210,26 +238,31 @@ def is_committed(folder: str | os.PathLike[str]) -> bool:
 
 
 def newest_committed(folders: Iterable[str]) -> str | None:
-    """The folder whose manifest is the youngest; None if no folder is committed.
+    """The folder with the highest step, and of these the last one saved; None if no folder is committed.
+
+    Step and time are those of the manifests. A copy of a checkpoint has the same.
 
     Args:
         folders: paths, committed or not.
+
+    Raises:
+        FormatError: a manifest is damaged.
     """
-    times = {}
-    for folder in folders:
-        try:
-            times[folder] = os.stat(os.path.join(folder, MANIFEST_NAME)).st_mtime_ns
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-    return max(times, key=lambda folder: (times[folder], folder), default=None)
+    ages = {}
+    for folder in filter(is_committed, folders):
+        manifest = read_manifest(LocalStorage(os.path.abspath(folder)))
+        ages[folder] = (-1 if manifest.step is None else manifest.step, manifest.time, folder)
+    return max(ages, key=lambda folder: ages[folder], default=None)
 
 
 def remove_folder(path: str) -> None:
-    """Removes a checkpoint at once. Logs a warning if that fails.
+    """Removes a checkpoint at once, if it exists. Logs a warning if that fails.
 
     Args:
         path: a folder or a file. A link is removed, and not what it points to.
     """
+    if not os.path.lexists(path):
+        return
     try:
         if os.path.islink(path) or os.path.isfile(path):
             os.unlink(path)

@@ -60,6 +60,8 @@ def with_shardproof(kind: Any) -> Any:
         """Saves and loads the folders."""
         shardproof_loaded = False
         """True after `load_checkpoint` has loaded a checkpoint of shardproof."""
+        _given: dict[str, Any] | None = None
+        """The values of the module that Lightning's next checkpoint begins with."""
 
         @property
         def restore_checkpoint_after_setup(self) -> bool:
@@ -74,6 +76,7 @@ def with_shardproof(kind: Any) -> Any:
         def lightning_module_state_dict(self) -> dict[str, Any]:
             """This rank's part of the module, without a copy or a collective."""
             state: dict[str, Any] = self._module.state_dict()
+            self._given = dict(state)  # a copy: hooks may change the dict that Lightning gets
             return state
 
         def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -105,8 +108,9 @@ def with_shardproof(kind: Any) -> Any:
             rest = dict(checkpoint)
             weights = rest.pop("state_dict")
             state: dict[str, Any] = {"state_dict": self._module}
-            if weights.keys() != self._module.state_dict().keys():  # a hook added or removed some
+            if not _is_same(weights, self._given):  # a hook replaced, added or removed some
                 state["state_dict"] = weights
+            self._given = None
             if rest.pop("optimizer_states", None) is not None:
                 state["optimizers"] = self._optimizer_states()
                 state["rng"] = sp.RandomState()
@@ -119,13 +123,16 @@ def with_shardproof(kind: Any) -> Any:
             """Loads a folder of shardproof into module and optimizers, or a checkpoint of Lightning.
 
             Args:
-                checkpoint_path: the path.
+                checkpoint_path: the path. That of rank 0 counts.
                 args: for a checkpoint of Lightning.
                 options: for a checkpoint of Lightning.
 
             Returns:
                 Lightning's checkpoint. The state dict is that of the loaded module.
             """
+            checkpoint_path = self.shardproof_saves.choose(
+                os.path.dirname(checkpoint_path), lambda: os.fspath(checkpoint_path)
+            )
             self.shardproof_loaded = _is_ours(checkpoint_path)
             if not self.shardproof_loaded:
                 loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **options)
@@ -138,12 +145,13 @@ def with_shardproof(kind: Any) -> Any:
                 "loaders": sp.PerRank(loaders),
             }
             fits = self._module.trainer.state.fn == "fit"
-            self.shardproof_saves.load(
-                checkpoint_path,
-                state | training if fits else state,
-                strict=bool(self._module.strict_loading),
-                exclude=None if fits else list(training),
-            )
+            wanted, others = (state | training, []) if fits else (state, list(training))
+            load = self.shardproof_saves.load
+            if self._module.strict_loading:
+                load(checkpoint_path, wanted, exclude=others)
+            else:  # all but the weights must be there, before anything is changed
+                load(checkpoint_path, _without_weights(wanted), exclude=[*others, "state_dict"])
+                load(checkpoint_path, {"state_dict": self._module}, include="state_dict", strict=False)
             if loaders.value:
                 rest.value["loops"]["fit_loop"]["state_dict"]["combined_loader"] = loaders.value
             return {**rest.value, "state_dict": self._module.state_dict(), "optimizer_states": []}
@@ -258,6 +266,17 @@ class ShardproofCheckpoint(ModelCheckpoint):
 def _is_ours(path: Any) -> bool:
     """True for a folder of shardproof, committed or not. Lightning's folders have a file `meta.pt`."""
     return is_committed(path) or os.path.isdir(os.path.join(path, "shards"))
+
+
+def _is_same(weights: dict[str, Any], given: dict[str, Any] | None) -> bool:
+    """True if the hooks have left the values of the module as they are."""
+    return given is not None and (
+        weights.keys() == given.keys() and all(weights[key] is value for key, value in given.items())
+    )
+
+
+def _without_weights(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if key != "state_dict"}
 
 
 def _take_loaders(checkpoint: dict[str, Any]) -> Any:

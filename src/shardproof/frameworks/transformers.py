@@ -69,7 +69,8 @@ def with_shardproof(kind: Any, *, background: bool = True) -> Any:
             """Trains, and returns after the commit of the last save.
 
             Args:
-                resume_from_checkpoint: a folder, or True for the newest committed one.
+                resume_from_checkpoint: a folder, or True for the newest committed one. That of rank 0
+                    counts.
                 args: those of `Trainer.train`.
                 options: those of `Trainer.train`.
 
@@ -77,16 +78,17 @@ def with_shardproof(kind: Any, *, background: bool = True) -> Any:
                 ValueError: `resume_from_checkpoint` is True, and nothing is committed.
                 NotCommittedError: the save of this checkpoint did not finish.
             """
-            if resume_from_checkpoint is True:
-                folder = last_checkpoint(self.args.output_dir)
-                if folder is None:
-                    raise ValueError(
-                        f"{self.args.output_dir} has no committed checkpoint. Leave resume_from_checkpoint "
-                        "out, or set it to last_checkpoint(output_dir), which may be None"
-                    )
-                resume_from_checkpoint = folder
+            run, wanted = self.args.output_dir, resume_from_checkpoint
+            found = self.shardproof_saves.choose(
+                run, lambda: last_checkpoint(run) if wanted is True else wanted or None
+            )
+            if wanted is True and found is None:
+                raise ValueError(
+                    f"{run} has no committed checkpoint. Leave resume_from_checkpoint out, or set it to "
+                    "last_checkpoint(output_dir), which may be None"
+                )
             try:
-                return super().train(resume_from_checkpoint, *args, **options)
+                return super().train(found, *args, **options)
             finally:
                 self.shardproof_saves.wait()
 
@@ -134,7 +136,7 @@ def with_shardproof(kind: Any, *, background: bool = True) -> Any:
             """Nothing: `_save_checkpoint` saves it."""
 
         def _finalize_training(self, *args: Any, **options: Any) -> Any:
-            self.shardproof_saves.settle()  # the Trainer may remove folders and load the best model
+            self.shardproof_saves.wait()  # before the Trainer removes folders and loads the best model
             return super()._finalize_training(*args, **options)
 
         def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -223,12 +225,41 @@ def _has(checkpoint: str, key: str) -> bool:
 
 
 def _weights(model: Any) -> Any:
-    """What is saved of the model: itself, or the adapters of a PEFT model by name."""
+    """What is saved of the model: itself, or the adapters of a PEFT model by name.
+
+    PEFT exports a prompt as the output of its encoder, which is a copy. So the encoder itself is saved.
+
+    Raises:
+        TypeError: PEFT exports a copy of a weight, which a load cannot fill.
+    """
     if not hasattr(model, "peft_config"):
         return model
     from peft import get_peft_model_state_dict
 
-    return {name: dict(get_peft_model_state_dict(model, adapter_name=name)) for name in model.peft_config}
+    weights: dict[str, dict[str, Any]] = {}
+    for name, config in model.peft_config.items():
+        values = dict(get_peft_model_state_dict(model, adapter_name=name))
+        if config.is_prompt_learning:
+            values.pop("prompt_embeddings", None)
+            encoder = model.prompt_encoder[name].state_dict()
+            values |= {f"prompt_encoder.{key}": value for key, value in encoder.items()}
+        weights[name] = values
+    memory = {_address(value) for value in [*model.parameters(), *model.buffers()]}
+    for name, values in weights.items():
+        for key, value in values.items():
+            if _address(value) not in memory:
+                raise TypeError(
+                    f"adapter {name!r}: PEFT exports {key!r} as a copy of its parameters "
+                    f"({model.peft_config[name].peft_type}), so a load cannot fill the model. Train with "
+                    "Trainer itself, or with an adapter of another type"
+                )
+    return weights
+
+
+def _address(value: Any) -> int:
+    """The address of the memory that a tensor is part of; of a DTensor, that of this rank's part."""
+    local = value.to_local() if hasattr(value, "to_local") else value
+    return int(local.untyped_storage().data_ptr())
 
 
 def _configurations(model: Any) -> list[Any]:
@@ -238,12 +269,17 @@ def _configurations(model: Any) -> list[Any]:
 
 
 def _rotate(run: str, limit: int, step: int, best: str | None) -> None:
-    """Removes the oldest checkpoints up to the committed `step`, so that `limit` stay, and the best one."""
-    known = [path for number, path in _numbered(run) if number <= step]
+    """Removes the oldest checkpoints up to the committed `step`, so that `limit` stay, and the best one.
+
+    Checkpoints that are not committed do not count, and are removed, too.
+    """
+    found = [path for number, path in _numbered(run) if number <= step]
+    known = [path for path in found if _is_usable(path)]
     kept = set(known[-1:])
     if best is not None:
         kept.add(os.path.join(run, os.path.basename(best)))
     excess = len(known) - max(limit, len(kept))
-    for path in [item for item in known if item not in kept][: max(excess, 0)]:
+    old = [path for path in known if path not in kept][: max(excess, 0)]
+    for path in [path for path in found if path not in known] + old:
         remove_folder(os.path.join(path, FOLDER))
         remove_folder(path)

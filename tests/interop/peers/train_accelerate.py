@@ -1,7 +1,8 @@
 """Trains with Accelerate: `train_accelerate.py MODEL ACTION FOLDER [LAST]`.
 
 MODEL is `ddp`, or `fsdp2` for a model that `fully_shard` has sharded. ACTION is `save`, `save-theirs` for
-`accelerator.save_state`, `restore`, which saves what it restored to LAST, or `refuse`.
+`accelerator.save_state`, `restore`, which saves what it restored to LAST, `rotate` to save three
+numbered checkpoints with an unfinished one among them, or `refuse`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, set_seed
+from accelerate.utils import DistributedType, ProjectConfiguration, set_seed
 from torch import nn
 
 import shardproof as sp
@@ -43,7 +44,8 @@ def main() -> None:
         return
     rank = int(os.environ["RANK"])
     set_seed(rank + 10 * len(LAST))
-    accelerator = Accelerator(cpu=True)
+    naming = ProjectConfiguration(FOLDER, automatic_checkpoint_naming=ACTION == "rotate", total_limit=2)
+    accelerator = Accelerator(cpu=True, project_config=naming)
     model = nn.Sequential(nn.Linear(7, 9), nn.Dropout(0.2), nn.Linear(9, 5))
     if MODEL == "fsdp2":
         from torch.distributed.device_mesh import init_device_mesh
@@ -70,6 +72,11 @@ def main() -> None:
             average.value += step
     if ACTION == "save-theirs":
         accelerator.save_state(FOLDER)
+    elif ACTION == "rotate":
+        for number in (0, 1, 3):
+            accelerator.project_configuration.iteration = number
+            save_state(accelerator)
+            os.makedirs(f"{FOLDER}/checkpoints/checkpoint_2/shards", exist_ok=True)
     elif ACTION == "save":
         save_state(accelerator, FOLDER)
     if LAST:

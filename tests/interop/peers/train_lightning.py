@@ -3,6 +3,9 @@
 PACKAGE is `lightning.pytorch` or `pytorch_lightning`; STRATEGY is `ddp`, `fsdp2` or
 `fsdp1`, which is refused; CALLBACK is `ours` or
 `theirs`. At the end, the state is saved to LAST. With RESTORED=1, that is done before the first step instead.
+With WEIGHTS_ONLY=1, the last checkpoint has no optimizer. With AVERAGE=1, weights are averaged; they and the
+average are saved to LAST at step 4, or once they are restored, and nothing else is. With LOOSE=1, the module
+has a buffer more and does not load strictly.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ pl: Any = import_module(PACKAGE)
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
+import shardproof as sp  # noqa: E402
 from shardproof.frameworks.lightning import ShardproofCheckpoint  # noqa: E402
 
 
@@ -73,6 +77,35 @@ class SaveRestored(pl.Callback):
         os._exit(0)
 
 
+class WriteAverage(pl.Callback):
+    def write(self, trainer: Any, module: Any) -> None:
+        averaged = next(item for item in trainer.callbacks if hasattr(item, "_average_model"))
+        sp.save(LAST, {"average": averaged._average_model.state_dict(), "current": module.state_dict()})
+
+    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+        if PATH:
+            self.write(trainer, module)
+            sys.stdout.flush()
+            os._exit(0)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.global_step == 4:
+            self.write(trainer, module)
+
+
+def load_loosely(trainer: Any, module: Any) -> None:
+    module.register_buffer("more", torch.full((3,), 7.0))
+    module.strict_loading = False
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    try:
+        trainer.fit(module, Batches(), ckpt_path=PATH[0])
+        print("trained to step", trainer.global_step)
+    except sp.KeyMismatchError as error:
+        print(error)
+        same = [torch.equal(value, before[name]) for name, value in module.state_dict().items()]
+        print("unchanged", all(same))
+
+
 def main() -> None:
     pl.seed_everything(int(os.environ["RANK"]))
     world_size = int(os.environ["WORLD_SIZE"])
@@ -88,7 +121,12 @@ def main() -> None:
         strategies = import_module(f"{PACKAGE}.strategies")
         strategy = strategies.ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1)
     kind = ShardproofCheckpoint if CALLBACK == "ours" else pl.callbacks.ModelCheckpoint
-    callbacks = [kind(dirpath=RUN, every_n_train_steps=2, save_top_k=-1, filename="{step}")]
+    options: dict[str, Any] = {"dirpath": RUN, "every_n_train_steps": 2, "save_top_k": -1}
+    if os.environ.get("AVERAGE"):
+        options["background"] = False
+    callbacks = [kind(**options, filename="{step}")]
+    if os.environ.get("AVERAGE"):
+        callbacks += [pl.callbacks.EMAWeightAveraging(decay=0.5), WriteAverage()]
     if os.environ.get("RESTORED"):
         callbacks.append(SaveRestored())
     trainer = pl.Trainer(
@@ -102,9 +140,13 @@ def main() -> None:
         logger=False,
         use_distributed_sampler=False,
     )
-    trainer.fit(Regression(), Batches(), ckpt_path=PATH[0] if PATH else "last")
-    if CALLBACK == "ours":
-        trainer.save_checkpoint(LAST)
+    module = Regression()
+    if os.environ.get("LOOSE"):
+        load_loosely(trainer, module)
+        return
+    trainer.fit(module, Batches(), ckpt_path=PATH[0] if PATH else "last")
+    if CALLBACK == "ours" and not os.environ.get("AVERAGE"):
+        trainer.save_checkpoint(LAST, weights_only=bool(os.environ.get("WEIGHTS_ONLY")))
         trainer.strategy.teardown()
 
 

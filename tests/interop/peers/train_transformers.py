@@ -1,7 +1,8 @@
 """Trains with the Trainer of transformers: `train_transformers.py WHO RUN STEPS [LAST]`.
 
-WHO is `ours` or `theirs`, with the suffix `-peft` for a PEFT model, and `-best` to load the best
-model in the end; `ours-wrong` resumes from what is not committed.
+WHO is `ours` or `theirs`, with suffixes: `-peft` for LoRA, `-peft-prompt` and `-peft-prefix` for a trained
+prompt, `-two` to keep two checkpoints, `-best` to load the best model in the end, `-fails` to fail the last
+save. `ours-wrong` resumes from what is not committed.
 With LAST, what was restored is saved there before the first step, and nothing is trained.
 """
 
@@ -16,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 import shardproof as sp
 from shardproof.frameworks.transformers import last_checkpoint, with_shardproof
+from shardproof.storage import LocalSink
 
 WHO, RUN, STEPS, *LAST = sys.argv[1:]
 
@@ -34,14 +36,28 @@ class SaveRestored(TrainerCallback):
         os._exit(0)
 
 
+class FailLastSave(TrainerCallback):
+    def on_step_end(self, _: Any, state: Any, __: Any, **___: Any) -> None:
+        def full(*_: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        if state.global_step == int(STEPS) and os.environ["RANK"] == "1":
+            LocalSink.write_at = full  # type: ignore[method-assign]
+
+
 def main() -> None:
     set_seed(1 + 10 * len(LAST))
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=64, attention_dropout=0.2, **sizes))
     if "peft" in WHO:
-        from peft import LoraConfig, get_peft_model
+        from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 
-        model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], lora_dropout=0.1))
+        config: Any = LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)
+        if "prompt" in WHO:
+            config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        if "prefix" in WHO:
+            config = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, prefix_projection=True)
+        model = get_peft_model(model, config)
     generator = torch.Generator().manual_seed(5)
     texts = [{"input_ids": row, "labels": row} for row in torch.randint(0, 64, (54, 8), generator=generator)]
     options: dict[str, Any] = {}
@@ -53,7 +69,7 @@ def main() -> None:
         max_steps=int(STEPS),
         per_device_train_batch_size=3,
         save_steps=2,
-        save_total_limit=1 if WHO != "theirs" else None,
+        save_total_limit=None if WHO == "theirs" else 2 if "two" in WHO else 1,
         learning_rate=3e-3,
         report_to="none",
         use_cpu=True,
@@ -74,6 +90,13 @@ def main() -> None:
                 trainer.train(resume_from_checkpoint=wrong)
             except (ValueError, sp.NotCommittedError) as error:
                 print(type(error).__name__, error)
+        return
+    if "fails" in WHO:
+        trainer.add_callback(FailLastSave())
+        try:
+            trainer.train()
+        except sp.ShardproofError as error:
+            print(type(error).__name__, error)
         return
     trainer.train(resume_from_checkpoint=last_checkpoint(RUN))
     if "best" in WHO:

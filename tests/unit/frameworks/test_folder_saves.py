@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,46 @@ def test_an_older_checkpoint_stays_if_the_save_fails(tmp_path: Path, monkeypatch
     assert is_committed(old)
     saves.save(new, state())
     assert not old.exists() and is_committed(new)
+
+
+def test_the_newest_is_that_of_the_highest_step(tmp_path: Path) -> None:
+    """Manifests count: the times of files change in a copy."""
+    saves = FolderSaves(background=False)
+    folders = [str(tmp_path / name) for name in ("c", "b", "a")]
+    for folder, step in zip(folders, (2, 10, 10), strict=True):
+        saves.save(folder, state(), step=step)
+    for age, folder in enumerate(folders):
+        os.utime(os.path.join(folder, "manifest.json"), (1000 - age, 1000 - age))
+    assert newest_committed(folders) == folders[2]
+
+
+def test_calls_of_a_failed_save_are_dropped_and_others_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves, called = FolderSaves(background=False), []
+
+    def fail() -> None:
+        raise OSError("no rotation")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalSink, "write_at", full)
+        with pytest.raises(sp.ShardproofError, match="No space left"):
+            saves.save(tmp_path / "first", state(), then=lambda: called.append("first"))
+    saves.after_commit(fail)
+    saves.after_commit(lambda: called.append("waited"))
+    with pytest.raises(sp.ShardproofError, match="no rotation"):
+        saves.save(tmp_path / "second", state(), then=lambda: called.append("second"))
+    assert called == ["waited", "second"]
+
+
+def test_a_missing_folder_is_removed_without_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    FolderSaves().remove(tmp_path / "missing")
+    assert not caplog.records
 
 
 def test_a_value_is_loaded_whatever_it_was(tmp_path: Path) -> None:
