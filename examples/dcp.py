@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from shardproof.frameworks import dcp
 
-run, last_step, step = Path(sys.argv[1]), int(sys.argv[2]), 0
+run, last_step, step, saving = Path(sys.argv[1]), int(sys.argv[2]), 0, None
 dist.init_process_group("gloo")
 model = torch.nn.Sequential(torch.nn.Linear(16, 33), torch.nn.GELU(), torch.nn.Linear(33, 4))
 fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
@@ -37,4 +37,4 @@ while (step := step + 1) <= last_step:
     print(f"step {step}: loss {loss.item()}", flush=True)
     if step % 2 == 0:
         saving = dcp.async_save(state(), checkpoint_id=run / f"step-{step:08d}")
-saving.result()  # durable and verified
+saving and saving.result()  # durable and verified

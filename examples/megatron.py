@@ -22,7 +22,7 @@ config = TransformerConfig(**sizes, hidden_dropout=0.0, attention_dropout=0.0)
 gpt = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=32, max_sequence_length=8).cuda()
 model = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=True), gpt)
 optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.01, use_distributed_optimizer=True), [model])
-strategy = dist_checkpointing.SaveStrategy()
+strategy, saving = dist_checkpointing.SaveStrategy(), None
 if newest := max(run.glob("iter_*/manifest.json"), default=None):
     state = dist_checkpointing.live_state(gpt, optimizer, checkpoint_dir=newest.parent)
     step = dist_checkpointing.load_live_state(gpt, optimizer, state, newest.parent)["step"]
@@ -37,4 +37,4 @@ while (step := step + 1) <= last_step:
     if step % 2 == 0:
         state = dist_checkpointing.live_state(gpt, optimizer) | {"step": step}
         saving = dist_checkpointing.begin_save(state, run / f"iter_{step:07d}", strategy)
-saving.result()  # durable and verified
+saving and saving.result()  # durable and verified

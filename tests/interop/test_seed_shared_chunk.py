@@ -1,7 +1,7 @@
 """Several writers of one chunk, and slices that come back as zeros: replayed with zarr-python.
 
-Megatron-Core wrote flat ranges of its optimizer into shared chunks of Zarr arrays. The releases of today have
-neither the Zarr strategy nor flat ranges. So zarr-python shows the loss, and Megatron-Core the refusal.
+Flat ranges of an optimizer may share a chunk of a Zarr array. Megatron-Core 0.16.1 and 0.19.2 write neither
+flat ranges nor Zarr. So zarr-python shows the loss, and Megatron-Core the refusal.
 """
 
 from __future__ import annotations

@@ -42,8 +42,10 @@ class FaultyProxy:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        """Ends the proxy and all waiting connections."""
+        """Ends the listener and stalled connections. Other connections end with their peers."""
         self._release.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
         self._listener.close()
 
     def _accept(self) -> None:

@@ -83,9 +83,9 @@ def test_a_lost_answer_to_the_commit_is_no_conflict(
     storage = ObjectStorage(url)
     put = ObjectStorage._put_new
 
-    def twice(self: ObjectStorage, key: str, data: bytes, doing: str) -> bool:
-        put(self, key, data, doing)
-        return put(self, key, data, doing)
+    def twice(self: ObjectStorage, name: str, data: bytes, doing: str) -> bool:
+        put(self, name, data, doing)
+        return put(self, name, data, doing)
 
     storage.publish("first", b"probe done")
     monkeypatch.setattr(ObjectStorage, "_put_new", twice)
@@ -106,9 +106,9 @@ def test_a_store_without_conditional_writes_is_refused(
     monkeypatch.setattr(implementation, "_HONOURING", set())
     put = ObjectStorage._put
 
-    def unconditional(self: ObjectStorage, key: str, data: Any, doing: str, **how: Any) -> None:
+    def unconditional(self: ObjectStorage, name: str, data: Any, doing: str, **how: Any) -> None:
         how.pop("mode", None)
-        put(self, key, data, doing, **how)
+        put(self, name, data, doing, **how)
 
     monkeypatch.setattr(ObjectStorage, "_put", unconditional)
     with pytest.raises(sp.ShardproofError, match="does not honour conditional writes"):
@@ -119,7 +119,7 @@ def test_a_store_without_conditional_writes_is_refused(
 
 @pytest.mark.slow
 def test_a_server_that_dies_in_an_upload_and_comes_back(tmp_path: Path) -> None:
-    """The save goes on where the server is back within the deadline. Earlier steps are whole."""
+    """The second save commits or fails as a whole. The first step stays readable; a later save succeeds."""
     with running_server(tmp_path) as server:
         url = server.make_bucket("crash") + "/run"
         proxy = FaultyProxy(server.endpoint)
@@ -139,4 +139,7 @@ def test_a_server_that_dies_in_an_upload_and_comes_back(tmp_path: Path) -> None:
         target = state(0.0)
         assert sp.Checkpointer(url, storage_options=server.options).restore(target) == 2
         assert torch.equal(target["big"], state(2.0)["big"])
+        again = sp.Checkpointer(url, storage_options=server.options)
+        assert again.restore(target, step=1) == 1
+        assert torch.equal(target["big"], state(1.0)["big"])
         proxy.close()

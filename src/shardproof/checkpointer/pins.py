@@ -10,15 +10,12 @@ import time
 
 import msgspec
 
-from shardproof.checkpointer.step_folders import PINNED_NAME, parse_step, step_name
+from shardproof.checkpointer.step_folders import PINNED_NAME, parse_step, read_note, step_name
 from shardproof.errors import NotCommittedError, StorageError
 from shardproof.format import MANIFEST_NAME
 from shardproof.storage import Storage
 
 __all__ = ["Pin", "pinned_steps", "read_pin", "remove_pin", "write_pin"]
-
-_LONGEST = 1 << 20
-"""Bytes of `PINNED_NAME` that are read."""
 
 
 class Pin(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,11 +34,13 @@ def read_pin(folder: Storage) -> Pin | None:
         StorageError: the storage cannot read it at the moment.
     """
     try:
-        data = folder.read(PINNED_NAME, 0, min(folder.size(PINNED_NAME) or 0, _LONGEST))
+        data = read_note(folder, PINNED_NAME)
     except StorageError as error:
-        if error.details.get("missing") or error.details.get("lost_link"):
+        if error.details.get("lost_link"):
             return None
         raise
+    if data is None:
+        return None
     try:
         return msgspec.json.decode(data, type=Pin)
     except (msgspec.MsgspecError, ValueError, RecursionError):

@@ -115,7 +115,7 @@ class KeepLatest(RetentionPolicy):
     def __post_init__(self) -> None:
         _check_count("KeepLatest", "n", self.n)
 
-    def select(self, steps: Sequence[SavedStep]) -> set[int]:
+    def select(self, steps: Sequence[int]) -> set[int]:
         """The `n` largest of `steps`."""
         return set(sorted(steps)[-self.n :])
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shardproof.checkpointer.pins import pinned_steps, read_pin
+from shardproof.checkpointer.policies import KeepLatest
 from shardproof.checkpointer.retention import (
     Leftover,
     delete_steps,
@@ -96,7 +97,9 @@ def plan_prune(
     infos = scan_run(storage, sizes=True)
     scanned = {step: info for info in infos if (step := parse_step(info.name)) is not None}
     committed = [step for step, info in scanned.items() if info.committed]
-    selected = set(committed) if keep is None else {*sorted(committed)[-keep:], *pinned_steps(storage)}
+    selected = set(committed)
+    if keep is not None:
+        selected = {*KeepLatest(keep).select(committed), *pinned_steps(storage)}
     young = tuple(leftover for leftover in found if leftover not in old)
     # A running save may be replacing a step in one of these folders.
     busy = {leftover.folder for leftover in young}

@@ -11,15 +11,12 @@ import time
 
 import msgspec
 
-from shardproof.checkpointer.step_folders import SETTLED_NAME, StepFolder, parse_folder
-from shardproof.errors import FormatError, NotCommittedError, StorageError
+from shardproof.checkpointer.step_folders import SETTLED_NAME, StepFolder, parse_folder, read_note
+from shardproof.errors import FormatError, NotCommittedError
 from shardproof.format import MANIFEST_NAME, read_manifest
 from shardproof.storage import Storage
 
 __all__ = ["Settled", "read_settled", "settled_suspects", "unsettled_suspects", "write_settled"]
-
-_LONGEST = 1 << 20
-"""Bytes of `SETTLED_NAME` that are read. A longer file is invalid."""
 
 _log = logging.getLogger("shardproof")
 
@@ -40,12 +37,9 @@ def read_settled(folder: Storage) -> Settled | None:
     Raises:
         StorageError: the storage cannot read it at the moment.
     """
-    try:
-        data = folder.read(SETTLED_NAME, 0, min(folder.size(SETTLED_NAME) or 0, _LONGEST))
-    except StorageError as error:
-        if error.details.get("missing"):
-            return None
-        raise
+    data = read_note(folder, SETTLED_NAME)
+    if data is None:
+        return None
     try:
         settled = msgspec.json.decode(data, type=Settled)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

@@ -157,7 +157,9 @@ class ProcessExecutor:
         for process, pipe in self._workers:
             pipe.close()
             process.kill()  # a stopped process ignores a gentler signal
-            process.join(self._deadline)
+        ends = time.monotonic() + self._deadline
+        for process, _ in self._workers:
+            process.join(max(ends - time.monotonic(), 0.0))
 
 
 def _serve(pipe: Connection, request: ConversionRequest, parent: int) -> None:

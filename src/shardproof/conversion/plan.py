@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from shardproof._utils.lazy_mapping import LazyMapping
 from shardproof.conversion.key_maps import CONFIG, apply_key_map, key_map_label
 from shardproof.conversion.request import ConversionRequest, MappedTensor, Move
 from shardproof.dtypes import DTYPES
@@ -134,7 +135,7 @@ def _mapped(
     assert request.key_map is not None
     stored = {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
     stored |= {key: stored[other] for key, other in aliases.items()}
-    result = apply_key_map(request.key_map, stored, _PlainValues(checkpoint, request.source))
+    result = apply_key_map(request.key_map, stored, _plain_values_and_config(checkpoint, request.source))
     holder = {key: move.key for key, tensor in tensors.items() for move in tensor.moves if move.key}
     holder |= {key: holder[other] for key, other in aliases.items()}
     written: dict[str, MappedTensor] = {}
@@ -203,28 +204,13 @@ def _plain_values(checkpoint: Checkpoint, selected: Callable[[str], bool]) -> di
     return values
 
 
-class _PlainValues(Mapping[str, Any]):
-    """The plain values of a checkpoint and the ``config.json`` beside it. Each is read when asked for."""
-
-    def __init__(self, checkpoint: Checkpoint, path: str) -> None:
-        self._checkpoint = checkpoint
-        self._storage = foreign_of(path).storage
-        self._keys = dict.fromkeys(checkpoint.objects)
-        if self._storage.size(CONFIG) is not None:
-            self._keys.setdefault(CONFIG)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def __getitem__(self, key: str) -> Any:
-        if key in self._checkpoint.objects:
-            return self._checkpoint[key]
-        if key not in self._keys:
-            raise KeyError(key)
-        return read_json(self._storage, CONFIG)[1]
+def _plain_values_and_config(checkpoint: Checkpoint, path: str) -> Mapping[str, Any]:
+    """The plain values of a checkpoint and the ``config.json`` beside it."""
+    storage = foreign_of(path).storage
+    keys = [*checkpoint.objects, *([CONFIG] if storage.size(CONFIG) is not None else [])]
+    return LazyMapping(
+        keys, lambda key: checkpoint[key] if key in checkpoint.objects else read_json(storage, CONFIG)[1]
+    )
 
 
 def _caster(dtype: str | None) -> Callable[[str], str]:

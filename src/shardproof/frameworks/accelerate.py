@@ -20,14 +20,12 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 import shardproof as sp
-from shardproof.frameworks.folder_saves import FolderSaves, is_committed
+from shardproof.frameworks.folder_saves import is_committed, numbered_folders, saves_of
 
 __all__ = ["load_state", "save_state", "state_of", "wait"]
 
 _REFUSED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 _NAME = re.compile(r"checkpoint_(\d+)")
-_SAVES = "shardproof_saves"
-"""The attribute of the accelerator that has its `FolderSaves`."""
 
 
 class _Progress:
@@ -138,7 +136,7 @@ def save_state(
         ValueError: no folder is given, and automatic naming is off.
     """
     state = state_of(accelerator)
-    saves = _saves_of(accelerator)
+    saves = saves_of(accelerator)
     saves.settle()
     project = accelerator.project_configuration
     if folder is None:
@@ -147,7 +145,8 @@ def save_state(
     saves.save(folder, state, step=accelerator.step)
     project.iteration += 1
     if accelerator.is_main_process and project.automatic_checkpoint_naming and project.total_limit:
-        older = _numbered(os.path.dirname(folder), below=_number(folder))
+        numbered = numbered_folders(os.path.dirname(folder), _NAME)
+        older = [path for number, path in numbered if number < _number(folder)]
         whole = [item for item in older if is_committed(item) or _is_theirs(item)]
         kept = set(whole[len(whole) - project.total_limit + 1 :] if project.total_limit > 1 else [])
         for old in older:  # those that are not committed do not count
@@ -178,13 +177,13 @@ def load_state(
     """
     if folder is None:
         run = _checkpoints(accelerator)
-        folder = _saves_of(accelerator).choose(run, lambda: _newest(run))
+        folder = saves_of(accelerator).choose(run, lambda: _newest(run))
         if folder is None:
             return None
     if _is_theirs(folder):
         accelerator.load_state(os.fspath(folder), **options)
     else:
-        _saves_of(accelerator).load(folder, state_of(accelerator))
+        saves_of(accelerator).load(folder, state_of(accelerator))
     return os.fspath(folder)
 
 
@@ -197,12 +196,7 @@ def wait(accelerator: Accelerator) -> None:
     Raises:
         ShardproofError: the save failed, and no call has raised the failure yet.
     """
-    _saves_of(accelerator).wait()
-
-
-def _saves_of(accelerator: Accelerator) -> FolderSaves:
-    saves: FolderSaves = vars(accelerator).setdefault(_SAVES, FolderSaves())
-    return saves
+    saves_of(accelerator).wait()
 
 
 def _checkpoints(accelerator: Accelerator) -> str:
@@ -219,16 +213,9 @@ def _number(folder: str | os.PathLike[str]) -> int:
     return int(named[1]) if named else -1
 
 
-def _numbered(folder: str, below: int | None = None) -> list[str]:
-    """The checkpoints in a folder, oldest first; those with a number `below` it if it is given."""
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    found = sorted((_number(name), name) for name in names if _number(name) >= 0)
-    return [os.path.join(folder, name) for number, name in found if below is None or number < below]
-
-
 def _newest(run: str) -> str | None:
-    usable = (item for item in reversed(_numbered(run)) if is_committed(item) or _is_theirs(item))
-    return next(usable, None)
+    newest_first = (path for _, path in reversed(numbered_folders(run, _NAME)))
+    return next((path for path in newest_first if is_committed(path) or _is_theirs(path)), None)
 
 
 def _is_theirs(folder: str | os.PathLike[str]) -> bool:

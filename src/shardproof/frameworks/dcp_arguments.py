@@ -62,7 +62,7 @@ def path_of(
         )
     path = storage.path if storage is not None and checkpoint_id is None else checkpoint_id
     if path is None:
-        raise StructureError(f"dcp.{verb} has no place: give checkpoint_id, the folder of the checkpoint")
+        raise StructureError(f"dcp.{verb} needs a folder: give checkpoint_id")
     if "://" in os.fsdecode(path):
         raise StructureError(
             f"dcp.{verb} of shardproof needs a path of a file system, not {path}. Give a folder that all "

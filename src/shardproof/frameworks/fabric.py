@@ -16,12 +16,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from shardproof.frameworks.folder_saves import FolderSaves, is_committed
+from shardproof.frameworks.folder_saves import is_committed, saves_of
 
 __all__ = ["load", "save", "unwrapped", "wait"]
 
-_SAVES = "shardproof_saves"
-"""The attribute of the `Fabric` that has its `FolderSaves`."""
 _WRAPPED = {"_FabricModule": "module", "_FabricOptimizer": "optimizer", "_FabricDataLoader": "_dataloader"}
 """Fabric's wrappers, and their attribute that has the wrapped object."""
 
@@ -49,7 +47,7 @@ def save(
     Raises:
         ShardproofError: see `shardproof.save`; or the failure of the previous save.
     """
-    saves = _saves_of(fabric)
+    saves = saves_of(fabric)
     saves.save(path, unwrapped(state))
     if not background:
         saves.wait()
@@ -78,7 +76,7 @@ def load(
         rest: dict[str, Any] = fabric.load(path, state, strict, **options)
         return rest
     inner = unwrapped(state)
-    _saves_of(fabric).load(path, inner, strict=strict)
+    saves_of(fabric).load(path, inner, strict=strict)
     for name, value in inner.items():
         if value is not _inner(state[name]):  # a plain value, which the load replaced in the dict
             state[name] = value
@@ -94,7 +92,7 @@ def wait(fabric: Any) -> None:
     Raises:
         ShardproofError: the save failed, and no call has raised the failure yet.
     """
-    _saves_of(fabric).wait()
+    saves_of(fabric).wait()
 
 
 def _inner(value: Any) -> Any:
@@ -103,8 +101,3 @@ def _inner(value: Any) -> Any:
         if base.__name__ in _WRAPPED:
             return getattr(value, _WRAPPED[base.__name__])
     return value
-
-
-def _saves_of(fabric: Any) -> FolderSaves:
-    saves: FolderSaves = vars(fabric).setdefault(_SAVES, FolderSaves())
-    return saves

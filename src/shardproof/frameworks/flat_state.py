@@ -15,7 +15,7 @@ import shardproof as sp
 from shardproof.errors import KeyMismatchError, StructureError
 from shardproof.loading import Checkpoint
 
-__all__ = ["FlatTree", "Value", "is_stateful"]
+__all__ = ["FlatTree", "WholeValue", "is_stateful"]
 
 _Place = tuple[str, Any, Any]
 """The key of a value, the dict or list that holds it, and its name there."""
@@ -41,7 +41,7 @@ def is_stateful(value: Any) -> bool:
     return isinstance(value, Stateful) and not isinstance(value, _HANDLED)
 
 
-class Value:
+class WholeValue:
     """A value that is stored whole: plain data, with the tensors and arrays in it.
 
     Args:
@@ -111,7 +111,7 @@ class FlatTree:
                 continue
             whole = next((place for place in self._places[key] if place[0] in checkpoint.objects), None)
             if whole is not None:
-                self.tree[whole[0]] = Value(*whole[1:])
+                self.tree[whole[0]] = WholeValue(*whole[1:])
             elif not partial:
                 missing.append(key)
             del self.tree[key]
@@ -183,4 +183,4 @@ def _stored_as(key: str, container: Any, name: Any) -> Any:
         return value
     if callable(getattr(type(value), "state_dict", None)):
         return value
-    return Value(container, name)
+    return WholeValue(container, name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterable
@@ -21,15 +22,26 @@ import torch
 
 import shardproof as sp
 from shardproof.format import MANIFEST_NAME, read_manifest
+from shardproof.frameworks.coordinator_work import on_rank_0
 from shardproof.loading import Options, load_from
-from shardproof.rendezvous import MeetingSequence, Rendezvous, check_group, connect
+from shardproof.rendezvous import Rendezvous, check_group, connect
 from shardproof.saving import Saver
 from shardproof.storage import LocalStorage
 
-__all__ = ["FolderSaves", "Value", "is_committed", "newest_committed", "remove_folder"]
+__all__ = [
+    "FolderSaves",
+    "Value",
+    "is_committed",
+    "newest_committed",
+    "numbered_folders",
+    "remove_folder",
+    "saves_of",
+]
 
 _log = logging.getLogger("shardproof")
 
+_SAVES = "shardproof_saves"
+"""The attribute of a framework's object that has its `FolderSaves`."""
 _TENSOR = "torch.Tensor"
 """The key of a small tensor's values in a dict of its own."""
 _SMALL = 64
@@ -159,14 +171,9 @@ class FolderSaves:
         """
         self._connected().settle()
         assert self._rendezvous is not None
-        name = f"load {os.path.abspath(run)}"
-        rank = self._rendezvous.rank
-
-        def work() -> bytes:
-            return os.fsencode((find() or "") if rank == 0 else "")
-
-        with self._rendezvous.operation(name):
-            found = MeetingSequence(self._rendezvous, name).meet("choose", work, lambda posts: posts[0])
+        operation = f"load {os.path.abspath(run)}"
+        with self._rendezvous.operation(operation):
+            found = on_rank_0(self._rendezvous, operation, "choose", lambda: os.fsencode(find() or ""))
         return os.fsdecode(found) or None
 
     def wait(self) -> None:
@@ -222,6 +229,32 @@ class FolderSaves:
         with ExitStack() as calls:
             for act in reversed(acts):
                 calls.callback(act)
+
+
+def saves_of(owner: Any) -> FolderSaves:
+    """The `FolderSaves` of an object of a framework, made at the first call and stored in the object.
+
+    Args:
+        owner: an object with attributes.
+    """
+    saves: FolderSaves = vars(owner).setdefault(_SAVES, FolderSaves())
+    return saves
+
+
+def numbered_folders(folder: str | os.PathLike[str], name: re.Pattern[str]) -> list[tuple[int, str]]:
+    """The numbers and paths in a folder whose names match, in the order of the numbers.
+
+    Args:
+        folder: any path. One that does not exist has none.
+        name: a pattern for the whole name, whose first group is the number.
+
+    Example:
+        >>> numbered_folders("/nowhere", re.compile(r"step-([0-9]+)"))
+        []
+    """
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    matches = filter(None, map(name.fullmatch, names))
+    return sorted((int(match[1]), os.path.join(folder, match[0])) for match in matches)
 
 
 def is_committed(folder: str | os.PathLike[str]) -> bool:

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import shardproof as sp
 
-__all__ = ["Call", "call_of", "wait_for_end"]
+__all__ = ["QueueCall", "call_of", "wait_for_end"]
 
 _LOOK = 1.0
 """Seconds between two looks whether the training process lives."""
 
 
-class Call(NamedTuple):
+class QueueCall(NamedTuple):
     """What Megatron's ``AsyncRequest`` takes."""
 
     function: Any
@@ -29,18 +29,19 @@ class Call(NamedTuple):
     finalize: list[Any]
 
 
-def call_of(pending: sp.PendingSave) -> Call:
+def call_of(pending: sp.PendingSave) -> QueueCall:
     """The call that ends when a save ends, and then raises the save's error on all ranks."""
     reader, writer = Pipe(duplex=False)
 
-    def tell() -> None:
+    def notify() -> None:
         try:
             pending.settle()
         except sp.StorageError:
             pass  # `finish` raises it on the thread of the caller
-        writer.send_bytes(b"over")
+        finally:
+            writer.send_bytes(b"over")
 
-    Thread(target=tell, name="shardproof-megatron", daemon=True).start()
+    Thread(target=notify, name="shardproof-megatron", daemon=True).start()
 
     def finish() -> None:
         try:
@@ -49,7 +50,7 @@ def call_of(pending: sp.PendingSave) -> Call:
             reader.close()
             writer.close()
 
-    return Call(wait_for_end, (reader, os.getpid()), [finish])
+    return QueueCall(wait_for_end, (reader, os.getpid()), [finish])
 
 
 def wait_for_end(reader: Connection, trainer: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,7 @@ class Common:
         self.value, self.types = to_plain(value)
         file = io.BytesIO()
         torch.save(value, file)
-        self.file = file.getbuffer()
+        self.file = file.getvalue()
 
     def tree(self) -> dict[str, Any]:
         """What this rank adds to the state tree."""
@@ -65,12 +64,7 @@ def publish_for_megatron(folder: Path, common: list[Common]) -> Callable[..., No
 
     def publish(*_: object) -> None:
         for state in common:
-            temporary = folder / f"{_COMMON_FILE}.writing"
-            with open(temporary, "wb") as file:
-                file.write(state.file)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.rename(folder / _COMMON_FILE)
+            sp.storage.LocalStorage(folder).publish(_COMMON_FILE, state.file, replace=True)
             save_config(CheckpointingConfig(BACKEND, VERSION), str(folder))
 
     return publish

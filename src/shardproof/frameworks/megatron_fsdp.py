@@ -79,11 +79,11 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: MegatronFSDP) -> sp
         StructureError: the optimizer trains a parameter that is not one of the model's distributed
             parameters.
     """
-    keeper = _Optimizer(optimizer, model)
+    keeper = _FsdpOptimizer(optimizer, model)
     return sp.OptimizerState(keeper, names=keeper.names)  # type: ignore[arg-type]
 
 
-class _Optimizer(PartitionedOptimizer):
+class _FsdpOptimizer(PartitionedOptimizer):
     """An optimizer whose parameters are the DTensors of Megatron-FSDP."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: MegatronFSDP) -> None:

@@ -13,6 +13,7 @@ import msgspec
 import xxhash
 
 import shardproof as sp
+from shardproof.format import box_name
 
 __all__ = ["Box", "MainReplicas", "check_main_replicas"]
 
@@ -122,7 +123,4 @@ are on rank 1. Give it replica_id 0 on one rank
 
 
 def _name(key: str, offsets: Sequence[int], sizes: Sequence[int]) -> str:
-    if not sizes:
-        return f"key {key!r}"
-    box = ",".join(f"{at}:{at + size}" for at, size in zip(offsets, sizes, strict=True))
-    return f"key {key!r}, box [{box}]"
+    return f"key {key!r}" + (f", box {box_name(offsets, sizes)}" if sizes else "")

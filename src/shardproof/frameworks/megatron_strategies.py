@@ -31,7 +31,7 @@ from shardproof.frameworks.megatron_common import (
     publish_for_megatron,
 )
 from shardproof.frameworks.megatron_replicas import MainReplicas
-from shardproof.frameworks.megatron_tensors import Load, boxes_of, save_tree
+from shardproof.frameworks.megatron_tensors import Load, add_keys, boxes_of, save_tree
 from shardproof.saving import Saver
 from shardproof.state import references
 
@@ -153,7 +153,7 @@ class SaveStrategy(torch_strategies.TorchDistSaveShardedStrategy):
         replicas.prove(location, describe)
         tree = save_tree(sharded_state_dict, replicas=self._replicas)
         for state in common:
-            tree |= state.tree()
+            add_keys(tree, state.tree())
         number = _ITERATION.fullmatch(Path(location).name)
         return saver.begin(
             sp.storage.LocalStorage(location),

@@ -25,7 +25,7 @@ from shardproof.frameworks.megatron_optimizer import FlatRange, sharded
 from shardproof.frameworks.megatron_plain import Typed, from_plain, to_plain
 from shardproof.frameworks.megatron_replicas import Box
 
-__all__ = ["COMMON_KEY", "Load", "StoredObject", "boxes_of", "save_tree", "sharded_key"]
+__all__ = ["COMMON_KEY", "Load", "StoredObject", "add_keys", "boxes_of", "save_tree", "sharded_key"]
 
 COMMON_KEY = "common_state"
 """Key of the ShardedObject that has the common state, in Megatron-Core 0.19."""
@@ -83,7 +83,22 @@ def save_tree(sharded_state_dict: Mapping[Any, Any], *, replicas: bool) -> dict[
             tree[sharded_key(item)] = StoredObject(item.data)
     for key, items in groups.items():
         tree[key] = _to_save(key, items, replicas)
-    return tree | {key: sharded(items) for key, items in ranges.items()}
+    add_keys(tree, {key: sharded(items) for key, items in ranges.items()})
+    return tree
+
+
+def add_keys(tree: dict[str, Any], added: Mapping[str, Any]) -> None:
+    """Adds entries to a state tree.
+
+    Raises:
+        StructureError: the tree has one of the keys.
+    """
+    for key, value in added.items():
+        if key in tree:
+            raise sp.StructureError(
+                f"two entries of the sharded state dict have the key {key!r}. Rename one of them", key=key
+            )
+        tree[key] = value
 
 
 @dataclass(frozen=True)

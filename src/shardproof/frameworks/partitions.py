@@ -79,6 +79,11 @@ class Partition:
                     declare_storage_owner(part, owner)
 
     @property
+    def memory(self) -> torch.Tensor:
+        """The memory of the weight on this rank."""
+        return self.weight if self.whole is None else self.whole
+
+    @property
     def is_elsewhere(self) -> bool:
         """True if the parameter has elements, and this rank has none of them."""
         return self.start == self.stop and prod(self.shape) > 0
@@ -190,7 +195,7 @@ class PartitionedOptimizer:
         self.stepper = optimizer
         self._kind = type(optimizer).__qualname__
         self._groups = list(groups)
-        self.param_groups: list[dict[str, Any]] = [_Group(group, parts) for group, parts in self._groups]
+        self.param_groups: list[dict[str, Any]] = [_PartGroup(group, parts) for group, parts in self._groups]
         self._by_parameter = {id(part.parameter): part for _, parts in self._groups for part in parts}
 
     @property
@@ -228,7 +233,7 @@ class PartitionedOptimizer:
                         tensors[slot] = _range_of(part, item)
                     else:
                         values[slot] = item
-                weight = part.weight if part.whole is None else part.whole
+                weight = part.memory
                 weights = () if part.is_gathered_in_place else (weight,)
                 if part.master is not None:
                     tensors[MASTER] = _range_of(part, part.master)
@@ -246,7 +251,7 @@ class PartitionedOptimizer:
             if slot != MASTER
         }
         tensors = {slot: _range_of(part, item) for slot, item in slots.items()}
-        weight = part.weight if part.whole is None else part.whole
+        weight = part.memory
         exact: torch.Tensor | None = None  # the values of a weight that is stored rounded
         if part.master is not None:
             tensors[MASTER] = _range_of(part, part.master)
@@ -280,7 +285,7 @@ class PartitionedOptimizer:
             )
 
 
-class _Group(dict[str, Any]):
+class _PartGroup(dict[str, Any]):
     """The options of a group with stand-ins for its parameters. New options also reach the live group."""
 
     def __init__(self, group: dict[str, Any], partitions: Sequence[Partition]) -> None:

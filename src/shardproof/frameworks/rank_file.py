@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,7 +72,7 @@ class RankFile:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _BoxPart:
     """A box of a tensor that this rank writes."""
 
     key: str
@@ -99,7 +100,7 @@ class ShardFile:
         self._planner = planner
         self._tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._objects: dict[str, Any] = {}
-        self._parts: list[_Part] = []
+        self._parts: list[_BoxPart] = []
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
                 self._add_value(item.index)
@@ -162,7 +163,7 @@ class ShardFile:
         key, offsets, sizes = item.index.fqn, tuple(data.chunk.offsets), tuple(data.chunk.sizes)
         self._declare(key, data.properties.dtype, tuple(data.size))
         if 0 not in sizes:
-            self._parts.append(_Part(key, offsets, sizes, item))
+            self._parts.append(_BoxPart(key, offsets, sizes, item))
 
     def _add_value(self, index: MetadataIndex) -> None:
         """Encodes a plain value. Its tensors and large arrays become tensors of their own."""
@@ -183,7 +184,7 @@ class ShardFile:
             key = hoisted_key(index.fqn, path, used)
             self._declare(key, tensor.dtype, tuple(tensor.shape))
             if tensor.numel():
-                self._parts.append(_Part(key, (0,) * tensor.dim(), tuple(tensor.shape), None, tensor))
+                self._parts.append(_BoxPart(key, (0,) * tensor.dim(), tuple(tensor.shape), None, tensor))
             return key
 
         value = self._planner.lookup_object(index)
@@ -195,9 +196,9 @@ class ShardFile:
             raise StructureError(f"{key!r}: shardproof cannot store tensors of dtype {name}", key=key)
         self._tensors[key] = name, shape
 
-    def _in_file_order(self, row: dict[str, int], itemsize: dict[str, int]) -> list[_Part]:
+    def _in_file_order(self, row: dict[str, int], itemsize: dict[str, int]) -> list[_BoxPart]:
         rows = np.array([row[part.key] for part in self._parts], np.int64)
-        nbytes = [int(np.prod(part.sizes, dtype=np.int64)) * itemsize[part.key] for part in self._parts]
+        nbytes = [math.prod(part.sizes) * itemsize[part.key] for part in self._parts]
         counts = np.minimum(np.array(nbytes, np.int64), CHUNK_BYTES)
         place = tensor_order([dtype for dtype, _ in self._tensors.values()], rows, counts)
         order = np.argsort(place[rows], kind="stable") if len(rows) else rows
@@ -220,7 +221,12 @@ class ShardFile:
         )
 
     def _write_part(
-        self, file: FileWriter, part: _Part, counts: Sequence[int], digests: list[bytes], blocks: list[bytes]
+        self,
+        file: FileWriter,
+        part: _BoxPart,
+        counts: Sequence[int],
+        digests: list[bytes],
+        blocks: list[bytes],
     ) -> None:
         """Appends the chunks of a box, whose bytes follow each other in its row-major order."""
         data = as_bytes(self._values(part)).numpy().data
@@ -235,7 +241,7 @@ class ShardFile:
             blocks += hasher.blocks()
             start += count
 
-    def _values(self, part: _Part) -> torch.Tensor:
+    def _values(self, part: _BoxPart) -> torch.Tensor:
         """The values of a box, in host memory."""
         values = part.value if part.item is None else self._planner.resolve_data(part.item)
         assert isinstance(values, torch.Tensor)

@@ -197,7 +197,9 @@ def _merged(
                 raise StructureError(
                     f"{key}: ranks have {tensors[key]} and {described}; nothing was committed", key=key
                 )
-        objects |= file.objects
+        for key, value in file.objects.items():
+            if objects.setdefault(key, value) != value:
+                raise StructureError(f"{key}: ranks wrote different values; nothing was committed", key=key)
     planned = {
         key: isinstance(kind, TensorStorageMetadata) for key, kind in metadata.state_dict_metadata.items()
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -120,7 +121,7 @@ class TracedTensor:
             sizes: Sequence[int] = [min(split_size, total - start) for start in starts]
         else:
             sizes = split_size
-        ends = [sum(sizes[: at + 1]) for at in range(len(sizes))]
+        ends = list(accumulate(sizes))
         return tuple(self.narrow(dim, end - size, size) for end, size in zip(ends, sizes, strict=True))
 
     def transpose(self, dim0: int, dim1: int) -> TracedTensor:

@@ -21,7 +21,7 @@ from typing import Any
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import shardproof as sp
-from shardproof.frameworks.folder_saves import FolderSaves, is_committed, remove_folder
+from shardproof.frameworks.folder_saves import FolderSaves, is_committed, numbered_folders, remove_folder
 
 __all__ = ["last_checkpoint", "with_shardproof"]
 
@@ -195,15 +195,8 @@ def last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     Args:
         folder: the output folder of the trainer. It need not exist.
     """
-    usable = [path for _, path in _numbered(folder) if _is_usable(path)]
+    usable = [path for _, path in numbered_folders(folder, _NAME) if _is_usable(path)]
     return usable[-1] if usable else None
-
-
-def _numbered(folder: str | os.PathLike[str]) -> list[tuple[int, str]]:
-    """The folders of checkpoints and their steps, oldest first."""
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    matches = [_NAME.fullmatch(name) for name in names]
-    return sorted((int(match[1]), os.path.join(folder, match[0])) for match in matches if match)
 
 
 def _is_ours(checkpoint: str) -> bool:
@@ -273,7 +266,7 @@ def _rotate(run: str, limit: int, step: int, best: str | None) -> None:
 
     Checkpoints that are not committed do not count, and are removed, too.
     """
-    found = [path for number, path in _numbered(run) if number <= step]
+    found = [path for number, path in numbered_folders(run, _NAME) if number <= step]
     known = [path for path in found if _is_usable(path)]
     kept = set(known[-1:])
     if best is not None:

@@ -15,10 +15,10 @@ import shardproof as sp
 from shardproof.frameworks.partitions import Partition, PartitionedOptimizer
 from shardproof.state import StoredSlot
 
-__all__ = ["Block", "BlockOptimizer", "flat_blocks", "frozen_partition", "sharded_blocks"]
+__all__ = ["BlockOptimizer", "FlatBlock", "flat_blocks", "frozen_partition", "sharded_blocks"]
 
 
-class Block:
+class FlatBlock:
     """A flat fp32 tensor that the base optimizer steps, and the parameters in it."""
 
     def __init__(self, group: dict[str, Any], stepped: torch.Tensor) -> None:
@@ -34,12 +34,12 @@ class Block:
         self.places[id(partition)] = place
 
 
-def flat_blocks(zero: Any) -> Iterator[Block]:
+def flat_blocks(zero: Any) -> Iterator[FlatBlock]:
     """Stages 1 and 2: the parameters of a group follow each other, and each rank has one part of all."""
     for row, group in enumerate(zero.optimizer.param_groups):
         flat, stepped = zero.bit16_groups_flat[row], zero.single_partition_of_fp32_groups[row].detach()
         begin = zero.partition_size[row] * dist.get_rank(zero.real_dp_process_group[row])
-        block = Block(group, zero.single_partition_of_fp32_groups[row])
+        block = FlatBlock(group, zero.single_partition_of_fp32_groups[row])
         parameters = zero.round_robin_bit16_groups[row]
         for parameter, offset in zip(parameters, zero.round_robin_bit16_offsets[row], strict=True):
             numel = parameter.numel()
@@ -55,7 +55,7 @@ def flat_blocks(zero: Any) -> Iterator[Block]:
         yield block
 
 
-def sharded_blocks(zero: Any) -> Iterator[Block]:
+def sharded_blocks(zero: Any) -> Iterator[FlatBlock]:
     """Stage 3: each rank has one part of every parameter, and its parts of a sub-group follow each other."""
     for row, parameters in enumerate(zero.fp16_groups):
         flat, stepped = zero.fp16_partitioned_groups_flat[row], zero.fp32_partitioned_groups_flat[row]
@@ -65,7 +65,7 @@ def sharded_blocks(zero: Any) -> Iterator[Block]:
                 "CPU, or save with DeepSpeed's own save_checkpoint"
             )
         group = zero.optimizer.param_groups[zero.sub_group_to_group_id[row]]
-        block, place = Block(group, stepped), 0
+        block, place = FlatBlock(group, stepped), 0
         for parameter in parameters:
             start, stop, count = _part_of(parameter)
             weight, main = (item.detach().narrow(0, place, stop - start) for item in (flat, stepped))
@@ -121,7 +121,7 @@ def frozen_partition(parameter: Any) -> Partition:
 class BlockOptimizer(PartitionedOptimizer):
     """The base optimizer of ZeRO, whose state is that of flat tensors."""
 
-    def __init__(self, zero: Any, blocks: list[Block]) -> None:
+    def __init__(self, zero: Any, blocks: list[FlatBlock]) -> None:
         self._base = zero.optimizer
         self._blocks = {id(part): block for block in blocks for _, part in block.parameters}
         self._fresh: dict[tuple[int, str], torch.Tensor] = {}
@@ -150,10 +150,10 @@ class BlockOptimizer(PartitionedOptimizer):
         if not new.dim():
             return new
         block = self._blocks[id(partition)]
-        flat = self._fresh.setdefault(
-            (id(block), slot), torch.zeros(len(block.stepped), dtype=new.dtype, device=new.device)
-        )
-        return self._range(partition, flat)
+        key = id(block), slot
+        if key not in self._fresh:
+            self._fresh[key] = torch.zeros(len(block.stepped), dtype=new.dtype, device=new.device)
+        return self._range(partition, self._fresh[key])
 
     def set_state(self, partition: Partition, state: dict[str, Any]) -> None:
         """Attaches new flat tensors. Scalars must be equal for all parameters of a flat tensor."""
@@ -186,5 +186,5 @@ class BlockOptimizer(PartitionedOptimizer):
         return flat.detach().narrow(0, place, partition.stop - partition.start)
 
 
-def _is_flat(item: Any, block: Block) -> bool:
+def _is_flat(item: Any, block: FlatBlock) -> bool:
     return isinstance(item, torch.Tensor) and item.dim() == 1 and len(item) == len(block.stepped)

@@ -41,7 +41,7 @@ READERS: Mapping[str, str] = {
 """Name of each format and where its reader is, in the order in which a path is looked at."""
 
 WRITERS: Mapping[str, str] = {
-    "shardproof": "shardproof_writer:ShardproofWriter",
+    "shardproof": "shardproof_writer:NativeWriter",
     "safetensors": "safetensors_writer:SafetensorsWriter",
     "hf": "safetensors_writer:HuggingFaceWriter",
     "dcp": "dcp_writer:DcpWriter",

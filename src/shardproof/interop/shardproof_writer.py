@@ -50,7 +50,7 @@ from shardproof.state import encode_plain, hoisted_key, hoisted_tensor
 from shardproof.storage import FileWriter, Storage
 from shardproof.version import __version__
 
-__all__ = ["ShardproofWriter"]
+__all__ = ["NativeWriter"]
 
 _FILE_BYTES = 512 << 20
 """Bytes of tensors in a shard file, unless the options say otherwise: enough files for the workers of one
@@ -61,7 +61,7 @@ _HASHED_BYTES = 1 << 20
 """Bytes that are hashed and copied together, while the processor's cache holds them."""
 
 
-class ShardproofWriter(FormatWriter):
+class NativeWriter(FormatWriter):
     """Writes a checkpoint that `shardproof.open`, `shardproof.load` and ``shardproof verify`` accept.
 
     Large arrays and tensors inside plain values are stored as tensors, as a save stores them.

@@ -39,7 +39,7 @@ def pairs_of_halves(keys: Iterable[str]) -> dict[str, tuple[str, str]]:
     """
     known = set(keys)
     found = {}
-    for key in sorted(known):
+    for key in sorted(key for key in known if "_w" in key):
         if match := _GATE.fullmatch(key):
             slot = match["slot"] or ""
             whole, up = f"{match['name']}{slot}", f"{match['name']}_v{slot}"
@@ -59,8 +59,9 @@ def join_halves(tensors: dict[str, TensorDescription], objects: dict[str, Any]) 
         The keys that are gone.
     """
     gone: list[str] = []
-    halves = {key: tensors[key].shape for key in tensors}
-    for whole, pair in pairs_of_halves([*tensors, *objects]).items():
+    pairs = pairs_of_halves([*tensors, *objects])
+    halves = {key: tensor.shape for key, tensor in tensors.items()} if pairs else {}
+    for whole, pair in pairs.items():
         gate, up = pair
         if gate in tensors and up in tensors:
             half = halves.get(re.sub(r"(_w)\.\w+$", r"\1.exp_avg", gate))

@@ -94,7 +94,7 @@ class BoxReads:
     def _read_batch(self, positions: range) -> None:
         batch = self._located(positions)
         read = 0
-        spans: list[_Span] = []
+        spans: list[_Range] = []
         for extent, boxes in batch.extents.items():
             read += self._read_extent(batch, extent, boxes, spans)
         for together in _neighbours(spans):
@@ -118,11 +118,11 @@ class BoxReads:
                 steps = zip(box.sizes, view.stride, strict=True)
                 begin = first
                 end = first + (1 + sum((size - 1) * step for size, step in steps)) * itemsize
-            batch.places.append(_Place(view, first, begin, end, is_dense))
+            batch.places.append(_BoxBytes(view, first, begin, end, is_dense))
             batch.extents.setdefault(view.extent, []).append(at)
         return batch
 
-    def _read_extent(self, batch: _Batch, extent: Extent, boxes: Sequence[int], spans: list[_Span]) -> int:
+    def _read_extent(self, batch: _Batch, extent: Extent, boxes: Sequence[int], spans: list[_Range]) -> int:
         """Fills the boxes of an extent, or adds to `spans` what is to be read for them.
 
         Returns:
@@ -130,7 +130,7 @@ class BoxReads:
         """
         is_pending = extent.has_checksum and extent not in self._proved
         if is_pending and extent.is_raw and extent.nbytes <= _BATCH_BYTES:
-            spans.append(_Span(extent, extent.start, extent.start + extent.nbytes, boxes, True))
+            spans.append(_Range(extent, extent.start, extent.start + extent.nbytes, boxes, True))
             return 0
         read = 0
         if is_pending or not extent.is_seekable:
@@ -154,7 +154,7 @@ class BoxReads:
                 extent.read_range(place.first + self._runs.begin[at], self._destination(at))
                 read += self._runs.nbytes[at]
             else:
-                spans.append(_Span(extent, origin + place.begin, origin + place.end, [at], False))
+                spans.append(_Range(extent, origin + place.begin, origin + place.end, [at], False))
         return read
 
     def _read_straight(self, batch: _Batch, extent: Extent, at: int) -> bool:
@@ -167,7 +167,7 @@ class BoxReads:
         extent.read_into(self._destination(at))
         return True
 
-    def _read_spans(self, batch: _Batch, spans: Sequence[_Span]) -> int:
+    def _read_spans(self, batch: _Batch, spans: Sequence[_Range]) -> int:
         """Reads neighbouring spans at once, verifies those that are whole extents, and fills their boxes."""
         extent, begin, end = spans[0].extent, spans[0].begin, max(span.end for span in spans)
         scratch = self._scratch(end - begin)
@@ -208,7 +208,7 @@ class BoxReads:
                     self._put(at, place, scratch.tensor, -origin)
         copy_runs(into, out_of, counts)
 
-    def _put(self, at: int, place: _Place, memory: torch.Tensor, begin: int) -> None:
+    def _put(self, at: int, place: _BoxBytes, memory: torch.Tensor, begin: int) -> None:
         """Copies or converts the parts of a box from memory that begins with byte `begin` of the extent."""
         row, name, sizes = self._rows[at], self._dtypes[at], self._boxes[at].sizes
         (parts,) = self._writer.parts_of([row])
@@ -226,7 +226,7 @@ class BoxReads:
         dense = strided.clone(memory_format=torch.contiguous_format)
         self._writer.put(row, parts, dense.reshape(-1).view(torch.uint8), 0)
 
-    def _is_run(self, at: int, place: _Place) -> bool:
+    def _is_run(self, at: int, place: _BoxBytes) -> bool:
         """True if the only part of a box is contiguous in the file and in its destination."""
         return place.is_dense and self._runs.address[at] != 0
 
@@ -251,7 +251,7 @@ class BoxReads:
         return scratch
 
 
-class _Place(NamedTuple):
+class _BoxBytes(NamedTuple):
     """Where a box lies in its extent."""
 
     view: StoredView
@@ -269,17 +269,17 @@ class _Batch:
     """Boxes that one thread reads at once, by position."""
 
     def __init__(self, start: int) -> None:
-        self.places: list[_Place] = []
+        self.places: list[_BoxBytes] = []
         self.extents: dict[Extent, list[int]] = {}
         """Positions of the boxes of each extent."""
         self._start = start
 
-    def place(self, at: int) -> _Place:
+    def place(self, at: int) -> _BoxBytes:
         """The place of the box at a position."""
         return self.places[at - self._start]
 
 
-class _Span(NamedTuple):
+class _Range(NamedTuple):
     """Bytes to read for some boxes of an extent."""
 
     extent: Extent
@@ -321,10 +321,10 @@ def _batches(first: Sequence[int], file: Sequence[int], nbytes: Sequence[int], c
     return [range(start, stop) for start, stop in pairwise([*cuts, count])]
 
 
-def _neighbours(spans: list[_Span]) -> Iterator[list[_Span]]:
+def _neighbours(spans: list[_Range]) -> Iterator[list[_Range]]:
     """Spans that one read fetches: of one file, or of one extent that is not raw."""
     spans.sort(key=lambda span: span.begin)
-    groups: dict[object, list[_Span]] = {}
+    groups: dict[object, list[_Range]] = {}
     for span in spans:
         extent = span.extent
         groups.setdefault((id(extent.storage), extent.file) if extent.is_raw else extent, []).append(span)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardproof._utils.lazy_mapping import LazyMapping
 from shardproof.dtypes import DTYPES
 from shardproof.errors import PlainDataError, StorageError
 from shardproof.format import TensorRecord
@@ -58,7 +60,7 @@ class ForeignCheckpoint(Checkpoint):
         self.files = list(dict.fromkeys(box.file for box in self.boxes))
         """Names of the files that hold tensors; the chunk table refers to them by row."""
         self.table = _table(reader, self.files)
-        self.objects = _Objects(reader, trust_pickle)
+        self.objects = LazyMapping(reader.object_keys(), partial(_plain_value, reader, trust_pickle))
         self.proved: set[Extent] = set()
         """Extents whose checksum was compared with all their bytes."""
         self._files = reader.files()
@@ -116,33 +118,13 @@ def _table(reader: FormatReader, names: Sequence[str]) -> ChunkTable:
     )
 
 
-class _Objects(Mapping[str, Any]):
-    """The plain values of a foreign checkpoint, encoded; each is read when it is asked for."""
-
-    def __init__(self, reader: FormatReader, trust_pickle: bool) -> None:
-        self._reader = reader
-        self._trust_pickle = trust_pickle
-        self._keys = dict.fromkeys(reader.object_keys())
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._keys
-
-    def __getitem__(self, key: str) -> Any:
-        if key not in self._keys:
-            raise KeyError(key)
-        value = self._reader.object(key, trust_pickle=self._trust_pickle)
-        try:
-            if names := opaque_names(value):
-                raise PlainDataError(f"{key}: {', '.join(names[:5])} cannot be read as plain data", path=key)
-            return encode_plain(value, key)
-        except PlainDataError as error:
-            advice = _TRUSTED if self._trust_pickle else _UNTRUSTED
-            raise PlainDataError(
-                f"{self._reader.location}: {error.message}. {advice}", **error.details
-            ) from error
+def _plain_value(reader: FormatReader, trust_pickle: bool, key: str) -> Any:
+    """A plain value of a foreign checkpoint, encoded."""
+    value = reader.object(key, trust_pickle=trust_pickle)
+    try:
+        if names := opaque_names(value):
+            raise PlainDataError(f"{key}: {', '.join(names[:5])} cannot be read as plain data", path=key)
+        return encode_plain(value, key)
+    except PlainDataError as error:
+        advice = _TRUSTED if trust_pickle else _UNTRUSTED
+        raise PlainDataError(f"{reader.location}: {error.message}. {advice}", **error.details) from error

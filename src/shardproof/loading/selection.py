@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from shardproof._utils.humanize import nearest
+from shardproof._utils.lazy_mapping import LazyMapping
 from shardproof.errors import StructureError
 from shardproof.state import Catalogue
 
@@ -144,39 +145,14 @@ def renamed(catalogue: Catalogue, rename: Mapping[str, str] | None) -> tuple[Cat
     if not rename:
         return catalogue, {}
     names = rename_keys((*catalogue.tensors, *catalogue.objects), rename, stored_first=False)
+    objects = {names[key]: key for key in catalogue.objects}
     view = replace(
         catalogue,
         tensors={names[key]: value for key, value in catalogue.tensors.items()},
         aliases={names[key]: names[value] for key, value in catalogue.aliases.items()},
-        objects=_RenamedObjects(catalogue.objects, names),
+        objects=LazyMapping(objects, lambda key: _with_references(catalogue.objects[objects[key]], names)),
     )
     return view, {target: stored for stored, target in names.items()}
-
-
-class _RenamedObjects(Mapping[str, Any]):
-    """The plain values of a checkpoint under other keys. It reads a value when it is asked for.
-
-    Args:
-        objects: the values.
-        names: key of each value and of each tensor to the new key.
-    """
-
-    def __init__(self, objects: Mapping[str, Any], names: Mapping[str, str]) -> None:
-        self._objects = objects
-        self._names = names
-        self._stored = {names[key]: key for key in objects}
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._stored)
-
-    def __len__(self) -> int:
-        return len(self._stored)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._stored
-
-    def __getitem__(self, key: str) -> Any:
-        return _with_references(self._objects[self._stored[key]], self._names)
 
 
 def _with_references(value: Any, names: Mapping[str, str]) -> Any:

@@ -32,6 +32,7 @@ __all__ = [
     "LocalBoxesCache",
     "dtensor_index_map",
     "is_dtensor",
+    "is_sharded",
     "local_tensor",
     "shard_order",
 ]
@@ -53,6 +54,14 @@ def _imported_dtensor() -> Any:
     global _dtensor
     _dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     return _dtensor
+
+
+def is_sharded(tensor: Any) -> bool:
+    """True if ranks of the mesh have different parts of a DTensor. False for a plain tensor."""
+    if not is_dtensor(tensor):
+        return False
+    dims = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return any(ranks > 1 and not placement.is_replicate() for ranks, placement in dims)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
+from shardproof._utils.lazy_mapping import LazyMapping
 from shardproof.errors import ShardproofError
 from shardproof.state.tensors import addresses_of
 
@@ -182,34 +183,10 @@ class Catalogue:
         new = {old: key for key, old in stored.items()}
         tensors = {new.get(key, key): kind for key, kind in self.tensors.items() if key not in without}
         aliases = {new.get(key, key): new.get(other, other) for key, other in self.aliases.items()}
-        return replace(
-            self, tensors=tensors, aliases=aliases, objects=_View(self.objects, objects, frozenset(without))
-        )
-
-
-class _View(Mapping[str, Any]):
-    """Objects, with some added and some left out. It reads an object when it is asked for."""
-
-    def __init__(self, objects: Mapping[str, Any], added: Mapping[str, Any], without: frozenset[str]) -> None:
-        self._objects = objects
-        self._added = added
-        self._keys = {**dict.fromkeys(key for key in objects if key not in without), **added}
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._keys
-
-    def __getitem__(self, key: str) -> Any:
-        if key in self._added:
-            return self._added[key]
-        if key not in self._keys:
-            raise KeyError(key)
-        return self._objects[key]
+        present = self.objects
+        keys = [*(key for key in present if key not in without), *objects]
+        read = LazyMapping(keys, lambda key: objects[key] if key in objects else present[key])
+        return replace(self, tensors=tensors, aliases=aliases, objects=read)
 
 
 @dataclass(frozen=True, slots=True)

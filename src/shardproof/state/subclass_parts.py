@@ -9,8 +9,9 @@ from typing import Any, TypeAlias
 import torch
 
 from shardproof.errors import StructureError
-from shardproof.state.dtensor import LOCAL, dtensor_index_map, is_dtensor, local_tensor
+from shardproof.state.dtensor import dtensor_index_map, is_dtensor, is_sharded, local_tensor
 from shardproof.state.local_shards import LocalShards
+from shardproof.state.tensors import dtensor_like
 
 __all__ = ["PARTS", "distributed", "kind_of_part", "name_of_class", "placed", "shape_on_rank"]
 
@@ -30,19 +31,7 @@ def distributed(local: torch.Tensor, like: Any) -> torch.Tensor:
     """A DTensor with this local tensor if `like` is a DTensor; otherwise the tensor itself."""
     if not is_dtensor(like) or is_dtensor(local):
         return local
-    from torch.distributed.tensor import DTensor
-
-    new = DTensor.from_local(  # explicit shape and stride avoid communication
-        local.detach(),
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
-    if (index_map := getattr(like, LOCAL, None)) is not None:
-        setattr(new, LOCAL, index_map)
-    return new
+    return dtensor_like(local.detach(), like)
 
 
 def shape_on_rank(description: Mapping[str, Any], name: str, parameter: torch.Tensor, key: str) -> list[int]:
@@ -66,14 +55,6 @@ def shape_on_rank(description: Mapping[str, Any], name: str, parameter: torch.Te
     return [prod(local) // kind[_BLOCKS]]
 
 
-def _is_sharded(tensor: Any) -> bool:
-    """True if ranks have different parts of a DTensor."""
-    if not is_dtensor(tensor):
-        return False
-    dims = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-    return any(ranks > 1 and not placement.is_replicate() for ranks, placement in dims)
-
-
 def kind_of_part(tensor: torch.Tensor, name: str, part: torch.Tensor, declared: str | None, key: str) -> Any:
     """The kind of a part, as plain JSON data.
 
@@ -95,7 +76,7 @@ def kind_of_part(tensor: torch.Tensor, name: str, part: torch.Tensor, declared: 
         return _WHOLE
     if declared in (None, _GRID) and blocks is not None:
         return {_GRID: blocks}
-    if declared is None and not _is_sharded(tensor):
+    if declared is None and not is_sharded(tensor):
         return _WHOLE
     cls = type(local)
     if declared is not None:

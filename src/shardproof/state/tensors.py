@@ -23,6 +23,7 @@ __all__ = [
     "as_bytes",
     "check_destination",
     "check_memory",
+    "dtensor_like",
     "dtype_name",
     "empty_like_layout",
     "is_in_host_memory",
@@ -293,6 +294,24 @@ def memory_identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     )
 
 
+def dtensor_like(local: torch.Tensor, like: Any) -> torch.Tensor:
+    """A DTensor with this local tensor, and mesh, placements, shape and index map of the DTensor `like`."""
+    from torch.distributed.tensor import DTensor
+
+    # Explicit shape and stride avoid communication.
+    new = DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+    if (index_map := getattr(like, LOCAL, None)) is not None:
+        setattr(new, LOCAL, index_map)
+    return new
+
+
 def empty_like_layout(like: Any, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> torch.Tensor:
     """A new uninitialised tensor with the layout of `like` and another dtype.
 
@@ -309,18 +328,7 @@ def empty_like_layout(like: Any, dtype: torch.dtype, shape: tuple[int, ...] | No
 
     local = like._local_tensor.detach()
     if same:
-        # Explicit shape and stride avoid communication.
-        new = DTensor.from_local(
-            _plain_like(local, dtype),
-            like.device_mesh,
-            like.placements,
-            run_check=False,
-            shape=like.shape,
-            stride=like.stride(),
-        )
-        if (index_map := getattr(like, LOCAL, None)) is not None:
-            setattr(new, LOCAL, index_map)
-        return new
+        return dtensor_like(_plain_like(local, dtype), like)
     assert shape is not None
     whole = torch.empty(shape, dtype=dtype, device=local.device)
     return DTensor.from_local(

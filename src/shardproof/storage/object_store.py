@@ -19,7 +19,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -115,41 +115,42 @@ class ObjectStorage:
 
     def create(self, name: str) -> Sink:
         """Begin a new file; see `Storage.create`."""
-        key, file = self._key(name), f"{self.location}/{name}"
+        file = f"{self.location}/{name}"
         if self.size(name) is not None:
             raise StorageError(f"cannot create {file}: there is already an object of this name", file=file)
 
         def put(data: Any, **how: Any) -> None:
             if how.get("mode") != "create":
-                self._put(key, data, "write", **how)
-            elif not self._put_new(key, data, "write") and not self._has(name, data):
+                self._put(name, data, "write", **how)
+            elif not self._put_new(name, data, "write") and not self._has(name, data):
                 raise StorageError(f"cannot write {file}: there is already an object of this name", file=file)
 
         return ObjectSink(put, file)
 
     def publish(self, name: str, data: bytes, *, replace: bool = False) -> None:
         """Make `data` appear under `name`; see `Storage.publish` and the note "What commits"."""
-        key, file = self._key(name), f"{self.location}/{name}"
+        check_name(name, self.location)
         if replace:
-            self._put(key, data, "publish", use_multipart=False)
+            self._put(name, data, "publish", use_multipart=False)
             return
         self._check_conditional_puts()
-        if self._put_new(key, data, "publish") or self._has(name, data):
+        if self._put_new(name, data, "publish") or self._has(name, data):
             return
+        file = f"{self.location}/{name}"
         raise AlreadyCommittedError(f"{file} is there already: another save published it", file=file)
 
     def _has(self, name: str, data: bytes) -> bool:
         """True if the object has these bytes already; see note "A lost answer"."""
         return self.size(name) == len(data) and self.read(name) == data
 
-    def _put_new(self, key: str, data: bytes, doing: str) -> bool:
+    def _put_new(self, name: str, data: bytes, doing: str) -> bool:
         """Writes an object if there is none of this name. False if there is one."""
         from obstore.exceptions import AlreadyExistsError, GenericError, PreconditionError
 
         ends = time.monotonic() + self._retry["retry_timeout"].total_seconds()
         while True:
             try:
-                self._put(key, data, doing, mode="create", use_multipart=False)
+                self._put(name, data, doing, mode="create", use_multipart=False)
                 return True
             except StorageError as error:
                 if isinstance(error.__cause__, (AlreadyExistsError, PreconditionError)):
@@ -164,11 +165,11 @@ class ObjectStorage:
         with _PROBE_LOCK:
             if place in _HONOURING:
                 return
-            key = self._key(f"conditional-put-{uuid.uuid4().hex}.probe")
+            name = f"conditional-put-{uuid.uuid4().hex}.probe"
             # No one else has this name, so that a conflict in either request shows that the store looks.
-            is_ignored = self._put_new(key, b"1", "test") and self._put_new(key, b"2", "test")
+            is_ignored = self._put_new(name, b"1", "test") and self._put_new(name, b"2", "test")
             try:
-                self._delete([key])
+                self.delete(name)
             except StorageError as error:
                 _log.warning("an object of a test stays: %s", error)
             if is_ignored:
@@ -287,17 +288,13 @@ class ObjectStorage:
 
     def delete(self, name: str) -> None:
         """Remove the object. A missing one is no error."""
-        self._delete([self._key(name)])
-
-    def _delete(self, keys: Iterable[str]) -> None:
         import obstore
 
-        for key in keys:
-            try:
-                obstore.delete(self._store, key)
-            except Exception as error:
-                if not _is_missing(error):
-                    raise self._error(error, "delete", key.removeprefix(f"{self._prefix}/")) from error
+        try:
+            obstore.delete(self._store, self._key(name))
+        except Exception as error:
+            if not _is_missing(error):
+                raise self._error(error, "delete", name) from error
 
     def within(self, prefix: str) -> ObjectStorage:
         """The part of this storage below the folder `prefix`, as a storage."""
@@ -317,18 +314,18 @@ class ObjectStorage:
         check_name(name, self.location)
         return f"{self._prefix}/{name}" if self._prefix else name
 
-    def _put(self, key: str, data: Any, doing: str, **how: Any) -> None:
+    def _put(self, name: str, data: Any, doing: str, **how: Any) -> None:
         import obstore
 
+        key = self._key(name)
         try:
             obstore.put(self._store, key, data, **how)
         except Exception as error:
-            name = key.removeprefix(f"{self._prefix}/") if self._prefix else key
             raise self._error(error, doing, name) from error
 
     def _check_bucket(self, error: Exception) -> None:
         """Raises if an object is missing because its bucket is."""
-        if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
+        if _has_no_bucket(error):
             raise self._error(error, "look at", "") from error
 
     def _missing(self, name: str) -> StorageError:
@@ -346,7 +343,7 @@ class ObjectStorage:
     def _error(self, error: Exception, doing: str, name: str) -> StorageError:
         """The `StorageError` for an error of obstore."""
         file = f"{self.location}/{name}" if name else self.location
-        no_bucket = "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error)
+        no_bucket = _has_no_bucket(error)
         missing = _is_missing(error) and not no_bucket
         advice = _ADVICE.get(type(error).__name__, "")
         if no_bucket:
@@ -398,6 +395,10 @@ def _open(bucket: str, settings: dict[str, Any], endpoint: str, retry: dict[str,
 
 def _is_missing(error: Exception) -> bool:
     return isinstance(error, FileNotFoundError) or type(error).__name__ == "NotFoundError"
+
+
+def _has_no_bucket(error: Exception) -> bool:
+    return "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error)
 
 
 def _first_line(error: Exception) -> str:

@@ -183,6 +183,21 @@ def test_a_parameter_without_stored_state_is_missing(tmp_path: Path) -> None:
     assert caught.value.details["unexpected"] == ["optim.state.other.bias.exp_avg"]
 
 
+def test_options_of_parameters_that_the_target_lacks_are_unexpected(tmp_path: Path) -> None:
+    """Also in a flattened state dict without slots."""
+    source, (model, _) = trained(), fresh()
+    for parameter in source[0].parameters():
+        source[1].state[parameter].clear()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    _, optimizer_state = get_state_dict(source[0], torch.optim.SGD(source[0].parameters()), options=options)
+    sp.save(tmp_path / "stored", {"optim": optimizer_state})
+    fewer = torch.optim.SGD([model.body.weight])  # type: ignore[union-attr,list-item]
+    with pytest.raises(sp.KeyMismatchError) as caught:
+        sp.load(tmp_path / "stored", {"optim": sp.OptimizerState(fewer, model)})
+    assert "optim.param_groups.body.bias.lr" in caught.value.details["unexpected"]
+    assert not any("body.weight" in key for key in caught.value.details["unexpected"])
+
+
 def test_options_that_are_not_stored_are_missing(tmp_path: Path) -> None:
     """Strictly, since the run would go on with another learning rate."""
     source, target = trained(), fresh()

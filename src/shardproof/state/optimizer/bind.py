@@ -27,7 +27,15 @@ from shardproof.state.optimizer.group_options import Options
 from shardproof.state.optimizer.parameter_names import Names
 from shardproof.state.optimizer.slot_layouts import SlotLayout, SlotLayouts
 from shardproof.state.optimizer.slot_sources import receiver
-from shardproof.state.optimizer.slots import MASTER, LocalRange, Receipt, Receiver, SlotKeeper, StoredSlot
+from shardproof.state.optimizer.slots import (
+    MASTER,
+    OPTIONS,
+    LocalRange,
+    Receipt,
+    Receiver,
+    SlotKeeper,
+    StoredSlot,
+)
 from shardproof.state.optimizer.state_dict_keys import translate_state_dict
 from shardproof.state.subclass_binding import is_empty_shard, stored_wrapper
 from shardproof.state.tensors import empty_like_layout, local_of, torch_dtype
@@ -75,7 +83,7 @@ class OptimizerBinding:
                 name = self.names[parameter]
                 key = join(self.place.key, name)
                 self._check_slots(key, parameter)
-                data = self.to.object(f"{key}.@options")
+                data = self.to.object(f"{key}.{OPTIONS}")
                 if data is MISSING:
                     self._bind_existing_slots(key, parameter)
                     continue
@@ -89,11 +97,12 @@ class OptimizerBinding:
 
     def _translate(self) -> None:
         """Gives a stored state dict of a torch optimizer the keys of a live optimizer."""
-        groups = [
-            [self.names.all_of(parameter) for parameter in group["params"]]
-            for group in self.optimizer.param_groups
-        ]
         catalogue, key = self.to.catalogue, self.place.key
+        members = [group["params"] for group in self.optimizer.param_groups]
+        names = (self.names[parameter] for group in members for parameter in group)
+        if any(join(key, f"{name}.{OPTIONS}") in catalogue.objects for name in names):
+            return
+        groups = [[self.names.all_of(parameter) for parameter in group] for group in members]
         translated = translate_state_dict(catalogue, key, groups, self.to.keys_below)
         if translated is not None:
             catalogue, stored_keys, missing = translated
@@ -211,7 +220,7 @@ class OptimizerBinding:
         if self.to.strict and found != kind and found not in self.reported:
             self.reported.add(found)
             self.to.mismatch(
-                f"{key}.@options", f"state of {kind}", f"state of {found}; strict=False loads it anyway"
+                f"{key}.{OPTIONS}", f"state of {kind}", f"state of {found}; strict=False loads it anyway"
             )
 
     def _bind_existing_slots(self, key: str, parameter: torch.Tensor) -> None:
@@ -253,4 +262,4 @@ def _check_data(data: Any, key: str) -> None:
     if not (isinstance(data, dict) and {"options", "slots", "values"} <= data.keys()) or not isinstance(
         data.get("class", ""), str
     ):
-        raise StructureError(f"{key}.@options in the checkpoint is not the state of an optimizer", key=key)
+        raise StructureError(f"{key}.{OPTIONS} in the checkpoint is not the state of an optimizer", key=key)

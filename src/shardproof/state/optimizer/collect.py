@@ -27,7 +27,7 @@ from shardproof.state.optimizer.group_options import Options
 from shardproof.state.optimizer.parameter_names import Names
 from shardproof.state.optimizer.slot_layouts import SlotLayouts
 from shardproof.state.optimizer.slot_sources import slots_of
-from shardproof.state.optimizer.slots import LocalRange, ParameterSlots, SlotKeeper
+from shardproof.state.optimizer.slots import OPTIONS, LocalRange, ParameterSlots, SlotKeeper
 from shardproof.state.optimizer.zero_redundancy import is_zero_redundancy
 from shardproof.state.plain.encode import encode
 from shardproof.state.records import Stepped
@@ -129,9 +129,9 @@ def _collect(
             slot_key = _key_of(key, slot)
             values[slot] = encode(item, slot_key, Hoister(slot_key, out, place.path))
         out.common_object(
-            f"{key}.@options", options.of(slots, values, names.torch_name(parameter), name), origin
+            f"{key}.{OPTIONS}", options.of(slots, values, names.torch_name(parameter), name), origin
         )
-    stepper = getattr(optimizer, "stepper", optimizer)  # a `SlotKeeper` may describe the state of another one
+    stepper = getattr(optimizer, "stepper", optimizer) if isinstance(optimizer, SlotKeeper) else optimizer
     out.stepped.append(Stepped(stepper, tuple(stepped), tuple(map(local_tensor, stepped))))
     if source is optimizer:
         _collect_shared(place, optimizer, out)

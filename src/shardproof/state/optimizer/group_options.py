@@ -10,7 +10,7 @@ import torch
 
 from shardproof.errors import StructureError
 from shardproof.state.binder import Binder
-from shardproof.state.optimizer.slots import options_of
+from shardproof.state.optimizer.slots import OPTIONS, options_of
 from shardproof.state.plain.encode import encode
 from shardproof.state.tensors import local_of
 from shardproof.state.visitor import join
@@ -33,7 +33,7 @@ class Options:
     @staticmethod
     def encode(group: Mapping[str, Any], key: str) -> Any:
         """The encoded options of a group. A learning rate in a tensor is stored as its value."""
-        return encode(options_of(group), f"{key}.@options")
+        return encode(options_of(group), f"{key}.{OPTIONS}")
 
     def bind(self, group: dict[str, Any], to: Binder) -> Callable[[], None]:
         """Returns a function that sets the group's options. Different options in one group are a mismatch."""
@@ -54,17 +54,17 @@ class Options:
                     refused.add(name)
                     if to.strict:
                         to.mismatch(
-                            join(self.key, f"{parameter}.@options"),
+                            join(self.key, f"{parameter}.{OPTIONS}"),
                             f"{name}={first!r} as for {source[name]}, which is in the same group",
                             f"{name}={value!r}",
                         )
         values = {
-            name: [to.rebuild(f"{self.key}.@options.{name}", value) for value in stored]
+            name: [to.rebuild(f"{self.key}.{OPTIONS}.{name}", value) for value in stored]
             for name, stored in agreed.items()
             if name not in refused
         }
         for name in values:
-            _check_present(group.get(name), f"{self.key}.@options.{name}")
+            _check_present(group.get(name), f"{self.key}.{OPTIONS}.{name}")
 
         def apply() -> None:
             for name, stored in values.items():

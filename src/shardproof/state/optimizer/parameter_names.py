@@ -53,14 +53,16 @@ class Names:
     @cached_property
     def _tied(self) -> dict[int, list[str]]:
         """The names of each tied parameter of the owner, in the order of the module."""
+        if self._owner is None:
+            return {}
+        items = self._owner.state.items() or self._owner.module.parameters()
+        pairs = [(id(item), name) for name, item in items if isinstance(item, torch.nn.Parameter)]
+        if len({parameter for parameter, _ in pairs}) == len(pairs):
+            return {}
         names: defaultdict[int, list[str]] = defaultdict(list)
-        if self._owner is not None:
-            for name, item in self._owner.state.items() or self._owner.module.parameters():
-                if isinstance(item, torch.nn.Parameter):
-                    names[id(item)].append(name)
-            clean = self._owner.module.clean
-            return {one: list(map(clean, several)) for one, several in names.items() if len(several) > 1}
-        return {}
+        for parameter, name in pairs:
+            names[parameter].append(self._owner.module.clean(name))
+        return {parameter: several for parameter, several in names.items() if len(several) > 1}
 
     @staticmethod
     def given(names: Mapping[str, torch.Tensor], place: Place) -> Names:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from shardproof.errors import StructureError
-from shardproof.state.dtensor import LOCAL, is_dtensor, local_tensor
+from shardproof.state.dtensor import LOCAL, is_dtensor, is_sharded, local_tensor
 from shardproof.state.layout import Layout, local_layout
 from shardproof.state.local_shards import LocalShards
 from shardproof.state.module_names import NamedModule
@@ -88,7 +87,7 @@ class SlotLayout:
         if not local.dim():
             return layout.scalar(local)
         if self.is_own:
-            if not _is_sharded(self.parameter):
+            if not is_sharded(self.parameter):
                 return None
             raise StructureError(
                 f"{key}: the slot is a plain tensor of shape {list(item.shape)}, but its parameter is a "
@@ -119,9 +118,3 @@ class SlotLayout:
         if self._layout is None:
             self._layout = local_layout(self.parameter, self.declared, key)
         return self._layout
-
-
-def _is_sharded(parameter: Any) -> bool:
-    """True if ranks of the mesh have different parts of a DTensor."""
-    dims = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
-    return any(ranks > 1 and not placement.is_replicate() for ranks, placement in dims)

@@ -18,7 +18,7 @@ from shardproof.state.subclass_binding import StoredWrapper
 
 __all__ = [
     "MASTER",
-    "NOT_OPTIONS",
+    "OPTIONS",
     "LocalRange",
     "ParameterSlots",
     "Receipt",
@@ -32,8 +32,9 @@ MASTER = "master"
 """The slot with a parameter's values in a wider dtype than the parameter's."""
 
 
-NOT_OPTIONS = ("params", "param_names")
-"""Entries of a group that are no options."""
+OPTIONS = "@options"
+"""Segment of the object with the options of a parameter."""
+_NOT_OPTIONS = ("params", "param_names")
 
 
 def options_of(group: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def options_of(group: Mapping[str, Any], without: Collection[str] = ()) -> dict[
     >>> options_of({"params": [], "lr": 0.1, "capturable": True}, {"capturable"})
     {'lr': 0.1}
     """
-    return {name: item for name, item in group.items() if name not in NOT_OPTIONS and name not in without}
+    return {name: item for name, item in group.items() if name not in _NOT_OPTIONS and name not in without}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,29 +17,32 @@ A parameter is a name, or its number in the order of the groups (`torch.optim.Op
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 from shardproof.errors import StructureError
-from shardproof.state.optimizer.slots import NOT_OPTIONS
+from shardproof.state.optimizer.slots import OPTIONS, options_of
 from shardproof.state.records import Catalogue
 from shardproof.state.visitor import join
 
-__all__ = ["OPTIONS", "optimizer_state_dicts", "translate_state_dict", "with_new_key"]
-
-OPTIONS = "@options"
-"""Segment of the object with the options of a parameter."""
+__all__ = ["optimizer_state_dicts", "translate_state_dict", "with_new_key"]
 
 
 @dataclass(slots=True)
-class _Group:
+class _StoredGroup:
     """A stored group."""
 
     options: dict[str, Any] = field(default_factory=dict)
     """Name to encoded value."""
     members: list[Any] | None = None
     """Names or numbers of its parameters; None if it lists none."""
+
+    @staticmethod
+    def of(group: Mapping[str, Any]) -> _StoredGroup:
+        """A group from its encoded entries."""
+        members = group.get("params")
+        return _StoredGroup(options_of(group), members if isinstance(members, list) else None)
 
 
 def translate_state_dict(
@@ -72,20 +75,24 @@ def translate_state_dict(
     ({'w.exp_avg': 'state.w.exp_avg'}, {'lr': 0.1})
     """
     names = [parameter for group in groups for parameter in group]
-    if any(join(key, f"{parameter[0]}.{OPTIONS}") in catalogue.objects for parameter in names):
-        return None
     state_prefix, groups_key = f"{join(key, 'state')}.", join(key, "param_groups")
     slots = _slots(keys_below(state_prefix), state_prefix)
     option_keys = keys_below(f"{groups_key}.")
     if not slots and not option_keys and groups_key not in catalogue.objects:
         return None
-    stored_groups, options_of = _options(catalogue, groups_key, option_keys)
-    stored_names = _stored_names(key, groups, stored_groups, slots)
-    options = _options_by_parameter(groups, stored_groups, options_of, stored_names)
+    stored_groups, flat = _options(catalogue, groups_key, option_keys)
+    stored_names = _stored_names(key, names, stored_groups, {*slots, *flat})
+    options = _options_by_parameter(groups, stored_groups, flat, stored_names)
     stored_keys: dict[str, str] = {}
     added: dict[str, Any] = {}
     missing: list[str] = []
-    options_read = (one for one in option_keys if one not in catalogue.tensors)
+    used = set(stored_names)
+    options_read = (
+        one
+        for one in option_keys
+        if one not in catalogue.tensors
+        and (not flat or one.removeprefix(f"{groups_key}.").rpartition(".")[0] in used)
+    )
     replaced = {join(key, "state"), groups_key, *options_read}
     for parameter, stored_name, values in zip(names, stored_names, options, strict=True):
         found = slots.get(stored_name, {})
@@ -117,15 +124,11 @@ def _slots(keys: Iterable[str], prefix: str) -> dict[str, dict[str, str]]:
 
 def _options(
     catalogue: Catalogue, key: str, keys: Sequence[str]
-) -> tuple[list[_Group], dict[str, dict[str, Any]]]:
+) -> tuple[list[_StoredGroup], dict[str, dict[str, Any]]]:
     """The stored groups; or, of a flattened state dict, the options by name of the parameter."""
     whole = catalogue.objects.get(key)
     if isinstance(whole, list):
-        groups = [
-            _Group({name: value for name, value in group.items() if name not in NOT_OPTIONS}, _members(group))
-            for group in whole
-            if isinstance(group, dict)
-        ]
+        groups = [_StoredGroup.of(group) for group in whole if isinstance(group, dict)]
         return groups, {}
     by_name: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     for one in keys:
@@ -133,35 +136,31 @@ def _options(
         by_name[name][option] = {"$tensor": one} if one in catalogue.tensors else catalogue.objects[one]
     numbers = sorted((name for name in by_name if name.isdigit()), key=int)
     if any("params" in by_name[name] for name in numbers) or len(numbers) == len(by_name):
-        return [
-            _Group({n: v for n, v in by_name[name].items() if n not in NOT_OPTIONS}, _members(by_name[name]))
-            for name in numbers
-        ], {}
+        return [_StoredGroup.of(by_name[name]) for name in numbers], {}
     return [], by_name
 
 
-def _members(group: Mapping[str, Any]) -> list[Any] | None:
-    members = group.get("params")
-    return members if isinstance(members, list) else None
-
-
 def _stored_names(
-    key: str,
-    groups: Sequence[Sequence[Sequence[str]]],
-    stored: Sequence[_Group],
-    slots: Mapping[str, Any],
+    key: str, names: Sequence[Sequence[str]], stored: Sequence[_StoredGroup], present: Set[str]
 ) -> list[str]:
-    """The name that the state dict has for each parameter of the live optimizer."""
-    names = [parameter for group in groups for parameter in group]
+    """The name that the state dict has for each parameter of the live optimizer.
+
+    Args:
+        key: key of the optimizer.
+        names: the names of each parameter of the live optimizer.
+        stored: the stored groups.
+        present: names or numbers of the parameters that have slots, or options of their own.
+    """
     listed = [member for group in stored for member in group.members or ()]
-    known = {*map(str, listed), *slots}
+    known = {*map(str, listed), *present}
     by_name = [next((name for name in parameter if name in known), parameter[0]) for parameter in names]
+    are_digits = bool(present) and all(name.isdigit() for name in present)
     has_numbers = any(isinstance(member, int) for member in listed) or (
-        not listed and all(name.isdigit() for name in slots) and known.isdisjoint(by_name)
+        not listed and are_digits and known.isdisjoint(by_name)
     )
     if not has_numbers:
         return by_name
-    numbers = [str(member) for member in listed] or sorted(slots, key=int)
+    numbers = [str(member) for member in listed] or sorted(present, key=int)
     if len(numbers) != len(names) and (listed or len(numbers) > len(names)):
         raise StructureError(
             f"{join(key, 'state')} has {len(numbers)} parameters by number, and the optimizer has "
@@ -173,7 +172,7 @@ def _stored_names(
 
 def _options_by_parameter(
     groups: Sequence[Sequence[Sequence[str]]],
-    stored: Sequence[_Group],
+    stored: Sequence[_StoredGroup],
     flat: Mapping[str, dict[str, Any]],
     stored_names: Sequence[str],
 ) -> list[dict[str, Any] | None]:
@@ -211,7 +210,8 @@ def optimizer_state_dicts(
     keys: dict[str, str] = {}
     values: dict[str, Any] = {}
     replaced: set[str] = set()
-    groups: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    groups: defaultdict[str, list[tuple[dict[str, Any], list[str]]]] = defaultdict(list)
+    """Options and members of the groups, by key."""
     for key, data in sorted(objects.items()):
         if not _is_options(key, data):
             continue
@@ -222,14 +222,16 @@ def optimizer_state_dicts(
         slots = (slot for slot in data["slots"] if f"{parameter}.{slot}" in present)
         keys |= {f"{parameter}.{slot}": f"{state}.{slot}" for slot in slots}
         values |= {f"{state}.{slot}": value for slot, value in data["values"].items()}
-        groups_of = groups[join(optimizer, "param_groups")]
-        for group in groups_of:
-            if {option: value for option, value in group.items() if option != "params"} == data["options"]:
-                group["params"].append(name)
+        of_optimizer = groups[join(optimizer, "param_groups")]
+        for options, members in of_optimizer:
+            if options == data["options"]:
+                members.append(name)
                 break
         else:
-            groups_of.append({**data["options"], "params": [name]})
-    return keys, {**values, **groups}, replaced
+            of_optimizer.append((data["options"], [name]))
+    for key, found in groups.items():
+        values[key] = [{**options, "params": members} for options, members in found]
+    return keys, values, replaced
 
 
 def with_new_key(key: str, new_key: str, value: Any) -> Any:
