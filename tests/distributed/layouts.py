@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,9 +13,25 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import shardproof as sp
+from shardproof.rendezvous import LocalRendezvous, Rendezvous, StoreRendezvous
+from tests.harness import rank, world_size
 
 Global = dict[str, torch.Tensor]
 Builder = Callable[[Global, int, int, "Meshes"], dict[str, Any]]
+
+
+@contextlib.contextmanager
+def meetings_of_first_ranks() -> Iterator[dict[int, Rendezvous]]:
+    """By n, the rendezvous of the first n ranks, if this rank is one of them. All ranks end together."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    meetings: dict[int, Any] = {1: LocalRendezvous()}
+    for n in range(2, world_size() + 1):
+        if rank() < n:
+            meetings[n] = StoreRendezvous(store, rank(), n, deadline=60, name=f"of-{n}")
+    yield meetings
+    torch.distributed.barrier()
+    for meeting in meetings.values():
+        meeting.close()
 
 
 class Meshes:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardproof as sp
-from tests.distributed.layouts import LAYOUTS, Meshes, global_tensors, local_values
+from tests.distributed.layouts import LAYOUTS, Meshes, global_tensors, local_values, meetings_of_first_ranks
 from tests.harness import process_group, rank, run_ranks, world_size
 
 SLOTS = {"weight": 1.0, "exp_avg": 0.5, "exp_avg_sq": -0.25}
@@ -41,19 +41,10 @@ def _differs(state: dict[str, Any], expected: dict[str, Any]) -> list[str]:
 
 def save_and_load_every_pair(folder: str) -> tuple[int, list[str]]:
     """Saves every layout on every number of ranks, then loads each into every other."""
-    from torch.distributed import distributed_c10d
-
-    from shardproof.rendezvous import LocalRendezvous, StoreRendezvous
-
     problems: list[str] = []
     pairs = 0
-    with process_group():
+    with process_group(), meetings_of_first_ranks() as meetings:
         meshes = Meshes(world_size())
-        store = distributed_c10d._get_default_store()
-        meetings: dict[int, Any] = {1: LocalRendezvous()}
-        for n in range(2, world_size() + 1):
-            if rank() < n:
-                meetings[n] = StoreRendezvous(store, rank(), n, deadline=60, name=f"of-{n}")
         sizes = range(1, world_size() + 1)
         cases = [(layout, n) for layout in LAYOUTS for n in sizes]
         for layout, n in cases:
@@ -72,9 +63,6 @@ def save_and_load_every_pair(folder: str) -> tuple[int, list[str]]:
                 problems += [
                     f"{source} on {m} to {layout} on {n}: {key}" for key in _differs(target, expected)
                 ]
-        torch.distributed.barrier()
-        for meeting in meetings.values():
-            meeting.close()
     return pairs, problems
 
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import shardproof as sp
 from shardproof.errors import ShardproofError
-from tests.distributed.layouts import Meshes
+from tests.distributed.layouts import Meshes, meetings_of_first_ranks
 from tests.harness import process_group, rank, run_ranks, world_size
 
 
@@ -173,18 +173,9 @@ def _everything(state: Any, group: Any) -> dict[str, torch.Tensor]:
 
 
 def save_and_load_every_pair(folder: str) -> list[str]:
-    from torch.distributed import distributed_c10d
-
-    from shardproof.rendezvous import LocalRendezvous, StoreRendezvous
-
     problems = []
-    with process_group():
+    with process_group(), meetings_of_first_ranks() as meetings:
         meshes = Meshes(world_size())
-        store = distributed_c10d._get_default_store()
-        meetings: dict[int, Any] = {1: LocalRendezvous()}
-        for n in range(2, world_size() + 1):
-            if rank() < n:
-                meetings[n] = StoreRendezvous(store, rank(), n, deadline=60, name=f"of-{n}")
         reference = _state(plain, 0, 1, meshes)
         _step(reference, 2)
         saved = _everything(reference, None)
@@ -213,9 +204,6 @@ def save_and_load_every_pair(folder: str) -> list[str]:
                     ]
                     _step(state, 1)
                 assert state["optimizer"].param_groups[0]["lr"] == 0.1
-        dist.barrier()
-        for meeting in meetings.values():
-            meeting.close()
     return problems
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardproof as sp
-from tests.distributed.layouts import Meshes
+from tests.distributed.layouts import Meshes, meetings_of_first_ranks
 from tests.harness import process_group, rank, run_ranks, world_size
 
 
@@ -111,18 +111,9 @@ def _everything(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def save_and_load(folder: str) -> list[str]:
-    from torch.distributed import distributed_c10d
-
-    from shardproof.rendezvous import LocalRendezvous, StoreRendezvous
-
     problems = []
-    with process_group():
+    with process_group(), meetings_of_first_ranks() as meetings:
         meshes = Meshes(world_size())
-        store = distributed_c10d._get_default_store()
-        meetings: dict[int, Any] = {1: LocalRendezvous()}
-        for n in range(2, world_size() + 1):
-            if rank() < n:
-                meetings[n] = StoreRendezvous(store, rank(), n, deadline=60, name=f"of-{n}")
         reference = _everything(_build(plain, 1, meshes, train=True)) if rank() == 0 else {}
         for number, (make, n) in enumerate(CASES):
             if rank() < n:
@@ -143,9 +134,6 @@ def save_and_load(folder: str) -> list[str]:
                         for key, value in found.items()
                         if not torch.equal(value, reference[key])
                     ]
-        torch.distributed.barrier()
-        for meeting in meetings.values():
-            meeting.close()
     return problems
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 os.environ["DS_ACCELERATOR"] = "cpu"
@@ -21,32 +22,11 @@ from peer_result import Result, join_ranks, leave_ranks, rank, world_size
 from torch import nn
 from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import init_device_mesh
+from uneven_model import UnevenModel
 
 import shardproof as sp
 from shardproof.frameworks import deepspeed as adapter
 from shardproof.state import collect
-
-
-class Model(nn.Module):
-    """Rows that no number of ranks divides, tied and frozen parameters, a bias of one element, a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb = nn.Embedding(11, 6)
-        self.a = nn.Linear(6, 13)
-        self.norm = nn.LayerNorm(13)
-        self.b = nn.Linear(13, 6)
-        self.small = nn.Linear(6, 1)
-        self.frozen = nn.Linear(6, 2)
-        self.frozen.requires_grad_(False)
-        self.head = nn.Linear(6, 11, bias=False)
-        self.head.weight = self.emb.weight
-        self.register_buffer("seen", torch.tensor(0))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = self.b(torch.tanh(self.norm(self.a(self.emb(tokens)))))
-        return self.head(hidden) * self.small(hidden) + self.frozen(hidden).sum(-1, keepdim=True)
-
 
 PRECISION = {
     "float32": {},
@@ -59,7 +39,7 @@ PRECISION = {
 def built(stage: int, dtype: str, seed: int, lr: float = 1e-2, sub_group: int = 100) -> Any:
     """An engine with random weights, and AdamW with two groups."""
     torch.manual_seed(seed)
-    model = Model()
+    model = UnevenModel()
     matrices = [item for item in model.parameters() if item.requires_grad and item.dim() > 1]
     vectors = [item for item in model.parameters() if item.requires_grad and item.dim() == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -144,7 +124,7 @@ def load(path: str, name: str, stage: int, dtype: str, result: Result) -> None:
     assert adapter.load_checkpoint(engine, path) == (f"{path}/global_step3", {"epoch": 3})
     found = held(engine) | {"output": engine(tokens).detach()}
     assert all(torch.equal(found[key], overlapped[key]) for key in found)
-    plain = Model().to(torch.bfloat16 if dtype == "offload" else getattr(torch, dtype))
+    plain = UnevenModel().to(torch.bfloat16 if dtype == "offload" else getattr(torch, dtype))
     sp.load(f"{path}/global_step3", {"model": plain}, include="model")
     result.facts[f"{name}.output"] = torch.equal(found.pop("output"), plain(tokens))
     add(result, name, found)
@@ -164,7 +144,7 @@ def load_files(path: str, name: str, stage: int, dtype: str, result: Result) -> 
 
 def through_fsdp2(path: str, name: str, stage: int, dtype: str, result: Result) -> None:
     """Into an fp32 model of FSDP2, which takes the exact masters, and from there into an engine."""
-    model = Model()
+    model = UnevenModel()
     fsdp2.fully_shard(model, mesh=init_device_mesh("cpu", (world_size(),)))
     trained = [item for item in model.parameters() if item.requires_grad]
     matrices, vectors = ([item for item in trained if (item.dim() > 1) == wide] for wide in (True, False))
@@ -188,7 +168,7 @@ def model_alone(path: str, name: str, stage: int, dtype: str, result: Result) ->
 
 def wrong(path: str, name: str, stage: int, dtype: str, result: Result) -> None:
     """What wrong use says."""
-    model = Model()
+    model = UnevenModel()
     trained = [item for item in model.parameters() if item.requires_grad]
     optimizer = torch.optim.AdamW(trained)
     for item in trained:
@@ -227,12 +207,8 @@ def again(path: str, name: str, stage: int, dtype: str, result: Result) -> None:
     if rank() == 0:
         os.remove(f"{path}/latest")
         os.mkdir(f"{path}/latest")  # rank 0 cannot replace a folder by a file
-    try:
-        adapter.save_checkpoint(resumed, path)
-    except sp.ShardproofError as error:
-        result.facts[name] = str(error)
-    else:
-        raise AssertionError(f"rank {rank()} does not know that rank 0 could not write latest")
+    cause = "rank 0 could not write latest"
+    result.facts[name] = error_of(lambda: adapter.save_checkpoint(resumed, path), cause)
 
 
 def other_format(path: str, name: str, stage: int, dtype: str, result: Result) -> None:
@@ -246,12 +222,9 @@ def other_format(path: str, name: str, stage: int, dtype: str, result: Result) -
     assert adapter.load_checkpoint(loaded, path) == (f"{path}/global_step1", {})
     before, after = held(engine), held(loaded)
     assert all(torch.equal(before[key], after[key]) for key in before)
-    try:
-        adapter.load_checkpoint(loaded, path, tag="nothing" if rank() == 0 else "global_step1")
-    except sp.ShardproofError as error:
-        result.facts[name] = str(error)
-    else:
-        raise AssertionError(f"rank {rank()} does not know that rank 0 found no checkpoint")
+    tag = "nothing" if rank() == 0 else "global_step1"
+    cause = "rank 0 found no checkpoint"
+    result.facts[name] = error_of(lambda: adapter.load_checkpoint(loaded, path, tag=tag), cause)
 
 
 def unreadable(path: str, name: str, stage: int, dtype: str, result: Result) -> None:
@@ -261,12 +234,17 @@ def unreadable(path: str, name: str, stage: int, dtype: str, result: Result) -> 
     engine.save_checkpoint(path)
     if rank() == 1:
         sp.open = None
+    cause = "rank 1 could not open the files"
+    result.facts[name] = error_of(lambda: adapter.load_checkpoint(engine, path), cause)
+
+
+def error_of(call: Callable[[], Any], cause: str) -> str:
+    """The message of the error that this rank raises."""
     try:
-        adapter.load_checkpoint(engine, path)
+        call()
     except sp.ShardproofError as error:
-        result.facts[name] = str(error)
-    else:
-        raise AssertionError(f"rank {rank()} does not know that rank 1 could not open the files")
+        return str(error)
+    raise AssertionError(f"rank {rank()} does not know that {cause}")
 
 
 def add(result: Result, name: str, tensors: dict[str, torch.Tensor]) -> None:

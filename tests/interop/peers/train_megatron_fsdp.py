@@ -20,6 +20,7 @@ from peer_result import Result, join_ranks, leave_ranks, rank, world_size
 from torch import nn
 from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import init_device_mesh
+from uneven_model import UnevenModel
 
 cpu_stubs.install(current_device=0)
 
@@ -31,31 +32,10 @@ from shardproof.frameworks import megatron_fsdp as adapter  # noqa: E402
 from shardproof.state import collect  # noqa: E402
 
 
-class Model(nn.Module):
-    """Rows that no number of ranks divides, a tied and a frozen parameter, biases of one rank, a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb = nn.Embedding(11, 6)
-        self.a = nn.Linear(6, 13)
-        self.norm = nn.LayerNorm(13)
-        self.b = nn.Linear(13, 6)
-        self.small = nn.Linear(6, 1)
-        self.frozen = nn.Linear(6, 2)
-        self.frozen.requires_grad_(False)
-        self.head = nn.Linear(6, 11, bias=False)
-        self.head.weight = self.emb.weight
-        self.register_buffer("seen", torch.tensor(0))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = self.b(torch.tanh(self.norm(self.a(self.emb(tokens)))))
-        return self.head(hidden) * self.small(hidden) + self.frozen(hidden).sum(-1, keepdim=True)
-
-
 def built(stage: int, dtype: torch.dtype, seed: int, hybrid: bool = False) -> tuple[Any, Any]:
     """A sharded model with random weights, and its AdamW. With `hybrid`, two ranks replicate each shard."""
     torch.manual_seed(seed)
-    model = Model().to(dtype)
+    model = UnevenModel().to(dtype)
     if hybrid:
         mesh = init_device_mesh("cpu", (2, world_size() // 2, 1), mesh_dim_names=("outer", "dp", "tp"))
         both = mesh["outer", "dp"]._flatten("both").get_group()
@@ -154,7 +134,7 @@ def load(path: str, name: str, stage: int, dtype: torch.dtype, result: Result) -
     state = described(model, optimizer)
     assert sp.Checkpointer(path).restore(state) == 2
     add(result, name, held(model, optimizer))
-    plain = Model().to(dtype)
+    plain = UnevenModel().to(dtype)
     sp.load(f"{path}/step-00000002", {"model": plain}, include="model")
     tokens = torch.arange(11)[None]
     result.facts[f"{name}.output"] = torch.equal(model(tokens), plain(tokens))
@@ -165,7 +145,7 @@ def load(path: str, name: str, stage: int, dtype: torch.dtype, result: Result) -
 def through_fsdp2(path: str, name: str, stage: int, dtype: torch.dtype, result: Result) -> None:
     """Into an fp32 model of FSDP2, which takes the exact masters, and from there into Megatron-FSDP."""
     torch.manual_seed(2)
-    model = Model()
+    model = UnevenModel()
     fsdp2.fully_shard(model, mesh=init_device_mesh("cpu", (world_size(),)))
     optimizer: Any = torch.optim.AdamW(model.parameters())
     there = {"model": model, "optimizer": optimizer}
