@@ -37,6 +37,8 @@ _BATCH_BYTES = 1 << 20
 """Bytes of one read of neighbours, at most, unless a single box needs more."""
 _GAP_BYTES = 32 << 10
 """Unwanted bytes between two neighbours of one read, at most: a call takes as long as copying these."""
+_WANTED_PER_UNWANTED = 8
+"""Wanted bytes of one read for each unwanted byte, at least, so that ranks that share a file read little twice."""
 _WHOLE_BYTES = 64 << 20
 """A seekable extent that is larger is not read whole for a part of it. It bounds the memory of a read."""
 
@@ -329,13 +331,20 @@ def _neighbours(spans: list[_Range]) -> Iterator[list[_Range]]:
         extent = span.extent
         groups.setdefault((id(extent.storage), extent.file) if extent.is_raw else extent, []).append(span)
     for group in groups.values():
-        together, end = [group[0]], group[0].end
+        together, end, wanted = [group[0]], group[0].end, group[0].end - group[0].begin
         for span in group[1:]:
-            if span.begin - end > _GAP_BYTES or max(end, span.end) - together[0].begin > _BATCH_BYTES:
+            gap = max(span.begin - end, 0)
+            new = max(span.end - max(end, span.begin), 0)
+            begin = together[0].begin
+            unwanted = end - begin - wanted + gap
+            is_far = gap > _GAP_BYTES or unwanted * _WANTED_PER_UNWANTED > wanted + new
+            if is_far or max(end, span.end) - begin > _BATCH_BYTES:
                 yield together
-                together, end = [], span.end
+                together, end, wanted = [], span.begin, 0
+                new = span.end - span.begin
             together.append(span)
             end = max(end, span.end)
+            wanted += new
         yield together
 
 
