@@ -22,7 +22,7 @@ import shardproof as sp
 from shardproof.errors import CorruptChunkError, RankFailure, ShardproofError
 from shardproof.loading import LoadReport, Options, load_from, load_protocol
 from shardproof.loading.checkpoint import NativeCheckpoint
-from shardproof.loading.read_once import agreement, cost_model, node_messages
+from shardproof.loading.read_once import agreement, cost_model, wanted_parts
 from shardproof.loading.read_once.group_plan import plan_once
 from shardproof.loading.read_once.node_plan import plan_node
 from shardproof.loading.read_once.shared_memory import PeerMemory
@@ -99,7 +99,7 @@ def small_rounds(round_bytes: int) -> None:
     over_group: Any = partial(plan_once, round_bytes=round_bytes, unit_bytes=512)
     on_node: Any = partial(plan_node, round_bytes=round_bytes, ring_bytes=3 * round_bytes, unit_bytes=512)
     agreement.plan_once, agreement.plan_node = over_group, on_node  # type: ignore[attr-defined]
-    node_messages.CUT_BYTES = 64
+    wanted_parts.CUT_BYTES = 64
 
 
 def go_through(way: str) -> None:

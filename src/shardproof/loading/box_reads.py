@@ -38,7 +38,7 @@ _BATCH_BYTES = 1 << 20
 _GAP_BYTES = 32 << 10
 """Unwanted bytes between two neighbours of one read, at most: a call takes as long as copying these."""
 _WANTED_PER_UNWANTED = 8
-"""Wanted bytes of one read for each unwanted byte, at least, so that ranks that share a file read little twice."""
+"""Wanted bytes of a read for each unwanted byte, at least: ranks read little of each other's parts."""
 _WHOLE_BYTES = 64 << 20
 """A seekable extent that is larger is not read whole for a part of it. It bounds the memory of a read."""
 

@@ -336,7 +336,7 @@ def test_rounds_between_ranks_of_one_process_fill_every_destination(data: st.Dat
                 assert [len(part) for part in parts] == receiver.sizes[number]
                 arrived = torch.cat(parts)
                 receiver.buffer[: len(arrived)].copy_(arrived)
-                receiver.place(number)
+                receiver.unpack(number)
         shared = {chunk for order in orders for chunk in order.shared_chunks().tolist()}
         for (found, state), boxes, views in zip(matched, wanted, states, strict=True):
             everything = set(found.plan.chunk.tolist())

@@ -1,1 +1,1 @@
-"""Reading once: one rank reads what several want, and hands it to the others."""
+"""The read-once exchange: one rank reads a chunk that several ranks want, and the others receive it."""

@@ -68,7 +68,7 @@ class _SpeedReport(msgspec.Struct, frozen=True, array_like=True):
     """The report of a rank that measured its speeds."""
 
     sampled: Sampled | None = None
-    handing: float = 0.0
+    speed: float = 0.0
     """Speed of the exchange, in bytes a second."""
     error: dict[str, object] | None = None
 
@@ -209,7 +209,7 @@ class ReadOnceExchange:
             self._exchange = Exchange(group, self._rendezvous.rank, self._rendezvous.world_size)
         elif self._options.read_once is True:
             raise StructureError(
-                "read_once=True hands tensors on over a process group, and there is none: initialise "
+                "read_once=True sends tensors over a process group, and there is none: initialise "
                 'torch.distributed first, or load with read_once="auto" or False'
             )
         checkpoint, rows = self._checkpoint, np.unique(self._plan.chunk)
@@ -270,7 +270,7 @@ class ReadOnceExchange:
         return _encoded(self._planned if self._pays(reports) else [_Answer("all")] * len(posts))
 
     def _pays(self, reports: Sequence[_SpeedReport]) -> bool:
-        found = [(report.sampled, report.handing) for report in reports if report.sampled is not None]
+        found = [(report.sampled, report.speed) for report in reports if report.sampled is not None]
         return pays(self._loads, found, through_memory=self._planned[0].choice == "node")
 
 

@@ -1,23 +1,27 @@
-"""Whether reading once pays: what storage, processors and process group are measured to give, and one rule.
+"""The cost model of the read-once exchange: it compares the time of two ways to load, from measured speeds.
 
-Reading all: every rank reads and verifies the blocks that it wants any part of. Reading once: every chunk is
-read by one rank, and the group, or on one node its memory, carries the rest. For the ranks of a node, with A
-bytes that they read in all, D of these that differ, O that they read once, and a and o those of one rank:
+Without an exchange, every rank reads and verifies all blocks that it wants a part of. With an exchange, one
+rank reads each chunk, and the process group or the shared memory of the node carries it to the others:
 
     all  = max over nodes of max((D + q (A - D)) / S, a / C)
     once = max over nodes of max(O / S, o / C) + x / G + `FIXED`
 
-Storage (S) and processors (C: reading what the system has kept, and verifying) work at the same time, so the
-slower one counts. q is what reading again takes of the storage's time, as a part of what reading took: 0
-where the system keeps what was read, 1 where it does not. x is the most that a rank hands on or gets, through
-memory all that it takes from there, and G the speed.
+    A, a    bytes that all ranks of a node, and one rank, read without an exchange
+    D       distinct bytes among A
+    O, o    bytes that all ranks of a node, and one rank, read with an exchange
+    S       speed of the storage
+    C       speed of the processors, which copy from the page cache and verify
+    q       time to read bytes again, relative to the first time: 0 if the page cache serves them
+    x, G    largest number of bytes that a rank sends or receives, and the speed of the exchange
 
-Note: What a few milliseconds can tell
-    Ranks of one node take their samples at the same moment, as they will read, and where the storage is
-    theirs together, each finds a part of its speed. What processors do is measured in their own time and
-    shared out, and what is waited for by the median: it does not matter who was put aside for a moment.
+Storage and processors work at the same time, so the slower one counts.
 
-A load that saves less than `WORTH_BYTES` a rank is not measured: it reads all.
+Note: How samples of a few milliseconds suffice
+    The ranks of a node take their samples at the same moment, because they will also read at the same time.
+    If they share the storage, each rank measures its share of the speed. The work of processors is measured
+    in thread time, and waiting by the median. So a thread that is suspended for a moment changes neither.
+
+A load that saves less than `WORTH_BYTES` a rank is not measured, and every rank reads for itself.
 """
 
 from __future__ import annotations
@@ -42,44 +46,44 @@ __all__ = ["Sampled", "expected", "memory_speed", "pays", "sample", "worth_measu
 
 WORTH_BYTES = 32 << 20
 FIXED = 0.02
-"""Seconds that handing on takes whatever the bytes are: for memory, threads, messages."""
+"""Seconds that an exchange takes for memory, threads and messages, independent of the bytes."""
 _SAMPLES = 8
 _SAMPLE_BYTES = 256 << 10
 _COPIED_BYTES = 4 << 20
 _TICK = 5e-3
-"""Seconds between moments at which ranks begin to take samples."""
+"""Ranks begin to take samples at multiples of this many seconds."""
 _WAITS = 1.3
-"""Reading waits for the storage where it takes so many times what a processor works for it, or more."""
+"""A read that takes at least this many times its processor time waits for the storage."""
 
 
 class Sampled(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank found when it took samples of what it wants."""
+    """The samples of one rank."""
 
     nbytes: int
     begun: float
-    """Seconds of the clock that all processes of a node share."""
+    """Seconds of the monotonic clock, which all processes of a node share."""
     first: float
-    """Seconds that reading took."""
+    """Seconds of the first read."""
     again: float
-    """Seconds that reading the same took again."""
+    """Seconds of the second read of the same bytes."""
     work: float
-    """Seconds of a processor in `first`, verifying included."""
+    """Processor seconds in `first`, with the digests."""
     processors: float
-    """This rank's share of those of the node."""
+    """This rank's share of the node's processors."""
 
 
 def worth_measuring(loads: Loads) -> bool:
-    """Whether reading once saves enough to ask how fast storage and group are."""
+    """True if the exchange saves enough reads to justify the measurement."""
     return loads.saved > WORTH_BYTES * len(loads.read_all)
 
 
 def pays(loads: Loads, found: Sequence[tuple[Sampled, float]], *, through_memory: bool) -> bool:
-    """Whether reading once takes less time than reading all.
+    """True if the exchange takes less time than a read by every rank.
 
     Args:
         loads: from the plan.
-        found: of each rank, its samples, and the bytes a second at which it hands on.
-        through_memory: of the node, not over a group.
+        found: the samples of each rank, and its speed of the exchange in bytes a second.
+        through_memory: True for shared memory of the node, False for a process group.
 
     >>> loads = Loads(*(np.array(column) for column in ([0, 1], [8, 8], [8, 8], [4, 4], [4, 4], [4, 4])))
     >>> slow, fast = (Sampled(1, 0.0, seconds, seconds, 0.01, 1.0) for seconds in (1.0, 0.01))
@@ -93,7 +97,7 @@ def pays(loads: Loads, found: Sequence[tuple[Sampled, float]], *, through_memory
 def expected(
     loads: Loads, found: Sequence[tuple[Sampled, float]], *, through_memory: bool
 ) -> tuple[float, float]:
-    """Seconds of reading all and of reading once, beyond what both take; arguments as for `pays`."""
+    """Seconds without and with the exchange, beyond what both take. Arguments as for `pays`."""
     nodes = len(loads.distinct_all)
     of_node: list[list[Sampled]] = [[] for _ in range(nodes)]
     for node, (sampled, _) in zip(loads.node.tolist(), found, strict=True):
@@ -106,18 +110,18 @@ def expected(
     stored = loads.distinct_all + again * (read_all - loads.distinct_all)
     seconds_all = max((stored / storage).max(), (loads.read_all * work).max())
     seconds_once = max((read_once / storage).max(), (loads.read_once * work).max())
-    handing = np.array([speed for _, speed in found])
+    speeds = np.array([speed for _, speed in found])
     if through_memory:
-        handed = (_taken(loads) / handing).max()
+        exchange = (_copied(loads) / speeds).max()
     else:
-        handed = max(loads.sent.max(), loads.received.max()) / handing.min()
-    return float(seconds_all), float(seconds_once + handed + FIXED)
+        exchange = max(loads.sent.max(), loads.received.max()) / speeds.min()
+    return float(seconds_all), float(seconds_once + exchange + FIXED)
 
 
 def sample(chunks: Chunks) -> Sampled:
-    """Takes samples of what this rank wants, and takes them again. They are hashed, not verified.
+    """Reads samples of the chunks that this rank wants, twice. They are hashed, not verified.
 
-    Places are random, so that ranks that want the same do not find what another has just read.
+    The chunks are chosen at random, so that ranks with the same chunks rarely read the same samples.
 
     Raises:
         StorageError: a sample cannot be read.
@@ -132,7 +136,7 @@ def sample(chunks: Chunks) -> Sampled:
 
 
 def memory_speed() -> float:
-    """Bytes a second at which this rank copies memory, when the others of its node do too."""
+    """Bytes a second at which this rank copies memory while all ranks of its node copy."""
     source, target = (torch.ones(_COPIED_BYTES, dtype=torch.uint8, device="cpu") for _ in range(2))
     before = time.thread_time()
     target.copy_(source)
@@ -140,7 +144,7 @@ def memory_speed() -> float:
 
 
 def _take(chunks: Chunks, places: Sequence[int], memory: memoryview) -> tuple[int, float, float]:
-    """Bytes of the samples, and seconds and seconds of a processor that they took."""
+    """Bytes of the samples, the seconds they took, and the processor seconds."""
     nbytes, seconds, work = 0, [], []
     for at in places:
         begun, worked = time.monotonic(), time.thread_time()
@@ -155,12 +159,12 @@ def _take(chunks: Chunks, places: Sequence[int], memory: memoryview) -> tuple[in
 
 
 def _processors() -> float:
-    """What this rank may use of the node's processors: no more than it has threads that read."""
+    """This rank's share of the node's processors, at most one for each reading thread."""
     return min(reading_threads(), processors())
 
 
 def _speed(sampled: Sequence[Sampled]) -> float:
-    """Bytes a second of a node's storage: of all samples, over the time in which any rank took one."""
+    """Bytes a second of a node's storage: bytes of all samples over the time in which any rank read one."""
     seconds, end = 0.0, float("-inf")
     for one in sorted(sampled, key=lambda one: one.begun):
         over = one.begun + one.first
@@ -171,14 +175,14 @@ def _speed(sampled: Sequence[Sampled]) -> float:
 
 
 def _again(sampled: Sequence[Sampled]) -> float:
-    """Time that the storage takes again for the same, as a part of what it took, from 0 to 1."""
+    """Storage time of the second read, as a fraction of that of the first, from 0 to 1."""
     first, again, work = (sum(getattr(one, name) for one in sampled) for name in ("first", "again", "work"))
-    if first <= _WAITS * work:  # it was kept already
+    if first <= _WAITS * work:  # the page cache had it before
         return 0.0
     return float(min(1.0, max(0.0, (again - work) / (first - work))))
 
 
-def _taken(loads: Loads) -> NDArray[np.float64]:
-    """(ranks,) bytes that a rank takes from memory: of what it reads itself the same part as of the rest."""
+def _copied(loads: Loads) -> NDArray[np.float64]:
+    """(ranks,) bytes that a rank copies from memory: of its own reads the same fraction as of others."""
     part = loads.received / np.maximum(loads.read_all - loads.read_once, 1)
     return np.asarray(loads.received + part * loads.read_once, np.float64)

@@ -1,4 +1,4 @@
-"""The one place of a load with collectives: only for `read_once`, over the training's own process group.
+"""The collectives of the read-once exchange, over the process group of the training. No other load has any.
 
 Note: Collectives of a load
     Every rank of the group calls the same methods in the same order: `measure` if the coordinator asks for
@@ -27,12 +27,12 @@ _PROBE_BYTES = 4 << 20
 
 
 def can_exchange(group: ProcessGroup | None) -> bool:
-    """Whether there is a process group to exchange over."""
+    """True if there is a process group."""
     return group is not None or (dist.is_available() and dist.is_initialized())
 
 
 class Exchange:
-    """Bytes from all ranks to all ranks.
+    """Sends bytes from all ranks to all ranks.
 
     Args:
         group: of the ranks that load; None for the default group.
@@ -40,7 +40,7 @@ class Exchange:
         world_size: of the rendezvous.
 
     Raises:
-        StructureError: the group's ranks are not those that load.
+        StructureError: the ranks of the group are not the ranks of the rendezvous.
     """
 
     def __init__(self, group: ProcessGroup | None, rank: int, world_size: int) -> None:
@@ -57,13 +57,13 @@ class Exchange:
         self.reserve(_PROBE_BYTES, _PROBE_BYTES)
 
     def reserve(self, sent: int, received: int) -> None:
-        """Takes the device memory for exchanges of so many bytes at most, if any is needed."""
+        """Allocates the device memory for rounds of at most this many bytes, if the group needs any."""
         if self._device.type != "cpu":
             self._outgoing = torch.empty(sent, dtype=torch.uint8, device=self._device)
             self._arriving = torch.empty(received, dtype=torch.uint8, device=self._device)
 
     def any_failed(self, failed: bool) -> bool:
-        """Whether any rank says that it failed."""
+        """True if any rank calls this with `failed` true."""
         self._flag.fill_(int(failed))
         dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._group)
         return bool(self._flag.item())
@@ -75,15 +75,14 @@ class Exchange:
         received: torch.Tensor,
         received_sizes: Sequence[int],
     ) -> Underway:
-        """Starts to send each rank its part, and to receive a part from each. The one before has to be over.
-
-        Sends and receives no more than was reserved.
+        """Starts to send a part to each rank and to receive a part from each. The previous call must be over.
 
         Args:
-            sent: uint8 host memory, the parts for rank 0, 1, ... one after another. Not to be written before
-                the end.
+            sent: uint8 host memory, the parts for rank 0, 1, ... one after another, at most as many bytes as
+                were reserved. The caller must not write to it before the end.
             sent_sizes: bytes for each rank.
-            received: uint8 host memory for the parts of rank 0, 1, ... one after another.
+            received: uint8 host memory for the parts of rank 0, 1, ... one after another, at most as many
+                bytes as were reserved.
             received_sizes: bytes from each rank.
         """
         source, target = sent[: sum(sent_sizes)], received[: sum(received_sizes)]
@@ -102,11 +101,11 @@ class Exchange:
         return Underway(work, arriving, target)
 
     def measure(self) -> float:
-        """Bytes a second that a rank sends while all do; the same call on every rank."""
+        """Bytes a second that a rank sends while all ranks send. Every rank calls this."""
         world_size = dist.get_world_size(self._group)
         sizes = [_PROBE_BYTES // world_size] * world_size
         sent, received = (torch.zeros(sum(sizes), dtype=torch.uint8, device="cpu") for _ in range(2))
-        self.start(sent, sizes, received, sizes).wait()  # connects, and touches the memory
+        self.start(sent, sizes, received, sizes).wait()  # opens connections and touches the memory
         begun = time.perf_counter()
         self.start(sent, sizes, received, sizes).wait()
         return sizes[0] * (world_size - 1) / max(time.perf_counter() - begun, 1e-9)
@@ -119,14 +118,14 @@ class Underway:
         self._work, self._arriving, self._target = work, arriving, target
 
     def wait(self) -> None:
-        """Returns when everything is received in host memory."""
+        """Waits until all bytes are received in host memory."""
         self._work.wait()
         if self._arriving is not self._target:
             self._target.copy_(self._arriving)
 
 
 def _device_of(group: ProcessGroup | None) -> torch.device:
-    """Where the group takes tensors from: host memory if it can."""
+    """The device whose tensors the group sends: the CPU if it can."""
     backends = dict(entry.split(":") for entry in str(dist.get_backend_config(group)).split(","))
     if "cpu" in backends:
         return torch.device("cpu")

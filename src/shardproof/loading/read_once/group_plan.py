@@ -1,16 +1,16 @@
-"""The plan of reading once: which rank reads each chunk that several want, and what it hands on, and when.
+"""The plan of a read-once exchange over a process group: the reader of each chunk, its receivers, the rounds.
 
     every rank: `ChunkRequest.of` its read plan  ->  coordinator: `plan_once`  ->  every rank: its `Orders`
 
-Arithmetic alone, no communication. Chunks that only one rank wants are no part of it, nor are those that
-several want different blocks of: each rank reads its own as ever. The others are taken together to *units*,
-neighbours in one file that the same ranks want. One of those ranks reads a unit and verifies it: the one
-that has the least to read so far on the node that has, largest unit first (the longest-processing-time rule
-of Graham, 1969). A unit goes to another rank in one message, in a *round* of exchange; no rank sends or
-receives more than `round_bytes` in a round, unless one message is larger, so memory is bounded.
+This is arithmetic without communication. The plan leaves out chunks that only one rank wants, and chunks of
+which several ranks want different blocks: each rank reads these itself. `Units` groups the other chunks and
+assigns a reader to each unit, which reads and verifies it.
 
-A message has, for each chunk of the unit that its receiver wants, in the order of the file, either the whole
-chunk or the parts that are wanted, each row-major, in the order of the receiver's own plan.
+The reader sends a unit to each other rank in one message, in one *round* of the exchange. In a round no rank
+sends or receives more than `round_bytes`, unless a single message is larger. So memory is bounded.
+
+A message holds the chunks of the unit that its receiver wants, in file order. For each it holds the whole
+chunk, or the parts that the receiver wants, row-major and in the order of the receiver's plan.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardproof.planning import ChunkTable
 __all__ = ["ROUND_BYTES", "plan_once"]
 
 ROUND_BYTES = 32 << 20
-"""Bytes that a rank sends, and receives, in one round. It holds about four times as much meanwhile."""
+"""Bytes that a rank sends, and receives, in one round. Its buffers take about four times as much."""
 
 
 def plan_once(
@@ -37,22 +37,22 @@ def plan_once(
     round_bytes: int = ROUND_BYTES,
     unit_bytes: int = UNIT_BYTES,
 ) -> tuple[list[Orders], Loads]:
-    """Plans the reading of every wanted chunk by one rank.
+    """Assigns each chunk that several ranks want to one reader, and its messages to rounds.
 
     Args:
         table: all chunks.
         requests: of all ranks.
         round_bytes: bytes that a rank sends and receives in a round.
-        unit_bytes: bytes of neighbouring chunks that are taken together.
+        unit_bytes: bytes of neighbouring chunks in one unit.
 
     Returns:
-        The orders of each rank, and what they come to.
+        The orders of each rank, and their loads.
     """
     world_size = len(requests)
     units = Units.of(table, requests, unit_bytes)
     chunk, rows, reader, unit_start = units.chunk, units.requests, units.reader, units.start
     pair_unit, pair_rank, pair_bytes = units.pair_unit, units.pair_rank, units.pair_bytes
-    message = units.handed
+    message = units.received
     rounds, unit_round = _rounds(
         pair_unit[message],
         pair_rank[message],
@@ -116,10 +116,10 @@ def _rounds(
     world_size: int,
     round_bytes: int,
 ) -> tuple[Int64s, Int64s]:
-    """The round of each message, and that of the first of each unit.
+    """The round of each message, and the round of the first message of each unit.
 
-    A reader's rounds never go back from one unit to the next, so that it holds a unit for a few rounds only.
-    Readers take turns, and each begins with the rank after it, so that none waits for one that all send to.
+    The rounds of a reader ascend from unit to unit, so that a unit stays in memory for a few rounds only.
+    Readers take turns, and each begins with the rank after it, so that they do not all send to one rank.
     """
     before = np.zeros(len(reader), np.int64)
     for number in range(world_size):
@@ -129,7 +129,7 @@ def _rounds(
     rounds = np.zeros(len(unit), np.int64)
     unit_round = np.full(len(reader), -1, np.int64)
     now = [0] * world_size
-    read, sent = [0] * world_size, [0] * world_size  # in the round where each reader is
+    read, sent = [0] * world_size, [0] * world_size  # bytes in the current round of each reader
     received: list[dict[int, int]] = [{} for _ in range(world_size)]
     units, ranks, sizes, readers = unit.tolist(), rank.tolist(), nbytes.tolist(), reader.tolist()
     spans = unit_size.tolist()

@@ -1,14 +1,10 @@
-"""What a rank reads for others: units in memory for as long as messages need them, packed round by round.
+"""The read-once exchange over a process group, in the rounds that the coordinator planned.
 
-What other ranks read for this one: messages unpacked into their destinations.
+    for each round:  read and verify units  ->  wait for the previous round, and unpack it
+                     ->  did any rank fail?  ->  start to send this round
 
-Reading once and handing on over a process group: the rounds, by the orders that the coordinator made.
-
-    for each round:  read and verify units  ->  wait for the round before, and place it
-                     ->  did any rank fail?  ->  start to hand on
-
-While a round is handed on the next units are read. What a rank receives was verified by the rank that read
-it; on its way it is protected as all tensors of the training are.
+The next units are read while a round is sent. The rank that reads a unit verifies it. The receiver does not
+verify it again: the process group protects these bytes like every other tensor of the training.
 """
 
 from __future__ import annotations
@@ -34,7 +30,7 @@ __all__ = ["PeerFailed", "Receiver", "Sender", "through_group"]
 
 
 class Sender:
-    """Reads units, places this rank's own parts of them, and packs what other ranks want.
+    """Reads units, fills this rank's own destinations from them, and packs messages for other ranks.
 
     Args:
         files: of the checkpoint.
@@ -95,7 +91,8 @@ class Sender:
         box_of = row_pointers(sent_chunks.reshape(-1, 2)[:, 1])
         self._box_of: list[int] = box_of.tolist()
         self._boxes = boxes.reshape(int(box_of[-1]), 2, orders.sent_width)
-        self._held: dict[int, torch.Tensor] = {}
+        self._in_memory: dict[int, torch.Tensor] = {}
+        """Units that later messages need."""
         self._free: list[torch.Tensor] = []
         self._lock = threading.Lock()
         self._unit_bytes = max((self._chunks.span(unit) for unit in self._units), default=0)
@@ -103,11 +100,11 @@ class Sender:
         self._buffers = [torch.empty(most, dtype=torch.uint8, device="cpu") for _ in range(2)]
 
     def buffer(self, number: int) -> torch.Tensor:
-        """Where a round is packed. Two take turns: one is sent while the other is filled."""
+        """The buffer of a round. Two buffers take turns: one is sent while the other is packed."""
         return self._buffers[number % 2]
 
     def pack(self, number: int) -> int:
-        """Reads what a round begins, and packs its messages by rank.
+        """Reads the units that a round needs first, and packs its messages, ordered by rank.
 
         Returns:
             Bytes read and bytes packed.
@@ -122,47 +119,47 @@ class Sender:
         for _, unit, nbytes, rows in sorted(self._messages[number], key=lambda message: message[:2]):
             self._pack(unit, rows, buffer[done : done + nbytes])
             done += nbytes
-        for unit in [unit for unit in self._held if self._last[unit] <= number]:
-            self._free.append(self._held.pop(unit))
+        for unit in [unit for unit in self._in_memory if self._last[unit] <= number]:
+            self._free.append(self._in_memory.pop(unit))
         return self.read - before + done
 
     def _read_unit(self, unit: int) -> None:
         batch = self._units[unit]
         span = self._chunks.span(batch)
         with self._lock:
-            held = self._free.pop() if self._free else None
-        if held is None:
-            held = torch.empty(self._unit_bytes, dtype=torch.uint8, device="cpu")
-        self._chunks.read_unit(batch, memoryview(held.numpy().data)[:span])
+            memory = self._free.pop() if self._free else None
+        if memory is None:
+            memory = torch.empty(self._unit_bytes, dtype=torch.uint8, device="cpu")
+        self._chunks.read_unit(batch, memoryview(memory.numpy().data)[:span])
         base = self._chunks.start[batch.start]
         for at in batch:
             inside = self._chunks.start[at] - base
-            stored = held[inside : inside + self._chunks.count[at]]
+            stored = memory[inside : inside + self._chunks.count[at]]
             self._writer.put(self._chunks.rows[at], self._parts[at], stored)
         with self._lock:
-            self._held[unit] = held
+            self._in_memory[unit] = memory
             self.read += span
 
     def _pack(self, unit: int, rows: range, message: torch.Tensor) -> None:
         """Fills one message. Whole chunks that are neighbours in the unit are one copy."""
-        held, base = self._held[unit], self._chunks.start[self._units[unit].start]
-        done = copied = 0  # bytes of the message that are there, and those that are decided on
-        run = 0  # where in the unit the bytes begin that are decided on and not there yet
+        memory, base = self._in_memory[unit], self._chunks.start[self._units[unit].start]
+        done = planned = 0  # bytes of the message that are filled, and bytes that are planned
+        run = 0  # first byte in the unit of the bytes that are planned and not filled
         for row in rows:
             chunk, parts = self._sent_chunks[row]
             at = self._at[chunk]
             inside, count = self._chunks.start[at] - base, self._chunks.count[at]
-            if copied > done and (parts or inside != run + copied - done):
-                message[done:copied].copy_(held[run : run + copied - done])
-                done = copied
+            if planned > done and (parts or inside != run + planned - done):
+                message[done:planned].copy_(memory[run : run + planned - done])
+                done = planned
             if not parts:
-                run = inside if copied == done else run
-                copied += count
+                run = inside if planned == done else run
+                planned += count
                 continue
             for box in range(self._box_of[row], self._box_of[row + 1]):
-                done += self._pack_part(chunk, box, held[inside : inside + count], message[done:])
-            copied = done
-        message[done:copied].copy_(held[run : run + copied - done])
+                done += self._pack_part(chunk, box, memory[inside : inside + count], message[done:])
+            planned = done
+        message[done:planned].copy_(memory[run : run + planned - done])
 
     def _pack_part(self, chunk: int, box: int, stored: torch.Tensor, into: torch.Tensor) -> int:
         extents = self._table.box_sizes[self._table.box_start[chunk] : self._table.box_start[chunk + 1]]
@@ -178,7 +175,7 @@ class Sender:
 
 
 class Receiver:
-    """Places what is received, round by round.
+    """Unpacks received messages into their destinations, round by round.
 
     Args:
         table: the chunks of the checkpoint.
@@ -189,7 +186,7 @@ class Receiver:
 
     def __init__(self, table: ChunkTable, writer: DestinationWriter, orders: Orders, world_size: int) -> None:
         self.received = 0
-        """Bytes placed so far."""
+        """Bytes unpacked so far."""
         self.sizes = [[0] * world_size for _ in range(orders.rounds)]
         """Bytes from each rank, by round."""
         self._writer = writer
@@ -207,14 +204,14 @@ class Receiver:
         most = max((sum(sizes) for sizes in self.sizes), default=0)
         self.buffer = torch.empty(most, dtype=torch.uint8, device="cpu")
 
-    def place(self, number: int) -> int:
-        """Places a round that has been received.
+    def unpack(self, number: int) -> int:
+        """Unpacks a round that has been received.
 
         Returns:
-            Its bytes.
+            Bytes of the round.
         """
         done = 0
-        # A rank's messages keep their order, which is that in which it packed them.
+        # The sort is stable: messages of one rank stay in the order in which that rank packed them.
         for _, rows in sorted(self._messages[number], key=lambda message: message[0]):
             for row in rows:
                 chunk, cut = self._chunks[row]
@@ -232,7 +229,7 @@ class Receiver:
 
 
 class PeerFailed(Exception):
-    """Another rank failed, so all left together. That rank says why."""
+    """Another rank failed, so all ranks left the exchange. The error of that rank has the reason."""
 
 
 def through_group(
@@ -241,22 +238,23 @@ def through_group(
     rounds: int,
     moved: Callable[[int], None],
 ) -> tuple[int, int]:
-    """Reads, hands on and places what several ranks want. Called by every rank, for the same rounds.
+    """Reads, sends and unpacks the chunks that several ranks want. Every rank calls this.
 
-    A rank that fails goes on to the next point where all leave: nobody waits for it in an exchange.
+    A rank that fails continues to the next `any_failed`, where all ranks leave together. So no rank waits for
+    it inside an exchange.
 
     Args:
-        make: makes this rank's parts.
+        make: makes the sender and the receiver of this rank.
         exchange: over all ranks.
-        rounds: the same on all ranks.
-        moved: called with bytes read, sent or placed since the call before.
+        rounds: number of rounds, the same on all ranks.
+        moved: called with the bytes read, sent or unpacked since the previous call.
 
     Returns:
         Bytes read and bytes received.
 
     Raises:
-        CorruptChunkError, StorageError: what stopped this rank.
-        PeerFailed: another rank was stopped.
+        CorruptChunkError, StorageError: this rank cannot read a unit.
+        PeerFailed: another rank failed.
     """
     error: BaseException | None = None
     parts: tuple[Sender, Receiver] | None = None
@@ -276,7 +274,7 @@ def through_group(
             underway.wait()
         try:
             if error is None and parts is not None and number:
-                moved(parts[1].place(number - 1))
+                moved(parts[1].unpack(number - 1))
         except BaseException as caught:
             error = caught
         if number < rounds and exchange.any_failed(error is not None) and error is None:

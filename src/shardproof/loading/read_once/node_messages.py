@@ -1,13 +1,11 @@
 """Messages between the ranks of one node: eight bytes each, through a pipe that the receiver owns.
 
 Note: Why pipes
-    What a rank tells another is that memory was written, or is free. A write to a pipe and the read that
-    finds it are ordered by the kernel, on processors of every kind, so the memory is seen as it was when the
-    message was sent; a flag in shared memory would need a barrier that Python does not have. A rank that
-    waits sleeps until a message comes or a process that it watches ends. A message is shorter than
-    ``PIPE_BUF`` and so never torn, whoever writes at the same time.
-
-What one rank takes out of the memory of the ranks of its node, round by round.
+    A message says that memory was written, or is free. The kernel orders the write to a pipe before the read
+    that returns it, on every kind of processor. So the receiver sees the memory as it was when the message
+    was sent. A flag in shared memory would need a memory barrier, which Python does not have. A rank that
+    waits sleeps until a message arrives, or a process that it watches ends. A message is shorter than
+    ``PIPE_BUF``, so concurrent writers cannot tear it.
 """
 
 from __future__ import annotations
@@ -18,41 +16,27 @@ import select
 import stat
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
-
-from shardproof.geometry import row_pointers
-from shardproof.loading.destinations import DestinationWriter
-from shardproof.loading.read_once.orders import Int64s
-from shardproof.planning import ChunkTable
-
-__all__ = ["CUT_BYTES", "Inbox", "Message", "MessageKind", "Outbox", "WantedParts"]
+__all__ = ["Inbox", "Message", "MessageKind", "Outbox"]
 
 _OPEN = os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK | getattr(os, "O_NOCTTY", 0)
-
-
 _FORMAT = struct.Struct("=HHI")
-
-
 _MOST = 4096 // _FORMAT.size * _FORMAT.size
-
-
 """Bytes of one read: whole messages."""
 
 
 class MessageKind(enum.IntEnum):
-    """What a message says."""
+    """The meaning of a message."""
 
     READ = 1
-    """A round of the sender's is in its memory, verified."""
+    """The sender has read a round into its memory, and verified it."""
     PLACED = 2
-    """The sender has taken all that it wants of a round of the receiver's."""
+    """The sender has copied all that it wants from a round of the receiver."""
     FAILED = 3
-    """The sender, or a process of the receiver's own, has given up."""
+    """The sender, or a thread of the receiver itself, has failed."""
     ENDED = 4
-    """The process is no more; said by the system, not by the process."""
+    """The process has ended. `Inbox.take` makes this message; no process sends it."""
 
 
 _KINDS = {kind.value: kind for kind in MessageKind}
@@ -63,13 +47,13 @@ class Message(NamedTuple):
 
     kind: MessageKind
     rank: int
-    """Of the sender."""
+    """Rank of the sender."""
     number: int = 0
-    """Of the round."""
+    """Number of the round."""
 
 
 class Inbox:
-    """Where this process is told things.
+    """The receiving end of this process.
 
     >>> inbox = Inbox()
     >>> outbox = Outbox.opened(os.getpid(), inbox.outbox.descriptor, inbox.number)
@@ -82,15 +66,15 @@ class Inbox:
     def __init__(self) -> None:
         self._read, descriptor = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.outbox = Outbox(descriptor)
-        """For messages of this process to itself. Its descriptor is what others open."""
+        """Sends messages of this process to itself. Other processes open its descriptor."""
         self.number = os.fstat(descriptor).st_ino
-        """Of the pipe, by which others know it."""
+        """Inode number of the pipe, by which other processes recognise it."""
         self._poll = select.poll()
         self._poll.register(self._read, select.POLLIN)
         self._watched: dict[int, int] = {}
 
     def watch(self, processes: Iterable[tuple[int, int]]) -> None:
-        """From now on `take` tells when one of these processes ends.
+        """Makes `take` report the end of these processes.
 
         Args:
             processes: rank and process descriptor (``os.pidfd_open``) of each.
@@ -100,10 +84,10 @@ class Inbox:
             self._poll.register(descriptor, select.POLLIN)
 
     def take(self, timeout: float) -> list[Message]:
-        """What was said since the last call; waits for it if nothing was.
+        """Messages since the last call. If there are none, waits for one.
 
         Args:
-            timeout: seconds to wait at most. Then nothing is returned.
+            timeout: seconds to wait at most. After that, the result is empty.
         """
         found = [descriptor for descriptor, _ in self._poll.poll(timeout * 1000)]
         messages = []
@@ -114,7 +98,7 @@ class Inbox:
         return messages + [Message(MessageKind.ENDED, rank) for rank in ended]
 
     def close(self) -> None:
-        """Nothing can be said any more."""
+        """Closes the pipe. No process can send to it any more."""
         if self._read >= 0:
             os.close(self._read)
             self.outbox.close()
@@ -122,17 +106,22 @@ class Inbox:
 
 
 class Outbox:
-    """The way to another process's inbox, or to the own one, from any thread."""
+    """The sending end of an inbox, for any thread."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
 
     @staticmethod
     def opened(process: int, descriptor: int, number: int) -> Outbox:
-        """The way to the pipe of a number, which a process knows by a descriptor.
+        """Opens the inbox of another process.
+
+        Args:
+            process: its id.
+            descriptor: descriptor of the pipe in that process.
+            number: `Inbox.number` of the pipe.
 
         Raises:
-            OSError: it cannot be reached, or is another.
+            OSError: the pipe cannot be opened, or is another one.
         """
         opened = os.open(f"/proc/{process}/fd/{descriptor}", _OPEN)
         found = os.fstat(opened)
@@ -142,108 +131,16 @@ class Outbox:
         return Outbox(opened)
 
     def send(self, *messages: Message) -> None:
-        """Never waits: a receiver never has more messages before it than a pipe holds (see `once_node`).
+        """Sends without waiting. A pipe has room for all messages to its receiver (see `node_transfer`).
 
         Raises:
-            BrokenPipeError: the receiver is gone.
+            BrokenPipeError: the receiver has closed the pipe or ended.
             BlockingIOError: the pipe is full.
         """
         os.write(self.descriptor, b"".join([_FORMAT.pack(*message) for message in messages]))
 
     def close(self) -> None:
-        """Lets go of the pipe."""
+        """Closes the pipe."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
-
-
-CUT_BYTES = 64 << 10
-
-
-"""Chunks from here on whose parts are views made beforehand."""
-
-
-@dataclass(slots=True)
-class _RoundParts:
-    """Of one round."""
-
-    nbytes: int = 0
-    views: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """Where parts of the larger chunks that are cut belong, and where they are read."""
-    rows: list[int] = field(default_factory=list)
-    """Of the orders, for all other chunks."""
-
-
-class WantedParts:
-    """The parts of chunks that this rank wants, by the rank that reads them and its round.
-
-    Args:
-        table: all chunks.
-        writer: of this rank's read plan.
-        taken: (4 n,) or (n, 4) `NodeOrders.taken`.
-        ranks: of the node.
-    """
-
-    def __init__(self, table: ChunkTable, writer: DestinationWriter, taken: Int64s, ranks: int) -> None:
-        taken = taken.reshape(-1, 4)
-        chunks: list[int] = taken[:, 3].tolist()
-        self._writer = writer
-        self._taken: list[list[int]] = taken.tolist()
-        self._count: list[int] = table.byte_count[taken[:, 3]].tolist()
-        self._parts = writer.parts_of(chunks)
-        self._straight = writer.straight(chunks)
-        self._of: list[dict[int, _RoundParts]] = [{} for _ in range(ranks)]
-        before = row_pointers(writer.part_bytes).tolist()
-        for at, (rank, number, _, _) in enumerate(self._taken):
-            if (of_round := self._of[rank].get(number)) is None:
-                of_round = self._of[rank][number] = _RoundParts()
-            of_round.rows.append(at)
-            of_round.nbytes += before[self._parts[at].stop] - before[self._parts[at].start]
-
-    def rounds(self, rank: int) -> int:
-        """Rounds of a rank of which this one takes something."""
-        return len(self._of[rank])
-
-    def found(self, rank: int, memory: torch.Tensor) -> None:
-        """Makes the views of what is cut from a rank's memory.
-
-        Made between the copies, which leave nothing of Python in the processor's caches, they took 6 % of a
-        load of rows into columns.
-
-        Args:
-            rank: whose memory it is.
-            memory: (n,) uint8, all of it.
-        """
-        for of_round in self._of[rank].values():
-            rows, of_round.rows = of_round.rows, []
-            for at in rows:
-                stored, parts = self._stored(at, memory), self._parts[at]
-                is_cut = self._count[at] >= CUT_BYTES and not self._straight.address[at]
-                if is_cut and self._writer.is_aligned(parts, stored):
-                    of_round.views += self._writer.views(self._taken[at][3], parts, stored)
-                else:
-                    of_round.rows.append(at)
-
-    def take(self, rank: int, number: int, memory: torch.Tensor) -> int:
-        """Puts the parts of a round where they belong. Called without gradients.
-
-        Args:
-            rank: that has read it.
-            number: of the round.
-            memory: that was `found`.
-
-        Returns:
-            Their bytes.
-        """
-        of_round = self._of[rank].get(number)
-        if of_round is None:
-            return 0
-        for target, source in of_round.views:
-            target.copy_(source)
-        for at in of_round.rows:
-            self._writer.put(self._taken[at][3], self._parts[at], self._stored(at, memory))
-        return of_round.nbytes
-
-    def _stored(self, at: int, memory: torch.Tensor) -> torch.Tensor:
-        byte = self._taken[at][2]
-        return memory[byte : byte + self._count[at]]

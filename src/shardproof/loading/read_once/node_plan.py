@@ -1,11 +1,11 @@
-"""The plan of reading once on one node: which rank reads each unit into its shared memory, where and when.
+"""The plan of a read-once exchange on one node: which rank reads each unit, and its place in shared memory.
 
     every rank: `ChunkRequest.of(plan)`  ->  coordinator: `plan_node`  ->  every rank: its `NodeOrders`
 
-Nothing is packed and nothing sent: whoever wants a chunk takes its parts from where its reader has put it. A
-reader takes its units in the order of the files, in *rounds* of `ROUND_BYTES`, or of one unit that is larger.
-The rounds follow one another through its memory, a ring, so each but the first few lies where earlier ones
-were, and begins when these were taken.
+Ranks pack and send nothing: a rank copies the parts that it wants from the shared memory of the reader. A
+reader reads its units in file order, in *rounds* of `ROUND_BYTES`, or of one unit that is larger. Its memory
+is a ring. All rounds but the first few reuse the memory of earlier rounds, so the reader waits until every
+rank has copied its parts of these.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from shardproof.planning import ChunkTable
 __all__ = ["AHEAD", "RING_BYTES", "ROUND_BYTES", "NodeOrders", "plan_node"]
 
 ROUND_BYTES = 1 << 20
-"""Bytes that a rank reads before it tells the others."""
+"""Bytes that a rank reads before it notifies the others."""
 RING_BYTES = 8 << 20
-"""A rank's memory, unless two rounds are larger: small, so that what was read is in the processors' caches
-when it is taken."""
+"""Bytes of a rank's ring, unless two rounds are larger. A small ring stays in the caches of the processors
+until the other ranks copy from it."""
 AHEAD = 7
-"""Rounds of a rank that not all have taken from, at most."""
+"""Rounds of a rank that other ranks have yet to copy from, at most."""
 _ALIGNMENT = 64
 
 
 class NodeOrders(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank does. Columns are int64 as bytes."""
+    """The orders of one rank. Columns are int64 as bytes."""
 
     nbytes: tuple[int, ...]
-    """By rank: bytes of its memory."""
+    """Bytes of each rank's ring, by rank."""
     rounds: bytes
-    """(r, 2) each round that this rank reads: byte of its memory, and how many rounds, from the first on,
-    must have been taken by all before it is read."""
+    """(r, 2) each round that this rank reads: its first byte in the ring, and the number of rounds, from the
+    first on, that must be free before the rank reads it."""
     takers: bytes
-    """(-, 2) each of them again, and a rank that takes something from it; this one too."""
+    """(-, 2) a round that this rank reads, and a rank that copies from it, this rank included."""
     read: bytes
-    """(u, 3) each unit that this rank reads: round, byte of the round, chunks; in the order of the files."""
+    """(u, 3) each unit that this rank reads, in file order: round, byte in the round, number of chunks."""
     read_chunks: bytes
     """Rows of the chunk table, unit by unit."""
     taken: bytes
-    """(t, 4) each chunk that this rank wants: rank that reads it, round of that rank, byte of its memory, row
-    of the table; sorted by rank and round."""
+    """(t, 4) each chunk that this rank copies: reader, round of the reader, byte in the reader's ring, row of
+    the chunk table. Sorted by reader and round."""
     moved: int
-    """Bytes that this rank reads, and takes from others, by these orders."""
+    """Bytes that this rank reads, and copies from other ranks."""
 
     def shared_chunks(self) -> Int64s:
-        """Rows of the chunk table that this rank finds in memory, or reads for others."""
+        """Rows of the chunk table that this rank copies from shared memory, or reads for others."""
         taken = np.frombuffer(self.taken, np.int64).reshape(-1, 4)[:, 3]
         return np.concatenate([np.frombuffer(self.read_chunks, np.int64), taken])
 
@@ -67,17 +67,17 @@ def plan_node(
     ring_bytes: int = RING_BYTES,
     unit_bytes: int = UNIT_BYTES,
 ) -> tuple[list[NodeOrders], Loads]:
-    """Plans the reading of every chunk that several ranks of one node want by one of them.
+    """Assigns each chunk that several ranks of one node want to one reader, and to a place in its ring.
 
     Args:
         table: all chunks.
         requests: of all ranks, which are on one node.
         round_bytes: bytes that a rank reads in a round.
-        ring_bytes: bytes of a rank's memory.
-        unit_bytes: bytes of neighbouring chunks that are read together.
+        ring_bytes: bytes of a rank's ring.
+        unit_bytes: bytes of neighbouring chunks in one unit.
 
     Returns:
-        The orders of each rank, and what they come to.
+        The orders of each rank, and their loads.
     """
     world_size = len(requests)
     units = Units.of(table, requests, min(unit_bytes, round_bytes))
@@ -123,7 +123,7 @@ def plan_node(
 
 
 def _rounds(sizes: list[int], round_bytes: int) -> tuple[list[int], list[int], list[int]]:
-    """Of each unit the round and its byte in it; and of each round the bytes."""
+    """The round of each unit, the byte of each unit in its round, and the bytes of each round."""
     number: list[int] = []
     inside: list[int] = []
     rounds: list[int] = []
@@ -137,24 +137,25 @@ def _rounds(sizes: list[int], round_bytes: int) -> tuple[list[int], list[int], l
 
 
 def _ring(sizes: list[int], ring_bytes: int) -> tuple[Int64s, int]:
-    """Rounds one after another through a ring; what it takes.
+    """Places rounds one after another in a ring.
 
     Returns:
-        (r, 2) of each round its byte, and how many rounds from the first on must be gone before it begins:
-        those that lie where it is to be, and all before them; and the bytes of the ring.
+        (r, 2) the first byte of each round, and the number of rounds, from the first on, that must be free
+        before the reader reads it: the rounds that overlap it in the ring, and all before them. And the bytes
+        of the ring.
     """
     ring = min(sum(sizes), max(ring_bytes, 2 * max(sizes, default=0)))
     places = np.zeros((len(sizes), 2), np.int64)
-    there: deque[tuple[int, int]] = deque()  # begin and end of rounds that may still be in memory
-    byte = gone = 0
+    in_use: deque[tuple[int, int]] = deque()  # begin and end of rounds that are not free yet
+    byte = free = 0
     for number, nbytes in enumerate(sizes):
         if byte + nbytes > ring:
             byte = 0
-        in_the_way = [at for at, (begin, end) in enumerate(there) if begin < byte + nbytes and byte < end]
-        for _ in range(max(in_the_way[-1] + 1 if in_the_way else 0, len(there) + 1 - AHEAD)):
-            there.popleft()
-            gone += 1
-        places[number] = byte, gone
-        there.append((byte, byte + nbytes))
+        overlapping = [at for at, (begin, end) in enumerate(in_use) if begin < byte + nbytes and byte < end]
+        for _ in range(max(overlapping[-1] + 1 if overlapping else 0, len(in_use) + 1 - AHEAD)):
+            in_use.popleft()
+            free += 1
+        places[number] = byte, free
+        in_use.append((byte, byte + nbytes))
         byte += nbytes
     return places, ring

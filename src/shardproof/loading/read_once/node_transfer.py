@@ -1,19 +1,19 @@
-"""Reading once on one node: rounds are read into shared memory, from where every rank takes its parts.
+"""The read-once exchange on one node: readers fill shared memory, and every rank copies its parts from there.
 
-    when the memory of a round is free:  read and verify it, tell those who want something of it
-    when told that a round is there:     take the parts that are wanted, tell its reader
-    when told that a round is taken:     its memory is free as soon as all have taken it, and all before it
+    when the memory of a round is free:  read and verify the round, send READ to the ranks that want parts
+    on READ:                             copy the wanted parts, answer PLACED
+    on PLACED from all ranks:            the memory is free, once all earlier rounds are free, too
 
-Nobody waits for all. A rank that fails tells all, and all leave; so they do when a process ends, or when none
-of them reads anything for as long as a rank may be silent.
+No rank waits for all others at once. A rank that fails sends FAILED to all, and all leave the exchange. They
+also leave when a process ends, or when no rank reads anything for the deadline.
 
-Note: Why it comes to an end, and why what is taken is what was read
-    A round is read when all rounds that were where it is to be have been taken, so nobody takes from it what
-    is not its own. A rank answers the READ that it finds before it looks again, and never waits for anything
-    else before it does, so what a reader waits for comes, in the order of its rounds, and its next round is
-    read. No rank has more than `AHEAD` rounds that are not taken, so of each rank, itself too, at most so
-    many READ, as many PLACED and one FAILED are before it: from `MOST_RANKS` ranks not a page, which is the
-    least that a pipe holds.
+Note: Why the exchange ends, and why a copy has the right bytes
+    A reader reads a round only when all earlier rounds in the same memory are free. So a rank never copies
+    bytes of another round. A rank answers each READ before it waits again, and waits for nothing in between.
+    So every PLACED that a reader waits for arrives, in the order of its rounds, and the next round is read.
+    A rank has at most `AHEAD` rounds that are not free. So its pipe holds, from each rank, at most `AHEAD`
+    READ, `AHEAD` PLACED and one FAILED. For `MOST_RANKS` ranks this is less than a page, which every pipe
+    can hold.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ from shardproof.loading.block_reader import Files
 from shardproof.loading.chunk_reader import Chunks
 from shardproof.loading.destinations import DestinationWriter
 from shardproof.loading.read_once.group_transfer import PeerFailed
-from shardproof.loading.read_once.node_messages import Message, MessageKind, WantedParts
+from shardproof.loading.read_once.node_messages import Message, MessageKind
 from shardproof.loading.read_once.node_plan import NodeOrders
 from shardproof.loading.read_once.shared_memory import NodeMemory, PeerMemory
+from shardproof.loading.read_once.wanted_parts import WantedParts
 from shardproof.planning import ChunkTable
 
 __all__ = ["MOST_RANKS", "through_memory"]
 
 _LOOKS = 4
-"""How often a rank that waits looks, within the deadline, whether another moves."""
+"""How often a waiting rank checks within the deadline whether another rank makes progress."""
 _REPORTED_BYTES = 8 << 20
-"""Bytes taken from others of which is told together."""
+"""Bytes copied from other ranks between two reports of progress."""
 MOST_RANKS = 32
-"""Ranks of a node whose messages are sure to find room."""
+"""Ranks of a node whose messages always fit into a pipe."""
 
 
 def through_memory(
@@ -60,7 +61,7 @@ def through_memory(
     moved: Callable[[int], None],
     waits: Callable[[], None],
 ) -> tuple[int, int]:
-    """Reads what this rank is to read, and takes what it wants. Called by every rank of the node.
+    """Reads the rounds of this rank, and copies the parts that it wants. Every rank of the node calls this.
 
     Args:
         files: of the checkpoint.
@@ -68,12 +69,12 @@ def through_memory(
         table: its chunks.
         writer: of this rank's read plan.
         orders: of this rank.
-        memory: this rank's.
-        peers: that of every rank, None for this one.
+        memory: shared memory of this rank.
+        peers: shared memory of every rank, None for this one.
         threads: reads in flight.
-        deadline: seconds after which ranks of which none moves are given up.
-        moved: called with bytes read or taken since the call before, from any thread.
-        waits: called now and then while this rank waits and another moves.
+        deadline: seconds without progress of any rank after which the exchange fails.
+        moved: called with bytes read or copied since the previous call, from any thread.
+        waits: called from time to time while this rank waits and another makes progress.
 
     Returns:
         Bytes read and bytes received.
@@ -81,28 +82,28 @@ def through_memory(
     Raises:
         CorruptChunkError: stored bytes do not match their digest.
         StorageError: a file is missing, short or unreadable, or there is too little memory.
-        PeerFailed: another rank was stopped.
+        PeerFailed: another rank failed, or no rank makes progress.
     """
     with ThreadPoolExecutor(threads, "shardproof-read") as pool:
         try:
             part = _NodeExchange(files, manifest, table, writer, orders, memory, peers, moved)
             return part.run(pool if threads > 1 else None, deadline, waits)
         except BaseException:
-            send_failed(peers)  # now: leaving the pool waits for its reads
+            send_failed(peers)  # before the pool ends, which waits for its reads
             raise
 
 
 def send_failed(peers: Sequence[PeerMemory | None]) -> None:
-    """Tells all other ranks that this one has given up."""
+    """Sends FAILED to all other ranks."""
     failed = Message(MessageKind.FAILED, peers.index(None))
     for peer in peers:
         if peer is not None:
-            with suppress(OSError):  # it is gone, and needs no telling
+            with suppress(OSError):  # the process has ended
                 peer.outbox.send(failed)
 
 
 class _NodeExchange:
-    """One rank's part."""
+    """The exchange, on one rank."""
 
     def __init__(
         self,
@@ -135,7 +136,7 @@ class _NodeExchange:
         for number, rank in np.frombuffer(orders.takers, np.int64).reshape(-1, 2).tolist():
             self._takers[number].append(rank)
         self._left = [len(takers) for takers in self._takers]
-        """By own round, the ranks that have not taken their parts yet."""
+        """By own round, the number of ranks that have yet to copy from it."""
         self._units: list[list[tuple[int, range]]] = [[] for _ in rounds]
         done = 0
         for number, byte, count in np.frombuffer(orders.read, np.int64).reshape(-1, 3).tolist():
@@ -147,20 +148,20 @@ class _NodeExchange:
         self._wanted = sum(
             self._wanted_parts.rounds(rank) for rank in range(len(peers)) if rank != self._rank
         )
-        """Rounds of other ranks from which this one has yet to take."""
+        """Rounds of other ranks that this rank has yet to copy from."""
         self._placed: dict[int, list[Message]] = {}
-        """By reader, what it is yet to be told of rounds that this rank has taken its parts of."""
+        """By reader, PLACED messages that are not sent yet."""
         self._unreported = 0
-        """Bytes taken from others since `moved` was called."""
+        """Bytes copied from other ranks since `moved` was called."""
         self._reading = len(rounds)
         """Own rounds that are not read yet."""
-        self._begun = self._gone = 0
-        """Own rounds that are begun, and that all have taken from, in their order."""
+        self._begun = self._freed = 0
+        """Own rounds, from the first on, whose read has begun, and that are free again."""
 
     def run(
         self, pool: ThreadPoolExecutor | None, deadline: float, waits: Callable[[], None]
     ) -> tuple[int, int]:
-        """See `through_memory`. Without a pool this thread reads too, when there is nothing to take."""
+        """See `through_memory`. Without a pool this thread reads, too, when there is nothing to copy."""
         self._use_memory(self._rank, self._own.reserve(self._nbytes[self._rank]))
         self._own.inbox.watch(
             (rank, peer.process) for rank, peer in enumerate(self._peers) if peer is not None
@@ -177,7 +178,7 @@ class _NodeExchange:
     ) -> None:
         inbox, ticks, quiet = self._own.inbox, self._ticks(), 0
         while self._wanted or self._reading:
-            free = self._begun < len(self._units) and self._after[self._begun] <= self._gone
+            free = self._begun < len(self._units) and self._after[self._begun] <= self._freed
             if free and pool is not None:
                 pool.submit(self._read_beside, self._begun)
                 self._begun += 1
@@ -222,19 +223,19 @@ class _NodeExchange:
             raise PeerFailed
 
     def _is_read(self, number: int) -> None:
-        """An own round is read, and this rank's own parts of it are taken."""
+        """An own round is read, and this rank has copied its own parts."""
         self._reading -= 1
         if self._rank in self._takers[number]:
             self._is_placed(number)
 
     def _is_placed(self, number: int) -> None:
-        """A rank has taken its parts of an own round."""
+        """A rank has copied its parts of an own round."""
         self._left[number] -= 1
-        while self._gone < self._begun and not self._left[self._gone]:
-            self._gone += 1
+        while self._freed < self._begun and not self._left[self._freed]:
+            self._freed += 1
 
     def _read_beside(self, number: int) -> None:
-        """Reads a round on another thread than the one that hears of it."""
+        """Reads a round in a thread of the pool, and notifies the main thread."""
         if self._stopped:
             return
         try:
@@ -246,7 +247,7 @@ class _NodeExchange:
             self._send(self._rank, Message(MessageKind.FAILED, self._rank, number))
 
     def _read(self, number: int) -> None:
-        """Reads and verifies a round, tells those who take from it, and takes this rank's own parts."""
+        """Reads and verifies a round, notifies the ranks that want parts, and copies the own parts."""
         done = 0
         memory = memoryview(self._of(self._rank).numpy().data)
         for byte, batch in self._units[number]:
@@ -264,25 +265,25 @@ class _NodeExchange:
         self._wanted_parts.take(self._rank, number, self._of(self._rank))
 
     def _report(self) -> None:
-        """Says what was taken from others since the last report."""
+        """Reports the bytes copied from other ranks since the last report."""
         self._moved(self._unreported)
         self._unreported = 0
 
     def _send_placed(self) -> None:
-        """Tells each reader in one go what was taken since it was told."""
+        """Sends each reader its PLACED messages in one write."""
         for rank, messages in self._placed.items():
             self._send(rank, *messages)
         self._placed.clear()
 
     def _send(self, rank: int, *messages: Message) -> None:
-        """Tells a rank, or this one, of rounds."""
+        """Sends messages to a rank, or to this one."""
         try:
             self._out[rank].send(*messages)
-        except BrokenPipeError:  # it has left the load
+        except BrokenPipeError:  # the rank has left the load
             raise PeerFailed from None
 
     def _of(self, rank: int) -> torch.Tensor:
-        """A rank's memory: mapped once it is there, which its first message says."""
+        """The memory of a rank. It exists once the first message of the rank has arrived."""
         found = self._memory[rank]
         if found is None:
             peer = self._peers[rank]
@@ -291,11 +292,11 @@ class _NodeExchange:
         return found
 
     def _use_memory(self, rank: int, memory: torch.Tensor) -> torch.Tensor:
-        """Notes a rank's memory."""
+        """Stores the memory of a rank, and prepares the copies from it."""
         self._memory[rank] = memory
-        self._wanted_parts.found(rank, memory)
+        self._wanted_parts.prepare(rank, memory)
         return memory
 
     def _ticks(self) -> list[int]:
-        """How far all other ranks have come."""
+        """The progress counters of all other ranks."""
         return [peer.ticks() for peer in self._peers if peer is not None]

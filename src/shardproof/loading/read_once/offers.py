@@ -1,7 +1,7 @@
-"""The first meeting of a load: what each rank matched and reads, and memory that it offers its node.
+"""The first meeting of a load: each rank reports its matches, its reads, and shared memory for its node.
 
-Handles go with what all ranks say first, so that those of one node have opened each other's memory by the
-time that it is known what they want, and need no meeting for it.
+The handles of the shared memory are part of the first report. So the ranks of a node can open each other's
+memory before the exchange is planned, without another meeting.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ __all__ = ["Answer", "Offer", "answer", "post", "usable_handles"]
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True):
-    """Memory that a rank can share."""
+    """Shared memory that a rank offers."""
 
     node: str
-    """Name of the machine."""
+    """Host name."""
     handle: Handle
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """What the ranks agree on."""
+    """The answer of the coordinator."""
 
     missing: tuple[str, ...]
     """Keys of the target that the checkpoint does not have."""
@@ -48,7 +48,7 @@ class _Post(msgspec.Struct, frozen=True, array_like=True):
 
 
 def post(match: MatchReport, offer: Offer | None = None, sketch: Sketch | None = None) -> bytes:
-    """What a rank says."""
+    """The report of a rank, as bytes."""
     return msgspec.msgpack.encode(_Post(msgspec.msgpack.encode(match), offer, sketch))
 
 
@@ -71,9 +71,10 @@ def answer(location: str, posts: Sequence[bytes], stored: Callable[[], Iterable[
 
 
 def usable_handles(offers: Sequence[Offer | None]) -> tuple[Handle, ...]:
-    """The handles of all ranks, which they are to open.
+    """The handles of all ranks, in the order of ranks.
 
-    None where memory cannot carry all: there are several nodes or too many ranks, or one has none to share.
+    Empty if shared memory cannot serve the exchange: there are several nodes, too many ranks, or a rank
+    without an offer.
 
     >>> one, other = (Offer(node, Handle(1, 2, 3, 4, b"")) for node in ("n0", "n1"))
     >>> [len(usable_handles(offers)) for offers in ([one, one], [one, other], [one, None])]

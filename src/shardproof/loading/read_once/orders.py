@@ -1,4 +1,4 @@
-"""What ranks that read once tell the coordinator, and what it tells them: columns, as bytes on the way."""
+"""The requests of the ranks for the read-once exchange, and the orders of the coordinator, as columns."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ Int64s: TypeAlias = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkRequest:
-    """What one rank wants: rows for the chunks, ascending, and rows for the parts of those cut."""
+    """The chunks that one rank wants, ascending, and the parts of those of which it does not want all."""
 
     node: str
-    """Name of the machine: ranks on one share its way to the storage."""
+    """Host name: the ranks of a node share its connection to the storage."""
     chunk: Int64s
     """(c,) row of the chunk table."""
     nbytes: Int64s
-    """(c,) bytes of the message that would hand it on."""
+    """(c,) bytes that a message needs for the chunk."""
     read: Int64s
-    """(c,) bytes of it that this rank would read by itself: its blocks, or all."""
+    """(c,) bytes of the chunk that this rank would read without an exchange: its blocks, or all."""
     parts: Int64s
-    """(c,) number of its parts, 0 where the whole chunk is sent."""
+    """(c,) number of parts, 0 if the whole chunk is sent."""
     in_chunk: Int64s
     """(p, width) offsets of each part from the chunk's first element."""
     sizes: Int64s
@@ -37,14 +37,14 @@ class ChunkRequest:
 
     @staticmethod
     def of(node: str, table: ChunkTable, plan: ReadPlan, part_bytes: Int64s, read: Int64s) -> ChunkRequest:
-        """What a read plan wants.
+        """The request for a read plan.
 
         Args:
-            node: name of the machine.
+            node: host name.
             table: all chunks.
             plan: of this rank, sorted by chunk.
             part_bytes: (n,) bytes of each part of the plan, as stored.
-            read: (c,) bytes that this rank would read of each chunk of the plan by itself.
+            read: (c,) bytes of each chunk of the plan that this rank would read without an exchange.
         """
         chunk, first, parts = np.unique(plan.chunk, return_index=True, return_counts=True)
         summed = np.add.reduceat(part_bytes, first) if len(first) else np.zeros(0, np.int64)
@@ -80,54 +80,54 @@ class ChunkRequest:
 
 
 class Orders(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank does: units it reads, messages it sends and receives. Columns are int64 as bytes."""
+    """The orders of one rank: units to read, messages to send and receive. Columns are int64 as bytes."""
 
     rounds: int
-    """Of exchange; the same on all ranks."""
+    """Number of rounds, the same on all ranks."""
     read_rounds: bytes
-    """(u,) round before which each unit that this rank reads must be there; in the order of the files."""
+    """(u,) first round that needs each unit that this rank reads; units in file order."""
     read_counts: bytes
-    """(u,) chunks of each unit."""
+    """(u,) number of chunks of each unit."""
     read_chunks: bytes
     """Rows of the chunk table, unit by unit."""
     sent: bytes
-    """(s, 5) each message: unit (place in the columns above), rank, round, bytes, chunks."""
+    """(s, 5) each message: unit (position in the columns above), receiver, round, bytes, number of chunks."""
     sent_chunks: bytes
-    """(-, 2) of each message each chunk: row of the chunk table, number of parts (0: the whole)."""
+    """(-, 2) each chunk of each message: row of the chunk table, number of parts (0: the whole chunk)."""
     sent_width: int
     sent_boxes: bytes
-    """(-, 2, width) of each part: offsets in its chunk, sizes."""
+    """(-, 2, width) each part: offsets in its chunk, sizes."""
     received: bytes
-    """(r, 4) each message: rank, round, bytes, chunks."""
+    """(r, 4) each message: sender, round, bytes, number of chunks."""
     received_chunks: bytes
     """(-, 2) as `sent_chunks`."""
     moved: int
     """Bytes that this rank reads, sends and receives by these orders."""
 
     def shared_chunks(self) -> Int64s:
-        """Rows of the chunk table that this rank reads for several, or is sent."""
+        """Rows of the chunk table that this rank reads for several ranks, or receives."""
         received = np.frombuffer(self.received_chunks, np.int64).reshape(-1, 2)[:, 0]
         return np.concatenate([np.frombuffer(self.read_chunks, np.int64), received])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loads:
-    """Bytes over ranks that reading once, and reading all, would take."""
+    """Bytes that the ranks read, send and receive, without and with an exchange."""
 
     node: Int64s
     """(ranks,) number of each rank's node."""
     read_all: Int64s
-    """(ranks,) read by each rank that reads all that it wants itself."""
+    """(ranks,) bytes that each rank reads without an exchange."""
     distinct_all: Int64s
-    """(nodes,) of that, bytes that differ within a node, at most: a node's page cache serves the rest."""
+    """(nodes,) distinct bytes among these, at most. The page cache of the node serves the rest."""
     read_once: Int64s
-    """(ranks,) read by each rank by the plan."""
+    """(ranks,) bytes that each rank reads with an exchange."""
     sent: Int64s
-    """(ranks,)"""
+    """(ranks,) bytes that each rank sends."""
     received: Int64s
-    """(ranks,)"""
+    """(ranks,) bytes that each rank receives."""
 
     @property
     def saved(self) -> int:
-        """Bytes that reading once does not read again."""
+        """Bytes that the exchange saves from being read again."""
         return int(self.read_all.sum() - self.read_once.sum())

@@ -1,12 +1,12 @@
-"""What one rank opens to the other ranks of its node: memory that they can map, and an inbox.
+"""Shared memory and an inbox of one rank, which the other ranks of its node open.
 
 Note: Why file descriptors
-    A named segment outlives a job that is killed, and the usual place for one, ``/dev/shm``, has 64 MB in
-    many containers; writing beyond what is there ends the process. An anonymous file of Linux (memfd_create)
-    has neither fault: it is gone with the last process that holds it, and it takes memory like any that the
-    process allocates. Another rank opens it through ``/proc``, and the inbox likewise. Where that is not
-    allowed, or the process number means another process there (a container of its own), the token at its
-    beginning is not found, and the ranks do without.
+    A named segment outlives a killed job. Its usual place, ``/dev/shm``, has 64 MB in many containers, and a
+    write beyond that ends the process. An anonymous file of Linux (memfd_create) has neither fault: it ends
+    with the last process that has it open, and its memory counts like other memory of the process. Another
+    rank opens the file and the inbox through ``/proc``. If this is not allowed, or the process id belongs to
+    another process there (in a container), the token at its beginning differs, and the ranks do not use
+    shared memory.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ _OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | getattr(os, "O_NOCTTY", 0)
 _TOKEN_BYTES = 16
 _TICKS = struct.Struct("=Q")
 _BEGIN = mmap.PAGESIZE
-"""Where the data begin. The token is before, and the count that shows that its owner moves."""
+"""First byte of the data. Before it are the token and the progress counter of the owner."""
 
 
 class Handle(msgspec.Struct, frozen=True, array_like=True):
-    """How another process of the node finds the memory and the inbox."""
+    """What another process of the node needs to open the memory and the inbox."""
 
     process: int
     memory: int
     inbox: int
     pipe: int
-    """Number of the inbox's pipe."""
+    """Inode number of the inbox's pipe."""
     token: bytes
 
 
 class NodeMemory:
-    """This rank's own.
+    """The shared memory of this rank.
 
     >>> own = NodeMemory()
     >>> own.reserve(5)[:] = torch.arange(5, dtype=torch.uint8)
@@ -70,7 +70,7 @@ class NodeMemory:
 
     @staticmethod
     def made() -> NodeMemory | None:
-        """New memory; None where the system has none of the kind, or refuses it."""
+        """New memory; None if the system does not support or allow it."""
         has_all = hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
         try:
             return NodeMemory() if has_all and os.path.isdir("/proc/self/fd") else None
@@ -78,28 +78,28 @@ class NodeMemory:
             return None
 
     def reserve(self, nbytes: int) -> torch.Tensor:
-        """Makes it so large, and maps it: (nbytes,) uint8, shared.
+        """Allocates and maps the memory: (nbytes,) uint8, shared.
 
         Raises:
-            StorageError: the node has not so much memory.
+            StorageError: the node has too little memory.
         """
         try:
-            os.posix_fallocate(self._memory, 0, _BEGIN + nbytes)  # at once, not at each page's first use
+            os.posix_fallocate(self._memory, 0, _BEGIN + nbytes)  # fails here, not at the first use of a page
         except OSError as error:
             raise StorageError(
-                f"{nbytes} bytes of memory to share with the other ranks of this node could not be had "
-                f"({error}): load with read_once=False",
+                f"cannot allocate {nbytes} bytes of memory that the ranks of this node share ({error}): "
+                "load with read_once=False",
                 errno=errno.errorcode.get(error.errno or 0, str(error.errno)),
             ) from error
         return _mapped(self._memory, nbytes)
 
     def tick(self) -> None:
-        """Shows the others that this rank moves."""
+        """Increments the progress counter, which the other ranks read."""
         self._ticks += 1
         os.pwrite(self._memory, _TICKS.pack(self._ticks), _TOKEN_BYTES)
 
     def close(self) -> None:
-        """Lets go of both. What is mapped stays until nobody uses the tensors."""
+        """Closes the memory and the inbox. Mappings stay as long as tensors use them."""
         self.inbox.close()
         if self._memory >= 0:
             os.close(self._memory)
@@ -107,17 +107,17 @@ class NodeMemory:
 
 
 class PeerMemory:
-    """That of another rank of the node."""
+    """The shared memory of another rank of the node."""
 
     def __init__(self, memory: int, process: int, outbox: Outbox) -> None:
         self._memory = memory
         self.process = process
-        """Descriptor by which the process can be watched."""
+        """Process descriptor (``os.pidfd_open``) of the owner."""
         self.outbox = outbox
 
     @staticmethod
     def opened(handle: Handle) -> PeerMemory | None:
-        """What is behind a handle; None where it cannot be reached."""
+        """The memory of a handle; None if this process cannot open it."""
         with ExitStack() as opened:
             try:
                 memory = os.open(f"/proc/{handle.process}/fd/{handle.memory}", _OPEN)
@@ -127,21 +127,21 @@ class PeerMemory:
                 if os.pread(memory, _TOKEN_BYTES, 0) != handle.token:
                     return None
                 outbox = Outbox.opened(handle.process, handle.inbox, handle.pipe)
-            except OSError:  # not allowed, or it means something else here
+            except OSError:  # not allowed, or the id belongs to another process here
                 return None
             opened.pop_all()
             return PeerMemory(memory, process, outbox)
 
     def map(self, nbytes: int) -> torch.Tensor:
-        """What its owner reserved: (nbytes,) uint8."""
+        """Maps the memory that its owner reserved: (nbytes,) uint8."""
         return _mapped(self._memory, nbytes)
 
     def ticks(self) -> int:
-        """How often its owner has moved."""
+        """The progress counter of the owner."""
         return int(_TICKS.unpack(os.pread(self._memory, _TICKS.size, _TOKEN_BYTES))[0])
 
     def close(self) -> None:
-        """Lets go of all. What is mapped stays until nobody uses the tensors."""
+        """Closes all descriptors. Mappings stay as long as tensors use them."""
         self.outbox.close()
         for descriptor in (self._memory, self.process):
             if descriptor >= 0:

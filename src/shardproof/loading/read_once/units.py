@@ -1,9 +1,9 @@
 """Units: neighbouring chunks that the same ranks want, and which of these ranks reads each.
 
-Chunks that only one rank wants are in no unit, and neither are those of which the ranks that want them read
-hardly more than all if each reads its own blocks (`_SHARE`). A unit is read by the rank that has the
-least to read so far on the node that has, largest unit first (the longest-processing-time rule of Graham,
-1969).
+No unit holds a chunk that only one rank wants, or a chunk of which all ranks together read hardly more than
+its size if each reads its own blocks (`_SHARE`). Readers are assigned by the longest-processing-time rule
+(Graham, 1969): the largest unit first, to the node with the least to read so far, and there to the rank with
+the least.
 """
 
 from __future__ import annotations
@@ -20,52 +20,52 @@ from shardproof.planning import ChunkTable
 __all__ = ["UNIT_BYTES", "Units", "joined", "sums", "wire"]
 
 UNIT_BYTES = 8 << 20
-"""Bytes from which on neighbouring chunks are no longer taken together."""
+"""Neighbouring chunks join one unit up to this many bytes."""
 _SHARE = 16
-"""A chunk is read once if that spares more than this part of its bytes: a sixteenth."""
+"""A chunk is in a unit if one read of it saves more than a sixteenth of its bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Units:
-    """What several ranks want. A *pair* is a unit and one of the ranks that want it, sorted by both."""
+    """Units, and the ranks that want them. A *pair* is a unit and a rank that wants it, sorted by both."""
 
     rank: Int64s
-    """(w,) who requests, for each request for a chunk; the requests of rank 0 first."""
+    """(w,) rank of each request for a chunk; the requests of rank 0 first."""
     chunk: Int64s
     """(w,) row of the chunk table that is requested."""
     nbytes: Int64s
-    """(w,) bytes of it that are wanted."""
+    """(w,) bytes of the chunk that the rank wants."""
     read: Int64s
-    """(w,) bytes of it that the rank would read by itself."""
+    """(w,) bytes of the chunk that the rank would read without an exchange."""
     own: Int64s
-    """(ranks,) bytes that each rank reads for itself alone."""
+    """(ranks,) bytes outside of units, which each rank reads for itself."""
     node: Int64s
     """(ranks,) number of each rank's node."""
     chunks: Int64s
-    """(c,) rows of the chunk table, unit by unit, in the order of the files."""
+    """(c,) rows of the chunk table, unit by unit, in file order."""
     start: Int64s
-    """(u + 1,) where each unit begins in `chunks`."""
+    """(u + 1,) position in `chunks` where each unit begins."""
     size: Int64s
-    """(u,) bytes."""
+    """(u,) bytes of each unit."""
     reader: Int64s
-    """(u,) rank that reads it."""
+    """(u,) rank that reads each unit."""
     requests: Int64s
-    """Rows of the requests by pair, then place in the file."""
+    """Rows of the requests, by pair, then by position in the file."""
     pair_unit: Int64s
     pair_rank: Int64s
     pair_first: Int64s
-    """Where each pair begins in `requests`."""
+    """Position in `requests` where each pair begins."""
     pair_chunks: Int64s
     pair_bytes: Int64s
 
     @staticmethod
     def of(table: ChunkTable, requests: Sequence[ChunkRequest], unit_bytes: int) -> Units:
-        """The units of what the ranks request.
+        """Makes the units for the requests of the ranks.
 
         Args:
             table: all chunks.
             requests: of all ranks.
-            unit_bytes: bytes of neighbouring chunks that are taken together.
+            unit_bytes: bytes of neighbouring chunks in one unit.
         """
         world_size = len(requests)
         rank = np.repeat(np.arange(world_size), [len(request.chunk) for request in requests])
@@ -110,16 +110,16 @@ class Units:
         )
 
     @property
-    def handed(self) -> Int64s:
+    def received(self) -> Int64s:
         """Pairs whose rank is not the reader."""
         return np.flatnonzero(self.pair_rank != self.reader[self.pair_unit])
 
     def loads(self, table: ChunkTable) -> Loads:
-        """What reading once, and reading all, come to."""
+        """Bytes that each rank reads, sends and receives with these units, and without an exchange."""
         world_size = len(self.own)
         on_node, of_request = np.unique(self.node[self.rank] * len(table) + self.chunk, return_inverse=True)
         together = sums(of_request.reshape(-1), self.read, len(on_node))
-        handed = self.handed
+        received = self.received
         return Loads(
             self.node,
             sums(self.rank, self.read, world_size),
@@ -129,8 +129,8 @@ class Units:
                 self.node.max() + 1,
             ),
             self.own + sums(self.reader, self.size, world_size),
-            sums(self.reader[self.pair_unit[handed]], self.pair_bytes[handed], world_size),
-            sums(self.pair_rank[handed], self.pair_bytes[handed], world_size),
+            sums(self.reader[self.pair_unit[received]], self.pair_bytes[received], world_size),
+            sums(self.pair_rank[received], self.pair_bytes[received], world_size),
         )
 
 
@@ -142,9 +142,9 @@ def _units(
     world_size: int,
     unit_bytes: int,
 ) -> tuple[Int64s, Int64s, Int64s]:
-    """Shared chunks in the order of the files, the unit of each, and the first of each unit (and the end)."""
-    # Chunks that the same ranks want have the same sum of their tokens; a sum that agrees by chance puts two
-    # into one unit that could be two, nothing worse.
+    """Shared chunks in file order, the unit of each, and the first chunk of each unit (and the end)."""
+    # Chunks that the same ranks want have the same sum of tokens. If two sums are equal by chance, two units
+    # become one, and ranks receive nothing wrong: messages are made from the requests.
     token = np.random.default_rng(0).integers(1, 2**63, world_size, np.int64).astype(np.uint64)
     who = np.zeros(len(table), np.uint64)
     np.add.at(who, chunk, token[rank])
@@ -164,7 +164,7 @@ def _units(
 
 
 def _readers(unit: Int64s, rank: Int64s, size: Int64s, own: Int64s, node: Int64s) -> Int64s:
-    """One of the ranks that want each unit: of the node with the least to read, that with the least."""
+    """The reader of each unit: on the node with the least to read, the rank with the least."""
     first = np.searchsorted(unit, np.arange(len(size) + 1))
     load = own.tolist()
     nodes = node.tolist()
