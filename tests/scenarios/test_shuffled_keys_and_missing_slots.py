@@ -21,7 +21,7 @@ import pytest
 from torch import nn
 
 import shardproof as sp
-from shardproof.state import ParameterSlots, SlotKeeper, slots_of
+from shardproof.state import ParameterSlots, SlotProvider, slots_of
 from tests.harness import rank, run_ranks
 from tests.scenarios.collectives import no_collectives
 from tests.scenarios.jobs import Job, Setup, Worlds, content, unequal
@@ -59,7 +59,7 @@ def shuffle(job: Job, order: random.Random) -> None:
         _shuffle(module._parameters, order)
         if not isinstance(module, nn.ModuleList):  # that order is the forward's
             _shuffle(module._modules, order)
-    if isinstance(job.optimizer, SlotKeeper):
+    if isinstance(job.optimizer, SlotProvider):
         describe = type(job.optimizer).describe_slots
 
         def described() -> list[ParameterSlots]:
@@ -116,7 +116,7 @@ def test_no_free_order_matters(setup: Setup, tmp_path: Path) -> None:
 def lacking(job: Job, name: str, slots: Collection[str]) -> Iterator[None]:
     """The optimizer keeps nothing in these slots of a parameter, while this lasts."""
     parameter, optimizer = job.net.get_parameter(name), job.optimizer
-    if isinstance(optimizer, SlotKeeper):
+    if isinstance(optimizer, SlotProvider):
         whole = slots_of(optimizer)
         described = [_without(one, slots) if one.parameter is parameter else one for one in whole]
         optimizer.describe_slots = lambda: described

@@ -2,7 +2,7 @@
 
 The digests prove a restore: the demo compares those taken at a save with those taken after a load. They are
 independent of the checkpoint path: torch's collectives, which the engine does not use, gather the shards.
-For an optimizer that describes its slots (`SlotKeeper`), the digests cover the tensors that it describes.
+For an optimizer that describes its slots (`SlotProvider`), the digests cover the tensors that it describes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 from shardproof import fsdp, optim
 from shardproof.demo.model import Transformer
 from shardproof.demo.story import Layout
-from shardproof.state import LocalRange, SlotKeeper, as_bytes
+from shardproof.state import LocalRange, SlotProvider, as_bytes
 
 __all__ = [
     "Place",
@@ -223,7 +223,7 @@ def digest_of(tensor: Tensor) -> tuple[str, int]:
 
 
 def _slots(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Mapping[str, Any]]]:
-    if isinstance(optimizer, SlotKeeper):
+    if isinstance(optimizer, SlotProvider):
         for described in optimizer.describe_slots():
             yield described.parameter, described.tensors
     else:

@@ -180,7 +180,7 @@ class PartitionedModule(torch.nn.Module):
 class PartitionedOptimizer:
     """An optimizer as a checkpoint stores it: state and masters by parameter name, as this rank's ranges.
 
-    A subclass says where the framework has the state. See `shardproof.state.SlotKeeper`.
+    A subclass says where the framework has the state. See `shardproof.state.SlotProvider`.
 
     Args:
         optimizer: the optimizer whose step writes the state.
@@ -220,7 +220,7 @@ class PartitionedOptimizer:
         return torch.zeros(partition.stop - partition.start, dtype=dtype, device=like.device)
 
     def describe_slots(self) -> Iterator[ParameterSlots]:
-        """See `SlotKeeper`. A rank does not describe a parameter of which it has no element."""
+        """See `SlotProvider`. A rank does not describe a parameter of which it has no element."""
         for group, partitions in self._groups:
             options = options_of(group)
             for part in partitions:
@@ -240,7 +240,7 @@ class PartitionedOptimizer:
                 yield ParameterSlots(part.parameter, self._kind, options, tensors, values, weights)
 
     def receive_slots(self, parameter: torch.Tensor, stored: Mapping[str, StoredSlot]) -> Receipt:
-        """See `SlotKeeper`. Existing memory is filled in place."""
+        """See `SlotProvider`. Existing memory is filled in place."""
         part = self._by_parameter[id(parameter)]
         present = self.state_of(part)
         slots = {
@@ -273,11 +273,11 @@ class PartitionedOptimizer:
         return Receipt(self._kind, tensors, attach)
 
     def describe_shared(self) -> dict[str, Any]:
-        """See `SlotKeeper`. There is no shared state."""
+        """See `SlotProvider`. There is no shared state."""
         return {}
 
     def receive_shared(self, state: Mapping[str, Any]) -> None:
-        """See `SlotKeeper`. Refuses any shared state."""
+        """See `SlotProvider`. Refuses any shared state."""
         if state:
             raise sp.StructureError(
                 f"the checkpoint has optimizer state that belongs to no parameter ({sorted(state)}), which "

@@ -1,11 +1,11 @@
-"""Chunks that one rank reads: in the order of their files, in ranges, verified while they are in cache.
+"""The chunks that one rank reads: in file order, in ranges, verified while they are in the processor's cache.
 
-Note: What one read takes in
-    Neighbouring chunks share a read, across a gap of at most `GAP` bytes where gaps stay below a sixteenth of
-    what is wanted: a call costs as much as copying some 30 KiB, and a seek far more. So a load reads at most
-    6 % beyond its chunks. Of a chunk that is wanted in part it reads the blocks from the first byte that is
-    wanted to the last, and never less than a block: a digest can be checked against nothing less. A rank
-    that wants some columns of a chunk reads all its rows.
+Note: The range of one read
+    Neighbouring chunks share a read. The gap between two of them has at most `GAP` bytes, and all gaps of a
+    read together at most a sixteenth of the wanted bytes. A call costs as much as copying some 30 KiB, and a
+    seek far more. So a load reads at most 6 % beyond its chunks. If a rank wants a part of a chunk, it reads
+    all blocks from the first wanted byte to the last. It never reads less than a block, because a digest
+    covers a block. A rank that wants some columns of a chunk reads all its rows.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ Fetch: TypeAlias = Callable[[Storage, str, int, int], memoryview]
 """Reads a range of a file: storage, name, first byte, count."""
 
 GAP = 64 << 10
-"""Bytes that nobody wants between two chunks of one read, at most."""
+"""Unwanted bytes between two chunks of one read, at most."""
 _GAP_SHARE = 16
 _SAMPLES = 16
-"""Batches that are looked for in the page cache before a load reads."""
+"""Batches whose pages a load looks for in the page cache before it reads."""
 _SPAN_BLOCKS = 2
-"""Blocks of a chunk that one read takes, at most."""
+"""Blocks in one read of a chunk, at most."""
 
 
 class Chunks:
-    """Some chunks of a checkpoint, by their position: the order of file, then byte.
+    """Chunks of a checkpoint, numbered by position: sorted by file, then by byte.
 
     Args:
         files: of the checkpoint.
         manifest: of the checkpoint.
-        table: all its chunks.
+        table: all chunks of the checkpoint.
         rows: distinct rows of the table.
     """
 
@@ -60,16 +60,16 @@ class Chunks:
         self._verifier = ChunkVerifier.of_table(manifest, table, ordered)
         self._blocks: BlockDigests | None = None
         self.extents: dict[int, tuple[int, int]] = {}
-        """Of chunks that are not read whole, by position, the first byte that is read and the last's end."""
+        """By position, the range in the chunk that is read, for chunks that are not read whole."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def narrow(self, wanted: Callable[[NDArray[np.int64]], Extents], blocks: BlockDigests) -> None:
-        """Of each chunk only the blocks are read that have bytes between the first and the last wanted one.
+        """Restricts the reads to the blocks from the first wanted byte of each chunk to the last.
 
         Args:
-            wanted: gives what is wanted of rows of the chunk table.
+            wanted: gives the wanted ranges for rows of the chunk table.
             blocks: of the checkpoint.
         """
         self._blocks = blocks
@@ -95,11 +95,11 @@ class Chunks:
         return self.start[batch[-1]] + self.count[batch[-1]] - self.start[batch[0]]
 
     def batches(self, alone: Sequence[bool], most: int) -> list[range]:
-        """Positions that are read together.
+        """Groups positions into reads.
 
         Args:
-            alone: by position, chunks that are read on their own.
-            most: bytes of one read, unless a single chunk has more.
+            alone: by position, true for a chunk that has a read of its own.
+            most: largest size of a read in bytes, unless a single chunk has more.
         """
         if not self.file:
             return []
@@ -119,28 +119,28 @@ class Chunks:
         return [*batches, range(begin, len(ends))]
 
     def place(self, batch: range) -> tuple[Storage, str, int, int]:
-        """Where the bytes are that a batch is read from: storage, file, first byte and count.
+        """The range that a batch is read from: storage, file, first byte and count.
 
         Args:
-            batch: positions in one file; one position where a chunk is not read whole.
+            batch: positions in one file; a single one if the chunk is not read whole.
         """
         at = batch.start
         begin, end = self.extents.get(at, (0, self.span(batch)))
         return (*self._files[self.file[at]], self.start[at] + begin, end - begin)
 
     def pieces(self, at: int, request: int, fetch: Fetch) -> Iterator[tuple[int, memoryview]]:
-        """Reads the blocks of a chunk that are wanted, in requests of several blocks.
+        """Reads the wanted blocks of a chunk, in requests of several blocks.
 
-        A piece is verified before it is given out where the digests of blocks are known; else, all are when
-        the last was given out.
+        If the block digests are known, each piece is verified before it is yielded. Otherwise the chunk is
+        verified after its last piece.
 
         Args:
             at: position of the chunk.
-            request: bytes of one request, a multiple of `BLOCK_BYTES`, or at least those of the chunk.
+            request: bytes of one request: a multiple of `BLOCK_BYTES`, or at least the bytes of the chunk.
             fetch: reads a range.
 
         Returns:
-            Pieces of the chunk in order: first byte in the chunk, and the bytes.
+            Pieces of the chunk, in order: first byte in the chunk, and the bytes.
 
         Raises:
             CorruptChunkError, StorageError: as `read`.
@@ -160,13 +160,13 @@ class Chunks:
         if known is None:
             self._verifier.check(at, digest_of_blocks(found))
 
-    def read(self, batch: range, memory: memoryview, *, there: bool = False) -> int:
-        """Reads neighbouring chunks whole into memory, and verifies them.
+    def read(self, batch: range, memory: memoryview, *, is_filled: bool = False) -> int:
+        """Reads whole neighbouring chunks into memory, and verifies them.
 
         Args:
             batch: positions in one file.
-            memory: as many bytes as `span` says; the first byte is the first of the first chunk.
-            there: whether the bytes are in memory already, and are verified only.
+            memory: `span` bytes, from the first byte of the first chunk on.
+            is_filled: True if the memory already has the bytes, which are then only verified.
 
         Returns:
             Bytes read.
@@ -181,7 +181,7 @@ class Chunks:
         while at < end:
             if count[at] > BLOCK_BYTES:
                 chunk = memory[start[at] - base :][: count[at]]
-                if there:
+                if is_filled:
                     self._verifier.check(at, digest_of_blocks(block_digests(chunk)))
                     nbytes += count[at]
                 else:
@@ -192,7 +192,7 @@ class Chunks:
             while last < end and start[last] + count[last] - start[at] <= BLOCK_BYTES:
                 last += 1
             span = memory[start[at] - base : start[last - 1] + count[last - 1] - base]
-            if not there:
+            if not is_filled:
                 storage.read_into(name, start[at], span)
             nbytes += len(span)
             self._verifier.check_data(range(at, last), span)
@@ -200,26 +200,26 @@ class Chunks:
         return nbytes
 
     def any_cold(self, batches: Sequence[range]) -> bool:
-        """Whether the page cache lacks any of some batches, evenly spread over all."""
+        """True if the page cache lacks one of `_SAMPLES` batches, spread evenly over all."""
         step = max(1, len(batches) // _SAMPLES)
         return not all(is_cached(*self.place(batch)) for batch in batches[::step])
 
     def read_unit(self, batch: range, memory: memoryview) -> int:
-        """As `read`, but in one request where the page cache does not have the bytes."""
+        """Like `read`, but in one request if the page cache does not have the bytes."""
         storage, name, start, count = self.place(batch)
-        there = not is_cached(storage, name, start, count)
-        if there:
+        is_cold = not is_cached(storage, name, start, count)
+        if is_cold:
             storage.read_into(name, start, memory[:count])
-        return self.read(batch, memory, there=there)
+        return self.read(batch, memory, is_filled=is_cold)
 
     def read_run(self, at: int, begin: int, run: memoryview, scratch: memoryview) -> int:
-        """Reads a run of a chunk, and of the rest what it takes to verify it.
+        """Reads a contiguous range of a chunk, and the other bytes that are needed to verify it.
 
         Args:
             at: position of the chunk.
-            begin: first byte of the run in the chunk.
-            run: memory for the run.
-            scratch: memory that the rest passes through, at least `BLOCK_BYTES`.
+            begin: first byte of the range in the chunk.
+            run: memory for the range.
+            scratch: memory for the other bytes, at least `BLOCK_BYTES`.
 
         Returns:
             Bytes read.
@@ -230,7 +230,7 @@ class Chunks:
         return self._read_blocks(at, begin, run, scratch, self._known_blocks(at))
 
     def _known_blocks(self, at: int) -> list[bytes] | None:
-        """Digests of a chunk's blocks where some of them suffice; None where all must be read."""
+        """The block digests of a chunk; None if the whole chunk must be read to verify it."""
         if self._blocks is None or at not in self.extents:
             return None
         return self._blocks.of(self.rows[at], self._verifier.digests[at])
@@ -238,7 +238,7 @@ class Chunks:
     def _read_blocks(
         self, at: int, begin: int, run: memoryview, scratch: memoryview, known: list[bytes] | None
     ) -> int:
-        """Reads the blocks that a run is in, or all of the chunk's if their digests are not known."""
+        """Reads the blocks that contain a range, or the whole chunk if the block digests are not known."""
         storage, name = self._files[self.file[at]]
         start, count, stop = self.start[at], self.count[at], begin + len(run)
         first, last = (0, count) if known is None else (begin // BLOCK_BYTES * BLOCK_BYTES, stop)
@@ -262,7 +262,7 @@ class Chunks:
         return end - first
 
     def _read_block(self, at: int, block: range, begin: int, run: memoryview, scratch: memoryview) -> bytes:
-        """Reads a block of which the run has a part or nothing, and returns its digest."""
+        """Reads a block that is not completely in the range, and returns its digest."""
         storage, name = self._files[self.file[at]]
         low = min(max(block.start, begin), block.stop)
         high = max(low, min(block.stop, begin + len(run)))
@@ -278,7 +278,7 @@ class Chunks:
         return hasher.digest()
 
     def sample(self, at: int, memory: memoryview) -> int:
-        """Reads from a chunk on, beyond its end too, without verifying, and returns how many bytes."""
+        """Reads from the start of a chunk on, also beyond its end, unverified. Returns the bytes read."""
         last = bisect.bisect_right(self.file, self.file[at]) - 1
         count = min(len(memory), self.start[last] + self.count[last] - self.start[at])
         storage, name = self._files[self.file[at]]

@@ -279,7 +279,7 @@ class _Loader:
         except UNREADABLE as error:
             report = ReadReport(False, error=error.to_wire())
         finally:
-            matched.binding.say_changed()
+            matched.binding.increment_versions()
         return msgspec.msgpack.encode(report)
 
     def _read_all(self, plan: ReadPlan, phase: events.Phase) -> None:
@@ -320,7 +320,7 @@ class _Loader:
 
     def untouched(self, missing: tuple[str, ...]) -> list[str]:
         """Keys of this rank's target that the checkpoint does not fill."""
-        return sorted({*missing, *self._matched.binding.kept})
+        return sorted({*missing, *self._matched.binding.unchanged})
 
     def report(self, begun: float, agreed: offers.Answer) -> LoadReport:
         """The report of this rank."""
@@ -337,7 +337,7 @@ class _Loader:
             self._exchange is not None,
             agreed.missing,
             agreed.unexpected,
-            tuple(self._matched.binding.kept),
+            tuple(self._matched.binding.unchanged),
             agreed.dropped,
         )
 

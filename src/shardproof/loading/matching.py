@@ -120,7 +120,7 @@ def match(checkpoint: Checkpoint, state: Any, options: Options, rank: int, world
     catalogue = binding.catalogue
     for option, patterns in (("include", options.include), ("cast", options.cast)):
         if patterns is not None and not isinstance(patterns, bool):
-            known = (*catalogue.tensors, *catalogue.objects, *binding.missing, *binding.kept)
+            known = (*catalogue.tensors, *catalogue.objects, *binding.missing, *binding.unchanged)
             check_patterns(option, patterns, known)
     mismatched = [(item.key, item.expected, item.found) for item in binding.mismatched]
     fitting = binding.tensors

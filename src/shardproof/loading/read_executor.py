@@ -1,9 +1,9 @@
-"""Executing a read plan: ranges of files into memory, digests checked, parts put where they belong.
+"""Executes a read plan: reads ranges of files, verifies digests, and copies parts to their destinations.
 
-A run of a chunk that is a run of a contiguous host tensor too is read straight into it, unless it is small;
-what is left of the blocks that it is in is read to be hashed, and forgotten. All others pass through a
-scratch buffer, where neighbouring chunks share one read. Either way a block is hashed where it was read, and
-while the processor still has it in its cache. What the page cache does not have is read by `fetch` instead.
+A large part that is contiguous in the chunk and in a host tensor is read straight into the tensor. The rest
+of its first and last block is read for the digest alone. All other parts pass through scratch memory, where
+neighbouring chunks share one read. In both cases a block is hashed in the memory that it was read into,
+while it is in the processor's cache. A `Fetcher` reads what the page cache does not have.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ def read_chunks(
     moved: Callable[[int], None] | None = None,
     cold: Cold = Cold.AS_CACHED,
 ) -> int:
-    """Reads and verifies chunks, and places their parts.
+    """Reads and verifies chunks, and fills the destinations of their parts.
 
     Args:
         chunks: to read.
-        writer: where their parts go.
-        threads: reads in flight where the page cache has the bytes.
-        moved: called with bytes read since the call before, from any thread.
-        cold: how to read what the page cache does not have.
+        writer: of the destinations.
+        threads: reads in flight if the page cache has the bytes.
+        moved: called with the bytes read since the previous call, from any thread.
+        cold: how to read bytes that are not in the page cache.
 
     Returns:
-        Bytes read, those of gaps between chunks too.
+        Bytes read, including gaps between chunks.
 
     Raises:
         CorruptChunkError: bytes do not match their digest; destinations may be partly written.
@@ -77,7 +77,7 @@ class _Job:
         ]
         rows = [chunks.rows[at] for at in others]
         self._parts = dict(zip(others, writer.parts_of(rows), strict=True))
-        """By position, of those that do not go straight into place, or of which a part is read."""
+        """By position, the parts of chunks that are not read straight, or not read whole."""
         self._direct = [
             address != 0 and nbytes >= LARGE_BYTES
             for address, nbytes in zip(self._straight.address, self._straight.nbytes, strict=True)
@@ -88,7 +88,7 @@ class _Job:
         self.batches = chunks.batches(alone, _BATCH_BYTES)
         self._fetcher: Fetcher | None = None
         self.fetching = 0
-        """Reads in flight of what the page cache does not have; 0 where it has everything."""
+        """Reads in flight past the page cache; 0 if it has everything."""
         if cold is not Cold.AS_CACHED and chunks.any_cold(self.batches):
             self._fetcher = Fetcher(cold is Cold.PAST_CACHE, self._longest_request())
             self.fetching = self._fetcher.threads
@@ -98,7 +98,7 @@ class _Job:
         self._local = threading.local()
 
     def run(self, batch: range) -> None:
-        """Reads one batch, checks every digest, and only then places what is not in its place already."""
+        """Reads one batch and verifies every digest. Copies from scratch memory follow the verification."""
         if self._fetcher is not None and not is_cached(*self._chunks.place(batch)):
             read = self._fetch(batch, self._fetcher)
         elif self._direct[batch.start]:
@@ -116,7 +116,7 @@ class _Job:
             self.report_rest()
 
     def report_rest(self) -> None:
-        """Says what was read since the last report."""
+        """Reports the bytes read since the last report."""
         with self._lock:
             since, self._reported = self.read - self._reported, self.read
         if since and self._moved is not None:
@@ -130,7 +130,7 @@ class _Job:
         return longest
 
     def _fetch(self, batch: range, fetcher: Fetcher) -> int:
-        """Reads, verifies and places one batch that the page cache does not have."""
+        """Reads and verifies one batch that the page cache does not have, and fills its destinations."""
         chunks, at = self._chunks, batch.start
         if self._direct[at]:
             address, begin, nbytes = (column[at] for column in self._straight)
@@ -148,7 +148,7 @@ class _Job:
             self._writer.put(chunks.rows[at], self._parts[at], stored, low)
             return len(piece)
         span = fetcher.read(*chunks.place(batch))
-        chunks.read(batch, span, there=True)
+        chunks.read(batch, span, is_filled=True)
         self._place(batch, torch.frombuffer(span, dtype=torch.uint8))
         return len(span)
 
@@ -160,7 +160,7 @@ class _Job:
         return read
 
     def _place(self, batch: range, scratch: torch.Tensor) -> None:
-        """Places neighbouring chunks from memory that begins with the first of them."""
+        """Fills the destinations of neighbouring chunks from memory that begins with the first of them."""
         address, base = scratch.data_ptr(), self._chunks.start[batch.start]
         starts, counts = self._chunks.start, self._chunks.count
         these = slice(batch.start, batch.stop)
@@ -183,9 +183,9 @@ class _Job:
         return read
 
     def _scratch(self, count: int) -> tuple[torch.Tensor, memoryview]:
-        """This thread's scratch memory, grown when a chunk needs more: tensor and bytes."""
-        held: tuple[torch.Tensor, memoryview] | None = getattr(self._local, "scratch", None)
-        if held is None or len(held[1]) < count:
-            scratch = torch.empty(max(count, _BATCH_BYTES), dtype=torch.uint8, device="cpu")
-            held = self._local.scratch = (scratch, memoryview(scratch.numpy().data))
-        return held
+        """The scratch memory of this thread, at least `count` bytes, as a tensor and as bytes."""
+        scratch: tuple[torch.Tensor, memoryview] | None = getattr(self._local, "scratch", None)
+        if scratch is None or len(scratch[1]) < count:
+            memory = torch.empty(max(count, _BATCH_BYTES), dtype=torch.uint8, device="cpu")
+            scratch = self._local.scratch = (memory, memoryview(memory.numpy().data))
+        return scratch

@@ -1,4 +1,4 @@
-"""The reads that a rank has in flight."""
+"""Threads that read: how many, and how they share the work."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _Item = TypeVar("_Item")
 
 
 def reading_threads() -> int:
-    """Reads in flight: this rank's share of the processors, between 1 and 8.
+    """Number of reads in flight: this rank's share of the processors, between 1 and 8.
 
-    Reading from the page cache, and hashing, keep a processor busy: more threads than processors only take
-    turns. From a disk, the kernel reads ahead of each thread meanwhile.
+    Reads from the page cache and digests keep a processor busy, so more threads than processors gain nothing.
+    From a disk, the kernel reads ahead of each thread.
     """
     return max(1, min(_MOST, int(processors())))
 
@@ -32,16 +32,16 @@ def in_threads(
     threads: int,
     within: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
-    """Does work on every item; each thread takes the next item, until one fails.
+    """Calls `work` for every item. Each thread takes the next item, until a call fails.
 
     Args:
         work: called with one item, in any thread.
         items: taken in their order.
-        threads: how many at once; with 1, the caller's.
-        within: what each thread but the caller's works in.
+        threads: number of threads; with 1, the caller's thread does all work.
+        within: makes the context in which each other thread works.
 
     Raises:
-        BaseException: what the work on an item raised. No further item was begun, and none is under way.
+        BaseException: `work` raised it. No call is running then, and none begins.
     """
     if threads <= 1 or len(items) <= 1:
         for item in items:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from shardproof.state import LocalRange, RandomState, SlotKeeper
+from shardproof.state import LocalRange, RandomState, SlotProvider
 
 __all__ = ["Factory", "Spec", "check_slots", "slot_schema"]
 
@@ -184,7 +184,7 @@ def _stepped(
 
 def _kind_and_slots(optimizer: torch.optim.Optimizer) -> tuple[str, dict[str, Any]]:
     """Class and slots of an optimizer of one parameter."""
-    if isinstance(optimizer, SlotKeeper):
+    if isinstance(optimizer, SlotProvider):
         (slots,) = optimizer.describe_slots()
         return slots.kind, {**slots.tensors, **slots.values}
     states = list(optimizer.state.values())

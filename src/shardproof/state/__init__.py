@@ -20,7 +20,7 @@ from shardproof.state.optimizer.slots import (
     LocalRange,
     ParameterSlots,
     Receipt,
-    SlotKeeper,
+    SlotProvider,
     StoredSlot,
     options_of,
 )
@@ -70,7 +70,7 @@ __all__ = [
     "Piece",
     "RandomState",
     "Receipt",
-    "SlotKeeper",
+    "SlotProvider",
     "Stepped",
     "StoredSlot",
     "StoredWrapper",

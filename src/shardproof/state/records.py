@@ -207,8 +207,8 @@ class Mismatch:
 class Binding:
     """The destinations of a load in a state tree, and the calls that complete it.
 
-    `bind` does not change the tree. To load: write the pieces of `tensors`, call `say_changed`, then call the
-    functions in `finish`.
+    `bind` does not change the tree. To load: write the pieces of `tensors`, call `increment_versions`, then
+    call the functions in `finish`.
     """
 
     catalogue: Catalogue
@@ -228,7 +228,7 @@ class Binding:
     missing: list[str] = field(default_factory=list)
     """Keys that the tree requests and the catalogue lacks."""
     mismatched: list[Mismatch] = field(default_factory=list)
-    kept: list[str] = field(default_factory=list)
+    unchanged: list[str] = field(default_factory=list)
     """Keys of values that the load leaves unchanged: per-rank values without a saved value of this rank, and
     parts that the catalogue lacks or that declined."""
     own: list[str] = field(default_factory=list)
@@ -242,7 +242,7 @@ class Binding:
     refused: list[ShardproofError] = field(default_factory=list)
     """Errors of parts that fail the whole load."""
 
-    def say_changed(self) -> None:
+    def increment_versions(self) -> None:
         """Increments the version counters of the destinations.
 
         A load writes to memory without torch, so the counters do not change by themselves. Tensors made in

@@ -281,7 +281,7 @@ def test_one_name_of_a_tied_weight_is_enough(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_with_its_own_storage_is_filled(tmp_path: Path) -> None:
-    """A `SlotKeeper` receives the slots and the options of a state dict as those of its own checkpoints."""
+    """A `SlotProvider` receives the slots and the options of a state dict as those of its own checkpoints."""
     source = trained()
     torch.manual_seed(5)
     model = Tied()

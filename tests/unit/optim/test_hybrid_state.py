@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardproof.optim import HybridDeviceOptimizer
-from shardproof.state.optimizer.slots import MASTER, Receipt, SlotKeeper, StoredSlot
+from shardproof.state.optimizer.slots import MASTER, Receipt, SlotProvider, StoredSlot
 from tests.unit.optim.hybrid_samples import RULES, equal, hybrid, late_copies, model_of, plain, train, values
 
 FRACTIONS = [0.0, 0.5, 1.0]
@@ -61,7 +61,7 @@ def alike(one: Kept, other: Kept) -> bool:
 
 def test_it_is_a_keeper() -> None:
     optimizer = hybrid(model_of())
-    assert isinstance(optimizer, SlotKeeper)
+    assert isinstance(optimizer, SlotProvider)
     assert isinstance(optimizer, torch.optim.Optimizer)
     assert optimizer.describe_shared() == {}
     optimizer.receive_shared({})

@@ -53,7 +53,7 @@ class FakeCheckpoint:
         for entry in binding.tensors:
             for piece in entry.pieces:
                 piece.view.detach().copy_(self.full[self.aliases.get(entry.key, entry.key)][_box(piece)])
-        binding.say_changed()
+        binding.increment_versions()
         for act in binding.finish:
             act()
         return binding

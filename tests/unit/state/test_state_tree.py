@@ -243,7 +243,7 @@ def test_per_rank_values_and_ranks_that_come_and_go() -> None:
         assert target["mine"].value == {"id": rank, "t": torch.tensor([float(rank)])}
     more = tree(9)
     binding = checkpoint.load(more, rank=3, world_size=4)
-    assert binding.kept == ["mine.@rank-3"] and more["mine"].value["id"] == 9
+    assert binding.unchanged == ["mine.@rank-3"] and more["mine"].value["id"] == 9
     strict = {"mine": PerRank(0, missing="error"), "all": 1}
     assert checkpoint.bind(strict, rank=3, world_size=4).missing == ["mine.@rank-3"]
     assert checkpoint.bind({"other": PerRank(0)}, rank=5, world_size=6).missing == ["other"]

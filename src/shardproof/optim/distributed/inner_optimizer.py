@@ -11,7 +11,7 @@ from shardproof.optim.distributed.flat_bucket import Weight
 from shardproof.optim.distributed.low_precision import LowPrecisionStepper
 from shardproof.optim.distributed.stepping import DirectStepper, Stepper
 from shardproof.optim.schema import Factory, Spec, check_slots, slot_schema
-from shardproof.state import SlotKeeper, options_of
+from shardproof.state import SlotProvider, options_of
 
 __all__ = ["Schemas", "make_stepper"]
 
@@ -41,7 +41,7 @@ def make_stepper(
         if direct
         else LowPrecisionStepper(factory, weights, options, state_dtypes)
     )
-    if not direct and isinstance(stepper.inner, SlotKeeper):
+    if not direct and isinstance(stepper.inner, SlotProvider):
         raise ValueError(
             f"{type(stepper.inner).__name__} describes its own slots: pass state_dtypes to it (with "
             "functools.partial). A narrow master_dtype requires an optimizer of torch"

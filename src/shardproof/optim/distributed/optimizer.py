@@ -27,7 +27,7 @@ from shardproof.optim.distributed.process_group import RankGroup
 from shardproof.optim.distributed.slot_ranges import describe, receipt
 from shardproof.optim.distributed.step_agreement import RankGroups, StepAgreement, agree, count_zeros
 from shardproof.optim.schema import Factory
-from shardproof.state import ParameterSlots, Receipt, SlotKeeper, StoredSlot
+from shardproof.state import ParameterSlots, Receipt, SlotProvider, StoredSlot
 
 __all__ = ["DistributedOptimizer"]
 
@@ -254,16 +254,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
-    # State (see `shardproof.state.SlotKeeper`)
+    # State (see `shardproof.state.SlotProvider`)
 
     def describe_slots(self) -> Iterator[ParameterSlots]:
-        """See `SlotKeeper`. Yields this rank's ranges of every parameter."""
+        """See `SlotProvider`. Yields this rank's ranges of every parameter."""
         self.synchronize()
         self._masters.follow_parameters()
         yield from describe(self._weights, self._stepper, self.param_groups)
 
     def receive_slots(self, parameter: torch.Tensor, stored: Mapping[str, StoredSlot]) -> Receipt:
-        """See `SlotKeeper`. Loads slots that any number of ranks saved.
+        """See `SlotProvider`. Loads slots that any number of ranks saved.
 
         Raises:
             KeyError: the parameter is not in `param_groups`.
@@ -282,7 +282,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._loss_scale is not None:
             shared["loss_scale"] = self._loss_scale.describe()
         inner = self._stepper.inner
-        if isinstance(inner, SlotKeeper) and (own := inner.describe_shared()):
+        if isinstance(inner, SlotProvider) and (own := inner.describe_shared()):
             shared["inner"] = own
         return shared
 
@@ -291,7 +291,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._loss_scale is not None and "loss_scale" in state:
             self._loss_scale.receive(state["loss_scale"])
         inner = self._stepper.inner
-        if isinstance(inner, SlotKeeper) and "inner" in state:
+        if isinstance(inner, SlotProvider) and "inner" in state:
             inner.receive_shared(state["inner"])
 
     # Internal

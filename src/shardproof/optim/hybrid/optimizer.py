@@ -197,7 +197,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             stepped.refresh()
 
     def describe_slots(self) -> Iterable[ParameterSlots]:
-        """See `SlotKeeper`. Masters always exist, other slots after a parameter's first step."""
+        """See `SlotProvider`. Masters always exist, other slots after a parameter's first step."""
         for group in self.param_groups:
             options = options_of(group)
             for parameter in group["params"]:
@@ -206,7 +206,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 yield parameter_slots.describe(stepped, state, self._rules.kind(stepped.on_cpu), options)
 
     def receive_slots(self, parameter: torch.Tensor, stored: Mapping[str, StoredSlot]) -> Receipt:
-        """See `SlotKeeper`. Loads state of any fraction, and of a plain optimizer."""
+        """See `SlotProvider`. Loads state of any fraction, and of a plain optimizer."""
         stepped = self._copy_of(parameter)
         options = options_of(stepped.group)
         schema = partial(self._schema, stepped, options)
@@ -215,11 +215,11 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         )
 
     def describe_shared(self) -> dict[str, Any]:
-        """See `SlotKeeper`. There is no shared state."""
+        """See `SlotProvider`. There is no shared state."""
         return {}
 
     def receive_shared(self, state: Mapping[str, Any]) -> None:
-        """See `SlotKeeper`. Refuses any shared state."""
+        """See `SlotProvider`. Refuses any shared state."""
         if state:
             raise StructureError(
                 f"HybridDeviceOptimizer has no state besides slots, but the checkpoint has {sorted(state)}"

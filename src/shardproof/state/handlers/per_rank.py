@@ -99,7 +99,7 @@ class _PerRank:
             self._bind_others(place, value, stored, to)
         if to.rank >= to.catalogue.world_size:
             if to.selected(inner.key):
-                (to.binding.missing if value.missing == "error" else to.binding.kept).append(inner.key)
+                (to.binding.missing if value.missing == "error" else to.binding.unchanged).append(inner.key)
         elif isinstance(value, RandomState):
             STATEFUL.bind(inner, value, to)
         else:

@@ -54,12 +54,12 @@ class _Part:
                 key=place.key,
             )
         if not stored:
-            to.binding.kept.append(inner.key)
+            to.binding.unchanged.append(inner.key)
             return
         to.binding.parts.add(inner.key)
         if not _accepts(value, f"{inner.key}.", stored, to):
             to.binding.used.update(stored)
-            to.binding.kept.append(inner.key)
+            to.binding.unchanged.append(inner.key)
             to.binding.declined.append(inner.key)
             return
         to.visit(inner, _tree_of(place, value))

@@ -33,7 +33,7 @@ from shardproof.state.optimizer.slots import (
     LocalRange,
     Receipt,
     Receiver,
-    SlotKeeper,
+    SlotProvider,
     StoredSlot,
 )
 from shardproof.state.optimizer.state_dict_keys import translate_state_dict
@@ -46,7 +46,7 @@ __all__ = ["EXTRA", "SHARED", "OptimizerBinding"]
 SHARED = "@shared"
 """Segment of the state in `optimizer.state` of a torch optimizer that belongs to no parameter."""
 EXTRA = "@extra"
-"""Segment of the state of a `SlotKeeper` that belongs to no parameter. Other optimizers ignore it."""
+"""Segment of the state of a `SlotProvider` that belongs to no parameter. Other optimizers ignore it."""
 
 
 @dataclass
@@ -61,12 +61,12 @@ class OptimizerBinding:
     attach: list[Callable[[], Any]] = field(default_factory=list)
     reported: set[str] = field(default_factory=set)
     """Classes of other optimizers for which there is a mismatch already."""
-    keeper: SlotKeeper | None = field(init=False)
-    """The optimizer if it is a `SlotKeeper`."""
+    keeper: SlotProvider | None = field(init=False)
+    """The optimizer if it is a `SlotProvider`."""
 
     def __post_init__(self) -> None:
         # Checked once, because `isinstance` is slow for a protocol.
-        self.keeper = self.optimizer if isinstance(self.optimizer, SlotKeeper) else None
+        self.keeper = self.optimizer if isinstance(self.optimizer, SlotProvider) else None
 
     @cached_property
     def receive(self) -> Receiver:

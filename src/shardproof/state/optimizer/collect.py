@@ -27,7 +27,7 @@ from shardproof.state.optimizer.group_options import Options
 from shardproof.state.optimizer.parameter_names import Names
 from shardproof.state.optimizer.slot_layouts import SlotLayouts
 from shardproof.state.optimizer.slot_sources import slots_of
-from shardproof.state.optimizer.slots import OPTIONS, LocalRange, ParameterSlots, SlotKeeper
+from shardproof.state.optimizer.slots import OPTIONS, LocalRange, ParameterSlots, SlotProvider
 from shardproof.state.optimizer.zero_redundancy import is_zero_redundancy
 from shardproof.state.plain.encode import encode
 from shardproof.state.records import Stepped
@@ -131,7 +131,7 @@ def _collect(
         out.common_object(
             f"{key}.{OPTIONS}", options.of(slots, values, names.torch_name(parameter), name), origin
         )
-    stepper = getattr(optimizer, "stepper", optimizer) if isinstance(optimizer, SlotKeeper) else optimizer
+    stepper = getattr(optimizer, "stepper", optimizer) if isinstance(optimizer, SlotProvider) else optimizer
     out.stepped.append(Stepped(stepper, tuple(stepped), tuple(map(local_tensor, stepped))))
     if source is optimizer:
         _collect_shared(place, optimizer, out)
@@ -147,7 +147,7 @@ def _flat_slots(optimizer: torch.optim.Optimizer, place: Place, visitor: Visitor
 
 def _collect_shared(place: Place, optimizer: torch.optim.Optimizer, out: Collector) -> None:
     """Collects state that belongs to no parameter."""
-    if isinstance(optimizer, SlotKeeper):
+    if isinstance(optimizer, SlotProvider):
         if extra := optimizer.describe_shared():
             out.object(join(place.key, EXTRA), extra, place.path)
         return
@@ -172,7 +172,7 @@ def _optimizer_of(value: Any, place: Place) -> torch.optim.Optimizer:
         return value.optimizer
     assert isinstance(value, torch.optim.Optimizer)
     kind = type(value)
-    if isinstance(value, SlotKeeper) or is_zero_redundancy(value):
+    if isinstance(value, SlotProvider) or is_zero_redundancy(value):
         return value
     if kind.state_dict is not torch.optim.Optimizer.state_dict:
         raise StructureError(

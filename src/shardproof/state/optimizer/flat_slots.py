@@ -22,7 +22,7 @@ __all__ = ["FlatSlots"]
 
 
 class FlatSlots:
-    """An optimizer of FSDP1's parameters, as a `SlotKeeper`.
+    """An optimizer of FSDP1's parameters, as a `SlotProvider`.
 
     Args:
         optimizer: the optimizer.

@@ -1,4 +1,4 @@
-"""Reads and restores the slots of any optimizer: a `SlotKeeper`, torch's ZeRO, or another torch optimizer."""
+"""Reads and restores the slots of any optimizer: a `SlotProvider`, torch's ZeRO, or another of torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardproof.state.optimizer.slots import (
     ParameterSlots,
     Receipt,
     Receiver,
-    SlotKeeper,
+    SlotProvider,
     StoredSlot,
     options_of,
 )
@@ -26,14 +26,14 @@ from shardproof.state.tensors import empty_like_layout
 __all__ = ["receiver", "slots_of"]
 
 
-def slots_of(optimizer: torch.optim.Optimizer | SlotKeeper) -> list[ParameterSlots]:
+def slots_of(optimizer: torch.optim.Optimizer | SlotProvider) -> list[ParameterSlots]:
     """The slots of any optimizer. Its state does not change: a parameter without state has none after.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> slots_of(torch.optim.SGD([weight], lr=0.1))[0].tensors
     {}
     """
-    if isinstance(optimizer, SlotKeeper):
+    if isinstance(optimizer, SlotProvider):
         return list(optimizer.describe_slots())
     if is_zero_redundancy(optimizer):
         return owned_slots(optimizer, slots_of)
@@ -53,7 +53,7 @@ def slots_of(optimizer: torch.optim.Optimizer | SlotKeeper) -> list[ParameterSlo
     return described
 
 
-def receiver(optimizer: torch.optim.Optimizer | SlotKeeper) -> Receiver:
+def receiver(optimizer: torch.optim.Optimizer | SlotProvider) -> Receiver:
     """The receiver of stored slots of any optimizer. Nothing changes before `Receipt.attach`.
 
     A torch optimizer receives existing tensors in place. It has no masters, so it ignores stored ones.
@@ -66,7 +66,7 @@ def receiver(optimizer: torch.optim.Optimizer | SlotKeeper) -> Receiver:
     >>> list(adam.state[weight])
     ['exp_avg']
     """
-    if isinstance(optimizer, SlotKeeper):
+    if isinstance(optimizer, SlotProvider):
         keeper = optimizer
         return lambda parameter, _, stored: keeper.receive_slots(parameter, stored)
     if is_zero_redundancy(optimizer):

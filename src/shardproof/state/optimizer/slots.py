@@ -2,8 +2,8 @@
 
 A *slot* is one tensor or value of optimizer state that belongs to one parameter. Torch's optimizers hold
 slots in `optimizer.state`, with the shape of the parameter's local tensor. An optimizer that stores them
-differently (in ranges of flat buffers, or on another device) implements `SlotKeeper`. It describes its slots,
-and receives those of a checkpoint, without communication.
+differently (in ranges of flat buffers, or on another device) implements `SlotProvider`. It describes its
+slots, and receives those of a checkpoint, without communication.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = [
     "ParameterSlots",
     "Receipt",
     "Receiver",
-    "SlotKeeper",
+    "SlotProvider",
     "StoredSlot",
     "options_of",
 ]
@@ -119,7 +119,7 @@ Receiver: TypeAlias = Callable[[torch.Tensor, dict[str, Any], Mapping[str, Store
 
 
 @runtime_checkable
-class SlotKeeper(Protocol):
+class SlotProvider(Protocol):
     """An optimizer that describes its state. None of these methods may communicate.
 
     If another optimizer takes the steps, the attribute ``stepper`` is that optimizer: saves that overlap
