@@ -30,8 +30,8 @@ from shardproof.checkpointer.retention import (
     remove_leftover,
 )
 from shardproof.checkpointer.save_interval import IntervalAdvice as IntervalAdvice
-from shardproof.checkpointer.save_interval import advice_of as advice_of
 from shardproof.checkpointer.scan import StepInfo as StepInfo
+from shardproof.checkpointer.scan import interval_advice as interval_advice
 from shardproof.checkpointer.scan import scan_run as scan_run
 from shardproof.checkpointer.schedules import Every, Schedule
 from shardproof.checkpointer.step_folders import SETTLED_NAME, StepFolder, is_ours, parse_folder, parse_step

@@ -94,12 +94,13 @@ class DueSaves:
         """
         before, self._step = self._step, step
         if before is None or before >= step:  # the first call, or the run went back to an earlier step
-            before = step - 1
+            before = max(step - 1, 0)
         is_due = self._every is not None and self._every.is_due_at(step, before)
         if self._calls is not None and self._preempted is None:
             self._notices.called()
             request = self._calls.answer()
             if request is not None:
+                self._notices.carried_out(request)
                 is_due = is_due or request.scheduled
                 if request.preempted:
                     self._preempted = request.preempted, self._exit_code
@@ -164,6 +165,7 @@ class _Notices(Requests):
             self._limit = limit_of(preemption, os.environ, wall())
         self._last_save = clock()
         self._last_call: float | None = None
+        self._is_granted = False
         self._signals: SignalNotices | None = None
 
     @property
@@ -189,13 +191,22 @@ class _Notices(Requests):
 
     def requested(self) -> Request:
         """What this rank requests now. Called by the monitor."""
-        scheduled = self._period is not None and self._clock() - self._last_save >= self._period
+        scheduled = (
+            self._period is not None
+            and not self._is_granted
+            and self._clock() - self._last_save >= self._period
+        )
         return Request(scheduled, self._preempted())
 
     def granted(self, request: Request) -> None:
-        """Note that all ranks will save. The save itself notes its time, too."""
+        """Note that all ranks will save at a later call. Until then, the schedule requests nothing."""
         if request.scheduled:
-            self._last_save = self._clock()
+            self._is_granted = True
+
+    def carried_out(self, request: Request) -> None:
+        """Note that this rank is at the call at which all ranks save."""
+        if request.scheduled:
+            self._last_save, self._is_granted = self._clock(), False
 
     def _preempted(self) -> str:
         if self._signals is not None and self._signals.first is not None:
