@@ -1,4 +1,4 @@
-"""`examples/requeue.sbatch`: a job near its limit saves and is queued again; the next job trains to the end."""
+"""`examples/requeue.sbatch`: a job near its limit saves and is queued again; the next job ends."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def train(root: str, options: dict[str, Any], points: dict[int, str]) -> None:
         preemption=sp.Preemption(**options),
     )
     reach("made")
-    state = {"w": torch.zeros(64, 64), "step": 0}
+    state: dict[str, Any] = {"w": torch.zeros(64, 64), "step": 0}
     for step in range(1, 10**9):
         if step % 8 == 0:
             time.sleep(0.0005 * rank())  # the work of 8 steps
@@ -84,7 +84,7 @@ def preempted(outcomes: list[Outcome], root: Path, **others: Any) -> tuple[int, 
         if not isinstance(outcome.error, sp.Preempted):
             _ = outcome.value  # raises what happened
     (found,) = {(o.error.step, o.error.reason) for o in outcomes if isinstance(o.error, sp.Preempted)}
-    target = {"w": torch.zeros(64, 64), "step": 0, **others}
+    target: dict[str, Any] = {"w": torch.zeros(64, 64), "step": 0, **others}
     assert sp.Checkpointer(root).restore(target) == found[0]
     assert target["step"] == found[0] and target["w"].eq(found[0]).all()
     return found
@@ -152,7 +152,7 @@ def train_with_slow_saves(root: str) -> None:
         preemption=sp.Preemption(signals=(signal.SIGTERM,)),
         when_busy="skip",
     )
-    state = {"w": torch.zeros(64, 64), "step": 0, "slow": (slow := Slow())}
+    state: dict[str, Any] = {"w": torch.zeros(64, 64), "step": 0, "slow": (slow := Slow())}
     for step in range(1, 10**9):
         state["step"] = slow.step = step
         state["w"].fill_(step)
@@ -213,7 +213,7 @@ def test_ranks_that_are_killed_after_the_save_lose_nothing(tmp_path: Path) -> No
     killed = {0: "preempted", 1: "preempted"}
     outcomes = run_ranks(2, train_and_stay, run, hold={1: "first"}, kill=killed, script=script, timeout=60)
     assert [outcome.exit_code for outcome in outcomes] == [-signal.SIGKILL] * 2
-    target = {"w": torch.zeros(64, 64), "step": 0}
+    target: dict[str, Any] = {"w": torch.zeros(64, 64), "step": 0}
     assert sp.Checkpointer(tmp_path).restore(target) == target["step"] > 0
 
 

@@ -54,10 +54,10 @@ def test_wrong_schedules_are_refused(wrong: dict[str, Any]) -> None:
 
 def test_other_things_are_no_schedule(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
-        _ = sp.Every(steps=1) | 3  # type: ignore[operator]
+        _ = sp.Every(steps=1) | 3
     for wrong in ({"every": 500}, {"preemption": True}, {"mtbf_hours": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
-            sp.Checkpointer(tmp_path, **wrong)  # type: ignore[arg-type]
+            sp.Checkpointer(tmp_path, **wrong)
 
 
 @given(st.integers(1, 4), st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=150), st.data())

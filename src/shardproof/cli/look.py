@@ -32,7 +32,8 @@ __all__ = ["inspect_command", "ls_command"]
 @folder_argument("run")
 @click.option(
     "--mtbf",
-    type=span,
+    callback=span,
+    metavar="SPAN",
     help="Suggest a time between saves, for one failure of the job in this time on average, such as 12h.",
 )
 @json_option
@@ -92,11 +93,14 @@ def ls_command(run: str, mtbf: float | None, as_json: bool) -> int:
     headings = ("step", "folder", "age", "size", "tensors", "ranks", "status", "")
     out.print(table(headings, rows, right=("step", "age", "size", "tensors", "ranks")))
     if advice is not None:
+        interval, cost, between, suggested = map(
+            duration, (advice.interval, advice.cost, advice.mtbf, advice.suggested)
+        )
         out.print(
-            f"\na save every {duration(advice.interval)}, and {duration(advice.cost)} until its commit (medians of "
-            f"{advice.saves} steps). With a failure every {duration(advice.mtbf)} (--mtbf), the formula of Daly "
-            f"suggests a save every {duration(advice.suggested)} if training waits for the commit. Training that "
-            "goes on during a save can save more often: `Checkpointer(mtbf_hours=...)` logs how often"
+            f"\na save every {interval}, and {cost} until its commit (medians of {advice.saves} steps). With "
+            f"a failure every {between} (--mtbf), the formula of Daly suggests a save every {suggested} if "
+            "training waits for the commit. Training that goes on during a save can save more often: "
+            "`Checkpointer(mtbf_hours=...)` logs how often"
         )
     elif mtbf is not None:
         out.print("\nno time between saves is suggested: that needs two committed steps")
