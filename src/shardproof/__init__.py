@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from shardproof.checkpointer import Retention as Retention
     from shardproof.checkpointer import RetentionPolicy as RetentionPolicy
     from shardproof.checkpointer import SavedStep as SavedStep
+    from shardproof.checkpointer import Schedule as Schedule
     from shardproof.checkpointer import StepFolder as StepFolder
     from shardproof.conversion import ConversionReport as ConversionReport
     from shardproof.conversion import MappedTensor as MappedTensor
@@ -100,6 +101,7 @@ _HOMES = {
         "Retention",
         "RetentionPolicy",
         "SavedStep",
+        "Schedule",
         "StepFolder",
     ),
     "conversion": ("ConversionReport", "MappedTensor", "Move", "convert"),

@@ -146,14 +146,14 @@ def test_time_begins_anew_at_each_save() -> None:
 
 def test_the_lead_covers_saves_and_steps() -> None:
     """The request comes before the limit by the reserve, two saves and a step."""
-    now = 1000.0
-    preemption = sp.Preemption(signals=(), end_time=1100.5, reserve=10.0)
-    due = made(None, preemption, clock=lambda: now, wall=lambda: now)
+    now = wall = 0.0
+    preemption = sp.Preemption(signals=(), end_time=1100.0, reserve=10.0)
+    due = made(None, preemption, clock=lambda: now, wall=lambda: wall)
     due.committed(40.0)
     assert not due.is_due(1)
-    now = 1005.0
-    assert not due.is_due(2)  # 95.5 s are left
-    now = 1006.0
+    now = 5.0
+    assert not due.is_due(2)
+    wall = 1006.0  # 94 s are left
     first_due(due, 3)
     assert due.is_preempted
     assert lead_seconds(preemption, [40.0, 5.0], [5.0, 0.1]) == 95.0
