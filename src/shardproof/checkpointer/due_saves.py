@@ -29,8 +29,8 @@ from shardproof.saving import PendingSave
 
 __all__ = ["DueSaves"]
 
-_SAVES, _PAUSES = 10, 200
-"""Numbers of the last saves, and of the last times between two calls, from which the lead is computed."""
+_SAVES = 10
+"""Number of the last saves from which the lead is computed."""
 
 _log = logging.getLogger("shardproof")
 
@@ -154,7 +154,7 @@ class _Notices(Requests):
         wall: Callable[[], float],
     ) -> None:
         self.saves: deque[float] = deque(maxlen=_SAVES)
-        self._pauses: deque[float] = deque(maxlen=_PAUSES)
+        self._longest_pause = 0.0
         self._preemption = preemption
         self._rank = rank
         self._clock = clock
@@ -182,7 +182,7 @@ class _Notices(Requests):
         """Note a call of `save_if_due`."""
         now = self._clock()
         if self._last_call is not None:
-            self._pauses.append(now - self._last_call)
+            self._longest_pause = max(self._longest_pause, now - self._last_call)
         self._last_call = now
 
     def began(self) -> None:
@@ -213,7 +213,7 @@ class _Notices(Requests):
             return f"{self._signals.first.name} on rank {self._rank}"
         if self._preemption is not None and self._limit < math.inf:
             left = self._limit - self._wall()
-            if left <= lead_seconds(self._preemption, list(self.saves), list(self._pauses)):
+            if left <= lead_seconds(self._preemption, list(self.saves), self._longest_pause):
                 return f"the time limit of the job, {left:.0f} s later"
         return ""
 

@@ -45,7 +45,8 @@ class Preemption:
         end_time: Unix seconds at which the scheduler ends the job. None: the environment variable
             ``SLURM_JOB_END_TIME`` of rank 0, if it is set. ``math.inf``: no limit.
         reserve: seconds before `end_time` at which the program has to have saved. The save begins earlier: by
-            twice the longest of the last saves, and by the longest time between two calls of `save_if_due`.
+            twice the longest of the last saves, and by the longest time between two calls of `save_if_due`
+            so far.
         exit_code: exit code of the program if it does not catch `Preempted`.
 
     Raises:
@@ -124,18 +125,18 @@ def limit_of(preemption: Preemption, environment: Mapping[str, str], now: float)
     return limit
 
 
-def lead_seconds(preemption: Preemption, saves: Sequence[float], pauses: Sequence[float]) -> float:
+def lead_seconds(preemption: Preemption, saves: Sequence[float], pause: float) -> float:
     """Seconds before the limit at which a save has to be requested.
 
     Args:
         preemption: the options.
         saves: seconds of the last saves, from the call to the commit.
-        pauses: seconds between the last calls of `save_if_due`.
+        pause: the longest time between two calls of `save_if_due`.
 
-    >>> lead_seconds(Preemption(reserve=30.0), saves=[4.0, 10.0, 5.0], pauses=[0.5, 2.0])
+    >>> lead_seconds(Preemption(reserve=30.0), saves=[4.0, 10.0, 5.0], pause=2.0)
     52.0
     """
-    return preemption.reserve + 2 * max(saves, default=UNMEASURED_SAVE) + max(pauses, default=0.0)
+    return preemption.reserve + 2 * max(saves, default=UNMEASURED_SAVE) + pause
 
 
 class SignalNotices:
