@@ -31,16 +31,20 @@ if TYPE_CHECKING:
     from shardproof import storage as storage
     from shardproof.checkpointer import Checkpointer as Checkpointer
     from shardproof.checkpointer import Damage as Damage
+    from shardproof.checkpointer import Every as Every
     from shardproof.checkpointer import KeepAll as KeepAll
     from shardproof.checkpointer import KeepBest as KeepBest
     from shardproof.checkpointer import KeepEvery as KeepEvery
     from shardproof.checkpointer import KeepLatest as KeepLatest
     from shardproof.checkpointer import PassedOver as PassedOver
     from shardproof.checkpointer import Pin as Pin
+    from shardproof.checkpointer import Preempted as Preempted
+    from shardproof.checkpointer import Preemption as Preemption
     from shardproof.checkpointer import RestoredStep as RestoredStep
     from shardproof.checkpointer import Retention as Retention
     from shardproof.checkpointer import RetentionPolicy as RetentionPolicy
     from shardproof.checkpointer import SavedStep as SavedStep
+    from shardproof.checkpointer import Schedule as Schedule
     from shardproof.checkpointer import StepFolder as StepFolder
     from shardproof.conversion import ConversionReport as ConversionReport
     from shardproof.conversion import MappedTensor as MappedTensor
@@ -84,16 +88,20 @@ _HOMES = {
     "checkpointer": (
         "Checkpointer",
         "Damage",
+        "Every",
         "KeepAll",
         "KeepBest",
         "KeepEvery",
         "KeepLatest",
         "PassedOver",
         "Pin",
+        "Preempted",
+        "Preemption",
         "RestoredStep",
         "Retention",
         "RetentionPolicy",
         "SavedStep",
+        "Schedule",
         "StepFolder",
     ),
     "conversion": ("ConversionReport", "MappedTensor", "Move", "convert"),

@@ -18,6 +18,7 @@ from shardproof.checkpointer.policies import (
     RetentionPolicy,
     SavedStep,
 )
+from shardproof.checkpointer.preemption import Preempted, Preemption
 from shardproof.checkpointer.prune import PrunePlan as PrunePlan
 from shardproof.checkpointer.prune import plan_prune as plan_prune
 from shardproof.checkpointer.prune import prune as prune
@@ -28,8 +29,11 @@ from shardproof.checkpointer.retention import (
     plan_removal,
     remove_leftover,
 )
+from shardproof.checkpointer.save_interval import IntervalAdvice as IntervalAdvice
 from shardproof.checkpointer.scan import StepInfo as StepInfo
+from shardproof.checkpointer.scan import interval_advice as interval_advice
 from shardproof.checkpointer.scan import scan_run as scan_run
+from shardproof.checkpointer.schedules import Every, Schedule
 from shardproof.checkpointer.step_folders import SETTLED_NAME, StepFolder, is_ours, parse_folder, parse_step
 from shardproof.checkpointer.suspects import read_settled
 
@@ -42,6 +46,7 @@ __all__ = [
     "SETTLED_NAME",
     "Checkpointer",
     "Damage",
+    "Every",
     "KeepAll",
     "KeepBest",
     "KeepEvery",
@@ -49,10 +54,13 @@ __all__ = [
     "Leftover",
     "PassedOver",
     "Pin",
+    "Preempted",
+    "Preemption",
     "RestoredStep",
     "Retention",
     "RetentionPolicy",
     "SavedStep",
+    "Schedule",
     "StepFolder",
     "delete_steps",
     "is_ours",

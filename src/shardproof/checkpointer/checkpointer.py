@@ -14,12 +14,15 @@ import msgspec
 
 from shardproof import events
 from shardproof.checkpointer.damage import Damage
+from shardproof.checkpointer.due_saves import DueSaves
 from shardproof.checkpointer.page_cache import NewestStep
 from shardproof.checkpointer.pins import Pin, pinned_steps, remove_pin, write_pin
 from shardproof.checkpointer.policies import KeepBest, Retention
+from shardproof.checkpointer.preemption import Preemption
 from shardproof.checkpointer.restore import Restore
 from shardproof.checkpointer.restored_step import RestoredStep
 from shardproof.checkpointer.retention import StepFacts, retain
+from shardproof.checkpointer.schedules import Schedule
 from shardproof.checkpointer.scrub import Scrub
 from shardproof.checkpointer.step_folders import StepFolder, parse_step, step_name
 from shardproof.checkpointer.step_selection import PassedOver, written_folders
@@ -91,6 +94,11 @@ class Checkpointer:
             the commit each rank reads its file again, at most 256 MiB a second, until the next save, and
             only into memory that nothing uses. "auto" does so on local file systems, if a quarter of the
             node's memory stays free. "none" leaves the step on the storage alone.
+        every: the schedule of `save_if_due`. Schedules combine: ``Every(steps=500) | Every(minutes=20)``.
+        preemption: a save before the scheduler ends the job; see `Preemption`. None: no signal is handled,
+            and no time limit is watched.
+        mtbf_hours: hours between two failures of the job, on average. After some saves, rank 0 logs a better
+            interval once, if the present one is far from it. None: no suggestion.
 
     Raises:
         ValueError: an argument has an invalid value.
@@ -124,6 +132,9 @@ class Checkpointer:
         scrub: int | None = SCRUB,
         check_replicas: CheckReplicas | None = None,
         cache: Literal["auto", "newest", "none"] = "auto",
+        every: Schedule | None = None,
+        preemption: Preemption | None = None,
+        mtbf_hours: float | None = None,
     ) -> None:
         if cache not in ("auto", "newest", "none"):
             raise ValueError(f"cache is 'auto', 'newest' or 'none', not {cache!r}")
@@ -168,6 +179,7 @@ class Checkpointer:
             else None
         )
         self._saver = Saver(self._rendezvous, host_memory_budget=host_memory_budget)
+        self._due = DueSaves(every, preemption, mtbf_hours, self._rendezvous, self._storage.location)
         self._scrub = Scrub(self._storage, scrub if incremental else None, _is_saving(self._saver))
         weakref.finalize(self, self._scrub.stop)
 
@@ -233,9 +245,56 @@ class Checkpointer:
                 after=None if suspect else self._after_commit,
             )
 
+    def save_if_due(
+        self,
+        step: int,
+        state: Any,
+        *,
+        metadata: dict[str, Any] | None = None,
+        overwrite: bool = False,
+        force: bool = False,
+    ) -> PendingSave | None:
+        """Saves the step if the schedule (`every`) or a preemption asks for it. Call it once after each step.
+
+        Every rank makes the same calls, and all ranks save at the same call. A call that is not due takes
+        microseconds, and communicates with no rank.
+
+        Args:
+            step: see `save`.
+            state: see `save`.
+            metadata: see `save`.
+            overwrite: see `save`.
+            force: True to save in any case, for example after the last step. The same on all ranks.
+
+        Returns:
+            The pending save; None if none is due.
+
+        Raises:
+            Preempted: the program has to end (`preemption`), and the step is committed.
+            RankSilent: the ranks could not agree on a call.
+            ShardproofError: see `save`. If the save before the end of the program failed, the next call saves
+                again.
+
+        >>> import shardproof as sp, tempfile, torch
+        >>> checkpointer = sp.Checkpointer(tempfile.mkdtemp(), every=sp.Every(steps=2))
+        >>> for step in range(1, 6):
+        ...     _ = checkpointer.save_if_due(step, {"w": torch.ones(2)}, force=step == 5)
+        >>> checkpointer.wait()
+        >>> checkpointer.steps()
+        [2, 4, 5]
+        """
+        if not self._due.is_due(step) and not force:
+            return None
+        if self._due.is_preempted:
+            self._due.settle(self.wait)
+        when_busy: WhenBusy | None = "wait" if force or self._due.is_preempted else None
+        pending = self.save(step, state, metadata=metadata, overwrite=overwrite, when_busy=when_busy)
+        return self._due.began(pending)
+
     def _after_commit(self, committed: SaveResult, progress: Callable[[int, int], None]) -> None:
         """On each rank, in the thread of saves: page cache; on rank 0 also retention and scrub."""
         assert committed.step is not None
+        self._due.committed(committed.seconds)
         self._damaged.discard(committed.step)
         folder = self._storage.within(step_name(committed.step))
         if self._newest is not None and isinstance(folder, LocalStorage):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import msgspec
 
 from shardproof.checkpointer.pins import read_pin
+from shardproof.checkpointer.save_interval import IntervalAdvice, advice_of
 from shardproof.checkpointer.step_folders import PINNED_NAME, SETTLED_NAME, is_ours, parse_folder
 from shardproof.checkpointer.suspects import read_settled
 from shardproof.errors import FormatError, NotCommittedError, StorageError
@@ -23,7 +24,10 @@ from shardproof.format import (
 )
 from shardproof.storage import Storage
 
-__all__ = ["StepInfo", "scan_run"]
+__all__ = ["StepInfo", "interval_advice", "scan_run"]
+
+_LONGEST_SAVE = 3600.0
+"""Seconds. A manifest that is older by more than that was copied later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +137,29 @@ def scan_run(storage: Storage, *, sizes: bool = False) -> list[StepInfo]:
             )
             found.append(_suspect(place, info) if suspect else info)
     return sorted(found, key=lambda info: (info.step is None, info.step or 0, info.name))
+
+
+def interval_advice(
+    infos: Iterable[StepInfo], modified: Callable[[str], float | None], mtbf: float
+) -> IntervalAdvice | None:
+    """A time between saves, from the committed steps of a run; None for fewer than two.
+
+    The cost of a save is the time from the agreement of the ranks, which the manifest records, to the time of
+    the manifest's file. Manifests that were written again or copied are not measured.
+
+    Args:
+        infos: the checkpoints of a run.
+        modified: the time of the last write to a file of the run, Unix seconds; None if it is gone.
+        mtbf: seconds between two failures of the job, on average.
+    """
+    times, costs = [], []
+    for info in infos:
+        if info.committed and info.time is not None:
+            times.append(info.time)
+            written = modified(f"{info.name}/{MANIFEST_NAME}")
+            if written is not None and not info.repaired and 0 < written - info.time < _LONGEST_SAVE:
+                costs.append(written - info.time)
+    return advice_of(times, costs, mtbf)
 
 
 def _step_info(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from shardproof.cli.failures import YES
-from shardproof.cli.options import folder_argument, json_option, print_json, span
+from shardproof.cli.options import folder_argument, json_option, modified_in, print_json, span
 
 if TYPE_CHECKING:
     from shardproof.checkpointer import PrunePlan
@@ -62,16 +62,9 @@ def prune_command(
         )
     storage = storage_at(run)
     now = time.time()
-
-    def modified(name: str) -> float | None:
-        if isinstance(storage, ObjectStorage):
-            return storage.modified(name)
-        try:
-            return os.stat(os.path.join(run, name)).st_mtime
-        except FileNotFoundError:
-            return None
-
-    plan = plan_prune(storage, modified, older_than=older_than, now=now, keep=keep, damaged=damaged)
+    plan = plan_prune(
+        storage, modified_in(storage, run), older_than=older_than, now=now, keep=keep, damaged=damaged
+    )
     if not as_json:
         _show_plan(plan, now, older_than, damaged)
     carried_out = not dry_run and not plan.empty and (yes or _agreed(plan))

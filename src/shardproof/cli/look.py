@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
@@ -12,9 +13,11 @@ from shardproof.cli.options import (
     folder_argument,
     format_option,
     json_option,
+    modified_in,
     path_argument,
     print_json,
     register_option,
+    span,
     trust_pickle_option,
 )
 
@@ -27,26 +30,43 @@ __all__ = ["inspect_command", "ls_command"]
 
 @click.command("ls", short_help="List the checkpoints of a run.")
 @folder_argument("run")
+@click.option(
+    "--mtbf",
+    callback=span,
+    metavar="SPAN",
+    help="Suggest a time between saves, for one failure of the job in this time on average, such as 12h.",
+)
 @json_option
-def ls_command(run: str, as_json: bool) -> int:
+def ls_command(run: str, mtbf: float | None, as_json: bool) -> int:
     """List the checkpoints of RUN.
 
     Steps that are not committed are listed with the reason: the save died, or is still in progress
     (a leftover, see prune), or the checkpoint is damaged (see verify and repair). A suspect is the checkpoint
     of a step whose validation failed; once that is settled, its verdict is shown.
+
+    The suggestion of --mtbf is computed from the listed steps: from their times, and from the time between
+    the agreement of the ranks and the commit. Training that goes on during a save waits less than that.
     """
-    from shardproof.report import scan_run
+    from shardproof.report import interval_advice, scan_run
     from shardproof.storage import storage_at
 
     storage = storage_at(run)
     infos = scan_run(storage)
+    advice = None if mtbf is None else interval_advice(infos, modified_in(storage, run), mtbf)
     if as_json:
-        print_json({"location": storage.location, "checkpoints": [info.to_json() for info in infos]})
+        found: dict[str, object] = {
+            "location": storage.location,
+            "checkpoints": [info.to_json() for info in infos],
+        }
+        if mtbf is not None:
+            found["interval"] = None if advice is None else asdict(advice)
+        print_json(found)
         return YES
 
     import time
 
     from shardproof._utils.humanize import age, counted, gigabytes
+    from shardproof._utils.humanize import span as duration
     from shardproof.cli.terminal import console, table
 
     out = console()
@@ -72,6 +92,18 @@ def ls_command(run: str, as_json: bool) -> int:
     ]
     headings = ("step", "folder", "age", "size", "tensors", "ranks", "status", "")
     out.print(table(headings, rows, right=("step", "age", "size", "tensors", "ranks")))
+    if advice is not None:
+        interval, cost, between, suggested = map(
+            duration, (advice.interval, advice.cost, advice.mtbf, advice.suggested)
+        )
+        out.print(
+            f"\na save every {interval}, and {cost} until its commit (medians of {advice.saves} steps). With "
+            f"a failure every {between} (--mtbf), the formula of Daly suggests a save every {suggested} if "
+            "training waits for the commit. Training that goes on during a save can save more often: "
+            "`Checkpointer(mtbf_hours=...)` logs how often"
+        )
+    elif mtbf is not None:
+        out.print("\nno time between saves is suggested: that needs two committed steps")
     return YES
 
 

@@ -144,6 +144,7 @@ PHASES: tuple[KnownPhase, ...] = (
     _event("copy", "read", "local", "copies the files of a step (`convert --standalone`)"),
     _error("settle", "settle", "meeting", "agrees on the verdict of a suspect, which rank 0 writes"),
     _error("pin", "pin", "meeting", "agrees on the pin of a step, which rank 0 writes or removes"),
+    _error("schedule", "choose", "meeting", "agrees on the call of `save_if_due` at which all ranks save"),
     _error("save", "latest", "meeting", "waits until rank 0 has replaced the file `latest` (DeepSpeed)"),
     _error("load", "format", "meeting", "waits until rank 0 has found the format (DeepSpeed, Megatron-Core)"),
     _error("load", "open", "meeting", "opens the files that DeepSpeed wrote"),

@@ -81,6 +81,8 @@ class Channel:
         self._first: int | None = None
         self._pending_verdicts: list[_PendingVerdict] = []
         self._entry: _Entry | None = None
+        self._bell: tuple[str, Future[None]] | None = None
+        """The key of the bell that this rank waits for, and the wait."""
 
     @property
     def is_member(self) -> bool:
@@ -371,6 +373,37 @@ class Channel:
 
         return self._requests.submit(request)
 
+    def ring(self, bell: str, number: int, world_size: int) -> None:
+        """Ring a bell: set the key of each rank. Does not wait. Of several ranks, the first sets the keys.
+
+        Args:
+            bell: the prefix of the keys.
+            number: the number of the next meeting. `sweep` deletes the count of rings after it, because
+                a rank that has posted to that meeting rings this bell no more.
+            world_size: the number of ranks.
+        """
+        self._written_keys.append((number - 1, [f"{bell}/rings"]))
+
+        def request(store: Any) -> None:
+            if store.add(f"{bell}/rings", 1) == 1:
+                requests.set_all(store, {f"{bell}/{rank}": b"1" for rank in range(world_size)})
+
+        self._requests.submit(request)
+
+    def until_rung(self, bell: str) -> Future[None]:
+        """A future that is done once a bell has rung, or this channel is closed.
+
+        Each rank waits for a key of its own, so that it can end its wait alone.
+        """
+        key = f"{bell}/{self.rank}"
+
+        def request(store: Any) -> None:
+            requests.wait(store, key)
+            requests.delete(store, [key])
+
+        self._bell = key, self._waits.submit(request)
+        return self._bell[1]
+
     def submit(self, request: Callable[[Any], Answer]) -> Future[Answer]:
         """Run a request after the earlier ones. Does not wait."""
         return self._requests.submit(request)
@@ -399,6 +432,8 @@ class Channel:
 
     def close(self) -> None:
         """End both connections."""
+        if self._bell is not None:
+            self.release(self._bell[1], self._bell[0])
         self._membership.close()
         self._requests.close()
         self._waits.close()

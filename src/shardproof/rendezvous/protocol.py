@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Protocol, TypeAlias
 
 from shardproof.errors import ShardproofError
@@ -78,6 +79,20 @@ class Rendezvous(Protocol):
 
         Args:
             name: the same on all ranks, and new at this rendezvous.
+        """
+        ...
+
+    def ring(self, bell: str) -> None:
+        """Wake all ranks that wait for this bell, now or later. A bell rings once."""
+        ...
+
+    def until_rung(self, bell: str) -> Future[None]:
+        """A future that is done once any rank has rung this bell. Nothing is sent meanwhile.
+
+        A rank waits for one bell at a time, and does not meet at this rendezvous before the bell has rung.
+
+        Args:
+            bell: a name that is new at this rendezvous, and the same on all ranks.
         """
         ...
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
+from shardproof._utils import forks
 from shardproof.rendezvous.ordering import Operation, Reservation, Turns
 from shardproof.rendezvous.protocol import Decide
 
@@ -19,6 +22,8 @@ class LocalRendezvous:
         self.rank = 0
         self.world_size = 1
         self.deadline = deadline
+        self._lock = forks.lock()
+        self._bell: tuple[str, Future[None]] | None = None
 
     def meet(self, operation: str, phase: str, post: bytes | BaseException, decide: Decide) -> bytes:
         """Decide on the only post. See `Rendezvous.meet`."""
@@ -47,6 +52,19 @@ class LocalRendezvous:
     def beside(self, name: str) -> LocalRendezvous:
         """A new rendezvous of this process. See `Rendezvous.beside`."""
         return LocalRendezvous(deadline=self.deadline)
+
+    def ring(self, bell: str) -> None:
+        """Wake the thread that waits for this bell. See `Rendezvous.ring`."""
+        rung = self.until_rung(bell)
+        if not rung.done():
+            rung.set_result(None)
+
+    def until_rung(self, bell: str) -> Future[None]:
+        """A future that is done once the bell has rung. See `Rendezvous.until_rung`."""
+        with self._lock:
+            if self._bell is None or self._bell[0] != bell:
+                self._bell = bell, Future()
+            return self._bell[1]
 
     def arrive(self) -> None:
         """Does nothing: no other rank watches."""

@@ -41,6 +41,7 @@ import os
 import threading
 import weakref
 from collections import deque
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -247,6 +248,16 @@ class StoreRendezvous:
             name=f"{self._own_name}/{name}",
             server=self._server,
         )
+
+    def ring(self, bell: str) -> None:
+        """Wake all ranks that wait for a bell. See `Rendezvous.ring`."""
+        self._check()
+        self._open().ring(f"{self._name}/bell/{bell}", self._number, self.world_size)
+
+    def until_rung(self, bell: str) -> Future[None]:
+        """Wait for a bell on the connection of meetings. See `Rendezvous.until_rung`."""
+        self._check()
+        return self._open().until_rung(f"{self._name}/bell/{bell}")
 
     def arrive(self) -> None:
         """Begin to show signs of life. See `Rendezvous.arrive`."""

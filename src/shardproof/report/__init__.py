@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardproof.checkpointer import PrunePlan, StepInfo, plan_prune, scan_run
+from shardproof.checkpointer import PrunePlan, StepInfo, interval_advice, plan_prune, scan_run
 from shardproof.report.description import Stored, describe
 from shardproof.report.detail import ObjectDetail, TensorDetail, detail, spelled
 from shardproof.report.difference import Difference, diff, structure_changes
@@ -21,6 +21,7 @@ __all__ = [
     "detail",
     "diff",
     "fold",
+    "interval_advice",
     "plan_prune",
     "scan_run",
     "spelled",

@@ -251,6 +251,28 @@ def test_nothing_of_a_hostile_key_reaches_the_terminal(call: Any, tmp_path: Path
 # Each command.
 
 
+def test_ls_suggests_an_interval_for_failures(call: Any, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write(tmp_path / f"step-{step:08d}", Sample(STATE, step=step, time=1e9 + 600 * step))
+        os.utime(tmp_path / f"step-{step:08d}" / MANIFEST_NAME, (0, 1e9 + 600 * step + 2 * step))
+    code, out, _ = call("ls", tmp_path, "--mtbf", "12h")
+    words = " ".join(out.split())
+    assert code == 0
+    assert "a save every 10 min, and 4.00 s until its commit (medians of 3 steps)" in words
+    assert "With a failure every 12 h (--mtbf), the formula of Daly suggests a save every 10 min" in words
+    told = json.loads(call("ls", tmp_path, "--mtbf", "12h", "--json")[1])
+    assert told["interval"].pop("suggested") == pytest.approx((2 * 4 * 43200) ** 0.5, rel=0.01)
+    assert told["interval"] == {"saves": 3, "interval": 600.0, "cost": 4.0, "mtbf": 43200.0}
+    assert "interval" not in json.loads(call("ls", tmp_path, "--json")[1])
+    assert "needs two committed steps" in call("ls", write_one(tmp_path / "one"), "--mtbf", "1h")[1]
+    assert call("ls", tmp_path, "--mtbf", "often")[0] == 2
+
+
+def write_one(run: Path) -> Path:
+    write(run / "step-00000001", Sample(STATE, step=1))
+    return run
+
+
 def test_ls(call: Any, ckpt: Path) -> None:
     run_folder = ckpt.parent
     write(run_folder / "step-00000008", Sample(STATE), commit=False)

@@ -190,6 +190,62 @@ def test_many_ranks_and_meetings_leave_few_keys() -> None:
     assert store.num_keys() <= 16 * 4 + 12
 
 
+@pytest.mark.parametrize("ringers", [(0,), (2,), (1, 2), tuple(range(MANY))])
+def test_a_bell_wakes_every_rank_whoever_rings(ringers: tuple[int, ...], any_store: Any) -> None:
+    def work(meetings: StoreRendezvous) -> list[bytes]:
+        answers = [meetings.meet("schedule", "choose", b"%d" % meetings.rank, join)]
+        for bell in ("first", "second"):
+            rung = meetings.until_rung(bell)
+            if meetings.rank in ringers:
+                meetings.ring(bell)
+            rung.result(60)
+            answers.append(meetings.meet("schedule", bell, b"%d" % meetings.rank, join))
+        return answers
+
+    everybody = b",".join(b"%d" % rank for rank in range(MANY))
+    assert on_ranks(MANY, any_store, work) == [[everybody] * 3] * MANY
+
+
+def test_bells_leave_no_keys() -> None:
+    store = HashStore()
+
+    def work(meetings: StoreRendezvous) -> int:
+        for number in range(20):
+            rung = meetings.until_rung(f"bell {number}")
+            if meetings.rank % 3 == 0:
+                meetings.ring(f"bell {number}")
+            rung.result(60)
+            meetings.meet("schedule", "choose", b"", join)
+        return number
+
+    assert on_ranks(6, store, work) == [19] * 6
+    assert store.num_keys() <= 6 * 4 + 12
+
+
+def test_a_rank_that_closes_while_it_waits_for_a_bell_rings_it_for_no_other() -> None:
+    before = set(threading.enumerate())
+    store = HashStore()
+    ranks = [StoreRendezvous(store, rank, 2, deadline=5) for rank in range(2)]
+    waits = [meetings.until_rung("bell") for meetings in ranks]
+    ranks[0].close()
+    waits[0].result(60)
+    assert not waits[1].done()
+    ranks[1].ring("bell")
+    waits[1].result(60)
+    ranks[1].close()
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_bell_of_one_process() -> None:
+    alone = LocalRendezvous()
+    for bell in ("first", "second"):
+        rung = alone.until_rung(bell)
+        assert not rung.done()
+        alone.ring(bell)
+        alone.ring(bell)
+        rung.result(60)
+
+
 def test_ranks_stay_in_step_after_errors() -> None:
     def work(meetings: StoreRendezvous) -> list[str]:
         seen = []

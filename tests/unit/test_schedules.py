@@ -1,0 +1,332 @@
+"""Schedules, and the agreement on the call that saves, against every order of events."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardproof as sp
+from shardproof.checkpointer.agreed_calls import Gate, Request, choose
+from shardproof.checkpointer.due_saves import DueSaves
+from shardproof.checkpointer.preemption import SignalNotices, lead_seconds, limit_of
+from shardproof.checkpointer.save_interval import advice_of, best_interval
+from shardproof.checkpointer.schedules import Schedule
+from shardproof.rendezvous import LocalRendezvous
+from shardproof.storage import LocalStorage
+from tests.faulty_storage import FaultyStorage
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    st.lists(st.integers(1, 25), min_size=1, max_size=60),
+)
+def test_a_schedule_by_steps_saves_at_the_first_call_at_or_after_each_multiple(
+    multiples: list[int], strides: list[int]
+) -> None:
+    schedule: Schedule = sp.Every(steps=multiples[0])
+    for multiple in multiples[1:]:
+        schedule = schedule | sp.Every(steps=multiple)
+    before = 0
+    for stride in strides:
+        step = before + stride
+        passed = any(one % multiple == 0 for one in range(before + 1, step + 1) for multiple in multiples)
+        assert schedule.is_due_at(step, before) == passed
+        before = step
+
+
+@pytest.mark.parametrize("wrong", [{}, {"steps": 0}, {"steps": True}, {"minutes": 0}, {"minutes": math.inf}])
+def test_wrong_schedules_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="Every needs"):
+        sp.Every(**wrong)
+
+
+def test_other_things_are_no_schedule(tmp_path: Path) -> None:
+    with pytest.raises(TypeError):
+        _ = sp.Every(steps=1) | 3
+    for wrong in ({"every": 500}, {"preemption": True}, {"mtbf_hours": 0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            sp.Checkpointer(tmp_path, **wrong)
+
+
+@given(st.integers(1, 4), st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=150), st.data())
+def test_all_ranks_save_at_the_same_calls_in_every_order_of_events(
+    ranks: int, order: list[tuple[int, bool]], data: st.DataObject
+) -> None:
+    """A rank calls, or its monitor moves. The reference sees all ranks at once, and knows what each did."""
+    gates = [Gate() for _ in range(ranks)]
+    saved: list[dict[int, Request]] = [{} for _ in range(ranks)]
+    posts: dict[int, int] = {}
+    choice: tuple[int, Request] | None = None
+    noted: set[int] = set()
+    expected: dict[int, Request] = {}
+
+    def call(rank: int) -> None:
+        gate = gates[rank]
+        if gate.is_open:
+            request = gate.answer()
+            if request is not None:
+                saved[rank][gate.answered] = request
+
+    def monitor(rank: int) -> None:
+        nonlocal choice
+        if rank not in posts:
+            posts[rank] = gates[rank].promise()
+            if len(posts) == ranks:
+                request = data.draw(st.sampled_from([Request(), Request(True), Request(True, "signal")]))
+                number = choose([posts[rank] for rank in range(ranks)]) if request else 0
+                choice = number, request
+                if number:
+                    assert all(gate.answered < number for gate in gates)  # no rank has passed it
+                    expected[number] = expected.get(number, Request()) | request
+        elif choice is not None and rank not in noted:
+            gates[rank].note(*choice)
+            noted.add(rank)
+            if len(noted) == ranks:
+                posts.clear()
+                noted.clear()
+                choice = None
+
+    for number, is_call in order:
+        (call if is_call else monitor)(number % ranks)
+    while posts:  # no call is needed for the monitors to end
+        before = len(posts), len(noted)
+        for rank in range(ranks):
+            if posts and (rank not in posts or (choice is not None and rank not in noted)):
+                monitor(rank)
+        assert not posts or (len(posts), len(noted)) != before
+    last = max([*expected, *(gate.answered for gate in gates)], default=0)
+    for rank in range(ranks):
+        while gates[rank].answered < last:
+            call(rank)
+        assert saved[rank] == expected
+
+
+def made(every: Schedule | None, preemption: sp.Preemption | None = None, **options: Any) -> DueSaves:
+    return DueSaves(every, preemption, None, LocalRendezvous(), "run", **options)
+
+
+def first_due(due: DueSaves, step: int) -> int:
+    """The first due step from this one on, within a minute."""
+    limit = time.monotonic() + 60
+    while not due.is_due(step):
+        assert time.monotonic() < limit, "no call is due"
+        step += 1
+    return step
+
+
+def test_a_run_that_goes_back_keeps_its_schedule() -> None:
+    due = made(sp.Every(steps=10))
+    assert [step for step in (*range(8, 13), *range(5, 23)) if due.is_due(step)] == [10, 10, 20]
+    assert not made(sp.Every(steps=10)).is_due(0)
+
+
+def test_time_begins_anew_at_each_save() -> None:
+    now = 0.0
+    due = made(sp.Every(minutes=1), clock=lambda: now)
+    assert not any(due.is_due(step) for step in range(1, 100))
+    now = 60.0
+    step = first_due(due, 100)
+    now = 119.0
+    assert not any(due.is_due(step) for step in range(step + 1, step + 200))
+    now = 120.0
+    first_due(due, step + 200)
+
+
+def test_the_lead_covers_saves_and_steps() -> None:
+    """The request comes before the limit by the reserve, two saves and a step."""
+    now = wall = 0.0
+    preemption = sp.Preemption(signals=(), end_time=1100.0, reserve=10.0)
+    due = made(None, preemption, clock=lambda: now, wall=lambda: wall)
+    due.committed(40.0)
+    assert not due.is_due(1)
+    now = 5.0
+    assert not due.is_due(2)
+    wall = 1006.0  # 94 s are left
+    first_due(due, 3)
+    assert due.is_preempted
+    assert lead_seconds(preemption, [40.0, 5.0], 5.0) == 95.0
+    assert lead_seconds(preemption, [], 0.0) > 10.0
+
+
+def test_the_limit_of_the_scheduler(caplog: pytest.LogCaptureFixture) -> None:
+    environment = {"SLURM_JOB_END_TIME": "5000"}
+    assert limit_of(sp.Preemption(), environment, 4000.0) == 5000.0
+    assert limit_of(sp.Preemption(end_time=4500.0), environment, 4000.0) == 4500.0
+    assert limit_of(sp.Preemption(), {}, 4000.0) == math.inf
+    with caplog.at_level(logging.WARNING, "shardproof"):
+        assert limit_of(sp.Preemption(), environment, 6000.0) == math.inf
+    assert "SLURM_JOB_END_TIME is 1000 s ago" in caplog.text
+    with pytest.raises(ValueError, match="'soon', expected Unix seconds"):
+        limit_of(sp.Preemption(), {"SLURM_JOB_END_TIME": "soon"}, 0.0)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"signals": (9,)}, {"signals": (9999,)}, {"end_time": -1}, {"reserve": -1}, {"exit_code": 256}]
+)
+def test_wrong_options_of_preemption_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        sp.Preemption(**wrong)
+
+
+@pytest.fixture
+def received() -> Any:
+    """The signals that a handler got which was installed before; the handlers are put back."""
+    found: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)}
+    for number in before:
+        signal.signal(number, lambda number, _: found.append(number))
+    yield found
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_the_handler_before_is_called_and_has_the_second_notice_alone(received: list[int]) -> None:
+    now, calls = 0.0, []
+    notices = SignalNotices((signal.SIGUSR1, signal.SIGUSR2), lambda: calls.append(1), lambda: now)
+    signal.raise_signal(signal.SIGUSR1)
+    assert (notices.first, received, len(calls)) == (signal.SIGUSR1, [signal.SIGUSR1], 1)
+    now = 10.0
+    signal.raise_signal(signal.SIGUSR1)
+    assert (received, len(calls)) == ([signal.SIGUSR1] * 2, 1)
+    signal.raise_signal(signal.SIGUSR2)  # the first of its kind
+    assert (notices.first, len(calls)) == (signal.SIGUSR1, 2)
+
+
+def test_handlers_end_with_their_owner(received: list[int]) -> None:
+    notices = SignalNotices((signal.SIGUSR1,), lambda: None)
+    ours = signal.getsignal(signal.SIGUSR1)
+    del notices
+    signal.raise_signal(signal.SIGUSR1)
+    assert received == [signal.SIGUSR1]
+    assert signal.getsignal(signal.SIGUSR1) is not ours
+
+
+def test_a_forked_child_has_the_handlers_of_before() -> None:
+    notices = SignalNotices((signal.SIGUSR2,), lambda: None)
+    try:
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.raise_signal(signal.SIGUSR2)
+            finally:
+                os._exit(3)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGUSR2
+        assert notices.first is None
+    finally:
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+
+
+def test_signals_need_the_main_thread(tmp_path: Path) -> None:
+    raised: list[str] = []
+
+    def make() -> None:
+        try:
+            sp.Checkpointer(tmp_path, preemption=sp.Preemption())
+        except ValueError as error:
+            raised.append(str(error))
+        sp.Checkpointer(tmp_path, preemption=sp.Preemption(signals=()))
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join(60)
+    assert raised and "in the main thread only" in raised[0] and "Preemption(signals=())" in raised[0]
+
+
+def test_no_handler_is_installed_unasked(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    _ = sp.Checkpointer(tmp_path, every=sp.Every(steps=1, minutes=1))
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def until_preempted(step: Callable[[int], object], first: int) -> sp.Preempted:
+    limit = time.monotonic() + 60
+    number = first
+    while time.monotonic() < limit:
+        try:
+            step(number)
+        except sp.Preempted as preempted:
+            return preempted
+        number += 1
+    raise AssertionError("not preempted")
+
+
+def test_the_last_save_is_tried_again_and_survives_an_earlier_failure(
+    tmp_path: Path, received: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The save before the signal fails in the background, and so does the first try of the last one."""
+    storage = FaultyStorage(LocalStorage(tmp_path))
+    fails = {"step-00000001", "step-00000002"}
+
+    class Failing(FaultyStorage):
+        def within(self, name: str) -> Any:
+            if name in fails:
+                return FaultyStorage(storage.within(name), 0, OSError(28, "full"), only=("create",))
+            return storage.within(name)
+
+    checkpointer = sp.Checkpointer(
+        Failing(LocalStorage(tmp_path)), preemption=sp.Preemption(signals=(signal.SIGUSR1,), exit_code=7)
+    )
+    state = {"w": torch.ones(4)}
+    checkpointer.save(1, state)
+    signal.raise_signal(signal.SIGUSR1)
+    failures: list[sp.ShardproofError] = []
+
+    def train(step: int) -> None:
+        try:
+            checkpointer.save_if_due(step, state)
+        except sp.ShardproofError as error:
+            fails.clear()
+            failures.append(error)
+
+    limit = time.monotonic() + 60
+    while not failures and time.monotonic() < limit:
+        train(2)
+    assert len(failures) == 1
+    with caplog.at_level(logging.WARNING, "shardproof"):
+        preempted = until_preempted(train, 3)
+    assert (preempted.step, preempted.reason, preempted.code) == (3, "SIGUSR1 on rank 0", 7)
+    assert checkpointer.steps() == [3]
+    assert "with exit code 7" in caplog.text
+
+
+def test_the_best_interval_is_the_least_of_the_lost_time() -> None:
+    """Against the exact expectation for failures at random times, by trying every second."""
+    cost, mtbf = 20.0, 4 * 3600.0
+
+    def lost(interval: float) -> float:
+        # Daly: the expected wall time of one interval of work, by failures with an exponential distribution
+        return mtbf * math.expm1(interval / mtbf) / (interval - cost)
+
+    best = min(range(30, 10_000), key=lost)
+    assert abs(best_interval(cost, mtbf) - best) <= 0.01 * best
+    assert best_interval(1000.0, 10.0) == 1010.0
+
+
+def test_advice_needs_saves_and_says_if_the_interval_is_far_off() -> None:
+    assert advice_of([0.0], [1.0], 3600.0) is None and advice_of([0.0, 1.0], [], 3600.0) is None
+    close = advice_of([0.0, best_interval(2.0, 3600.0)], [2.0], 3600.0)
+    far = advice_of([0.0, 3600.0], [2.0], 3600.0)
+    assert close is not None and far is not None
+    assert not close.differs_much and far.differs_much
+
+
+def test_the_log_suggests_an_interval_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpointer = sp.Checkpointer(tmp_path, every=sp.Every(steps=1), mtbf_hours=1e6)
+    with caplog.at_level(logging.INFO, "shardproof"):
+        for step in range(1, 12):
+            checkpointer.save_if_due(step, {"w": torch.ones(4)})
+        checkpointer.wait()
+    assert caplog.text.count("the formula of Daly suggests a save every") == 1
+    assert "medians of 6 saves" in caplog.text
