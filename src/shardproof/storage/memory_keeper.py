@@ -315,7 +315,7 @@ def _sealed(file: _File | None) -> _File:
 
 
 def main(name: str, budget: str, idle: str) -> None:
-    """Starts the keeper of a run, unless there is one. Exits when there is, or with the number of an error."""
+    """Starts the keeper of a run, unless there is one. Exits when there is; with a code if that fails."""
     ready, tell = os.pipe()
     if os.fork():  # the starter waits for this process, and the keeper is no child of the starter
         os.close(tell)

@@ -119,6 +119,7 @@ class AnonymousFile:
         forks.close_in_child(self)
 
     def write(self, data: memoryview, start: int) -> None:
+        """Writes `data` at byte `start`."""
         try:
             write_all(self.number, data, start)
         except OSError as error:
@@ -145,6 +146,7 @@ class AnonymousFile:
             done += count
 
     def close(self) -> None:
+        """Closes the descriptor. A second call does nothing."""
         number, self.number = self.number, -1
         if number >= 0:
             os.close(number)
@@ -179,6 +181,7 @@ def _failed(doing: str, place: str, error: OSError) -> StorageError:
 
 
 def short_read(memory: AnonymousFile, start: int, expected: int, found: int) -> StorageError:
+    """The error for a file that ends before the last byte of a read."""
     return StorageError(
         f"{memory.place} is too short: expected {expected} bytes from byte {start} on, found {found}",
         file=memory.place,

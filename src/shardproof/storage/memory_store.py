@@ -153,6 +153,7 @@ class MemoryStorage:
                 path=place,
                 file=place,
             )
+        self._seen.difference_update(seen)
         if answer.get("error") == "gone":
             raise StorageError(
                 f"cannot publish {place}: {', '.join(answer['names'])} went with the process that wrote it, "
@@ -160,7 +161,6 @@ class MemoryStorage:
                 file=place,
             )
         check_room(answer, place)
-        self._seen.difference_update(seen)
 
     def flush(self, name: str) -> None:
         """Does nothing: memory has no more stable place. A missing file is an error."""
