@@ -1,7 +1,7 @@
 """A run whose steps are in memory, under the real torchrun: it resumes from there after a crash of the ranks.
 
-A rank dies in its fourth save, after it handed over its file. The next life restores the third step from memory.
-Then the keeper process dies too. The next life finds nothing in memory and restores the step that is on disk.
+A rank dies in its fourth save, after it handed over its file. The next life restores the third step from
+memory. Then the keeper process dies too. The next life finds nothing in memory and restores from disk.
 """
 
 from __future__ import annotations

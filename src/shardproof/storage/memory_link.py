@@ -14,7 +14,6 @@ import os
 import re
 import select
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -247,6 +246,8 @@ class Link:
 
     def _start(self) -> None:
         """Starts a keeper. Of several that start at once, one stays."""
+        import subprocess  # slow to import, and most processes start no keeper
+
         budget = available_memory() // _SHARE if self._budget is None else self._budget
         idle = IDLE_SECONDS if self._idle is None else self._idle
         script = [memory_keeper.__file__, self.name, str(budget), str(idle)]
