@@ -4,8 +4,8 @@
     blocked: until `save` returns, with the fence
     restore: the disk's from the page cache, and from the device
 
-Beside them, one process fills 1 GiB of anonymous memory in both ways that a save could: "copied, written" through
-a write buffer, and "mapped" straight into a mapping.
+Beside them, one process fills 1 GiB of anonymous memory in both ways that a save could: "copied, written"
+through a write buffer, and "mapped" straight into a mapping.
 """
 
 from __future__ import annotations

@@ -372,21 +372,26 @@ def test_other_users_are_kept_out(storage: MemoryStorage) -> None:
     storage.publish("a", b"1")
     address = repr(memory_keeper.address_of(storage.folder))
     ask = f"""
-import os, socket, sys
-os.setuid(65534)
+import os, socket
+from shardproof.storage import memory_keeper
 connection = socket.socket(socket.AF_UNIX)
 connection.settimeout(30)
+os.setuid(int(os.environ["AS"]))
 connection.connect({address})
 try:
-    connection.sendall(b"x" * 4)
-    print(connection.recv(1))
+    memory_keeper.send(connection, dict(do="names", prefix="", protocol=memory_keeper.PROTOCOL))
+    print(memory_keeper.receive(connection))
 except (BrokenPipeError, ConnectionResetError):
-    print(b"")
+    print(None)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", ask], capture_output=True, text=True, timeout=LIMIT, check=True
-    )
-    assert done.stdout == "b''\n"
+
+    def answer(user: int) -> str:
+        command, environment = [sys.executable, "-c", ask], os.environ | {"AS": str(user)}
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=True
+        ).stdout
+
+    assert "'names': ['a']" in answer(0) and answer(65534) == "None\n"
     assert storage.list() == ["a"]
 
 
@@ -435,6 +440,15 @@ def test_a_forked_child_holds_no_file(storage: MemoryStorage) -> None:
     sink.write_at(0, memoryview(b"the parent's is open"))
     sink.finish(20)
     assert storage.list() == ["a", "b"]
+
+
+def test_reads_keep_few_files_open(storage: MemoryStorage) -> None:
+    for number in range(80):
+        write(storage, str(number), b"1")
+        storage.read_into(str(number), 0, memoryview(bytearray(1)))
+    assert sum("memfd:shardproof" in name for name in open_files()) <= 64
+    storage.close()
+    assert not any("memfd:shardproof" in name for name in open_files())
 
 
 @pytest.mark.parametrize("saves", [100, pytest.param(1000, marks=pytest.mark.slow)])
