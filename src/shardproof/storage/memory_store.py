@@ -65,12 +65,13 @@ class MemoryStorage:
         ValueError: budget or idle_timeout are not positive.
 
     Example:
-        >>> import shardproof as sp, torch
-        >>> storage = sp.storage.MemoryStorage("memory://example", budget=1 << 30, idle_timeout=60)
+        >>> import os, shardproof as sp, torch
+        >>> url = f"memory://example-{os.getpid()}"
+        >>> storage = sp.storage.MemoryStorage(url, budget=1 << 30, idle_timeout=60)
         >>> checkpointer = sp.Checkpointer(storage, keep=sp.KeepLatest(1))
         >>> checkpointer.save(1, {"w": torch.ones(2)}).result().step
         1
-        >>> sp.load("memory://example/step-00000001", {"w": torch.zeros(2)}).bytes
+        >>> sp.load(f"{url}/step-00000001", {"w": torch.zeros(2)}).bytes
         8
         >>> storage.drop()
         True

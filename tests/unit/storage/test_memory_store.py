@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -14,12 +15,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
 import shardproof as sp
+from shardproof.cli.group import run
 from shardproof.errors import AlreadyCommittedError, StorageError
 from shardproof.storage import MemoryStorage, keepers_here, memory_keeper, memory_link, storage_at
 from shardproof.storage.conformance import StorageConformance
@@ -440,6 +443,26 @@ def test_a_forked_child_holds_no_file(storage: MemoryStorage) -> None:
     sink.write_at(0, memoryview(b"the parent's is open"))
     sink.finish(20)
     assert storage.list() == ["a", "b"]
+
+
+def test_commands(storage: MemoryStorage, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def shardproof(*arguments: str) -> tuple[int, str]:
+        return run([*arguments]), capsys.readouterr().out
+
+    sp.Checkpointer(storage).save(1, {"w": torch.ones(2)}).result()
+    storage.within("step-00000002").create("shards/00000-1111111111111111.safetensors").finish(0)
+    code, listed = shardproof("memory", "--json")
+    mine = [each for each in json.loads(listed) if each["run"] == storage.folder]
+    usage = storage.usage()
+    assert usage is not None and code == 0
+    assert mine == [{"run": storage.folder, **asdict(usage)}] and mine[0]["files"] == 4
+    assert shardproof("verify", f"{url}/step-00000001")[0] == 0
+    code, pruned = shardproof("prune", url, "--yes", "--older-than", "0s")
+    assert code == 0 and "step-00000002" in pruned and storage.folders() == ["step-00000001"]
+    assert url in shardproof("memory")[1]
+    assert shardproof("memory", "--drop", storage.folder)[0] == 0
+    assert url not in shardproof("memory")[1]
+    assert shardproof("memory", "--drop", storage.folder)[0] == 1
 
 
 def test_reads_keep_few_files_open(storage: MemoryStorage) -> None:
