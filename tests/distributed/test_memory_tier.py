@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import select
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,7 +22,8 @@ import torch
 
 import shardproof as sp
 from shardproof.maintenance import verify
-from shardproof.storage import MemoryStorage
+from shardproof.storage import MemorySink, MemoryStorage
+from tests.harness import Job, rank, reach, rendezvous, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -110,7 +114,7 @@ def test_a_job_resumes_from_memory_and_without_it_from_disk(url: str, tmp_path: 
         timeout=240,
     )
     assert ended.returncode == 0, ended.stderr[-4000:]
-    lives = [[_found(tmp_path, life, rank) for rank in range(2)] for life in range(3)]
+    lives = [[_found(tmp_path, life, number) for number in range(2)] for life in range(3)]
     nothing = {"restored": None, "origin": None, "same": True, "step": 0, "files": []}
     assert lives[0] == [nothing, nothing]
     for found in lives[1]:
@@ -120,14 +124,66 @@ def test_a_job_resumes_from_memory_and_without_it_from_disk(url: str, tmp_path: 
     for found in lives[2]:
         origin = f"{tmp_path}/disk/step-00000002"
         assert found == {"restored": 2, "origin": origin, "same": True, "step": 2, "files": []}
-    for rank in range(2):
-        said = (tmp_path / f"2-{rank}.log").read_text()
+    for number in range(2):
+        said = (tmp_path / f"2-{number}.log").read_text()
         assert f"{url}: no keeper process on this node, so nothing is in memory" in said
     _check_step_3(url)
 
 
-def _found(folder: Path, life: int, rank: int) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / f"{life}-{rank}.json").read_text())
+def _save_while_the_keeper_dies(url: str) -> tuple[str, list[int], list[int], float]:
+    checkpointer = sp.Checkpointer(
+        MemoryStorage(url, budget=64 << 20, idle_timeout=120), rendezvous=rendezvous(deadline=30.0)
+    )
+    state = {"w": sp.LocalShards((2,), [(torch.ones(1), (rank(),))])}
+    checkpointer.save(1, state).result()
+    finish = MemorySink.finish
+
+    def finish_and_wait(sink: MemorySink, size: int) -> None:
+        finish(sink, size)
+        reach("written")
+
+    if rank() == 1:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(MemorySink, "finish", finish_and_wait)
+            failure = _failure(checkpointer.save(2, state))
+    else:
+        failure = _failure(checkpointer.save(2, state))
+    left = checkpointer.steps()
+    checkpointer.save(3, state).result()
+    loaded = torch.zeros(1)
+    assert checkpointer.restore({"w": sp.LocalShards((2,), [(loaded, (rank(),))])}) == 3
+    return failure, left, checkpointer.steps(), loaded.item()
+
+
+def _failure(pending: sp.PendingSave) -> str:
+    with pytest.raises(sp.ShardproofError) as error:
+        pending.result()
+    return str(error.value)
+
+
+def test_a_keeper_killed_in_a_save_fails_it_on_all_ranks(url: str) -> None:
+    def kill_keeper(job: Job) -> None:
+        job.until_held(1, "written")
+        usage = MemoryStorage(url).usage()
+        assert usage is not None
+        watched = os.pidfd_open(usage.keeper)
+        os.kill(usage.keeper, signal.SIGKILL)
+        assert select.select([watched], [], [], 30)[0]
+        os.close(watched)
+        job.go(1)
+
+    outcomes = run_ranks(
+        2, _save_while_the_keeper_dies, url, timeout=90, hold={1: "written"}, script=kill_keeper
+    )
+    failures = {outcome.value[0] for outcome in outcomes}
+    assert len(failures) == 1, "the ranks report different failures"
+    assert re.search("/shards/0.* went before the commit, .* the keeper", failures.pop())
+    for outcome in outcomes:
+        assert outcome.value[1:] == ([], [3], 1.0)
+
+
+def _found(folder: Path, life: int, number: int) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / f"{life}-{number}.json").read_text())
     return found
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,11 +157,7 @@ class MemoryStorage:
             )
         self._seen.difference_update(seen)
         if answer.get("error") == "gone":
-            raise StorageError(
-                f"cannot publish {place}: {', '.join(answer['names'])} went with the process that wrote it, "
-                "or with the keeper. Nothing was published; save again",
-                file=place,
-            )
+            raise self._gone(f"publish {place}", answer["names"])
         check_room(answer, place)
 
     def flush(self, name: str) -> None:
@@ -197,13 +194,19 @@ class MemoryStorage:
         return memory[:count]
 
     def size(self, name: str) -> int | None:
-        """Bytes of the file; None if there is none."""
-        found = self._status(name)
+        """Bytes of the file; None if there is none.
+
+        Raises:
+            StorageError: this storage has seen the file, and it went before it was published.
+        """
+        key, found = self._key(name), self._status(name)
         if found is None:
-            self._seen.discard(self._key(name))
+            if key in self._seen:
+                self._seen.discard(key)
+                raise self._gone(f"look at {self._place(name)}", [key])
             return None
         if found["pending"]:
-            self._seen.add(self._key(name))
+            self._seen.add(key)
         return int(found["size"])
 
     def modified(self, name: str) -> float | None:
@@ -311,6 +314,13 @@ class MemoryStorage:
     def _forget(self, name: str) -> None:
         with self._lock:
             self._open_files.pop(name, None)
+
+    def _gone(self, doing: str, keys: Sequence[str]) -> StorageError:
+        return StorageError(
+            f"cannot {doing}: {', '.join(map(printable, keys))} went before the commit, with the process "
+            "that wrote it or with the keeper process of this node. Nothing was published; save again",
+            file=self.location,
+        )
 
     def _missing(self, name: str) -> StorageError:
         place = self._place(name)

@@ -192,7 +192,7 @@ sys.stdin.read()
         assert place.size("0") == 1 and place.size("1") == 0
         rank.kill()
     until(lambda: "step-1/1" not in storage.list(), "the file of a dead process stays")
-    with pytest.raises(StorageError, match="step-1/1 went with the process that wrote it"):
+    with pytest.raises(StorageError, match="step-1/1 went before the commit"):
         place.publish("manifest", b"{}")
     assert storage.list() == ["step-1/0"]
     write(place, "next-attempt", b"")
@@ -220,6 +220,10 @@ def test_a_killed_keeper_fails_the_save_and_the_next_one_starts_another(
     assert storage.list() == [] and storage.size("step-1/manifest") is None
     with pytest.raises(StorageError, match=r"step-2/shard went .* or with the keeper"):
         place.publish("manifest", b"{}")
+    write(place, "shard", b"0123")
+    kill(keeper_of(storage))
+    with pytest.raises(StorageError, match=r"look at .*step-2/shard went .* or with the keeper"):
+        place.size("shard")
     write(storage, "step-3/shard", b"0")
     assert keeper_of(storage) != dead and storage.list() == ["step-3/shard"]
     kill(keeper_of(storage))
