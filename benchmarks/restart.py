@@ -1,8 +1,9 @@
 """From the start of a process to the end of its first training step, for ranks that restart.
 
-A model under FSDP2 and its AdamW are saved once. Then the ranks are started again and again: in turn with
-nothing of the checkpoint in the page cache, and with all of it. Each phase is that of the slowest rank; the
-table has medians. The start of a process is what the kernel noted (10 ms exact).
+A model under FSDP2 and its AdamW are saved once to disk and once to memory (`MemoryStorage`). Then the ranks
+are started again and again: in turn with nothing of the checkpoint in the page cache, with all of it, and
+from memory. Each phase is that of the slowest rank; the table has medians. The start of a process is what the
+kernel noted (10 ms exact).
 """
 
 from __future__ import annotations
@@ -33,23 +34,29 @@ def main() -> None:
     from common import machine, parser, table
     from recording import STDOUT, record
 
+    from shardproof.storage import MemoryStorage
+
     options = parser(__doc__)
     given = options.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="shardproof-bench-", dir=given.folder))
+    memory = MemoryStorage(f"memory://{folder.name}")
+    found: dict[str, list[dict[str, float]]] = {"cold": [], "warm": [], "memory": []}
+    roots = {"memory": memory.location}
     try:
-        start(given, folder, "save")
-        found: dict[str, list[dict[str, float]]] = {"cold": [], "warm": []}
+        for root in (str(folder / "run"), memory.location):
+            start(given, folder, "save", root)
         for number in range(1 + given.repeats):
             for way, runs in found.items():
                 if way == "cold":
                     drop_all(folder / "run")
-                else:
+                elif way == "warm":
                     fill(folder / "run")
-                start(given, folder, "restart")
+                start(given, folder, "restart", roots.get(way, str(folder / "run")))
                 ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(given.ranks)]
                 if number:
                     runs.append({name: max(rank[name] for rank in ranks) for name in (*PHASES, "all")})
     finally:
+        memory.drop()
         shutil.rmtree(folder, ignore_errors=True)
     medians = {
         way: {name: statistics.median(run[name] for run in runs) for name in runs[0]}
@@ -69,15 +76,16 @@ def main() -> None:
     )
     print(f"\n### Restart of {given.ranks} ranks, {given.gib} GiB, {given.repeats} rounds\n\n{machine()}\n")
     rows = [(name, *(f"{medians[way][name]:.3f}" for way in found)) for name in (*PHASES, "all")]
-    table(("phase", "cold, s", "warm, s"), rows)
+    table(("phase", *(f"{way}, s" for way in found)), rows)
 
 
-def start(given: Any, folder: Path, what: str) -> None:
+def start(given: Any, folder: Path, what: str, root: str) -> None:
     """Starts the ranks, and waits for them."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={given.ranks}", sys.argv[0]]
     variables = {"OMP_NUM_THREADS": "1", "SHARDPROOF_BENCH_FOLDER": str(folder)}
-    variables |= {"SHARDPROOF_BENCH_WHAT": what, "SHARDPROOF_BENCH_GIB": str(given.gib)}
+    variables |= {"SHARDPROOF_BENCH_WHAT": what, "SHARDPROOF_BENCH_ROOT": root}
+    variables |= {"SHARDPROOF_BENCH_GIB": str(given.gib)}
     subprocess.run(command, env=os.environ | variables, timeout=600, check=True)
 
 
@@ -112,7 +120,7 @@ def work() -> None:
     done("import shardproof")
     dist.init_process_group("gloo")
     folder = Path(os.environ["SHARDPROOF_BENCH_FOLDER"])
-    checkpointer = sp.Checkpointer(folder / "run")
+    checkpointer = sp.Checkpointer(os.environ["SHARDPROOF_BENCH_ROOT"])
     done("rendezvous")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     layers = max(1, round(float(os.environ["SHARDPROOF_BENCH_GIB"]) * (1 << 30) / (12 * 8 * WIDTH**2)))

@@ -27,7 +27,7 @@ INTEROP = Path(__file__).resolve().parent / "interop"
 # Files of tests/unit that start other processes. All tests outside of tests/unit do.
 PROCESSES = {
     *("test_forks", "test_hybrid_shards", "test_node_plan", "test_perfetto", "test_process"),
-    *("test_public_names", "test_simulated_device", "test_state_slot_order"),
+    *("test_memory_store", "test_public_names", "test_simulated_device", "test_state_slot_order"),
 }
 
 

@@ -1,11 +1,15 @@
-"""The ranks of a node, and the processors that each may use."""
+"""The ranks of a node, and the processors and the memory that they may use."""
 
 from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 
-__all__ = ["processors", "ranks_here"]
+__all__ = ["available_memory", "processors", "ranks_here"]
+
+_FALLBACK = 16 << 30
+"""Bytes of available memory if the system does not tell."""
 
 
 def ranks_here() -> int:
@@ -28,6 +32,39 @@ def processors() -> float:
     total, ranks = os.cpu_count() or 1, ranks_here()
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
     return usable if usable * ranks <= total else usable / ranks
+
+
+def available_memory() -> int:
+    """Bytes that this node, and the control group of this process, have left.
+
+    >>> available_memory() > 0
+    True
+    """
+    return max(1, min([_available_on_node(), *_left_in_groups()]))
+
+
+def _available_on_node() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass  # not Linux
+    return _FALLBACK
+
+
+def _left_in_groups() -> list[int]:
+    """Bytes left to this process under each limit of a control group."""
+    found = []
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            found.append(max(0, int(Path(limit).read_text()) - int(Path(used).read_text())))
+        except (OSError, ValueError):
+            continue  # no such group, or "max"
+    return found
 
 
 def _tasks_of_slurm(tasks: str, node: str) -> int:

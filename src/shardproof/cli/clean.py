@@ -52,7 +52,7 @@ def prune_command(
     (a step whose validation failed) stays until it is settled. Asks first on a terminal.
     """
     from shardproof.checkpointer import plan_prune, prune
-    from shardproof.storage import ObjectStorage, storage_at
+    from shardproof.storage import MemoryStorage, ObjectStorage, storage_at
 
     if (keep is not None or damaged) and not (yes or dry_run or sys.stdin.isatty()):
         option = "--keep" if keep is not None else "--damaged"
@@ -69,7 +69,7 @@ def prune_command(
         _show_plan(plan, now, older_than, damaged)
     carried_out = not dry_run and not plan.empty and (yes or _agreed(plan))
     committed_meanwhile = prune(storage, plan) if carried_out else []
-    if not dry_run and not isinstance(storage, ObjectStorage):
+    if not dry_run and not isinstance(storage, (MemoryStorage, ObjectStorage)):
         _remove_empty_folders(run, older_than, now)
     if as_json:
         print_json(

@@ -36,6 +36,7 @@ COMMANDS = {
     "convert": "rewrite",
     "repair": "rewrite",
     "prune": "clean",
+    "memory": "keepers",
     "trace": "extras",
     "demo": "extras",
 }

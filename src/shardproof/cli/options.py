@@ -218,10 +218,10 @@ def modified_in(storage: Storage, run: str) -> Callable[[str], float | None]:
         storage: the run's folder.
         run: its path or URL.
     """
-    from shardproof.storage import ObjectStorage
+    from shardproof.storage import MemoryStorage, ObjectStorage
 
     def modified(name: str) -> float | None:
-        if isinstance(storage, ObjectStorage):
+        if isinstance(storage, (MemoryStorage, ObjectStorage)):
             return storage.modified(name)
         try:
             return os.stat(os.path.join(run, name)).st_mtime

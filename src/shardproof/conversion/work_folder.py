@@ -50,8 +50,9 @@ class WorkFolder:
     def __init__(self, destination: str) -> None:
         if is_url(destination):
             raise StructureError(
-                f"a conversion writes to a folder, and {destination} is the URL of an object store. Convert "
-                "to a folder. `shardproof convert SRC URL --standalone` copies steps of shardproof's format"
+                f"a conversion writes to a folder, and {destination} is the URL of an object store or of a "
+                "run in memory. Convert to a folder. `shardproof convert SRC URL --standalone` copies steps "
+                "of shardproof's format"
             )
         self.destination = Path(os.path.abspath(destination))
         self.path = self.destination.with_name(f"{self.destination.name}.converting")

@@ -9,12 +9,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
 from shardproof._utils.memcpy import address
-from shardproof._utils.topology import ranks_here
+from shardproof._utils.topology import available_memory, ranks_here
 
 __all__ = ["Staged", "StagingPool", "default_budget"]
 
@@ -22,8 +21,7 @@ _SMALLEST, _LARGEST = 1 << 20, 64 << 20
 """Bytes of a segment, a power of two: page-locked memory is handed out in such sizes."""
 _ALIGNMENT = 64
 _SHARE = 4
-_FALLBACK = 4 << 30
-"""Bytes for staging if the available memory is unknown."""
+"""A quarter of the available memory may hold copies."""
 
 
 @dataclass(eq=False, slots=True)
@@ -139,28 +137,4 @@ def default_budget() -> int:
     >>> default_budget() > 0
     True
     """
-    return max(1, min(_available(), *_limits())) // _SHARE // ranks_here()
-
-
-def _available() -> int:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass  # not Linux
-    return _FALLBACK * _SHARE
-
-
-def _limits() -> list[int]:
-    """Bytes available to this process under each limit of a control group."""
-    found = []
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            found.append(max(0, int(Path(limit).read_text()) - int(Path(used).read_text())))
-        except (OSError, ValueError):
-            continue  # no such group, or "max"
-    return found or [_FALLBACK * _SHARE * 1024]
+    return available_memory() // _SHARE // ranks_here()

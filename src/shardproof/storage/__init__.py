@@ -9,6 +9,9 @@ from shardproof.storage.durable import rename_exclusively as rename_exclusively
 from shardproof.storage.file_writer import FileWriter as FileWriter  # not listed in __all__: internal
 from shardproof.storage.local import LocalStorage
 from shardproof.storage.locations import Location, is_url, storage_at
+from shardproof.storage.memory_link import keepers_here as keepers_here
+from shardproof.storage.memory_sink import MemorySink
+from shardproof.storage.memory_store import MemoryStorage, MemoryUsage
 from shardproof.storage.object_store import ObjectStorage
 from shardproof.storage.paths import StrOrBytesPath
 from shardproof.storage.sink import LocalSink
@@ -20,6 +23,9 @@ __all__ = [
     "LocalSink",
     "LocalStorage",
     "Location",
+    "MemorySink",
+    "MemoryStorage",
+    "MemoryUsage",
     "ObjectStorage",
     "Sink",
     "Storage",

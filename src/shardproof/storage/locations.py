@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from shardproof.errors import StorageError
 from shardproof.storage.base import Storage
 from shardproof.storage.local import LocalStorage
+from shardproof.storage.memory_store import MEMORY_SCHEME, MemoryStorage
 from shardproof.storage.object_store import SCHEMES, ObjectStorage
 from shardproof.storage.paths import StrOrBytesPath
 
@@ -19,23 +20,27 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 """The beginning of a URL, also after `pathlib` has joined its slashes."""
 
 Location: TypeAlias = StrOrBytesPath | Storage
-"""A folder, the URL of a prefix of an object store, or a storage."""
+"""A folder, the URL of a prefix of an object store or of a run in memory, or a storage."""
 
 
 def is_url(location: object) -> bool:
-    """True for the URL of an object store.
+    """True for the URL of an object store, or of a run in memory.
 
-    >>> is_url("s3://bucket/run"), is_url("/runs/gpt")
-    (True, False)
+    >>> is_url("s3://bucket/run"), is_url("memory://gpt"), is_url("/runs/gpt")
+    (True, True, False)
     """
-    return isinstance(location, str) and "://" in location and location.partition("://")[0].lower() in SCHEMES
+    return isinstance(location, str) and "://" in location and _scheme(location) in (*SCHEMES, MEMORY_SCHEME)
+
+
+def _scheme(url: str) -> str:
+    return url.partition("://")[0].lower()
 
 
 def storage_at(location: Location, options: Mapping[str, Any] | None = None) -> Storage:
     """The storage that a path or URL names. A storage is returned as it is.
 
     Args:
-        location: a folder, a URL such as ``s3://bucket/run``, or a storage.
+        location: a folder, a URL such as ``s3://bucket/run`` or ``memory://run``, or a storage.
         options: settings of an object store; see `ObjectStorage`.
 
     Raises:
@@ -45,17 +50,20 @@ def storage_at(location: Location, options: Mapping[str, Any] | None = None) -> 
     >>> storage_at(tempfile.gettempdir()).location == tempfile.gettempdir()
     True
     """
-    if isinstance(location, str) and is_url(location):
+    scheme = _scheme(location) if isinstance(location, str) and is_url(location) else ""
+    if isinstance(location, str) and scheme not in ("", MEMORY_SCHEME):
         return ObjectStorage(location, options)
     if options:
         raise StorageError(f"storage_options are for object stores, and {location!r} is none")
     if not isinstance(location, (str, bytes, os.PathLike)):
         return location
     text = os.fsdecode(location)
+    if scheme:
+        return MemoryStorage(text)
     if _SCHEME.match(text):
         raise StorageError(
             f"{text!r} is no folder, and no URL of a known store. Give a folder, or as a text one of "
-            f"{', '.join(f'{scheme}://' for scheme in SCHEMES)}",
+            f"{', '.join(f'{scheme}://' for scheme in (*SCHEMES, MEMORY_SCHEME))}",
             file=text,
         )
     return LocalStorage(location)

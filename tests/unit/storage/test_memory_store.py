@@ -1,0 +1,513 @@
+"""MemoryStorage: the conformance suite, and what only a keeper process can do."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardproof as sp
+from shardproof.cli.group import run
+from shardproof.errors import AlreadyCommittedError, StorageError
+from shardproof.storage import MemoryStorage, keepers_here, memory_keeper, memory_link, storage_at
+from shardproof.storage.conformance import StorageConformance
+from tests.harness import open_files
+
+LIMIT = 60.0
+BUDGET = 64 << 20
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    url = f"memory://test-{os.getpid()}"
+    yield url
+    MemoryStorage(url).drop()
+
+
+@pytest.fixture
+def storage(url: str) -> MemoryStorage:
+    return MemoryStorage(url, budget=BUDGET, idle_timeout=120)
+
+
+def write(storage: MemoryStorage, name: str, data: bytes) -> None:
+    sink = storage.create(name)
+    sink.write_at(0, memoryview(data))
+    sink.finish(len(data))
+
+
+def keeper_of(storage: MemoryStorage) -> int:
+    usage = storage.usage()
+    assert usage is not None
+    return usage.keeper
+
+
+def until(true: Callable[[], bool], what: str) -> None:
+    """Waits for another process, for `LIMIT` seconds at most."""
+    ends = time.monotonic() + LIMIT
+    while not true():
+        assert time.monotonic() < ends, what
+        time.sleep(0.005)
+
+
+def kill(process: int) -> None:
+    """SIGKILL; returns when the process is gone."""
+    watched = os.pidfd_open(process)
+    os.kill(process, signal.SIGKILL)
+    until_gone(watched)
+
+
+def until_gone(watched: int) -> None:
+    poll = memory_link.select.poll()
+    poll.register(watched)
+    assert poll.poll(LIMIT * 1000), "the keeper does not end"
+    os.close(watched)
+
+
+def in_another_process(code: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", f"from shardproof.storage import MemoryStorage\n{code}", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=check)
+
+
+class TestConformance(StorageConformance):
+    @pytest.fixture
+    def storage(self, storage: MemoryStorage) -> MemoryStorage:
+        return storage
+
+
+def test_urls(url: str) -> None:
+    storage = storage_at(f"{url}/steps/1/")
+    assert isinstance(storage, MemoryStorage)
+    assert (storage.location, storage.folder) == (f"{url}/steps/1", "1")
+    assert (
+        MemoryStorage("MEMORY://gpt").location == "memory://gpt" and MemoryStorage("memory://a").folder == "a"
+    )
+    for wrong in (
+        "memory://",
+        "memory:///run",
+        "memory://a b",
+        f"memory://{'a' * 65}",
+        "s3://a",
+        "memory:/a",
+    ):
+        with pytest.raises(StorageError, match="memory"):
+            MemoryStorage(wrong)
+    with pytest.raises(StorageError, match="memory://"):
+        storage_at("memory:/run")  # as pathlib joins it
+    with pytest.raises(StorageError, match="storage_options"):
+        storage_at(url, {"budget": 1})
+    for budget in (0, -1, True):
+        with pytest.raises(ValueError, match="budget"):
+            MemoryStorage(url, budget=budget)
+    with pytest.raises(StorageError):
+        MemoryStorage("memory://run/../other")
+
+
+def test_without_a_keeper_the_tier_is_empty(storage: MemoryStorage, caplog: pytest.LogCaptureFixture) -> None:
+    """No read starts one."""
+    with caplog.at_level(logging.INFO, "shardproof"):
+        assert storage.list() == storage.folders() == []
+    assert "no keeper process on this node" in caplog.text
+    assert storage.size("a") is None and storage.usage() is None and not storage.drop()
+    storage.delete("a")
+    with pytest.raises(StorageError, match="no such file in the memory of this node") as error:
+        storage.read("a")
+    assert error.value.details["missing"]
+    checkpointer = sp.Checkpointer(storage)
+    assert checkpointer.steps() == [] and checkpointer.restore({"w": torch.zeros(2)}) is None
+    assert storage.usage() is None
+
+
+def test_files_outlive_their_process_and_the_keeper_is_small(storage: MemoryStorage, url: str) -> None:
+    code = """
+import sys, os, shardproof as sp, torch
+run = MemoryStorage(sys.argv[1], budget=64 << 20, idle_timeout=120)
+pending = sp.Checkpointer(run).save(3, {"w": torch.arange(1 << 18)})
+assert pending.result().step == 3
+os.kill(os.getpid(), 9)
+"""
+    assert in_another_process(code, url, check=False).returncode == -signal.SIGKILL
+    state = {"w": torch.zeros(1 << 18, dtype=torch.int64)}
+    assert sp.Checkpointer(url).restore(state) == 3
+    assert torch.equal(state["w"], torch.arange(1 << 18))
+    usage = storage.usage()
+    assert usage is not None and usage.files == 3 and 2 << 20 < usage.used < 3 << 20
+    status = Path(f"/proc/{usage.keeper}/status").read_text()
+    anonymous = re.search(r"RssAnon:\s+(\d+) kB", status)
+    assert anonymous is not None and int(anonymous[1]) < 20 << 10
+    assert os.getsid(usage.keeper) != os.getsid(0), "a signal to the job would end it"
+    mapped = Path(f"/proc/{usage.keeper}/maps").read_text()
+    assert "torch" not in mapped and "numpy" not in mapped and "memfd" not in mapped
+
+
+def test_what_a_killed_process_did_not_publish_goes(storage: MemoryStorage, url: str) -> None:
+    write(storage, "step-1/shard", b"1")
+    storage.publish("step-1/manifest", b"{}")
+    before = storage.usage()
+    assert before is not None
+    code = """
+import sys, os
+run = MemoryStorage(sys.argv[1])
+sink = run.create("step-2/finished"); sink.write_at(0, memoryview(bytes(4096))); sink.finish(4096)
+sink = run.create("step-2/unfinished"); sink.write_at(0, memoryview(bytes(4096)))
+print(*run.list())
+sys.stdout.flush()
+os.kill(os.getpid(), 9)
+"""
+    shown = in_another_process(code, url, check=False).stdout.split()
+    assert shown == ["step-1/manifest", "step-1/shard", "step-2/finished"]
+    until(lambda: storage.usage() == before, "the files of a dead process stay")
+    assert storage.list() == ["step-1/manifest", "step-1/shard"]
+    write(storage, "step-2/finished", b"the names are free")
+
+
+def test_no_commit_names_a_file_that_went_with_its_process(storage: MemoryStorage, url: str) -> None:
+    """A rank dies between its report and the commit, after the coordinator has seen its file."""
+    code = """
+import sys
+run = MemoryStorage(sys.argv[1])
+run.create("step-1/1").finish(0)
+print(flush=True)
+sys.stdin.read()
+"""
+    write(storage.within("step-1"), "0", b"0")
+    command = [sys.executable, "-c", f"from shardproof.storage import MemoryStorage\n{code}", url]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
+        assert rank.stdout is not None and rank.stdout.readline() == b"\n"
+        place = storage.within("step-1")
+        assert place.size("0") == 1 and place.size("1") == 0
+        rank.kill()
+    until(lambda: "step-1/1" not in storage.list(), "the file of a dead process stays")
+    with pytest.raises(StorageError, match="step-1/1 went before the commit"):
+        place.publish("manifest", b"{}")
+    assert storage.list() == ["step-1/0"]
+    write(place, "next-attempt", b"")
+    place.publish("manifest", b"{}")
+    assert storage.list() == ["step-1/0", "step-1/manifest", "step-1/next-attempt"]
+
+
+def test_a_killed_keeper_fails_the_save_and_the_next_one_starts_another(
+    storage: MemoryStorage, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(storage, "step-1/shard", b"0123")
+    storage.publish("step-1/manifest", b"{}")
+    buffer = bytearray(2)
+    storage.read_into("step-1/shard", 0, memoryview(buffer))
+    place = storage.within("step-2")
+    write(place, "shard", b"0123")
+    sink = place.create("index")
+    dead = keeper_of(storage)
+    kill(dead)
+    with pytest.raises(StorageError, match=f"the keeper process {dead} ended"):
+        sink.finish(0)
+    sink.abort()
+    storage.read_into("step-1/shard", 2, memoryview(buffer))  # a load that is under way goes on
+    assert buffer == b"23"
+    assert storage.list() == [] and storage.size("step-1/manifest") is None
+    with pytest.raises(StorageError, match=r"step-2/shard went .* or with the keeper"):
+        place.publish("manifest", b"{}")
+    write(place, "shard", b"0123")
+    kill(keeper_of(storage))
+    with pytest.raises(StorageError, match=r"look at .*step-2/shard went .* or with the keeper"):
+        place.size("shard")
+    write(storage, "step-3/shard", b"0")
+    assert keeper_of(storage) != dead and storage.list() == ["step-3/shard"]
+    kill(keeper_of(storage))
+    caplog.clear()
+    write(storage, "step-4/shard", b"0")
+    assert "ended, and what it held is lost" in caplog.text
+
+
+def test_a_keeper_that_does_not_answer_is_an_error_and_no_empty_tier(
+    storage: MemoryStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = sp.Checkpointer(storage)
+    checkpointer.save(1, {"w": torch.ones(2)}).result()
+    keeper = keeper_of(storage)
+    os.kill(keeper, signal.SIGSTOP)
+    monkeypatch.setattr(memory_link, "ANSWER_SECONDS", 0.2)
+    try:
+        with pytest.raises(StorageError, match=rf"keeper process {keeper} does not answer .*SIGCONT"):
+            checkpointer.restore({"w": torch.ones(2)})
+    finally:
+        os.kill(keeper, signal.SIGCONT)
+    monkeypatch.undo()
+    assert checkpointer.restore({"w": torch.ones(2)}) == 1
+
+
+def test_the_budget_is_not_exceeded(storage: MemoryStorage) -> None:
+    write(storage, "a", bytes(BUDGET // 2))
+    sink = storage.create("b")
+    sink.write_at(0, memoryview(bytes(BUDGET // 4)))
+    with pytest.raises(StorageError, match=r"0\.0168 GB are missing in the memory budget") as error:
+        sink.write_at(BUDGET // 4, memoryview(bytes(BUDGET // 2)))
+    assert error.value.details["missing_bytes"] == BUDGET // 4
+    assert error.value.details["errno"] == "ENOSPC"
+    sink.abort()
+    usage = storage.usage()
+    assert usage is not None and (usage.used, usage.budget, usage.files) == (BUDGET // 2, BUDGET, 1)
+    with pytest.raises(StorageError, match="are missing"):
+        storage.publish("c", bytes(BUDGET))
+    storage.delete("a")
+    write(storage, "b", bytes(BUDGET))
+    storage.publish("b", bytes(BUDGET), replace=True)  # in place of as many bytes
+    MemoryStorage(storage.location, budget=2 * BUDGET).publish("c", b"a larger budget, given later")
+    assert storage.list() == ["b", "c"]
+
+
+def test_a_save_beyond_the_budget_loses_nothing(url: str) -> None:
+    checkpointer = sp.Checkpointer(
+        MemoryStorage(url, budget=3 << 20, idle_timeout=120), keep=sp.KeepLatest(1)
+    )
+    for step in (1, 2, 3):
+        checkpointer.save(step, {"w": torch.full((1 << 18,), float(step))}).result()
+    with pytest.raises(StorageError, match="are missing in the memory budget"):
+        checkpointer.save(4, {"w": torch.ones(1 << 19)}).result()
+    state = {"w": torch.zeros(1 << 18)}
+    assert checkpointer.restore(state) == 3 and state["w"][0] == 3
+    checkpointer.save(5, state).result()
+    assert checkpointer.steps() == [5]
+
+
+def test_an_idle_keeper_ends(url: str) -> None:
+    storage = MemoryStorage(url, budget=BUDGET, idle_timeout=0.2)
+    storage.publish("a", b"1")
+    watched = os.pidfd_open(keeper_of(storage))
+    poll = memory_link.select.poll()
+    poll.register(watched)
+    assert not poll.poll(1000), "it ended while a process was connected"
+    del storage  # closes the connection
+    until_gone(watched)
+    assert MemoryStorage(url).usage() is None
+
+
+def test_drop_ends_the_keeper(storage: MemoryStorage, url: str) -> None:
+    write(storage, "a", b"1")
+    watched = os.pidfd_open(keeper_of(storage))
+    assert url.removeprefix("memory://") in keepers_here()
+    assert MemoryStorage(url).drop()
+    until_gone(watched)
+    assert storage.usage() is None and url.removeprefix("memory://") not in keepers_here()
+
+
+def test_many_that_start_at_once_get_one_keeper(url: str) -> None:
+    ready = threading.Barrier(8)
+
+    def start(number: int) -> tuple[int, MemoryStorage]:
+        storage = MemoryStorage(url, budget=BUDGET, idle_timeout=120)
+        ready.wait(LIMIT)
+        write(storage, str(number), b"")
+        return keeper_of(storage), storage
+
+    with ThreadPoolExecutor(8) as pool:
+        started = list(pool.map(start, range(8)))
+    assert len({keeper for keeper, _ in started}) == 1
+    assert started[0][1].list() == [str(number) for number in range(8)]
+
+
+def test_one_publisher_of_many_storages_wins(storage: MemoryStorage, url: str) -> None:
+    """Each with a connection of its own, as ranks have."""
+    others = [MemoryStorage(url) for _ in range(8)]
+    storage.publish("there", b"")
+    ready = threading.Barrier(len(others))
+
+    def publish(number: int) -> bool:
+        ready.wait(LIMIT)
+        try:
+            others[number].publish("manifest", b"%d" % number)
+        except AlreadyCommittedError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(len(others)) as pool:
+        won = list(pool.map(publish, range(len(others))))
+    assert won.count(True) == 1 and storage.read("manifest") == b"%d" % won.index(True)
+
+
+def test_a_finished_file_cannot_be_changed(storage: MemoryStorage) -> None:
+    write(storage, "a", b"0123")
+    answer = memory_link.Link(storage.folder).read("open", name="a")
+    assert answer is not None and answer[1] is not None
+    descriptor = answer[1]
+    try:
+        for change in (
+            lambda: os.pwrite(descriptor, b"x", 0),
+            lambda: os.ftruncate(descriptor, 2),
+            lambda: os.ftruncate(descriptor, 8),
+        ):
+            with pytest.raises(PermissionError):
+                change()
+    finally:
+        os.close(descriptor)
+
+
+def test_a_client_that_sends_no_sealed_file_is_cut_off(storage: MemoryStorage) -> None:
+    storage.publish("a", b"1")
+    keeper = keeper_of(storage)
+    writer = memory_link.Link(storage.folder).writer()
+    unsealed = os.memfd_create("unsealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        with pytest.raises(StorageError, match="ended"):
+            writer.ask("publish", unsealed, name="b", replace=False, seen=[])
+    finally:
+        os.close(unsealed)
+    with socket.socket(socket.AF_UNIX) as raw:
+        raw.settimeout(LIMIT)
+        raw.connect(memory_keeper.address_of(storage.folder))
+        raw.sendall(b"\xff" * 64)
+        with suppress(ConnectionResetError):  # it closed the connection with bytes unread
+            assert raw.recv(1) == b""
+    assert storage.list() == ["a"] and keeper_of(storage) == keeper
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can take another user")
+def test_other_users_are_kept_out(storage: MemoryStorage) -> None:
+    storage.publish("a", b"1")
+    address = repr(memory_keeper.address_of(storage.folder))
+    ask = f"""
+import os, socket
+from shardproof.storage import memory_keeper
+connection = socket.socket(socket.AF_UNIX)
+connection.settimeout(30)
+os.setuid(int(os.environ["AS"]))
+connection.connect({address})
+try:
+    memory_keeper.send(connection, dict(do="names", prefix="", protocol=memory_keeper.PROTOCOL))
+    print(memory_keeper.receive(connection))
+except (BrokenPipeError, ConnectionResetError):
+    print(None)
+"""
+
+    def answer(user: int) -> str:
+        command, environment = [sys.executable, "-c", ask], os.environ | {"AS": str(user)}
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=True
+        ).stdout
+
+    assert "'names': ['a']" in answer(0) and answer(65534) == "None\n"
+    assert storage.list() == ["a"]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can take another user")
+def test_a_socket_of_another_user_is_refused(storage: MemoryStorage) -> None:
+    address = repr(memory_keeper.address_of(storage.folder))
+    take = f"""
+import os, socket, sys
+os.setuid(65534)
+listener = socket.socket(socket.AF_UNIX)
+listener.bind({address})
+listener.listen()
+print(flush=True)
+sys.stdin.read()
+"""
+    command = [sys.executable, "-c", take]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"\n"
+        try:
+            for use in (storage.list, lambda: storage.create("a")):
+                with pytest.raises(StorageError, match=f"process {other.pid} of user 65534 has the socket"):
+                    use()
+        finally:
+            other.kill()
+
+
+def test_a_forked_child_holds_no_file(storage: MemoryStorage) -> None:
+    write(storage, "a", b"0123")
+    storage.read_into("a", 0, memoryview(bytearray(4)))
+    sink = storage.create("b")
+    sockets = len(os.listdir("/proc/self/fd")) - len(open_files())
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            held = [name for name in open_files() if "memfd:shardproof" in name]
+            left = len(os.listdir("/proc/self/fd")) - len(open_files())
+            buffer = bytearray(2)
+            storage.read_into("a", 2, memoryview(buffer))  # by a connection of its own
+            write(storage, "c", bytes(buffer))
+            code = 0 if not held and left < sockets and buffer == b"23" else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    until(lambda: storage.size("c") is None, "what the child wrote and did not publish stays")
+    sink.write_at(0, memoryview(b"the parent's is open"))
+    sink.finish(20)
+    assert storage.list() == ["a", "b"]
+
+
+def test_commands(storage: MemoryStorage, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def shardproof(*arguments: str) -> tuple[int, str]:
+        return run([*arguments]), capsys.readouterr().out
+
+    sp.Checkpointer(storage).save(1, {"w": torch.ones(2)}).result()
+    storage.within("step-00000002").create("shards/00000-1111111111111111.safetensors").finish(0)
+    code, listed = shardproof("memory", "--json")
+    mine = [each for each in json.loads(listed) if each["run"] == storage.folder]
+    usage = storage.usage()
+    assert usage is not None and code == 0
+    assert mine == [{"run": storage.folder, **asdict(usage)}] and mine[0]["files"] == 4
+    assert shardproof("verify", f"{url}/step-00000001")[0] == 0
+    code, pruned = shardproof("prune", url, "--yes", "--older-than", "0s")
+    assert code == 0 and "step-00000002" in pruned and storage.folders() == ["step-00000001"]
+    assert url in shardproof("memory")[1]
+    assert shardproof("memory", "--drop", storage.folder)[0] == 0
+    assert url not in shardproof("memory")[1]
+    assert shardproof("memory", "--drop", storage.folder)[0] == 1
+
+
+def test_reads_keep_few_files_open(storage: MemoryStorage) -> None:
+    for number in range(80):
+        write(storage, str(number), b"1")
+        storage.read_into(str(number), 0, memoryview(bytearray(1)))
+    assert sum("memfd:shardproof" in name for name in open_files()) <= 64
+    storage.close()
+    assert not any("memfd:shardproof" in name for name in open_files())
+
+
+@pytest.mark.parametrize("saves", [100, pytest.param(1000, marks=pytest.mark.slow)])
+def test_a_long_run_does_not_grow(storage: MemoryStorage, saves: int) -> None:
+    checkpointer = sp.Checkpointer(storage, keep=sp.KeepLatest(2))
+    state = {"w": torch.zeros(1000)}
+
+    def measured() -> tuple[int, int, int, int]:
+        usage = storage.usage()
+        assert usage is not None
+        # One connection, that of `usage`, may still be closing.
+        until(lambda: _threads(usage.keeper) <= 2, "a thread of a client that left stays")
+        open_by_keeper = len(os.listdir(f"/proc/{usage.keeper}/fd"))
+        return usage.used, usage.files, open_by_keeper, len(os.listdir("/proc/self/fd"))
+
+    for step in range(10):
+        checkpointer.save(step, state).result()
+    before = measured()
+    resident = _resident(keeper_of(storage))
+    for step in range(10, saves):
+        checkpointer.save(step, state).result()
+    assert checkpointer.restore(state) == saves - 1
+    after = measured()
+    assert abs(after[0] - before[0]) < 1000 and after[1:] == before[1:]
+    assert _resident(keeper_of(storage)) < resident + (1 << 20)
+
+
+def _threads(process: int) -> int:
+    return len(os.listdir(f"/proc/{process}/task"))
+
+
+def _resident(process: int) -> int:
+    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text())
+    assert found is not None
+    return int(found[1]) << 10
