@@ -28,7 +28,7 @@ from shardproof.planning import LARGE_BYTES
 __all__ = ["read_chunks"]
 
 _BATCH_BYTES = 1 << 20
-"""Bytes of one read of neighbouring chunks, unless a single chunk is larger."""
+"""Bytes of one read of neighbouring chunks, unless a single chunk is larger or the storage is remote."""
 _REPORT_BYTES = 4 << 20
 """Bytes between two reports of progress."""
 
@@ -85,7 +85,7 @@ class _Job:
         alone = list(self._direct)
         for at in chunks.extents:
             alone[at] = True
-        self.batches = chunks.batches(alone, _BATCH_BYTES)
+        self.batches = chunks.batches(alone, REQUEST_BYTES if chunks.is_remote else _BATCH_BYTES)
         self._fetcher: Fetcher | None = None
         self.fetching = 0
         """Reads in flight of what the page cache does not have; 0 where it has everything."""

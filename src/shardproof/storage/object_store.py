@@ -76,6 +76,7 @@ class ObjectStorage:
         }
         self._endpoint = _endpoint(settings)
         self._store = _open(self._bucket, settings, self._endpoint, self._retry)
+        self._known: Mapping[str, bytes] = {}
 
     @classmethod
     def _of(cls, other: ObjectStorage, prefix: str) -> ObjectStorage:
@@ -83,6 +84,13 @@ class ObjectStorage:
         storage = cls.__new__(cls)
         storage._bucket, storage._prefix = other._bucket, prefix
         storage._retry, storage._store, storage._endpoint = other._retry, other._store, other._endpoint
+        storage._known = {}
+        return storage
+
+    def knowing(self, files: Mapping[str, bytes]) -> ObjectStorage:
+        """The same storage with the bytes of some files; see `RemoteStorage.knowing`."""
+        storage = ObjectStorage._of(self, self._prefix)
+        storage._known = dict(files)
         return storage
 
     def __repr__(self) -> str:
@@ -187,6 +195,9 @@ class ObjectStorage:
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Bytes `start` to `stop`; see `Storage.read`."""
+        known = self._known.get(name)
+        if known is not None and start <= (len(known) if stop is None else stop) <= len(known):
+            return known[start:stop]
         if stop is None:
             return self._read_to_end(name, start)
         if stop <= start:
@@ -217,6 +228,14 @@ class ObjectStorage:
         elif self.size(name) is None:
             raise self._missing(name)
 
+    def read_buffer(self, name: str, start: int, count: int) -> memoryview:
+        """Read a range into memory of obstore; see `RemoteStorage.read_buffer`."""
+        if 0 < count <= _REQUEST_BYTES:
+            return self._range(name, start, start + count)
+        data = memoryview(bytearray(count))
+        self.read_into(name, start, data)
+        return data
+
     def _range(self, name: str, start: int, stop: int) -> memoryview:
         import obstore
 
@@ -235,6 +254,8 @@ class ObjectStorage:
         """Bytes of the object; None if there is none of this name."""
         import obstore
 
+        if name in self._known:
+            return len(self._known[name])
         try:
             return int(obstore.head(self._store, self._key(name))["size"])
         except Exception as error:
