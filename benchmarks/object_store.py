@@ -15,6 +15,7 @@ import os
 import resource
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -103,7 +104,9 @@ def serve(given: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="shardproof-bench-", dir=place) as folder:
         with running_server(Path(folder), volumes=200) as server:
             server.make_bucket(BUCKET)
-            return launched(given, given.ranks, environment=server.environment)
+            master = f"http://127.0.0.1:{server.ports['master.port']}"
+            environment = server.environment | {"SHARDPROOF_BENCH_MASTER": master}
+            return launched(given, given.ranks, environment=environment)
 
 
 class RawLoop:
@@ -226,7 +229,7 @@ def peak() -> float:
 
 
 def remove(name: str, number: int) -> None:
-    """Rank 0 removes what the round before wrote, but not the last step: the server's space is limited."""
+    """Rank 0 removes what the round before wrote, and the server gives its space back."""
     if dist.get_rank() == 0:
         storage = ObjectStorage(f"s3://{BUCKET}")
         folder = {
@@ -237,6 +240,9 @@ def remove(name: str, number: int) -> None:
         }[name]
         for file in storage.list(folder):
             storage.delete(file)
+        vacuum = f"{os.environ['SHARDPROOF_BENCH_MASTER']}/vol/vacuum?garbageThreshold=0.05"
+        with urllib.request.urlopen(vacuum, timeout=300) as answer:
+            answer.read()
     dist.barrier()
 
 

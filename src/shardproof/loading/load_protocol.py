@@ -57,7 +57,7 @@ from shardproof.storage import RemoteStorage, Storage
 __all__ = ["UNREADABLE", "LoadReport", "load_from"]
 
 _SHARED_METADATA_BYTES = 4 << 20
-"""Bytes of manifest and index that rank 0 passes to all ranks, at most: the store serves larger ones faster."""
+"""Bytes of manifest and index for all ranks, at most. The store serves larger ones faster."""
 _log = logging.getLogger("shardproof")
 
 

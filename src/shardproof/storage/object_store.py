@@ -157,14 +157,17 @@ class ObjectStorage:
 
         ends = time.monotonic() + self._retry["retry_timeout"].total_seconds()
         while True:
+            begun = time.monotonic()
             try:
                 self._put(name, data, doing, mode="create", use_multipart=False)
                 return True
             except StorageError as error:
                 if isinstance(error.__cause__, (AlreadyExistsError, PreconditionError)):
                     return False
-                # obstore does not repeat a conditional PUT whose answer did not come in time.
-                if not isinstance(error.__cause__, GenericError) or time.monotonic() > ends:
+                # obstore does not repeat a conditional PUT whose answer did not come in time. After such an
+                # answer, a repeated PUT takes as long again.
+                now = time.monotonic()
+                if not isinstance(error.__cause__, GenericError) or now + (now - begun) > ends:
                     raise
 
     def _check_conditional_puts(self) -> None:
@@ -242,7 +245,8 @@ class ObjectStorage:
         try:
             data = memoryview(obstore.get_range(self._store, self._key(name), start=start, end=stop))
         except Exception as error:
-            size = None if _is_missing(error) else self.size(name)
+            # Only such an answer is worth a second request, which may take as long as the first.
+            size = self.size(name) if "416" in _first_line(error) else None
             if size is not None and size <= start:
                 raise self._short(name, start, stop, size) from error
             raise self._error(error, "read", name) from error
