@@ -7,6 +7,7 @@ from shardproof.storage.direct_io import ALIGNMENT, aligned_buffer, memory_for
 from shardproof.storage.durable import flush_folders as flush_folders  # not listed in __all__: internal
 from shardproof.storage.durable import rename_exclusively as rename_exclusively
 from shardproof.storage.file_writer import FileWriter as FileWriter  # not listed in __all__: internal
+from shardproof.storage.fsspec_storage import FsspecStorage
 from shardproof.storage.local import LocalStorage
 from shardproof.storage.locations import Location, is_url, storage_at
 from shardproof.storage.object_store import ObjectStorage
@@ -17,6 +18,7 @@ from shardproof.storage.uncached import UncachedStorage
 __all__ = [
     "ALIGNMENT",
     "CachedStorage",
+    "FsspecStorage",
     "LocalSink",
     "LocalStorage",
     "Location",
