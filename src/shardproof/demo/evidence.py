@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardproof.demo.story import Record, Task, read_records
+
+if TYPE_CHECKING:
+    from shardproof.storage import Storage
 
 __all__ = [
     "DemoReport",
@@ -195,11 +197,14 @@ class KillFacts:
     """Number of shard files of the unfinished save after the kill."""
     bytes: int
     committed: bool
+    only_whole_files: bool = False
+    """True if the storage is a bucket, which shows no file of a rank that stopped in the middle of it."""
 
     @property
     def ok(self) -> bool:
         """True if the kill came after the first bytes and before the commit."""
-        return self.workers > 0 and self.files > 0 and self.bytes > 0 and not self.committed
+        began = self.only_whole_files or (self.files > 0 and self.bytes > 0)
+        return self.workers > 0 and began and not self.committed
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,16 +305,15 @@ def facts_of(
     )
 
 
-def stored_facts(checkpoints: Path, step: int, saved: RunRecords) -> StoredFacts:
+def stored_facts(run: Storage, step: int, saved: RunRecords) -> StoredFacts:
     """Verify the checkpoint of a step, and compare it with the digests of the run that saved it."""
     from shardproof.maintenance import verify
-    from shardproof.storage import LocalStorage
 
-    folder = checkpoints / f"step-{step:08d}"
-    found = verify(LocalStorage(folder))
+    folder = run.within(f"step-{step:08d}")
+    found = verify(folder)
     return StoredFacts(
         step=step,
-        location=str(folder),
+        location=folder.location,
         verified=found.ok,
         faults=tuple(str(fault) for fault in found.faults),
         chunks=found.chunks,
@@ -319,7 +323,7 @@ def stored_facts(checkpoints: Path, step: int, saved: RunRecords) -> StoredFacts
     )
 
 
-def _read(folder: Path, step: int, saved: RunRecords) -> TensorComparison:
+def _read(folder: Storage, step: int, saved: RunRecords) -> TensorComparison:
     import shardproof as sp
     from shardproof.demo.parallel import digest_of
 

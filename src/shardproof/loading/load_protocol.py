@@ -5,6 +5,8 @@
 
 The last two steps run only if some rank has values other than tensors to fill.
 
+With an object store, rank 0 reads manifest and index in advance, and the ranks receive them in a meeting.
+
 A load changes nothing of the target before the first meeting. By then each rank has opened the checkpoint,
 matched the target and planned its reads, so most errors leave the target as it was. With `read_once`, ranks
 offer shared memory to the ranks of their node at that meeting. They meet again before they read, and assign
@@ -31,7 +33,7 @@ from numpy.typing import NDArray
 from shardproof import events
 from shardproof._utils.gc_pause import no_garbage_collection
 from shardproof.errors import ShardproofError, StructureError
-from shardproof.format import Manifest
+from shardproof.format import Manifest, metadata_files
 from shardproof.interop import NATIVE, Foreign
 from shardproof.loading.checkpoint import Checkpoint, NativeCheckpoint, Reads
 from shardproof.loading.cold_reads import Cold, Sketch
@@ -50,10 +52,12 @@ from shardproof.planning import ReadPlan
 from shardproof.reentrance import guarded
 from shardproof.rendezvous import MeetingSequence, Rendezvous
 from shardproof.state import open_all
-from shardproof.storage import Storage
+from shardproof.storage import RemoteStorage, Storage
 
 __all__ = ["UNREADABLE", "LoadReport", "load_from"]
 
+_SHARED_METADATA_BYTES = 4 << 20
+"""Bytes of manifest and index for all ranks, at most. The store serves larger ones faster."""
 _log = logging.getLogger("shardproof")
 
 
@@ -124,6 +128,7 @@ def load_from(
     meetings = MeetingSequence(rendezvous, loader.operation)
     try:
         with loader.phase("match"):
+            loader.share_metadata(meetings)
             agreed = msgspec.msgpack.decode(
                 meetings.meet(
                     "match",
@@ -181,6 +186,28 @@ class _Loader:
         """A phase of this load, for the listeners of events."""
         rank, world_size = self._rendezvous.rank, self._rendezvous.world_size
         return events.phase(self.operation, name, rank=rank, world_size=world_size)
+
+    def share_metadata(self, meetings: MeetingSequence) -> None:
+        """Rank 0 reads manifest and index of a remote storage, and passes small ones to all ranks.
+
+        If rank 0 cannot read them, each rank reads them itself and reports its error in the next meeting.
+        """
+        source = self._source
+        storage = source.storage if isinstance(source, Foreign) and source.file is None else source
+        if self._rendezvous.world_size == 1 or not isinstance(storage, RemoteStorage):
+            return
+        files: dict[str, bytes] = {}
+        if self._rendezvous.rank == 0:
+            try:
+                files = metadata_files(storage)
+            except UNREADABLE:
+                pass
+        is_small = sum(map(len, files.values())) <= _SHARED_METADATA_BYTES
+        post = msgspec.msgpack.encode(files if is_small else {})
+        answer = meetings.meet("open", lambda: post, lambda posts: posts[0])
+        files = files or msgspec.msgpack.decode(answer, type=dict[str, bytes])
+        if files:
+            self._source = storage.knowing(files)
 
     def match(self, state: Any, check: Callable[[Manifest], None] | None) -> bytes:
         """Opens the checkpoint and matches the target to it.

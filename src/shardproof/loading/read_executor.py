@@ -28,7 +28,7 @@ from shardproof.planning import LARGE_BYTES
 __all__ = ["read_chunks"]
 
 _BATCH_BYTES = 1 << 20
-"""Bytes of one read of neighbouring chunks, unless a single chunk is larger."""
+"""Bytes of one read of neighbouring chunks, unless a single chunk is larger or the storage is remote."""
 _REPORT_BYTES = 4 << 20
 """Bytes between two reports of progress."""
 
@@ -78,14 +78,16 @@ class _Job:
         rows = [chunks.rows[at] for at in others]
         self._parts = dict(zip(others, writer.parts_of(rows), strict=True))
         """By position, the parts of chunks that are not read straight, or not read whole."""
+        # A remote storage takes long for each request, so chunks that one request can hold share it.
+        least, most = (REQUEST_BYTES, REQUEST_BYTES) if chunks.is_remote else (LARGE_BYTES, _BATCH_BYTES)
         self._direct = [
-            address != 0 and nbytes >= LARGE_BYTES
+            address != 0 and nbytes >= least
             for address, nbytes in zip(self._straight.address, self._straight.nbytes, strict=True)
         ]
         alone = list(self._direct)
         for at in chunks.extents:
             alone[at] = True
-        self.batches = chunks.batches(alone, _BATCH_BYTES)
+        self.batches = chunks.batches(alone, most)
         self._fetcher: Fetcher | None = None
         self.fetching = 0
         """Reads in flight past the page cache; 0 if it has everything."""
@@ -144,12 +146,12 @@ class _Job:
         if at in chunks.extents:
             ((first, piece),) = list(chunks.pieces(at, chunks.count[at], fetcher.read))
             low, high = chunks.extents[at]
-            stored = torch.frombuffer(piece, dtype=torch.uint8)[low - first : high - first]
+            stored = _tensor_of(piece)[low - first : high - first]
             self._writer.put(chunks.rows[at], self._parts[at], stored, low)
             return len(piece)
         span = fetcher.read(*chunks.place(batch))
         chunks.read(batch, span, is_filled=True)
-        self._place(batch, torch.frombuffer(span, dtype=torch.uint8))
+        self._place(batch, _tensor_of(span))
         return len(span)
 
     def _read_through_scratch(self, batch: range) -> int:
@@ -189,3 +191,9 @@ class _Job:
             memory = torch.empty(max(count, _BATCH_BYTES), dtype=torch.uint8, device="cpu")
             scratch = self._local.scratch = (memory, memoryview(memory.numpy().data))
         return scratch
+
+
+def _tensor_of(memory: memoryview) -> torch.Tensor:
+    """The same memory as a tensor, which nothing writes to. torch warns of memory that is read-only."""
+    view = (ctypes.c_char * len(memory)).from_address(address_of(memory))
+    return torch.frombuffer(view, dtype=torch.uint8)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from shardproof.storage.base import CachedStorage, Sink, Storage, check_name
+from shardproof.storage.base import CachedStorage, RemoteStorage, Sink, Storage, check_name
 from shardproof.storage.direct_io import ALIGNMENT, aligned_buffer, memory_for
 from shardproof.storage.durable import flush_folders as flush_folders  # not listed in __all__: internal
 from shardproof.storage.durable import rename_exclusively as rename_exclusively
 from shardproof.storage.file_writer import FileWriter as FileWriter  # not listed in __all__: internal
+from shardproof.storage.fsspec_storage import FsspecStorage
 from shardproof.storage.local import LocalStorage
 from shardproof.storage.locations import Location, is_url, storage_at
 from shardproof.storage.memory_link import keepers_here as keepers_here
@@ -20,6 +21,7 @@ from shardproof.storage.uncached import UncachedStorage
 __all__ = [
     "ALIGNMENT",
     "CachedStorage",
+    "FsspecStorage",
     "LocalSink",
     "LocalStorage",
     "Location",
@@ -27,6 +29,7 @@ __all__ = [
     "MemoryStorage",
     "MemoryUsage",
     "ObjectStorage",
+    "RemoteStorage",
     "Sink",
     "Storage",
     "StrOrBytesPath",

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 from shardproof.errors import StorageError
 
-__all__ = ["CachedStorage", "Sink", "Storage", "check_folder", "check_name", "name_fault"]
+__all__ = [
+    "CachedStorage",
+    "RemoteStorage",
+    "Sink",
+    "Storage",
+    "check_folder",
+    "check_name",
+    "name_fault",
+]
 
 
 @runtime_checkable
@@ -158,6 +167,22 @@ class CachedStorage(Protocol):
         Raises:
             StorageError: the file is missing, short or unreadable.
         """
+        ...
+
+
+@runtime_checkable
+class RemoteStorage(Protocol):
+    """A storage whose every request takes long. These methods are optional for a `Storage`.
+
+    A load reads it in large requests, and rank 0 reads manifest and index for all ranks.
+    """
+
+    def read_buffer(self, name: str, start: int, count: int) -> memoryview:
+        """Read a range into new memory of the storage's own, which saves a copy; else as `read_into`."""
+        ...
+
+    def knowing(self, files: Mapping[str, bytes]) -> Storage:
+        """The same storage with the bytes of some files, which `size` and `read` then ask of no server."""
         ...
 
 

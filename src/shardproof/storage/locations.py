@@ -63,7 +63,8 @@ def storage_at(location: Location, options: Mapping[str, Any] | None = None) -> 
     if _SCHEME.match(text):
         raise StorageError(
             f"{text!r} is no folder, and no URL of a known store. Give a folder, or as a text one of "
-            f"{', '.join(f'{scheme}://' for scheme in (*SCHEMES, MEMORY_SCHEME))}",
+            f"{', '.join(f'{scheme}://' for scheme in (*SCHEMES, MEMORY_SCHEME))}; or "
+            "shardproof.storage.FsspecStorage for a file system of fsspec",
             file=text,
         )
     return LocalStorage(location)

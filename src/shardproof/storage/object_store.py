@@ -76,6 +76,7 @@ class ObjectStorage:
         }
         self._endpoint = _endpoint(settings)
         self._store = _open(self._bucket, settings, self._endpoint, self._retry)
+        self._known: Mapping[str, bytes] = {}
 
     @classmethod
     def _of(cls, other: ObjectStorage, prefix: str) -> ObjectStorage:
@@ -83,6 +84,13 @@ class ObjectStorage:
         storage = cls.__new__(cls)
         storage._bucket, storage._prefix = other._bucket, prefix
         storage._retry, storage._store, storage._endpoint = other._retry, other._store, other._endpoint
+        storage._known = {}
+        return storage
+
+    def knowing(self, files: Mapping[str, bytes]) -> ObjectStorage:
+        """The same storage with the bytes of some files; see `RemoteStorage.knowing`."""
+        storage = ObjectStorage._of(self, self._prefix)
+        storage._known = dict(files)
         return storage
 
     def __repr__(self) -> str:
@@ -149,14 +157,17 @@ class ObjectStorage:
 
         ends = time.monotonic() + self._retry["retry_timeout"].total_seconds()
         while True:
+            begun = time.monotonic()
             try:
                 self._put(name, data, doing, mode="create", use_multipart=False)
                 return True
             except StorageError as error:
                 if isinstance(error.__cause__, (AlreadyExistsError, PreconditionError)):
                     return False
-                # obstore does not repeat a conditional PUT whose answer did not come in time.
-                if not isinstance(error.__cause__, GenericError) or time.monotonic() > ends:
+                # obstore does not repeat a conditional PUT whose answer did not come in time. After such an
+                # answer, a repeated PUT takes as long again.
+                now = time.monotonic()
+                if not isinstance(error.__cause__, GenericError) or now + (now - begun) > ends:
                     raise
 
     def _check_conditional_puts(self) -> None:
@@ -187,6 +198,9 @@ class ObjectStorage:
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Bytes `start` to `stop`; see `Storage.read`."""
+        known = self._known.get(name)
+        if known is not None and start <= (len(known) if stop is None else stop) <= len(known):
+            return known[start:stop]
         if stop is None:
             return self._read_to_end(name, start)
         if stop <= start:
@@ -217,13 +231,22 @@ class ObjectStorage:
         elif self.size(name) is None:
             raise self._missing(name)
 
+    def read_buffer(self, name: str, start: int, count: int) -> memoryview:
+        """Read a range into memory of obstore; see `RemoteStorage.read_buffer`."""
+        if 0 < count <= _REQUEST_BYTES:
+            return self._range(name, start, start + count)
+        data = memoryview(bytearray(count))
+        self.read_into(name, start, data)
+        return data
+
     def _range(self, name: str, start: int, stop: int) -> memoryview:
         import obstore
 
         try:
             data = memoryview(obstore.get_range(self._store, self._key(name), start=start, end=stop))
         except Exception as error:
-            size = None if _is_missing(error) else self.size(name)
+            # Only such an answer is worth a second request, which may take as long as the first.
+            size = self.size(name) if "416" in _first_line(error) else None
             if size is not None and size <= start:
                 raise self._short(name, start, stop, size) from error
             raise self._error(error, "read", name) from error
@@ -235,6 +258,8 @@ class ObjectStorage:
         """Bytes of the object; None if there is none of this name."""
         import obstore
 
+        if name in self._known:
+            return len(self._known[name])
         try:
             return int(obstore.head(self._store, self._key(name))["size"])
         except Exception as error:

@@ -86,6 +86,8 @@ def test_every_command_has_help_and_json(call: Any, name: str) -> None:
         ("demo", "--text", "/nowhere"),
         ("demo", "--optimizer", "lion"),
         ("demo", "--sharding", "zero"),
+        ("demo", "--storage", "tape"),
+        ("demo", "--storage", "s3", "--inject", "transient"),
         ("demo", "--optimizer", "distributed"),
         ("demo", "--optimizer", "distributed", "--sharding", "flat"),
         ("nothing",),

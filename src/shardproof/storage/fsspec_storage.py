@@ -1,0 +1,328 @@
+"""`FsspecStorage`: files of a file system of fsspec, if it can create a file exclusively.
+
+Note "Exclusive creation": the manifest is one ``pipe_file(mode="create")``. fsspec's default looks for the
+file and then writes it, so two committers may both succeed. So the class of the file system must have an
+implementation of its own. Before the first manifest, a process also tests that a second creation is refused.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import uuid
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from shardproof._utils.forks import lock
+from shardproof.errors import AlreadyCommittedError, StorageError
+from shardproof.storage.base import Sink, check_folder, check_name
+from shardproof.storage.object_sink import ObjectSink
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+__all__ = ["FsspecStorage"]
+
+_COPY_BYTES = 16 << 20
+_CREATE_LOCK = lock()
+"""Orders creations of this process, because a file system in memory has no lock of its own."""
+
+_log = logging.getLogger("shardproof")
+
+
+class FsspecStorage:
+    """Files below a path of a file system of fsspec; see `Storage`.
+
+    Retries and deadlines are those of the file system. For a store that `ObjectStorage` knows, use its URL:
+    it is faster, and every request has a deadline.
+
+    Args:
+        fs: the file system, such as ``gcsfs.GCSFileSystem()``.
+        path: of the folder in it.
+
+    Raises:
+        StorageError: the file system cannot create a file exclusively.
+
+    Example:
+        >>> import fsspec, shardproof as sp
+        >>> storage = sp.storage.FsspecStorage(fsspec.filesystem("memory"), "/runs/gpt")
+        >>> _ = sp.save(storage.within("step"), {"epoch": 3})
+        >>> sp.open(storage.within("step"))["epoch"]
+        3
+    """
+
+    def __init__(self, fs: AbstractFileSystem, path: str) -> None:
+        self._fs = fs
+        self._path = str(fs._strip_protocol(path)).rstrip("/")
+        self._is_tested = False
+        if _looks_before_it_writes(fs):
+            known = "the folder itself" if "file" in _protocols(fs) else "a URL with s3://, gs:// or az://"
+            raise StorageError(
+                f"{self.location}: {type(fs).__name__} has no exclusive creation of files, so two jobs could "
+                f"commit one step, and each would believe it won. Give {known}",
+                file=self.location,
+            )
+
+    def _at(self, path: str) -> FsspecStorage:
+        storage = FsspecStorage(self._fs, path)
+        storage._is_tested = self._is_tested
+        return storage
+
+    def __repr__(self) -> str:
+        return f"FsspecStorage({self.location!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FsspecStorage) and (other._fs, other._path) == (self._fs, self._path)
+
+    def __hash__(self) -> int:
+        return hash((self._fs, self._path))
+
+    @property
+    def location(self) -> str:
+        """The path, with the protocol of its file system."""
+        return f"{_protocols(self._fs)[0]}://{self._path}"
+
+    @property
+    def folder(self) -> str:
+        """The last part of the path."""
+        return self._path.rpartition("/")[2]
+
+    @property
+    def linked(self) -> bool:
+        """False: fsspec does not tell links."""
+        return False
+
+    def create(self, name: str) -> Sink:
+        """Begin a new file; see `Storage.create`."""
+        file = self._file(name)
+        if self.size(name) is not None:
+            raise StorageError(f"cannot create {file}: there is already a file of this name", file=file)
+
+        def put(data: Any, **how: Any) -> None:
+            try:
+                if isinstance(data, bytes):
+                    self._fs.pipe_file(self._key(name), data)
+                else:
+                    self._write_pieces(name, data if isinstance(data, Iterator) else _pieces_of(data))
+            except Exception as error:
+                raise self._error(error, "write", name) from error
+
+        return ObjectSink(put, file)
+
+    def _write_pieces(self, name: str, pieces: Iterator[bytes]) -> None:
+        """Writes a file in order. A failure leaves nothing under its name."""
+        from fsspec.spec import AbstractBufferedFile
+
+        key = self._key(name)
+        stream = self._fs.open(key, "wb", block_size=_COPY_BYTES)
+        try:
+            for piece in pieces:
+                stream.write(piece)
+        except BaseException:
+            if isinstance(stream, AbstractBufferedFile):
+                stream.discard()
+                stream.closed = True  # else the file is completed when Python deletes the object
+            else:
+                stream.close()
+            self._remove_quietly(name)
+            raise
+        stream.close()
+
+    def publish(self, name: str, data: bytes, *, replace: bool = False) -> None:
+        """Make `data` appear under `name`; see `Storage.publish` and the note "Exclusive creation"."""
+        key = self._key(name)
+        try:
+            if replace:
+                self._fs.pipe_file(key, data)
+                return
+            self._check_creation()
+            if self._is_created(name, data) or self.read(name) == data:  # the same: an answer was lost
+                return
+        except StorageError:
+            raise
+        except Exception as error:
+            raise self._error(error, "publish", name) from error
+        file = self._file(name)
+        raise AlreadyCommittedError(f"{file} is there already: another save published it", file=file)
+
+    def _is_created(self, name: str, data: bytes) -> bool:
+        """Creates a file; False if there is one."""
+        try:
+            with _CREATE_LOCK:
+                self._fs.pipe_file(self._key(name), data, mode="create")
+        except OSError as error:
+            # s3fs gives a condition that did not hold this number, if the server does not name the condition.
+            is_refusal = isinstance(error, FileExistsError) or error.errno == errno.EINVAL
+            if is_refusal and self.size(name) is not None:
+                return False
+            raise
+        return True
+
+    def _check_creation(self) -> None:
+        """Raises if a second creation of a file succeeds; tested once for a storage."""
+        if self._is_tested:
+            return
+        name = f"exclusive-creation-{uuid.uuid4().hex}.probe"
+        try:
+            is_ignored = self._is_created(name, b"1") and self._is_created(name, b"2")
+        finally:
+            self._remove_quietly(name)
+        if is_ignored:
+            raise StorageError(
+                f"{self.location}: {type(self._fs).__name__} replaces a file that it was told to create: two "
+                "jobs could commit one step, and each would believe it won. Save elsewhere",
+                file=self.location,
+            )
+        self._is_tested = True
+
+    def _remove_quietly(self, name: str) -> None:
+        try:
+            self.delete(name)
+        except StorageError as error:
+            _log.warning("an unfinished file stays: %s", error)
+
+    def flush(self, name: str) -> None:
+        """Does nothing: a file is as durable as its file system makes it. A missing file is an error."""
+        if self.size(name) is None:
+            raise self._missing(name)
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Bytes `start` to `stop`; see `Storage.read`."""
+        key, size = self._key(name), self.size(name)
+        if size is None:
+            raise self._missing(name)
+        end = size if stop is None else stop
+        if start > size or end > size:
+            raise self._short(name, start, end, size)
+        if end <= start:
+            return b""
+        try:
+            data = bytes(self._fs.cat_file(key, start=start, end=end))
+        except Exception as error:
+            raise self._error(error, "read", name) from error
+        if len(data) != end - start:
+            raise self._short(name, start, end, start + len(data))
+        return data
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` from byte `start` on; see `Storage.read_into`."""
+        target = buffer.cast("B") if buffer.format != "B" or buffer.ndim != 1 else buffer
+        for done in range(0, max(len(target), 1), _COPY_BYTES):
+            part = target[done : done + _COPY_BYTES]
+            part[:] = self.read(name, start + done, start + done + len(part))
+
+    def size(self, name: str) -> int | None:
+        """Bytes of the file; None if there is no such file."""
+        key = self._key(name)
+        try:
+            self._fs.invalidate_cache()
+            found = self._fs.info(key)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except Exception as error:
+            raise self._error(error, "look at", name) from error
+        return int(found["size"]) if found["type"] == "file" else None
+
+    def modified(self, name: str) -> float | None:
+        """Time of the last write to a file, Unix seconds; None if there is none of this name."""
+        try:
+            return float(self._fs.modified(self._key(name)).timestamp())
+        except FileNotFoundError:
+            return None
+        except Exception as error:
+            raise self._error(error, "look at", name) from error
+
+    def folders(self) -> list[str]:
+        """Sorted names of the folders directly in this storage."""
+        try:
+            self._fs.invalidate_cache()
+            found = self._fs.ls(self._path, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except Exception as error:
+            raise self._error(error, "list", "") from error
+        names = {one["name"].rstrip("/").rpartition("/")[2] for one in found if one["type"] == "directory"}
+        return sorted(name for name in names if self.list(name))
+
+    def siblings(self) -> list[str]:
+        """Sorted names of the folders beside this storage's own, and its own if it exists."""
+        return self._at(self._path.rpartition("/")[0]).folders()
+
+    def list(self, prefix: str = "") -> list[str]:
+        """Sorted names of all files in the folder `prefix` and below."""
+        below = self._key(prefix) if prefix else self._path
+        try:
+            self._fs.invalidate_cache()
+            found = self._fs.find(below)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except Exception as error:
+            raise self._error(error, "list", prefix) from error
+        return sorted(path[len(self._path) + 1 :] for path in found if path.startswith(f"{below}/"))
+
+    def delete(self, name: str) -> None:
+        """Remove the file. A missing one is no error."""
+        key = self._key(name)
+        try:
+            self._fs.rm_file(key)
+        except FileNotFoundError:
+            pass
+        except Exception as error:
+            raise self._error(error, "delete", name) from error
+
+    def within(self, prefix: str) -> FsspecStorage:
+        """The part of this storage below the folder `prefix`, as a storage."""
+        return self._at(self._key(prefix))
+
+    def sibling(self, folder: str) -> FsspecStorage:
+        """The storage in the folder of this name beside this storage's own."""
+        return self._at(f"{self._path.rpartition('/')[0]}/{check_folder(folder, self.location)}")
+
+    def close(self) -> None:
+        """Does nothing: the file system belongs to the caller."""
+
+    def _key(self, name: str) -> str:
+        return f"{self._path}/{check_name(name, self.location)}"
+
+    def _file(self, name: str) -> str:
+        return f"{self.location}/{check_name(name, self.location)}"
+
+    def _missing(self, name: str) -> StorageError:
+        file = self._file(name)
+        return StorageError(f"cannot read {file}: there is no such file", file=file, missing=True)
+
+    def _short(self, name: str, start: int, stop: int, end: int) -> StorageError:
+        file = self._file(name)
+        return StorageError(
+            f"short read of {file}: expected bytes {start} to {stop}, it ends at byte {end}",
+            file=file,
+            missing=False,
+        )
+
+    def _error(self, error: Exception, doing: str, name: str) -> StorageError:
+        file = self._file(name) if name else self.location
+        text = str(error) or type(error).__name__
+        return StorageError(
+            f"cannot {doing} {file}: {text}", file=file, missing=isinstance(error, FileNotFoundError)
+        )
+
+
+def _protocols(fs: AbstractFileSystem) -> tuple[str, ...]:
+    return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
+
+
+def _looks_before_it_writes(fs: AbstractFileSystem) -> bool:
+    """True if the file system has no `pipe_file` of its own; see note "Exclusive creation"."""
+    from fsspec import AbstractFileSystem
+    from fsspec.asyn import AsyncFileSystem
+
+    kind: Any = type(fs)
+    if isinstance(fs, AsyncFileSystem):
+        return bool(kind._pipe_file is AsyncFileSystem._pipe_file)
+    return bool(kind.pipe_file is AbstractFileSystem.pipe_file)
+
+
+def _pieces_of(file: Any) -> Iterator[bytes]:
+    """The bytes of a temporary file, from its position on."""
+    while piece := file.read(_COPY_BYTES):
+        yield piece
