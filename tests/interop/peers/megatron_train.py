@@ -11,28 +11,136 @@ STEPS is a JSON list of what to do, in order:
     ["reference", PATH]  save with Megatron's own strategy `torch_dist`
     ["own", PATH]        fill model and optimizer with Megatron's own functions and strategy
     ["refuse", PATH]     make `live_state` of optimizers whose state it does not know; the errors are facts
+    ["refused", PATH]    load what does not fit; the error is a fact
+    ["describe", KIND]   describe the optimizer in a sharding type; the error is a fact
+    ["reject", REASON]   have the rerun state machine reject a result of the last rank, and ask for a rerun
+    ["remember", PATH]   each rank writes its scheduler, random state and rerun state, for a comparison
+    ["killed", PATH]     save, and kill the last rank while it writes
 
 LAYOUT is a JSON dict of `initialize_model_parallel`, with `kind`, the sharding type of the optimizer. OPTIONS
-is one of `TransformerConfig`.
+is one of `TransformerConfig`. Its `whole` adds what Megatron-LM saves beside model and optimizer.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import random
+import signal
 import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import megatron_gpt
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing as mcore
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-from peer_result import Result, join_ranks, leave_ranks, rank
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.rerun_state_machine import (
+    RerunDataIterator,
+    RerunMode,
+    get_rerun_state_machine,
+    initialize_rerun_state_machine,
+)
+from peer_result import Result, join_ranks, leave_ranks, rank, world_size
 
 import shardproof as sp
 from shardproof.frameworks import megatron_core as ours
+
+
+class Surroundings:
+    """What Megatron-LM saves beside model and optimizer: scheduler, random state, rerun state machine."""
+
+    def __init__(self) -> None:
+        initialize_rerun_state_machine(mode=RerunMode.VALIDATE_RESULTS)
+        self.machine = get_rerun_state_machine()
+        self.batches = RerunDataIterator(iter([torch.full((2,), float(rank())) for _ in range(9)]))
+
+    def attach(self, optimizer: Any) -> None:
+        self.scheduler = OptimizerParamScheduler(
+            optimizer,
+            init_lr=0.0,
+            max_lr=2e-2,
+            min_lr=1e-4,
+            lr_warmup_steps=2,
+            lr_decay_steps=10,
+            lr_decay_style="cosine",
+            start_wd=0.01,
+            end_wd=0.1,
+            wd_incr_steps=10,
+            wd_incr_style="linear",
+        )
+        random.seed(100 + rank())
+        np.random.seed(100 + rank())
+
+    def step(self) -> None:
+        self.scheduler.step(1)
+        random.random(), np.random.rand(), torch.rand(1)
+
+    def reject(self, reason: str) -> None:
+        """A result of the last rank is rejected, and found again when the step is run again."""
+        machine = self.machine
+        machine.should_checkpoint_and_exit()
+        while machine.should_run_forward_backward(self.batches):
+            result = next(self.batches).sum()
+            machine.validate_result(result, lambda _: rank() == world_size() - 1, reason)
+        assert machine.should_checkpoint_and_exit()[0], machine.state
+
+    def state(self, *, is_loading: bool = False) -> dict[str, Any]:
+        return {
+            "opt_param_scheduler": self.scheduler.state_dict(),
+            "rng_state": ShardedObject(
+                "rng_state",
+                [_random_state()],
+                (
+                    parallel_state.get_pipeline_model_parallel_world_size(),
+                    parallel_state.get_tensor_model_parallel_world_size(),
+                ),
+                (
+                    parallel_state.get_pipeline_model_parallel_rank(),
+                    parallel_state.get_tensor_model_parallel_rank(),
+                ),
+                replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+            ),
+            "rerun_state_machine": self.machine.state_dict(self.batches, "torch_dist", force=is_loading),
+        }
+
+    def asked(self, layout: list[int]) -> dict[str, Any]:
+        """As Megatron-LM, without the random state of other TP or PP, and without reruns of other ranks."""
+        state = self.state(is_loading=True)
+        if layout != layout_here():
+            del state["rerun_state_machine"]
+        if layout[:2] != layout_here()[:2]:
+            del state["rng_state"]
+        return state
+
+    def set(self, state: dict[str, Any]) -> None:
+        self.scheduler.load_state_dict(state["opt_param_scheduler"])
+        if "sharded" in state.get("rerun_state_machine", {}):
+            self.machine.load_state_dict(state["rerun_state_machine"])
+        if "rng_state" in state:
+            (found,) = state["rng_state"]
+            random.setstate(found["random_rng_state"])
+            np.random.set_state(found["np_rng_state"])
+            torch.set_rng_state(found["torch_rng_state"])
+            tensor_parallel.get_cuda_rng_tracker().set_states(found["rng_tracker_states"])
+
+    def remembered(self) -> dict[str, Any]:
+        machine = self.machine.state_dict(self.batches, "torch_dist", force=True)
+        batches = self.machine.data_iterator_checkpoints or [self.batches.state_dict()]
+        sharded = machine.pop("sharded").data | {"data_iterator_checkpoints": batches}
+        return {
+            "scheduler": _described(self.scheduler.state_dict()),
+            "random": _described(_random_state()),
+            "rerun": _described(machine | sharded),
+        }
 
 
 class Steps:
@@ -40,29 +148,71 @@ class Steps:
 
     def __init__(self, layout: dict[str, Any], options: dict[str, Any]) -> None:
         self.kind = layout.pop("kind", "fully_reshardable")
+        self.surroundings = Surroundings() if options.pop("whole", False) else None
         self.run = megatron_gpt.Run(layout, options.pop("seed", 0), options)
         self.strategy = ours.SaveStrategy(deadline=60)
         self.done = 0
         self.errors: dict[str, str] = {}
+        if self.surroundings is not None:
+            self.surroundings.attach(self.run.optimizer)
 
     def state(self, *, is_loading: bool = False) -> dict[str, Any]:
         return megatron_gpt.sharded_state(self.run, self.kind, is_loading=is_loading) | {"step": self.done}
 
     def load(self, path: str, load: Any = ours.load) -> None:
-        state = load(self.state(is_loading=True), path)
-        self.run.model.module.load_state_dict(state["model"])
+        state = self.state(is_loading=True)
+        if self.surroundings is not None:
+            state |= self.surroundings.asked(ours.load_content_metadata(path)["layout"])
+        state = load(state, path)
+        for at, chunk in enumerate(self.run.chunks):
+            chunk.module.load_state_dict(state["model" if len(self.run.chunks) == 1 else f"model{at}"])
         self.run.optimizer.load_state_dict(state["optimizer"])
         self.done = state["step"]
+        if self.surroundings is not None:
+            self.surroundings.set(state)
 
     def own(self, path: str) -> None:
         self.load(path, mcore.load)
 
     def train(self, steps: int) -> None:
-        self.run.train(steps, self.done)
-        self.done += steps
+        for _ in range(steps):
+            self.run.train(1, self.done)
+            self.done += 1
+            if self.surroundings is not None:
+                self.surroundings.step()
 
     def save(self, path: str) -> None:
-        ours.save(self.state(), path, self.strategy, content_metadata={"kind": self.kind})
+        state = self.state()
+        if self.surroundings is not None:
+            state |= self.surroundings.state()
+        ours.save(state, path, self.strategy, content_metadata={"kind": self.kind, "layout": layout_here()})
+
+    def killed(self, path: str) -> None:
+        def kill(event: Any) -> None:
+            if rank() == world_size() - 1 and event.phase == "write":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sp.events.subscribe(kill)
+        self.save(path)
+
+    def reject(self, reason: str) -> None:
+        self.surroundings.reject(reason)
+
+    def remember(self, path: str) -> None:
+        Path(path).mkdir(exist_ok=True)
+        (Path(path) / f"rank-{rank()}.json").write_text(json.dumps(self.surroundings.remembered()))
+
+    def refused(self, path: str) -> None:
+        try:
+            self.load(path)
+        except sp.ShardproofError as error:
+            self.errors["refused"] = f"{type(error).__name__}: {error}"
+
+    def describe(self, kind: str) -> None:
+        try:
+            megatron_gpt.sharded_state(self.run, kind)
+        except CheckpointingException as error:
+            self.errors[kind] = str(error)
 
     def save_live(self, path: str) -> None:
         state = ours.live_state(self.run.model.module, self.run.optimizer) | {"step": self.done}
@@ -88,7 +238,7 @@ class Steps:
         if rank() == 0:
             Path(path).mkdir()
         dist.barrier()
-        mcore.save(self.state(), path)
+        mcore.save(megatron_gpt.sharded_state(self.run, "fully_reshardable") | {"step": self.done}, path)
 
     def refuse(self, path: str) -> None:
         """Megatron's own optimizer, with the changes that its options make where their packages are there."""
@@ -114,6 +264,37 @@ class Steps:
         error("adamw")
         optimizer.optimizer = fused
         ours.live_state(module, chained)
+
+
+def layout_here() -> list[int]:
+    """Tensor and pipeline parallel sizes, and all ranks."""
+    return [
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        world_size(),
+    ]
+
+
+def _random_state() -> dict[str, Any]:
+    """As Megatron-LM's `get_rng_state`."""
+    return {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _described(value: Any) -> Any:
+    """Values and their types as JSON, and long ones as their digest."""
+    kind = type(value).__name__
+    if isinstance(value, dict):
+        return {str(key): _described(item) for key, item in value.items()}
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return [kind, str(value.dtype), *_described(value.reshape(-1).tolist())]
+    if isinstance(value, list | tuple) and len(value) > 32:
+        return [kind, hashlib.sha256(repr(value).encode()).hexdigest()]
+    return [kind, *map(_described, value)] if isinstance(value, list | tuple) else repr(value)
 
 
 def main() -> None:
