@@ -134,7 +134,7 @@ def _loaded(name: str, sort: str, is_of_sort: Callable[[Any], bool]) -> Any:
         found = getattr(found, part, None)
     if not is_of_sort(found):
         raise sp.PlainDataError(
-            f"the checkpoint has a value of {qualified}, but {module} has no such {sort} here. Import {module} "
-            "before the load"
+            f"the checkpoint has a value of {qualified}, but {module} has no such {sort} here. Import "
+            f"{module} before the load"
         )
     return found

@@ -188,7 +188,8 @@ def _model(config: TransformerConfig, experts: int | None, stage: int | None) ->
         max_sequence_length=SEQUENCE,
         pre_process=parallel_state.is_pipeline_first_stage(**is_virtual),
         post_process=parallel_state.is_pipeline_last_stage(**is_virtual),
-        share_embeddings_and_output_weights=True,
+        # With both and two pipeline stages, 0.19.2 fails an assertion in `sharded_state_dict`.
+        share_embeddings_and_output_weights=not config.mtp_num_layers,
         position_embedding_type="rope",
         mtp_block_spec=predictions,
         vp_stage=stage,
