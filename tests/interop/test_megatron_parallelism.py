@@ -1,4 +1,4 @@
-"""Megatron-Core in each parallel layout that it has on the CPU: saved on some ranks, killed, loaded on others."""
+"""Megatron-Core in the parallel layouts that it has on the CPU: saved, killed, loaded on other ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def remembered(folder: Path) -> list[dict[str, Any]]:
     ("layout", "other", "options", "key"),
     [
         pytest.param(
-            (EP2, 4), ({}, 2), EXPERTS, "decoder.layers.mlp.experts.linear_fc1.weight", id="experts"
+            (EP2, 4), ({}, 2), EXPERTS, "decoder.layers.mlp.experts.experts.linear_fc1.weight", id="experts"
         ),
         pytest.param(
             ({"context_parallel_size": 2}, 2),
@@ -56,9 +56,10 @@ def test_other_layouts_load_bit_for_bit(
     key: str,
     tmp_path: Path,
 ) -> None:
-    """To another layout and back, where training goes on as if never stopped. The first run is killed in a save.
+    """To another layout and back, where training goes on as if never stopped.
 
-    Weights have SwiGLU and grouped queries. Megatron's own saves are compared.
+    The first run is killed in a save. Weights have SwiGLU and grouped queries. Megatron's own saves are
+    compared.
     """
     at = {name: tmp_path / name for name in ("first", "second", "own1", "own2", "own3", "on", "on_again")}
     memory = {name: tmp_path / f"memory-{name}" for name in ("first", "other", "again", "on", "on_again")}
@@ -94,7 +95,8 @@ def test_other_layouts_load_bit_for_bit(
 def test_each_sharding_type_of_the_optimizer(tmp_path: Path) -> None:
     """`dp_reshardable` loads on the same and on more data parallel ranks, and other layouts are refused.
 
-    Everything else of a run comes back too, with a rerun that is asked for. Experts have an optimizer of their own.
+    Everything else of a run comes back too, with a rerun that is asked for. Experts have an optimizer of
+    their own.
     """
     kind = {**EP2, "kind": "dp_reshardable"}
     at = {name: tmp_path / name for name in ("first", "second", "own1", "own2", "own3")}

@@ -95,7 +95,7 @@ def _moved(tensor: Any, as_numpy: bool = False, **options: Any) -> Any:
 
 
 def _on_cpu(make: Any) -> Any:
-    """A factory of tensors that makes them in plain CPU memory where it is asked for CUDA or pinned memory."""
+    """A factory of tensors that makes them in plain CPU memory, also where it is asked for CUDA."""
 
     @functools.wraps(make)
     def made(*args: Any, **options: Any) -> Any:
