@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.interop.peer import PeerFailed, assert_same_tensors
+from tests.interop.peer import PeerFailed, assert_same_tensors, python_of
 from tests.interop.test_megatron_core import tensors, train
 
 pytestmark = [pytest.mark.interop, pytest.mark.timeout(1200)]
@@ -17,6 +19,21 @@ TP2: dict[str, Any] = {"tensor_model_parallel_size": 2}
 PP2: dict[str, Any] = {"pipeline_model_parallel_size": 2}
 EP2: dict[str, Any] = {"expert_model_parallel_size": 2}
 EXPERTS = {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall", "moe_router_topk": 2}
+
+
+NEEDS_GPU = {
+    "layers of Transformer Engine": ("transformer_engine", {}, {"engine": True}),
+    "grouped experts": ("transformer_engine", {}, {"engine": True, "moe_grouped_gemm": True, **EXPERTS}),
+    "FP8 weights": ("transformer_engine", {}, {"engine": True, "fp8": "hybrid", "fp8_param": True}),
+    "its context parallelism": ("transformer_engine", {"context_parallel_size": 2}, {"engine": True}),
+    "precision-aware optimizer": (
+        "transformer_engine",
+        {},
+        {"optimizer": {"use_precision_aware_optimizer": True}},
+    ),
+    "requests of nvrx": ("nvidia_resiliency_ext", {}, {}),
+}
+"""What Megatron-Core has on a GPU alone: the package that it needs there, the layout, the options."""
 
 
 def remembered(folder: Path) -> list[dict[str, Any]]:
@@ -122,3 +139,23 @@ def test_each_sharding_type_of_the_optimizer(tmp_path: Path) -> None:
     errors = train("megatron", steps, {"kind": "dp_reshardable"}, nproc=2, **EXPERTS).facts["errors"]
     assert "KeyMismatchError" in errors["refused"]
     assert "flattened_range is not supported" in errors["fully_sharded_model_space"]  # Megatron-Core itself
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", NEEDS_GPU)
+def test_what_needs_a_gpu(part: str, tmp_path: Path) -> None:
+    """Saved, and loaded with other weights. Megatron's own saves are compared."""
+    package, layout, options = NEEDS_GPU[part]
+    ranks = layout.get("context_parallel_size", 1)
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"{part} needs {ranks} GPUs of CUDA")
+    if subprocess.run([python_of("megatron"), "-c", f"import {package}"], capture_output=True).returncode:
+        pytest.skip(f"{part} needs {package} in the environment megatron, which is built for a CPU")
+    at = {name: tmp_path / name for name in ("saved", "own1", "own2")}
+    save = "nvrx" if package == "nvidia_resiliency_ext" else "save"
+    steps = [("train", 2), ("reference", at["own1"]), (save, at["saved"])]
+    train("megatron", steps, layout, nproc=ranks, **options)
+    train(
+        "megatron", [("load", at["saved"]), ("reference", at["own2"])], layout, nproc=ranks, seed=1, **options
+    )
+    assert_same_tensors(tensors(at["own2"]), tensors(at["own1"]))

@@ -19,6 +19,7 @@ from megatron.core.distributed import (  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
     get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
     get_gpt_mtp_block_spec,
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
@@ -63,7 +64,8 @@ class Run:
     Args:
         layout: names of `parallel_state.initialize_model_parallel`, such as `tensor_model_parallel_size`.
         seed: of the weights.
-        options: of `TransformerConfig`, in the place of the default ones.
+        options: of `TransformerConfig`, in the place of the default ones. `engine` is for layers of
+            Transformer Engine, and `optimizer` has options of `OptimizerConfig`.
     """
 
     layout: dict[str, int]
@@ -75,7 +77,7 @@ class Run:
         parallel_state.initialize_model_parallel(**self.layout)
         torch.manual_seed(self.seed)
         tensor_parallel.model_parallel_cuda_manual_seed(self.seed, force_reset_rng=True)
-        experts = self.options.get("num_moe_experts")
+        engine, of_optimizer = self.options.pop("engine", False), self.options.pop("optimizer", {})
         config = TransformerConfig(
             **{
                 "num_layers": 4,
@@ -105,7 +107,7 @@ class Run:
         )
         stages = self.layout.get("virtual_pipeline_model_parallel_size")
         self.chunks = [
-            DistributedDataParallel(config, data_parallel, _model(config, experts, stage))
+            DistributedDataParallel(config, data_parallel, _model(config, stage, engine=engine))
             for stage in (range(stages) if stages else [None])
         ]
         self.model = self.chunks[0]
@@ -122,6 +124,7 @@ class Run:
                 params_dtype=torch.bfloat16,
                 use_distributed_optimizer=True,
                 clip_grad=0.0,
+                **of_optimizer,
             ),
             self.chunks,
         )
@@ -172,16 +175,19 @@ def sharded_state(run: Run, kind: str, *, is_loading: bool = False) -> dict[str,
     return {**models, "optimizer": optimizer, "iteration": 5}
 
 
-def _model(config: TransformerConfig, experts: int | None, stage: int | None) -> GPTModel:
+def _model(config: TransformerConfig, stage: int | None, *, engine: bool) -> GPTModel:
     """The layers of a virtual pipeline stage of this rank; None for all of its layers."""
-    layer = get_gpt_layer_local_spec(experts)
-    if config.context_parallel_size > 1:
+    if engine:
+        layer = get_gpt_layer_with_transformer_engine_spec(config.num_moe_experts, config.moe_grouped_gemm)
+    else:
+        layer = get_gpt_layer_local_spec(config.num_moe_experts)
+    if config.context_parallel_size > 1 and not engine:
         layer.submodules.self_attention.submodules.core_attention = GatheredAttention
     is_virtual = {"ignore_virtual": False, "vp_stage": stage}
     predictions = (
-        get_gpt_mtp_block_spec(config, layer, False, vp_stage=stage) if config.mtp_num_layers else None
+        get_gpt_mtp_block_spec(config, layer, engine, vp_stage=stage) if config.mtp_num_layers else None
     )
-    return GPTModel(
+    model = GPTModel(
         config=config,
         transformer_layer_spec=layer,
         vocab_size=VOCABULARY,
@@ -193,7 +199,8 @@ def _model(config: TransformerConfig, experts: int | None, stage: int | None) ->
         position_embedding_type="rope",
         mtp_block_spec=predictions,
         vp_stage=stage,
-    ).bfloat16()
+    )
+    return model.bfloat16().cuda()
 
 
 def _on_context_rank(sequence: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
@@ -208,16 +215,16 @@ def _batch(step: int, at: int) -> torch.Tensor:
 
 
 def _forward(batches: Any, model: Any) -> Any:
-    tokens = next(batches)
+    tokens = next(batches).cuda()
     ranks, rank = (
         parallel_state.get_context_parallel_world_size(),
         parallel_state.get_context_parallel_rank(),
     )
     inputs, labels, positions = (
         _on_context_rank(item.mT, rank, ranks).mT
-        for item in (tokens[:, :-1], tokens[:, 1:], torch.arange(SEQUENCE).expand(2, -1))
+        for item in (tokens[:, :-1], tokens[:, 1:], torch.arange(SEQUENCE).cuda().expand(2, -1))
     )
-    mask = torch.ones(SEQUENCE, SEQUENCE).triu(1).bool()[None, None]
+    mask = torch.ones(SEQUENCE, SEQUENCE).triu(1).bool()[None, None].cuda()
     losses = model(inputs, positions, mask, labels=labels)
 
     def loss(output: torch.Tensor) -> Any:

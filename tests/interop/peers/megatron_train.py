@@ -7,6 +7,7 @@ STEPS is a JSON list of what to do, in order:
     ["save", PATH]       save with `shardproof.frameworks.megatron_core`
     ["save_live", PATH]  save with `live_state`; "load_live" loads so
     ["queue", PATH]      save through Megatron's queue of asynchronous calls
+    ["nvrx", PATH]       the same with requests of nvidia-resiliency-ext
     ["begin", PATH]      save in the background, train a step meanwhile, and wait
     ["reference", PATH]  save with Megatron's own strategy `torch_dist`
     ["own", PATH]        fill model and optimizer with Megatron's own functions and strategy
@@ -225,11 +226,15 @@ class Steps:
         state = ours.live_state(module, optimizer, checkpoint_dir=path)
         self.done = ours.load_live_state(module, optimizer, state, path)["step"]
 
-    def queue(self, path: str) -> None:
+    def queue(self, path: str, async_strategy: str = "mcore") -> None:
         queue = AsyncCallsQueue()
-        queue.schedule_async_request(ours.save(self.state(), path, self.strategy, async_sharded_save=True))
+        options = {"async_sharded_save": True, "async_strategy": async_strategy}
+        queue.schedule_async_request(ours.save(self.state(), path, self.strategy, **options))
         self.run.train(1, 100)
         queue.maybe_finalize_async_calls(blocking=True)
+
+    def nvrx(self, path: str) -> None:
+        self.queue(path, "nvrx")
 
     def begin(self, path: str) -> None:
         pending = ours.begin_save(self.state(), path, self.strategy)
@@ -319,7 +324,11 @@ def _described(value: Any) -> Any:
 
 def main() -> None:
     steps, layout, *options = map(json.loads, sys.argv[1:])
-    join_ranks()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank())
+        join_ranks("cpu:gloo,cuda:nccl")
+    else:
+        join_ranks()
     it = Steps(layout, options[0] if options else {})
     for name, argument in steps:
         getattr(it, name)(argument)
