@@ -12,7 +12,7 @@ PEERS_STAMP := $(PEERS)/.installed
 INTEROP := tests/interop/.venvs
 INTEROP_STAMPS := $(patsubst tests/interop/environments/%.txt,$(INTEROP)/%/.installed,\
 	$(wildcard tests/interop/environments/*.txt))
-ON_TORCH := deepspeed megatron megatron16 ray ray_train torchao torchtitan trl
+ON_TORCH := deepspeed megatron megatron16 ray ray_train verl torchao torchtitan trl
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 # Tests start several ranks at a time: one thread each keeps them from fighting for the cores.

@@ -107,6 +107,13 @@ def test_files_that_one_rank_cannot_open_are_the_error_of_all_ranks(tmp_path: Pa
     assert "phase open: rank 1 of 2 failed" in said
 
 
+def test_an_error_between_two_meetings_of_a_load_is_raised_by_every_rank(tmp_path: Path) -> None:
+    """At once, and not when the others have waited for the deadline."""
+    match, finish = train("unfit", tmp_path, ["x:1:float32"], nproc=2).facts["x"]
+    assert "phase match: rank 1 of 2 failed" in match and "no memory for a slot" in match
+    assert "phase finish: rank 1 of 2 failed" in finish and "no memory for a slot" in finish
+
+
 def test_the_example_is_killed_and_resumes_on_other_ranks(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with pytest.raises(PeerFailed, match="exit code -9"):

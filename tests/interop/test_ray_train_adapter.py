@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+import shardproof as sp
 from tests.interop.checkpoints import assert_same_checkpoints
-from tests.interop.training import SCRIPTS, train
+from tests.interop.training import EXAMPLES, SCRIPTS, train
 
 pytestmark = [pytest.mark.interop, pytest.mark.processes]
 
 SCRIPT = SCRIPTS / "train_ray.py"
+EXAMPLE = EXAMPLES / "ray_loop.py"
 
 
 @pytest.mark.slow
@@ -28,3 +30,23 @@ def test_killed_workers_restore_and_so_does_another_number_of_them(tmp_path: Pat
 
     train("ray_train", SCRIPT, run, 3, 5, 0, nproc=1, timeout=400, RAY_TMPDIR="/tmp")
     assert_same_checkpoints(tmp_path / "run-restored-4", run / "checkpoint_00000004", ranks=2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_example_resumes_on_another_number_of_workers(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    text = train("ray_train", EXAMPLE, run, 2, 3, nproc=1, timeout=400, RAY_TMPDIR="/tmp")
+    assert "'resumed_from': 0" in text
+    text = train("ray_train", EXAMPLE, run, 1, 5, nproc=1, timeout=400, RAY_TMPDIR="/tmp")
+    assert "'step': 5" in text and "'resumed_from': 3" in text
+    with sp.open(run / "checkpoint_00000005") as checkpoint:
+        assert checkpoint["optimizer.0.weight.step"].read() == 5
+
+
+def test_the_added_lines_of_the_page_are_those_of_the_example() -> None:
+    example = EXAMPLE.read_text().splitlines()
+    assert len(example) <= 40
+    page = (EXAMPLES.parent / "docs" / "frameworks" / "ray_train.md").read_text()
+    added = [line[1:].strip() for line in page.splitlines() if line.startswith("+")]
+    assert added and [line for line in added if line not in map(str.strip, example)] == []

@@ -20,7 +20,7 @@ import msgspec
 
 from shardproof.conversion.mapped_source import HashedBox
 from shardproof.errors import AlreadyCommittedError, FormatError, StorageError, StructureError
-from shardproof.storage import LocalStorage, flush_folders, is_url, rename_exclusively
+from shardproof.storage import LocalStorage, is_url, publish_path
 
 __all__ = ["UnitRecord", "WorkFolder"]
 
@@ -147,18 +147,7 @@ class WorkFolder:
                     f"folder, or no --max-file-size. What was written is in {source}"
                 )
             source /= names[0]
-        try:
-            rename_exclusively(source, self.destination)
-            flush_folders(self.destination.parent, self.destination.parent)
-        except FileExistsError as error:
-            raise AlreadyCommittedError(
-                f"{self.destination} exists. It was not touched; the new checkpoint is {source}",
-                path=str(self.destination),
-            ) from error
-        except OSError as error:
-            raise StorageError(
-                f"{source} cannot be moved to {self.destination}: {error.strerror}", file=str(source)
-            ) from error
+        publish_path(source, self.destination)
         self.close()
         shutil.rmtree(self.path)
 

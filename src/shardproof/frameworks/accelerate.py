@@ -162,6 +162,8 @@ def load_state(
 ) -> str | None:
     """Loads a checkpoint of `save_state`, or one of `accelerator.save_state`. All ranks call it.
 
+    Rank 0 finds the format for all ranks.
+
     Args:
         accelerator: the accelerator, after `prepare`.
         folder: the folder. None: the newest committed one, if the accelerator has
@@ -180,7 +182,7 @@ def load_state(
         folder = saves_of(accelerator).choose(run, lambda: _newest(run))
         if folder is None:
             return None
-    if _is_theirs(folder):
+    if saves_of(accelerator).agree(folder, lambda: _is_theirs(folder)):
         accelerator.load_state(os.fspath(folder), **options)
     else:
         saves_of(accelerator).load(folder, state_of(accelerator))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 import shardproof as sp
+from shardproof._utils.humanize import listed
 from shardproof.errors import KeyMismatchError
 from shardproof.frameworks.dcp_arguments import (
     HUGGING_FACE,
@@ -31,21 +31,20 @@ from shardproof.frameworks.dcp_arguments import (
     stages_in_background,
 )
 from shardproof.frameworks.flat_state import FlatTree, is_stateful
+from shardproof.frameworks.last_saver import LastSaver
 from shardproof.frameworks.storage_reader import ShardproofReader
 from shardproof.frameworks.storage_writer import ShardproofWriter, mark_as_committed
 from shardproof.interop import Foreign, foreign_of
 from shardproof.loading import UNREADABLE, Checkpoint, open_storage
 from shardproof.rendezvous import LocalRendezvous, Rendezvous, connect
-from shardproof.saving import Saver, SaveResult
+from shardproof.saving import SaveResult
 from shardproof.storage import LocalStorage
 
 __all__ = ["ShardproofReader", "ShardproofWriter", "async_save", "load", "save"]
 
 _log = logging.getLogger("shardproof")
 _THREAD = getattr(getattr(state_dict_saver, "AsyncCheckpointerType", None), "THREAD", None)
-_last: tuple[Rendezvous, Saver] | None = None
-"""The saver of the last save. The next save of the same ranks reuses its plan, buffers and threads. With
-fresh buffers, `async_save` takes about twice as long to return."""
+_last = LastSaver()
 
 
 def __getattr__(name: str) -> Any:
@@ -112,7 +111,7 @@ def save(
     storage = LocalStorage(path_of("save", checkpoint_id, storage_writer, ShardproofWriter))
     rendezvous = _rendezvous_of(process_group, no_dist)
     tree = _tree_to_save(rendezvous, storage, state_dict, planner)
-    result = _saver_of(rendezvous, storage).save(storage, tree, overwrite=True)
+    result = _last.at(rendezvous, storage.location).save(storage, tree, overwrite=True)
     if rendezvous.rank == 0:
         mark_as_committed(storage)
     return result
@@ -182,7 +181,7 @@ def async_save(
         if rendezvous.rank == 0:
             mark_as_committed(storage)
 
-    pending = _saver_of(rendezvous, storage).begin(
+    pending = _last.at(rendezvous, storage.location).begin(
         storage, tree, overwrite=True, stage_all=True, after=committed
     )
     future: Future[Any] = pending.future()
@@ -247,7 +246,7 @@ def load(
     report = sp.load(path, flat.tree, strict=False, cast=True, rendezvous=rendezvous)
     if report.missing and not is_partial:
         raise KeyMismatchError(
-            f"{source.location} was replaced during the load, and lacks {_listed(report.missing)}. The state "
+            f"{source.location} was replaced during the load, and lacks {listed(report.missing)}. The state "
             "dict is partly overwritten: load again",
             missing=list(report.missing),
             unexpected=[],
@@ -265,23 +264,6 @@ def _rendezvous_of(process_group: dist.ProcessGroup | None, no_dist: bool) -> Re
     if no_dist or not dist.is_available() or not dist.is_initialized():
         return LocalRendezvous()
     return connect(group=process_group)
-
-
-def _saver_of(rendezvous: Rendezvous, storage: LocalStorage) -> Saver:
-    """The saver of these ranks, after the end of the last save of other ranks.
-
-    Raises:
-        ShardproofError: the last save failed, and its future was not asked. Every rank gets an error.
-    """
-    global _last
-    last = _last
-    is_alone = isinstance(rendezvous, LocalRendezvous)
-    if last is None or not (last[0] is rendezvous or (is_alone and isinstance(last[0], LocalRendezvous))):
-        if last is not None:
-            with rendezvous.operation(f"save {storage.location}"):
-                last[1].wait()
-        last = _last = rendezvous, Saver(rendezvous)
-    return last[1]
 
 
 def _tree_to_save(
@@ -318,7 +300,7 @@ def _warn(flat: FlatTree, checkpoint: Checkpoint, stateful: list[str]) -> None:
             "%s: %d tensors are converted to another dtype, as DCP does: %s",
             checkpoint.location,
             len(converted),
-            _listed(converted),
+            listed(converted),
         )
     heads = tuple(f"{key}." for key in stateful)
     left = [key for key in checkpoint if key.startswith(heads) and not flat.takes(key)]
@@ -329,9 +311,5 @@ def _warn(flat: FlatTree, checkpoint: Checkpoint, stateful: list[str]) -> None:
             "torch.distributed.checkpoint.state_dict.get_state_dict",
             checkpoint.location,
             len(left),
-            _listed(left),
+            listed(left),
         )
-
-
-def _listed(keys: Sequence[str]) -> str:
-    return ", ".join(keys[:5]) + (", ..." if len(keys) > 5 else "")

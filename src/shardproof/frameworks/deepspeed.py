@@ -24,9 +24,9 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 import shardproof as sp
-from shardproof.frameworks.coordinator_work import on_rank_0
 from shardproof.frameworks.deepspeed_files import is_of_deepspeed, load_files
 from shardproof.frameworks.partitions import Partition, PartitionedModule
+from shardproof.frameworks.rank_work import on_rank_0
 from shardproof.frameworks.zero_blocks import (
     BlockOptimizer,
     flat_blocks,

@@ -7,18 +7,20 @@ own ranges.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
 import shardproof as sp
+from shardproof.frameworks.rank_work import on_every_rank
 from shardproof.state import MASTER, LocalRange, Receipt, StoredSlot, options_of
 
 __all__ = ["is_of_deepspeed", "load_files"]
 
 _MARK = "ds_version"
+_STATE = "optimizer.state."
 _OF_ENGINE = ("global_steps", "global_samples", "skipped_steps")
 _NO_CLIENT_STATE = (
     *_OF_ENGINE,
@@ -56,16 +58,107 @@ def load_files(path: str | os.PathLike[str], state: Mapping[str, Any]) -> dict[s
 
     Raises:
         KeyMismatchError: the checkpoint lacks a parameter or a slot, or has another shape.
+        RankFailure: a rank cannot open the files or take their state. Raised on all ranks.
     """
-    with _opened(path) as checkpoint:
+    rendezvous, operation = sp.rendezvous.connect(), f"load {os.fspath(path)}"
+    with _opened(path, rendezvous, operation) as checkpoint:
         names = [name for name in state["model"].state_dict() if f"fp32.{name}" not in checkpoint]
         # Stage 1 has frozen parameters in the dtype of training only.
         elsewhere = {f"fp32.{name}": f"module.{name}" for name in names if f"module.{name}" in checkpoint}
         sp.load(path, {"fp32": state["model"]}, include="fp32", rename=elsewhere, cast=True)
         # Masters are the rounded weights now.
-        objects = {key: checkpoint[key] for key in checkpoint if key in checkpoint.objects}
-        _load_optimizer(path, checkpoint, state["optimizer"].optimizer)
-    engine = state["engine"]
+        objects: dict[str, Any] = {}
+        optimizer = _Optimizer(state["optimizer"].optimizer)
+
+        def match() -> None:
+            objects.update((key, checkpoint[key]) for key in checkpoint if key in checkpoint.objects)
+            optimizer.match(checkpoint)
+
+        on_every_rank(rendezvous, operation, "match", match)
+        sp.load(path, optimizer.tree, include=optimizer.include)
+
+        def finish() -> None:
+            optimizer.finish(checkpoint)
+            _set_engine(state["engine"], objects)
+
+        on_every_rank(rendezvous, operation, "finish", finish)
+    own = {key: value for key, value in objects.items() if key.split(".")[0] not in _NO_CLIENT_STATE}
+    return {name: _below(own, name) for name in {key.split(".")[0]: None for key in own}}
+
+
+@contextmanager
+def _opened(
+    path: str | os.PathLike[str], rendezvous: sp.rendezvous.Rendezvous, operation: str
+) -> Iterator[Any]:
+    """The files, which each rank opens. An error reaches all ranks."""
+    with ExitStack() as stack:
+        opened: list[Any] = []
+        on_every_rank(
+            rendezvous, operation, "open", lambda: opened.append(stack.enter_context(sp.open(path)))
+        )
+        yield opened[0]
+
+
+class _Optimizer:
+    """The masters and slots of this rank, which a load fills, and the options of the groups.
+
+    Args:
+        keeper: the optimizer, as `shardproof.frameworks.deepspeed.engine_state` describes it.
+    """
+
+    def __init__(self, keeper: Any) -> None:
+        self._keeper = keeper
+        self._slots: dict[str, dict[str, Any]] = {}
+        self._receipts: dict[str, Receipt] = {}
+        self.tree: dict[str, Any] = {}
+        """The state tree to load."""
+        self.include: list[str] = []
+        """The keys of the checkpoint to load."""
+
+    def match(self, checkpoint: Any) -> None:
+        """Makes memory for the slots of the checkpoint."""
+        masters: dict[str, Any] = {}
+        stored = _slots_by_parameter(checkpoint, self._keeper.names)
+        for name, parameter in self._keeper.names.items():
+            tensors = {slot: key for slot, key in stored[name].items() if key not in checkpoint.objects}
+            kinds = {
+                slot: StoredSlot(getattr(torch, checkpoint.dtype(key)), tuple(checkpoint.shape(key)))
+                for slot, key in tensors.items()
+            }
+            receipt = self._receipts[name] = self._keeper.receive_slots(parameter, kinds)
+            self._slots[name] = {
+                slot: _place(receipt.tensors[slot], parameter) if slot in tensors else checkpoint[key]
+                for slot, key in stored[name].items()
+            }
+            if MASTER in receipt.tensors:
+                masters[name] = _place(receipt.tensors[MASTER], parameter)
+        tree = {"fp32": masters, "optimizer": {"state": self._slots}}
+        self.tree = {key: value for key, value in tree.items() if value}
+        self.include = ["optimizer.state", *(f"fp32.{name}" for name in masters)]
+
+    def finish(self, checkpoint: Any) -> None:
+        """Attaches what is loaded."""
+        for name, receipt in self._receipts.items():
+            values = {slot: item for slot, item in self._slots[name].items() if slot not in receipt.tensors}
+            receipt.attach(values, frozenset(receipt.tensors))
+        _set_options(checkpoint, self._keeper)
+
+
+def _slots_by_parameter(checkpoint: Any, names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Name of each parameter to its slots and their keys. A slot may have several segments."""
+    found: dict[str, dict[str, str]] = {name: {} for name in names}
+    for key in checkpoint:
+        if key.startswith(_STATE):
+            segments = key.removeprefix(_STATE).split(".")
+            heads = (".".join(segments[:size]) for size in range(1, len(segments)))
+            name = next((head for head in heads if head in found), None)
+            if name is not None:
+                found[name][key.removeprefix(f"{_STATE}{name}.")] = key
+    return found
+
+
+def _set_engine(engine: Any, objects: Mapping[str, Any]) -> None:
+    """Sets counts, learning rate scheduler and loss scaler."""
     present = engine.state_dict()
     scaler, scheduler = _below(objects, "optimizer.loss_scaler"), _below(objects, "lr_scheduler")
     engine.load_state_dict(
@@ -77,54 +170,6 @@ def load_files(path: str | os.PathLike[str], state: Mapping[str, Any]) -> dict[s
             "overflow": objects.get("optimizer.overflow", False),
         }
     )
-    own = {key: value for key, value in objects.items() if key.split(".")[0] not in _NO_CLIENT_STATE}
-    return {name: _below(own, name) for name in {key.split(".")[0]: None for key in own}}
-
-
-@contextmanager
-def _opened(path: str | os.PathLike[str]) -> Iterator[Any]:
-    """The files, which each rank opens. An error reaches all ranks."""
-    with ExitStack() as stack:
-        opened: list[Any] = []
-
-        def open_files() -> bytes:
-            opened.append(stack.enter_context(sp.open(path)))
-            return b""
-
-        meetings = sp.rendezvous.MeetingSequence(sp.rendezvous.connect(), f"load {os.fspath(path)}")
-        meetings.meet("open", open_files, lambda _: b"")
-        yield opened[0]
-
-
-def _load_optimizer(path: str | os.PathLike[str], checkpoint: Any, keeper: Any) -> None:
-    """Loads masters and slots into their ranges, and the options of the groups."""
-    keys = checkpoint.keys()
-    masters: dict[str, Any] = {}
-    slots: dict[str, dict[str, Any]] = {}
-    receipts: dict[str, Receipt] = {}
-    for name, parameter in keeper.names.items():
-        prefix = f"optimizer.state.{name}."
-        found = [key for key in keys if key.startswith(prefix)]
-        tensors = {key.removeprefix(prefix): key for key in found if key not in checkpoint.objects}
-        stored = {
-            slot: StoredSlot(getattr(torch, checkpoint.dtype(key)), tuple(checkpoint.shape(key)))
-            for slot, key in tensors.items()
-        }
-        receipt = keeper.receive_slots(parameter, stored)
-        slots[name] = {
-            key.removeprefix(prefix): checkpoint[key] for key in found if key not in tensors.values()
-        }
-        slots[name] |= {slot: _place(receipt.tensors[slot], parameter) for slot in stored}
-        if MASTER in receipt.tensors:
-            masters[name] = _place(receipt.tensors[MASTER], parameter)
-        receipts[name] = receipt
-    tree = {"fp32": masters, "optimizer": {"state": slots}}
-    include = ["optimizer.state", *(f"fp32.{name}" for name in masters)]
-    sp.load(path, {key: value for key, value in tree.items() if value}, include=include)
-    for name, receipt in receipts.items():
-        values = {slot: item for slot, item in slots[name].items() if slot not in receipt.tensors}
-        receipt.attach(values, frozenset(receipt.tensors))
-    _set_options(checkpoint, keeper)
 
 
 def _place(item: torch.Tensor | LocalRange, parameter: torch.Tensor) -> torch.Tensor | sp.FlatShard:

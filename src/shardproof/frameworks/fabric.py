@@ -58,6 +58,8 @@ def load(
 ) -> dict[str, Any]:
     """Loads a checkpoint of `save`, or one of `fabric.save`, into a state. All ranks call it.
 
+    Rank 0 finds the format for all ranks.
+
     Args:
         fabric: the `Fabric`.
         path: the checkpoint.
@@ -71,8 +73,7 @@ def load(
     Raises:
         ShardproofError: see `shardproof.load`.
     """
-    is_theirs = os.path.isfile(path) or os.path.isfile(os.path.join(path, "meta.pt"))
-    if is_theirs and not is_committed(path):
+    if saves_of(fabric).agree(path, lambda: _is_theirs(path)):
         rest: dict[str, Any] = fabric.load(path, state, strict, **options)
         return rest
     inner = unwrapped(state)
@@ -93,6 +94,11 @@ def wait(fabric: Any) -> None:
         ShardproofError: the save failed, and no call has raised the failure yet.
     """
     saves_of(fabric).wait()
+
+
+def _is_theirs(path: str | os.PathLike[str]) -> bool:
+    is_theirs = os.path.isfile(path) or os.path.isfile(os.path.join(path, "meta.pt"))
+    return is_theirs and not is_committed(path)
 
 
 def _inner(value: Any) -> Any:

@@ -22,7 +22,7 @@ import torch
 
 import shardproof as sp
 from shardproof.format import MANIFEST_NAME, read_manifest
-from shardproof.frameworks.coordinator_work import on_rank_0
+from shardproof.frameworks.rank_work import on_rank_0
 from shardproof.loading import Options, load_from
 from shardproof.rendezvous import Rendezvous, check_group, connect
 from shardproof.saving import Saver
@@ -169,12 +169,19 @@ class FolderSaves:
         Raises:
             RankFailure: `find` failed. Raised on every rank.
         """
-        self._connected().settle()
-        assert self._rendezvous is not None
-        operation = f"load {os.path.abspath(run)}"
-        with self._rendezvous.operation(operation):
-            found = on_rank_0(self._rendezvous, operation, "choose", lambda: os.fsencode(find() or ""))
-        return os.fsdecode(found) or None
+        return os.fsdecode(self._of_rank_0(run, "choose", lambda: os.fsencode(find() or ""))) or None
+
+    def agree(self, checkpoint: str | os.PathLike[str], ask: Callable[[], bool]) -> bool:
+        """What rank 0 finds about a checkpoint, such as its format. All ranks call it.
+
+        Args:
+            checkpoint: the folder or file, for errors.
+            ask: called on rank 0 alone, after the end of the current save.
+
+        Raises:
+            RankFailure: `ask` failed. Raised on every rank.
+        """
+        return self._of_rank_0(checkpoint, "format", lambda: b"true" if ask() else b"") == b"true"
 
     def wait(self) -> None:
         """Waits for the current save.
@@ -217,6 +224,13 @@ class FolderSaves:
             self._saver = Saver(self._rendezvous)
         check_group(self._rendezvous)
         return self._saver
+
+    def _of_rank_0(self, place: str | os.PathLike[str], phase: str, work: Callable[[], bytes]) -> bytes:
+        self._connected().settle()
+        assert self._rendezvous is not None
+        operation = f"load {os.path.abspath(place)}"
+        with self._rendezvous.operation(operation):
+            return on_rank_0(self._rendezvous, operation, phase, work)
 
     def _committed(
         self, then: Callable[[], None] | None, _result: sp.SaveResult, _progress: Callable[[int, int], None]

@@ -133,7 +133,9 @@ def with_shardproof(kind: Any) -> Any:
             checkpoint_path = self.shardproof_saves.choose(
                 os.path.dirname(checkpoint_path), lambda: os.fspath(checkpoint_path)
             )
-            self.shardproof_loaded = _is_ours(checkpoint_path)
+            self.shardproof_loaded = self.shardproof_saves.agree(
+                checkpoint_path, lambda: _is_ours(checkpoint_path)
+            )
             if not self.shardproof_loaded:
                 loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **options)
                 return loaded

@@ -20,10 +20,10 @@ from megatron.core.dist_checkpointing.validation import (
 )
 
 import shardproof as sp
-from shardproof.frameworks.coordinator_work import on_rank_0
 from shardproof.frameworks.megatron_common import COMMON, TYPES
 from shardproof.frameworks.megatron_plain import from_plain
 from shardproof.frameworks.megatron_strategies import LoadStrategy, agree_if_ours, is_ours, takes
+from shardproof.frameworks.rank_work import on_every_rank, on_rank_0
 from shardproof.maintenance import verify
 
 __all__ = [
@@ -158,13 +158,12 @@ def _load_strategy(strategy: Any) -> Any:
 def _common_state(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
     """The common state, which each rank reads. An error reaches all ranks."""
     state: dict[str, Any] = {}
-
-    def read() -> bytes:
-        state.update(load_common_state_dict(checkpoint_dir))
-        return b""
-
-    meetings = sp.rendezvous.MeetingSequence(sp.rendezvous.connect(), f"load {checkpoint_dir}")
-    meetings.meet("common", read, lambda _: b"")
+    on_every_rank(
+        sp.rendezvous.connect(),
+        f"load {checkpoint_dir}",
+        "common",
+        lambda: state.update(load_common_state_dict(checkpoint_dir)),
+    )
     return state
 
 

@@ -1,8 +1,8 @@
 """Values of Megatron's common state and ShardedObjects as plain data, with the types that plain data lacks.
 
-Megatron keeps its arguments in an ``argparse.Namespace`` with members of enums, and Transformer Engine keeps
-its extra state in a ``BytesIO``. They are stored as dicts, names and bytes, beside a list of the places where
-such a type belongs.
+Megatron keeps its arguments in an ``argparse.Namespace`` with members of enums, its rerun state machine names
+a call by a named tuple, and Transformer Engine keeps its extra state in a ``BytesIO``. They are stored as
+dicts, names, tuples and bytes, beside a list of the places where such a type belongs.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ _NAMESPACES: dict[str, Callable[..., Any]] = {
     "types.SimpleNamespace": types.SimpleNamespace,
 }
 _ENUM = "enum "
+_NAMED_TUPLE = "namedtuple "
 
 
 @sp.register_dataclass
@@ -55,7 +56,7 @@ def from_plain(value: Any, types: Sequence[tuple[list[Any], str]]) -> Any:
     """Inverse of `to_plain`. Changes the containers of `value`.
 
     Raises:
-        PlainDataError: the class of an enum is not loaded in this process.
+        PlainDataError: the class of an enum or named tuple is not loaded in this process.
 
     >>> from_plain({"args": {"lr": 0.1}, "step": 3}, [(["args"], "argparse.Namespace")])
     {'args': Namespace(lr=0.1), 'step': 3}
@@ -74,6 +75,9 @@ def _to_plain(value: Any, path: list[Any], found: Types) -> Any:
     if isinstance(value, enum.Enum):
         found.append((path, f"{_ENUM}{kind.__module__} {kind.__qualname__}"))
         return value.name
+    if _is_named_tuple(kind):
+        found.append((path, f"{_NAMED_TUPLE}{kind.__module__} {kind.__qualname__}"))
+        return _to_plain(tuple(value), path, found)
     if isinstance(value, io.BytesIO):
         found.append((path, "io.BytesIO"))
         return value.getvalue()
@@ -106,20 +110,31 @@ def _typed(value: Any, name: str) -> Any:
     if name == "pathlib.Path":
         return pathlib.Path(value)
     if name.startswith(_ENUM):
-        return _member(value, *name.removeprefix(_ENUM).split(" "))
+        return _loaded(name.removeprefix(_ENUM), "enum", _is_enum)[value]
+    if name.startswith(_NAMED_TUPLE):
+        return tuple.__new__(_loaded(name.removeprefix(_NAMED_TUPLE), "named tuple", _is_named_tuple), value)
     raise sp.PlainDataError(
         f"the checkpoint has a value of the type {name!r}, which this version cannot restore"
     )
 
 
-def _member(member: str, module: str, qualified: str) -> Any:
-    """The member of an enum of a module that this process has imported. Imports nothing."""
+def _is_enum(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, enum.Enum)
+
+
+def _is_named_tuple(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
+
+
+def _loaded(name: str, sort: str, is_of_sort: Callable[[Any], bool]) -> Any:
+    """A class of a module that this process has imported. Imports nothing."""
+    module, qualified = name.split(" ")
     found: Any = sys.modules.get(module)
     for part in qualified.split("."):
         found = getattr(found, part, None)
-    if not (isinstance(found, type) and issubclass(found, enum.Enum)):
+    if not is_of_sort(found):
         raise sp.PlainDataError(
-            f"the checkpoint has {qualified}.{member}, but {module} has no such enum here. Import {module} "
-            "before the load"
+            f"the checkpoint has a value of {qualified}, but {module} has no such {sort} here. Import "
+            f"{module} before the load"
         )
-    return found[member]
+    return found

@@ -29,20 +29,22 @@ class Box(NamedTuple):
 
 
 class MainReplicas:
-    """Proves that each box has one main replica, and remembers what it proved.
+    """Proves that each box has one main replica, and remembers what it proved."""
 
-    Args:
-        rendezvous: the rendezvous of all ranks.
-    """
-
-    def __init__(self, rendezvous: sp.rendezvous.Rendezvous) -> None:
-        self._rendezvous = rendezvous
+    def __init__(self) -> None:
         self._proved: tuple[bytes, ...] = ()
+        """The digests of all ranks that the coordinator proved last."""
 
-    def prove(self, location: str, describe: Callable[[], Sequence[Box]]) -> None:
+    def prove(
+        self,
+        rendezvous: sp.rendezvous.Rendezvous,
+        location: str,
+        describe: Callable[[], Sequence[Box]],
+    ) -> None:
         """Compares the boxes of all ranks. All ranks call it.
 
         Args:
+            rendezvous: the rendezvous of all ranks.
             location: path of the checkpoint, for messages.
             describe: returns the boxes of this rank.
 
@@ -51,7 +53,7 @@ class MainReplicas:
                 key, box and ranks.
             RankFailure, RankSilent: a rank failed or fell silent.
         """
-        meetings = sp.rendezvous.MeetingSequence(self._rendezvous, f"compare replicas of {location}")
+        meetings = sp.rendezvous.MeetingSequence(rendezvous, f"compare replicas of {location}")
         posted = b""
 
         def digest() -> bytes:

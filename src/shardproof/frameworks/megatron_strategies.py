@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.strategies import torch as torch_strategie
 from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 
 import shardproof as sp
-from shardproof.frameworks.coordinator_work import on_rank_0
+from shardproof.frameworks.last_saver import LastSaver
 from shardproof.frameworks.megatron_async import call_of
 from shardproof.frameworks.megatron_common import (
     BACKEND,
@@ -32,7 +32,7 @@ from shardproof.frameworks.megatron_common import (
 )
 from shardproof.frameworks.megatron_replicas import MainReplicas
 from shardproof.frameworks.megatron_tensors import Load, add_keys, boxes_of, save_tree
-from shardproof.saving import Saver
+from shardproof.frameworks.rank_work import on_every_rank, on_rank_0
 from shardproof.state import references
 
 __all__ = ["LoadStrategy", "SaveStrategy", "agree_if_ours", "is_ours", "takes"]
@@ -86,8 +86,8 @@ class SaveStrategy(torch_strategies.TorchDistSaveShardedStrategy):
         super().__init__(backend=BACKEND, version=VERSION)
         self._replicas = replicas
         self._deadline = deadline
-        self._budget = host_memory_budget
-        self._engine: tuple[sp.rendezvous.Rendezvous, Saver, MainReplicas] | None = None
+        self._last = LastSaver(host_memory_budget)
+        self._main_replicas = MainReplicas()
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -142,7 +142,8 @@ class SaveStrategy(torch_strategies.TorchDistSaveShardedStrategy):
             StructureError: a box has no main replica, or two.
         """
         location = os.fspath(checkpoint_dir)
-        saver, replicas = self._connected(location)
+        rendezvous = sp.rendezvous.connect(deadline=self._deadline)
+        saver = self._last.at(rendezvous, location)
         common: list[Common] = []
 
         def describe() -> list[Any]:
@@ -150,7 +151,7 @@ class SaveStrategy(torch_strategies.TorchDistSaveShardedStrategy):
             common[:] = common_of(sharded_state_dict)
             return boxes_of(sharded_state_dict)
 
-        replicas.prove(location, describe)
+        self._main_replicas.prove(rendezvous, location, describe)
         tree = save_tree(sharded_state_dict, replicas=self._replicas)
         for state in common:
             add_keys(tree, state.tree())
@@ -163,19 +164,6 @@ class SaveStrategy(torch_strategies.TorchDistSaveShardedStrategy):
             stage_all=background,
             after=publish_for_megatron(Path(location), common),
         )
-
-    def _connected(self, location: str) -> tuple[Saver, MainReplicas]:
-        """What saves at the rendezvous of the present process group."""
-        rendezvous = sp.rendezvous.connect(deadline=self._deadline)
-        last = self._engine
-        is_alone = rendezvous.world_size == 1  # a process without a process group has no lasting rendezvous
-        if last is None or not (last[0] is rendezvous or (is_alone and last[0].world_size == 1)):
-            if last is not None:
-                with rendezvous.operation(f"save {location}"):
-                    last[1].wait()
-            saver = Saver(rendezvous, host_memory_budget=self._budget)
-            last = self._engine = rendezvous, saver, MainReplicas(rendezvous)
-        return last[1], last[2]
 
 
 class LoadStrategy(torch_strategies.TorchDistLoadShardedStrategy):
@@ -231,13 +219,12 @@ class LoadStrategy(torch_strategies.TorchDistLoadShardedStrategy):
         request = Load(sharded_state_dict)
         tree: dict[str, Any] = {}
 
-        def match() -> bytes:
+        def match() -> None:
             with sp.open(location) as checkpoint:
                 check_common_file(Path(location), checkpoint)
                 tree.update(request.tree(_stored(checkpoint)))
-            return b""
 
-        sp.rendezvous.MeetingSequence(rendezvous, f"match {location}").meet("match", match, lambda _: b"")
+        on_every_rank(rendezvous, f"match {location}", "match", match)
         sp.load(location, tree, strict=False, cast=True, rendezvous=rendezvous)
         return request.result(tree)
 
@@ -246,19 +233,7 @@ class LoadStrategy(torch_strategies.TorchDistLoadShardedStrategy):
         if not is_ours(checkpoint_dir):
             return dict(super().load_tensors_metadata(checkpoint_dir, *metadata))
         with sp.open(os.fspath(checkpoint_dir)) as checkpoint:
-            inside = {key for data in checkpoint.objects.values() for key, _ in references(data)}
-            kinds = {
-                record.key: (record.shape, getattr(torch, record.dtype))
-                for record in checkpoint.tensors
-                if record.key not in inside
-            }
-            kinds |= {alias: kinds[key] for alias, key in checkpoint.aliases.items() if key in kinds}
-        return {
-            key: ShardedTensor.from_rank_offsets(
-                key, torch.empty(tuple(shape), dtype=dtype, device="meta")
-            ).without_data()
-            for key, (shape, dtype) in kinds.items()
-        }
+            return _tensors_metadata(checkpoint)
 
     def load_sharded_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
         """A ShardedTensor or ShardedObject without data for each stored one, by key."""
@@ -266,8 +241,8 @@ class LoadStrategy(torch_strategies.TorchDistLoadShardedStrategy):
             return dict(super().load_sharded_metadata(checkpoint_dir))
         with sp.open(os.fspath(checkpoint_dir)) as checkpoint:
             objects = [key for key in checkpoint.objects if key not in (COMMON, TYPES)]
-        found = {key: ShardedObject.empty_from_unique_key(key) for key in objects}
-        return found | self.load_tensors_metadata(checkpoint_dir)
+            found = {key: ShardedObject.empty_from_unique_key(key) for key in objects}
+            return found | _tensors_metadata(checkpoint)
 
     def remove_sharded_tensors(self, checkpoint_dir: str, key_prefix: str) -> None:
         """Removes tensors from a ``torch_dist`` checkpoint. A checkpoint of shardproof is never changed."""
@@ -278,6 +253,23 @@ class LoadStrategy(torch_strategies.TorchDistLoadShardedStrategy):
                 f"--exclude '{key_prefix}*'"
             )
         super().remove_sharded_tensors(checkpoint_dir, key_prefix)
+
+
+def _tensors_metadata(checkpoint: sp.Checkpoint) -> dict[str, Any]:
+    """A ShardedTensor without data for each tensor that no object refers to, by key."""
+    inside = {key for data in checkpoint.objects.values() for key, _ in references(data)}
+    kinds = {
+        record.key: (record.shape, getattr(torch, record.dtype))
+        for record in checkpoint.tensors
+        if record.key not in inside
+    }
+    kinds |= {alias: kinds[key] for alias, key in checkpoint.aliases.items() if key in kinds}
+    return {
+        key: ShardedTensor.from_rank_offsets(
+            key, torch.empty(tuple(shape), dtype=dtype, device="meta")
+        ).without_data()
+        for key, (shape, dtype) in kinds.items()
+    }
 
 
 def _stored(checkpoint: sp.Checkpoint) -> dict[str, tuple[int, ...]]:

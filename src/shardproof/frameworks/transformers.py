@@ -140,35 +140,41 @@ def with_shardproof(kind: Any, *, background: bool = True) -> Any:
             return super()._finalize_training(*args, **options)
 
         def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-            if not _is_ours(resume_from_checkpoint):
+            if not self._reads_ours(resume_from_checkpoint):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
                 return
             self._load_tree(resume_from_checkpoint, {"model": _weights(self.model)})
 
         def _load_best_model(self) -> None:
             best = self.state.best_model_checkpoint
-            if not _is_ours(best):
+            if not self._reads_ours(best):
                 super()._load_best_model()
                 return
             self._load_tree(best, {"model": _weights(self.model)})
 
         def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-            if checkpoint is None or not _is_ours(checkpoint):
+            if checkpoint is None or not self._reads_ours(checkpoint):
                 super()._load_optimizer_and_scheduler(checkpoint)
-            elif _has(checkpoint, "rng"):
+            elif self._stores(checkpoint, "rng"):
                 self._load_tree(checkpoint, self._optimizer_tree())
 
         def _load_scaler(self, checkpoint: str | None) -> None:
-            if checkpoint is None or not _is_ours(checkpoint):
+            if checkpoint is None or not self._reads_ours(checkpoint):
                 super()._load_scaler(checkpoint)
-            elif _has(checkpoint, "scaler"):
+            elif self._stores(checkpoint, "scaler"):
                 self._load_tree(checkpoint, self._scaler_tree())
 
         def _load_rng_state(self, checkpoint: str | None) -> None:
-            if checkpoint is None or not _is_ours(checkpoint):
+            if checkpoint is None or not self._reads_ours(checkpoint):
                 super()._load_rng_state(checkpoint)
-            elif _has(checkpoint, "rng"):
+            elif self._stores(checkpoint, "rng"):
                 self._load_tree(checkpoint, {"rng": sp.RandomState()})
+
+        def _reads_ours(self, checkpoint: str) -> bool:
+            return self.shardproof_saves.agree(checkpoint, lambda: _is_ours(checkpoint))
+
+        def _stores(self, checkpoint: str, key: str) -> bool:
+            return self.shardproof_saves.agree(checkpoint, lambda: _has(checkpoint, key))
 
         def _load_tree(self, checkpoint: str, state: dict[str, Any]) -> None:
             if state:

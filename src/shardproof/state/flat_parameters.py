@@ -18,11 +18,9 @@ import torch
 
 from shardproof.errors import StructureError
 from shardproof.state.local_shards import FlatShard
-from shardproof.state.module_names import NamedModule, clean_name
+from shardproof.state.module_names import EXTRA_STATE, NamedModule, clean_name
 
 __all__ = ["FlatPart", "flat_parts", "flat_state", "is_flat", "is_in_flat"]
-
-_EXTRA_STATE = "_extra_state"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,5 +144,5 @@ def flat_state(module: NamedModule, parts: Iterable[FlatPart]) -> dict[str, Any]
                 )
         extra: Callable[[], Any] = part.get_extra_state
         if type(part).get_extra_state is not torch.nn.Module.get_extra_state:
-            state[prefix + _EXTRA_STATE] = extra()
+            state[prefix + EXTRA_STATE] = extra()
     return state

@@ -11,6 +11,7 @@ from shardproof.errors import StructureError
 from shardproof.state.layout import Layout, declared
 
 __all__ = [
+    "EXTRA_STATE",
     "WRAPPERS",
     "NamedModule",
     "clean_name",
@@ -24,6 +25,8 @@ _ORIGINAL, _CHECKPOINTED = "_orig_mod", "_checkpoint_wrapped_module"
 _FLAT = "_fsdp_wrapped_module"
 WRAPPERS = (_ORIGINAL, _CHECKPOINTED, _FLAT)
 """Segments that compilation, activation checkpointing and FSDP1 insert into names."""
+EXTRA_STATE = "_extra_state"
+"""Name of what a module's `get_extra_state` returns, in its ``state_dict``."""
 PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 
 _SEGMENT = "_shardproof_segment"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from shardproof.storage.base import CachedStorage, RemoteStorage, Sink, Storage, check_name
 from shardproof.storage.direct_io import ALIGNMENT, aligned_buffer, memory_for
-from shardproof.storage.durable import flush_folders as flush_folders  # not listed in __all__: internal
-from shardproof.storage.durable import rename_exclusively as rename_exclusively
+from shardproof.storage.durable import publish_path as publish_path  # not listed in __all__: internal
 from shardproof.storage.file_writer import FileWriter as FileWriter  # not listed in __all__: internal
 from shardproof.storage.fsspec_storage import FsspecStorage
 from shardproof.storage.local import LocalStorage

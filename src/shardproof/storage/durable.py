@@ -26,6 +26,7 @@ from collections import deque
 from pathlib import Path
 
 from shardproof._utils import libc
+from shardproof.errors import AlreadyCommittedError, StorageError
 
 __all__ = [
     "WriteBack",
@@ -33,6 +34,7 @@ __all__ = [
     "flush_folders",
     "make_folders",
     "open_new",
+    "publish_path",
     "rename_exclusively",
     "unlink_quietly",
     "write_all",
@@ -141,6 +143,26 @@ def rename_exclusively(source: Path, target: Path) -> None:
         _rename_no_replace(source, target)
         return
     unlink_quietly(source)  # the rename has taken effect; a second name is a leftover for prune
+
+
+def publish_path(source: Path, target: Path) -> None:
+    """Move a durable file or folder to the name under which readers look for it, durably.
+
+    Raises:
+        AlreadyCommittedError: there is something at `target`.
+        StorageError: the file system failed.
+    """
+    try:
+        rename_exclusively(source, target)
+        flush_folders(target.parent, target.parent)
+    except FileExistsError as error:
+        raise AlreadyCommittedError(
+            f"{target} exists. It was not touched; what was written is {source}", path=str(target)
+        ) from error
+    except OSError as error:
+        raise StorageError(
+            f"{source} cannot be moved to {target}: {error.strerror}", file=str(source)
+        ) from error
 
 
 def _rename_no_replace(source: Path, target: Path) -> None:

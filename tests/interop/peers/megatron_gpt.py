@@ -17,7 +17,11 @@ from megatron.core.distributed import (  # noqa: E402
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
@@ -27,14 +31,41 @@ __all__ = ["Run", "sharded_state"]
 SEQUENCE, VOCABULARY, BATCHES = 8, 32, 4
 
 
+class GatheredAttention(torch.nn.Module):
+    """Attention of a context parallel rank to the keys and values of all ranks.
+
+    Megatron-Core has context parallelism in Transformer Engine only, which needs CUDA.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, **options: Any) -> None:
+        super().__init__()
+        self.group = parallel_state.get_context_parallel_group()
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
+    ) -> torch.Tensor:
+        """Takes and returns sequence, batch, and heads, as Megatron's attention does."""
+        key, value = (
+            tensor_parallel.gather_from_sequence_parallel_region(item.contiguous(), group=self.group)
+            for item in (key, value)
+        )
+        here, there = self.group.rank(), self.group.size()
+        everywhere = torch.cat([_on_context_rank(torch.arange(SEQUENCE), at, there) for at in range(there)])
+        mask = _on_context_rank(torch.arange(SEQUENCE), here, there)[:, None] >= everywhere
+        heads = [item.permute(1, 2, 0, 3) for item in (query, key, value)]
+        context = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=True)
+        return context.permute(2, 0, 1, 3).flatten(2)
+
+
 @dataclass
 class Run:
-    """The model and its optimizer on this rank.
+    """The model and its optimizer on this rank. Each virtual pipeline stage is a chunk of the model.
 
     Args:
         layout: names of `parallel_state.initialize_model_parallel`, such as `tensor_model_parallel_size`.
         seed: of the weights.
-        options: of `TransformerConfig`, in the place of the default ones.
+        options: of `TransformerConfig`, in the place of the default ones. `engine` is for layers of
+            Transformer Engine, and `optimizer` has options of `OptimizerConfig`.
     """
 
     layout: dict[str, int]
@@ -46,7 +77,7 @@ class Run:
         parallel_state.initialize_model_parallel(**self.layout)
         torch.manual_seed(self.seed)
         tensor_parallel.model_parallel_cuda_manual_seed(self.seed, force_reset_rng=True)
-        experts = self.options.get("num_moe_experts")
+        engine, of_optimizer = self.options.pop("engine", False), self.options.pop("optimizer", {})
         config = TransformerConfig(
             **{
                 "num_layers": 4,
@@ -71,33 +102,31 @@ class Run:
                 **self.options,
             }
         )
-        model = GPTModel(
-            config=config,
-            transformer_layer_spec=get_gpt_layer_local_spec(experts),
-            vocab_size=VOCABULARY,
-            max_sequence_length=SEQUENCE,
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
-            share_embeddings_and_output_weights=True,
-            position_embedding_type="rope",
-        ).bfloat16()
         data_parallel = DistributedDataParallelConfig(
             use_distributed_optimizer=True, overlap_grad_reduce=False, grad_reduce_in_fp32=True
         )
-        self.model = DistributedDataParallel(config, data_parallel, model)
-        self.model.broadcast_params()
+        stages = self.layout.get("virtual_pipeline_model_parallel_size")
+        self.chunks = [
+            DistributedDataParallel(config, data_parallel, _model(config, stage, engine=engine))
+            for stage in (range(stages) if stages else [None])
+        ]
+        self.model = self.chunks[0]
+        for chunk in self.chunks:
+            chunk.broadcast_params()
         config.finalize_model_grads_func = finalize_model_grads
         self.config = config
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
                 lr=1e-2,
+                min_lr=1e-4,
                 bf16=True,
                 params_dtype=torch.bfloat16,
                 use_distributed_optimizer=True,
                 clip_grad=0.0,
+                **of_optimizer,
             ),
-            [self.model],
+            self.chunks,
         )
 
     def train(self, steps: int, first: int = 0) -> None:
@@ -105,13 +134,14 @@ class Run:
         ranks = parallel_state.get_data_parallel_world_size()
         rank = parallel_state.get_data_parallel_rank()
         for step in range(first, first + steps):
-            self.model.zero_grad_buffer()
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-            batches = iter([_batch(step, at) for at in range(BATCHES) if at % ranks == rank])
+            batches = [_batch(step, at) for at in range(BATCHES) if at % ranks == rank]
             get_forward_backward_func()(
                 forward_step_func=_forward,
-                data_iterator=batches,
-                model=[self.model],
+                data_iterator=[iter(batches) for _ in self.chunks],
+                model=self.chunks,
                 num_microbatches=BATCHES // ranks,
                 seq_length=SEQUENCE,
                 micro_batch_size=2,
@@ -132,11 +162,51 @@ def sharded_state(run: Run, kind: str, *, is_loading: bool = False) -> dict[str,
     metadata = {
         "distrib_optim_sharding_type": kind,
         "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    model = run.model.module.sharded_state_dict(metadata=metadata)
-    optimizer = run.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
-    return {"model": model, "optimizer": optimizer, "iteration": 5}
+    names = ["model"] if len(run.chunks) == 1 else [f"model{at}" for at in range(len(run.chunks))]
+    models = {
+        name: chunk.module.sharded_state_dict(metadata=metadata)
+        for name, chunk in zip(names, run.chunks, strict=True)
+    }
+    described = models if len(run.chunks) > 1 else models["model"]
+    optimizer = run.optimizer.sharded_state_dict(described, is_loading=is_loading, metadata=metadata)
+    return {**models, "optimizer": optimizer, "iteration": 5}
+
+
+def _model(config: TransformerConfig, stage: int | None, *, engine: bool) -> GPTModel:
+    """The layers of a virtual pipeline stage of this rank; None for all of its layers."""
+    if engine:
+        layer = get_gpt_layer_with_transformer_engine_spec(config.num_moe_experts, config.moe_grouped_gemm)
+    else:
+        layer = get_gpt_layer_local_spec(config.num_moe_experts)
+    if config.context_parallel_size > 1 and not engine:
+        layer.submodules.self_attention.submodules.core_attention = GatheredAttention
+    is_virtual = {"ignore_virtual": False, "vp_stage": stage}
+    predictions = (
+        get_gpt_mtp_block_spec(config, layer, engine, vp_stage=stage) if config.mtp_num_layers else None
+    )
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=layer,
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        pre_process=parallel_state.is_pipeline_first_stage(**is_virtual),
+        post_process=parallel_state.is_pipeline_last_stage(**is_virtual),
+        # With both and two pipeline stages, 0.19.2 fails an assertion in `sharded_state_dict`.
+        share_embeddings_and_output_weights=not config.mtp_num_layers,
+        position_embedding_type="rope",
+        mtp_block_spec=predictions,
+        vp_stage=stage,
+    )
+    return model.bfloat16().cuda()
+
+
+def _on_context_rank(sequence: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    """The elements of a sequence on a context parallel rank: one of the first half and its mirror."""
+    parts = sequence.chunk(2 * ranks)
+    return torch.cat([parts[rank], parts[-1 - rank]])
 
 
 def _batch(step: int, at: int) -> torch.Tensor:
@@ -145,10 +215,17 @@ def _batch(step: int, at: int) -> torch.Tensor:
 
 
 def _forward(batches: Any, model: Any) -> Any:
-    tokens = next(batches)
-    positions = torch.arange(SEQUENCE).expand(2, -1)
-    mask = torch.ones(SEQUENCE, SEQUENCE).triu(1).bool()[None, None]
-    losses = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:])
+    tokens = next(batches).cuda()
+    ranks, rank = (
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_context_parallel_rank(),
+    )
+    inputs, labels, positions = (
+        _on_context_rank(item.mT, rank, ranks).mT
+        for item in (tokens[:, :-1], tokens[:, 1:], torch.arange(SEQUENCE).cuda().expand(2, -1))
+    )
+    mask = torch.ones(SEQUENCE, SEQUENCE).triu(1).bool()[None, None].cuda()
+    losses = model(inputs, positions, mask, labels=labels)
 
     def loss(output: torch.Tensor) -> Any:
         value = output.float().mean()

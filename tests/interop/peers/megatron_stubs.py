@@ -79,6 +79,8 @@ def install(*, fused: bool = True) -> None:
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda *args, **options: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **options: torch.set_rng_state(state)
+    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    dispatcher.maybe_move_tensor_to_cpu = _moved
     if fused:
         optimizers = importlib.import_module("megatron.core.optimizer")
         distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
@@ -87,13 +89,19 @@ def install(*, fused: bool = True) -> None:
         distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True
 
 
+def _moved(tensor: Any, as_numpy: bool = False, **options: Any) -> Any:
+    """Megatron-Core turns the counts of tokens into an array only on their way from CUDA."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
 def _on_cpu(make: Any) -> Any:
-    """A factory of tensors that makes them on the CPU where it is asked for CUDA."""
+    """A factory of tensors that makes them in plain CPU memory, also where it is asked for CUDA."""
 
     @functools.wraps(make)
     def made(*args: Any, **options: Any) -> Any:
         if str(options.get("device", "")).startswith("cuda"):
             options["device"] = "cpu"
+        options.pop("pin_memory", None)  # which needs an accelerator
         return make(*args, **options)
 
     return made

@@ -7,32 +7,142 @@ STEPS is a JSON list of what to do, in order:
     ["save", PATH]       save with `shardproof.frameworks.megatron_core`
     ["save_live", PATH]  save with `live_state`; "load_live" loads so
     ["queue", PATH]      save through Megatron's queue of asynchronous calls
+    ["nvrx", PATH]       the same with requests of nvidia-resiliency-ext
     ["begin", PATH]      save in the background, train a step meanwhile, and wait
     ["reference", PATH]  save with Megatron's own strategy `torch_dist`
     ["own", PATH]        fill model and optimizer with Megatron's own functions and strategy
     ["refuse", PATH]     make `live_state` of optimizers whose state it does not know; the errors are facts
+    ["refused", PATH]    load what does not fit; the error is a fact
+    ["describe", KIND]   describe the optimizer in a sharding type; the error is a fact
+    ["reject", REASON]   have the rerun state machine reject a result of the last rank, and ask for a rerun
+    ["remember", PATH]   each rank writes its scheduler, random state and rerun state, for a comparison
+    ["killed", PATH]     save, and kill the last rank while it writes
 
 LAYOUT is a JSON dict of `initialize_model_parallel`, with `kind`, the sharding type of the optimizer. OPTIONS
-is one of `TransformerConfig`.
+is one of `TransformerConfig`. Its `whole` adds what Megatron-LM saves beside model and optimizer.
 """
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import json
+import os
+import random
+import signal
 import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import megatron_gpt
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing as mcore
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-from peer_result import Result, join_ranks, leave_ranks, rank
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.rerun_state_machine import (
+    RerunDataIterator,
+    RerunMode,
+    get_rerun_state_machine,
+    initialize_rerun_state_machine,
+)
+from peer_result import Result, join_ranks, leave_ranks, rank, world_size
 
 import shardproof as sp
 from shardproof.frameworks import megatron_core as ours
+
+
+class Surroundings:
+    """What Megatron-LM saves beside model and optimizer: scheduler, random state, rerun state machine."""
+
+    def __init__(self) -> None:
+        initialize_rerun_state_machine(mode=RerunMode.VALIDATE_RESULTS)
+        self.machine = get_rerun_state_machine()
+        self.batches = RerunDataIterator(iter([torch.full((2,), float(rank())) for _ in range(9)]))
+
+    def attach(self, optimizer: Any) -> None:
+        self.scheduler = OptimizerParamScheduler(
+            optimizer,
+            init_lr=0.0,
+            max_lr=2e-2,
+            min_lr=1e-4,
+            lr_warmup_steps=2,
+            lr_decay_steps=10,
+            lr_decay_style="cosine",
+            start_wd=0.01,
+            end_wd=0.1,
+            wd_incr_steps=10,
+            wd_incr_style="linear",
+        )
+        random.seed(100 + rank())
+        np.random.seed(100 + rank())
+
+    def step(self) -> None:
+        self.scheduler.step(1)
+        random.random(), np.random.rand(), torch.rand(1)
+
+    def reject(self, reason: str) -> None:
+        """A result of the last rank is rejected, and found again when the step is run again."""
+        machine = self.machine
+        machine.should_checkpoint_and_exit()
+        while machine.should_run_forward_backward(self.batches):
+            result = next(self.batches).sum()
+            machine.validate_result(result, lambda _: rank() == world_size() - 1, reason)
+        assert machine.should_checkpoint_and_exit()[0], machine.state
+
+    def state(self, *, is_loading: bool = False) -> dict[str, Any]:
+        return {
+            "opt_param_scheduler": self.scheduler.state_dict(),
+            "rng_state": ShardedObject(
+                "rng_state",
+                [_random_state()],
+                (
+                    parallel_state.get_pipeline_model_parallel_world_size(),
+                    parallel_state.get_tensor_model_parallel_world_size(),
+                ),
+                (
+                    parallel_state.get_pipeline_model_parallel_rank(),
+                    parallel_state.get_tensor_model_parallel_rank(),
+                ),
+                replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+            ),
+            "rerun_state_machine": self.machine.state_dict(self.batches, "torch_dist", force=is_loading),
+        }
+
+    def asked(self, layout: list[int]) -> dict[str, Any]:
+        """As Megatron-LM, without the random state of other TP or PP, and without reruns of other ranks."""
+        state = self.state(is_loading=True)
+        if layout != layout_here():
+            del state["rerun_state_machine"]
+        if layout[:2] != layout_here()[:2]:
+            del state["rng_state"]
+        return state
+
+    def set(self, state: dict[str, Any]) -> None:
+        self.scheduler.load_state_dict(state["opt_param_scheduler"])
+        if "sharded" in state.get("rerun_state_machine", {}):
+            self.machine.load_state_dict(state["rerun_state_machine"])
+        if "rng_state" in state:
+            (found,) = state["rng_state"]
+            random.setstate(found["random_rng_state"])
+            np.random.set_state(found["np_rng_state"])
+            torch.set_rng_state(found["torch_rng_state"])
+            tensor_parallel.get_cuda_rng_tracker().set_states(found["rng_tracker_states"])
+
+    def remembered(self) -> dict[str, Any]:
+        machine = self.machine.state_dict(self.batches, "torch_dist", force=True)
+        batches = self.machine.data_iterator_checkpoints or [self.batches.state_dict()]
+        sharded = machine.pop("sharded").data | {"data_iterator_checkpoints": batches}
+        return {
+            "scheduler": _described(self.scheduler.state_dict()),
+            "random": _described(_random_state()),
+            "rerun": _described(machine | sharded),
+        }
 
 
 class Steps:
@@ -40,29 +150,72 @@ class Steps:
 
     def __init__(self, layout: dict[str, Any], options: dict[str, Any]) -> None:
         self.kind = layout.pop("kind", "fully_reshardable")
+        self.surroundings = Surroundings() if options.pop("whole", False) else None
         self.run = megatron_gpt.Run(layout, options.pop("seed", 0), options)
         self.strategy = ours.SaveStrategy(deadline=60)
         self.done = 0
         self.errors: dict[str, str] = {}
+        if self.surroundings is not None:
+            self.surroundings.attach(self.run.optimizer)
 
     def state(self, *, is_loading: bool = False) -> dict[str, Any]:
         return megatron_gpt.sharded_state(self.run, self.kind, is_loading=is_loading) | {"step": self.done}
 
     def load(self, path: str, load: Any = ours.load) -> None:
-        state = load(self.state(is_loading=True), path)
-        self.run.model.module.load_state_dict(state["model"])
-        self.run.optimizer.load_state_dict(state["optimizer"])
+        state = self.state(is_loading=True)
+        if self.surroundings is not None:
+            state |= self.surroundings.asked(ours.load_content_metadata(path)["layout"])
+        state = load(state, path)
+        for at, chunk in enumerate(self.run.chunks):
+            chunk.module.load_state_dict(state["model" if len(self.run.chunks) == 1 else f"model{at}"])
+        chained = len(getattr(self.run.optimizer, "chained_optimizers", [None]))
+        self.run.optimizer.load_state_dict(_for_optimizers(state["optimizer"], chained))
         self.done = state["step"]
+        if self.surroundings is not None:
+            self.surroundings.set(state)
 
     def own(self, path: str) -> None:
         self.load(path, mcore.load)
 
     def train(self, steps: int) -> None:
-        self.run.train(steps, self.done)
-        self.done += steps
+        for _ in range(steps):
+            self.run.train(1, self.done)
+            self.done += 1
+            if self.surroundings is not None:
+                self.surroundings.step()
 
     def save(self, path: str) -> None:
-        ours.save(self.state(), path, self.strategy, content_metadata={"kind": self.kind})
+        state = self.state()
+        if self.surroundings is not None:
+            state |= self.surroundings.state()
+        ours.save(state, path, self.strategy, content_metadata={"kind": self.kind, "layout": layout_here()})
+
+    def killed(self, path: str) -> None:
+        def kill(event: Any) -> None:
+            if rank() == world_size() - 1 and event.phase == "write":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sp.events.subscribe(kill)
+        self.save(path)
+
+    def reject(self, reason: str) -> None:
+        self.surroundings.reject(reason)
+
+    def remember(self, path: str) -> None:
+        Path(path).mkdir(exist_ok=True)
+        (Path(path) / f"rank-{rank()}.json").write_text(json.dumps(self.surroundings.remembered()))
+
+    def refused(self, path: str) -> None:
+        try:
+            self.load(path)
+        except sp.ShardproofError as error:
+            self.errors["refused"] = f"{type(error).__name__}: {error}"
+
+    def describe(self, kind: str) -> None:
+        try:
+            megatron_gpt.sharded_state(self.run, kind)
+        except CheckpointingException as error:
+            self.errors[kind] = str(error)
 
     def save_live(self, path: str) -> None:
         state = ours.live_state(self.run.model.module, self.run.optimizer) | {"step": self.done}
@@ -73,11 +226,15 @@ class Steps:
         state = ours.live_state(module, optimizer, checkpoint_dir=path)
         self.done = ours.load_live_state(module, optimizer, state, path)["step"]
 
-    def queue(self, path: str) -> None:
+    def queue(self, path: str, async_strategy: str = "mcore") -> None:
         queue = AsyncCallsQueue()
-        queue.schedule_async_request(ours.save(self.state(), path, self.strategy, async_sharded_save=True))
+        options = {"async_sharded_save": True, "async_strategy": async_strategy}
+        queue.schedule_async_request(ours.save(self.state(), path, self.strategy, **options))
         self.run.train(1, 100)
         queue.maybe_finalize_async_calls(blocking=True)
+
+    def nvrx(self, path: str) -> None:
+        self.queue(path, "nvrx")
 
     def begin(self, path: str) -> None:
         pending = ours.begin_save(self.state(), path, self.strategy)
@@ -88,7 +245,7 @@ class Steps:
         if rank() == 0:
             Path(path).mkdir()
         dist.barrier()
-        mcore.save(self.state(), path)
+        mcore.save(megatron_gpt.sharded_state(self.run, "fully_reshardable") | {"step": self.done}, path)
 
     def refuse(self, path: str) -> None:
         """Megatron's own optimizer, with the changes that its options make where their packages are there."""
@@ -116,9 +273,62 @@ class Steps:
         ours.live_state(module, chained)
 
 
+def layout_here() -> list[int]:
+    """Tensor and pipeline parallel sizes, and all ranks."""
+    return [
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        world_size(),
+    ]
+
+
+def _for_optimizers(state: dict[Any, Any], count: int) -> dict[Any, Any]:
+    """Gives each optimizer its options.
+
+    On two expert parallel ranks and more, experts have an optimizer of their own. Megatron-Core 0.19.2 stores
+    the tensors of both under the same keys as those of one, and fails to load the options of another number.
+    """
+    stored = {number: state[number] for number in (0, 1) if "optimizer" in state.get(number, {})}
+    if len(stored) == 2 and count == 1:
+        return {**stored[0], **{key: value for key, value in state.items() if key not in stored}}
+    if not stored and count == 2:
+        for number in (0, 1):
+            state[number] |= copy.deepcopy({key: state[key] for key in state if not isinstance(key, int)})
+        for group in state[1]["optimizer"]["param_groups"]:
+            group["is_expert_parallel"] = True
+        return {number: state[number] for number in (0, 1)}
+    return state
+
+
+def _random_state() -> dict[str, Any]:
+    """As Megatron-LM's `get_rng_state`."""
+    return {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _described(value: Any) -> Any:
+    """Values and their types as JSON, and long ones as their digest."""
+    kind = type(value).__name__
+    if isinstance(value, dict):
+        return {str(key): _described(item) for key, item in value.items()}
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return [kind, str(value.dtype), *_described(value.reshape(-1).tolist())]
+    if isinstance(value, list | tuple) and len(value) > 32:
+        return [kind, hashlib.sha256(repr(value).encode()).hexdigest()]
+    return [kind, *map(_described, value)] if isinstance(value, list | tuple) else repr(value)
+
+
 def main() -> None:
     steps, layout, *options = map(json.loads, sys.argv[1:])
-    join_ranks()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank())
+        join_ranks("cpu:gloo,cuda:nccl")
+    else:
+        join_ranks()
     it = Steps(layout, options[0] if options else {})
     for name, argument in steps:
         getattr(it, name)(argument)

@@ -86,13 +86,13 @@ def world_size() -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
-def join_ranks() -> None:
-    """Starts torch's default process group over gloo, through a file in the result folder."""
+def join_ranks(backend: str = "gloo") -> None:
+    """Starts torch's default process group, through a file in the result folder."""
     import torch.distributed as dist
 
     store = dist.FileStore(os.path.join(os.environ["PEER_RESULT"], "store"), world_size())
     limit = timedelta(seconds=float(os.environ["PEER_TIMEOUT"]))
-    dist.init_process_group("gloo", store=store, rank=rank(), world_size=world_size(), timeout=limit)
+    dist.init_process_group(backend, store=store, rank=rank(), world_size=world_size(), timeout=limit)
 
 
 def leave_ranks(result: Result) -> NoReturn:

@@ -17,6 +17,7 @@ from accelerate.utils import DistributedType, ProjectConfiguration, set_seed
 from torch import nn
 
 import shardproof as sp
+from shardproof.frameworks import accelerate as adapter
 from shardproof.frameworks.accelerate import load_state, save_state, state_of
 
 MODEL, ACTION, FOLDER, *LAST = sys.argv[1:]
@@ -60,6 +61,8 @@ def main() -> None:
     optimizer, schedule = accelerator.prepare(optimizer, schedule)
     average = Average()
     accelerator.register_for_checkpointing(average)
+    if rank != 0:
+        adapter._is_theirs = None  # rank 0 alone finds the format
     if ACTION == "restore":
         load_state(accelerator, FOLDER)
     else:

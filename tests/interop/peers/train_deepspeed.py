@@ -26,6 +26,8 @@ from uneven_model import UnevenModel
 
 import shardproof as sp
 from shardproof.frameworks import deepspeed as adapter
+from shardproof.frameworks.deepspeed import _Engine
+from shardproof.frameworks.zero_blocks import BlockOptimizer
 from shardproof.state import collect
 
 PRECISION = {
@@ -238,6 +240,26 @@ def unreadable(path: str, name: str, stage: int, dtype: str, result: Result) -> 
     result.facts[name] = error_of(lambda: adapter.load_checkpoint(engine, path), cause)
 
 
+def unfit(path: str, name: str, stage: int, dtype: str, result: Result) -> None:
+    """Rank 1 fails between two meetings: where it matches the optimizer, and where it attaches the state."""
+    engine = built(stage, dtype, seed=0)
+    train(engine, 1)
+    engine.save_checkpoint(path)
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("no memory for a slot")
+
+    result.facts[name] = []
+    match, finish = BlockOptimizer.receive_slots, _Engine.load_state_dict
+    for kind, method in ((BlockOptimizer, "receive_slots"), (_Engine, "load_state_dict")):
+        if rank() == 1:
+            setattr(kind, method, fail)
+        cause = f"rank 1 failed in {method}"
+        result.facts[name].append(error_of(lambda: adapter.load_checkpoint(engine, path), cause))
+        BlockOptimizer.receive_slots, _Engine.load_state_dict = match, finish
+    adapter.load_checkpoint(engine, path)
+
+
 def error_of(call: Callable[[], Any], cause: str) -> str:
     """The message of the error that this rank raises."""
     try:
@@ -262,6 +284,7 @@ MODES = {
     "again": again,
     "other_format": other_format,
     "unreadable": unreadable,
+    "unfit": unfit,
 }
 
 

@@ -16,6 +16,7 @@ from lightning.fabric.strategies import ModelParallelStrategy
 from torch import nn
 
 import shardproof as sp
+from shardproof.frameworks import fabric as adapter
 from shardproof.frameworks.fabric import load, save, unwrapped
 
 STRATEGY, ACTION, FOLDER, *LAST = sys.argv[1:]
@@ -41,6 +42,8 @@ def main() -> None:
     state = {"model": model, "optimizer": optimizer, "schedule": schedule, "step": 0}
     if ACTION != "save-theirs":
         state["rng"] = sp.RandomState()
+    if fabric.global_rank != 0:
+        adapter._is_theirs = None  # rank 0 alone finds the format
     if ACTION == "restore":
         old = {name: item for name, item in state.items() if name != "rng"}
         load(fabric, FOLDER, old if os.path.isfile(FOLDER) else state)

@@ -23,6 +23,7 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
 import shardproof as sp  # noqa: E402
+from shardproof.frameworks import lightning as adapter  # noqa: E402
 from shardproof.frameworks.lightning import ShardproofCheckpoint  # noqa: E402
 
 
@@ -108,6 +109,8 @@ def load_loosely(trainer: Any, module: Any) -> None:
 
 def main() -> None:
     pl.seed_everything(int(os.environ["RANK"]))
+    if os.environ["RANK"] != "0":
+        adapter._is_ours = None  # rank 0 alone finds the format
     world_size = int(os.environ["WORLD_SIZE"])
     strategy: Any = "ddp"
     if STRATEGY == "fsdp1":

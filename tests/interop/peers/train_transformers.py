@@ -16,6 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 import shardproof as sp
+from shardproof.frameworks import transformers as adapter
 from shardproof.frameworks.transformers import last_checkpoint, with_shardproof
 from shardproof.storage import LocalSink
 
@@ -98,7 +99,10 @@ def main() -> None:
         except sp.ShardproofError as error:
             print(type(error).__name__, error)
         return
-    trainer.train(resume_from_checkpoint=last_checkpoint(RUN))
+    last = last_checkpoint(RUN)
+    if os.environ["RANK"] != "0":
+        adapter._is_ours = adapter._has = None  # rank 0 alone finds the format
+    trainer.train(resume_from_checkpoint=last)
     if "best" in WHO:
         print("best", os.path.basename(trainer.state.best_model_checkpoint))
         sp.save(f"{RUN}-end", {"model": model})

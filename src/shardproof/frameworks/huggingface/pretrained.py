@@ -19,7 +19,7 @@ from shardproof.frameworks.huggingface.weight_plan import FileTensors, plan_load
 from shardproof.interop import foreign_of
 from shardproof.loading import Patterns, from_rank, open_storage, selects
 from shardproof.rendezvous import MeetingSequence, Rendezvous, connected
-from shardproof.storage import LocalStorage, StrOrBytesPath, flush_folders, rename_exclusively
+from shardproof.storage import LocalStorage, StrOrBytesPath, publish_path
 
 __all__ = ["load_pretrained", "save_pretrained"]
 
@@ -148,7 +148,7 @@ def save_pretrained(
 
     def publish() -> None:
         _write_configs(model, config, dtype, work)
-        _move(work / "model", target)
+        publish_path(work / "model", target)
         shutil.rmtree(work)
 
     with connected(rendezvous, deadline) as ranks:
@@ -222,17 +222,3 @@ def _write_configs(
     files = LocalStorage(work / "model")
     for file in (work / "configs").iterdir():
         files.publish(file.name, file.read_bytes(), replace=True)
-
-
-def _move(source: Path, target: Path) -> None:
-    try:
-        rename_exclusively(source, target)
-        flush_folders(target.parent, target.parent)
-    except FileExistsError as error:
-        raise sp.AlreadyCommittedError(
-            f"{target} exists. It was not touched; the exported model is {source}", path=str(target)
-        ) from error
-    except OSError as error:
-        raise sp.StorageError(
-            f"{source} cannot be moved to {target}: {error.strerror}", file=str(source)
-        ) from error

@@ -17,14 +17,12 @@ from shardproof.state.dtensor import local_tensor
 from shardproof.state.flat_parameters import flat_parts, flat_state, is_flat
 from shardproof.state.layout import Layout, local_layout
 from shardproof.state.local_shards import FlatShard, LocalShards
-from shardproof.state.module_names import PARALLEL, NamedModule, inside
+from shardproof.state.module_names import EXTRA_STATE, PARALLEL, NamedModule, inside
 from shardproof.state.storage_owner import declare_fsdp2_owners
 from shardproof.state.tensors import check_memory, empty_like_layout, local_of, storage_of
 from shardproof.state.visitor import OwnedParameters, Place, Visitor, check_name
 
 __all__ = ["MODULE", "named"]
-
-_EXTRA_STATE = "_extra_state"
 
 
 class _Module:
@@ -135,7 +133,7 @@ def _same(value: Any) -> Any:
 
 
 def _is_extra(name: str) -> bool:
-    return name == _EXTRA_STATE or name.endswith(f".{_EXTRA_STATE}")
+    return name == EXTRA_STATE or name.endswith(f".{EXTRA_STATE}")
 
 
 def named(module: torch.nn.Module, visitor: Visitor[Any]) -> NamedModule:

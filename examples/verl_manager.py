@@ -1,0 +1,35 @@
+"""verl's checkpoint manager of FSDP, with checkpoints that load on any number of ranks."""
+
+from typing import Any
+
+from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+
+import shardproof as sp
+
+
+class ShardproofCheckpointManager(FSDPCheckpointManager):
+    def state(self, contents: list[str]) -> dict[str, Any]:
+        parts = {
+            "model": lambda: {"model": self.model},
+            "optimizer": lambda: {"optimizer": sp.OptimizerState(self.optimizer, self.model)},
+            "extra": lambda: {"lr_scheduler": self.lr_scheduler, "rng": sp.RandomState()},
+        }
+        return {name: value for part in parts if part in contents for name, value in parts[part]().items()}
+
+    def save_checkpoint(
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+    ) -> None:
+        sp.save(local_path, self.state(self.checkpoint_save_contents), step=global_step, overwrite=True)
+        if self.rank == 0:  # after the commit
+            self.register_checkpoint(local_path, max_ckpt_to_keep)
+
+    def load_checkpoint(
+        self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = False
+    ) -> None:
+        if local_path is not None:
+            state = self.state(self.checkpoint_load_contents)
+            sp.load(local_path, state, include=list(state))

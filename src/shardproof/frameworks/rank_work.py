@@ -1,0 +1,62 @@
+"""Work of one rank for all of them, and of each rank, whose error all ranks raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import shardproof as sp
+
+__all__ = ["on_every_rank", "on_rank_0"]
+
+
+def on_rank_0(
+    rendezvous: sp.rendezvous.Rendezvous, operation: str, phase: str, work: Callable[[], bytes]
+) -> bytes:
+    """Runs `work` on rank 0 alone. All ranks call it.
+
+    Args:
+        rendezvous: the rendezvous of the ranks.
+        operation: a verb and a place, as for `shardproof.rendezvous.MeetingSequence`.
+        phase: name of the meeting.
+        work: called on rank 0.
+
+    Returns:
+        The result of `work`, on all ranks.
+
+    Raises:
+        ShardproofError: `work` failed. Raised on all ranks.
+
+    Example:
+        >>> on_rank_0(sp.rendezvous.connect(), "load runs/a", "format", lambda: b"dcp")
+        b'dcp'
+    """
+    meetings = sp.rendezvous.MeetingSequence(rendezvous, operation)
+    return meetings.meet(phase, lambda: work() if rendezvous.rank == 0 else b"", lambda posts: posts[0])
+
+
+def on_every_rank(
+    rendezvous: sp.rendezvous.Rendezvous, operation: str, phase: str, work: Callable[[], object]
+) -> None:
+    """Runs `work` on each rank, and returns when all ranks have done it. All ranks call it.
+
+    Args:
+        rendezvous: the rendezvous of the ranks.
+        operation: a verb and a place, as for `shardproof.rendezvous.MeetingSequence`.
+        phase: name of the meeting.
+        work: called on this rank. Its result is not used.
+
+    Raises:
+        RankFailure: `work` failed on a rank. Raised on all ranks.
+
+    Example:
+        >>> opened = []
+        >>> on_every_rank(sp.rendezvous.connect(), "load runs/a", "open", lambda: opened.append("runs/a"))
+        >>> opened
+        ['runs/a']
+    """
+
+    def done() -> bytes:
+        work()
+        return b""
+
+    sp.rendezvous.MeetingSequence(rendezvous, operation).meet(phase, done, lambda _: b"")

@@ -1,0 +1,64 @@
+"""Trains a model of FSDP2 with a manager of verl: `train_verl.py ACTION FOLDER [LAST]`.
+
+ACTION is `save`, or `restore`, which saves what it restored to LAST, and says whether verl's own manager can
+load its own checkpoint, which `save` writes to FOLDER-own.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import runpy
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+
+import shardproof as sp
+
+ACTION, FOLDER, *LAST = sys.argv[1:]
+EXAMPLE = Path(__file__).parents[3] / "examples" / "verl_manager.py"
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(rank + 10 * len(LAST))
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
+    fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    manager = runpy.run_path(str(EXAMPLE))["ShardproofCheckpointManager"](model, optimizer, scheduler)
+    own = FSDPCheckpointManager(model, optimizer, scheduler)
+    if ACTION == "restore":
+        try:
+            own.load_checkpoint(f"{FOLDER}-own")
+        except FileNotFoundError as error:
+            print("own", error.filename)
+        manager.load_checkpoint(FOLDER)
+        sp.save(LAST[0], manager.state(["model", "optimizer", "extra"]))
+    else:
+        for _ in range(3):
+            tokens = torch.randint(64, (2, 8))
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        own.save_checkpoint(f"{FOLDER}-own", global_step=3)
+        manager.save_checkpoint(FOLDER, global_step=3, max_ckpt_to_keep=1)
+        manager.save_checkpoint(f"{FOLDER}-next", global_step=4, max_ckpt_to_keep=2)
+    sys.stdout.flush()
+    dist.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""The checkpoint manager of released verl, with shardproof behind it: saved, killed, restored elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import shardproof as sp
+from tests.interop.checkpoints import assert_same_checkpoints
+from tests.interop.training import EXAMPLES, SCRIPTS, train
+
+pytestmark = [pytest.mark.interop, pytest.mark.processes]
+
+SCRIPT = SCRIPTS / "train_verl.py"
+
+
+def test_restores_what_was_saved_on_another_number_of_ranks(tmp_path: Path) -> None:
+    """verl's own manager has a file for each rank, and finds none on another number of ranks."""
+    train("verl", SCRIPT, "save", tmp_path / "saved", nproc=2)
+    with sp.open(tmp_path / "saved") as checkpoint:
+        assert checkpoint.step == 3 and checkpoint["lr_scheduler"]["last_epoch"] == 3
+        assert checkpoint["optimizer.lm_head.weight.step"].read() == 3
+    text = train("verl", SCRIPT, "restore", tmp_path / "saved", tmp_path / "restored", nproc=3)
+    assert_same_checkpoints(tmp_path / "restored", tmp_path / "saved", ranks=2)
+    assert "model_world_size_3_rank_2.pt" in text
+
+
+def test_a_killed_save_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
+    train("verl", SCRIPT, "save", tmp_path / "saved", nproc=2, kill_in_save=2)
+    assert not (tmp_path / "saved-next" / "manifest.json").exists()
+    train("verl", SCRIPT, "restore", tmp_path / "saved", tmp_path / "restored", nproc=2)
+    assert_same_checkpoints(tmp_path / "restored", tmp_path / "saved")
+
+
+def test_the_page_shows_the_example() -> None:
+    """The class that its diff imports is that of the example, which is short."""
+    example = (EXAMPLES / "verl_manager.py").read_text()
+    page = (EXAMPLES.parent / "docs" / "frameworks" / "verl.md").read_text()
+    assert len(example.splitlines()) <= 40
+    (added,) = [line for line in page.splitlines() if line.startswith("+")]
+    name = added.removeprefix("+from verl_manager import ").removesuffix(" as FSDPCheckpointManager")
+    assert f"class {name}(FSDPCheckpointManager):" in example and "](../../examples/verl_manager.py)" in page
