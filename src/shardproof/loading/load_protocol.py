@@ -193,7 +193,9 @@ class _Loader:
         If rank 0 cannot read them, each rank reads them itself and reports its error in the next meeting.
         """
         source = self._source
-        storage = source.storage if isinstance(source, Foreign) and source.file is None else source
+        if isinstance(source, Foreign) and source.file is not None:
+            return
+        storage = source.storage if isinstance(source, Foreign) else source
         if self._rendezvous.world_size == 1 or not isinstance(storage, RemoteStorage):
             return
         files: dict[str, bytes] = {}
