@@ -6,6 +6,7 @@ import contextlib
 import signal
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,22 @@ pytestmark = pytest.mark.timeout(150)
 
 PERIOD = 100.0
 """Seconds of the schedule, by the injected clock of rank 0."""
+QUIET = 8000
+"""Calls of rank 0 in which its clock stands still, so that the others have time to act on theirs."""
 
 
-def calls_that_save(steps: int) -> list[int]:
+def calls_that_save(steps: int, quiet: int) -> list[int]:
     """The numbers of the calls that save, on a rank whose clock and speed are its own.
 
-    The clock of rank 0 goes on one second a call. Those of the other ranks run away. Each rank works another
-    time between two calls, and no rank waits for the others, but for the "save".
+    The clock of rank 0 stands still for `quiet` calls, and then goes on one second a call. Those of the other
+    ranks run away. Each rank works another time between two calls, and no rank waits for the others, but for
+    the "save".
     """
     calls = 0
-    speed = (1.0, 1e6, -1e6)[rank()]
+    speed, stands = (1.0, 1e6, -1e6)[rank()], 0 if rank() else quiet
     foreground = rendezvous(deadline=30.0)
     every = sp.Every(steps=steps) | sp.Every(minutes=PERIOD / 60)
-    due = DueSaves(every, None, None, foreground, "run", clock=lambda: speed * calls)
+    due = DueSaves(every, None, None, foreground, "run", clock=lambda: speed * max(calls - stands, 0))
     saved: list[int] = []
     while len(saved) < 4:
         calls += 1
@@ -45,14 +49,14 @@ def calls_that_save(steps: int) -> list[int]:
 
 
 def test_only_the_clock_of_rank_0_counts_and_all_ranks_save_at_the_same_call() -> None:
-    found = [outcome.value for outcome in run_ranks(3, calls_that_save, 10**9)]
+    found = [outcome.value for outcome in run_ranks(3, calls_that_save, 10**9, QUIET)]
     assert found[0] == found[1] == found[2]
-    gaps = [after - before for before, after in zip([0, *found[0]], found[0], strict=False)]
-    assert min(gaps) > PERIOD  # by the clock of another rank, the gap would be a few calls
+    assert found[0][0] > QUIET + PERIOD  # by the clock of rank 1, a save would be due at its first call
+    assert min(after - before for before, after in pairwise(found[0])) > PERIOD
 
 
 def test_steps_and_time_together() -> None:
-    found = [outcome.value for outcome in run_ranks(3, calls_that_save, 700)]
+    found = [outcome.value for outcome in run_ranks(3, calls_that_save, 700, 0)]
     assert found[0] == found[1] == found[2]
     by_steps = set(range(700, found[0][-1] + 1, 700))
     assert by_steps <= set(found[0]) and set(found[0]) - by_steps
