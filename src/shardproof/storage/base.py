@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from shardproof.errors import StorageError
 
-__all__ = ["CachedStorage", "Sink", "Storage", "check_folder", "check_name", "name_fault"]
+__all__ = [
+    "CachedStorage",
+    "FreeSpace",
+    "LimitedStorage",
+    "Sink",
+    "Storage",
+    "check_folder",
+    "check_name",
+    "name_fault",
+]
 
 
 @runtime_checkable
@@ -158,6 +168,37 @@ class CachedStorage(Protocol):
         Raises:
             StorageError: the file is missing, short or unreadable.
         """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FreeSpace:
+    """The bytes that new files of a storage may take.
+
+    Example:
+        >>> FreeSpace(file_system=1, free=3_000_000, most=3_100_000).most
+        3100000
+    """
+
+    file_system: int
+    """A number of 64 bits that is equal for all storages that share these bytes. With `most`, storages of
+    different file systems must have different numbers, also on different machines."""
+    free: int
+    """Bytes that this process may expect to write."""
+    most: int | None
+    """Bytes above which a write certainly fails. None: not known, for example because the file system may
+    compress."""
+
+
+@runtime_checkable
+class LimitedStorage(Protocol):
+    """A storage that can tell how much fits into it. This method is optional for a `Storage`.
+
+    A save without it starts to write without a check of the space.
+    """
+
+    def free_space(self) -> FreeSpace | None:
+        """The space for new files at the moment; None if it is not known. Never raises."""
         ...
 
 
