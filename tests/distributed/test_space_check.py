@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch
 import shardproof as sp
 from shardproof.storage import FreeSpace, LocalStorage
 from tests.harness import rank, rendezvous, run_ranks
+from tests.small_disk import small_disk
 
 PART = 1 << 20
 """Bytes that each of two ranks writes."""
@@ -100,20 +99,6 @@ def test_ranks_are_refused_together_if_their_files_do_not_fit_together(tmp_path:
     assert second["warnings"] == []
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system of 8 MiB in memory."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(disk)], capture_output=True, text=True
-    )
-    if mounted.returncode != 0:
-        pytest.skip(f"no file system can be mounted: {mounted.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
-
-
 def save_to_a_small_disk(run: str) -> dict[str, Any]:
     meet = rendezvous(deadline=30.0)
     fits = sp.Checkpointer(run, rendezvous=meet).save(1, big(3)).result()
@@ -133,7 +118,9 @@ def big(mebibytes: int) -> dict[str, Any]:
     return {name: torch.ones(mebibytes << 17) for name in "ab"}
 
 
-def test_a_real_file_system_that_is_too_small_refuses_the_save(small_disk: Path) -> None:
+def test_a_real_file_system_that_is_too_small_refuses_the_save(tmp_path: Path) -> None:
     expected = {"fits": 1, "each fits": True, "ranks": [0, 1], "folders": ["step-00000001"]}
-    for outcome in run_ranks(2, save_to_a_small_disk, str(small_disk / "run")):
+    with small_disk(tmp_path / "disk", 8 << 20):
+        outcomes = run_ranks(2, save_to_a_small_disk, str(tmp_path / "disk" / "run"))
+    for outcome in outcomes:
         assert outcome.value == expected

@@ -52,7 +52,7 @@ def prune_command(
     (a step whose validation failed) stays until it is settled. Asks first on a terminal.
     """
     from shardproof.checkpointer import plan_prune, prune
-    from shardproof.storage import ObjectStorage, storage_at
+    from shardproof.storage import LocalStorage, ObjectStorage, storage_at
 
     if (keep is not None or damaged) and not (yes or dry_run or sys.stdin.isatty()):
         option = "--keep" if keep is not None else "--damaged"
@@ -61,17 +61,9 @@ def prune_command(
             "to remove them, or --dry-run to list them"
         )
     storage = storage_at(run)
+    assert isinstance(storage, LocalStorage | ObjectStorage)
     now = time.time()
-
-    def modified(name: str) -> float | None:
-        if isinstance(storage, ObjectStorage):
-            return storage.modified(name)
-        try:
-            return os.stat(os.path.join(run, name)).st_mtime
-        except FileNotFoundError:
-            return None
-
-    plan = plan_prune(storage, modified, older_than=older_than, now=now, keep=keep, damaged=damaged)
+    plan = plan_prune(storage, storage.modified, older_than=older_than, now=now, keep=keep, damaged=damaged)
     if not as_json:
         _show_plan(plan, now, older_than, damaged)
     carried_out = not dry_run and not plan.empty and (yes or _agreed(plan))

@@ -36,6 +36,8 @@ COMMANDS = {
     "convert": "rewrite",
     "repair": "rewrite",
     "prune": "clean",
+    "doctor": "health",
+    "watch": "watching",
     "trace": "extras",
     "demo": "extras",
 }

@@ -209,6 +209,16 @@ class LocalStorage:
             raise storage_error(error, "look at", path) from error
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
+    def modified(self, name: str) -> float | None:
+        """Time of the last write to a file, Unix seconds; None if there is none of this name."""
+        path = self._path(name)
+        try:
+            return os.stat(path).st_mtime
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise storage_error(error, "look at", path) from error
+
     def folders(self) -> list[str]:
         """Sorted names of the folders directly in the root, links to folders elsewhere among them.
 
