@@ -147,6 +147,7 @@ def examine_run(
         *_of_space(storage.location, next_save, space, run),
         *_of_clocks(storage, infos, now),
         *_of_permissions(storage, infos),
+        *_of_uploads(storage),
     ]
     return Examination(storage.location, steps, next_save, space, ()).with_findings(findings)
 
@@ -250,6 +251,14 @@ def _of_permissions(storage: LocalStorage | ObjectStorage, infos: Sequence[StepI
             doing = "save a step" if folder == "." else "remove this step"
             text = f"this user cannot write to the folder, and so cannot {doing}"
             yield Finding("warning", "permissions", folder, text, f"ls -ld {shlex.quote(str(path))}")
+
+
+def _of_uploads(storage: LocalStorage | ObjectStorage) -> Iterator[Finding]:
+    """Says what cannot be seen: obstore lists objects, and no parts of uploads that were not completed."""
+    if isinstance(storage, ObjectStorage):
+        text = "parts of uploads that died are not listed, and the store may charge for them"
+        mend = "set a lifecycle rule of the bucket that aborts incomplete multipart uploads, for example after 7 days"
+        yield Finding("note", "uploads", storage.location, text, mend)
 
 
 def probe_storage(storage: LocalStorage | ObjectStorage) -> list[Finding]:

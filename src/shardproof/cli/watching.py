@@ -81,27 +81,34 @@ def _show_live(watch: RunWatch, location: str, every: float) -> None:
 
     from shardproof.cli.terminal import console
 
-    now = time.time()
+    out, now = console(), time.time()
     saves = watch.look(now)  # an error of the first look is that of the command
-    with Live(_table(saves, location, now), console=console(), auto_refresh=False) as live:
+    with Live(_last_rows(saves, location, now, out.height), console=out, auto_refresh=False) as live:
         while True:
             time.sleep(every)
-            live.update(_look_again(watch, location), refresh=True)
+            live.update(_look_again(watch, location, out.height), refresh=True)
 
 
-def _look_again(watch: RunWatch, location: str) -> RenderableType:
+def _look_again(watch: RunWatch, location: str, height: int) -> RenderableType:
     """The table of another look, or the error of the storage, which may be over at the next look."""
     from shardproof._utils.humanize import printable
     from shardproof.errors import StorageError
 
     now = time.time()
     try:
-        return _table(watch.look(now), location, now)
+        return _last_rows(watch.look(now), location, now, height)
     except StorageError as error:
         return printable(f"no answer: {error.message}")
 
 
-def _table(saves: Sequence[WatchedSave], location: str, now: float) -> RenderableType:
+def _last_rows(saves: Sequence[WatchedSave], location: str, now: float, height: int) -> RenderableType:
+    """The table of the newest steps, as far as the terminal has lines for them."""
+    return _table(saves, location, now, rows=max(1, height - 4))
+
+
+def _table(
+    saves: Sequence[WatchedSave], location: str, now: float, rows: int | None = None
+) -> RenderableType:
     from rich.console import Group
 
     from shardproof._utils.humanize import age, gigabytes, gigabytes_per_second, printable
@@ -109,7 +116,7 @@ def _table(saves: Sequence[WatchedSave], location: str, now: float) -> Renderabl
 
     if not saves:
         return printable(f"no checkpoints in {location}")
-    rows = [
+    cells = [
         (
             "-" if save.step is None else str(save.step),
             save.state,
@@ -119,13 +126,14 @@ def _table(saves: Sequence[WatchedSave], location: str, now: float) -> Renderabl
             "-" if save.share is None else f"{100 * save.share:.0f} %",
             save.note,
         )
-        for save in saves
+        for save in (saves if rows is None else saves[-rows:])
     ]
     headings = ("step", "state", "age", "size", "speed", "done", "")
-    drawn = table(headings, rows, right=("step", "age", "size", "speed", "done"))
+    drawn = table(headings, cells, right=("step", "age", "size", "speed", "done"))
     committed = [save for save in saves if save.state == "committed"]
     total = gigabytes(sum(save.bytes for save in committed))
-    return Group(drawn, printable(f"{location}: {len(committed):,} committed, {total}"))
+    above = "" if len(cells) == len(saves) else f"{len(saves) - len(cells):,} older not shown; "
+    return Group(drawn, printable(f"{above}{len(committed):,} committed, {total} in {location}"))
 
 
 def _show_changes(watch: RunWatch, every: float, line_of: Callable[[float, WatchedSave, str], str]) -> None:
