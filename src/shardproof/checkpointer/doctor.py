@@ -257,7 +257,7 @@ def _of_uploads(storage: LocalStorage | ObjectStorage) -> Iterator[Finding]:
     """Says what cannot be seen: obstore lists objects, and no parts of uploads that were not completed."""
     if isinstance(storage, ObjectStorage):
         text = "parts of uploads that died are not listed, and the store may charge for them"
-        mend = "set a lifecycle rule of the bucket that aborts incomplete multipart uploads, for example after 7 days"
+        mend = "set a lifecycle rule of the bucket that aborts incomplete multipart uploads after some days"
         yield Finding("note", "uploads", storage.location, text, mend)
 
 

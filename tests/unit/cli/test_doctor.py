@@ -153,9 +153,13 @@ def test_the_probe_names_the_operation_that_is_refused(run_folder: Path) -> None
         assert probe_storage(storage) == []
     names = [name for name, _ in calls]
     last_unlink = len(names) - 1 - names[::-1].index("unlink")
-    operations = {"write": "pwrite", "publish": "link", "replace": "replace", "remove": last_unlink}
-    for doing, call in operations.items():
-        at = call if isinstance(call, int) else names.index(call)
+    operations = {
+        "write": names.index("pwrite"),
+        "publish": names.index("link"),
+        "replace": names.index("replace"),
+        "remove": last_unlink,
+    }
+    for doing, at in operations.items():
         with faulty_system(run_folder, Fault(at, errno.EACCES)):
             (found,) = probe_storage(storage)
         assert (found.severity, found.kind) == ("error", "permissions")
