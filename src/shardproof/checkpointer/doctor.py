@@ -20,7 +20,6 @@ from shardproof.checkpointer.prune import plan_prune
 from shardproof.checkpointer.scan import StepInfo, scan_run
 from shardproof.errors import NotCommittedError, ShardproofError, StorageError
 from shardproof.format import MANIFEST_NAME
-from shardproof.maintenance import verify
 from shardproof.storage import (
     FreeSpace,
     LimitedStorage,
@@ -329,6 +328,8 @@ def scrub_run(
     Returns:
         An error for each damaged step, and a warning for each step that could not be read.
     """
+    from shardproof.maintenance import verify  # imports torch
+
     findings = []
     for info in scan_run(storage):
         if info.whole:
