@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from shardproof.errors import CorruptChunkError as CorruptChunkError
     from shardproof.errors import FormatError as FormatError
     from shardproof.errors import KeyMismatchError as KeyMismatchError
+    from shardproof.errors import NoSpaceError as NoSpaceError
     from shardproof.errors import NotCommittedError as NotCommittedError
     from shardproof.errors import PlainDataError as PlainDataError
     from shardproof.errors import RankFailure as RankFailure
@@ -110,6 +111,7 @@ _HOMES = {
         "CorruptChunkError",
         "FormatError",
         "KeyMismatchError",
+        "NoSpaceError",
         "NotCommittedError",
         "PlainDataError",
         "RankFailure",

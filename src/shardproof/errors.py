@@ -14,6 +14,7 @@ __all__ = [
     "CorruptChunkError",
     "FormatError",
     "KeyMismatchError",
+    "NoSpaceError",
     "NotCommittedError",
     "PlainDataError",
     "RankFailure",
@@ -146,6 +147,13 @@ class StorageError(ShardproofError):
 
     Details: ``file``; if known, ``errno`` and ``missing``; and ``damaged``, which is false if the
     checkpoint may be whole.
+    """
+
+
+class NoSpaceError(StorageError):
+    """The files of a save cannot fit into a file system. The save wrote nothing.
+
+    Details: ``needed`` and ``free`` (bytes), ``ranks`` (those that would write there), ``file``, ``errno``.
     """
 
 

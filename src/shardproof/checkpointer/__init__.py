@@ -8,6 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardproof.checkpointer.damage import Damage
+from shardproof.checkpointer.doctor import Examination as Examination
+from shardproof.checkpointer.doctor import Finding as Finding
+from shardproof.checkpointer.doctor import compare_tiers as compare_tiers
+from shardproof.checkpointer.doctor import examine_run as examine_run
+from shardproof.checkpointer.doctor import probe_storage as probe_storage
+from shardproof.checkpointer.doctor import scrub_run as scrub_run
 from shardproof.checkpointer.pins import Pin
 from shardproof.checkpointer.policies import (
     KeepAll,
@@ -29,6 +35,8 @@ from shardproof.checkpointer.retention import (
     plan_removal,
     remove_leftover,
 )
+from shardproof.checkpointer.run_watch import RunWatch as RunWatch
+from shardproof.checkpointer.run_watch import WatchedSave as WatchedSave
 from shardproof.checkpointer.save_interval import IntervalAdvice as IntervalAdvice
 from shardproof.checkpointer.scan import StepInfo as StepInfo
 from shardproof.checkpointer.scan import interval_advice as interval_advice

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from shardproof.cli.failures import YES
-from shardproof.cli.options import folder_argument, json_option, modified_in, print_json, span
+from shardproof.cli.options import folder_argument, json_option, print_json, span
 
 if TYPE_CHECKING:
     from shardproof.checkpointer import PrunePlan
@@ -52,7 +52,7 @@ def prune_command(
     (a step whose validation failed) stays until it is settled. Asks first on a terminal.
     """
     from shardproof.checkpointer import plan_prune, prune
-    from shardproof.storage import MemoryStorage, ObjectStorage, storage_at
+    from shardproof.storage import LocalStorage, MemoryStorage, ObjectStorage, storage_at
 
     if (keep is not None or damaged) and not (yes or dry_run or sys.stdin.isatty()):
         option = "--keep" if keep is not None else "--damaged"
@@ -61,10 +61,9 @@ def prune_command(
             "to remove them, or --dry-run to list them"
         )
     storage = storage_at(run)
+    assert isinstance(storage, LocalStorage | MemoryStorage | ObjectStorage)
     now = time.time()
-    plan = plan_prune(
-        storage, modified_in(storage, run), older_than=older_than, now=now, keep=keep, damaged=damaged
-    )
+    plan = plan_prune(storage, storage.modified, older_than=older_than, now=now, keep=keep, damaged=damaged)
     if not as_json:
         _show_plan(plan, now, older_than, damaged)
     carried_out = not dry_run and not plan.empty and (yes or _agreed(plan))

@@ -37,6 +37,8 @@ COMMANDS = {
     "repair": "rewrite",
     "prune": "clean",
     "memory": "keepers",
+    "doctor": "health",
+    "watch": "watching",
     "trace": "extras",
     "demo": "extras",
 }

@@ -306,6 +306,11 @@ class WritePlan:
         """True for each merged tensor with a row in the manifest, False for an alias."""
         return [key not in self.merged.aliases for key in self.merged.keys]
 
+    def bytes_by_rank(self) -> NDArray[np.int64]:
+        """(world size,) bytes of the chunks that each rank writes."""
+        before = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.byte_count)])
+        return np.diff(before[self.writer_start])
+
     def rank_plans(self) -> list[RankPlan]:
         """The plan of each rank, in rank order."""
         owned: dict[int, list[str]] = {}

@@ -12,7 +12,7 @@ import xxhash
 from shardproof._utils.gc_pause import no_garbage_collection
 from shardproof.errors import AlreadyCommittedError, RankFailure, ShardproofError, StructureError
 from shardproof.format import MANIFEST_NAME, chain_attempt
-from shardproof.planning import Structure, plan_writes
+from shardproof.planning import Structure, WritePlan, plan_writes
 from shardproof.saving.cache import CoordinatorPlan, Limits, Request, SaveCache
 from shardproof.saving.commit import commit
 from shardproof.saving.failed_commit import is_in_place
@@ -20,7 +20,8 @@ from shardproof.saving.incremental import BaseChoice, CachedBase
 from shardproof.saving.messages import Agreement, Attempt, RankReport, WriteReport
 from shardproof.saving.replica_check import compare_replicas
 from shardproof.saving.result import Divergence, SaveResult
-from shardproof.storage import Storage
+from shardproof.saving.space_check import check_space, free_space
+from shardproof.storage import FreeSpace, Storage
 
 __all__ = ["Coordinator"]
 
@@ -58,6 +59,7 @@ class Coordinator:
         self._attempt: Attempt
         self._replace = request.overwrite
         self._nodes: list[int] = []
+        self._spaces: list[FreeSpace | None] = []
         self._choice: BaseChoice
 
     def agree(self, posts: Sequence[bytes]) -> bytes:
@@ -71,11 +73,14 @@ class Coordinator:
             and all(report.cached_plan == cached.id for report in reports)
         )
         self._nodes = [report.node for report in reports]
+        self._spaces = [None if report.space is None else FreeSpace(*report.space) for report in reports]
         metadata = msgspec.json.decode(reports[0].metadata)
         choice = BaseChoice(self._storage, self._request.base, self._cache.base if reuse_plan else None)
         is_cached = choice.use_cached([report.cached_digests for report in reports])
         choice.bound_chain(self._request.full_every)
         send_base, self._choice = bool(choice.folder) and not is_cached, choice
+        if cached is not None and reuse_plan:
+            self._check_space(cached.plan)
         name, now = secrets.token_hex(8), time.time()
         attempt = chain_attempt(name, choice.length) if choice.folder else name
         self._attempt = Attempt(attempt, now, reports[0].step, len(reports), metadata, choice.folder)
@@ -119,9 +124,16 @@ class Coordinator:
             nodes=self._nodes,
             sample_bytes=self._limits.sample_bytes,
         )
+        self._check_space(plan)
         digests = tuple(xxhash.xxh3_128_digest(post) for post in posts)
         self._cache.coordinator_plan = CoordinatorPlan(self._attempt.id, digests, plan)
         return [part.encode() for part in plan.rank_plans()]
+
+    def _check_space(self, plan: WritePlan) -> None:
+        """Raises if the files of a save without a base do not fit."""
+        if not self._choice.folder:
+            location, storage = self._storage.location, self._storage
+            check_space(location, self._spaces, plan.bytes_by_rank(), lambda: free_space(storage))
 
     def send_base(self, posts: Sequence[bytes]) -> list[bytes]:
         """Looks the planned chunks up in the base; returns the digests of each rank's chunks."""

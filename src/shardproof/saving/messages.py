@@ -45,6 +45,8 @@ class RankReport(msgspec.Struct, frozen=True, array_like=True):
     """The error of the previous save, if this rank's caller has not received it."""
     full_every: int | None = None
     """See `Request`."""
+    space: tuple[int, int, int | None] | None = None
+    """The fields of the `FreeSpace` that the rank sees; None: not known."""
 
     def request_text(self) -> str:
         """The caller's request, for messages."""

@@ -37,8 +37,10 @@ def fits_cached_plan(request: Request, cache: SaveCache, digest: bytes) -> bool:
     return is_plain and cache.plan is not None and cache.plan.digest == digest
 
 
-def report_rank(request: Request, cache: SaveCache, digest: bytes, failed: ShardproofError | None) -> bytes:
-    """Encodes a rank's report.
+def report_rank(
+    request: Request, cache: SaveCache, digest: bytes, failed: ShardproofError | None
+) -> RankReport:
+    """A rank's report, without the space that it sees.
 
     Args:
         request: request of this rank's caller.
@@ -50,7 +52,7 @@ def report_rank(request: Request, cache: SaveCache, digest: bytes, failed: Shard
         StructureError: the step or `check_replicas` is invalid.
         PlainDataError: the metadata are not plain data.
     """
-    report = RankReport(
+    return RankReport(
         digest,
         cache.plan.id if cache.plan else "",
         _checked_step(request.step),
@@ -63,7 +65,6 @@ def report_rank(request: Request, cache: SaveCache, digest: bytes, failed: Shard
         msgspec.json.encode(failed.to_wire()) if failed is not None else b"",
         request.full_every,
     )
-    return msgspec.msgpack.encode(report)
 
 
 def _checked_step(step: Any) -> int | None:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -41,7 +41,7 @@ from shardproof.saving.capture import Capture
 from shardproof.saving.coordinator import Coordinator
 from shardproof.saving.failed_commit import remove_own_files
 from shardproof.saving.incremental import BaseDigests
-from shardproof.saving.messages import Agreement, Attempt, WriteReport, pack_rows
+from shardproof.saving.messages import Agreement, Attempt, RankReport, WriteReport, pack_rows
 from shardproof.saving.pending import PendingSave
 from shardproof.saving.prepared_shard import prepare_shard
 from shardproof.saving.rank_report import fits_cached_plan, report_rank, structure_of
@@ -49,6 +49,7 @@ from shardproof.saving.replica_check import chosen_slices, hash_replicas, warn_o
 from shardproof.saving.result import SaveResult
 from shardproof.saving.shard_writer import BufferPool, WrittenShard, write_shard
 from shardproof.saving.snapshot import Snapshot
+from shardproof.saving.space_check import free_space
 from shardproof.state import Fence, collect
 from shardproof.storage import Storage
 
@@ -56,6 +57,8 @@ __all__ = ["After", "Save"]
 
 After = Callable[[SaveResult, Callable[[int, int], None]], None]
 """Called after the commit, with the result and a function that takes the numbers of done and total steps."""
+
+T = TypeVar("T")
 
 _log = logging.getLogger("shardproof")
 _NOTHING = Capture((), (), {}, {}, None, is_complete=False)
@@ -100,7 +103,7 @@ class Save:
         self._capture = _NOTHING
         self._structure: Structure
         self._digest: bytes
-        self._report: bytes | BaseException
+        self._report: RankReport | BaseException
         self._reservation: Reservation | None = None
         self._goes_ahead = False
         """True if the caller continues before the ranks agree."""
@@ -172,7 +175,7 @@ class Save:
         """
         succeeded, self._cache.succeeded = self._cache.succeeded, False
 
-        def report() -> bytes:
+        def report() -> RankReport:
             with no_garbage_collection():
                 rank, world_size = self._rendezvous.rank, self._rendezvous.world_size
                 collected = collect(state, rank=rank, world_size=world_size, last=self._cache.walk)
@@ -186,7 +189,7 @@ class Save:
 
         with self._phase("collect") as phase:
             self._report = _outcome(report, phase)
-        self._goes_ahead = self._capture.is_complete and isinstance(self._report, bytes)
+        self._goes_ahead = self._capture.is_complete and isinstance(self._report, RankReport)
         self._reservation = self._rendezvous.reserve()
         self._store = self._rendezvous.hold()
 
@@ -226,8 +229,7 @@ class Save:
     def _meet(self) -> bytes | None:
         meeting = MeetingSequence(self._rendezvous, self.operation)
         with self._phase("agree"):
-            report = partial(_result_of, self._report)
-            answer = meeting.meet("collect", report, self._unbounded(self._coordinator.agree))
+            answer = meeting.meet("collect", self._first_report, self._unbounded(self._coordinator.agree))
         agreement = self._agreement = msgspec.msgpack.decode(answer, type=Agreement)
         part = None
         if not agreement.reuse_plan:
@@ -242,6 +244,14 @@ class Save:
             assert self._cache.digests is not None
             self._base = self._cache.digests.digests
         return part
+
+    def _first_report(self) -> bytes:
+        """This rank's report of `_collect`, with the space for its file."""
+        report = _result_of(self._report)
+        with self.progress.bounded(False):  # the storage may hang here
+            space = free_space(self._storage)
+        seen = None if space is None else (space.file_system, space.free, space.most)
+        return msgspec.msgpack.encode(msgspec.structs.replace(report, space=seen))
 
     def _write_rendezvous(self, background: bool) -> Rendezvous:
         """The rendezvous of the commit."""
@@ -488,7 +498,7 @@ class Save:
         return failure
 
 
-def _outcome(work: Callable[[], bytes], phase: events.Phase) -> bytes | BaseException:
+def _outcome(work: Callable[[], T], phase: events.Phase) -> T | BaseException:
     """The result of `work`, or its error, which the rank reports at the next meeting."""
     try:
         return work()
@@ -497,7 +507,7 @@ def _outcome(work: Callable[[], bytes], phase: events.Phase) -> bytes | BaseExce
         return error
 
 
-def _result_of(outcome: bytes | BaseException) -> bytes:
+def _result_of(outcome: T | BaseException) -> T:
     if isinstance(outcome, BaseException):
         raise outcome
     return outcome

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from shardproof.storage.base import CachedStorage, RemoteStorage, Sink, Storage, check_name
+from shardproof.storage.base import (
+    CachedStorage,
+    FreeSpace,
+    LimitedStorage,
+    RemoteStorage,
+    Sink,
+    Storage,
+    check_name,
+)
 from shardproof.storage.direct_io import ALIGNMENT, aligned_buffer, memory_for
 from shardproof.storage.durable import publish_path as publish_path  # not listed in __all__: internal
 from shardproof.storage.file_writer import FileWriter as FileWriter  # not listed in __all__: internal
@@ -20,7 +28,9 @@ from shardproof.storage.uncached import UncachedStorage
 __all__ = [
     "ALIGNMENT",
     "CachedStorage",
+    "FreeSpace",
     "FsspecStorage",
+    "LimitedStorage",
     "LocalSink",
     "LocalStorage",
     "Location",

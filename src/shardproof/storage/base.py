@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from shardproof.errors import StorageError
 
 __all__ = [
     "CachedStorage",
+    "FreeSpace",
+    "LimitedStorage",
     "RemoteStorage",
     "Sink",
     "Storage",
@@ -183,6 +186,37 @@ class RemoteStorage(Protocol):
 
     def knowing(self, files: Mapping[str, bytes]) -> Storage:
         """The same storage with the bytes of some files, which `size` and `read` then ask of no server."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FreeSpace:
+    """The bytes that new files of a storage may take.
+
+    Example:
+        >>> FreeSpace(file_system=1, free=3_000_000, most=3_100_000).most
+        3100000
+    """
+
+    file_system: int
+    """A number of 64 bits that is equal for all storages that share these bytes. With `most`, storages of
+    different file systems must have different numbers, also on different machines."""
+    free: int
+    """Bytes that this process may expect to write."""
+    most: int | None
+    """Bytes above which a write certainly fails. None: not known, for example because the file system may
+    compress."""
+
+
+@runtime_checkable
+class LimitedStorage(Protocol):
+    """A storage that can tell how much fits into it. This method is optional for a `Storage`.
+
+    A save without it starts to write without a check of the space.
+    """
+
+    def free_space(self) -> FreeSpace | None:
+        """The space for new files at the moment; None if it is not known. Never raises."""
         ...
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shardproof._utils import forks
 from shardproof.errors import AlreadyCommittedError, StorageError
-from shardproof.storage.base import check_folder, check_name
+from shardproof.storage.base import FreeSpace, check_folder, check_name
 from shardproof.storage.direct_io import PageCache, UncachedReader
 from shardproof.storage.durable import (
     flush_file,
@@ -19,6 +19,7 @@ from shardproof.storage.durable import (
     unlink_quietly,
     write_all,
 )
+from shardproof.storage.free_space import local_free_space
 from shardproof.storage.paths import (
     StrOrBytesPath,
     absolute,
@@ -208,6 +209,16 @@ class LocalStorage:
             raise storage_error(error, "look at", path) from error
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
+    def modified(self, name: str) -> float | None:
+        """Time of the last write to a file, Unix seconds; None if there is none of this name."""
+        path = self._path(name)
+        try:
+            return os.stat(path).st_mtime
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise storage_error(error, "look at", path) from error
+
     def folders(self) -> list[str]:
         """Sorted names of the folders directly in the root, links to folders elsewhere among them.
 
@@ -266,6 +277,10 @@ class LocalStorage:
             pass  # a peer removed the folder, and flushes the one above
         except OSError as error:
             raise storage_error(error, "flush the deletion of", path) from error
+
+    def free_space(self) -> FreeSpace | None:
+        """The space for new files; see `LimitedStorage.free_space`."""
+        return local_free_space(self._root)
 
     def within(self, prefix: str) -> LocalStorage:
         """The storage in the folder `prefix` of this one."""

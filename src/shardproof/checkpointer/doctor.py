@@ -1,0 +1,405 @@
+"""Finds what is wrong with a run, and names the command that mends it.
+
+The findings come from the scan, the plan of `prune`, `verify` and the free space of the storage. This module
+changes nothing. Only `probe_storage` writes: a file of its own, which it removes.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from shardproof._utils.humanize import age, counted, gigabytes, listed
+from shardproof.checkpointer.damage import is_damage
+from shardproof.checkpointer.prune import plan_prune
+from shardproof.checkpointer.scan import StepInfo, scan_run
+from shardproof.errors import NotCommittedError, ShardproofError, StorageError
+from shardproof.format import MANIFEST_NAME
+from shardproof.storage import (
+    FreeSpace,
+    LimitedStorage,
+    LocalStorage,
+    ObjectStorage,
+    Storage,
+    UncachedStorage,
+)
+
+__all__ = ["Examination", "Finding", "compare_tiers", "examine_run", "probe_storage", "scrub_run"]
+
+Severity = Literal["error", "warning", "note"]
+_ORDER: tuple[Severity, ...] = ("error", "warning", "note")
+
+_CLOCK_SECONDS = 60.0
+"""Two clocks may differ by so much, before a finding says so."""
+
+_SYNCHRONIZE = "synchronize the clocks (see `timedatectl`) of this machine, the writers and the storage"
+_CHECK_RIGHTS = "check the mount, and owner and mode of the folder"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong with a run, or worth knowing.
+
+    Example:
+        >>> finding = Finding("warning", "leftover", "step-00000002", "a save died", "shardproof prune run")
+        >>> finding.is_healthy
+        False
+    """
+
+    severity: Severity
+    """One of:
+
+    - "error": a step cannot be restored, or the next save fails;
+    - "warning": something needs attention;
+    - "note": a fact.
+    """
+    kind: str
+    """A word for programs, such as "leftover"."""
+    where: str
+    """The folder in the run, or the location of the run."""
+    what: str
+    """One sentence."""
+    mend: str = ""
+    """The command that mends it, or what to do; empty for a fact."""
+
+    @property
+    def is_healthy(self) -> bool:
+        """True for a note."""
+        return self.severity == "note"
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """The state of a run."""
+
+    location: str
+    steps: tuple[int, ...]
+    """Committed steps, ascending."""
+    next_save: int
+    """Bytes of the tensors of the newest committed step: what the next full save writes."""
+    space: FreeSpace | None
+    """The space for the next save; None: not known."""
+    findings: tuple[Finding, ...]
+    """The worst first."""
+
+    @property
+    def is_healthy(self) -> bool:
+        """True if all findings are notes."""
+        return all(finding.is_healthy for finding in self.findings)
+
+    def with_findings(self, more: Sequence[Finding]) -> Examination:
+        """The same with more findings."""
+        findings = sorted((*self.findings, *more), key=lambda finding: _ORDER.index(finding.severity))
+        return Examination(self.location, self.steps, self.next_save, self.space, tuple(findings))
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        space = self.space
+        return {
+            "location": self.location,
+            "healthy": self.is_healthy,
+            "steps": list(self.steps),
+            "next_save": self.next_save,
+            "free": None if space is None else space.free,
+            "findings": [asdict(finding) for finding in self.findings],
+        }
+
+
+def examine_run(
+    storage: LocalStorage | ObjectStorage, run: str, *, older_than: float, now: float
+) -> Examination:
+    """Examines a run. Reads manifests and sizes, and no tensors; writes nothing.
+
+    Args:
+        storage: the run's folder.
+        run: the run, as commands name it.
+        older_than: least seconds since the last write to files without a manifest, for them to be of a dead
+            save.
+        now: Unix seconds.
+
+    Raises:
+        StorageError: the storage cannot list the run.
+
+    Example:
+        >>> import shardproof as sp, tempfile, torch
+        >>> from shardproof.storage import LocalStorage
+        >>> run = tempfile.mkdtemp()
+        >>> _ = sp.Checkpointer(run).save(1, {"w": torch.ones(4)}).result()
+        >>> found = examine_run(LocalStorage(run), run, older_than=3600.0, now=time.time())
+        >>> found.steps, found.is_healthy
+        ((1,), True)
+    """
+    infos = scan_run(storage, sizes=True)
+    committed = [info for info in infos if info.committed and info.step is not None]
+    next_save = committed[-1].bytes if committed else 0
+    space = storage.free_space() if isinstance(storage, LimitedStorage) else None
+    steps = tuple(info.step for info in committed if info.step is not None)
+    run = shlex.quote(run)
+    findings = [
+        *_of_steps(infos, run),
+        *_of_leftovers(storage, run, older_than, now),
+        *_of_space(storage.location, next_save, space, run),
+        *_of_clocks(storage, infos, now),
+        *_of_permissions(storage, infos),
+        *_of_uploads(storage),
+    ]
+    return Examination(storage.location, steps, next_save, space, ()).with_findings(findings)
+
+
+def _of_steps(infos: Sequence[StepInfo], run: str) -> Iterator[Finding]:
+    if not any(info.committed for info in infos):
+        severity: Severity = "error" if infos else "note"
+        yield Finding(severity, "no steps", ".", "no step of the run is committed, so none can be restored")
+    for info in infos:
+        reason = info.reason or ""
+        if info.status == "damaged" and info.beyond_repair:
+            yield Finding("error", "lost", info.name, reason, f"shardproof prune {run} --damaged")
+        elif info.status == "damaged":
+            yield Finding("error", "damaged", info.name, reason, f"shardproof repair {run}/{info.name}")
+        elif info.status == "unreadable":
+            yield Finding("error", "unreadable", info.name, reason, _CHECK_RIGHTS)
+        elif info.status == "suspect":
+            settle = f'sp.Checkpointer({run}).settle_suspect({info.step}, "...")'
+            yield Finding("warning", "suspect", info.name, reason, settle)
+        elif info.status == "settled":
+            yield Finding("note", "settled", info.name, f"a settled suspect: {info.verdict}")
+        elif info.status == "lends":
+            yield Finding("note", "lends", info.name, reason)
+        if info.pinned is not None:
+            yield Finding("note", "pinned", info.name, f"pinned, so that retention keeps it: {info.pinned}")
+        if info.linked:
+            text = "a symbolic link, so that retention and prune remove nothing in it"
+            yield Finding("note", "linked", info.name, text)
+
+
+def _of_leftovers(
+    storage: LocalStorage | ObjectStorage, run: str, older_than: float, now: float
+) -> Iterator[Finding]:
+    try:
+        plan = plan_prune(storage, storage.modified, older_than=older_than, now=now)
+    except StorageError as error:
+        text = f"prune cannot look at the run: {error.message}"
+        yield Finding("error", "unreadable", storage.location, text, _CHECK_RIGHTS)
+        return
+    for leftover in (*plan.leftovers, *plan.young):
+        size = f"{gigabytes(leftover.bytes)} in {counted(len(leftover.files), 'file')} that no manifest names"
+        written = now if leftover.modified is None else leftover.modified
+        if written > now + _CLOCK_SECONDS:
+            text = f"{size}, last written {age(written - now)} in the future, so prune takes them for new"
+            yield Finding("warning", "clock", leftover.folder, text, _SYNCHRONIZE)
+        elif leftover in plan.young:
+            text = f"{size}, last written {_ago(now, written)}: a save may be in progress"
+            yield Finding("note", "in progress", leftover.folder, text, f"shardproof watch {run}")
+        else:
+            text = f"{size}, last written {_ago(now, written)}: their save died"
+            yield Finding("warning", "leftover", leftover.folder, text, f"shardproof prune {run}")
+
+
+def _ago(now: float, then: float) -> str:
+    return f"{age(max(0.0, now - then))} ago"
+
+
+def _of_space(location: str, needed: int, space: FreeSpace | None, run: str) -> Iterator[Finding]:
+    if space is None or needed <= space.free:
+        return
+    mend = f"shardproof prune {run} --keep N, or a smaller keep= of the Checkpointer"
+    have = f"the next full save writes {gigabytes(needed)}, and {gigabytes(space.free)} is free"
+    if space.most is not None and needed > space.most:
+        yield Finding("error", "space", location, f"{have}: it will be refused", mend)
+    else:
+        yield Finding("warning", "space", location, f"{have}: it may fail", mend)
+
+
+def _of_clocks(
+    storage: LocalStorage | ObjectStorage, infos: Sequence[StepInfo], now: float
+) -> Iterator[Finding]:
+    mend = _SYNCHRONIZE
+    for info in infos:
+        if info.status == "unreadable":
+            continue
+        written = storage.modified(_manifest_of(info))
+        if info.time is not None and info.time > now + _CLOCK_SECONDS:
+            text = f"saved {age(info.time - now)} in the future, by the clock of this machine"
+            yield Finding("warning", "clock", info.name, text, mend)
+        elif written is not None and written > now + _CLOCK_SECONDS:
+            text = (
+                f"its manifest was written {age(written - now)} in the future, by the clock of this machine"
+            )
+            yield Finding("warning", "clock", info.name, f"{text}: prune misjudges ages", mend)
+        elif info.time is not None and written is not None and info.time > written + _CLOCK_SECONDS:
+            text = f"the clock of its writer was {age(info.time - written)} ahead of the clock of the storage"
+            yield Finding("warning", "clock", info.name, text, mend)
+
+
+def _manifest_of(info: StepInfo) -> str:
+    return MANIFEST_NAME if info.name == "." else f"{info.name}/{MANIFEST_NAME}"
+
+
+def _of_permissions(storage: LocalStorage | ObjectStorage, infos: Sequence[StepInfo]) -> Iterator[Finding]:
+    """Folders in which this user can remove or make no files. The rights in a bucket show in a probe only."""
+    if not isinstance(storage, LocalStorage):
+        return
+    for folder in [".", *(info.name for info in infos if info.name != "." and not info.linked)]:
+        path = storage.path / folder
+        if path.exists() and not os.access(path, os.W_OK | os.X_OK):
+            doing = "save a step" if folder == "." else "remove this step"
+            text = f"this user cannot write to the folder, and so cannot {doing}"
+            yield Finding("warning", "permissions", folder, text, f"ls -ld {shlex.quote(str(path))}")
+
+
+def _of_uploads(storage: LocalStorage | ObjectStorage) -> Iterator[Finding]:
+    """Says what cannot be seen: obstore lists objects, and no parts of uploads that were not completed."""
+    if isinstance(storage, ObjectStorage):
+        text = "parts of uploads that died are not listed, and the store may charge for them"
+        mend = "set a lifecycle rule of the bucket that aborts incomplete multipart uploads after some days"
+        yield Finding("note", "uploads", storage.location, text, mend)
+
+
+def probe_storage(storage: LocalStorage | ObjectStorage) -> list[Finding]:
+    """Writes, publishes, replaces, reads and removes a file of its own in a run, as a save does.
+
+    Returns:
+        An error for the operation that failed; a warning if the clock of the storage differs from the clock
+        of this machine.
+    """
+    name = f"doctor-{secrets.token_hex(8)}.probe"
+    findings: list[Finding] = []
+
+    def run(doing: str, work: Callable[[], object]) -> bool:
+        try:
+            work()
+        except StorageError as error:
+            text = f"this user cannot {doing} a file here: {error.message}"
+            findings.append(Finding("error", "permissions", storage.location, text, _CHECK_RIGHTS))
+            return False
+        return True
+
+    draft, before = f"{name}.draft", time.time()
+    is_written = run("write", lambda: _write(storage, draft, b"1"))
+    after = time.time()
+    if is_written:
+        written = storage.modified(draft)
+        ahead = 0.0 if written is None else max(written - after, before - written)
+        if written is not None and ahead > _CLOCK_SECONDS:
+            side = "ahead of" if written > after else "behind"
+            text = f"the clock of the storage is {age(ahead)} {side} the clock of this machine"
+            mend = "synchronize the clocks (see `timedatectl`), or prune with a larger --older-than"
+            findings.append(Finding("warning", "clock", storage.location, text, mend))
+    published = run("publish", lambda: storage.publish(name, b"1")) and run(
+        "replace", lambda: storage.publish(name, b"2", replace=True)
+    )
+    if published:
+        run("read", lambda: storage.read(name))
+    for file in (draft, name):
+        run("remove", lambda file=file: storage.delete(file))  # type: ignore[misc]
+    return findings
+
+
+def _write(storage: Storage, name: str, data: bytes) -> None:
+    sink = storage.create(name)
+    try:
+        sink.write_at(0, memoryview(data))
+        sink.finish(len(data))
+    except BaseException:
+        sink.abort()
+        raise
+
+
+def scrub_run(
+    storage: Storage,
+    run: str,
+    *,
+    bandwidth: int | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> list[Finding]:
+    """Reads every readable checkpoint of a run and compares every byte with what was saved.
+
+    Args:
+        storage: the run's folder.
+        run: the run, as commands name it.
+        bandwidth: bytes to read a second, at most; None: no limit.
+        on_progress: called with bytes done and bytes in all, of one checkpoint after the other.
+
+    Returns:
+        An error for each damaged step, and a warning for each step that could not be read.
+    """
+    from shardproof.maintenance import verify  # imports torch
+
+    findings = []
+    for info in scan_run(storage):
+        if info.whole:
+            place = storage if info.name == "." else storage.within(info.name)
+            if isinstance(place, LocalStorage):
+                place = UncachedStorage(place.path)  # the bytes of the device
+            begun = time.monotonic()
+
+            def read(done: int, total: int, begun: float = begun) -> None:
+                if on_progress is not None:
+                    on_progress(done, total)
+                if bandwidth is not None:
+                    time.sleep(max(0.0, begun + done / bandwidth - time.monotonic()))
+
+            try:
+                faults = verify(place, read).faults
+            except NotCommittedError:
+                continue  # retention removed it meanwhile
+            if faults:
+                findings.append(_of_faults(info.name, faults, f"{shlex.quote(run)}/{info.name}"))
+    return findings
+
+
+def _of_faults(folder: str, faults: Sequence[ShardproofError], path: str) -> Finding:
+    more = f" (and {counted(len(faults) - 1, 'more fault')})" if len(faults) > 1 else ""
+    damage = [fault for fault in faults if is_damage(fault)]
+    if not damage:
+        text = f"could not be read: {faults[0].message}{more}"
+        return Finding("warning", "unreadable", folder, text, f"shardproof verify {path}")
+    text = f"damaged, and restore passes over it: {damage[0].message}{more}"
+    mend = f"shardproof verify {path}; then remove the folder, and do not trust this disk (see `dmesg`)"
+    return Finding("error", "damaged", folder, text, mend)
+
+
+def compare_tiers(
+    first: Storage, second: Storage, run: str, other: str, *, older_than: float, now: float
+) -> list[Finding]:
+    """Finds committed steps of a run that its second tier lacks.
+
+    Args:
+        first: the run's folder.
+        second: the folder of the same run on the second tier, with the same layout.
+        run: the run, as commands name it.
+        other: the second tier, as commands name it.
+        older_than: a step that was saved since may be on its way, and is a note.
+        now: Unix seconds.
+
+    Raises:
+        StorageError: a storage cannot list its run.
+    """
+    there = {info.name: info for info in scan_run(second, sizes=True) if info.committed}
+    found = [info for info in scan_run(first) if info.committed and info.step is not None]
+    findings = []
+    for info in found:
+        copy = there.get(info.name)
+        mend = (
+            f"shardproof convert {shlex.quote(run)}/{info.name} {shlex.quote(other)}/{info.name} --standalone"
+        )
+        if copy is None and info.time is not None and now - info.time < older_than:
+            text = f"not on {second.location} yet: saved {_ago(now, info.time)}"
+            findings.append(Finding("note", "one copy", info.name, text))
+        elif copy is None:
+            findings.append(
+                Finding("warning", "one copy", info.name, f"not committed on {second.location}", mend)
+            )
+        elif copy.attempt != info.attempt and (copy.time or 0) < (info.time or 0):
+            text = f"{second.location} has an older checkpoint of the step"
+            findings.append(Finding("warning", "other copy", info.name, text, mend))
+    if not there and any(not finding.is_healthy for finding in findings):
+        steps = listed((info.name for info in found), 3)
+        text = f"no step is committed there, and all copies of {steps} are on one tier"
+        findings.append(Finding("error", "no copies", second.location, text))
+    return findings

@@ -1,0 +1,147 @@
+"""Looks at a run again and again: its checkpoints, and the saves under way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shardproof._utils.humanize import listed
+from shardproof.checkpointer.retention import Leftover, leftovers
+from shardproof.checkpointer.scan import StepInfo, scan_run
+from shardproof.storage import LocalStorage, ObjectStorage
+
+__all__ = ["RunWatch", "WatchedSave"]
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedSave:
+    """One checkpoint of a run, or the files of one attempt to save that no manifest names."""
+
+    folder: str
+    step: int | None
+    attempt: str | None
+    state: str
+    """A status of `StepInfo`, or "writing" for files without a manifest that were written to lately."""
+    time: float | None
+    """When it was saved; without a manifest, when it was last written to. Unix seconds."""
+    bytes: int
+    speed: float | None
+    """Bytes a second since the last look; None: not writing, or the first look."""
+    share: float | None
+    """Bytes as a share of the newest committed step; None: not writing, or no such step."""
+    note: str
+
+    @property
+    def key(self) -> tuple[str, str | None]:
+        """Equal for two looks at the same checkpoint or attempt."""
+        return self.folder, self.attempt
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return asdict(self)
+
+
+class RunWatch:
+    """The looks at one run. Each look reads all manifests, and no tensors.
+
+    Args:
+        storage: the run's folder.
+        older_than: files without a manifest are of a save under way, if they were written to in the last so
+            many seconds.
+
+    Example:
+        >>> import shardproof as sp, tempfile, torch
+        >>> from shardproof.storage import LocalStorage
+        >>> run = tempfile.mkdtemp()
+        >>> _ = sp.Checkpointer(run).save(1, {"w": torch.ones(4)}).result()
+        >>> watch = RunWatch(LocalStorage(run), older_than=3600.0)
+        >>> [(save.step, save.state, save.bytes) for save in watch.look(now=0.0)]
+        [(1, 'committed', 16)]
+    """
+
+    def __init__(self, storage: LocalStorage | ObjectStorage, *, older_than: float) -> None:
+        self._storage = storage
+        self._older_than = older_than
+        self._before: dict[tuple[str, str | None], tuple[float, int]] = {}
+        """Time and bytes of each save under way, at the last look."""
+
+    def look(self, now: float) -> list[WatchedSave]:
+        """The checkpoints and the saves under way, oldest step first.
+
+        Args:
+            now: Unix seconds; not less than at the last look.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        infos = scan_run(self._storage)
+        unnamed: dict[str, list[Leftover]] = {}
+        for leftover in leftovers(self._storage, self._storage.modified):
+            unnamed.setdefault(leftover.folder, []).append(leftover)
+        newest = next((info for info in reversed(infos) if info.committed and info.step is not None), None)
+        saves = [save for info in infos for save in self._of_folder(info, unnamed, newest, now)]
+        self._before = {save.key: (now, save.bytes) for save in saves if save.state == "writing"}
+        return saves
+
+    def _of_folder(
+        self,
+        info: StepInfo,
+        unnamed: dict[str, list[Leftover]],
+        newest: StepInfo | None,
+        now: float,
+    ) -> Iterator[WatchedSave]:
+        found = unnamed.get(info.name, [])
+        if info.status != "leftover" or not found:
+            yield WatchedSave(
+                info.name,
+                info.step,
+                info.attempt,
+                info.status,
+                info.time,
+                info.bytes,
+                None,
+                None,
+                _note(info),
+            )
+        for leftover in found:
+            yield self._of_attempt(info, leftover, newest, now)
+
+    def _of_attempt(
+        self, info: StepInfo, leftover: Leftover, newest: StepInfo | None, now: float
+    ) -> WatchedSave:
+        key = (leftover.folder, leftover.attempt)
+        size, speed, share = leftover.bytes, None, None
+        note = "beside a committed checkpoint" if leftover.committed else "no manifest"
+        state = "leftover" if leftover.older_than(self._older_than, now) else "writing"
+        if state == "writing":
+            if key in self._before and now > self._before[key][0]:
+                since, before = self._before[key]
+                speed = max(0, size - before) / (now - since)
+            share = size / newest.bytes if newest is not None and newest.bytes else None
+        return WatchedSave(
+            leftover.folder,
+            info.step,
+            leftover.attempt,
+            state,
+            leftover.modified,
+            size,
+            speed,
+            share,
+            note,
+        )
+
+
+def _note(info: StepInfo) -> str:
+    parts = [
+        info.reason or "",
+        f"pinned: {info.pinned}" if info.pinned is not None else "",
+        "a symbolic link" if info.linked else "",
+        _some("refers to", info.borrows),
+        _some("stays for", info.lends) if info.committed else "",
+    ]
+    return "; ".join(filter(None, parts))
+
+
+def _some(verb: str, folders: Sequence[str]) -> str:
+    return f"{verb} {listed(folders, 2)}" if folders else ""

@@ -1,0 +1,101 @@
+"""``shardproof doctor``: what is wrong with a run, and what to do."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import click
+
+from shardproof.cli.failures import BAD, YES
+from shardproof.cli.options import folder_argument, json_option, print_json, size, span
+
+if TYPE_CHECKING:
+    from shardproof.checkpointer import Examination
+
+__all__ = ["doctor_command"]
+
+
+@click.command("doctor", short_help="Say what is wrong with a run, and what to do.")
+@folder_argument("run")
+@click.option("--then", metavar="URL", help="The second tier of the run: find steps that it lacks.")
+@click.option(
+    "--older-than",
+    callback=span,
+    metavar="SPAN",
+    default="1h",
+    show_default=True,
+    help="Files without a manifest that were written to since may belong to a save in progress.",
+)
+@click.option(
+    "--probe",
+    is_flag=True,
+    help="Write, publish, replace, read and remove a small file in RUN, as a save does.",
+)
+@click.option("--scrub", is_flag=True, help="Read every byte of every step, and compare digests.")
+@click.option("--bandwidth", callback=size, metavar="SIZE", help="With --scrub: bytes to read a second.")
+@json_option
+def doctor_command(
+    run: str,
+    then: str | None,
+    older_than: float,
+    probe: bool,
+    scrub: bool,
+    bandwidth: int | None,
+    as_json: bool,
+) -> int:
+    """Say what is wrong with RUN, the worst first, and the command that mends it.
+
+    Looks for dead saves, damaged and lost steps, unsettled suspects, too little space for the next save,
+    clocks that differ, and missing rights. Changes nothing; --probe alone writes a file, and removes it.
+
+    Exit code 0: healthy. 1: something needs attention. 3: the run could not be read.
+    """
+    from shardproof.checkpointer import compare_tiers, examine_run, probe_storage, scrub_run
+    from shardproof.cli.terminal import bytes_progress
+    from shardproof.storage import LocalStorage, ObjectStorage, storage_at
+
+    if bandwidth is not None and not scrub:
+        raise click.UsageError("--bandwidth limits the reads of --scrub: add --scrub")
+    if bandwidth == 0:
+        raise click.UsageError("--bandwidth is at least 1")
+    storage = storage_at(run)
+    assert isinstance(storage, LocalStorage | ObjectStorage)
+    now = time.time()
+    found = examine_run(storage, run, older_than=older_than, now=now)
+    if then is not None:
+        second = storage_at(then)
+        more = compare_tiers(storage, second, run, then, older_than=older_than, now=now)
+        found = found.with_findings(more)
+    if probe:
+        found = found.with_findings(probe_storage(storage))
+    if scrub:
+        with bytes_progress("scrub", shown=not as_json) as on_progress:
+            found = found.with_findings(
+                scrub_run(storage, run, bandwidth=bandwidth or None, on_progress=on_progress)
+            )
+    if as_json:
+        print_json(found.to_json())
+    else:
+        _show(found, now)
+    return YES if found.is_healthy else BAD
+
+
+def _show(found: Examination, now: float) -> None:
+    from shardproof._utils.humanize import counted, gigabytes, printable
+
+    for finding in found.findings:
+        click.echo(printable(f"{finding.severity:8} {finding.where}: {finding.what}"))
+        if finding.mend:
+            click.echo(printable(f"{'':8} {finding.mend}"))
+    counts = [
+        counted(number, severity)
+        for severity in ("error", "warning")
+        if (number := sum(finding.severity == severity for finding in found.findings))
+    ]
+    steps = counted(len(found.steps), "committed step")
+    newest = f", the newest is {found.steps[-1]}" if found.steps else ""
+    space = "" if found.space is None else f"; {gigabytes(found.space.free)} free"
+    saves = f", and a full save writes {gigabytes(found.next_save)}" if found.steps else ""
+    state = " and ".join(counts) or "healthy"
+    click.echo(printable(f"{state}: {found.location}: {steps}{newest}{space}{saves}"))

@@ -1,0 +1,102 @@
+"""How many bytes a local file system can still take.
+
+Note "What is certain": a save is refused only if its bytes cannot fit. `FreeSpace.most` is a number on ext2,
+ext3, ext4, XFS and tmpfs, where a file of n bytes takes at least n bytes. Other file systems may compress or
+share equal blocks, or they are served by one that may. In a folder with a project quota, the system counts
+the soft limit, which a user may exceed for a time. The blocks that ext4 reserves count as free in `most` for
+the superuser, and for everyone if the mount gives them to another user or group.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import struct
+import sys
+from pathlib import Path
+
+import xxhash
+
+from shardproof._utils import libc
+from shardproof.storage.base import FreeSpace
+
+__all__ = ["local_free_space"]
+
+_EXT, _XFS, _TMPFS = 0xEF53, 0x58465342, 0x01021994
+_EXACT = (_EXT, _XFS, _TMPFS)
+"""Types of file systems on which a file of n bytes takes at least n bytes."""
+
+_GET_ATTRIBUTES = 0x801C581F
+_ATTRIBUTES = struct.Struct("=5I8x")
+_IN_PROJECT = 0x200
+"""FS_IOC_FSGETXATTR, its `struct fsxattr`, and FS_XFLAG_PROJINHERIT."""
+
+
+def local_free_space(folder: Path) -> FreeSpace | None:
+    """The space for new files in a folder, which need not exist yet.
+
+    Returns:
+        None if the system does not tell.
+    """
+    try:
+        there = next(above for above in (folder, *folder.parents) if os.path.lexists(above))
+        return _measured(there)
+    except OSError:
+        return None
+
+
+def _measured(there: Path) -> FreeSpace | None:
+    found, device, kind = os.statvfs(there), os.stat(there).st_dev, _type_of(there)
+    if found.f_blocks == 0:  # the file system has no limit, or does not know it
+        return None
+    if kind in _EXACT:
+        identity = f"{_kernel()} {device}"
+    else:  # devices have other numbers on other machines
+        identity = f"{kind} {found.f_fsid} {found.f_blocks * found.f_frsize}"
+    most = None
+    if kind in _EXACT and not _has_project_quota(there):
+        most = found.f_frsize * (found.f_bfree if _may_use_reserve(device) else found.f_bavail)
+    return FreeSpace(xxhash.xxh64_intdigest(identity.encode()), found.f_bavail * found.f_frsize, most)
+
+
+def _type_of(path: Path) -> int | None:
+    """The type of a file system, as Linux numbers it; None on other systems."""
+    if sys.platform != "linux" or not libc.has("statfs"):
+        return None
+    buffer = ctypes.create_string_buffer(512)  # `struct statfs` begins with the type
+    libc.call("statfs", ctypes.c_char_p(os.fsencode(path)), buffer)
+    return int.from_bytes(buffer.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder)
+
+
+def _kernel() -> str:
+    """A text that is equal for all processes of one running system, also in containers."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text()
+
+
+def _may_use_reserve(device: int) -> bool:
+    """True if this process may write to reserved blocks, or if the system does not tell."""
+    if os.geteuid() == 0:
+        return True
+    number = f"{os.major(device)}:{os.minor(device)}"
+    mounts = [line for line in _mounts() if number in line.split()]
+    return not mounts or any("resuid=" in line or "resgid=" in line for line in mounts)
+
+
+def _mounts() -> list[str]:
+    return Path("/proc/self/mountinfo").read_text().splitlines()
+
+
+def _has_project_quota(folder: Path) -> bool:
+    """True if new files in the folder belong to a project with a quota, or if the system does not tell."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return True
+    try:
+        answer = fcntl.ioctl(descriptor, _GET_ATTRIBUTES, bytes(_ATTRIBUTES.size))
+    except OSError:  # the file system has no projects
+        return False
+    finally:
+        os.close(descriptor)
+    return bool(_ATTRIBUTES.unpack(answer)[0] & _IN_PROJECT)

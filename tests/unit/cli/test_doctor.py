@@ -1,0 +1,219 @@
+"""`shardproof doctor`: each thing that is wrong is found, and named with the command that mends it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardproof.checkpointer import probe_storage
+from shardproof.checkpointer.pins import write_pin
+from shardproof.format import MANIFEST_NAME
+from shardproof.storage import FreeSpace, LocalStorage
+from tests.faulty_system import Fault, faulty_system
+from tests.unit.cli.samples import Sample, write
+from tests.unit.cli.test_commands import STATE, call, make_old
+
+__all__ = ["call"]
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """Whole steps 1, 2 and 3, saved two hours ago."""
+    run = tmp_path / "run"
+    for step in (1, 2, 3):
+        write(run / f"step-0000000{step}", Sample(STATE, step=step, time=time.time() - 7200))
+    return run
+
+
+def findings(call: Any, run: Path, *options: object) -> tuple[int, dict[str, list[dict[str, str]]]]:
+    """The exit code, and the findings by their kind."""
+    code, out, err = call("doctor", run, *options, "--json")
+    assert err == ""
+    told = json.loads(out)
+    ranks = [["error", "warning", "note"].index(one["severity"]) for one in told["findings"]]
+    assert ranks == sorted(ranks), "the worst first"
+    assert told["healthy"] == (code == 0)
+    kinds: dict[str, list[dict[str, str]]] = {}
+    for one in told["findings"]:
+        kinds.setdefault(one["kind"], []).append(one)
+    return code, kinds
+
+
+def test_a_healthy_run_has_no_findings(call: Any, run_folder: Path) -> None:
+    files = sorted(run_folder.rglob("*"))
+    assert findings(call, run_folder, "--probe", "--scrub", "--bandwidth", "1GB") == (0, {})
+    assert sorted(run_folder.rglob("*")) == files, "the probe left nothing"
+    code, out, _ = call("doctor", run_folder)
+    assert code == 0
+    assert out.startswith(f"healthy: {run_folder}: 3 committed steps, the newest is 3; ")
+
+
+def lose_the_manifest(step: Path) -> None:
+    (step / MANIFEST_NAME).unlink()
+
+
+def make_a_leftover(step: Path) -> None:
+    lose_the_manifest(step)
+    make_old(step)
+
+
+def damage_the_manifest(step: Path) -> None:
+    (step / MANIFEST_NAME).write_text("{}")
+
+
+def lose_a_shard(step: Path) -> None:
+    next((step / "shards").iterdir()).unlink()
+
+
+def become_a_suspect(step: Path) -> None:
+    step.rename(step.with_name(step.name.replace("step", "suspect")))
+
+
+def write_in_the_future(step: Path) -> None:
+    later = time.time() + 7200
+    os.utime(step / MANIFEST_NAME, (later, later))
+
+
+def leave_in_the_future(step: Path) -> None:
+    lose_the_manifest(step)
+    later = time.time() + 7200
+    for file in step.rglob("*"):
+        os.utime(file, (later, later))
+
+
+def pin(step: Path) -> None:
+    write_pin(LocalStorage(step.parent), 2, "the good one")
+
+
+CASES = {
+    "in progress": (lose_the_manifest, "note", "a save may be in progress", "shardproof watch RUN"),
+    "leftover": (make_a_leftover, "warning", "their save died", "shardproof prune RUN"),
+    "damaged": (damage_the_manifest, "error", "manifest", "shardproof repair RUN/step-00000002"),
+    "lost": (lose_a_shard, "error", "cannot be repaired", "shardproof prune RUN --damaged"),
+    "suspect": (become_a_suspect, "warning", "validation failed", "settle_suspect(2,"),
+    "clock": (write_in_the_future, "warning", "in the future", "timedatectl"),
+    "clock of leftovers": (leave_in_the_future, "warning", "takes them for new", "timedatectl"),
+    "pinned": (pin, "note", "the good one", ""),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_wrong_with_a_step_is_found(call: Any, run_folder: Path, case: str) -> None:
+    change: Callable[[Path], None]
+    change, severity, what, mend = CASES[case]
+    change(run_folder / "step-00000002")
+    code, kinds = findings(call, run_folder)
+    (found,) = kinds.pop(case.split(" of ")[0])
+    assert kinds == {}
+    assert found["severity"] == severity
+    assert found["where"] == ("suspect-00000002" if case == "suspect" else "step-00000002")
+    assert what in found["what"]
+    assert mend.replace("RUN", str(run_folder)) in found["mend"]
+    assert code == (0 if severity == "note" else 1)
+    text = call("doctor", run_folder)[1]
+    assert found["what"] in text and found["mend"] in text
+
+
+def test_the_scrub_finds_changed_bytes(call: Any, run_folder: Path) -> None:
+    (shard,) = (run_folder / "step-00000002" / "shards").iterdir()
+    data = bytearray(shard.read_bytes())
+    array = next(iter(STATE.values())).tobytes()
+    data[data.index(array) + 3] ^= 1
+    shard.write_bytes(data)
+    assert findings(call, run_folder) == (0, {}), "sizes and manifests are right"
+    code, kinds = findings(call, run_folder, "--scrub")
+    (found,) = kinds["damaged"]
+    assert (code, found["where"]) == (1, "step-00000002")
+    assert "dmesg" in found["mend"]
+
+
+def test_too_little_space_for_the_next_save(
+    call: Any, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for space, severity in ((FreeSpace(1, 10, 20), "error"), (FreeSpace(1, 10, None), "warning")):
+        monkeypatch.setattr(LocalStorage, "free_space", lambda self, space=space: space)
+        code, kinds = findings(call, run_folder)
+        (found,) = kinds["space"]
+        assert (code, found["severity"]) == (1, severity)
+        assert "10 B is free" in found["what"]
+    monkeypatch.setattr(LocalStorage, "free_space", lambda self: None)
+    assert findings(call, run_folder) == (0, {}), "not known"
+
+
+def test_the_probe_names_the_operation_that_is_refused(run_folder: Path) -> None:
+    storage = LocalStorage(run_folder)
+    with faulty_system(run_folder, Fault(None)) as calls:
+        assert probe_storage(storage) == []
+    names = [name for name, _ in calls]
+    last_unlink = len(names) - 1 - names[::-1].index("unlink")
+    operations = {
+        "write": names.index("pwrite"),
+        "publish": names.index("link"),
+        "replace": names.index("replace"),
+        "remove": last_unlink,
+    }
+    for doing, at in operations.items():
+        with faulty_system(run_folder, Fault(at, errno.EACCES)):
+            (found,) = probe_storage(storage)
+        assert (found.severity, found.kind) == ("error", "permissions")
+        assert f"this user cannot {doing} a file here" in found.what and "EACCES" in found.what
+        left = list(run_folder.glob("*.probe*"))
+        assert len(left) == (doing == "remove")
+        for file in left:
+            file.unlink()
+
+
+def test_the_probe_compares_the_clock_of_the_storage(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for hours, side in ((2, "ahead of"), (-2, "behind")):
+        monkeypatch.setattr(
+            LocalStorage, "modified", lambda self, name, hours=hours: time.time() + 3600 * hours
+        )
+        (found,) = probe_storage(LocalStorage(run_folder))
+        assert (found.severity, found.kind) == ("warning", "clock")
+        assert f"{side} the clock of this machine" in found.what
+
+
+def test_folders_that_this_user_cannot_write_to(
+    call: Any, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: "step-00000002" not in str(path))
+    code, kinds = findings(call, run_folder)
+    (found,) = kinds["permissions"]
+    assert (code, found["where"]) == (1, "step-00000002")
+    assert "cannot remove this step" in found["what"]
+
+
+def test_steps_that_the_second_tier_lacks(call: Any, run_folder: Path, tmp_path: Path) -> None:
+    second = tmp_path / "second"
+    write(second / "step-00000001", Sample(STATE, step=1))
+    write(second / "step-00000002", Sample(STATE, step=2), commit=False)
+    code, kinds = findings(call, run_folder, "--then", second)
+    assert code == 1
+    assert [one["where"] for one in kinds["one copy"]] == ["step-00000002", "step-00000003"]
+    mend = f"shardproof convert {run_folder}/step-00000003 {second}/step-00000003 --standalone"
+    assert kinds["one copy"][1]["mend"] == mend
+    assert call(*mend.split()[1:])[0] == 0, "the command mends it"
+    _, kinds = findings(call, run_folder, "--then", second)
+    assert [one["where"] for one in kinds["one copy"]] == ["step-00000002"]
+    code, kinds = findings(call, run_folder, "--then", second, "--older-than", "1d")
+    assert (code, kinds["one copy"][0]["severity"]) == (0, "note"), "it may be on its way"
+    _, kinds = findings(call, run_folder, "--then", tmp_path / "elsewhere")
+    assert kinds["no copies"][0]["severity"] == "error"
+
+
+def test_a_run_that_cannot_be_used(call: Any, run_folder: Path, tmp_path: Path) -> None:
+    assert call("doctor", tmp_path / "missing")[0] == 2
+    assert call("doctor", run_folder, "--bandwidth", "1GB")[0] == 2
+    with faulty_system(run_folder, Fault(0, errno.EIO, "onward", looks=True)):
+        assert call("doctor", run_folder)[0] == 3
+    code, kinds = findings(call, tmp_path)
+    assert (code, kinds["no steps"][0]["severity"]) == (0, "note"), "an empty run is no fault"

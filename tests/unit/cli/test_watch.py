@@ -1,0 +1,117 @@
+"""`shardproof watch`: the states of a run's saves, on a terminal and in a pipe."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from shardproof.checkpointer import RunWatch
+from shardproof.format import MANIFEST_NAME
+from shardproof.storage import LocalStorage
+from tests.unit.cli.samples import SECONDS, Sample, write
+from tests.unit.cli.test_commands import STATE, call, make_old
+
+__all__ = ["call"]
+
+
+def test_a_save_is_seen_while_it_grows_until_it_is_committed(tmp_path: Path) -> None:
+    write(tmp_path / "step-00000001", Sample(STATE, step=1))
+    write(tmp_path / "step-00000002", Sample(STATE, step=2), commit=False)
+    watch = RunWatch(LocalStorage(tmp_path), older_than=3600.0)
+    now = time.time()
+    first, second = watch.look(now)
+    assert (first.state, first.speed, second.state, second.speed) == ("committed", None, "writing", None)
+
+    (shard,) = (tmp_path / "step-00000002" / "shards").iterdir()
+    with open(shard, "ab") as file:
+        file.write(bytes(5000))
+    _, again = watch.look(now + 2.0)
+    assert (again.bytes, again.speed) == (second.bytes + 5000, 2500.0)
+    assert again.share == again.bytes / first.bytes
+
+    assert [save.state for save in watch.look(now + 7200)] == ["committed", "leftover"]
+    write(tmp_path / "step-00000002", Sample(STATE, step=2, attempt="a2"))
+    states = [(save.state, save.note) for save in watch.look(now + 4.0)]
+    assert states[1:] == [("committed", ""), ("writing", "beside a committed checkpoint")]
+
+
+def test_one_table(call: Any, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write(tmp_path / f"step-0000000{step}", Sample(STATE, step=step))
+    (tmp_path / "step-00000002" / MANIFEST_NAME).write_text("{}")
+    (tmp_path / "step-00000003" / MANIFEST_NAME).unlink()
+    make_old(tmp_path)
+    code, out, _ = call("watch", tmp_path, "--once")
+    assert code == 0
+    rows = [line.split() for line in out.splitlines()]
+    assert [row[:2] for row in rows if row[1] in ("committed", "damaged", "leftover")] == [
+        ["1", "committed"],
+        ["2", "damaged"],
+        ["3", "leftover"],
+    ]
+    told = json.loads(call("watch", tmp_path, "--once", "--json")[1])
+    assert [save["state"] for save in told["saves"]] == ["committed", "damaged", "leftover"]
+    assert call("watch", tmp_path, "--every", "0")[0] == 2
+
+
+def started(run: Path, output: int, *options: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "shardproof", "watch", str(run), "--every", "0.05s", *options]
+    return subprocess.Popen(command, stdout=output, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
+
+
+def read_until(descriptor: int, text: str) -> str:
+    """What a process writes, up to a text."""
+    ends, found = time.monotonic() + SECONDS, ""
+    while text not in found:
+        left = ends - time.monotonic()
+        assert left > 0 and select.select([descriptor], [], [], left)[0], f"{text!r} did not come: {found!r}"
+        found += os.read(descriptor, 1 << 16).decode()
+    return found
+
+
+def interrupted(process: subprocess.Popen[bytes]) -> tuple[int, bytes]:
+    """The exit code and standard error after Ctrl-C."""
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=SECONDS)
+    return process.returncode, error
+
+
+def test_a_pipe_gets_a_line_for_each_change(tmp_path: Path) -> None:
+    write(tmp_path / "step-00000001", Sample(STATE, step=1))
+    reader, writer = os.pipe()
+    with started(tmp_path, writer) as process:
+        try:
+            assert "step-00000001 committed" in read_until(reader, "\n")
+            write(tmp_path / "step-00000002", Sample(STATE, step=2))
+            read_until(reader, "step-00000002 committed")
+            for file in (MANIFEST_NAME, "index-a1.safetensors", "shards/00000-a1.safetensors"):
+                (tmp_path / "step-00000001" / file).unlink()
+            read_until(reader, "step-00000001 gone")
+            assert interrupted(process) == (0, b"")
+        finally:
+            process.kill()
+            os.close(reader)
+            os.close(writer)
+
+
+def test_a_terminal_gets_a_table_that_is_drawn_again(tmp_path: Path) -> None:
+    write(tmp_path / "step-00000001", Sample(STATE, step=1))
+    terminal, end = pty.openpty()
+    with started(tmp_path, end) as process:
+        try:
+            read_until(terminal, "1 committed, ")
+            write(tmp_path / "step-00000002", Sample(STATE, step=2))
+            read_until(terminal, "2 committed, ")
+            assert interrupted(process) == (0, b"")
+        finally:
+            process.kill()
+            os.close(terminal)
+            os.close(end)
