@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardproof.storage.base import CachedStorage, Sink, Storage, check_name
+from shardproof.storage.base import CachedStorage, CopiedStorage, Sink, Storage, check_name
 from shardproof.storage.direct_io import ALIGNMENT, aligned_buffer, memory_for
 from shardproof.storage.durable import flush_folders as flush_folders  # not listed in __all__: internal
 from shardproof.storage.durable import rename_exclusively as rename_exclusively
@@ -17,6 +17,7 @@ from shardproof.storage.uncached import UncachedStorage
 __all__ = [
     "ALIGNMENT",
     "CachedStorage",
+    "CopiedStorage",
     "LocalSink",
     "LocalStorage",
     "Location",

@@ -6,7 +6,15 @@ from typing import Protocol, runtime_checkable
 
 from shardproof.errors import StorageError
 
-__all__ = ["CachedStorage", "Sink", "Storage", "check_folder", "check_name", "name_fault"]
+__all__ = [
+    "CachedStorage",
+    "CopiedStorage",
+    "Sink",
+    "Storage",
+    "check_folder",
+    "check_name",
+    "name_fault",
+]
 
 
 @runtime_checkable
@@ -157,6 +165,25 @@ class CachedStorage(Protocol):
 
         Raises:
             StorageError: the file is missing, short or unreadable.
+        """
+        ...
+
+
+@runtime_checkable
+class CopiedStorage(Protocol):
+    """A storage whose files have copies in several places. This method is optional for a `Storage`."""
+
+    def nearest(self, name: str) -> Storage:
+        """The storage of the nearest copy of a file that never changes.
+
+        Args:
+            name: of the file.
+
+        Returns:
+            The storage that lists the file under the same name. Without a copy: any of the places.
+
+        Raises:
+            StorageError: a place cannot be listed.
         """
         ...
 
