@@ -1,4 +1,4 @@
-"""Two tiers in one process: uploads, retention, restores from the nearest copy, failures of the second tier."""
+"""Two tiers in one process: uploads, retention, restores from the nearest copy, failures of a tier."""
 
 from __future__ import annotations
 

@@ -284,7 +284,7 @@ class Checkpointer:
                     progress,
                     unconfirmed=lambda step: self._storage.within(step_name(step)) in self._saver.unconfirmed,
                     facts=self._facts,
-                    protects=lambda step: self._uploader is not None and self._uploader.protects(step),
+                    protected=set if self._uploader is None else self._uploader.protected,
                 )
         self._scrub.begin(step_name(committed.step))
 

@@ -111,7 +111,7 @@ class Restore:
             self.passed_over = tuple(
                 item
                 for item in self.passed_over
-                if item.folder > chosen.folder or (item.tier and item.folder == chosen.folder)
+                if (item.folder == chosen.folder if item.tier else item.folder > chosen.folder)
             )
             return chosen.folder, report
 

@@ -199,7 +199,7 @@ def retain(
     on_progress: Callable[[int, int], None] | None = None,
     unconfirmed: Callable[[int], bool] = lambda step: False,
     facts: StepFacts | None = None,
-    protects: Callable[[int], bool] = lambda step: False,
+    protected: Callable[[], set[int]] = set,
 ) -> list[str]:
     """Removes the steps that a policy does not keep. A failure costs space, not safety, so it is only logged.
 
@@ -221,7 +221,7 @@ def retain(
         on_progress: see `delete_steps`.
         unconfirmed: True for steps whose commit is not known to be durable.
         facts: cache of what manifests say; None for a new one.
-        protects: True for steps that stay whatever the policy says, because they wait for their upload.
+        protected: gives the steps that stay whatever the policy says, because they wait for their upload.
 
     Returns:
         Folders of the steps that were removed.
@@ -253,7 +253,9 @@ def retain(
         for step in set(counted) - set(certain):
             selected, unreadable = facts.select(keep, sorted((*certain, step)))
             kept |= {step}.intersection(selected | unreadable)
-        dropped = sorted(step for step in set(counted) - kept if not protects(step))
+        dropped = sorted(set(counted) - kept)
+        if dropped:
+            dropped = sorted(set(dropped) - protected())
         if dropped and not any(is_proved(step) for step in kept.intersection(certain)):
             last_proved = next((step for step in reversed(dropped) if is_proved(step)), None)
             dropped = [step for step in dropped if step != last_proved]

@@ -1,12 +1,12 @@
 """The run as all tiers hold it together, for reading.
 
-Note "Copies": the name of a shard file or an index has the attempt of its save. So files of one name have the
-same bytes in all tiers, and each file is read from the nearest tier that has it. A manifest has no attempt in
-its name. If tiers have different manifests of a step, that of the later save counts.
+Note "Copies": the name of a shard file or an index has the attempt of its save. So files of one name have
+the same bytes in all tiers, and each file is read from the nearest tier that has it. A manifest has no
+attempt in its name. If tiers have different manifests of a step, that of the later save counts.
 
-Note "Levels": a copy that turned out to be damaged is left out by a level: for a file, or for the manifest and
-the index of a step, the first tier that counts. Rank 0 raises a level, and all ranks use it. The
-next read of the step takes the next copy. Without a next copy, the step is passed over as damaged.
+Note "Levels": a copy that turned out to be damaged is left out by a level: for a file, or for the manifest
+and the index of a step, the first tier that counts. Rank 0 raises a level, and all ranks use it. The next
+read of the step takes the next copy. Without a next copy, the step is passed over as damaged.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class TieredRun:
         return True
 
     def note_lost_files(self, folder: str, manifest: Manifest) -> None:
-        """Records files of a step that are read from a farther tier than its manifest, because they are lost."""
+        """Records files of a step that are read from a farther tier than its manifest."""
         near = self.within(folder)._holder()
         lost: dict[int, list[str]] = {}
         for record in manifest.files:

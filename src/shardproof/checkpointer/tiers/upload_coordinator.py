@@ -9,15 +9,15 @@ Note "Files that are there": a file on the second tier that a manifest there nam
 It is not copied again. A file that no manifest names may be that of a killed upload: the rank reads it again
 and compares it with its digest.
 
-Note "Nothing is replaced by accident": the second tier may have another save of a step, by another job or from
-a branch that was given up. The step is then uploaded only if its save was allowed to overwrite the step.
+Note "Nothing is replaced by accident": the second tier may have another save of a step, by another job or
+from a branch that was given up. The step is then uploaded only if its save was allowed to overwrite the step.
 Otherwise it is skipped with an error. A node that returns with an old disk replaces nothing.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
@@ -93,27 +93,25 @@ class UploadCoordinator:
         """Steps of the second tier that this process found or made whole, to their seals."""
         self._damaged: dict[int, bytes] = {}
         """Steps that could not be uploaded because they are damaged in the first tier, to their seals."""
-        self._pending: frozenset[int] = frozenset()
         self._references: References | None = None
         self._under_way: tuple[int, Manifest, bytes, bool] | None = None
         """Step, manifest, its bytes, and whether it replaces one."""
 
-    def protects(self, step: int) -> bool:
-        """True if retention must not remove a step from the first tier.
+    def protected(self) -> set[int]:
+        """The steps that retention must not remove from the first tier.
 
         That is the step whose upload is under way, and with a policy for the second tier those that wait for
         their upload and that it keeps.
+
+        Raises:
+            StorageError: a tier cannot be listed.
         """
         under_way = self._under_way
-        if under_way is not None and under_way[0] == step:
-            return True
-        if self._keep is None or step in self._there:
-            return False
-        try:
-            return step in self._kept(self._committed(self._second), {step, *self._pending})
-        except StorageError as error:
-            _log.warning("%s: step %d stays: %s", self._first.location, step, error)
-            return True
+        steps = set() if under_way is None else {under_way[0]}
+        if self._keep is not None:
+            here, there = self._committed(self._first), self._committed(self._second)
+            steps |= self._kept(there, here) & (here.keys() - there.keys())
+        return steps
 
     def plan(self, requests: Sequence[UploadRequest], posts: Sequence[bytes]) -> list[bytes]:
         """The first answer of a round.
@@ -210,7 +208,6 @@ class UploadCoordinator:
         for step in set(pending) - kept:
             reasons[step] = f"keep_then does not keep it beside the other steps of {self._second.location}"
         pending = {step: replace for step, replace in pending.items() if step in kept}
-        self._pending = frozenset(pending)
         uploaded: list[tuple[int, str]] = []
         skipped: list[Skip] = []
         for one in requests:
@@ -260,7 +257,7 @@ class UploadCoordinator:
                 found[step] = seal
         return found
 
-    def _kept(self, there: dict[int, bytes], pending: Sequence[int] | set[int] | dict[int, bool]) -> set[int]:
+    def _kept(self, there: Iterable[int], pending: Iterable[int]) -> set[int]:
         """The steps of both tiers that the policy of the second tier keeps."""
         steps = sorted({*there, *pending})
         if self._keep is None or not steps:

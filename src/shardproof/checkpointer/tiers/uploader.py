@@ -130,9 +130,9 @@ class Uploader:
         """On rank 0: retention removed steps from the first tier."""
         self._coordinator.removed += folders
 
-    def protects(self, step: int) -> bool:
-        """On rank 0: see `UploadCoordinator.protects`."""
-        return self._coordinator.protects(step)
+    def protected(self) -> set[int]:
+        """On rank 0: see `UploadCoordinator.protected`."""
+        return self._coordinator.protected()
 
     def wait(self, request: UploadRequest, timeout: float | None) -> None:
         """Returns when a step is whole on the second tier.
