@@ -1,8 +1,8 @@
 """SIGKILL at every file operation of an upload to a second tier, of one rank.
 
-Each job completes the upload in which the last job died, saves the next step on the first tier alone, and dies
-one operation later in its upload. Between the jobs a process of its own looks at both tiers: what is committed on
-the second tier is whole, and equal to the first.
+Each job completes the upload in which the last job died, saves the next step on the first tier alone, and
+dies one operation later in its upload. Between the jobs rank 0 looks at both tiers: what is committed on the
+second tier is whole, and equal to the first.
 """
 
 from __future__ import annotations
