@@ -52,7 +52,8 @@ def look(root: Path, number: int, ended: list[str]) -> None:
         assert far.read(f"{step_name(step)}/manifest.json") == near.read(f"{step_name(step)}/manifest.json")
     if committed:
         target = blanked(whole_state(world_size(), 0))
-        sp.load(far.within(step_name(committed[-1])), target, rendezvous=LocalRendezvous())
+        place = far.within(step_name(committed[-1]))
+        sp.load(place, target, exclude="own", rendezvous=LocalRendezvous())
         assert differences(target, whole_state(world_size(), committed[-1])) == []
     assert set(ended) <= {"", "killed", "RankSilent", "RankFailure", "StorageError"}, ended
 
