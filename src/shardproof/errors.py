@@ -120,7 +120,10 @@ class RankSilent(ShardproofError):
 
 
 class SaveSkipped(ShardproofError):
-    """A skipped save has no result. It was skipped because the save before it was still under way."""
+    """A skipped save has no result. It was skipped because the save before it was still under way.
+
+    Or: a step is not uploaded to the second tier, because newer steps took its place or it is damaged.
+    """
 
 
 class ReentrantCallError(ShardproofError):

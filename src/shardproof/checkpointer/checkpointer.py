@@ -27,6 +27,7 @@ from shardproof.checkpointer.scrub import Scrub
 from shardproof.checkpointer.step_folders import StepFolder, parse_step, step_name
 from shardproof.checkpointer.step_selection import PassedOver, written_folders
 from shardproof.checkpointer.suspects import unsettled_suspects, write_settled
+from shardproof.checkpointer.tiers import TieredRun, Uploader, UploadRequest, open_tiers, tier_of
 from shardproof.errors import NotCommittedError, StorageError, StructureError
 from shardproof.format import MANIFEST_NAME, shard_name
 from shardproof.interop import foreign_of
@@ -34,7 +35,7 @@ from shardproof.loading import Cast, LoadReport, Options, Patterns, ReadOnce, lo
 from shardproof.reentrance import guarded, refuse_inside
 from shardproof.rendezvous import MeetingSequence, Rendezvous, check_deadline, check_group, connect
 from shardproof.saving import CheckReplicas, PendingSave, Saver, SaveResult, WhenBusy
-from shardproof.storage import LocalStorage, Location, Storage, is_url, storage_at
+from shardproof.storage import LocalStorage, Location, Storage, is_url
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -99,6 +100,13 @@ class Checkpointer:
             and no time limit is watched.
         mtbf_hours: hours between two failures of the job, on average. After some saves, rank 0 logs a better
             interval once, if the present one is far from it. None: no suggestion.
+        then: the second tier: a folder, a URL or a storage for a copy of the run, such as a bucket behind a
+            local disk. A save is committed on `root`. Then each rank copies its files to `then` in the
+            background. `restore` takes the newest step of both tiers, and each file from the nearest copy.
+            None: one tier. See docs/tiers.md.
+        keep_then: as `keep`, for `then`. A step that waits for its upload and that `keep_then` keeps stays on
+            `root`, too.
+        upload_bandwidth: bytes a second that all ranks together send to `then`. None: no bound.
 
     Raises:
         ValueError: an argument has an invalid value.
@@ -135,6 +143,9 @@ class Checkpointer:
         every: Schedule | None = None,
         preemption: Preemption | None = None,
         mtbf_hours: float | None = None,
+        then: Location | None = None,
+        keep_then: Retention | None = None,
+        upload_bandwidth: int | None = None,
     ) -> None:
         if cache not in ("auto", "newest", "none"):
             raise ValueError(f"cache is 'auto', 'newest' or 'none', not {cache!r}")
@@ -152,8 +163,9 @@ class Checkpointer:
             )
         if scrub is not None and (isinstance(scrub, bool) or not isinstance(scrub, int) or scrub < 1):
             raise ValueError(f"scrub is a whole number of bytes a second, at least 1, or None, not {scrub!r}")
-        if keep is not None and (isinstance(keep, type) or not isinstance(keep, Retention)):
-            raise ValueError(f"keep is a policy such as KeepLatest(3), or None, not {keep!r}")
+        for name, policy in (("keep", keep), ("keep_then", keep_then)):
+            if policy is not None and (isinstance(policy, type) or not isinstance(policy, Retention)):
+                raise ValueError(f"{name} is a policy such as KeepLatest(3), or None, not {policy!r}")
         check_deadline(rendezvous, deadline)
         self.root = os.fsdecode(root) if isinstance(root, (str, bytes, os.PathLike)) else root.location
         self.last_restore: LoadReport | None = None
@@ -163,9 +175,11 @@ class Checkpointer:
         self._keep = keep
         self._damaged: set[int] = set()
         """Steps that a restore passed over as damaged. A save of one of them replaces it."""
-        self._storage = storage_at(root, storage_options)
+        self._storage, second = open_tiers(root, then, keep_then, upload_bandwidth, storage_options)
+        self._runs: list[Storage] = [self._storage] if second is None else [self._storage, second]
+        """The run in each tier, nearest first."""
         self._storage_options = storage_options
-        self._facts = StepFacts(self._storage)
+        self._facts = StepFacts(self._view())
         self._rendezvous = rendezvous or connect(deadline=deadline)
         self._found_rendezvous = rendezvous is None
         self._when_busy = when_busy
@@ -182,6 +196,11 @@ class Checkpointer:
         self._due = DueSaves(every, preemption, mtbf_hours, self._rendezvous, self._storage.location)
         self._scrub = Scrub(self._storage, scrub if incremental else None, _is_saving(self._saver))
         weakref.finalize(self, self._scrub.stop)
+        self._uploader: Uploader | None = None
+        if second is not None:
+            self._uploader = Uploader(
+                self._storage, second, self._rendezvous, keep_then, upload_bandwidth, self._damaged
+            )
 
     def save(
         self,
@@ -230,8 +249,12 @@ class Checkpointer:
             self._scrub.prepare()
         if self._newest is not None:
             self._newest.stop()
+        upload = None
+        if self._uploader is not None and not suspect:
+            self._uploader.prepare()
+            upload = UploadRequest(overwrite or number in self._damaged)
         with self._phase(number, folder, "blocked"):
-            return self._saver.begin(
+            pending = self._saver.begin(
                 self._storage.within(folder),
                 state,
                 step=number,
@@ -242,8 +265,11 @@ class Checkpointer:
                 base=partial(self._base_of, number) if self._incremental and not suspect else None,
                 full_every=self._full_every,
                 check_replicas=self._check_replicas,
-                after=None if suspect else self._after_commit,
+                after=None if suspect else partial(self._after_commit, upload),
             )
+        if upload is not None and self._uploader is not None:
+            pending.wait_for_upload_by(partial(self._uploader.wait, upload))
+        return pending
 
     def save_if_due(
         self,
@@ -291,10 +317,14 @@ class Checkpointer:
         pending = self.save(step, state, metadata=metadata, overwrite=overwrite, when_busy=when_busy)
         return self._due.began(pending)
 
-    def _after_commit(self, committed: SaveResult, progress: Callable[[int, int], None]) -> None:
-        """On each rank, in the thread of saves: page cache; on rank 0 also retention and scrub."""
+    def _after_commit(
+        self, upload: UploadRequest | None, committed: SaveResult, progress: Callable[[int, int], None]
+    ) -> None:
+        """On each rank, in the thread of saves: upload, page cache; on rank 0 also retention and scrub."""
         assert committed.step is not None
         self._due.committed(committed.seconds)
+        if upload is not None and self._uploader is not None:
+            self._uploader.committed(upload, committed.step, committed.attempt)
         self._damaged.discard(committed.step)
         folder = self._storage.within(step_name(committed.step))
         if self._newest is not None and isinstance(folder, LocalStorage):
@@ -313,6 +343,7 @@ class Checkpointer:
                     progress,
                     unconfirmed=lambda step: self._storage.within(step_name(step)) in self._saver.unconfirmed,
                     facts=self._facts,
+                    protected=set if self._uploader is None else self._uploader.protected,
                 )
         self._scrub.begin(step_name(committed.step))
 
@@ -478,25 +509,36 @@ class Checkpointer:
     def _restore(self, state: Any, step: int | None, suspect: bool, options: Options) -> RestoredStep | None:
         self._saver.settle()
         self.last_restore = None
-        restore = Restore(self._storage, self._rendezvous, step, suspect, options)
+        run = self._view()
+        if self._uploader is not None:
+            self._uploader.prepare()
+        restore = Restore(run, self._rendezvous, step, suspect, options)
         try:
             restored = restore.run(state)
         finally:
             self.passed_over = restore.passed_over
             self._damaged |= restore.damaged
+        if self._uploader is not None:
+            self._uploader.begin_round()
         if restored is None:
             return None
         folder, self.last_restore = restored
         if self._rendezvous.rank == 0:
-            self._confirm(folder, whole=options.include is None and options.exclude is None)
+            self._confirm(run, folder, whole=options.include is None and options.exclude is None)
             if not folder.suspect:
                 self._scrub.prepare()
                 self._scrub.begin(folder.name)
-        return RestoredStep(folder.step, self.last_restore, self.passed_over)
+        return RestoredStep(
+            folder.step, self.last_restore, self.passed_over, tier_of(run, folder.name).location
+        )
 
-    def _confirm(self, folder: StepFolder, *, whole: bool) -> None:
+    def _view(self) -> Storage:
+        """The run as all tiers hold it together, for reading."""
+        return TieredRun(self._runs) if len(self._runs) > 1 else self._storage
+
+    def _confirm(self, run: Storage, folder: StepFolder, *, whole: bool) -> None:
         """Flushes the restored step. If the load read it `whole`, its commit is confirmed."""
-        storage = self._storage.within(folder.name)
+        storage = run.within(folder.name)
         try:
             storage.flush(MANIFEST_NAME)
         except StorageError as error:
@@ -516,9 +558,12 @@ class Checkpointer:
                 self._saver.unconfirmed.confirm(storage)
 
     def steps(self) -> list[int]:
-        """Committed steps, ascending, without suspects. Lists the storage; does not wait for other ranks."""
-        folders = written_folders(self._storage, suspect=False)
-        return sorted(folder.step for folder, there in folders.items() if there)
+        """Committed steps of all tiers, ascending, without suspects.
+
+        Lists the storage; does not wait for other ranks.
+        """
+        found = [written_folders(run, suspect=False) for run in self._runs]
+        return sorted({folder.step for folders in found for folder, there in folders.items() if there})
 
     def suspects(self) -> list[int]:
         """Steps with a committed, unsettled suspect, ascending. Lists the storage, as `steps` does."""
@@ -557,7 +602,7 @@ class Checkpointer:
 
     def pins(self) -> dict[int, Pin]:
         """Pinned and committed steps, ascending, with label and time. Lists the storage, as `steps` does."""
-        return pinned_steps(self._storage)
+        return dict(sorted(pin for run in reversed(self._runs) for pin in pinned_steps(run).items()))
 
     def _change_pin(self, step: int, label: str | None) -> None:
         refuse_inside("pin")
@@ -581,15 +626,21 @@ class Checkpointer:
                     ranks=[0, other],
                 )
             number, text = msgspec.msgpack.decode(posts[0], type=tuple[int, str | None])
-            if text is None:
-                remove_pin(self._storage, number)
-            else:
-                write_pin(self._storage, number, text)
+            for run in self._holders(number):
+                if text is None:
+                    remove_pin(run, number)
+                else:
+                    write_pin(run, number, text)
             return b""
 
         with self._rendezvous.operation(operation):
             self._saver.settle()  # its retention may remove the step
             MeetingSequence(self._rendezvous, operation).meet("pin", describe, decide)
+
+    def _holders(self, step: int) -> list[Storage]:
+        """The tiers in which a step is committed; the first one without any."""
+        name = f"{step_name(step)}/{MANIFEST_NAME}"
+        return [run for run in self._runs if run.size(name) is not None] or self._runs[:1]
 
     def settle_suspect(self, step: int, verdict: str) -> None:
         """Stores the verdict on a suspect durably. Every rank calls this; it waits for the current save.
@@ -662,6 +713,31 @@ class Checkpointer:
         ()
         """
         self._scrub.wait(timeout)
+
+    def wait_for_uploads(self, timeout: float | None = None) -> None:
+        """Waits until the uploads that have begun are over, also those of earlier processes.
+
+        Without a second tier, this returns at once. `PendingSave.durable` waits for the upload of one save.
+
+        Args:
+            timeout: seconds to wait at most; None: as long as the uploads make progress.
+
+        Raises:
+            TimeoutError: the uploads have not ended.
+            ShardproofError: the last upload failed. The next save or restore tries it again.
+
+        >>> import shardproof as sp, tempfile, torch
+        >>> near, far = tempfile.mkdtemp(), tempfile.mkdtemp()
+        >>> _ = sp.Checkpointer(near).save(7, {"w": torch.ones(2)}).result()
+        >>> checkpointer = sp.Checkpointer(near, then=far)
+        >>> checkpointer.restore({"w": torch.zeros(2)})
+        7
+        >>> checkpointer.wait_for_uploads(timeout=60)
+        >>> sp.Checkpointer(far).steps()
+        [7]
+        """
+        if self._uploader is not None:
+            self._uploader.settle(timeout)
 
     @property
     def damage(self) -> tuple[Damage, ...]:

@@ -28,6 +28,7 @@ from shardproof.checkpointer.step_selection import (
     newest_committed,
     why_unreadable,
 )
+from shardproof.checkpointer.tiers import TieredRun
 from shardproof.errors import (
     KeyMismatchError,
     NotCommittedError,
@@ -106,7 +107,12 @@ class Restore:
             for folder in {folder for folder in self._removed if folder > chosen.folder}:
                 self._pass_over(PassedOver(folder.step, _REMOVED, damaged=False, suspect=folder.suspect))
             # A step that was passed over, then replaced and now restored is not a newer one.
-            self.passed_over = tuple(item for item in self.passed_over if item.folder > chosen.folder)
+            # A copy in a nearer tier was passed over although its step is restored.
+            self.passed_over = tuple(
+                item
+                for item in self.passed_over
+                if (item.folder == chosen.folder if item.tier else item.folder > chosen.folder)
+            )
             return chosen.folder, report
 
     def _choose(self, failed: Failed | None) -> Chosen:
@@ -126,6 +132,8 @@ class Restore:
             chosen = msgspec.msgpack.decode(self._meeting().meet("choose", report, decide), type=Chosen)
             for item in chosen.passed:
                 self._pass_over(item)
+            if isinstance(self._run, TieredRun) and chosen.folder is not None:
+                self._run.use(chosen.levels, chosen.folder.name, chosen.seal)
             if failed is not None:
                 self._check_progress(failed, chosen)
         except ShardproofError as error:
@@ -179,15 +187,20 @@ class Restore:
     def _pass_over(self, item: PassedOver) -> None:
         if item in self.passed_over:
             return
-        items = [*(other for other in self.passed_over if other.folder != item.folder), item]
+        items = [*(other for other in self.passed_over if _copy_of(other) != _copy_of(item)), item]
         self.passed_over = tuple(sorted(items, key=lambda item: item.folder, reverse=True))
         if item.damaged and not item.suspect:
             self.damaged.add(item.step)
         if self._rendezvous.rank == 0:
-            _log.warning("%s: %s is passed over: %s", self._run.location, item.folder, item.reason)
+            where = f" on {item.tier}" if item.tier else ""
+            _log.warning("%s: %s%s is passed over: %s", self._run.location, item.folder, where, item.reason)
 
     def _meeting(self) -> MeetingSequence:
         return MeetingSequence(self._rendezvous, f"restore {self._run.location}")
+
+
+def _copy_of(item: PassedOver) -> tuple[StepFolder, str]:
+    return item.folder, item.tier
 
 
 class RestoreReport(msgspec.Struct, frozen=True, array_like=True):
@@ -267,7 +280,7 @@ def check_damage(run: Storage, chosen: Chosen) -> None:
         StorageError: this rank can read a newer step.
     """
     for item in chosen.passed:
-        if item.damaged and why_unreadable(run, item.folder) is None:
+        if item.damaged and not item.tier and why_unreadable(run, item.folder) is None:
             raise StorageError(
                 f"{run.location}: this rank can read {item.folder}, and rank 0 cannot: {item.reason}\n"
                 "Nothing was changed. Check that all nodes share and mount this folder",

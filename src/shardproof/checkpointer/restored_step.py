@@ -20,7 +20,10 @@ class RestoredStep(int):
     Args:
         step: number of the step.
         report: report of the load on this rank.
-        passed_over: newer steps that the restore passed over, with the reasons; newest first.
+        passed_over: newer steps that the restore passed over, with the reasons; newest first. With several
+            tiers also copies of the restored step in nearer tiers.
+        tier: the location of the run in the tier that the step was restored from. Single files that are lost
+            there were read from another tier, as `passed_over` says. Empty without a run.
 
     Example:
         >>> import shardproof as sp, tempfile, torch
@@ -37,16 +40,20 @@ class RestoredStep(int):
     """Report of the load on this rank."""
     passed_over: tuple[PassedOver, ...]
     """Newer steps that the restore passed over, with the reasons; newest first."""
+    tier: str
+    """The location of the run in the tier that the step was restored from; empty without a run."""
 
-    def __new__(cls, step: int, report: LoadReport, passed_over: tuple[PassedOver, ...] = ()) -> RestoredStep:
+    def __new__(
+        cls, step: int, report: LoadReport, passed_over: tuple[PassedOver, ...] = (), tier: str = ""
+    ) -> RestoredStep:
         """Makes the value; see the class."""
         made = super().__new__(cls, step)
-        made.__dict__.update(report=report, passed_over=tuple(passed_over))
+        made.__dict__.update(report=report, passed_over=tuple(passed_over), tier=tier)
         return made
 
-    def __reduce__(self) -> tuple[type[RestoredStep], tuple[int, LoadReport, tuple[PassedOver, ...]]]:
+    def __reduce__(self) -> tuple[type[RestoredStep], tuple[int, LoadReport, tuple[PassedOver, ...], str]]:
         """Supports pickle and copy."""
-        return RestoredStep, (int(self), self.report, self.passed_over)
+        return RestoredStep, (int(self), self.report, self.passed_over, self.tier)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         """Refuses: the value is frozen.

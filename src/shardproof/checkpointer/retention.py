@@ -199,7 +199,8 @@ def retain(
     on_progress: Callable[[int, int], None] | None = None,
     unconfirmed: Callable[[int], bool] = lambda step: False,
     facts: StepFacts | None = None,
-) -> None:
+    protected: Callable[[], set[int]] = set,
+) -> list[str]:
     """Removes the steps that a policy does not keep. A failure costs space, not safety, so it is only logged.
 
     Note "One line of steps": only steps up to the one just saved count. After a rollback the run has newer
@@ -220,7 +221,12 @@ def retain(
         on_progress: see `delete_steps`.
         unconfirmed: True for steps whose commit is not known to be durable.
         facts: cache of what manifests say; None for a new one.
+        protected: gives the steps that stay whatever the policy says, because they wait for their upload.
+
+    Returns:
+        Folders of the steps that were removed.
     """
+    removed: list[str] = []
     facts = StepFacts(run) if facts is None else facts
     try:
         folders = [folder for folder in map(parse_folder, run.folders()) if folder is not None]
@@ -248,16 +254,20 @@ def retain(
             selected, unreadable = facts.select(keep, sorted((*certain, step)))
             kept |= {step}.intersection(selected | unreadable)
         dropped = sorted(set(counted) - kept)
+        if dropped:
+            dropped = sorted(set(dropped) - protected())
         if dropped and not any(is_proved(step) for step in kept.intersection(certain)):
             last_proved = next((step for step in reversed(dropped) if is_proved(step)), None)
             dropped = [step for step in dropped if step != last_proved]
         if dropped:
             _delete(run, [step_name(step) for step in dropped], on_progress)
+            removed = [step_name(step) for step in dropped]
         settled = [folder for folder in settled_suspects(run) if folder.step < newest]
         if settled:
             _delete(run, [folder.name for folder in settled], on_progress)
     except Exception as error:
         _log.warning("%s: old steps could not be removed: %s", run.location, error)
+    return removed
 
 
 def _delete(run: Storage, names: Sequence[str], on_progress: Callable[[int, int], None] | None) -> None:

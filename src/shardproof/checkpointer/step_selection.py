@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from shardproof.checkpointer.damage import Damage, is_damage
 from shardproof.checkpointer.step_folders import StepFolder, is_ours, parse_folder
 from shardproof.checkpointer.suspects import read_settled, unsettled_suspects
+from shardproof.checkpointer.tiers import TieredRun
 from shardproof.errors import CorruptChunkError, FormatError, NotCommittedError, ShardproofError, StorageError
 from shardproof.format import MANIFEST_NAME, Manifest, read_seal, references_in
 from shardproof.loading import UNREADABLE, NativeCheckpoint
@@ -58,6 +59,9 @@ class PassedOver:
     """The damaged bytes. `restore` passes over older steps with chunks there, without reading them."""
     committed: bool = True
     """True if it has or had a manifest. Without one, its save died or has not ended."""
+    tier: str = ""
+    """With several tiers: where the copy is that was passed over, while another tier has one. Empty if no
+    tier has a copy that can be restored."""
 
     @property
     def folder(self) -> StepFolder:
@@ -79,6 +83,8 @@ class Chosen:
     """True if another process removed or replaced the last chosen step during the read."""
     stands: bool = False
     """True if the error of the last chosen step is final, and rank 0 chooses no other step."""
+    levels: dict[str, int] = field(default_factory=dict)
+    """With several tiers: see note "Levels" in `tiered_run`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +188,7 @@ def choose_after(
     if failed is not None and failed.chosen.folder is not None:
         last = failed.chosen.folder
         changed = seal_now(run, last) != failed.chosen.seal
-        if not changed:
+        if not changed and not _has_next_copy(run, last, failed.error):
             if step is not None or not is_damage(failed.error):
                 return Chosen(last, stands=True)
             damage = None
@@ -191,16 +197,22 @@ def choose_after(
             passed = [PassedOver(last.step, failed.error.message, True, last.suspect, damage)]
     if step is not None:
         folder = named(run, step, suspect=suspect)
-        return Chosen(folder, seal_now(run, folder), changed=changed)
-    chosen = choose(run, [*known, *passed], suspect=suspect)
-    return replace(chosen, passed=[*passed, *chosen.passed], changed=changed)
+        chosen = Chosen(folder, seal_now(run, folder), changed=changed)
+    else:
+        chosen = choose(run, [*known, *passed], suspect=suspect)
+        chosen = replace(chosen, passed=[*passed, *chosen.passed], changed=changed)
+    if isinstance(run, TieredRun):
+        chosen = replace(
+            chosen, passed=[*chosen.passed, *_nearer_copies(run)], levels=dict(run.choice.levels)
+        )
+    return chosen
 
 
 def _choose_once(run: Storage, known: Sequence[PassedOver], suspect: bool) -> Chosen | None:
     """As `choose`; None if the run changed in a way that may change the choice."""
     passed: list[PassedOver] = []
     committed: list[StepFolder] = []
-    unreadable = {item.folder for item in known if item.committed}
+    unreadable = {item.folder for item in known if item.committed and not item.tier}
     lenders: set[StepFolder] | None = None
     chosen = Chosen(None)
     folders = list(_folders(run, suspect))
@@ -285,23 +297,47 @@ def why_unreadable(run: Storage, folder: StepFolder, known: Sequence[PassedOver]
 
     Damage that the load of a newer step found counts if this step has chunks in the same bytes.
     """
-    try:
-        with NativeCheckpoint(run.within(folder.name)) as checkpoint:
-            checkpoint.check_files()
-            manifest = checkpoint.manifest
-            for item in known:
-                if item.damage is not None and item.damage.is_in(folder.name, manifest, checkpoint.table):
-                    reason = f"it has chunks in {item.damage}, which the load of {item.folder} found damaged"
-                    return PassedOver(folder.step, reason, damaged=True, suspect=folder.suspect)
-    except UNREADABLE as error:
-        if not is_damage(error):
-            raise
-        return PassedOver(folder.step, error.message, damaged=True, suspect=folder.suspect)
+    while True:
+        try:
+            with NativeCheckpoint(run.within(folder.name)) as checkpoint:
+                checkpoint.check_files()
+                manifest = checkpoint.manifest
+                if isinstance(run, TieredRun):
+                    run.note_lost_files(folder.name, manifest)
+                for item in known:
+                    if item.damage is not None and item.damage.is_in(folder.name, manifest, checkpoint.table):
+                        reason = (
+                            f"it has chunks in {item.damage}, which the load of {item.folder} found damaged"
+                        )
+                        return PassedOver(folder.step, reason, damaged=True, suspect=folder.suspect)
+            break
+        except UNREADABLE as error:
+            if not is_damage(error):
+                raise
+            if not _has_next_copy(run, folder, error):
+                return PassedOver(folder.step, error.message, damaged=True, suspect=folder.suspect)
     try:
         check_folder(run, folder, manifest)
     except FormatError as error:
         return PassedOver(folder.step, error.message, damaged=False, suspect=folder.suspect)
     return None
+
+
+def _has_next_copy(run: Storage, folder: StepFolder, error: ShardproofError) -> bool:
+    """True if another tier has a copy of what is damaged, which the next read of the step takes."""
+    return isinstance(run, TieredRun) and is_damage(error) and run.next_copy(folder.name, error)
+
+
+def _nearer_copies(run: Storage) -> list[PassedOver]:
+    """The copies of chosen steps that were left out, while another tier has one."""
+    if not isinstance(run, TieredRun):
+        return []
+    found = ((parse_folder(copy.folder), copy) for copy in run.choice.nearer)
+    return [
+        PassedOver(folder.step, copy.reason, damaged=True, suspect=folder.suspect, tier=copy.tier)
+        for folder, copy in found
+        if folder is not None
+    ]
 
 
 def _folders(run: Storage, suspect: bool) -> list[StepFolder]:

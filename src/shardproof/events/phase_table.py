@@ -58,6 +58,7 @@ def _error(
 _PLAN = "reports its structure; rank 0 proves the tilings and makes the plan. Only after a change"
 _BASE = "receives the digests of the base of an incremental save. Only if they are not cached"
 _COMMIT = "reports its digests; rank 0 checks them and publishes the manifest: the commit"
+_UPLOADED = "reports its copies; rank 0 checks them and publishes the manifest on the second tier"
 _APPLY = "replaces plain values and calls `load_state_dict`. Only if a rank has any"
 _AGAIN = "votes on the rerun, with a suspect on the same device as before"
 
@@ -152,6 +153,16 @@ PHASES: tuple[KnownPhase, ...] = (
     _error("settle", "settle", "meeting", "agrees on the verdict of a suspect, which rank 0 writes"),
     _error("pin", "pin", "meeting", "agrees on the pin of a step, which rank 0 writes or removes"),
     _error("schedule", "choose", "meeting", "agrees on the call of `save_if_due` at which all ranks save"),
+    _error("upload", "prepare", "meeting", "agrees on the name of the rendezvous of the uploads, once"),
+    _error("upload", "plan", "meeting", "receives its part of the newest step that waits for its upload"),
+    KnownPhase(
+        "upload",
+        "copy",
+        "background",
+        "verifies its files and copies them to the second tier",
+        reported_in="commit",
+    ),
+    KnownPhase("upload", "commit", "meeting", _UPLOADED, compares_clocks=True),
     _error("save", "latest", "meeting", "waits until rank 0 has replaced the file `latest` (DeepSpeed)"),
     _error("load", "format", "meeting", "waits until rank 0 has found the format (DeepSpeed, Megatron-Core)"),
     _error("load", "open", "meeting", "opens the files that DeepSpeed wrote"),

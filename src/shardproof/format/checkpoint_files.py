@@ -5,11 +5,11 @@ from __future__ import annotations
 from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.format.file_names import MANIFEST_NAME
 from shardproof.format.index import decode_index
-from shardproof.format.manifest import Manifest
+from shardproof.format.manifest import FileRecord, Manifest
 from shardproof.format.manifest_text import MAX_MANIFEST, SEAL_LENGTH, decode_manifest
 from shardproof.format.size_check import size_error, size_fault
 from shardproof.planning import ChunkTable
-from shardproof.storage import Storage
+from shardproof.storage import CopiedStorage, Storage
 
 __all__ = ["locate_files", "lost_files", "metadata_files", "read_index", "read_manifest", "read_seal"]
 
@@ -75,7 +75,8 @@ def metadata_files(storage: Storage) -> dict[str, bytes]:
 def locate_files(storage: Storage, manifest: Manifest) -> list[tuple[Storage, str]]:
     """The storage and the name of each shard file, in the order of `manifest.files`.
 
-    Files of one folder share one storage. To close all files, close each storage once.
+    Files of one folder share one storage, unless the folder has copies (`CopiedStorage`). To close all files,
+    close each storage once.
 
     Args:
         storage: storage of the checkpoint.
@@ -85,7 +86,11 @@ def locate_files(storage: Storage, manifest: Manifest) -> list[tuple[Storage, st
     for record in manifest.files:
         if record.folder not in storages:
             storages[record.folder] = storage.sibling(record.folder)
-    return [(storages[record.folder], record.name) for record in manifest.files]
+    return [(_holder(storages[record.folder], record), record.name) for record in manifest.files]
+
+
+def _holder(folder: Storage, record: FileRecord) -> Storage:
+    return folder.nearest(record.name) if isinstance(folder, CopiedStorage) else folder
 
 
 def lost_files(storage: Storage, manifest: Manifest) -> dict[str, str]:

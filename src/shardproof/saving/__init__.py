@@ -9,7 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardproof.rendezvous import Rendezvous, connected
+from shardproof.saving.background import Progress as Progress  # not listed in __all__: internal
 from shardproof.saving.background import Workers
+from shardproof.saving.background import unfinished as unfinished
+from shardproof.saving.background import wait_while_moving as wait_while_moving
 from shardproof.saving.commit import publish, write_index
 from shardproof.saving.messages import Attempt
 from shardproof.saving.pending import PendingSave

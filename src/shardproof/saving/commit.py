@@ -109,8 +109,17 @@ def commit(
     return manifest, placed.as_base(manifest, storage.folder, seal)
 
 
-def publish(storage: Storage, manifest: Manifest, index: bytes, *, overwrite: bool) -> bytes:
+def publish(
+    storage: Storage, manifest: Manifest, index: bytes, *, overwrite: bool, text: bytes | None = None
+) -> bytes:
     """Writes the index, then the manifest, and then removes the files of the replaced checkpoint.
+
+    Args:
+        storage: storage of the step.
+        manifest: the manifest.
+        index: the encoded index.
+        overwrite: True to replace a committed checkpoint.
+        text: the encoded manifest, if it has to keep its bytes; None to encode it.
 
     Returns:
         The seal of the checkpoint, as `shardproof.format.read_seal` returns it.
@@ -119,7 +128,7 @@ def publish(storage: Storage, manifest: Manifest, index: bytes, *, overwrite: bo
         AlreadyCommittedError: a checkpoint is committed here and `overwrite` is False.
         StorageError: the storage failed.
     """
-    text = encode_manifest(manifest)
+    text = encode_manifest(manifest) if text is None else text
     write_index(storage, manifest.index.name, index)
     replaced = _committed(storage) if overwrite else None
     storage.publish(MANIFEST_NAME, text, replace=overwrite)

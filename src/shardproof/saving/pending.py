@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -40,6 +41,7 @@ class PendingSave:
         self._patience = patience
         self._reported = False
         self._process = os.getpid()
+        self._until_uploaded: Callable[[float | None], None] | None = None
 
     @property
     def skipped(self) -> bool:
@@ -72,6 +74,44 @@ class PendingSave:
         """
         refuse_inside("result")
         return self.outcome(timeout)
+
+    def durable(self, timeout: float | None = None) -> SaveResult:
+        """Waits until the step is whole on the last tier (``Checkpointer(then=)``).
+
+        Without further tiers, it does the same as `result`. An upload may take longer than the time between
+        two saves, so call it where the program needs the upload: at its end, or before it gives up a node.
+
+        Args:
+            timeout: seconds to wait at most; save and upload continue in any case. None: until they are over
+                or make no progress.
+
+        Returns:
+            The result of the commit on the first tier.
+
+        Raises:
+            TimeoutError: the upload has not ended.
+            SaveSkipped: the step is not uploaded: newer steps took its place, or it is damaged in the first
+                tier. The text says which.
+            StorageError: the storage failed or hangs.
+            ShardproofError: see `result`; or the upload failed on a rank. The step is committed on the first
+                tier, and the next save tries the upload again.
+
+        Example:
+            >>> import shardproof as sp, tempfile, torch
+            >>> near, far = tempfile.mkdtemp(), tempfile.mkdtemp()
+            >>> pending = sp.Checkpointer(near, then=far).save(7, {"w": torch.ones(2)})
+            >>> pending.durable(timeout=60).step, sp.Checkpointer(far).steps()
+            (7, [7])
+        """
+        ends = None if timeout is None else time.monotonic() + timeout
+        result = self.result(timeout)
+        if self._until_uploaded is not None:
+            self._until_uploaded(None if ends is None else max(0.0, ends - time.monotonic()))
+        return result
+
+    def wait_for_upload_by(self, wait: Callable[[float | None], None]) -> None:
+        """Sets what `durable` calls after the commit, with the seconds that are left."""
+        self._until_uploaded = wait
 
     def outcome(self, timeout: float | None = None) -> SaveResult:
         """`result` without the check for reentrant calls; a synchronous save calls it."""

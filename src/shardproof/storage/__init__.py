@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardproof.storage.base import (
     CachedStorage,
+    CopiedStorage,
     FreeSpace,
     LimitedStorage,
     RemoteStorage,
@@ -28,6 +29,7 @@ from shardproof.storage.uncached import UncachedStorage
 __all__ = [
     "ALIGNMENT",
     "CachedStorage",
+    "CopiedStorage",
     "FreeSpace",
     "FsspecStorage",
     "LimitedStorage",

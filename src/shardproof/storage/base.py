@@ -10,6 +10,7 @@ from shardproof.errors import StorageError
 
 __all__ = [
     "CachedStorage",
+    "CopiedStorage",
     "FreeSpace",
     "LimitedStorage",
     "RemoteStorage",
@@ -217,6 +218,25 @@ class LimitedStorage(Protocol):
 
     def free_space(self) -> FreeSpace | None:
         """The space for new files at the moment; None if it is not known. Never raises."""
+        ...
+
+
+@runtime_checkable
+class CopiedStorage(Protocol):
+    """A storage whose files have copies in several places. This method is optional for a `Storage`."""
+
+    def nearest(self, name: str) -> Storage:
+        """The storage of the nearest copy of a file that never changes.
+
+        Args:
+            name: of the file.
+
+        Returns:
+            The storage that lists the file under the same name. Without a copy: any of the places.
+
+        Raises:
+            StorageError: a place cannot be listed.
+        """
         ...
 
 

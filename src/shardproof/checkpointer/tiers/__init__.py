@@ -1,0 +1,13 @@
+"""Two storage tiers of one run: uploads from the first to the second, and reads from the nearest copy.
+
+Read `uploader.py` for the uploads, and `tiered_run.py` for the reads.
+"""
+
+from __future__ import annotations
+
+from shardproof.checkpointer.tiers.open_tiers import open_tiers, tier_of
+from shardproof.checkpointer.tiers.tiered_run import TieredRun
+from shardproof.checkpointer.tiers.upload_messages import UploadRequest
+from shardproof.checkpointer.tiers.uploader import Uploader
+
+__all__ = ["TieredRun", "UploadRequest", "Uploader", "open_tiers", "tier_of"]

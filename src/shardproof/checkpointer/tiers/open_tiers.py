@@ -1,0 +1,58 @@
+"""Opens the storages of a run's tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardproof.checkpointer.policies import Retention
+from shardproof.checkpointer.tiers.tiered_run import TieredRun
+from shardproof.storage import Location, Storage, is_url, storage_at
+
+__all__ = ["open_tiers", "tier_of"]
+
+
+def open_tiers(
+    root: Location,
+    then: Location | None,
+    keep_then: Retention | None,
+    bandwidth: int | None,
+    options: Mapping[str, Any] | None,
+) -> tuple[Storage, Storage | None]:
+    """The storages of the first and the second tier; None without a second one.
+
+    Args:
+        root: the first tier.
+        then: the second tier.
+        keep_then: policy of the second tier.
+        bandwidth: bytes a second to the second tier.
+        options: settings of an object store, for each tier that is a URL.
+
+    Raises:
+        ValueError: an option of the second tier without a second tier, or an invalid one.
+        StorageError: a location is not valid, or `options` are given and no tier is a URL.
+    """
+    if then is None:
+        if keep_then is not None or bandwidth is not None:
+            raise ValueError("keep_then and upload_bandwidth are for a second tier: pass then=, too")
+        return storage_at(root, options), None
+    if bandwidth is not None and (isinstance(bandwidth, bool) or not bandwidth > 0):
+        raise ValueError(
+            f"upload_bandwidth is a positive number of bytes a second, or None, not {bandwidth!r}"
+        )
+    for_url = None if is_url(then) and not is_url(root) else options
+    first = storage_at(root, for_url)
+    second = storage_at(then, options if is_url(then) or not is_url(root) else None)
+    if first.location == second.location:
+        raise ValueError(f"the second tier is the first one, {first.location}: pass another place as then=")
+    return first, second
+
+
+def tier_of(run: Storage, folder: str) -> Storage:
+    """The run in the tier that a step is read from.
+
+    Args:
+        run: all tiers, or the only one.
+        folder: of the step.
+    """
+    return run.within(folder).tier if isinstance(run, TieredRun) else run

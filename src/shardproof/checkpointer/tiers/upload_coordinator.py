@@ -1,0 +1,380 @@
+"""The coordinator's side of the uploads: which step is next, who copies what, and the commit.
+
+Note "The manifest goes last": the coordinator publishes the manifest of the second tier after every file that
+it names is there with the recorded size. The ranks verified each file with its digest when they read it. The
+bytes of index and manifest are those of the first tier. So a step on the second tier is an ordinary
+checkpoint, and a killed upload leaves files without a manifest, as a killed save does.
+
+Note "Files that are there": a file on the second tier that a manifest there names is durable and verified.
+It is not copied again. A file that no manifest names may be that of a killed upload: the rank reads it again
+and compares it with its digest.
+
+Note "Nothing is replaced by accident": the second tier may have another save of a step, by another job or
+from a branch that was given up. The step is then uploaded only if its save was allowed to overwrite the step.
+Otherwise it is skipped with an error. A node that returns with an old disk replaces nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Sequence
+
+import msgspec
+
+from shardproof.checkpointer.pins import read_pin
+from shardproof.checkpointer.policies import Retention
+from shardproof.checkpointer.retention import StepFacts, retain
+from shardproof.checkpointer.step_folders import PINNED_NAME, parse_step, step_name
+from shardproof.checkpointer.tiers.tiered_run import TieredRun
+from shardproof.checkpointer.tiers.upload_messages import (
+    Skip,
+    Upload,
+    UploadAnswer,
+    UploadReport,
+    UploadRequest,
+)
+from shardproof.errors import (
+    AlreadyCommittedError,
+    FormatError,
+    NotCommittedError,
+    StorageError,
+)
+from shardproof.format import (
+    MANIFEST_NAME,
+    SEAL_LENGTH,
+    FileRecord,
+    Manifest,
+    References,
+    bytes_digest,
+    check_size,
+    decode_manifest,
+    named_files,
+    read_manifest,
+    read_seal,
+    references_in,
+)
+from shardproof.loading import from_rank
+from shardproof.saving import publish
+from shardproof.storage import Storage
+
+__all__ = ["UploadCoordinator"]
+
+_log = logging.getLogger("shardproof")
+
+
+class UploadCoordinator:
+    """Plans and commits the uploads of one run, on rank 0.
+
+    Args:
+        first: the run in the first tier, as this rank reads it.
+        second: the run in the second tier.
+        keep: the policy of the second tier; None: all steps stay.
+        bandwidth: bytes a second of all ranks together; None: no bound.
+        node_local: True if a rank sees only the files of its node in the first tier.
+        damaged: steps that are known to be damaged in the first tier; grows.
+    """
+
+    def __init__(
+        self,
+        first: Storage,
+        second: Storage,
+        keep: Retention | None,
+        bandwidth: int | None,
+        node_local: bool,
+        damaged: Collection[int],
+    ) -> None:
+        self.removed: list[str] = []
+        """Folders of steps that retention removed from the first tier, since the last answer."""
+        self._first, self._second = first, second
+        self._keep, self._bandwidth, self._node_local = keep, bandwidth, node_local
+        self._damaged_before = damaged
+        self._facts = StepFacts(TieredRun([second, first]))
+        self._there: dict[int, bytes] = {}
+        """Steps of the second tier that this process found or made whole, to their seals."""
+        self._damaged: dict[int, bytes] = {}
+        """Steps that could not be uploaded because they are damaged in the first tier, to their seals."""
+        self._references: References | None = None
+        self._under_way: tuple[int, Manifest, bytes, bool] | None = None
+        """Step, manifest, its bytes, and whether it replaces one."""
+
+    def protected(self) -> set[int]:
+        """The steps that retention must not remove from the first tier.
+
+        That is the step whose upload is under way, and with a policy for the second tier those that wait for
+        their upload and that it keeps.
+
+        Raises:
+            StorageError: a tier cannot be listed.
+        """
+        under_way = self._under_way
+        steps = set() if under_way is None else {under_way[0]}
+        if self._keep is not None:
+            here, there = self._committed(self._first), self._committed(self._second)
+            steps |= self._kept(there, here) & (here.keys() - there.keys())
+        return steps
+
+    def plan(self, requests: Sequence[UploadRequest], posts: Sequence[bytes]) -> list[bytes]:
+        """The first answer of a round.
+
+        Args:
+            requests: saves that wait for their upload.
+            posts: an `UploadReport` of each rank.
+        """
+        self._under_way = self._references = None
+        return self._answer(requests, self._reports(posts))
+
+    def commit(self, requests: Sequence[UploadRequest], posts: Sequence[bytes]) -> list[bytes]:
+        """Commits the upload under way, removes old steps of the second tier, and answers as `plan` does."""
+        reports = self._reports(posts)
+        assert self._under_way is not None
+        (step, manifest, text, replace), failed = self._under_way, _first_error(reports)
+        if failed is not None:
+            rank, error = failed
+            if not reports[rank].is_damage:
+                raise from_rank(rank, len(reports), error)
+            self._under_way, self._damaged[step] = None, _seal_of(text)
+            _log.error(
+                "%s: step %d is damaged, and is not uploaded: %s",
+                self._first.location,
+                step,
+                from_rank(rank, len(reports), error),
+            )
+            return self._answer(requests, reports)
+        self._publish(step, manifest, text, replace)
+        self._under_way = None
+        self._there[step] = _seal_of(text)
+        if self._references is not None:
+            self._references.add(step_name(step), manifest)
+        _log.info("%s: step %d is on %s", self._first.location, step, self._second.location)
+        if self._keep is not None:
+            self._references = None
+            retain(
+                self._second,
+                self._keep,
+                max(self._there),
+                damaged=lambda step: False,
+                is_proved=lambda step: True,
+                facts=self._facts,
+            )
+        return self._answer(requests, reports)
+
+    def give_up(self) -> None:
+        """Ends the upload under way after an error."""
+        self._under_way = None
+
+    def _reports(self, posts: Sequence[bytes]) -> list[UploadReport]:
+        return [msgspec.msgpack.decode(post, type=UploadReport) for post in posts]
+
+    def _answer(self, requests: Sequence[UploadRequest], reports: Sequence[UploadReport]) -> list[bytes]:
+        pending, uploaded, skipped = self._settle(requests)
+        shares: list[Upload | None] = [None] * len(reports)
+        for step in sorted(pending, reverse=True):
+            found = self._read(step, pending[step])
+            if found is not None:
+                self._under_way = found
+                shares = [*self._share(found[0], found[1], reports)]
+                break
+        removed, self.removed = tuple(self.removed), []
+        return [
+            msgspec.msgpack.encode(UploadAnswer(share, tuple(uploaded), tuple(skipped), removed))
+            for share in shares
+        ]
+
+    def _settle(
+        self, requests: Sequence[UploadRequest]
+    ) -> tuple[dict[int, bool], list[tuple[int, str]], list[Skip]]:
+        """The steps to upload, with whether one is replaced; what is uploaded; and what is skipped."""
+        here = self._committed(self._first)
+        there = self._committed(self._second, None if self._keep is not None else here)
+        may_replace = {one.step: one.attempt for one in requests if one.overwrite}
+        pending: dict[int, bool] = {}
+        reasons: dict[int, str] = {}
+        for step, seal in here.items():
+            if self._damaged.get(step) == seal:
+                reasons[step] = f"it is damaged in {self._first.location}"
+            elif step not in there:
+                pending[step] = False
+            elif there[step] != seal and self._may_replace(step, may_replace.get(step)):
+                pending[step] = True
+            elif there[step] != seal:
+                reasons[step] = (
+                    f"{self._second.location} has another save of this step. Check that no other job uses "
+                    "this place; save with overwrite=True to replace the step there"
+                )
+            elif self._there.get(step) != seal:  # its process may have died before it was flushed
+                self._second.within(step_name(step)).flush(MANIFEST_NAME)
+            self._there.update({step: there[step]} if step in there and step not in pending else {})
+        kept = self._kept(there, pending)
+        for step in set(pending) - kept:
+            reasons[step] = f"keep_then does not keep it beside the other steps of {self._second.location}"
+        pending = {step: replace for step, replace in pending.items() if step in kept}
+        uploaded: list[tuple[int, str]] = []
+        skipped: list[Skip] = []
+        for one in requests:
+            if one.step not in reasons and one.step in pending:
+                continue
+            if one.step not in reasons and _attempt(self._second, one.step) == one.attempt:
+                uploaded.append((one.step, one.attempt))
+                continue
+            reason = reasons.get(one.step, f"it was removed from {self._first.location} before its upload")
+            skipped.append(Skip(one.step, one.attempt, reason))
+            _log.warning("%s: step %d is not uploaded: %s", self._first.location, one.step, reason)
+        return pending, uploaded, skipped
+
+    def _may_replace(self, step: int, attempt: str | None) -> bool:
+        """True if a step of the second tier may be replaced: by a save that overwrites, or if it is damaged.
+
+        Args:
+            step: the step.
+            attempt: the attempt that was allowed to overwrite it; None without one.
+        """
+        if attempt is not None and _attempt(self._first, step) == attempt:
+            return True
+        try:
+            read_manifest(self._second.within(step_name(step)))
+        except FormatError:
+            return True
+        except NotCommittedError:
+            pass
+        return False
+
+    def _committed(self, run: Storage, only: dict[int, bytes] | None = None) -> dict[int, bytes]:
+        """Committed steps of a tier, to their seals.
+
+        Args:
+            run: the run in the tier.
+            only: steps that matter; None: all.
+        """
+        found = {}
+        for name in run.folders():
+            step = parse_step(name)
+            if step is None or (only is not None and step not in only):
+                continue
+            if run is self._first and step in self._damaged_before:
+                continue
+            seal = read_seal(run.within(name))
+            if seal is not None:
+                found[step] = seal
+        return found
+
+    def _kept(self, there: Iterable[int], pending: Iterable[int]) -> set[int]:
+        """The steps of both tiers that the policy of the second tier keeps."""
+        steps = sorted({*there, *pending})
+        if self._keep is None or not steps:
+            return set(steps)
+        selected, unreadable = self._facts.select(self._keep, steps)
+        pinned = {step for step in pending if read_pin(self._first.within(step_name(step))) is not None}
+        return {*selected, *unreadable, *pinned, steps[-1]}
+
+    def _read(self, step: int, replace: bool) -> tuple[int, Manifest, bytes, bool] | None:
+        """The manifest of a step in the first tier; None if it cannot be uploaded."""
+        place = self._first.within(step_name(step))
+        try:
+            text = place.read(MANIFEST_NAME)
+            return step, decode_manifest(text, f"{place.location}/{MANIFEST_NAME}"), text, replace
+        except FormatError as error:
+            _log.error("%s: step %d cannot be uploaded: %s", self._first.location, step, error)
+        except StorageError as error:
+            if not error.details.get("missing"):
+                raise
+        return None
+
+    def _share(self, step: int, manifest: Manifest, reports: Sequence[UploadReport]) -> list[Upload]:
+        """Each rank's part of the upload. The rank that wrote a file copies it, if that is still possible."""
+        needed = [
+            msgspec.structs.replace(record, folder=record.folder or step_name(step))
+            for record in manifest.files
+        ]
+        parts: list[list[FileRecord]] = [[] for _ in reports]
+        seen = [frozenset(report.files) for report in reports]
+        for record in needed:
+            if self._is_trusted(record):
+                continue
+            rank = record.rank % len(reports)
+            if self._node_local and record.place not in seen[rank]:
+                holders = [other for other, files in enumerate(seen) if record.place in files]
+                if not holders:
+                    raise StorageError(
+                        f"{self._first.location}: step {step} cannot be uploaded: no rank sees "
+                        f"{record.place}. The node that wrote it is not part of this job",
+                        file=record.place,
+                        missing=True,
+                    )
+                rank = min(holders, key=lambda other: sum(one.size for one in parts[other]))
+            parts[rank].append(record)
+        total = sum(record.size for part in parts for record in part)
+        return [
+            Upload(
+                step,
+                manifest.attempt,
+                tuple(part),
+                None
+                if self._bandwidth is None
+                else max(1.0, self._bandwidth * sum(record.size for record in part) / max(1, total)),
+            )
+            for part in parts
+        ]
+
+    def _is_trusted(self, record: FileRecord) -> bool:
+        """True if the second tier has a file, and a manifest there names it (note "Files that are there")."""
+        folder = self._second.within(record.folder)
+        if folder.size(record.name) != record.size:
+            return False
+        if record.name in (named_files(folder) or ()):
+            return True
+        if self._references is None:
+            self._references = references_in(self._second)
+        return record.name in self._references.files(record.folder)
+
+    def _publish(self, step: int, manifest: Manifest, text: bytes, replace: bool) -> None:
+        """The commit on the second tier (note "The manifest goes last")."""
+        name = step_name(step)
+        source, target = self._first.within(name), self._second.within(name)
+        for record in manifest.files:
+            folder = self._second.within(record.folder or name)
+            check_size(
+                folder,
+                record,
+                path=f"{folder.location}/{record.name}",
+                advice="The ranks copied this file, but rank 0 does not see it: check that all ranks see one "
+                "second tier",
+            )
+        index = source.read(manifest.index.name)
+        if bytes_digest(index) != manifest.index.digest:
+            raise FormatError(
+                f"{source.location}/{manifest.index.name}: the digest differs from the manifest's, so the "
+                "step is not uploaded. `shardproof repair` can write the index again",
+                file=manifest.index.name,
+            )
+        if target.size(manifest.index.name) is not None:
+            target.delete(manifest.index.name)  # of a killed upload
+        try:
+            publish(target, manifest, index, overwrite=replace, text=text)
+        except AlreadyCommittedError:
+            if read_seal(target) != _seal_of(text):
+                raise
+        if read_pin(source) is not None:
+            target.publish(PINNED_NAME, source.read(PINNED_NAME), replace=True)
+
+
+def _first_error(reports: Sequence[UploadReport]) -> tuple[int, dict[str, object]] | None:
+    """The first rank that reports an error, and the error. One that is no damage comes before damage."""
+    failed = [(report.is_damage, rank) for rank, report in enumerate(reports) if report.error is not None]
+    if not failed:
+        return None
+    _, rank = min(failed)
+    error = reports[rank].error
+    assert error is not None
+    return rank, error
+
+
+def _seal_of(text: bytes) -> bytes:
+    return text[-SEAL_LENGTH:]
+
+
+def _attempt(run: Storage, step: int) -> str | None:
+    """The attempt of a committed step; None if it cannot be read."""
+    try:
+        return read_manifest(run.within(step_name(step))).attempt
+    except (FormatError, NotCommittedError):
+        return None

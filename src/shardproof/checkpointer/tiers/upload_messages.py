@@ -1,0 +1,68 @@
+"""The messages of an upload: reports of the ranks, and answers of the coordinator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from shardproof.errors import ShardproofError
+from shardproof.format import FileRecord
+
+__all__ = ["Skip", "Upload", "UploadAnswer", "UploadReport", "UploadRequest"]
+
+
+class Upload(msgspec.Struct, frozen=True, array_like=True):
+    """One rank's part of the upload of a step."""
+
+    step: int
+    attempt: str
+    files: tuple[FileRecord, ...]
+    """The files that this rank copies. Each names its folder, also the step's own."""
+    rate: float | None
+    """Bytes a second for this rank; None: no bound."""
+
+
+class Skip(msgspec.Struct, frozen=True, array_like=True):
+    """A step that is not uploaded."""
+
+    step: int
+    attempt: str
+    reason: str
+
+
+class UploadAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """The coordinator's answer: what is settled, and what to upload next."""
+
+    next: Upload | None = None
+    """None: the round is over."""
+    uploaded: tuple[tuple[int, str], ...] = ()
+    """Step and attempt of what is known to be whole on the second tier."""
+    skipped: tuple[Skip, ...] = ()
+    removed: tuple[str, ...] = ()
+    """Folders of steps that retention removed from the first tier of the coordinator's node."""
+
+
+class UploadReport(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's report."""
+
+    files: tuple[str, ...] = ()
+    """With node-local first tiers: the shard files that this rank may read, as ``folder/file``."""
+    error: dict[str, object] | None = None
+    """The error due to which this rank could not copy its files."""
+    is_damage: bool = False
+    """True if the error is damage of the first tier."""
+
+
+@dataclass(slots=True, eq=False)
+class UploadRequest:
+    """A save whose upload the program may wait for, on one rank."""
+
+    overwrite: bool = False
+    """True if the save may replace another save of its step."""
+    step: int = -1
+    attempt: str = ""
+    """Both are known after the commit on the first tier."""
+    is_over: bool = False
+    error: ShardproofError | None = None
+    """The reason why it is not uploaded."""

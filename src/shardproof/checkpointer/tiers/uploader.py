@@ -1,0 +1,333 @@
+"""Uploads the committed steps of the first tier to the second, in a background thread of each rank.
+
+    save or restore -> prepare (meet, once) -> a round in the background:
+        plan (meet) -> copy (local) -> commit (meet) -> copy -> commit ... until no step waits
+
+Note "Rounds": each commit and each restore begins one round on every rank, so the rounds of the ranks match.
+In a round, rank 0 chooses the newest step that waits, until none does. The ranks meet at a rendezvous beside
+that of the saves, so neither training nor a save waits for an upload.
+
+Note "A failed round": the error of one rank is the answer to all ranks. It is logged at once, the steps that
+wait keep waiting, and the next round tries them again. The first tier and training never see the error.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+
+import msgspec
+
+from shardproof import events
+from shardproof.checkpointer.policies import Retention
+from shardproof.checkpointer.step_folders import step_name
+from shardproof.checkpointer.tiers.throttle import Throttle
+from shardproof.checkpointer.tiers.upload_coordinator import UploadCoordinator
+from shardproof.checkpointer.tiers.upload_messages import Upload, UploadAnswer, UploadReport, UploadRequest
+from shardproof.errors import (
+    CorruptChunkError,
+    FormatError,
+    SaveSkipped,
+    ShardproofError,
+    StorageError,
+)
+from shardproof.format import FileRecord, size_fault
+from shardproof.maintenance import copy_shard_file
+from shardproof.rendezvous import MeetingSequence, Rendezvous
+from shardproof.saving import Progress, Workers, unfinished
+from shardproof.storage import Storage
+
+__all__ = ["Uploader"]
+
+_MOST_PIECE = 1 << 20
+_LEAST_PIECE = 64 << 10
+_PIECES_A_SECOND = 4
+"""Pieces that a throttled rank sends a second, so that it shows signs of life."""
+_POLL = 0.2
+"""Seconds between two checks for progress."""
+
+_log = logging.getLogger("shardproof")
+
+
+class Uploader:
+    """Uploads the steps of one run, on this rank.
+
+    Args:
+        first: the run in the first tier.
+        second: the run in the second tier.
+        rendezvous: of all ranks.
+        keep: the policy of the second tier; None: all steps stay there.
+        bandwidth: bytes a second of all ranks together; None: no bound.
+        damaged: steps that are known to be damaged in the first tier; grows.
+        clock: gives seconds, for the bandwidth.
+        sleep: waits some seconds, for the bandwidth.
+    """
+
+    def __init__(
+        self,
+        first: Storage,
+        second: Storage,
+        rendezvous: Rendezvous,
+        keep: Retention | None,
+        bandwidth: int | None,
+        damaged: Collection[int],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._first, self._second = first, second
+        self._rendezvous = rendezvous
+        self._coordinator = UploadCoordinator(first, second, keep, bandwidth, False, damaged)
+        self._throttle = Throttle(None, clock=clock, sleep=sleep)
+        self._operation = f"upload {second.location}"
+        self._patience = 2 * rendezvous.deadline
+        self._process = -1
+        self._meetings: Rendezvous
+        self._workers: Workers
+        self._progress = Progress()
+        self._changed = threading.Condition()
+        self._requests: list[UploadRequest] = []
+        self._rounds = 0
+        """Rounds that are scheduled and not over."""
+
+    def prepare(self) -> None:
+        """Names the rendezvous of the uploads and starts the thread, once in a process. All ranks call it.
+
+        Raises:
+            ShardproofError: a rank failed or fell silent.
+        """
+        if self._process == os.getpid():
+            return
+        name = secrets.token_hex(8)
+        with self._rendezvous.operation(self._operation):
+            meeting = MeetingSequence(self._rendezvous, self._operation)
+            name = meeting.meet("prepare", bytes, lambda posts: name.encode()).decode()
+        self._meetings = self._rendezvous.beside(f"upload/{name}")
+        self._workers = Workers("shardproof-tiers", 1)
+        self._changed, self._requests, self._rounds = threading.Condition(), [], 0
+        self._process = os.getpid()
+
+    def committed(self, request: UploadRequest, step: int, attempt: str) -> None:
+        """Begins a round, after the commit of a step on the first tier. Returns at once."""
+        request.step, request.attempt = step, attempt
+        with self._changed:
+            self._requests.append(request)
+        self.begin_round()
+
+    def begin_round(self) -> None:
+        """Begins a round of uploads of all steps that wait. All ranks call it; returns at once."""
+        with self._changed:
+            self._rounds += 1
+        future = self._workers.submit(self._round)
+        unfinished.add(future, self._progress, self._patience, self._operation)
+
+    def removed(self, folders: Sequence[str]) -> None:
+        """On rank 0: retention removed steps from the first tier."""
+        self._coordinator.removed += folders
+
+    def protected(self) -> set[int]:
+        """On rank 0: see `UploadCoordinator.protected`."""
+        return self._coordinator.protected()
+
+    def wait(self, request: UploadRequest, timeout: float | None) -> None:
+        """Returns when a step is whole on the second tier.
+
+        Args:
+            request: of a save that is committed on the first tier.
+            timeout: seconds; None: as long as the upload makes progress.
+
+        Raises:
+            TimeoutError: the upload has not ended.
+            SaveSkipped: the step is not uploaded, because newer steps took its place.
+            ShardproofError: the upload failed. The next round tries it again.
+        """
+        self._wait_until(
+            lambda: request.is_over or request.error is not None, timeout, f"step {request.step}"
+        )
+        if request.error is not None:
+            raise type(request.error)(request.error.message, **request.error.details)
+
+    def settle(self, timeout: float | None) -> None:
+        """Returns when all rounds are over.
+
+        Raises:
+            TimeoutError: they are not.
+            ShardproofError: the last upload of a step failed.
+        """
+        if self._process != os.getpid():
+            return
+        self._wait_until(lambda: self._rounds == 0, timeout, "the steps of this run")
+        failed = next((one.error for one in self._requests if one.error and not one.is_over), None)
+        if failed is not None:
+            raise type(failed)(failed.message, **failed.details)
+
+    def _wait_until(self, is_true: Callable[[], bool], timeout: float | None, what: str) -> None:
+        ends = None if timeout is None else time.monotonic() + timeout
+        seen, since = self._progress.count, time.monotonic()
+        with self._changed:
+            while not is_true():
+                now = time.monotonic()
+                if ends is not None and now >= ends:
+                    raise TimeoutError(f"the upload of {what} to {self._second.location} has not ended")
+                if self._progress.is_bounded or self._progress.count != seen:
+                    seen, since = self._progress.count, now
+                elif ends is None and now - since > self._patience:
+                    raise StorageError(
+                        f"the upload of {what} to {self._second.location} has made no progress for "
+                        f"{self._patience:.0f} s: the storage hangs. The step is committed on "
+                        f"{self._first.location}"
+                    )
+                self._changed.wait(_POLL if ends is None else min(_POLL, ends - now))
+
+    def _round(self) -> None:
+        """One round (note "Rounds"), in the background thread."""
+        with self._changed:
+            self._requests = [one for one in self._requests if not one.is_over]
+            for one in self._requests:
+                one.error = None
+        failure: ShardproofError | None = None
+        try:
+            with self._meetings.operation(self._operation):
+                self._upload_all()
+        except Exception as error:
+            self._coordinator.give_up()
+            failure = (
+                error
+                if isinstance(error, ShardproofError)
+                else StorageError(f"{self._operation} failed: {type(error).__name__}: {error}")
+            )
+            _log.error(
+                "%s: the upload to %s failed, and the next save tries it again: %s",
+                self._first.location,
+                self._second.location,
+                error,
+                exc_info=None if isinstance(error, ShardproofError) else error,
+            )
+        with self._changed:
+            self._rounds -= 1
+            if failure is not None and self._rounds == 0:  # else the next round tries it now
+                for one in self._requests:
+                    if not one.is_over:
+                        one.error = failure
+            self._changed.notify_all()
+
+    def _upload_all(self) -> None:
+        meetings = MeetingSequence(self._meetings, self._operation)
+        plan = self._decider(self._coordinator.plan)
+        with self._progress.bounded():
+            answer = meetings.meet("plan", lambda: msgspec.msgpack.encode(self._report()), plan)
+        while (upload := self._take(answer)) is not None:
+            copied = partial(bytes, self._copy(upload))
+            commit = self._decider(self._coordinator.commit)
+            with self._phase(upload.step, "commit"), self._progress.bounded():
+                answer = meetings.meet("commit", copied, commit)
+
+    def _take(self, encoded: bytes) -> Upload | None:
+        """Takes over an answer. Returns what this rank copies next; None if the round is over."""
+        answer = msgspec.msgpack.decode(encoded, type=UploadAnswer)
+        with self._changed:
+            for one in self._requests:
+                if (one.step, one.attempt) in answer.uploaded:
+                    one.is_over = True
+            for skip in answer.skipped:
+                for one in self._requests:
+                    if (one.step, one.attempt) == (skip.step, skip.attempt):
+                        one.is_over = True
+                        one.error = SaveSkipped(
+                            f"step {skip.step} is committed on {self._first.location}, and is not uploaded "
+                            f"to {self._second.location}: {skip.reason}"
+                        )
+            self._changed.notify_all()
+        self._progress.moved()
+        return answer.next
+
+    def _report(self) -> UploadReport:
+        return UploadReport()
+
+    def _copy(self, upload: Upload) -> bytes:
+        """Copies the files of this rank. An error becomes part of the report."""
+        total = sum(record.size for record in upload.files)
+        self._throttle.rate = upload.rate
+        piece = _MOST_PIECE
+        if upload.rate is not None:
+            piece = int(min(_MOST_PIECE, max(_LEAST_PIECE, upload.rate / _PIECES_A_SECOND)))
+        source: FileRecord | None = None
+        with self._phase(upload.step, "copy") as phase:
+            done = 0
+
+            def alive() -> None:
+                self._progress.moved()
+                self._meetings.progress(done, total)
+                self._meetings.waits()
+
+            def moving(count: int) -> None:
+                nonlocal done
+                self._throttle.take(count, alive)
+                done += count
+                alive()
+                phase.progress(done, total)
+
+            try:
+                for source in upload.files:
+                    self._copy_file(source, moving, piece)
+                report = self._report()
+            except (ShardproofError, OSError) as error:
+                phase.fail(error)
+                failed = error if isinstance(error, ShardproofError) else StorageError(str(error))
+                is_damage = isinstance(error, (CorruptChunkError, FormatError)) or self._is_lost(source)
+                report = msgspec.structs.replace(self._report(), error=failed.to_wire(), is_damage=is_damage)
+        return msgspec.msgpack.encode(report)
+
+    def _copy_file(self, record: FileRecord, moving: Callable[[int], None], piece: int) -> None:
+        source, target = self._first.within(record.folder), self._second.within(record.folder)
+        try:
+            if target.size(record.name) is not None:  # of a killed upload
+                if self._is_whole(target, record):
+                    return
+                target.delete(record.name)
+            sink = target.create(record.name)
+            copy_shard_file(source, record, sink, moving, piece_bytes=piece)
+        finally:
+            source.close()
+            target.close()
+
+    def _is_whole(self, target: Storage, record: FileRecord) -> bool:
+        """True if a file on the second tier has the right bytes, and is durable."""
+        try:
+            copy_shard_file(target, record, None, lambda count: self._progress.moved())
+        except (CorruptChunkError, FormatError, StorageError):
+            return False
+        target.flush(record.name)
+        return True
+
+    def _is_lost(self, record: FileRecord | None) -> bool:
+        """True if a file of the first tier is missing or has another size."""
+        if record is None:
+            return False
+        try:
+            return size_fault(self._first.within(record.folder), record.name, record.size) is not None
+        except StorageError:
+            return False
+
+    def _decider(
+        self, decide: Callable[[Sequence[UploadRequest], Sequence[bytes]], list[bytes]]
+    ) -> Callable[[list[bytes]], Sequence[bytes]]:
+        """A decision of the coordinator, in which the storage may hang: waiters apply their patience."""
+
+        def decided(posts: list[bytes]) -> Sequence[bytes]:
+            with self._changed:
+                requests = [one for one in self._requests if not one.is_over]
+            with self._progress.bounded(False):
+                return decide(requests, posts)
+
+        return decided
+
+    def _phase(self, step: int, name: str) -> events.Phase:
+        rank, world_size = self._rendezvous.rank, self._rendezvous.world_size
+        operation = f"{self._operation}/{step_name(step)}"
+        return events.phase(operation, name, rank=rank, world_size=world_size, step=step)

@@ -1,0 +1,74 @@
+"""SIGKILL at every file operation of an upload to a second tier, of one rank.
+
+Each job completes the upload in which the last job died, saves the next step on the first tier alone, and
+dies one operation later in its upload. Between the jobs rank 0 looks at both tiers: what is committed on the
+second tier is whole, and equal to the first.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardproof as sp
+from shardproof.checkpointer.step_folders import step_name
+from shardproof.maintenance import verify
+from shardproof.rendezvous import LocalRendezvous
+from shardproof.storage import LocalStorage
+from tests.faults.dying import Deadly, die_at_every_operation
+from tests.harness import rank, run_ranks, world_size
+from tests.scenarios.states import attempt, blanked, differences, plain_state, whole_state
+
+
+def upload_and_die(root: Path, meetings: Any, number: int, deadly: Deadly) -> str:
+    """Commits step `number` + 1 on the first tier, and dies in its upload."""
+    run = sp.Checkpointer(root / "near", then=root / "far", rendezvous=meetings, cache="none")
+    if number:
+        run.restore(blanked(plain_state(rank(), world_size(), 0)))
+        run.wait_for_uploads(30)
+    near = sp.Checkpointer(root / "near", rendezvous=meetings, cache="none")
+    step = number + 1
+    if step not in near.steps():
+        near.save(step, plain_state(rank(), world_size(), step)).result()
+    with deadly():
+        target = blanked(plain_state(rank(), world_size(), 0))
+        ended = attempt(lambda: run.restore(target)).kind
+        if not ended:
+            assert differences(target, plain_state(rank(), world_size(), step)) == []
+            ended = attempt(lambda: run.wait_for_uploads(30)).kind
+        return ended
+
+
+def look(root: Path, number: int, ended: list[str]) -> None:
+    """Every committed step of the second tier is whole, has its values, and equals the first tier's."""
+    near, far = LocalStorage(root / "near"), LocalStorage(root / "far")
+    committed = sp.Checkpointer(far, rendezvous=LocalRendezvous()).steps()
+    for step in committed:
+        report = verify(far.within(step_name(step)))
+        assert report.ok, (number, step, report.faults)
+        assert far.read(f"{step_name(step)}/manifest.json") == near.read(f"{step_name(step)}/manifest.json")
+    if committed:
+        target = blanked(whole_state(world_size(), 0))
+        place = far.within(step_name(committed[-1]))
+        sp.load(place, target, exclude="own", rendezvous=LocalRendezvous())
+        assert differences(target, whole_state(world_size(), committed[-1])) == []
+    assert set(ended) <= {"", "killed", "RankSilent", "RankFailure", "StorageError"}, ended
+
+
+def killed(root: str, who: int) -> list[str]:
+    run = Path(root)
+    return die_at_every_operation(partial(upload_and_die, run), partial(look, run), who, everyone=False)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "who"), [(1, 0), pytest.param(2, 1, marks=pytest.mark.slow)], ids=["alone", "a follower"]
+)
+def test_killed_at_every_file_operation(ranks: int, who: int, tmp_path: Path) -> None:
+    ended = run_ranks(ranks, killed, str(tmp_path), who, timeout=400)[who].value
+    assert ended[-1] == "" and set(ended) == {"", "killed"}
+    assert ended.count("killed") > (20 if who == 0 else 5)
+    near = sp.Checkpointer(tmp_path / "near", rendezvous=LocalRendezvous()).steps()
+    assert sp.Checkpointer(tmp_path / "far", rendezvous=LocalRendezvous()).steps() == near

@@ -1,0 +1,382 @@
+"""Two tiers in one process: uploads, retention, restores from the nearest copy, failures of a tier."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardproof as sp
+from shardproof.checkpointer.tiers.throttle import Throttle
+from shardproof.format import read_manifest
+from shardproof.maintenance import verify
+from shardproof.rendezvous import LocalRendezvous
+from shardproof.storage import LocalStorage
+from tests.faulty_storage import FaultyStorage
+
+WAIT = 60.0
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"w": torch.arange(100_000.0) + step, "b": torch.full((5,), float(step)), "n": step}
+
+
+def blank() -> dict[str, Any]:
+    return {"w": torch.zeros(100_000), "b": torch.zeros(5), "n": -1}
+
+
+@pytest.fixture
+def near(tmp_path: Path) -> Path:
+    return tmp_path / "near"
+
+
+@pytest.fixture
+def far(tmp_path: Path) -> Path:
+    return tmp_path / "far"
+
+
+def checkpointer(near: Any, far: Any, **options: Any) -> sp.Checkpointer:
+    return sp.Checkpointer(near, then=far, rendezvous=LocalRendezvous(deadline=30.0), cache="none", **options)
+
+
+def alone(root: Path) -> sp.Checkpointer:
+    return sp.Checkpointer(root, rendezvous=LocalRendezvous())
+
+
+def assert_restores(checkpointer: sp.Checkpointer, step: int) -> sp.checkpointer.RestoredStep:
+    target = blank()
+    restored = checkpointer.restore(target)
+    assert restored == step
+    for key, value in state(step).items():
+        assert torch.equal(target[key], value) if isinstance(value, torch.Tensor) else target[key] == value
+    assert restored is not None
+    return restored
+
+
+def files(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def test_the_second_tier_has_the_same_files_and_is_a_checkpoint(near: Path, far: Path) -> None:
+    run = checkpointer(near, far)
+    pending = run.save(7, state(7))
+    assert pending.durable(WAIT) == pending.result()
+    assert files(near) == files(far)
+    assert verify(LocalStorage(far / "step-00000007")).ok
+    with sp.open(far / "step-00000007") as opened:
+        assert opened["n"] == 7
+    assert_restores(alone(far), 7)
+
+
+def test_restore_takes_the_nearest_tier_and_the_newest_step(near: Path, far: Path) -> None:
+    run = checkpointer(near, far)
+    for step in (1, 2):
+        run.save(step, state(step)).durable(WAIT)
+    assert assert_restores(run, 2).tier == str(near)
+    remove(near / "step-00000002")
+    restored = assert_restores(checkpointer(near, far), 2)
+    assert restored.tier == str(far)
+    remove(near)
+    assert assert_restores(checkpointer(near, far), 2).tier == str(far)
+    assert checkpointer(near, far).steps() == [1, 2]
+
+
+def remove(folder: Path) -> None:
+    import shutil
+
+    shutil.rmtree(folder)
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("what", ["manifest", "index", "chunk", "cut", "missing"])
+def test_damage_of_the_first_tier_is_answered_by_the_second(
+    what: str, near: Path, far: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = checkpointer(near, far)
+    for step in (1, 2):
+        run.save(step, state(step)).durable(WAIT)
+    folder = near / "step-00000002"
+    (shard,) = (folder / "shards").iterdir()
+    if what == "manifest":
+        flip(folder / "manifest.json", 100)
+    elif what == "index":
+        flip(next(folder.glob("index-*")), 50)
+    elif what == "chunk":
+        flip(shard, shard.stat().st_size // 2)
+    elif what == "cut":
+        shard.write_bytes(shard.read_bytes()[:-100])
+    else:
+        shard.unlink()
+    again = checkpointer(near, far)
+    with caplog.at_level(logging.WARNING, "shardproof"):
+        restored = assert_restores(again, 2)
+    assert restored.tier == str(far if what in ("manifest", "index") else near)
+    (passed,) = restored.passed_over
+    assert passed.step == 2 and passed.tier == str(near) and passed.damaged
+    assert f"step 2 on {near} is passed over" in caplog.text
+    again.wait_for_uploads(WAIT)
+    assert verify(LocalStorage(far / "step-00000002")).ok
+
+
+def test_damage_of_both_tiers_falls_back_to_the_older_step(near: Path, far: Path) -> None:
+    run = checkpointer(near, far)
+    for step in (1, 2):
+        run.save(step, state(step)).durable(WAIT)
+    for root in (near, far):
+        (shard,) = (root / "step-00000002" / "shards").iterdir()
+        flip(shard, shard.stat().st_size // 2)
+    restored = assert_restores(checkpointer(near, far), 1)
+    assert {(item.step, item.tier) for item in restored.passed_over} == {(2, "")}
+
+
+def test_a_step_that_was_not_uploaded_is_uploaded_by_the_next_process(near: Path, far: Path) -> None:
+    for step in (1, 2):
+        alone(near).save(step, state(step)).result()
+    run = checkpointer(near, far)
+    assert_restores(run, 2)
+    run.wait_for_uploads(WAIT)
+    assert alone(far).steps() == [1, 2]
+    assert files(near) == files(far)
+
+
+def test_only_steps_that_keep_then_keeps_are_uploaded_newest_first(
+    near: Path, far: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2, 3):
+        alone(near).save(step, state(step)).result()
+    counted = FaultyStorage(LocalStorage(far), only=("publish",))
+    run = checkpointer(near, counted, keep_then=sp.KeepLatest(2))
+    assert_restores(run, 3)
+    run.wait_for_uploads(WAIT)
+    assert alone(far).steps() == [2, 3]
+    published = [name for _, name in counted.operations]
+    assert published == ["step-00000003/manifest.json", "step-00000002/manifest.json"]
+
+
+class _Gate:
+    """Holds the first upload until it is opened."""
+
+    def __init__(self) -> None:
+        self.opened, self.reached = threading.Event(), threading.Event()
+
+    def __call__(self, operation: str, name: str) -> None:
+        self.reached.set()
+        assert self.opened.wait(WAIT)
+
+
+def test_steps_that_wait_are_uploaded_newest_first_and_some_are_skipped(near: Path, far: Path) -> None:
+    gate = _Gate()
+    second = FaultyStorage(LocalStorage(far), 0, gate, only=("create",))
+    run = checkpointer(near, second, keep=sp.KeepLatest(1), keep_then=sp.KeepLatest(1))
+    pendings = [run.save(1, state(1))]
+    assert gate.reached.wait(WAIT)
+    pendings += [run.save(step, state(step)) for step in (2, 3)]
+    pendings[-1].result()
+    assert alone(near).steps() == [1, 3]  # step 1 is being uploaded
+    with pytest.raises(TimeoutError):
+        pendings[-1].durable(0.01)
+    gate.opened.set()
+    pendings[2].durable(WAIT)
+    with pytest.raises(sp.SaveSkipped, match="step 2 is committed .*and is not uploaded"):
+        pendings[1].durable(WAIT)
+    run.wait_for_uploads(WAIT)
+    assert alone(far).steps() == [3]
+
+
+def test_a_step_that_keep_then_keeps_stays_until_it_is_uploaded(near: Path, far: Path) -> None:
+    gate = _Gate()
+    second = FaultyStorage(LocalStorage(far), 0, gate, only=("create",))
+    every = sp.KeepEvery(steps=10)
+    run = checkpointer(near, second, keep=sp.KeepLatest(1), keep_then=every)
+    run.save(9, state(9))
+    assert gate.reached.wait(WAIT)
+    for step in (10, 11, 12):
+        run.save(step, state(step)).result()
+    assert alone(near).steps() == [9, 10, 12]
+    gate.opened.set()
+    run.wait_for_uploads(WAIT)
+    assert alone(far).steps() == [10, 12]
+
+
+def test_a_failure_of_the_second_tier_touches_nothing_else(
+    near: Path, far: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    full = sp.StorageError("the disk is full", errno="ENOSPC")
+    second = FaultyStorage(LocalStorage(far), 0, full, only=("write_at",))
+    run = checkpointer(near, second)
+    with caplog.at_level(logging.ERROR, "shardproof"):
+        pending = run.save(1, state(1))
+        assert pending.result().step == 1
+        with pytest.raises(sp.StorageError, match="the disk is full"):
+            pending.durable(WAIT)
+    assert "the next save tries it again" in caplog.text
+    with pytest.raises(sp.StorageError, match="the disk is full"):
+        run.wait_for_uploads(WAIT)
+    assert alone(far).steps() == []
+    run.save(2, state(2)).durable(WAIT)
+    pending.durable(WAIT)
+    assert alone(far).steps() == [1, 2]
+    assert files(near) == files(far)
+
+
+def test_damage_of_the_first_tier_is_not_uploaded(near: Path, far: Path) -> None:
+    alone(near).save(1, state(1)).result()
+    alone(near).save(2, state(2)).result()
+    (shard,) = (near / "step-00000002" / "shards").iterdir()
+    flip(shard, shard.stat().st_size // 2)
+    run = checkpointer(near, far)
+    run.save(3, state(3)).durable(WAIT)
+    run.wait_for_uploads(WAIT)
+    assert alone(far).steps() == [1, 3]
+    for step in (1, 3):
+        assert verify(LocalStorage(far / f"step-0000000{step}")).ok
+
+
+def test_files_of_a_killed_upload_are_read_again(near: Path, far: Path) -> None:
+    for step in (1, 2):
+        alone(near).save(step, state(step)).result()
+    for step, byte in ((1, 0), (2, 1)):  # one is whole; the other has a byte that never reached the disk
+        source = LocalStorage(near / f"step-0000000{step}")
+        (record,) = read_manifest(source).files
+        data = bytearray(source.read(record.name))
+        data[len(data) // 2] ^= byte
+        LocalStorage(far / f"step-0000000{step}").publish(record.name, bytes(data))
+    counted = FaultyStorage(LocalStorage(far), only=("create",))
+    run = checkpointer(near, counted)
+    assert_restores(run, 2)
+    run.wait_for_uploads(WAIT)
+    created = [name for _, name in counted.operations if "shards" in name]
+    assert len(created) == 1 and created[0].startswith("step-00000002")
+    assert files(near) == files(far)
+
+
+def test_references_are_uploaded_and_not_twice(near: Path, far: Path) -> None:
+    fixed = torch.arange(300_000.0)
+    options = {"incremental": True, "scrub": None, "keep": sp.KeepLatest(1)}
+    near_only = sp.Checkpointer(near, rendezvous=LocalRendezvous(), **options)
+    for step in (1, 2):
+        near_only.save(step, {"fixed": fixed, "w": torch.full((4,), float(step))}).result()
+    counted = FaultyStorage(LocalStorage(far), only=("create",))
+    run = checkpointer(near, counted, **options)
+    for step in (3, 4):
+        run.save(step, {"fixed": fixed, "w": torch.full((4,), float(step))}).durable(WAIT)
+    created = [name for _, name in counted.operations if "shards" in name]
+    assert len(created) == len(set(created))
+    assert any(name.startswith("step-00000001/") for name in created)
+    assert verify(LocalStorage(far / "step-00000004")).ok
+    remove(near)
+    target = {"fixed": torch.zeros(300_000), "w": torch.zeros(4)}
+    assert checkpointer(near, far).restore(target) == 4
+    assert torch.equal(target["fixed"], fixed) and target["w"].tolist() == [4.0] * 4
+
+
+def test_another_save_of_a_step_is_not_replaced_by_accident(near: Path, far: Path, tmp_path: Path) -> None:
+    alone(far).save(1, state(5)).result()
+    run = checkpointer(near, far)
+    with pytest.raises(sp.SaveSkipped, match="another save of this step"):
+        run.save(1, state(1)).durable(WAIT)
+    target = blank()
+    alone(far).restore(target)
+    assert target["n"] == 5
+    assert_restores(run, 1)  # the later save
+    run.save(1, state(1), overwrite=True).durable(WAIT)
+    assert_restores(alone(far), 1)
+    assert files(near) == files(far)
+
+
+def test_of_two_saves_of_one_step_the_later_one_is_restored(near: Path, far: Path) -> None:
+    alone(near).save(1, state(5)).result()
+    alone(far).save(1, state(1)).result()
+    restored = assert_restores(checkpointer(near, far), 1)
+    assert restored.tier == str(far)
+
+
+def test_pins_reach_the_second_tier(near: Path, far: Path) -> None:
+    run = checkpointer(near, far, keep_then=sp.KeepLatest(1), keep=sp.KeepLatest(1))
+    alone(near).save(1, state(1)).result()
+    alone(near).pin(1, "baseline")
+    run.save(2, state(2)).durable(WAIT)
+    run.wait_for_uploads(WAIT)
+    run.pin(2, "second")
+    run.save(3, state(3)).durable(WAIT)
+    run.wait_for_uploads(WAIT)
+    assert alone(far).steps() == alone(near).steps() == [1, 2, 3]
+    assert {step: pin.label for step, pin in alone(far).pins().items()} == {1: "baseline", 2: "second"}
+
+
+def test_suspects_stay_on_the_first_tier(near: Path, far: Path) -> None:
+    run = checkpointer(near, far)
+    run.save(1, state(1), suspect=True).durable(WAIT)
+    assert run.suspects() == [1] and not far.exists()
+
+
+def test_the_best_step_is_found_on_any_tier(near: Path, far: Path) -> None:
+    run = checkpointer(near, far, keep=sp.KeepLatest(1) | sp.KeepBest("loss"))
+    for step, loss in ((1, 0.1), (2, 0.5)):
+        run.save(step, state(step), metadata={"loss": loss}).durable(WAIT)
+    remove(near / "step-00000001")
+    target = blank()
+    assert run.restore(target, step="best") == 1 and target["n"] == 1
+
+
+def test_a_second_tier_that_cannot_be_listed_is_an_error(near: Path, far: Path) -> None:
+    alone(near).save(1, state(1)).result()
+
+    class _Down(LocalStorage):
+        def folders(self) -> list[str]:
+            raise sp.StorageError("no route to host")
+
+    with pytest.raises(sp.StorageError, match="no route to host"):
+        checkpointer(near, _Down(far)).restore(blank())
+
+
+def test_the_bandwidth_bounds_the_bytes_that_are_sent(near: Path, far: Path) -> None:
+    sent: list[tuple[float, int]] = []
+    now = [0.0]
+
+    class _Clock:
+        def __call__(self) -> float:
+            return now[0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    throttle = Throttle(1000.0, clock=_Clock(), sleep=sleep)
+    for count in (300, 300, 50, 5000, 1, 1):
+        throttle.take(count)
+        sent.append((now[0], count))
+    for first in range(len(sent)):
+        for last in range(first, len(sent)):
+            seconds = sent[last][0] - sent[first][0]
+            assert sum(count for _, count in sent[first:last]) <= 1000.0 * seconds + 1e-6
+    now[0] += 100.0
+    throttle.take(10)
+    throttle.take(10)
+    assert now[0] == pytest.approx(sent[-1][0] + 100.01)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keep_then": sp.KeepLatest(1)}, "pass then="),
+        ({"upload_bandwidth": 5}, "pass then="),
+        ({"then": "a", "upload_bandwidth": 0}, "upload_bandwidth"),
+        ({"then": "a", "keep_then": 3}, "keep_then is a policy"),
+        ({"then": "near"}, "the second tier is the first one"),
+    ],
+)
+def test_invalid_options(
+    options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        sp.Checkpointer("near", **options)
