@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,14 @@ class Model:
     """Steps that the job knows to be damaged."""
     _checked: set[tuple[int, bool]] = field(default_factory=set)
 
+    def describe(self) -> str:
+        """The model in one line."""
+        steps = ", ".join(
+            f"{step}{'' if one.sure else '?'}{'' if self.is_sound(step) else '!'}{'-' if step in self.may_go else ''}"
+            for step, one in sorted(self.steps.items())
+        )
+        return f"steps {steps}; pins {self.pins}; suspects {sorted(self.suspects)}; known bad {self.seen_bad}"
+
     def storage(self) -> Storage:
         return storage_at(self.root, self.options)
 
@@ -174,11 +183,11 @@ class Model:
 
     def _kept(self, policy: Policy, steps: list[int]) -> set[int]:
         """What the policy keeps, whichever of its possible values each step has."""
-        kept: set[int] = set()
-        for choose in (min, max):
-            losses = {step: choose(self.steps[step].loss.values()) for step in steps}
-            kept |= policy.kept(steps, losses)
-        return kept
+        choices = [sorted({self.steps[step].loss[salt] for salt in self.steps[step].salts}) for step in steps]
+        return set.intersection(
+            set(steps),
+            *(policy.kept(steps, dict(zip(steps, losses, strict=True))) for losses in product(*choices)),
+        )
 
     def lost_power(self) -> None:
         """Everything has to be looked at again."""
