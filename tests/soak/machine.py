@@ -141,7 +141,7 @@ class RunMachine(RuleBasedStateMachine):
         """Steps whose save has failed in this job, although they may be committed."""
         self.saves_refused = 0
         self.job: Job | None = None
-        self.keys = 0
+        self.interrupted = False
 
     @initialize(ranks=ranks_of_a_job, policy=st.sampled_from(POLICIES), incremental=st.booleans())
     def start(self, ranks: int, policy: Policy | None, incremental: bool) -> None:
@@ -152,8 +152,9 @@ class RunMachine(RuleBasedStateMachine):
         """One operation. One rule for all, because Hypothesis leaves out some rules of a whole example."""
         self._record(f"{what} {a} {b}")
         with self._reported():
+            self.interrupted = False
             self._act(what, a, b)
-            self.model.check()
+            self.model.check(interrupted=self.interrupted)
         type(self).total_steps += 1
         self._record(f"  {self.model.describe()}")
 
@@ -269,13 +270,7 @@ class RunMachine(RuleBasedStateMachine):
         """The command that removes what dead saves left. No job may save meanwhile."""
         model = self.model
         if keep is not None:
-            kept = {*sorted(model.steps)[-keep:], *(step for step, sure in model.pins.items() if sure)}
-            # a step that may be undone, or is known to be damaged, takes no place of another
-            certain = sorted(step for step, one in model.steps.items() if one.sure and self._is_whole(step))
-            model.may_go |= set(model.steps) - kept - set(certain[-keep:])
-            for step in model.suspects:
-                if step in model.settled:
-                    model.suspects[step].sure = False
+            model.pruned(keep)
 
         def run(one: sp.Checkpointer, rank: int) -> None:
             if rank == 0:
@@ -285,6 +280,7 @@ class RunMachine(RuleBasedStateMachine):
 
         ended = self._run(run)
         healthy = self._succeeded(ended)
+        healthy &= self.disk.failed is None
         self._after()
         if healthy:
             self._no_leftovers()
@@ -300,6 +296,8 @@ class RunMachine(RuleBasedStateMachine):
             how = "cut"
         self._damage(name, how, place)
         self.model.damaged.add(name)
+        if how != "flip":
+            self.model.cut.add(name)
         self.model._checked.clear()
 
     def second_job(self, forward: int) -> None:
@@ -329,7 +327,7 @@ class RunMachine(RuleBasedStateMachine):
         finally:
             for job in jobs:
                 job.close()
-        self.model.retained(policy, step, {step, *self.unsure})
+        self.model.retained(policy, step, set())
         self._record(f"  {[str(end)[-110:] for end in ended]}, the disk: {self.disk.failed}")
         winners = [index for index, end in enumerate(ended) if not isinstance(end, ShardproofError)]
         assert len(winners) <= 1, "two jobs committed one step"
@@ -473,6 +471,7 @@ class RunMachine(RuleBasedStateMachine):
     def _after(self) -> None:
         """After an operation: if the machine or the processes ended in it, a new job begins."""
         failed = self.disk.failed
+        self.interrupted |= failed is not None
         if failed in ("power", "kill"):
             self._record(f"{failed} after {self.disk.operations} operations")
             job = self._job
@@ -506,9 +505,6 @@ class RunMachine(RuleBasedStateMachine):
         }
         extra = {name for name in found - needed if not name.endswith("pinned.json")}
         assert not extra, f"prune left {sorted(extra)}"
-
-    def _is_whole(self, step: int) -> bool:
-        return self.model.is_sound(step)
 
     def _pick(self, which: int) -> int:
         return sorted(self.model.steps)[which % len(self.model.steps)]

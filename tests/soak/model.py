@@ -16,7 +16,7 @@ import torch
 
 import shardproof as sp
 from shardproof.errors import FormatError, NotCommittedError, ShardproofError
-from shardproof.format import read_manifest
+from shardproof.format import MANIFEST_NAME, read_manifest
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.storage import Storage, storage_at
 from tests.scenarios.states import blanked, differences, rows, whole
@@ -118,6 +118,10 @@ class Model:
     """Steps that retention or prune may have removed."""
     damaged: set[str] = field(default_factory=set)
     """Files whose bytes were changed or cut, by their path below the run."""
+    cut: set[str] = field(default_factory=set)
+    """Those of `damaged` that are missing or too short."""
+    ghosts: dict[int, Step] = field(default_factory=dict)
+    """Steps whose removal was interrupted."""
     seen_bad: set[int] = field(default_factory=set)
     """Steps that the job knows to be damaged."""
     _checked: set[tuple[int, bool]] = field(default_factory=set)
@@ -171,8 +175,8 @@ class Model:
         if policy is None:
             return
         counted = [step for step in self.steps if step <= newest and step not in self.seen_bad]
-        # A step of unknown end displaces no other: it may be gone before the others are.
-        certain = [step for step in counted if step == newest or (self.steps[step].sure and step not in unsure)]
+        # A step whose save failed in this job displaces no other.
+        certain = [step for step in counted if step == newest or step not in unsure]
         kept = {newest, *self._kept(policy, certain)} | {
             step for step in counted if step not in certain and step in self._kept(policy, [*certain, step])
         }
@@ -193,8 +197,26 @@ class Model:
         """Everything has to be looked at again."""
         self._checked.clear()
 
-    def check(self) -> None:
+    def pruned(self, keep: int) -> None:
+        """`prune` has kept this many steps: those that it sees to be damaged take no place."""
+        seen, unseen = [], []
+        for step in sorted(self.steps):
+            bad = self.steps[step].files & self.damaged
+            if any(name in self.cut or name.endswith(MANIFEST_NAME) for name in bad):
+                continue
+            unseen.append(step)  # it does not read shards, and may or may not see the damage of an index
+            if not any("index-" in name for name in bad):
+                seen.append(step)
+        kept = set(seen[-keep:]) & set(unseen[-keep:])
+        self.may_go |= set(self.steps) - kept - {step for step, certain in self.pins.items() if certain}
+        for step in self.settled & set(self.suspects):
+            self.suspects[step].sure = False
+
+    def check(self, *, interrupted: bool = False) -> None:
         """Compares the run with the model, and learns which of the possible states came true.
+
+        Args:
+            interrupted: True if an operation was. What it removed may come back after a loss of power.
 
         Raises:
             AssertionError: a step is lost, a step is there that nothing saved, or a step has wrong values.
@@ -204,9 +226,15 @@ class Model:
         listed = set(observer.steps())
         lost = {step for step, one in self.steps.items() if one.sure} - listed - self.may_go
         assert not lost, f"steps {sorted(lost)} are lost: {sorted(listed)} are there"
+        for step in (listed - set(self.steps)) & set(self.ghosts):
+            self.steps[step] = self.ghosts.pop(step)
+            self.pins.setdefault(step, False)
         assert listed <= set(self.steps), f"nothing saved {sorted(listed - set(self.steps))}"
         for step in set(self.steps) - listed:
-            del self.steps[step]
+            gone = self.steps.pop(step)
+            if interrupted:
+                gone.sure = False
+                self.ghosts[step] = gone
             self.pins.pop(step, None)
             self.seen_bad.discard(step)
         self.may_go &= listed
