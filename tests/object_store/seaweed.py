@@ -22,6 +22,7 @@ import pytest
 __all__ = ["S3Server", "running_server"]
 
 KEY, SECRET = "key-of-the-tests", "secret-of-the-tests"
+READER = "key-of-a-reader"
 _READY_SECONDS = 60.0
 
 
@@ -48,6 +49,11 @@ class S3Server:
         }
 
     @property
+    def reader_options(self) -> dict[str, str]:
+        """Options of an identity that may only read."""
+        return {**self.options, "access_key_id": READER}
+
+    @property
     def environment(self) -> dict[str, str]:
         """The same as variables that SDKs read."""
         return {
@@ -68,7 +74,12 @@ class S3Server:
                             "name": "tests",
                             "credentials": [{"accessKey": KEY, "secretKey": SECRET}],
                             "actions": ["Admin", "Read", "Write", "List", "Tagging"],
-                        }
+                        },
+                        {
+                            "name": "reader",
+                            "credentials": [{"accessKey": READER, "secretKey": SECRET}],
+                            "actions": ["Read", "List"],
+                        },
                     ]
                 }
             )

@@ -400,9 +400,9 @@ class RunMachine(RuleBasedStateMachine):
             self.unsure.discard(step)
             self.saves_refused = 0
             healthy = self.disk.failed is None and not model.damaged
-            model.retained(job.policy, step, self.unsure)
-            if healthy and job.policy is not None:
-                self._retention_works(step)
+            goes = model.retained(job.policy, step, self.unsure)
+            if healthy and not self.unsure:
+                self._retention_works(goes)
         else:
             errors = [end for end in ended if isinstance(end, ShardproofError)]
             if there and not replaces and all(isinstance(error, AlreadyCommittedError) for error in errors):
@@ -416,11 +416,10 @@ class RunMachine(RuleBasedStateMachine):
                     assert self.saves_refused < 3, f"no save works any more: {errors}"
         self._after()
 
-    def _retention_works(self, newest: int) -> None:
+    def _retention_works(self, goes: set[int]) -> None:
         """Of the steps that may go, one at most stays: the last that is proved readable."""
-        self.job.checkpointers[0].wait_for_scrub(LIMIT)  # type: ignore[union-attr]
-        stays = set(self.model.observer().steps()) & self.model.may_go - self.unsure
-        assert len({step for step in stays if step < newest}) <= 1, f"retention left {stays}"
+        stays = goes & set(self.model.observer().steps())
+        assert len(stays) <= 1, f"retention left {stays}"
 
     def _restore(self, step: int | str | None) -> None:
         model, job = self.model, self._job

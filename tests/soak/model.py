@@ -170,10 +170,10 @@ class Model:
         self.seen_bad.discard(step)
         self._checked.discard((step, False))
 
-    def retained(self, policy: Policy | None, newest: int, unsure: set[int]) -> None:
-        """Retention may have run after the commit of `newest`."""
+    def retained(self, policy: Policy | None, newest: int, unsure: set[int]) -> set[int]:
+        """Retention may have run after the commit of `newest`. Returns the steps that it may have removed."""
         if policy is None:
-            return
+            return set()
         counted = [step for step in self.steps if step <= newest and step not in self.seen_bad]
         # A step whose save failed in this job displaces no other.
         certain = [step for step in counted if step == newest or step not in unsure]
@@ -181,9 +181,11 @@ class Model:
             step for step in counted if step not in certain and step in self._kept(policy, [*certain, step])
         }
         pinned = {step for step, certain in self.pins.items() if certain}
-        self.may_go |= set(counted) - kept - pinned
+        goes = set(counted) - kept - pinned
+        self.may_go |= goes
         for step in [step for step in self.suspects if step < newest and step in self.settled]:
             self.suspects[step].sure = False
+        return goes
 
     def _kept(self, policy: Policy, steps: list[int]) -> set[int]:
         """What the policy keeps, whichever of its possible values each step has."""
