@@ -195,9 +195,7 @@ class Disk:
 
         return call
 
-    def _change(
-        self, name: str, real: Callable[..., Any], path: str, arguments: Any, options: Any
-    ) -> Any:
+    def _change(self, name: str, real: Callable[..., Any], path: str, arguments: Any, options: Any) -> Any:
         if name == "open" and not arguments[1] & os.O_CREAT:
             descriptor = real(*arguments, **options)
             node = self._at(path)

@@ -26,7 +26,7 @@ from torch.distributed import HashStore
 
 import shardproof as sp
 from shardproof.checkpointer import plan_prune, prune
-from shardproof.errors import AlreadyCommittedError, ShardproofError, StorageError
+from shardproof.errors import AlreadyCommittedError, ShardproofError
 from shardproof.format import MANIFEST_NAME
 from shardproof.rendezvous import LocalRendezvous, StoreRendezvous
 from tests.scenarios.states import differences
@@ -38,7 +38,14 @@ __all__ = ["Census", "RunMachine"]
 LIMIT = 120.0
 """Seconds that one operation may take."""
 
-POLICIES = [None, Policy(1), Policy(2), Policy(1, every=3), Policy(1, best=True), Policy(2, every=4, best=True)]
+POLICIES = [
+    None,
+    Policy(1),
+    Policy(2),
+    Policy(1, every=3),
+    Policy(1, best=True),
+    Policy(2, every=4, best=True),
+]
 
 FAILURES: list[Failure] = ["power", "power", "kill", "full", "error"]
 
@@ -104,7 +111,9 @@ class Job:
             except ShardproofError as error:
                 return error
 
-        return [future.result(LIMIT) for future in [self._pool.submit(run, rank) for rank in range(self.ranks)]]
+        return [
+            future.result(LIMIT) for future in [self._pool.submit(run, rank) for rank in range(self.ranks)]
+        ]
 
     def close(self) -> None:
         for checkpointer in self.checkpointers:
@@ -163,9 +172,13 @@ class RunMachine(RuleBasedStateMachine):
         """Prints what the machine did, if a check fails. Threads do not run twice in the same order."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             print("\n".join(self.history))
+            self.failed(error)
             raise
+
+    def failed(self, error: BaseException) -> None:
+        """A check failed. A test may note it: Hypothesis raises a group if it fails otherwise in its second run."""
 
     def _record(self, text: str) -> None:
         self.history.append(text)
@@ -500,7 +513,9 @@ class RunMachine(RuleBasedStateMachine):
         self.model.check()
         needed = {name for one in (*self.model.steps.values(),) for name in one.files}
         found = {
-            str(path.relative_to(self.root)) for path in self.root.rglob("*") if path.is_file() and "step-" in str(path)
+            str(path.relative_to(self.root))
+            for path in self.root.rglob("*")
+            if path.is_file() and "step-" in str(path)
         }
         extra = {name for name in found - needed if not name.endswith("pinned.json")}
         assert not extra, f"prune left {sorted(extra)}"

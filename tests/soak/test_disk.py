@@ -38,7 +38,11 @@ def flush_names(folder: Path) -> None:
 
 def after_loss(disk: Disk, seed: int) -> dict[str, bytes]:
     disk.restart("power", Random(seed))
-    return {str(path.relative_to(disk.folder)): path.read_bytes() for path in disk.folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(disk.folder)): path.read_bytes()
+        for path in disk.folder.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -84,7 +88,9 @@ def test_a_kill_loses_nothing_and_ends_every_later_change(disk: Disk) -> None:
 
 
 @pytest.mark.parametrize("replace", [False, True])
-def test_a_publication_is_whole_or_not_at_all_and_stays_once_it_returned(tmp_path: Path, replace: bool) -> None:
+def test_a_publication_is_whole_or_not_at_all_and_stays_once_it_returned(
+    tmp_path: Path, replace: bool
+) -> None:
     """The disk fails at each operation; 8 outcomes of a loss of power for each."""
     operation, done = 0, False
     while not done:
