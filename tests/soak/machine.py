@@ -178,7 +178,7 @@ class RunMachine(RuleBasedStateMachine):
             raise
 
     def failed(self, error: BaseException) -> None:
-        """A check failed. A test may note it: Hypothesis raises a group if it fails otherwise in its second run."""
+        """A check failed. Hypothesis may raise something else, if its second run ends in another way."""
 
     def _record(self, text: str) -> None:
         self.history.append(text)

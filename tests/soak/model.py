@@ -128,10 +128,11 @@ class Model:
 
     def describe(self) -> str:
         """The model in one line."""
-        steps = ", ".join(
-            f"{step}{'' if one.sure else '?'}{'' if self.is_sound(step) else '!'}{'-' if step in self.may_go else ''}"
+        marks = {
+            step: "?" * (not one.sure) + "!" * (not self.is_sound(step)) + "-" * (step in self.may_go)
             for step, one in sorted(self.steps.items())
-        )
+        }
+        steps = ", ".join(f"{step}{mark}" for step, mark in marks.items())
         return f"steps {steps}; pins {self.pins}; suspects {sorted(self.suspects)}; known bad {self.seen_bad}"
 
     def storage(self) -> Storage:

@@ -1,8 +1,7 @@
 """Arbitrary operations and faults: no committed step is lost, no broken one is accepted, nothing grows.
 
-The seeds of the short test are fixed, and those of the thousand steps are drawn. Ranks are threads, so a seed does
-not fix in which order they come: a failure prints what the machine did. The last tests break the package in
-three places, and the machine must notice.
+The seeds are fixed. Ranks are threads, so a seed does not fix in which order they come: a failure prints what
+the machine did. The last tests break the package in three places, and the machine must notice.
 """
 
 from __future__ import annotations
