@@ -1,8 +1,8 @@
 """`ckpt-chaos` kills `examples/torch_loop.py` at operations of its saves; every resume ends like a whole run.
 
 To find the newest whole checkpoint, ckpt-chaos compares file names with those of a run without a fault. The
-names of shardproof's files are drawn for each save, so its verdict LOST_WORK does not apply. The resume command
-of this test makes that check: it must begin from the newest step that has a manifest.
+names of shardproof's files are drawn for each save, so its verdict LOST_WORK does not apply. The resume
+command of this test makes that check: it must begin from the newest step that has a manifest.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
@@ -129,7 +129,7 @@ class Job:
 class RunMachine(RuleBasedStateMachine):
     """See the module."""
 
-    census: list[Census] | None = None
+    census: ClassVar[list[Census] | None] = None
     """If a list, the machine adds what the process holds after each job."""
     total_steps = 0
 

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
@@ -49,7 +49,7 @@ def test_no_committed_step_is_lost_and_no_broken_one_accepted() -> None:
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_thousand_steps_lose_nothing_and_hold_nothing(number: int) -> None:
     class Counted(RunMachine):
-        census: list[Census] | None = []
+        census: ClassVar[list[Census] | None] = []
         total_steps = 0
 
     run(Counted, 4, STEPS // 2, number=number)
