@@ -26,6 +26,7 @@ from shardproof.demo.launch import DemoError
 __all__ = ["S3Server", "running_server", "weed"]
 
 _KEY, _SECRET = "loopback-key", "loopback-secret"
+_READER = "loopback-reader"
 _READY_SECONDS = 60.0
 
 
@@ -61,6 +62,11 @@ class S3Server:
         }
 
     @property
+    def reader_options(self) -> dict[str, str]:
+        """Options of an identity that may only read."""
+        return {**self.options, "access_key_id": _READER}
+
+    @property
     def environment(self) -> dict[str, str]:
         """The same as variables that SDKs read."""
         return {
@@ -91,7 +97,12 @@ class S3Server:
                             "name": "loopback",
                             "credentials": [{"accessKey": _KEY, "secretKey": _SECRET}],
                             "actions": ["Admin", "Read", "Write", "List", "Tagging"],
-                        }
+                        },
+                        {
+                            "name": "reader",
+                            "credentials": [{"accessKey": _READER, "secretKey": _SECRET}],
+                            "actions": ["Read", "List"],
+                        },
                     ]
                 }
             )

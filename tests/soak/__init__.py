@@ -1,0 +1,1 @@
+"""Long runs of arbitrary operations and faults, held against a simple model."""
