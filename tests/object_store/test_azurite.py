@@ -1,8 +1,8 @@
 """`ObjectStorage` against Azurite, the Azure emulator of Microsoft.
 
-Azurite is a package of npm, which no target installs. The tests find it in ``tests/object_store/node_modules``
-(``npm install --prefix tests/object_store azurite``), or where ``SHARDPROOF_AZURITE`` names its program
-``azurite-blob``. They are skipped where it is not installed.
+Azurite is a package of npm, which no target installs. The tests find it in
+``tests/object_store/node_modules`` (``npm install --prefix tests/object_store azurite``), or where
+``SHARDPROOF_AZURITE`` names the program ``azurite-blob``. They are skipped where it is not installed.
 """
 
 from __future__ import annotations
