@@ -120,7 +120,7 @@ PHASES: tuple[KnownPhase, ...] = (
     ),
     _error(
         "load",
-        "open",
+        "metadata",
         "meeting",
         "receives manifest and index from rank 0. Only from an object store",
         "match",

@@ -206,7 +206,7 @@ class _Loader:
                 pass
         is_small = sum(map(len, files.values())) <= _SHARED_METADATA_BYTES
         post = msgspec.msgpack.encode(files if is_small else {})
-        answer = meetings.meet("open", lambda: post, lambda posts: posts[0])
+        answer = meetings.meet("metadata", lambda: post, lambda posts: posts[0])
         files = files or msgspec.msgpack.decode(answer, type=dict[str, bytes])
         if files:
             self._source = storage.knowing(files)
