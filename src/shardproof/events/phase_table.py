@@ -166,6 +166,7 @@ PHASES: tuple[KnownPhase, ...] = (
     _error("save", "latest", "meeting", "waits until rank 0 has replaced the file `latest` (DeepSpeed)"),
     _error("load", "format", "meeting", "waits until rank 0 has found the format (DeepSpeed, Megatron-Core)"),
     _error("load", "open", "meeting", "opens the files that DeepSpeed wrote"),
+    _error("load", "finish", "meeting", "sets the options and the counters that DeepSpeed wrote"),
     _error("load", "common", "meeting", "reads the common state (Megatron-Core)"),
     _error("load", "choose", "meeting", "chooses the newest checkpoint: that of rank 0 (adapters)"),
     _error("load", "prepare", "meeting", "materializes a model of Hugging Face, before the load"),
