@@ -38,6 +38,9 @@ __all__ = ["Census", "RunMachine"]
 LIMIT = 120.0
 """Seconds that one operation may take."""
 
+SECTOR = 512
+"""Bytes that rot together."""
+
 POLICIES = [
     None,
     Policy(1),
@@ -54,7 +57,8 @@ OPERATIONS = [
     *["arm"] * 5,
     *["restore"] * 3,
     *["second job", "save again", "suspect", "roll back", "resize", "prune", "pin"] * 2,
-    *["settle", "unpin", "restore best", "damage"],
+    *["settle", "unpin", "restore best"],
+    *["damage"] * 2,
 ]
 """The operations of the machine, as often as they come up."""
 
@@ -431,7 +435,7 @@ class RunMachine(RuleBasedStateMachine):
 
     def _retention_works(self, goes: set[int]) -> None:
         """Of the steps that may go, one at most stays: the last that is proved readable."""
-        stays = goes & set(self.model.observer().steps())
+        stays = (goes - set(self.model.pins)) & set(self.model.observer().steps())
         assert len(stays) <= 1, f"retention left {stays}"
 
     def _restore(self, step: int | str | None) -> None:
@@ -503,7 +507,9 @@ class RunMachine(RuleBasedStateMachine):
         if how == "cut":
             del data[len(data) // 2 :]
         elif data:
-            data[place * 7919 % len(data)] ^= 1 << place % 8
+            begin = place * 7919 % len(data) // SECTOR * SECTOR
+            for at in range(begin, min(begin + SECTOR, len(data))):
+                data[at] ^= 1 << place % 8
         self.disk.overwrite(path, bytes(data))
 
     def _no_leftovers(self) -> None:

@@ -116,7 +116,7 @@ def test_the_machine_finds_a_broken_package(
 
     class Noted(RunMachine):
         def failed(self, error: BaseException) -> None:
-            failures.append(str(error))
+            failures.append(repr(error))
 
     with pytest.raises(BaseException):  # noqa: B017, PT011 a group, where threads came in another order
         run(Noted, 12, 100, number=3)

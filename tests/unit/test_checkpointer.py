@@ -375,3 +375,16 @@ def test_a_restored_step_can_be_saved_as_any_int(tmp_path: Path) -> None:
     assert target == {"n": 1, "by step": [1, {1: "x"}]}
     assert type(target["n"]) is int
     assert checkpointer.steps() == [1, 2]
+
+
+def test_retention_reads_the_metadata_of_a_step_that_another_job_saved_anew(tmp_path: Path) -> None:
+    """This job saved a step of that number before, with a worse metric, and has removed it."""
+    keep = sp.KeepLatest(1) | sp.KeepBest("loss")
+    this, other = (sp.Checkpointer(tmp_path, keep=keep) for _ in range(2))
+    state = {"w": torch.ones(2)}
+    this.save(1, state, metadata={"loss": 5.0}).result()
+    this.save(2, state, metadata={"loss": 1.0}).result()
+    assert this.steps() == [2]
+    other.save(1, state, metadata={"loss": 0.5}).result()
+    this.save(3, state, metadata={"loss": 2.0}).result()
+    assert this.steps() == [1, 3]

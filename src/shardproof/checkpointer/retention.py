@@ -162,7 +162,7 @@ class StepFacts:
                 )
 
     def forget(self, step: int) -> None:
-        """Reads the manifest of a step again when it is needed. Call it after a save of the step."""
+        """Reads the manifest of a step again when it is needed. Call it after a save or a removal of the step."""
         self._known.pop(step, None)
 
     def _read(self, step: int) -> tuple[float, Mapping[str, Any]]:
@@ -260,6 +260,8 @@ def retain(
             last_proved = next((step for step in reversed(dropped) if is_proved(step)), None)
             dropped = [step for step in dropped if step != last_proved]
         if dropped:
+            for step in dropped:
+                facts.forget(step)  # another job may save a step of this number
             _delete(run, [step_name(step) for step in dropped], on_progress)
             removed = [step_name(step) for step in dropped]
         settled = [folder for folder in settled_suspects(run) if folder.step < newest]
