@@ -162,7 +162,7 @@ class StepFacts:
                 )
 
     def forget(self, step: int) -> None:
-        """Reads the manifest of a step again when it is needed. Call it after a save or a removal of the step."""
+        """Reads the manifest of a step again when needed. Call it after a save or a removal of the step."""
         self._known.pop(step, None)
 
     def _read(self, step: int) -> tuple[float, Mapping[str, Any]]:
