@@ -344,7 +344,9 @@ class RunMachine(RuleBasedStateMachine):
         finally:
             for job in jobs:
                 job.close()
+        seen_bad, self.model.seen_bad = self.model.seen_bad, set()  # these jobs have restored nothing
         self.model.retained(policy, step, set())
+        self.model.seen_bad = seen_bad
         self._record(f"  {[str(end)[-110:] for end in ended]}, the disk: {self.disk.failed}")
         winners = [index for index, end in enumerate(ended) if not isinstance(end, ShardproofError)]
         assert len(winners) <= 1, "two jobs committed one step"
