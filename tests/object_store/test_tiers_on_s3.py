@@ -21,8 +21,8 @@ pytestmark = pytest.mark.processes
 
 
 def state(value: float) -> dict[str, Any]:
-    """40 MB, so that the shard is sent in parts."""
-    return {"big": torch.full((10_000_000,), value), "epoch": int(value)}
+    """20 MB, so that the shard is sent in parts."""
+    return {"big": torch.full((5_000_000,), value), "epoch": int(value)}
 
 
 def test_a_bucket_that_refuses_recovers_and_restores_the_run(s3: S3Server, url: str, tmp_path: Path) -> None:
@@ -32,8 +32,8 @@ def test_a_bucket_that_refuses_recovers_and_restores_the_run(s3: S3Server, url: 
         options = {
             **s3.options,
             "endpoint": proxy.endpoint,
-            "client_options": {"pool_max_idle_per_host": "0", "timeout": "3s"},
-            "retry_config": {"retry_timeout": timedelta(seconds=1), "max_retries": 2},
+            "client_options": {"pool_max_idle_per_host": "0", "timeout": "60s"},
+            "retry_config": {"retry_timeout": timedelta(seconds=60), "max_retries": 3},
         }
         run = sp.Checkpointer(
             near,
