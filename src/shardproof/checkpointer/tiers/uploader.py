@@ -121,6 +121,8 @@ class Uploader:
 
     def begin_round(self) -> None:
         """Begins a round of uploads of all steps that wait. All ranks call it; returns at once."""
+        self._meetings.deadline = self._rendezvous.deadline  # it may have changed
+        self._patience = 2 * self._rendezvous.deadline
         with self._changed:
             self._rounds += 1
         future = self._workers.submit(self._round)
