@@ -70,7 +70,6 @@ class UploadCoordinator:
         second: the run in the second tier.
         keep: the policy of the second tier; None: all steps stay.
         bandwidth: bytes a second of all ranks together; None: no bound.
-        node_local: True if a rank sees only the files of its node in the first tier.
         damaged: steps that are known to be damaged in the first tier; grows.
     """
 
@@ -80,13 +79,10 @@ class UploadCoordinator:
         second: Storage,
         keep: Retention | None,
         bandwidth: int | None,
-        node_local: bool,
         damaged: Collection[int],
     ) -> None:
-        self.removed: list[str] = []
-        """Folders of steps that retention removed from the first tier, since the last answer."""
         self._first, self._second = first, second
-        self._keep, self._bandwidth, self._node_local = keep, bandwidth, node_local
+        self._keep, self._bandwidth = keep, bandwidth
         self._damaged_before = damaged
         self._facts = StepFacts(TieredRun([second, first]))
         self._there: dict[int, bytes] = {}
@@ -174,10 +170,8 @@ class UploadCoordinator:
                 self._under_way = found
                 shares = [*self._share(found[0], found[1], reports)]
                 break
-        removed, self.removed = tuple(self.removed), []
         return [
-            msgspec.msgpack.encode(UploadAnswer(share, tuple(uploaded), tuple(skipped), removed))
-            for share in shares
+            msgspec.msgpack.encode(UploadAnswer(share, tuple(uploaded), tuple(skipped))) for share in shares
         ]
 
     def _settle(
@@ -280,27 +274,16 @@ class UploadCoordinator:
         return None
 
     def _share(self, step: int, manifest: Manifest, reports: Sequence[UploadReport]) -> list[Upload]:
-        """Each rank's part of the upload. The rank that wrote a file copies it, if that is still possible."""
+        """Each rank's part of the upload. The rank that wrote a file copies it, if the job still has it."""
         needed = [
             msgspec.structs.replace(record, folder=record.folder or step_name(step))
             for record in manifest.files
         ]
         parts: list[list[FileRecord]] = [[] for _ in reports]
-        seen = [frozenset(report.files) for report in reports]
         for record in needed:
             if self._is_trusted(record):
                 continue
             rank = record.rank % len(reports)
-            if self._node_local and record.place not in seen[rank]:
-                holders = [other for other, files in enumerate(seen) if record.place in files]
-                if not holders:
-                    raise StorageError(
-                        f"{self._first.location}: step {step} cannot be uploaded: no rank sees "
-                        f"{record.place}. The node that wrote it is not part of this job",
-                        file=record.place,
-                        missing=True,
-                    )
-                rank = min(holders, key=lambda other: sum(one.size for one in parts[other]))
             parts[rank].append(record)
         total = sum(record.size for part in parts for record in part)
         return [

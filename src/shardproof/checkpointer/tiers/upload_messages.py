@@ -39,15 +39,11 @@ class UploadAnswer(msgspec.Struct, frozen=True, array_like=True):
     uploaded: tuple[tuple[int, str], ...] = ()
     """Step and attempt of what is known to be whole on the second tier."""
     skipped: tuple[Skip, ...] = ()
-    removed: tuple[str, ...] = ()
-    """Folders of steps that retention removed from the first tier of the coordinator's node."""
 
 
 class UploadReport(msgspec.Struct, frozen=True, array_like=True):
-    """A rank's report."""
+    """A rank's report of the files that it copied."""
 
-    files: tuple[str, ...] = ()
-    """With node-local first tiers: the shard files that this rank may read, as ``folder/file``."""
     error: dict[str, object] | None = None
     """The error due to which this rank could not copy its files."""
     is_damage: bool = False

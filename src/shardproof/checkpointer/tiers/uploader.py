@@ -82,7 +82,7 @@ class Uploader:
     ) -> None:
         self._first, self._second = first, second
         self._rendezvous = rendezvous
-        self._coordinator = UploadCoordinator(first, second, keep, bandwidth, False, damaged)
+        self._coordinator = UploadCoordinator(first, second, keep, bandwidth, damaged)
         self._throttle = Throttle(None, clock=clock, sleep=sleep)
         self._operation = f"upload {second.location}"
         self._patience = 2 * rendezvous.deadline
@@ -127,10 +127,6 @@ class Uploader:
             self._rounds += 1
         future = self._workers.submit(self._round)
         unfinished.add(future, self._progress, self._patience, self._operation)
-
-    def removed(self, folders: Sequence[str]) -> None:
-        """On rank 0: retention removed steps from the first tier."""
-        self._coordinator.removed += folders
 
     def protected(self) -> set[int]:
         """On rank 0: see `UploadCoordinator.protected`."""
@@ -222,7 +218,7 @@ class Uploader:
         meetings = MeetingSequence(self._meetings, self._operation)
         plan = self._decider(self._coordinator.plan)
         with self._progress.bounded():
-            answer = meetings.meet("plan", lambda: msgspec.msgpack.encode(self._report()), plan)
+            answer = meetings.meet("plan", lambda: msgspec.msgpack.encode(UploadReport()), plan)
         while (upload := self._take(answer)) is not None:
             copied = partial(bytes, self._copy(upload))
             commit = self._decider(self._coordinator.commit)
@@ -247,9 +243,6 @@ class Uploader:
             self._changed.notify_all()
         self._progress.moved()
         return answer.next
-
-    def _report(self) -> UploadReport:
-        return UploadReport()
 
     def _copy(self, upload: Upload) -> bytes:
         """Copies the files of this rank. An error becomes part of the report."""
@@ -277,12 +270,12 @@ class Uploader:
             try:
                 for source in upload.files:
                     self._copy_file(source, moving, piece)
-                report = self._report()
+                report = UploadReport()
             except (ShardproofError, OSError) as error:
                 phase.fail(error)
                 failed = error if isinstance(error, ShardproofError) else StorageError(str(error))
                 is_damage = isinstance(error, (CorruptChunkError, FormatError)) or self._is_lost(source)
-                report = msgspec.structs.replace(self._report(), error=failed.to_wire(), is_damage=is_damage)
+                report = UploadReport(failed.to_wire(), is_damage)
         return msgspec.msgpack.encode(report)
 
     def _copy_file(self, record: FileRecord, moving: Callable[[int], None], piece: int) -> None:
