@@ -19,7 +19,7 @@ from shardproof.demo.fault_story import FAULTS
 from shardproof.demo.launch import Job
 from shardproof.demo.model import ModelSize, TextLoader, Transformer
 from shardproof.demo.run import TEXT
-from shardproof.demo.story import OPTIMIZERS, SHARDINGS, Layout, Record, Story, Task
+from shardproof.demo.story import OPTIMIZERS, SHARDINGS, STORAGES, Layout, Record, Story, Task
 
 
 def check(report: DemoReport, ranks: int, resume_ranks: tuple[int, ...], *, loss: float = 4.0) -> None:
@@ -148,7 +148,12 @@ def test_the_command_offers_every_choice() -> None:
     offered = {
         each.name: tuple(each.type.choices) for each in demo_command.params if isinstance(each.type, Choice)
     }
-    assert offered == {"optimizer": OPTIMIZERS, "sharding": SHARDINGS, "fault": tuple(FAULTS)}
+    assert offered == {
+        "optimizer": OPTIMIZERS,
+        "sharding": SHARDINGS,
+        "storage": STORAGES,
+        "fault": tuple(FAULTS),
+    }
 
 
 def test_unknown_choices_are_refused() -> None:

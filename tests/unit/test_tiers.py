@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ import pytest
 import torch
 
 import shardproof as sp
+from shardproof.checkpointer.tiers import open_tiers
 from shardproof.checkpointer.tiers.throttle import Throttle
 from shardproof.format import read_manifest
 from shardproof.maintenance import verify
 from shardproof.rendezvous import LocalRendezvous
-from shardproof.storage import LocalStorage
+from shardproof.storage import LocalStorage, MemoryStorage, ObjectStorage
 from tests.faulty_storage import FaultyStorage
 
 WAIT = 60.0
@@ -125,6 +127,31 @@ def test_damage_of_the_first_tier_is_answered_by_the_second(
     assert f"step 2 on {near} is passed over" in caplog.text
     again.wait_for_uploads(WAIT)
     assert verify(LocalStorage(far / "step-00000002")).ok
+
+
+def test_a_first_tier_in_memory_and_without_it_the_second(far: Path) -> None:
+    url = f"memory://tiers-{os.getpid()}"
+    try:
+        run = checkpointer(url, far)
+        for step in (1, 2):
+            run.save(step, state(step)).durable(WAIT)
+        assert assert_restores(checkpointer(url, far), 2).tier == url
+    finally:
+        MemoryStorage(url).drop()
+    try:
+        assert assert_restores(checkpointer(url, far), 2).tier == str(far)
+    finally:
+        MemoryStorage(url).drop()
+
+
+def test_storage_options_are_for_the_tier_in_a_bucket(far: Path) -> None:
+    options = {"region": "us-east-1", "access_key_id": "key", "secret_access_key": "secret"}
+    bucket = "s3://bucket/run"
+    for near, then in (("memory://run", bucket), (far, bucket), (bucket, far)):
+        opened = open_tiers(near, then, None, None, options)
+        assert sum(isinstance(tier, ObjectStorage) for tier in opened) == 1
+    with pytest.raises(sp.StorageError, match="storage_options are for object stores"):
+        open_tiers("memory://run", far, None, None, options)
 
 
 def test_damage_of_both_tiers_falls_back_to_the_older_step(near: Path, far: Path) -> None:

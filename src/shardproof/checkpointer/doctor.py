@@ -21,6 +21,7 @@ from shardproof.checkpointer.scan import StepInfo, scan_run
 from shardproof.errors import NotCommittedError, ShardproofError, StorageError
 from shardproof.format import MANIFEST_NAME
 from shardproof.storage import (
+    DatedStorage,
     FreeSpace,
     LimitedStorage,
     LocalStorage,
@@ -110,9 +111,7 @@ class Examination:
         }
 
 
-def examine_run(
-    storage: LocalStorage | ObjectStorage, run: str, *, older_than: float, now: float
-) -> Examination:
+def examine_run(storage: DatedStorage, run: str, *, older_than: float, now: float) -> Examination:
     """Examines a run. Reads manifests and sizes, and no tensors; writes nothing.
 
     Args:
@@ -177,9 +176,7 @@ def _of_steps(infos: Sequence[StepInfo], run: str) -> Iterator[Finding]:
             yield Finding("note", "linked", info.name, text)
 
 
-def _of_leftovers(
-    storage: LocalStorage | ObjectStorage, run: str, older_than: float, now: float
-) -> Iterator[Finding]:
+def _of_leftovers(storage: DatedStorage, run: str, older_than: float, now: float) -> Iterator[Finding]:
     try:
         plan = plan_prune(storage, storage.modified, older_than=older_than, now=now)
     except StorageError as error:
@@ -215,9 +212,7 @@ def _of_space(location: str, needed: int, space: FreeSpace | None, run: str) -> 
         yield Finding("warning", "space", location, f"{have}: it may fail", mend)
 
 
-def _of_clocks(
-    storage: LocalStorage | ObjectStorage, infos: Sequence[StepInfo], now: float
-) -> Iterator[Finding]:
+def _of_clocks(storage: DatedStorage, infos: Sequence[StepInfo], now: float) -> Iterator[Finding]:
     mend = _SYNCHRONIZE
     for info in infos:
         if info.status == "unreadable":
@@ -240,7 +235,7 @@ def _manifest_of(info: StepInfo) -> str:
     return MANIFEST_NAME if info.name == "." else f"{info.name}/{MANIFEST_NAME}"
 
 
-def _of_permissions(storage: LocalStorage | ObjectStorage, infos: Sequence[StepInfo]) -> Iterator[Finding]:
+def _of_permissions(storage: DatedStorage, infos: Sequence[StepInfo]) -> Iterator[Finding]:
     """Folders in which this user can remove or make no files. The rights in a bucket show in a probe only."""
     if not isinstance(storage, LocalStorage):
         return
@@ -252,7 +247,7 @@ def _of_permissions(storage: LocalStorage | ObjectStorage, infos: Sequence[StepI
             yield Finding("warning", "permissions", folder, text, f"ls -ld {shlex.quote(str(path))}")
 
 
-def _of_uploads(storage: LocalStorage | ObjectStorage) -> Iterator[Finding]:
+def _of_uploads(storage: DatedStorage) -> Iterator[Finding]:
     """Says what cannot be seen: obstore lists objects, and no parts of uploads that were not completed."""
     if isinstance(storage, ObjectStorage):
         text = "parts of uploads that died are not listed, and the store may charge for them"
@@ -260,7 +255,7 @@ def _of_uploads(storage: LocalStorage | ObjectStorage) -> Iterator[Finding]:
         yield Finding("note", "uploads", storage.location, text, mend)
 
 
-def probe_storage(storage: LocalStorage | ObjectStorage) -> list[Finding]:
+def probe_storage(storage: DatedStorage) -> list[Finding]:
     """Writes, publishes, replaces, reads and removes a file of its own in a run, as a save does.
 
     Returns:

@@ -9,7 +9,7 @@ from typing import Any
 from shardproof._utils.humanize import listed
 from shardproof.checkpointer.retention import Leftover, leftovers
 from shardproof.checkpointer.scan import StepInfo, scan_run
-from shardproof.storage import LocalStorage, ObjectStorage
+from shardproof.storage import DatedStorage
 
 __all__ = ["RunWatch", "WatchedSave"]
 
@@ -60,7 +60,7 @@ class RunWatch:
         [(1, 'committed', 16)]
     """
 
-    def __init__(self, storage: LocalStorage | ObjectStorage, *, older_than: float) -> None:
+    def __init__(self, storage: DatedStorage, *, older_than: float) -> None:
         self._storage = storage
         self._older_than = older_than
         self._before: dict[tuple[str, str | None], tuple[float, int]] = {}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from shardproof.cli.failures import YES
-from shardproof.cli.options import folder_argument, json_option, print_json, span
+from shardproof.cli.options import folder_argument, json_option, older_than_option, print_json
 
 if TYPE_CHECKING:
     from shardproof.checkpointer import PrunePlan
@@ -29,14 +29,7 @@ _REMOVE = "; remove the folder, or all such steps with --damaged"
     help="Also remove committed steps but the newest so many and pinned ones, and older suspects that are "
     "settled.",
 )
-@click.option(
-    "--older-than",
-    callback=span,
-    metavar="SPAN",
-    default="1h",
-    show_default=True,
-    help="Leave what was written to since: it may belong to a save in progress.",
-)
+@older_than_option("Leave what was written to since: it may belong to a save in progress.")
 @click.option(
     "--damaged", is_flag=True, help="Also remove committed steps that lost shard files, past any repair."
 )
@@ -52,7 +45,7 @@ def prune_command(
     (a step whose validation failed) stays until it is settled. Asks first on a terminal.
     """
     from shardproof.checkpointer import plan_prune, prune
-    from shardproof.storage import LocalStorage, MemoryStorage, ObjectStorage, storage_at
+    from shardproof.storage import LocalStorage, storage_at
 
     if (keep is not None or damaged) and not (yes or dry_run or sys.stdin.isatty()):
         option = "--keep" if keep is not None else "--damaged"
@@ -61,14 +54,13 @@ def prune_command(
             "to remove them, or --dry-run to list them"
         )
     storage = storage_at(run)
-    assert isinstance(storage, LocalStorage | MemoryStorage | ObjectStorage)
     now = time.time()
     plan = plan_prune(storage, storage.modified, older_than=older_than, now=now, keep=keep, damaged=damaged)
     if not as_json:
         _show_plan(plan, now, older_than, damaged)
     carried_out = not dry_run and not plan.empty and (yes or _agreed(plan))
     committed_meanwhile = prune(storage, plan) if carried_out else []
-    if not dry_run and not isinstance(storage, (MemoryStorage, ObjectStorage)):
+    if not dry_run and isinstance(storage, LocalStorage):
         _remove_empty_folders(run, older_than, now)
     if as_json:
         print_json(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from shardproof.cli.failures import BAD, YES
-from shardproof.cli.options import folder_argument, json_option, print_json, size, span
+from shardproof.cli.options import folder_argument, json_option, older_than_option, print_json, size
 
 if TYPE_CHECKING:
     from shardproof.checkpointer import Examination
@@ -19,14 +19,7 @@ __all__ = ["doctor_command"]
 @click.command("doctor", short_help="Say what is wrong with a run, and what to do.")
 @folder_argument("run")
 @click.option("--then", metavar="URL", help="The second tier of the run: find steps that it lacks.")
-@click.option(
-    "--older-than",
-    callback=span,
-    metavar="SPAN",
-    default="1h",
-    show_default=True,
-    help="Files without a manifest that were written to since may belong to a save in progress.",
-)
+@older_than_option("Files without a manifest that were written to since may belong to a save in progress.")
 @click.option(
     "--probe",
     is_flag=True,
@@ -53,14 +46,13 @@ def doctor_command(
     """
     from shardproof.checkpointer import compare_tiers, examine_run, probe_storage, scrub_run
     from shardproof.cli.terminal import bytes_progress
-    from shardproof.storage import LocalStorage, ObjectStorage, storage_at
+    from shardproof.storage import storage_at
 
     if bandwidth is not None and not scrub:
         raise click.UsageError("--bandwidth limits the reads of --scrub: add --scrub")
     if bandwidth == 0:
         raise click.UsageError("--bandwidth is at least 1")
     storage = storage_at(run)
-    assert isinstance(storage, LocalStorage | ObjectStorage)
     now = time.time()
     found = examine_run(storage, run, older_than=older_than, now=now)
     if then is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
@@ -13,7 +12,6 @@ from shardproof.cli.options import (
     folder_argument,
     format_option,
     json_option,
-    modified_in,
     path_argument,
     print_json,
     register_option,
@@ -47,12 +45,14 @@ def ls_command(run: str, mtbf: float | None, as_json: bool) -> int:
     The suggestion of --mtbf is computed from the listed steps: from their times, and from the time between
     the agreement of the ranks and the commit. Training that goes on during a save waits less than that.
     """
+    from dataclasses import asdict
+
     from shardproof.report import interval_advice, scan_run
     from shardproof.storage import storage_at
 
     storage = storage_at(run)
     infos = scan_run(storage)
-    advice = None if mtbf is None else interval_advice(infos, modified_in(storage, run), mtbf)
+    advice = None if mtbf is None else interval_advice(infos, storage.modified, mtbf)
     if as_json:
         found: dict[str, object] = {
             "location": storage.location,

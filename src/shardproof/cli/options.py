@@ -7,21 +7,18 @@ import os
 import re
 import stat
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
 from shardproof.cli.failures import BadPath
-
-if TYPE_CHECKING:
-    from shardproof.storage import Storage
 
 __all__ = [
     "checkpoint_argument",
     "folder_argument",
     "format_option",
     "json_option",
-    "modified_in",
+    "older_than_option",
     "other_format_option",
     "path_argument",
     "print_json",
@@ -205,27 +202,14 @@ register_option = click.option(
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 
 
+def older_than_option(text: str) -> Callable[[Function], Function]:
+    """The option --older-than, which tells files of dead saves from those of saves under way."""
+    return click.option(
+        "--older-than", callback=span, metavar="SPAN", default="1h", show_default=True, help=text
+    )
+
+
 def print_json(value: Any) -> None:
     """A JSON document on standard output, indented. Bytes in paths that are not UTF-8 become escapes."""
     text = json.dumps(value, indent=2, ensure_ascii=False)
     click.echo(text.encode("utf-8", "backslashreplace").decode("utf-8"))
-
-
-def modified_in(storage: Storage, run: str) -> Callable[[str], float | None]:
-    """A function that returns the time of the last write to a file of a run; None if the file is gone.
-
-    Args:
-        storage: the run's folder.
-        run: its path or URL.
-    """
-    from shardproof.storage import MemoryStorage, ObjectStorage
-
-    def modified(name: str) -> float | None:
-        if isinstance(storage, (MemoryStorage, ObjectStorage)):
-            return storage.modified(name)
-        try:
-            return os.stat(os.path.join(run, name)).st_mtime
-        except FileNotFoundError:
-            return None
-
-    return modified

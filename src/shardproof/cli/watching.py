@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardproof.cli.failures import YES
-from shardproof.cli.options import folder_argument, json_option, print_json, span
+from shardproof.cli.options import folder_argument, json_option, older_than_option, print_json, span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,14 +29,7 @@ __all__ = ["watch_command"]
     "--every", callback=span, metavar="SPAN", default="2s", show_default=True, help="Between two looks."
 )
 @click.option("--once", is_flag=True, help="Look once, and print one table.")
-@click.option(
-    "--older-than",
-    callback=span,
-    metavar="SPAN",
-    default="1h",
-    show_default=True,
-    help="Files without a manifest that were not written to since are of a dead save.",
-)
+@older_than_option("Files without a manifest that were not written to since are of a dead save.")
 @json_option
 def watch_command(run: str, every: float, once: bool, older_than: float, as_json: bool) -> int:
     """Show the steps of RUN, and the saves under way, until Ctrl-C.
@@ -45,12 +38,11 @@ def watch_command(run: str, every: float, once: bool, older_than: float, as_json
     is one line.
     """
     from shardproof.checkpointer import RunWatch
-    from shardproof.storage import LocalStorage, ObjectStorage, storage_at
+    from shardproof.storage import storage_at
 
     if every <= 0:
         raise click.UsageError("--every is more than 0")
     storage = storage_at(run)
-    assert isinstance(storage, LocalStorage | ObjectStorage)
     watch = RunWatch(storage, older_than=older_than)
     if once:
         _show_once(watch, storage.location, as_json)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from shardproof.storage.base import (
     CachedStorage,
     CopiedStorage,
+    DatedStorage,
     FreeSpace,
     LimitedStorage,
     RemoteStorage,
@@ -18,6 +19,7 @@ from shardproof.storage.file_writer import FileWriter as FileWriter  # not liste
 from shardproof.storage.fsspec_storage import FsspecStorage
 from shardproof.storage.local import LocalStorage
 from shardproof.storage.locations import Location, is_url, storage_at
+from shardproof.storage.locations import is_bucket_url as is_bucket_url  # not listed in __all__: internal
 from shardproof.storage.memory_link import keepers_here as keepers_here
 from shardproof.storage.memory_sink import MemorySink
 from shardproof.storage.memory_store import MemoryStorage, MemoryUsage
@@ -30,6 +32,7 @@ __all__ = [
     "ALIGNMENT",
     "CachedStorage",
     "CopiedStorage",
+    "DatedStorage",
     "FreeSpace",
     "FsspecStorage",
     "LimitedStorage",

@@ -11,6 +11,7 @@ from shardproof.errors import StorageError
 __all__ = [
     "CachedStorage",
     "CopiedStorage",
+    "DatedStorage",
     "FreeSpace",
     "LimitedStorage",
     "RemoteStorage",
@@ -171,6 +172,15 @@ class CachedStorage(Protocol):
         Raises:
             StorageError: the file is missing, short or unreadable.
         """
+        ...
+
+
+@runtime_checkable
+class DatedStorage(Storage, Protocol):
+    """A storage that knows when its files were written, which `prune`, `doctor` and `watch` need."""
+
+    def modified(self, name: str) -> float | None:
+        """Time of the last write to a file, Unix seconds; None if there is none of this name."""
         ...
 
 

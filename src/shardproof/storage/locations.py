@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, overload
 
 from shardproof.errors import StorageError
-from shardproof.storage.base import Storage
+from shardproof.storage.base import DatedStorage, Storage
 from shardproof.storage.local import LocalStorage
 from shardproof.storage.memory_store import MEMORY_SCHEME, MemoryStorage
 from shardproof.storage.object_store import SCHEMES, ObjectStorage
 from shardproof.storage.paths import StrOrBytesPath
 
-__all__ = ["Location", "is_url", "storage_at"]
+__all__ = ["Location", "is_bucket_url", "is_url", "storage_at"]
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 """The beginning of a URL, also after `pathlib` has joined its slashes."""
@@ -29,11 +29,28 @@ def is_url(location: object) -> bool:
     >>> is_url("s3://bucket/run"), is_url("memory://gpt"), is_url("/runs/gpt")
     (True, True, False)
     """
-    return isinstance(location, str) and "://" in location and _scheme(location) in (*SCHEMES, MEMORY_SCHEME)
+    return is_bucket_url(location) or (isinstance(location, str) and _scheme(location) == MEMORY_SCHEME)
+
+
+def is_bucket_url(location: object) -> bool:
+    """True for the URL of an object store, which alone has `storage_options`.
+
+    >>> is_bucket_url("s3://bucket/run"), is_bucket_url("memory://gpt")
+    (True, False)
+    """
+    return isinstance(location, str) and _scheme(location) in SCHEMES
 
 
 def _scheme(url: str) -> str:
-    return url.partition("://")[0].lower()
+    return url.partition("://")[0].lower() if "://" in url else ""
+
+
+@overload
+def storage_at(location: StrOrBytesPath, options: Mapping[str, Any] | None = None) -> DatedStorage: ...
+
+
+@overload
+def storage_at(location: Location, options: Mapping[str, Any] | None = None) -> Storage: ...
 
 
 def storage_at(location: Location, options: Mapping[str, Any] | None = None) -> Storage:
@@ -50,15 +67,14 @@ def storage_at(location: Location, options: Mapping[str, Any] | None = None) -> 
     >>> storage_at(tempfile.gettempdir()).location == tempfile.gettempdir()
     True
     """
-    scheme = _scheme(location) if isinstance(location, str) and is_url(location) else ""
-    if isinstance(location, str) and scheme not in ("", MEMORY_SCHEME):
+    if isinstance(location, str) and is_bucket_url(location):
         return ObjectStorage(location, options)
     if options:
         raise StorageError(f"storage_options are for object stores, and {location!r} is none")
     if not isinstance(location, (str, bytes, os.PathLike)):
         return location
     text = os.fsdecode(location)
-    if scheme:
+    if is_url(location):
         return MemoryStorage(text)
     if _SCHEME.match(text):
         raise StorageError(

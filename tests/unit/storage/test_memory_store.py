@@ -461,6 +461,9 @@ def test_commands(storage: MemoryStorage, url: str, capsys: pytest.CaptureFixtur
     assert usage is not None and code == 0
     assert mine == [{"run": storage.folder, **asdict(usage)}] and mine[0]["files"] == 4
     assert shardproof("verify", f"{url}/step-00000001")[0] == 0
+    assert shardproof("watch", url, "--once")[0] == 0
+    code, examined = shardproof("doctor", url)
+    assert code in (0, 1) and f"{url}: 1 committed step" in examined
     code, pruned = shardproof("prune", url, "--yes", "--older-than", "0s")
     assert code == 0 and "step-00000002" in pruned and storage.folders() == ["step-00000001"]
     assert url in shardproof("memory")[1]

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardproof.checkpointer.policies import Retention
 from shardproof.checkpointer.tiers.tiered_run import TieredRun
-from shardproof.storage import Location, Storage, is_url, storage_at
+from shardproof.storage import Location, Storage, is_bucket_url, storage_at
 
 __all__ = ["open_tiers", "tier_of"]
 
@@ -26,11 +26,11 @@ def open_tiers(
         then: the second tier.
         keep_then: policy of the second tier.
         bandwidth: bytes a second to the second tier.
-        options: settings of an object store, for each tier that is a URL.
+        options: settings of an object store, for each tier that is one.
 
     Raises:
         ValueError: an option of the second tier without a second tier, or an invalid one.
-        StorageError: a location is not valid, or `options` are given and no tier is a URL.
+        StorageError: a location is not valid, or `options` are given and no tier is an object store.
     """
     if then is None:
         if keep_then is not None or bandwidth is not None:
@@ -40,9 +40,8 @@ def open_tiers(
         raise ValueError(
             f"upload_bandwidth is a positive number of bytes a second, or None, not {bandwidth!r}"
         )
-    for_url = None if is_url(then) and not is_url(root) else options
-    first = storage_at(root, for_url)
-    second = storage_at(then, options if is_url(then) or not is_url(root) else None)
+    first = storage_at(root, options if is_bucket_url(root) or not is_bucket_url(then) else None)
+    second = storage_at(then, options if is_bucket_url(then) else None)
     if first.location == second.location:
         raise ValueError(f"the second tier is the first one, {first.location}: pass another place as then=")
     return first, second
