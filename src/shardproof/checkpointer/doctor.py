@@ -28,6 +28,7 @@ from shardproof.storage import (
     ObjectStorage,
     Storage,
     UncachedStorage,
+    write_file,
 )
 
 __all__ = ["Examination", "Finding", "compare_tiers", "examine_run", "probe_storage", "scrub_run"]
@@ -275,7 +276,7 @@ def probe_storage(storage: DatedStorage) -> list[Finding]:
         return True
 
     draft, before = f"{name}.draft", time.time()
-    is_written = run("write", lambda: _write(storage, draft, b"1"))
+    is_written = run("write", lambda: write_file(storage, draft, b"1"))
     after = time.time()
     if is_written:
         written = storage.modified(draft)
@@ -293,16 +294,6 @@ def probe_storage(storage: DatedStorage) -> list[Finding]:
     for file in (draft, name):
         run("remove", lambda file=file: storage.delete(file))  # type: ignore[misc]
     return findings
-
-
-def _write(storage: Storage, name: str, data: bytes) -> None:
-    sink = storage.create(name)
-    try:
-        sink.write_at(0, memoryview(data))
-        sink.finish(len(data))
-    except BaseException:
-        sink.abort()
-        raise
 
 
 def scrub_run(

@@ -24,8 +24,7 @@ from shardproof.format import (
 from shardproof.geometry import BoxTable
 from shardproof.maintenance.stored import FoundShard, VerifiedShard, find_shard, verify_shard
 from shardproof.planning import ChunkTable, chunk_table, prove_chunks
-from shardproof.saving import write_index
-from shardproof.storage import Storage
+from shardproof.storage import Storage, write_file
 from shardproof.version import __version__
 
 __all__ = ["repair"]
@@ -230,7 +229,7 @@ def _commit(storage: Storage, shards: list[VerifiedShard], intact: Manifest | No
     storage.delete(manifest.index.name)
     if intact is None:
         storage.delete(MANIFEST_NAME)
-    write_index(storage, manifest.index.name, index)
+    write_file(storage, manifest.index.name, index)
     storage.publish(MANIFEST_NAME, text, replace=intact is not None)
     return manifest
 

@@ -13,7 +13,7 @@ from shardproof.saving.background import Progress as Progress  # not listed in _
 from shardproof.saving.background import Workers
 from shardproof.saving.background import unfinished as unfinished
 from shardproof.saving.background import wait_while_moving as wait_while_moving
-from shardproof.saving.commit import publish, write_index
+from shardproof.saving.commit import publish
 from shardproof.saving.messages import Attempt
 from shardproof.saving.pending import PendingSave
 from shardproof.saving.replica_check import CheckReplicas
@@ -34,7 +34,6 @@ __all__ = [
     "open_all",
     "publish",
     "save",
-    "write_index",
 ]
 
 

@@ -33,10 +33,10 @@ from shardproof.planning import WritePlan
 from shardproof.saving.incremental import Base
 from shardproof.saving.messages import Attempt, WriteReport
 from shardproof.saving.placement import place_chunks
-from shardproof.storage import Storage
+from shardproof.storage import Storage, write_file
 from shardproof.version import __version__
 
-__all__ = ["commit", "publish", "write_index"]
+__all__ = ["commit", "publish"]
 
 _log = logging.getLogger("shardproof")
 
@@ -129,23 +129,12 @@ def publish(
         StorageError: the storage failed.
     """
     text = encode_manifest(manifest) if text is None else text
-    write_index(storage, manifest.index.name, index)
+    write_file(storage, manifest.index.name, index)
     replaced = _committed(storage) if overwrite else None
     storage.publish(MANIFEST_NAME, text, replace=overwrite)
     if replaced is not None:
         _remove_replaced(storage, replaced, manifest)
     return text[-SEAL_LENGTH:]
-
-
-def write_index(storage: Storage, name: str, index: bytes) -> None:
-    """Writes an encoded index as a new file and flushes it. On an error it removes the file."""
-    sink = storage.create(name)
-    try:
-        sink.write_at(0, memoryview(index))
-        sink.finish(len(index))
-    except BaseException:
-        sink.abort()
-        raise
 
 
 def _check_planned(plan: WritePlan, reports: Sequence[WriteReport]) -> None:

@@ -20,6 +20,7 @@ __all__ = [
     "check_folder",
     "check_name",
     "name_fault",
+    "write_file",
 ]
 
 
@@ -248,6 +249,26 @@ class CopiedStorage(Protocol):
             StorageError: a place cannot be listed.
         """
         ...
+
+
+def write_file(storage: Storage, name: str, data: bytes) -> None:
+    """Writes a small file as a new file and flushes it. On an error it removes the file.
+
+    Args:
+        storage: where the file goes.
+        name: of the file.
+        data: all of its bytes.
+
+    Raises:
+        StorageError: the storage failed, or there is a file of this name.
+    """
+    sink = storage.create(name)
+    try:
+        sink.write_at(0, memoryview(data))
+        sink.finish(len(data))
+    except BaseException:
+        sink.abort()
+        raise
 
 
 def name_fault(name: str) -> str | None:
