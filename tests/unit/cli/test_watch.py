@@ -10,8 +10,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from shardproof.checkpointer import RunWatch
 from shardproof.format import MANIFEST_NAME
@@ -60,6 +63,14 @@ def test_one_table(call: Any, tmp_path: Path) -> None:
     told = json.loads(call("watch", tmp_path, "--once", "--json")[1])
     assert [save["state"] for save in told["saves"]] == ["committed", "damaged", "leftover"]
     assert call("watch", tmp_path, "--every", "0")[0] == 2
+
+
+@pytest.fixture(autouse=True)
+def interrupts() -> Iterator[None]:
+    """Ctrl-C ends the processes that a test starts, also if this process was started with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def started(run: Path, output: int, *options: str) -> subprocess.Popen[bytes]:
