@@ -20,7 +20,8 @@ import shardproof as sp
 from shardproof.checkpointer import delete_steps
 from shardproof.errors import ShardproofError
 from shardproof.format.chunk_verifier import ChunkVerifier
-from shardproof.storage import LocalSink, flush_folders
+from shardproof.storage import LocalSink
+from shardproof.storage.durable import flush_folders
 from tests.soak.machine import Census, RunMachine
 
 STEPS = 1000

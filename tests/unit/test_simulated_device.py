@@ -21,8 +21,17 @@ def test_what_is_marked_gpu_passes_on_the_simulated_device(tmp_path: Path) -> No
     library()  # compiled here, where a failure is short to read
     files = [str(path) for path in sorted(TESTS.rglob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
     files.remove(str(Path(__file__)))
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "tests.simulated.plugin"]
-    command += ["-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={tmp_path / 'tests'}", *files]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu and not interop"]
+    command += [
+        "-p",
+        "tests.simulated.plugin",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        f"--basetemp={tmp_path / 'tests'}",
+        *files,
+    ]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     run = subprocess.run(
         command, cwd=TESTS.parent, env=kept, capture_output=True, text=True, timeout=LIMIT, check=False

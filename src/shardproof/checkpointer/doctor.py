@@ -383,7 +383,9 @@ def compare_tiers(
             )
         elif copy.attempt != info.attempt and (copy.time or 0) < (info.time or 0):
             text = f"{second.location} has an older checkpoint of the step"
-            findings.append(Finding("warning", "other copy", info.name, text, mend))
+            findings.append(
+                Finding("warning", "other copy", info.name, text, f"remove the step there, then {mend}")
+            )
     if not there and any(not finding.is_healthy for finding in findings):
         steps = listed((info.name for info in found), 3)
         text = f"no step is committed there, and all copies of {steps} are on one tier"

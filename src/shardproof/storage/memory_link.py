@@ -57,11 +57,16 @@ class Connection:
     @property
     def is_open(self) -> bool:
         """False if either end closed the connection."""
-        if self.is_closed:
-            return False
-        poll = select.poll()
-        poll.register(self._to, select.POLLIN)
-        return not poll.poll(0)  # a keeper sends nothing of its own accord
+        if not self._lock.acquire(blocking=False):
+            return True  # another thread makes a request, which finds out by itself
+        try:
+            if self.is_closed:
+                return False
+            poll = select.poll()
+            poll.register(self._to, select.POLLIN)
+            return not poll.poll(0)  # a keeper sends nothing of its own accord
+        finally:
+            self._lock.release()
 
     @property
     def is_closed(self) -> bool:

@@ -206,6 +206,10 @@ def test_steps_that_the_second_tier_lacks(call: Any, run_folder: Path, tmp_path:
     assert [one["where"] for one in kinds["one copy"]] == ["step-00000002"]
     code, kinds = findings(call, run_folder, "--then", second, "--older-than", "1d")
     assert (code, kinds["one copy"][0]["severity"]) == (0, "note"), "it may be on its way"
+    write(second / "step-00000002", Sample(STATE, step=2, attempt="b2"))
+    code, kinds = findings(call, run_folder, "--then", second)
+    (other,) = kinds["other copy"]
+    assert (code, other["where"], other["mend"][:27]) == (1, "step-00000002", "remove the step there, then")
     _, kinds = findings(call, run_folder, "--then", tmp_path / "elsewhere")
     assert kinds["no copies"][0]["severity"] == "error"
 

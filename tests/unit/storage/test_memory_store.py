@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -470,6 +471,21 @@ def test_commands(storage: MemoryStorage, url: str, capsys: pytest.CaptureFixtur
     assert shardproof("memory", "--drop", storage.folder)[0] == 0
     assert url not in shardproof("memory")[1]
     assert shardproof("memory", "--drop", storage.folder)[0] == 1
+
+
+def test_a_request_under_way_is_not_taken_for_the_end_of_the_keeper() -> None:
+    ours, theirs = socket.socketpair()
+    ours.settimeout(LIMIT)
+    connection = memory_link.Connection(ours, "memory://run")
+    with ThreadPoolExecutor(1) as pool, theirs:
+        asked = pool.submit(connection.ask, "publish", text="x" * (8 << 20))  # more than a socket holds
+        assert select.select([theirs], [], [], LIMIT)[0]
+        memory_keeper.send(theirs, {"size": 1})  # bytes that no one reads until the request is sent
+        assert connection.is_open
+        assert memory_keeper.receive(theirs) is not None
+        assert asked.result(LIMIT) == ({"size": 1}, None)
+        assert connection.is_open
+    assert not connection.is_open
 
 
 def test_reads_keep_few_files_open(storage: MemoryStorage) -> None:
