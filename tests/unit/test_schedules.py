@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from shardproof.checkpointer.schedules import Schedule
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.storage import LocalStorage
 from tests.faulty_storage import FaultyStorage
+from tests.gate import Gate as WriteGate
 
 
 @given(
@@ -299,6 +301,24 @@ def test_the_last_save_is_tried_again_and_survives_an_earlier_failure(
     assert (preempted.step, preempted.reason, preempted.code) == (3, "SIGUSR1 on rank 0", 7)
     assert checkpointer.steps() == [3]
     assert "with exit code 7" in caplog.text
+
+
+def test_a_forced_save_is_not_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save before it writes until the forced one has begun."""
+    gate = WriteGate(monkeypatch)
+    checkpointer = sp.Checkpointer(tmp_path, when_busy="skip")
+    state = {"w": torch.ones(4)}
+    first = checkpointer.save(1, state)
+    assert gate.reached.wait(60)
+
+    def opened(event: sp.events.Event) -> None:
+        if (event.kind, event.phase, event.step) == ("begin", "blocked", 2):
+            gate.open()
+
+    with closing(sp.events.subscribe(opened)):
+        forced = checkpointer.save_if_due(2, state, force=True)
+    assert forced is not None and not forced.skipped
+    assert (first.result(60).step, forced.result(60).step) == (1, 2)
 
 
 def test_the_best_interval_is_the_least_of_the_lost_time() -> None:
