@@ -20,6 +20,7 @@ from shardproof.format import (
     lost_files,
     read_manifest,
     references_in,
+    size_error,
     tensor_bytes,
 )
 from shardproof.storage import Storage
@@ -98,7 +99,7 @@ def scan_run(storage: Storage, *, sizes: bool = False) -> list[StepInfo]:
 
     Args:
         storage: the run's folder.
-        sizes: whether to check the size of every shard file, too. A truncated file is damage.
+        sizes: whether to check the size of every shard file and index, too. A truncated file is damage.
 
     Returns:
         One entry for each folder named ``step-...`` or ``suspect-...`` that has a file of shardproof, or that
@@ -169,6 +170,7 @@ def _step_info(
     try:
         manifest = read_manifest(place)
         cut = lost_files(place, manifest) if sizes else _lost_elsewhere(place, manifest)
+        index = size_error(place, manifest.index) if sizes else None
     except NotCommittedError:
         if lent:
             return _lending(place, name, step, files, lent, users)
@@ -182,7 +184,7 @@ def _step_info(
     # A linked folder hides its files from `list` but not from `size`.
     missing = [file for file in sorted(({manifest.index.name} | shards) - files) if place.size(file) is None]
     lost = sorted(shards.intersection(missing) | cut.keys())
-    fault = _missing(missing) if missing else _cut(cut) if cut else None
+    fault = _missing(missing) if missing else _cut(cut) if cut else index.message if index else None
     return StepInfo(
         name=name,
         step=step if step is not None else manifest.step,
