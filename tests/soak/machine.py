@@ -139,7 +139,9 @@ class RunMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        logging.getLogger("shardproof").setLevel(logging.CRITICAL)  # the warnings of a thousand faults
+        log = logging.getLogger("shardproof")
+        self._level = log.level
+        log.setLevel(logging.CRITICAL)  # the warnings of a thousand faults
         self._folder = tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
         self.root = Path(self._folder.name) / "run"
         self.root.mkdir()
@@ -371,6 +373,7 @@ class RunMachine(RuleBasedStateMachine):
         finally:
             self.disk.__exit__()
             self._folder.cleanup()
+            logging.getLogger("shardproof").setLevel(self._level)
 
     @property
     def _job(self) -> Job:
