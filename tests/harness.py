@@ -106,8 +106,9 @@ class Job:
         self.signal(rank, signal.SIGCONT)
 
     def kill(self, rank: int) -> None:
-        """SIGKILL; returns when the process has ended."""
-        self.signal(rank, signal.SIGKILL)
+        """SIGKILL; returns when the process has ended, also if it ended before, of another rank's death."""
+        with suppress(ProcessLookupError):
+            self.signal(rank, signal.SIGKILL)
         self.processes[rank].join(10)
 
     def until_held(self, rank: int, point: str) -> None:

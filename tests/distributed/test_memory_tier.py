@@ -142,11 +142,8 @@ def _save_while_the_keeper_dies(url: str) -> tuple[str, list[int], list[int], fl
         finish(sink, size)
         reach("written")
 
-    if rank() == 1:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(MemorySink, "finish", finish_and_wait)
-            failure = _failure(checkpointer.save(2, state))
-    else:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MemorySink, "finish", finish_and_wait)
         failure = _failure(checkpointer.save(2, state))
     left = checkpointer.steps()
     checkpointer.save(3, state).result()
@@ -163,6 +160,7 @@ def _failure(pending: sp.PendingSave) -> str:
 
 def test_a_keeper_killed_in_a_save_fails_it_on_all_ranks(url: str) -> None:
     def kill_keeper(job: Job) -> None:
+        job.until_held(0, "written")
         job.until_held(1, "written")
         usage = MemoryStorage(url).usage()
         assert usage is not None
@@ -170,11 +168,11 @@ def test_a_keeper_killed_in_a_save_fails_it_on_all_ranks(url: str) -> None:
         os.kill(usage.keeper, signal.SIGKILL)
         assert select.select([watched], [], [], 30)[0]
         os.close(watched)
+        job.go(0)
         job.go(1)
 
-    outcomes = run_ranks(
-        2, _save_while_the_keeper_dies, url, timeout=90, hold={1: "written"}, script=kill_keeper
-    )
+    hold = {0: "written", 1: "written"}
+    outcomes = run_ranks(2, _save_while_the_keeper_dies, url, timeout=90, hold=hold, script=kill_keeper)
     failures = {outcome.value[0] for outcome in outcomes}
     assert len(failures) == 1, "the ranks report different failures"
     assert re.search("/shards/0.* went before the commit, .* the keeper", failures.pop())

@@ -6,6 +6,7 @@ import errno
 import gc
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -331,6 +332,8 @@ def test_a_child_process_has_a_scrub_of_its_own(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
         code = 1
+        signal.alarm(60)
+        torch.set_num_threads(1)  # OpenMP has no threads in a forked child, and would wait for them
         try:
             checkpointer.wait_for_scrub(timeout=0)  # no pass goes on here
             save(checkpointer, 3, scrubbed=False)
