@@ -39,7 +39,12 @@ __all__ = [
 ]
 
 # What nearly every rank imports, some of it (torch._dynamo) when an optimizer is made: once for all of them.
-_PRELOAD = ["torch.distributed.fsdp", "torch._dynamo", "shardproof.checkpointer", "shardproof.loading"]
+# Packages of shardproof import their modules when a name is asked for, so the modules are named.
+_PRELOAD = [
+    *("torch.distributed.fsdp", "torch._dynamo", "torch.profiler._cupti_monitor", "numpy.ma"),
+    *("shardproof.checkpointer.checkpointer", "shardproof.checkpointer.agreed_calls"),
+    *("shardproof.loading.load_protocol", "shardproof.maintenance.verify", "shardproof.optim.distributed"),
+]
 _to_parent: list[Connection] = []
 
 

@@ -86,7 +86,11 @@ def killed(root: str, who: int) -> list[str]:
     return die_at_every_operation(partial(go_on, run), partial(look, run), who, everyone=False)
 
 
-@pytest.mark.parametrize(("ranks", "who"), [(1, 0), (2, 1)], ids=["the coordinator", "a follower"])
+@pytest.mark.parametrize(
+    ("ranks", "who"),
+    [(1, 0), pytest.param(2, 1, marks=pytest.mark.slow)],
+    ids=["the coordinator", "a follower"],
+)
 def test_killed_at_every_file_operation(ranks: int, who: int, tmp_path: Path) -> None:
     root = tmp_path / "run"
     ended = run_ranks(ranks, killed, str(root), who, timeout=400)[who].value

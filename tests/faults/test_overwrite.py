@@ -64,29 +64,32 @@ def look(root: Path, seen: dict[int, int], number: int, ended: list[str]) -> Non
     seen[number] = found
 
 
-def killed_everywhere(root: str, who: int, everyone: bool) -> tuple[list[str], dict[int, int]]:
+def killed_everywhere(root: str, who: int, everyone: bool, every: int) -> tuple[list[str], dict[int, int]]:
     run, seen = Path(root), {-1: 1}
-    ended = die_at_every_operation(partial(save_over, run), partial(look, run, seen), who, everyone)
+    ended = die_at_every_operation(partial(save_over, run), partial(look, run, seen), who, everyone, every)
     return ended, seen
 
 
 @pytest.mark.parametrize(
-    ("who", "everyone"),
-    [(0, False), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, False), (0, True)))],
-    ids=["the coordinator", "a follower", "all"],
+    ("who", "everyone", "every"),
+    [
+        (0, False, 3),
+        *(pytest.param(*case, 1, marks=pytest.mark.slow) for case in ((0, False), (1, False), (0, True))),
+    ],
+    ids=["the coordinator, each third", "the coordinator", "a follower", "all"],
 )
 def test_dying_at_any_file_operation_leaves_the_old_or_the_new(
-    who: int, everyone: bool, tmp_path: Path
+    who: int, everyone: bool, every: int, tmp_path: Path
 ) -> None:
-    outcomes = run_ranks(RANKS, killed_everywhere, str(tmp_path), who, everyone, timeout=250)
+    outcomes = run_ranks(RANKS, killed_everywhere, str(tmp_path), who, everyone, every, timeout=250)
     ended, seen = outcomes[who].value[0], outcomes[0].value[1]
     assert ended[-1] == ""
     assert set(ended) == {"", "killed"}
-    assert ended.count("killed") > (30 if who == 0 else 10)
+    assert ended.count("killed") > (30 if who == 0 else 10) // every
     new = [number for number in range(ended.count("killed")) if seen[number] == number + 2]
     # Death comes before the commit, or while the coordinator removes the files of the old checkpoint.
     assert bool(new) == (who == 0)
-    assert len(new) < len(ended) - 10
+    assert len(new) < len(ended) - 10 // every
 
 
 def refused_then_replaced(root: str) -> list[Any]:

@@ -42,12 +42,13 @@ def options(s3: S3Server, proxy: FaultyProxy, **more: Any) -> dict[str, Any]:
 
 
 def test_a_storm_of_503_passes(s3: S3Server, proxy: FaultyProxy, url: str) -> None:
+    often = {"backoff": {"max_backoff": timedelta(seconds=1)}}
     proxy.refuse = 25
-    sp.save(f"{url}/step", state(1.0), storage_options=options(s3, proxy))
+    sp.save(f"{url}/step", state(1.0), storage_options=options(s3, proxy, retry_config=often))
     assert proxy.refuse == 0
     proxy.refuse = 10
     target = state(0.0)
-    sp.load(f"{url}/step", target, storage_options=options(s3, proxy))
+    sp.load(f"{url}/step", target, storage_options=options(s3, proxy, retry_config=often))
     assert torch.equal(target["big"], state(1.0)["big"])
 
 

@@ -32,12 +32,8 @@ SHARDINGS = ("fsdp2", *(f"flat {strategy}" for strategy in STRATEGIES))
 
 FAST = [
     Setup("fsdp2", "hybrid", 0.5),
-    Setup("fsdp2", "hybrid", 1.0, bf16=True, aware=True),
     Setup("flat all", "hybrid", 0.5),
-    Setup("flat optimizer_gradients", "hybrid", 1.0),
     Setup("flat optimizer", "hybrid", 0.0),
-    Setup("flat none", "hybrid", 0.5),
-    Setup("none", "distributed"),
     Setup("none", "distributed hybrid", 0.5, bf16=True),
 ]
 ALL = (
@@ -56,6 +52,7 @@ ALL = (
     ]
     + [
         Setup("none", "distributed", bf16=True, aware=True),
+        Setup("fsdp2", "hybrid", 1.0, bf16=True, aware=True),
         Setup("none", "distributed hybrid", 0.5, bf16=True, aware=True),
         *(Setup(f"flat {strategy}", "hybrid", 0.5, bf16=True, aware=True) for strategy in STRATEGIES),
         *(Setup(f"flat {strategy}", "hybrid", 0.5, mixed=True) for strategy in STRATEGIES),
@@ -63,7 +60,7 @@ ALL = (
 )
 TENSOR_PARALLEL = [
     pytest.param(Setup("fsdp2", "hybrid", 0.5, tensor=2), marks=pytest.mark.slow),
-    Setup("flat all", "hybrid", 0.5, tensor=2),
+    pytest.param(Setup("flat all", "hybrid", 0.5, tensor=2), marks=pytest.mark.slow),
     Setup("none", "distributed hybrid", 0.5, tensor=2),
 ]
 
