@@ -5,8 +5,7 @@ PACKAGE is `lightning.pytorch` or `pytorch_lightning`; STRATEGY is `ddp`, `fsdp2
 `theirs`. At the end, the state is saved to LAST. With RESTORED=1, that is done before the first step instead.
 With WEIGHTS_ONLY=1, the last checkpoint has no optimizer. With AVERAGE=1, weights are averaged; they and the
 average are saved to LAST at step 4, or once they are restored, and nothing else is. With LOOSE=1, the module
-has a buffer more and does not load strictly. With BESIDE=FOLDER, a `ModelCheckpoint` of Lightning saves there,
-too.
+has a buffer more and does not load strictly. With BESIDE=FOLDER, a `ModelCheckpoint` saves there, too.
 """
 
 from __future__ import annotations
