@@ -1,5 +1,6 @@
 """verl's checkpoint manager of FSDP, with checkpoints that load on any number of ranks."""
 
+import os
 from typing import Any
 
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
@@ -30,6 +31,10 @@ class ShardproofCheckpointManager(FSDPCheckpointManager):
     def load_checkpoint(
         self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = False
     ) -> None:
-        if local_path is not None:
-            state = self.state(self.checkpoint_load_contents)
-            sp.load(local_path, state, include=list(state))
+        if local_path is None:
+            return
+        state, rename = self.state(self.checkpoint_load_contents), {}
+        if not os.path.exists(f"{local_path}/manifest.json"):  # of verl, which has random states of its own
+            state.pop("rng", None)
+            rename = {"lr_scheduler": "extra_state.lr_scheduler"} if "lr_scheduler" in state else {}
+        sp.load(local_path, state, include=list(state), rename=rename)

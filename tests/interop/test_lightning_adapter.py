@@ -71,6 +71,16 @@ def test_checkpoint_of_lightning_resumes(package: str, tmp_path: Path) -> None:
         assert callback["best_model_path"] == str(old)
 
 
+def test_a_checkpoint_callback_of_lightning_beside_ours_saves_with_shardproof(tmp_path: Path) -> None:
+    """Its rotation removes what it saved before, and a trainer without it resumes."""
+    run, beside, last = tmp_path / "run", tmp_path / "beside", tmp_path / "last"
+    train("torch", SCRIPT, LIGHTNING, "ddp", "ours", run, last, nproc=2, BESIDE=str(beside))
+    (kept,) = beside.iterdir()
+    assert len(list((kept / "shards").iterdir())) == 2, "each rank writes its own part"
+    train("torch", SCRIPT, LIGHTNING, "ddp", "ours", run, tmp_path / "found", kept, nproc=3, RESTORED="1")
+    assert_same_checkpoints(tmp_path / "found", kept, ranks=2, but=["lightning", "loaders"])
+
+
 def test_averaged_weights_are_restored(tmp_path: Path) -> None:
     """A callback puts the average under the keys of the module, and the current weights beside it."""
     run, saved, found = tmp_path / "run", tmp_path / "saved", tmp_path / "found"

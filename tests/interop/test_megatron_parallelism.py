@@ -18,7 +18,11 @@ pytestmark = [pytest.mark.interop, pytest.mark.timeout(1200)]
 TP2: dict[str, Any] = {"tensor_model_parallel_size": 2}
 PP2: dict[str, Any] = {"pipeline_model_parallel_size": 2}
 EP2: dict[str, Any] = {"expert_model_parallel_size": 2}
-EXPERTS = {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall", "moe_router_topk": 2}
+EXPERTS: dict[str, Any] = {
+    "num_moe_experts": 4,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_topk": 2,
+}
 
 
 NEEDS_GPU = {
@@ -60,6 +64,13 @@ def remembered(folder: Path) -> list[dict[str, Any]]:
             {},
             "decoder.layers.self_attention.linear_qkv.weight",
             id="virtual_stages",
+        ),
+        pytest.param(
+            (TP2, 2),
+            ({}, 1),
+            {"sequence_parallel": True},
+            "decoder.layers.self_attention.linear_qkv.layer_norm_weight",
+            id="sequence",
         ),
         pytest.param(
             (PP2, 2), (TP2, 2), {"mtp_num_layers": 1}, "mtp.layers.0.eh_proj.weight", id="predictions"
@@ -159,3 +170,23 @@ def test_what_needs_a_gpu(part: str, tmp_path: Path) -> None:
         "megatron", [("load", at["saved"]), ("reference", at["own2"])], layout, nproc=ranks, seed=1, **options
     )
     assert_same_tensors(tensors(at["own2"]), tensors(at["own1"]))
+
+
+@pytest.mark.parametrize("other", [pytest.param((EP2, 2), id="two"), pytest.param(({}, 1), id="one")])
+def test_live_state_of_dense_and_expert_optimizers(other: tuple[dict[str, Any], int], tmp_path: Path) -> None:
+    """It has the bits that Megatron gathers, and goes to another number of optimizers and back.
+
+    Then training goes on as if never stopped, so the options of the optimizers are there, too.
+    """
+    at = {name: tmp_path / name for name in ("own", "ours", "loaded", "second", "on", "on_again")}
+    steps = [("train", 2), ("reference", at["own"]), ("save_live", at["ours"])]
+    train("megatron", [*steps, ("train", 1), ("reference", at["on"])], EP2, nproc=4, **EXPERTS)
+    steps = [("load_live", at["ours"]), ("reference", at["loaded"]), ("save_live", at["second"])]
+    train("megatron", steps, other[0], nproc=other[1], seed=3, **EXPERTS)
+    steps = [("load_live", at["second"]), ("train", 1), ("reference", at["on_again"])]
+    train("megatron", steps, EP2, nproc=4, seed=4, **EXPERTS)
+    saved = tensors(at["own"])
+    assert "optimizer.state.exp_avg.decoder.layers.mlp.experts.experts.linear_fc1.weight" in saved
+    for name in ("ours", "loaded", "second"):
+        assert_same_tensors(tensors(at[name]), saved)
+    assert_same_tensors(tensors(at["on_again"]), tensors(at["on"]))

@@ -26,6 +26,15 @@ def test_restores_what_was_saved_on_another_number_of_ranks(tmp_path: Path) -> N
     assert "model_world_size_3_rank_2.pt" in text
 
 
+def test_checkpoints_of_verl_load_on_another_number_of_ranks(tmp_path: Path) -> None:
+    """Those that its own manager writes, with the values that ours saves at the same step."""
+    train("verl", SCRIPT, "save", tmp_path / "saved", nproc=2)
+    with sp.open(tmp_path / "saved-own") as checkpoint:
+        assert checkpoint.world_size == 2 and checkpoint["optimizer.state.0.step"].read() == 3
+    train("verl", SCRIPT, "restore_own", tmp_path / "saved", tmp_path / "restored", nproc=3)
+    assert_same_checkpoints(tmp_path / "restored", tmp_path / "saved", but=["rng"])
+
+
 def test_a_killed_save_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
     train("verl", SCRIPT, "save", tmp_path / "saved", nproc=2, kill_in_save=2)
     assert not (tmp_path / "saved-next" / "manifest.json").exists()

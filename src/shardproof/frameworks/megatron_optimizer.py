@@ -8,6 +8,7 @@ the other.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -79,18 +80,21 @@ def sharded(ranges: Sequence[FlatRange]) -> sp.LocalShards:
 
 def optimizer_state(
     optimizer: Any, model_sharded_state_dict: Mapping[str, Any], stored: Iterable[str] | None = None
-) -> dict[str, Any]:
+) -> dict[Any, Any]:
     """The state of Megatron's DistributedOptimizer, to save or to load. Runs no collective.
 
     Args:
-        optimizer: a DistributedOptimizer with a fused Adam, or a ChainedOptimizer of one.
+        optimizer: a DistributedOptimizer with a fused Adam, or a ChainedOptimizer of these, such as those of
+            dense and expert weights.
         model_sharded_state_dict: the model's, made with its live parameters.
         stored: for a load, the keys of the checkpoint. Moments that it has are made here, and filled in place
             by the load. Moments that it lacks, because it was saved before the first step, are removed.
 
     Returns:
         Options of the parameter groups and the loss scale, as Megatron stores them, and under "param_state" a
-        `FlatRange` for each range. `load_optimizer_state` takes what a load makes of it.
+        `FlatRange` for each range; for several optimizers, such a dict by the number of each. Keys of tensors
+        do not depend on the number of optimizers, as with Megatron's ``chained_optim_avoid_prefix``.
+        `load_optimizer_state` takes what a load makes of it.
 
     Raises:
         StructureError: the optimizer is of another kind, is precision-aware, or has state other than
@@ -100,8 +104,37 @@ def optimizer_state(
     model, _ = extract_sharded_tensors_and_factories(dict(model_sharded_state_dict))
     for item in nested_values(model):
         parts[id(item.data)] = item
-    inner = _single(optimizer)
     keys = None if stored is None else set(stored)
+    found = [_state_of(inner, parts, keys) for inner in _optimizers(optimizer)]
+    return dict(enumerate(found)) if len(found) > 1 else found[0]
+
+
+def load_optimizer_state(optimizer: Any, state: Mapping[Any, Any]) -> None:
+    """Sets the options of the parameter groups and the loss scale after a load, which filled the tensors.
+
+    Args:
+        optimizer: the optimizer that `optimizer_state` was called with.
+        state: what the load made of its result.
+
+    Raises:
+        StructureError: the checkpoint has the options of another number of optimizers, which differ.
+    """
+    optimizers = _optimizers(optimizer)
+    for inner, options in zip(optimizers, _options(state, len(optimizers)), strict=True):
+        moments = dict(inner.optimizer.state)
+        inner.load_state_dict(options)
+        inner.optimizer.state.clear()  # Megatron makes moments of uninitialised memory where there are none
+        inner.optimizer.state.update(moments)
+
+
+def _state_of(inner: Any, parts: Mapping[int, Any], keys: set[str] | None) -> dict[str, Any]:
+    """The state of one DistributedOptimizer; see `optimizer_state`.
+
+    Args:
+        inner: the optimizer.
+        parts: by the identity of a parameter, how the model describes it.
+        keys: of the checkpoint, for a load.
+    """
     ranges: list[FlatRange] = []
     for parameter, main, start in _ranges(inner):
         item = parts[id(parameter)]
@@ -114,28 +147,49 @@ def optimizer_state(
     return state | ({"param_state": dict(enumerate(ranges))} if ranges else {})
 
 
-def load_optimizer_state(optimizer: Any, state: Mapping[str, Any]) -> None:
-    """Sets the options of the parameter groups and the loss scale after a load, which filled the tensors.
+def _options(state: Mapping[Any, Any], count: int) -> list[dict[str, Any]]:
+    """The options of each optimizer, from those of the optimizers that saved.
 
-    Args:
-        optimizer: the optimizer that `optimizer_state` was called with.
-        state: what the load made of its result.
+    Experts have an optimizer of their own from expert parallel size 2 on.
+
+    Raises:
+        StructureError: the numbers differ, and so do the options.
     """
-    inner = _single(optimizer)
-    moments = dict(inner.optimizer.state)
-    inner.load_state_dict({key: value for key, value in state.items() if not key.startswith("param_state")})
-    inner.optimizer.state.clear()  # Megatron makes moments of uninitialised memory where there are none
-    inner.optimizer.state.update(moments)
+    stored: list[Any] = [state[number] for number in sorted(key for key in state if isinstance(key, int))]
+    stored = [options for options in stored if "optimizer" in options] or [state]
+    if len(stored) != count:
+        groups = [_shared(options) for options in stored]
+        if any(group not in groups[0] for others in groups[1:] for group in others):
+            raise sp.StructureError(
+                f"the checkpoint has the options of {len(stored)} optimizers, which differ, and this run has "
+                f"{count}. Load with as many expert parallel ranks as it was saved with. {_INSTEAD}"
+            )
+        stored = [copy.deepcopy(stored[0]) for _ in range(count)]
+        for number, options in enumerate(stored):
+            for group in options["optimizer"]["param_groups"]:
+                group["is_expert_parallel"] = number > 0
+    return [
+        {key: value for key, value in options.items() if not str(key).startswith("param_state")}
+        for options in stored
+    ]
 
 
-def _single(optimizer: Any) -> Any:
-    """The DistributedOptimizer, whose state is complete with main weights and the moments of `_SLOTS`."""
-    inner = getattr(optimizer, "chained_optimizers", [optimizer])
-    if len(inner) != 1 or not hasattr(inner[0], "gbuf_ranges"):
-        kinds = ", ".join(type(one).__name__ for one in inner)
-        raise sp.StructureError(f"expected one DistributedOptimizer, found {kinds}. {_INSTEAD}")
-    _check_slots(inner[0])
-    return inner[0]
+def _shared(options: Mapping[Any, Any]) -> list[dict[str, Any]]:
+    """The groups of an optimizer without what differs between dense and expert weights in any case."""
+    own = ("params", "is_expert_parallel")
+    groups = options["optimizer"]["param_groups"]
+    return [{key: value for key, value in group.items() if key not in own} for group in groups]
+
+
+def _optimizers(optimizer: Any) -> list[Any]:
+    """The DistributedOptimizers, whose state is complete with main weights and the moments of `_SLOTS`."""
+    found = list(getattr(optimizer, "chained_optimizers", [optimizer]))
+    if not found or not all(hasattr(one, "gbuf_ranges") for one in found):
+        kinds = ", ".join(type(one).__name__ for one in found) or "none"
+        raise sp.StructureError(f"expected DistributedOptimizers, found {kinds}. {_INSTEAD}")
+    for one in found:
+        _check_slots(one)
+    return found
 
 
 def _check_slots(optimizer: Any) -> None:

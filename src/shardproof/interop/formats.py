@@ -25,6 +25,7 @@ READERS: Mapping[str, str] = {
     "deepspeed_universal": "deepspeed_universal:DeepSpeedUniversalReader",
     "deepspeed": "deepspeed_reader:DeepSpeedReader",
     "torch_checkpointing": "torch_checkpointing:TorchCheckpointingReader",
+    "verl": "verl:VerlReader",
     "torchsnapshot": "torchsnapshot:TorchSnapshotReader",
     "dcp": "dcp_reader:DcpReader",
     "dcp_raw": "dcp_reader:DcpRawReader",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -13,26 +12,11 @@ import numpy as np
 from shardproof.geometry import Boxes, IndexMap
 from shardproof.interop.pickled_dtensors import MeshPlacements
 from shardproof.interop.torch_folder import shape_of
+from shardproof.interop.torch_rank_files import HeldTensor
 
-__all__ = ["HeldTensor", "held_tensors"]
+__all__ = ["held_tensors"]
 
 Path = tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class HeldTensor:
-    """How ranks hold a tensor, by the metadata."""
-
-    shape: tuple[int, ...]
-    cuts: Mapping[int, tuple[MeshPlacements, tuple[int, ...]]]
-    """By rank, the placements and the coordinate, of a DTensor."""
-    maps: Mapping[int, IndexMap]
-    """By rank, the boxes of a tensor that describes its own parts."""
-
-    @property
-    def ranks(self) -> Iterable[int]:
-        """Ranks that hold a part."""
-        return self.cuts or self.maps
 
 
 def held_tensors(described: Mapping[str, Any] | None) -> dict[Path, HeldTensor]:

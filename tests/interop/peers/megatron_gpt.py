@@ -24,6 +24,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 __all__ = ["Run", "sharded_state"]
@@ -57,6 +58,27 @@ class GatheredAttention(torch.nn.Module):
         return context.permute(2, 0, 1, 3).flatten(2)
 
 
+_make_norm = WrappedTorchNorm.__new__
+
+
+def _norm(kind: Any, config: TransformerConfig, *args: Any, **options: Any) -> torch.nn.Module:
+    """A norm of torch that works with sequence parallelism, as Megatron-Core has it in Apex only, for CUDA.
+
+    Ranks sum the gradients of its weights, which are marked for that.
+    """
+    marked, config.sequence_parallel = config.sequence_parallel, False
+    try:
+        norm: torch.nn.Module = _make_norm(kind, config, *args, **options)
+    finally:
+        config.sequence_parallel = marked
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = marked  # type: ignore[attr-defined]
+    return norm
+
+
+WrappedTorchNorm.__new__ = _norm
+
+
 @dataclass
 class Run:
     """The model and its optimizer on this rank. Each virtual pipeline stage is a chunk of the model.
@@ -78,6 +100,8 @@ class Run:
         torch.manual_seed(self.seed)
         tensor_parallel.model_parallel_cuda_manual_seed(self.seed, force_reset_rng=True)
         engine, of_optimizer = self.options.pop("engine", False), self.options.pop("optimizer", {})
+        if self.layout.get("tensor_model_parallel_size", 1) == 1:
+            self.options.pop("sequence_parallel", None)  # which Megatron-Core refuses there
         config = TransformerConfig(
             **{
                 "num_layers": 4,

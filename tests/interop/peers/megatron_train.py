@@ -271,6 +271,12 @@ class Steps:
         error("adamw")
         optimizer.optimizer = fused
         ours.live_state(module, chained)
+        of_dense, of_experts = optimizer.state_dict(), optimizer.state_dict()
+        of_experts["optimizer"]["param_groups"][0]["lr"] = 7.0
+        try:
+            ours.load_optimizer_state(chained, {0: of_dense, 1: of_experts})
+        except sp.StructureError as refused:
+            self.errors["options"] = str(refused)
 
 
 def layout_here() -> list[int]:

@@ -5,7 +5,7 @@ PACKAGE is `lightning.pytorch` or `pytorch_lightning`; STRATEGY is `ddp`, `fsdp2
 `theirs`. At the end, the state is saved to LAST. With RESTORED=1, that is done before the first step instead.
 With WEIGHTS_ONLY=1, the last checkpoint has no optimizer. With AVERAGE=1, weights are averaged; they and the
 average are saved to LAST at step 4, or once they are restored, and nothing else is. With LOOSE=1, the module
-has a buffer more and does not load strictly.
+has a buffer more and does not load strictly. With BESIDE=FOLDER, a `ModelCheckpoint` saves there, too.
 """
 
 from __future__ import annotations
@@ -128,6 +128,8 @@ def main() -> None:
     if os.environ.get("AVERAGE"):
         options["background"] = False
     callbacks = [kind(**options, filename="{step}")]
+    if os.environ.get("BESIDE"):
+        callbacks.append(pl.callbacks.ModelCheckpoint(os.environ["BESIDE"], every_n_train_steps=4))
     if os.environ.get("AVERAGE"):
         callbacks += [pl.callbacks.EMAWeightAveraging(decay=0.5), WriteAverage()]
     if os.environ.get("RESTORED"):

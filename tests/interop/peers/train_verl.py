@@ -1,7 +1,7 @@
 """Trains a model of FSDP2 with a manager of verl: `train_verl.py ACTION FOLDER [LAST]`.
 
 ACTION is `save`, or `restore`, which saves what it restored to LAST, and says whether verl's own manager can
-load its own checkpoint, which `save` writes to FOLDER-own.
+load its own checkpoint, which `save` writes to FOLDER-own. `restore_own` restores that one with ours.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     manager = runpy.run_path(str(EXAMPLE))["ShardproofCheckpointManager"](model, optimizer, scheduler)
     own = FSDPCheckpointManager(model, optimizer, scheduler)
-    if ACTION == "restore":
+    if ACTION == "restore_own":
+        manager.load_checkpoint(f"{FOLDER}-own")
+        sp.save(LAST[0], manager.state(["model", "optimizer", "extra"]))
+    elif ACTION == "restore":
         try:
             own.load_checkpoint(f"{FOLDER}-own")
         except FileNotFoundError as error:
