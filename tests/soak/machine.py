@@ -147,7 +147,7 @@ class RunMachine(RuleBasedStateMachine):
         self.root.mkdir()
         self.disk = Disk(self.root)
         self.disk.__enter__()
-        self.model = Model(self.root)
+        self.model = Model(self.root, self.disk.rotten)
         self.history: list[str] = []
         self.salt = 0
         self.now = 0
@@ -314,9 +314,6 @@ class RunMachine(RuleBasedStateMachine):
         if how == "remove" and name.endswith(MANIFEST_NAME):
             how = "cut"
         self._damage(name, how, place)
-        self.model.damaged.add(name)
-        if how != "flip":
-            self.model.cut.add(name)
         self.model._checked.clear()
 
     def second_job(self, forward: int) -> None:

@@ -255,17 +255,94 @@ def test_a_failure_of_the_second_tier_touches_nothing_else(
     assert files(near) == files(far)
 
 
-def test_damage_of_the_first_tier_is_not_uploaded(near: Path, far: Path) -> None:
+@pytest.mark.parametrize("what", ["manifest", "index", "lost index", "chunk"])
+def test_damage_of_the_first_tier_is_not_uploaded(what: str, near: Path, far: Path) -> None:
+    """And the older steps, which wait behind the damaged one, are."""
     alone(near).save(1, state(1)).result()
     alone(near).save(2, state(2)).result()
-    (shard,) = (near / "step-00000002" / "shards").iterdir()
-    flip(shard, shard.stat().st_size // 2)
+    folder = near / "step-00000002"
+    (shard,), (index,) = (folder / "shards").iterdir(), folder.glob("index-*")
+    if what == "lost index":
+        index.unlink()
+    else:
+        damaged = {"manifest": folder / "manifest.json", "index": index, "chunk": shard}[what]
+        flip(damaged, damaged.stat().st_size // 2)
     run = checkpointer(near, far)
     run.save(3, state(3)).durable(WAIT)
     run.wait_for_uploads(WAIT)
     assert alone(far).steps() == [1, 3]
     for step in (1, 3):
         assert verify(LocalStorage(far / f"step-0000000{step}")).ok
+
+
+def test_a_damaged_step_takes_no_place_on_the_second_tier(near: Path, far: Path) -> None:
+    for step in (1, 2):
+        alone(near).save(step, state(step)).result()
+    (index,) = (near / "step-00000002").glob("index-*")
+    flip(index, index.stat().st_size // 2)
+    run = checkpointer(near, far, keep_then=sp.KeepLatest(1))
+    assert_restores(run, 1)
+    run.wait_for_uploads(WAIT)
+    assert alone(far).steps() == [1]
+
+
+def test_bytes_that_change_between_read_and_write_are_not_uploaded(near: Path, far: Path) -> None:
+    """In a chunk of one block, so that no table of the file depends on its bytes: only its digest does."""
+
+    class _Flips(LocalStorage):
+        def within(self, prefix: str) -> _Flips:
+            return _Flips(self.path / prefix)
+
+        def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+            super().read_into(name, start, buffer)
+            buffer[len(buffer) // 2] ^= 1
+
+    pending = checkpointer(_Flips(near), far).save(1, {"w": torch.arange(64.0)})
+    with pytest.raises(sp.SaveSkipped, match="it is damaged in"):
+        pending.durable(WAIT)
+    assert alone(far).steps() == []
+    again = checkpointer(near, far)
+    assert again.restore({"w": torch.zeros(64)}) == 1
+    again.wait_for_uploads(WAIT)
+    assert alone(far).steps() == [1]
+
+
+def test_an_overwritten_step_is_judged_by_its_new_metadata(near: Path, far: Path) -> None:
+    run = checkpointer(near, far, keep_then=sp.KeepLatest(1) | sp.KeepBest("loss"))
+    for step, loss in ((1, 0.1), (2, 0.5), (1, 0.9), (3, 0.7)):
+        pending = run.save(step, state(step), metadata={"loss": loss}, overwrite=True)
+        pending.result()
+        run.wait_for_uploads(WAIT)
+    assert alone(far).steps() == [2, 3]
+
+
+@pytest.mark.parametrize("policy", [sp.KeepLatest(1), sp.KeepLatest(1) | sp.KeepBest("loss")])
+def test_while_the_second_tier_is_down_the_first_one_does_not_fill(
+    policy: sp.RetentionPolicy, near: Path, far: Path
+) -> None:
+    """Neither if it was down when the process began."""
+    down = [False]
+
+    def fault(operation: str, name: str) -> None:
+        if down[0]:
+            raise sp.StorageError("no route to host", errno="EHOSTUNREACH")
+
+    second = FaultyStorage(LocalStorage(far), lambda: True, fault)
+    run = checkpointer(near, second, keep=policy, keep_then=policy)
+    run.save(1, state(1), metadata={"loss": 0.9}).durable(WAIT)
+    down[0] = True
+    for step in range(2, 6):
+        run.save(step, state(step), metadata={"loss": 1 / step}).result()
+    assert alone(near).steps() == [5]
+    with pytest.raises(sp.StorageError, match="no route"):
+        run.wait_for_uploads(WAIT)
+    again = checkpointer(near, second, keep=policy, keep_then=policy)
+    for step in range(6, 9):
+        again.save(step, state(step), metadata={"loss": 1 / step}).result()
+    assert alone(near).steps() == [8]
+    down[0] = False
+    again.save(9, state(9), metadata={"loss": 0.0}).durable(WAIT)
+    assert alone(far).steps() == [9]
 
 
 def test_files_of_a_killed_upload_are_read_again(near: Path, far: Path) -> None:

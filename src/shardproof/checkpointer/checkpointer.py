@@ -179,7 +179,7 @@ class Checkpointer:
         self._runs: list[Storage] = [self._storage] if second is None else [self._storage, second]
         """The run in each tier, nearest first."""
         self._storage_options = storage_options
-        self._facts = StepFacts(self._view())
+        self._facts = StepFacts(self._storage)
         self._rendezvous = rendezvous or connect(deadline=deadline)
         self._found_rendezvous = rendezvous is None
         self._when_busy = when_busy
@@ -472,7 +472,8 @@ class Checkpointer:
 
         def decide(posts: Sequence[bytes]) -> bytes:
             steps = [step for step in self.steps() if not self._is_damaged(step)]
-            found, _ = self._facts.select(best, steps)
+            facts = self._facts if self._uploader is None else StepFacts(self._view())
+            found, _ = facts.select(best, steps)
             if steps and not found:
                 raise NotCommittedError(
                     f"{self._storage.location}: no committed step has a finite {best.metric!r} in its "
