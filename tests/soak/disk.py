@@ -155,21 +155,34 @@ class Disk:
             names.pop(path.name, None)
         self._removed.add(str(path))
 
-    def rotten(self) -> dict[str, Rot]:
-        """The files that `overwrite` and `remove` changed, as they are now, by their path in the folder.
+    def rotten(self, below: Path) -> dict[str, Rot]:
+        """The files that `overwrite` and `remove` changed, as they are now, by their path below a folder.
 
         A file that a process has written again under the same name is whole.
         """
-        found: dict[str, Rot] = dict.fromkeys((path[len(self._top) + 1 :] for path in self._removed), "gone")
-        folders = [("", self._root)]
+        top = str(below)
+        found: dict[str, Rot] = {
+            path[len(top) + 1 :]: "gone" for path in self._removed if path.startswith(top + "/")
+        }
+        folders = [("", self._at(top))]
         while folders:
             path, folder = folders.pop()
-            for name, node in folder.names.items():
+            for name, node in folder.names.items() if isinstance(folder, _Folder) else ():
                 if isinstance(node, _Folder):
                     folders.append((f"{path}{name}/", node))
                 elif (rot := node.rot()) is not None:
                     found[path + name] = rot
         return found
+
+    def wipe(self, folder: Path) -> None:
+        """Removes a folder and all below it behind the back of the system, as the loss of a disk does."""
+        with self._lock:
+            above = self._folder(str(folder.parent))
+            for names in (above.names, above.durable):
+                names.pop(folder.name, None)
+            self._removed = {path for path in self._removed if not path.startswith(f"{folder}/")}
+            if folder.exists():
+                self._rmtree(folder)
 
     def _rmtree(self, folder: Path) -> None:
         for patch in self._patches:

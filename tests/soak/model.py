@@ -154,12 +154,6 @@ class Model:
         """True if no file that the step needs is damaged."""
         return self.rotten().keys().isdisjoint(self.steps[step].files)
 
-    def newest_sound(self) -> int | None:
-        """The step that a restore must not go below; None if no step is sure."""
-        return max(
-            (step for step, one in self.steps.items() if one.sure and self.is_sound(step)), default=None
-        )
-
     def begin_save(self, step: int, salt: int, loss: float, *, replaces: bool) -> None:
         """A save begins: from now on the step may have these values."""
         known = self.steps.get(step)
@@ -168,14 +162,14 @@ class Model:
         elif replaces:
             known.salts.add(salt)
             known.loss[salt] = loss
-            self._checked.discard((step, False))
+            self.redo(step)
 
     def end_save(self, step: int, salt: int) -> None:
         """A save has ended without an error."""
         known = self.steps[step]
         known.salts, known.sure = {salt}, True
         self.seen_bad.discard(step)
-        self._checked.discard((step, False))
+        self.redo(step)
 
     def retained(self, policy: Policy | None, newest: int, unsure: set[int]) -> set[int]:
         """Retention may have run after the commit of `newest`. Returns the steps that it may have removed."""
@@ -184,8 +178,8 @@ class Model:
         counted = [step for step in self.steps if step <= newest and step not in self.seen_bad]
         # A step whose save failed in this job displaces no other.
         certain = [step for step in counted if step == newest or step not in unsure]
-        kept = {newest, *self._kept(policy, certain)} | {
-            step for step in counted if step not in certain and step in self._kept(policy, [*certain, step])
+        kept = {newest, *self.kept(policy, certain)} | {
+            step for step in counted if step not in certain and step in self.kept(policy, [*certain, step])
         }
         pinned = {step for step, certain in self.pins.items() if certain}
         goes = set(counted) - kept - pinned
@@ -194,13 +188,20 @@ class Model:
             self.suspects[step].sure = False
         return goes
 
-    def _kept(self, policy: Policy, steps: list[int]) -> set[int]:
+    def kept(self, policy: Policy, steps: list[int]) -> set[int]:
         """What the policy keeps, whichever of its possible values each step has."""
-        choices = [sorted({self.steps[step].loss[salt] for salt in self.steps[step].salts}) for step in steps]
+        choices = [
+            sorted({self.steps[step].loss[salt] for salt in self.steps[step].salts}) if policy.best else [0.0]
+            for step in steps
+        ]
         return set.intersection(
             set(steps),
             *(policy.kept(steps, dict(zip(steps, losses, strict=True))) for losses in product(*choices)),
         )
+
+    def redo(self, step: int) -> None:
+        """The step has to be looked at again."""
+        self._checked.discard((step, False))
 
     def lost_power(self) -> None:
         """Everything has to be looked at again."""
