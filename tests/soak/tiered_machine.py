@@ -17,6 +17,7 @@ from hypothesis.stateful import initialize, rule
 import shardproof as sp
 from shardproof.errors import SaveSkipped, ShardproofError, StorageError
 from shardproof.format import MANIFEST_NAME
+from shardproof.saving import SaveResult
 from shardproof.storage import LocalStorage
 from tests.faulty_storage import FaultyStorage
 from tests.soak.disk import Failure
@@ -49,6 +50,7 @@ class TieredMachine(RunMachine):
         """Steps that the job may replace on the second tier."""
         self.has_uploaded = False
         """True if a round of uploads of this operation has ended without an error."""
+        self.has_restored = False
         self.by_hand = False
         """True if this operation removed steps that the policies keep."""
 
@@ -62,7 +64,8 @@ class TieredMachine(RunMachine):
     def act(self, what: str, a: int, b: int) -> None:
         """See `RunMachine.act`."""
         self.outage = max(0, self.outage - 1)
-        self.saving, self.has_uploaded, self.by_hand = None, False, False
+        self.saving = None
+        self.has_uploaded = self.has_restored = self.by_hand = False
         self._step(what, a, b)
 
     def _act(self, what: str, a: int, b: int) -> None:
@@ -152,23 +155,26 @@ class TieredMachine(RunMachine):
     def _settle_uploads(self) -> None:
         """Waits for the uploads, and notes what they may have changed and what they promise."""
         pending, self.pending = self.pending, {}
+        saved = self._job.on_ranks(lambda one, rank: rank in pending and pending[rank].result(LIMIT))
         durable = self._job.on_ranks(lambda one, rank: rank in pending and pending[rank].durable(LIMIT))
         settled = self._job.on_ranks(lambda one, rank: one.wait_for_uploads(LIMIT))
         works = self.disk.failed is None and not self.outage
         if pending or any(settled):
             self._record(f"  uploads: {[str(end)[-110:] for end in (*durable, *settled)]}")
-        if works:
+        begun = self.has_restored or all(isinstance(end, SaveResult) for end in saved)
+        if works and begun:  # else the errors are those of an earlier round
             assert not any(settled), settled
+            self.has_uploaded = True
+        if works and all(isinstance(end, SaveResult) for end in saved):
             skipped = [isinstance(end, SaveSkipped) for end in durable]
             assert len(set(skipped)) == 1, durable
+            assert skipped[0] or all(isinstance(end, SaveResult) for end in durable), durable
         self._may_be_uploaded()
-        is_durable = any(end and not isinstance(end, ShardproofError) for end in durable)
-        if is_durable:
+        if any(isinstance(end, SaveResult) for end in durable):
             assert self.saving is not None
             step, salt = self.saving
             one = self.far.steps[step]
             one.salts, one.sure = {salt}, True
-        self.has_uploaded |= works and (is_durable or any(isinstance(end, SaveSkipped) for end in durable))
         if self.far.steps:
             self.far.retained(self.keep_then, max(self.far.steps), set())
 
@@ -287,7 +293,7 @@ class TieredMachine(RunMachine):
                 assert not self._is_restorable(item.step), f"a whole step was passed over: {item}"
 
     def _restored_from(self, restored: sp.checkpointer.RestoredStep) -> Model:
-        self.has_uploaded = True
+        self.has_restored = True
         step = int(restored)
         if self._model_of(restored.tier) is self.far and step in self.model.steps:
             is_later = not self._same_save(step)

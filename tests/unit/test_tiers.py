@@ -5,18 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 import shardproof as sp
 from shardproof.checkpointer.tiers import open_tiers
 from shardproof.checkpointer.tiers.throttle import Throttle
 from shardproof.format import read_manifest
 from shardproof.maintenance import verify
-from shardproof.rendezvous import LocalRendezvous
+from shardproof.rendezvous import LocalRendezvous, StoreRendezvous
 from shardproof.storage import LocalStorage, MemoryStorage, ObjectStorage
 from tests.faulty_storage import FaultyStorage
 
@@ -441,6 +444,30 @@ def test_a_second_tier_that_cannot_be_listed_is_an_error(near: Path, far: Path) 
 
     with pytest.raises(sp.StorageError, match="no route to host"):
         checkpointer(near, _Down(far)).restore(blank())
+
+
+def test_a_first_restore_that_fails_leaves_the_ranks_in_step(near: Path, far: Path) -> None:
+    alone(near).save(1, state(1)).result()
+    down = [True]
+    fault = sp.StorageError("no route to host", errno="EHOSTUNREACH")
+    second = FaultyStorage(LocalStorage(far), lambda: down[0], fault)
+    store = HashStore()
+    ranks = [StoreRendezvous(store, rank, 2, deadline=30.0) for rank in range(2)]
+    runs = [sp.Checkpointer(near, then=second, rendezvous=one, cache="none") for one in ranks]
+    with ThreadPoolExecutor(2) as pool:
+
+        def on_ranks(work: Callable[[sp.Checkpointer], Any]) -> list[Any]:
+            futures = [pool.submit(work, run) for run in runs]
+            return [future.exception(WAIT) or future.result() for future in futures]
+
+        for error in on_ranks(lambda run: run.restore(blank(), step=1)):
+            assert isinstance(error, sp.StorageError) and "no route" in str(error)
+        down[0] = False
+        assert on_ranks(lambda run: run.restore(blank(), step=1)) == [1, 1]
+        assert on_ranks(lambda run: run.wait_for_uploads(WAIT)) == [None, None]
+    for one in ranks:
+        one.close()
+    assert alone(far).steps() == [1]
 
 
 def test_the_bandwidth_bounds_the_bytes_that_are_sent(near: Path, far: Path) -> None:

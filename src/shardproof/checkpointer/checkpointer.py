@@ -446,6 +446,8 @@ class Checkpointer:
         refuse_inside("restore")
         self._check_group()
         options = Options(strict, include, exclude, cast, rename, read_once, group)
+        if self._uploader is not None:
+            self._uploader.prepare()  # an operation of its own, so not within that of the restore
         with self._rendezvous.operation(f"restore {self._storage.location}"):
             if step == "best":
                 step = self._best_step()
@@ -511,8 +513,6 @@ class Checkpointer:
         self._saver.settle()
         self.last_restore = None
         run = self._view()
-        if self._uploader is not None:
-            self._uploader.prepare()
         restore = Restore(run, self._rendezvous, step, suspect, options)
         try:
             restored = restore.run(state)
