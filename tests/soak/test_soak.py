@@ -24,7 +24,7 @@ from shardproof.format.chunk_verifier import ChunkVerifier
 from shardproof.storage import LocalSink
 from shardproof.storage.durable import flush_folders
 from tests.soak.machine import Census, RunMachine
-from tests.soak.tiered_machine import TieredMachine
+from tests.soak.tiered_machine import TieredMachine, UploadMachine
 
 STEPS = 1000
 
@@ -139,14 +139,14 @@ def damage_ends_the_restore(patch: pytest.MonkeyPatch) -> None:
         (RunMachine, retention_first, r"are lost"),
         (RunMachine, flush_after_the_commit, r"hash to|expected .* bytes|cannot be read|damaged"),
         (RunMachine, bytes_unchecked, r"has other values|has salt|is mixed"),
-        (TieredMachine, copies_unverified, r"have digest|differs from|not what was written|damaged"),
+        (UploadMachine, copies_unverified, r"have digest|differs from|not what was written|damaged"),
         (
             TieredMachine,
             leftovers_trusted,
             r"has made no progress|expected .* bytes|have digest|not what was",
         ),
-        (TieredMachine, waiting_steps_unprotected, r"were removed before their upload"),
-        (TieredMachine, damage_ends_the_restore, r"is whole|was not restored|was passed over|step \d+: "),
+        (UploadMachine, waiting_steps_unprotected, r"were removed before their upload"),
+        (UploadMachine, damage_ends_the_restore, r"is whole|was not restored|was passed over|step \d+: "),
     ],
 )
 def test_the_machine_finds_a_broken_package(

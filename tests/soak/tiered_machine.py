@@ -24,13 +24,15 @@ from tests.soak.disk import Failure
 from tests.soak.machine import LIMIT, OPERATIONS, POLICIES, RunMachine, ranks_of_a_job, small
 from tests.soak.model import Model, Policy, Step, target
 
-__all__ = ["TieredMachine"]
+__all__ = ["TieredMachine", "UploadMachine"]
 
 TIERED_OPERATIONS = [
     *OPERATIONS,
     *["outage", "damage far"] * 2,
     *["node loss", "prune far", "roll back far"],
 ]
+
+UPLOAD_OPERATIONS = [*["save"] * 8, *["outage", "damage", "arm"] * 3, *["restore"] * 2, "resize", "node loss"]
 
 policies = st.sampled_from(POLICIES)
 
@@ -63,10 +65,13 @@ class TieredMachine(RunMachine):
     @rule(what=st.sampled_from(TIERED_OPERATIONS), a=small, b=small)
     def act(self, what: str, a: int, b: int) -> None:
         """See `RunMachine.act`."""
+        self._step(what, a, b)
+
+    def _step(self, what: str, a: int, b: int) -> None:
         self.outage = max(0, self.outage - 1)
         self.saving = None
         self.has_uploaded = self.has_restored = self.by_hand = False
-        self._step(what, a, b)
+        super()._step(what, a, b)
 
     def _act(self, what: str, a: int, b: int) -> None:
         if what == "outage":
@@ -303,3 +308,12 @@ class TieredMachine(RunMachine):
 
     def _model_of(self, tier: str) -> Model:
         return {str(model.root): model for model in (self.model, self.far)}[tier]
+
+
+class UploadMachine(TieredMachine):
+    """The same with the operations alone that uploads depend on: more of the time, steps wait for theirs."""
+
+    @rule(what=st.sampled_from(UPLOAD_OPERATIONS), a=small, b=small)
+    def act(self, what: str, a: int, b: int) -> None:
+        """See `RunMachine.act`."""
+        self._step(what, a, b)
