@@ -23,7 +23,7 @@ class FaultyStorage:
 
     Args:
         inner: the storage that does the work.
-        at: which operation; None: none, to count them.
+        at: which operation; None: none, to count them; or a function: each one for which it is true.
         fault: raised, if an exception; called with operation and name, if a hook.
         only: operations that count; None: all. Those of sinks are "write_at", "finish" and "abort".
         after: do the operation first, then the fault.
@@ -34,7 +34,7 @@ class FaultyStorage:
     def __init__(
         self,
         inner: Storage,
-        at: int | None = None,
+        at: int | Callable[[], bool] | None = None,
         fault: BaseException | Hook | None = None,
         *,
         only: tuple[str, ...] | None = None,
@@ -134,10 +134,14 @@ class _FaultySink:
 
 
 class _Trigger:
-    """Counts operations of all threads and fires once."""
+    """Counts operations of all threads, and fires at those that are due."""
 
     def __init__(
-        self, at: int | None, fault: BaseException | Hook | None, only: tuple[str, ...] | None, after: bool
+        self,
+        at: int | Callable[[], bool] | None,
+        fault: BaseException | Hook | None,
+        only: tuple[str, ...] | None,
+        after: bool,
     ) -> None:
         self.seen: list[tuple[str, str]] = []
         self._at = at
@@ -160,7 +164,7 @@ class _Trigger:
             return False
         with self._lock:
             self.seen.append((operation, name))
-            return len(self.seen) - 1 == self._at
+            return self._at() if callable(self._at) else len(self.seen) - 1 == self._at
 
     def _fire(self, operation: str, name: str) -> None:
         if isinstance(self._fault, BaseException):

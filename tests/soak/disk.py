@@ -23,11 +23,14 @@ from random import Random
 from typing import Any, Literal
 from unittest import mock
 
-__all__ = ["Disk", "Failure"]
+__all__ = ["Disk", "Failure", "Rot"]
 
 Failure = Literal["power", "kill", "full", "error"]
 """How the disk fails. "power": the machine loses power. "kill": all processes end, and the machine goes on.
 "full": there is no room for new bytes and names. "error": one operation fails with an I/O error."""
+
+Rot = Literal["flipped", "cut", "gone"]
+"""What happened to a file behind the back of the system."""
 
 _TARGET_LAST = ("link", "replace", "rename")
 _NEEDS_ROOM = ("open", "pwrite", "ftruncate", "mkdir", "link")
@@ -41,12 +44,20 @@ class _File:
     last: bytes = b""
     """Bytes when its last name was removed."""
     paths: set[str] = field(default_factory=set)
+    whole: bytes | None = None
+    """Bytes before `Disk.overwrite` changed them; None if it did not."""
 
     def now(self) -> bytes:
         for path in self.paths:
             with open(path, "rb") as file:
                 return file.read()
         return self.last
+
+    def rot(self) -> Rot | None:
+        """How the bytes differ from what the system wrote; None if they do not."""
+        if self.whole is None or (now := self.now()) == self.whole:
+            return None
+        return "cut" if len(now) < len(self.whole) else "flipped"
 
     def after_loss(self, chance: Random) -> bytes:
         now, durable = self.now(), self.durable or b""
@@ -88,6 +99,8 @@ class Disk:
         self._root = _Folder()
         self._open: dict[int, _File | _Folder] = {}
         self._due: tuple[int, Failure] | None = None
+        self._removed: set[str] = set()
+        """Paths of the files that `remove` took, and that no process has written again."""
         self._lock = threading.RLock()
         self._real = {name: getattr(os, name) for name in (*_CHANGES, "close")}
         self._patches = [
@@ -130,6 +143,7 @@ class Disk:
         """Changes the bytes of a file behind the back of the system, as rot does."""
         node = self._at(str(path))
         assert isinstance(node, _File)
+        node.whole = node.now() if node.whole is None else node.whole
         with open(path, "wb") as file:  # not through `os`
             file.write(data)
         node.durable = data
@@ -139,6 +153,36 @@ class Disk:
         self._real["unlink"](path)
         for names in (self._folder(str(path.parent)).names, self._folder(str(path.parent)).durable):
             names.pop(path.name, None)
+        self._removed.add(str(path))
+
+    def rotten(self, below: Path) -> dict[str, Rot]:
+        """The files that `overwrite` and `remove` changed, as they are now, by their path below a folder.
+
+        A file that a process has written again under the same name is whole.
+        """
+        top = str(below)
+        found: dict[str, Rot] = {
+            path[len(top) + 1 :]: "gone" for path in self._removed if path.startswith(top + "/")
+        }
+        folders = [("", self._at(top))]
+        while folders:
+            path, folder = folders.pop()
+            for name, node in folder.names.items() if isinstance(folder, _Folder) else ():
+                if isinstance(node, _Folder):
+                    folders.append((f"{path}{name}/", node))
+                elif (rot := node.rot()) is not None:
+                    found[path + name] = rot
+        return found
+
+    def wipe(self, folder: Path) -> None:
+        """Removes a folder and all below it behind the back of the system, as the loss of a disk does."""
+        with self._lock:
+            above = self._folder(str(folder.parent))
+            for names in (above.names, above.durable):
+                names.pop(folder.name, None)
+            self._removed = {path for path in self._removed if not path.startswith(f"{folder}/")}
+            if folder.exists():
+                self._rmtree(folder)
 
     def _rmtree(self, folder: Path) -> None:
         for patch in self._patches:
@@ -150,13 +194,13 @@ class Disk:
                 patch.start()
 
     def _after_loss(self, folder: _Folder, chance: Random) -> dict[str, Any]:
-        """Names to bytes, or to the names of a folder."""
+        """Names to bytes and `_File.whole`, or to the names of a folder."""
         image: dict[str, Any] = {}
         for name in sorted({*folder.names, *folder.durable}):
             versions = folder.durable.get(name), folder.names.get(name)
             node = versions[0] if versions[0] is versions[1] else chance.choice(versions)
             if isinstance(node, _File):
-                image[name] = node.after_loss(chance)
+                image[name] = node.after_loss(chance), node.whole
             elif node is not None:
                 image[name] = self._after_loss(node, chance)
         return image
@@ -165,11 +209,12 @@ class Disk:
         for name, content in image.items():
             below = f"{path}/{name}"
             node: _File | _Folder
-            if isinstance(content, bytes):
+            if isinstance(content, tuple):
+                data, whole = content
                 descriptor = self._real["open"](below, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-                os.write(descriptor, content)
+                os.write(descriptor, data)
                 self._real["close"](descriptor)
-                node = _File(content, paths={below})
+                node = _File(data, paths={below}, whole=whole)
             else:
                 self._real["mkdir"](below)
                 node = _Folder()
@@ -222,6 +267,7 @@ class Disk:
             return result
         parent, _, last = path.rpartition("/")
         names = self._folder(parent).names
+        self._removed.discard(path)
         if name == "open":
             if last not in names:
                 names[last] = _File(paths={path})

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
@@ -33,7 +34,7 @@ from tests.scenarios.states import differences
 from tests.soak.disk import Disk, Failure
 from tests.soak.model import Model, Policy, Step, local_files, target, values
 
-__all__ = ["Census", "RunMachine"]
+__all__ = ["LIMIT", "OPERATIONS", "POLICIES", "Census", "Job", "RunMachine", "ranks_of_a_job", "small"]
 
 LIMIT = 120.0
 """Seconds that one operation may take."""
@@ -83,9 +84,19 @@ class Census:
 
 
 class Job:
-    """Ranks of one job, as threads."""
+    """Ranks of one job, as threads.
 
-    def __init__(self, root: Path, ranks: int, policy: Policy | None, incremental: bool) -> None:
+    Args:
+        root: folder of the run.
+        ranks: number of ranks.
+        policy: for `Checkpointer(keep=)`.
+        incremental: for `Checkpointer(incremental=)`.
+        options: further arguments of `Checkpointer`.
+    """
+
+    def __init__(
+        self, root: Path, ranks: int, policy: Policy | None, incremental: bool, **options: Any
+    ) -> None:
         self.ranks, self.policy, self.incremental = ranks, policy, incremental
         self.store = HashStore()
         self._pool = ThreadPoolExecutor(ranks)
@@ -102,6 +113,7 @@ class Job:
                 incremental=incremental,
                 full_every=4,
                 cache="none",
+                **options,
             )
             for rendezvous in self.rendezvous
         ]
@@ -123,6 +135,8 @@ class Job:
         for checkpointer in self.checkpointers:
             with suppress(ShardproofError):
                 checkpointer.wait(LIMIT)
+            with suppress(ShardproofError):
+                checkpointer.wait_for_uploads(LIMIT)
             with suppress(TimeoutError, ShardproofError):
                 checkpointer.wait_for_scrub(LIMIT)
         for rendezvous in self.rendezvous:
@@ -144,10 +158,9 @@ class RunMachine(RuleBasedStateMachine):
         log.setLevel(logging.CRITICAL)  # the warnings of a thousand faults
         self._folder = tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
         self.root = Path(self._folder.name) / "run"
-        self.root.mkdir()
-        self.disk = Disk(self.root)
+        self.disk = Disk(Path(self._folder.name))
         self.disk.__enter__()
-        self.model = Model(self.root)
+        self.model = Model(self.root, partial(self.disk.rotten, self.root))
         self.history: list[str] = []
         self.salt = 0
         self.now = 0
@@ -156,6 +169,8 @@ class RunMachine(RuleBasedStateMachine):
         """Steps whose save has failed in this job, although they may be committed."""
         self.saves_refused = 0
         self.job: Job | None = None
+        self.pending: dict[int, sp.PendingSave] = {}
+        """The last save, by rank."""
         self.interrupted = False
 
     @initialize(ranks=ranks_of_a_job, policy=st.sampled_from(POLICIES), incremental=st.booleans())
@@ -165,13 +180,22 @@ class RunMachine(RuleBasedStateMachine):
     @rule(what=st.sampled_from(OPERATIONS), a=small, b=small)
     def act(self, what: str, a: int, b: int) -> None:
         """One operation. One rule for all, because Hypothesis leaves out some rules of a whole example."""
+        self._step(what, a, b)
+
+    def _step(self, what: str, a: int, b: int) -> None:
         self._record(f"{what} {a} {b}")
         with self._reported():
             self.interrupted = False
             self._act(what, a, b)
-            self.model.check(interrupted=self.interrupted)
+            self._check()
         type(self).total_steps += 1
-        self._record(f"  {self.model.describe()}")
+        self._record(f"  {self._describe()}")
+
+    def _describe(self) -> str:
+        return self.model.describe()
+
+    def _check(self) -> None:
+        self.model.check(interrupted=self.interrupted)
 
     @contextmanager
     def _reported(self) -> Iterator[None]:
@@ -220,10 +244,10 @@ class RunMachine(RuleBasedStateMachine):
             if self._job.policy is not None and self._job.policy.best:
                 self._restore("best")
         elif what == "prune":
-            self.prune([None, 1, 3][a % 3])
+            self.prune(model, [None, 1, 3][a % 3])
         elif what == "damage":
             if model.steps:
-                self.damage(a, b, ["flip", "cut", "remove"][b % 3])
+                self.damage(model, a, b, ["flip", "cut", "remove"][b % 3])
         else:
             self.second_job(1 + a % 2)
 
@@ -285,9 +309,8 @@ class RunMachine(RuleBasedStateMachine):
             del self.model.pins[step]
         self._after()
 
-    def prune(self, keep: int | None) -> None:
+    def prune(self, model: Model, keep: int | None) -> None:
         """The command that removes what dead saves left. No job may save meanwhile."""
-        model = self.model
         if keep is not None:
             model.pruned(keep)
 
@@ -302,22 +325,19 @@ class RunMachine(RuleBasedStateMachine):
         healthy &= self.disk.failed is None
         self._after()
         if healthy:
-            self._no_leftovers()
+            self._no_leftovers(model)
 
-    def damage(self, which: int, place: int, how: str) -> None:
+    def damage(self, model: Model, which: int, place: int, how: str) -> None:
         """A file of a committed step rots."""
-        one = self.model.steps[self._pick(which)]
-        files = local_files(self.root, one.files)
+        one = model.steps[sorted(model.steps)[which % len(model.steps)]]
+        files = local_files(model.root, one.files)
         if not files:
             return
         name = files[place % len(files)]
         if how == "remove" and name.endswith(MANIFEST_NAME):
             how = "cut"
-        self._damage(name, how, place)
-        self.model.damaged.add(name)
-        if how != "flip":
-            self.model.cut.add(name)
-        self.model._checked.clear()
+        self._damage(model.root / name, how, place)
+        model._checked.clear()
 
     def second_job(self, forward: int) -> None:
         """Two jobs of one rank each save one step at the same time."""
@@ -329,7 +349,7 @@ class RunMachine(RuleBasedStateMachine):
             self.model.begin_save(step, salt, float(salt % 7), replaces=False)
             self.model.steps[step].salts |= set(salts) if fresh else set()
             self.model.steps[step].loss |= {salt: float(salt % 7)} if fresh else {}
-        jobs = [Job(self.root, 1, policy, self._job.incremental) for _ in salts]
+        jobs = [Job(self.root, 1, policy, self._job.incremental, **self._job_options()) for _ in salts]
         barrier = threading.Barrier(2)
 
         def save(index: int) -> Any:
@@ -366,10 +386,10 @@ class RunMachine(RuleBasedStateMachine):
             if self.job is not None:
                 self._record("the end: a loss of power")
                 self._end_job()
-                self.disk.restart("power", Random(self.salt))
-                self.model.lost_power()
+                self.interrupted = False
+                self._restart("power")
                 with self._reported():
-                    self.model.check()
+                    self._check()
         finally:
             self.disk.__exit__()
             self._folder.cleanup()
@@ -382,9 +402,13 @@ class RunMachine(RuleBasedStateMachine):
 
     def _begin_job(self, ranks: int, policy: Policy | None, incremental: bool) -> None:
         self._record(f"  a job of {ranks} ranks, {policy}, {'incremental' if incremental else 'full'} saves")
-        self.job = Job(self.root, ranks, policy, incremental)
+        self.job = Job(self.root, ranks, policy, incremental, **self._job_options())
         self.unsure, self.saves_refused = set(), 0
         self.model.seen_bad = set()
+
+    def _job_options(self) -> dict[str, Any]:
+        """Further arguments of `Checkpointer`."""
+        return {}
 
     def _end_job(self) -> None:
         job, self.job = self._job, None
@@ -410,11 +434,15 @@ class RunMachine(RuleBasedStateMachine):
         replaces = overwrite or step in model.seen_bad
         loss = float(salt % 7)
         model.begin_save(step, salt, loss, replaces=replaces)
-        ended = self._run(
-            lambda one, rank: one.save(
+
+        def save(one: sp.Checkpointer, rank: int) -> Any:
+            pending = one.save(
                 step, values(salt, rank, job.ranks), metadata={"loss": loss}, overwrite=overwrite
-            ).result(LIMIT)
-        )
+            )
+            self.pending[rank] = pending
+            return pending.result(LIMIT)
+
+        ended = self._run(save)
         if self._succeeded(ended):
             assert not there or replaces or not model.steps[step].sure, f"step {step} was replaced unasked"
             model.begin_save(step, salt, loss, replaces=True)
@@ -446,17 +474,17 @@ class RunMachine(RuleBasedStateMachine):
     def _restore(self, step: int | str | None) -> None:
         model, job = self.model, self._job
         targets = [target(rank, job.ranks) for rank in range(job.ranks)]
-        expected = model.newest_sound()
+        expected = self._newest_sound()
         ended = self._run(lambda one, rank: one.restore(targets[rank], step=step))
         if not self._succeeded(ended):
             error = next(end for end in ended if isinstance(end, ShardproofError))
             if self.disk.failed is None:
                 if isinstance(step, int):
-                    assert not (model.steps[step].sure and model.is_sound(step)), f"step {step}: {error}"
+                    assert not self._is_restorable(step), f"step {step}: {error}"
                 elif step is None:
                     assert expected is None, f"step {expected} was not restored: {error}"
                 else:
-                    assert model.damaged or expected is None, f"{error}"
+                    assert self._is_damaged() or expected is None, f"{error}"
             self._after()
             return
         restored = ended[0]
@@ -466,26 +494,48 @@ class RunMachine(RuleBasedStateMachine):
             self._after()
             return
         number = int(restored)
-        assert number in model.steps, f"step {number} was never saved"
         if isinstance(step, int):
             assert number == step
         elif step is None:
             assert expected is None or number >= expected, f"restored {number}, and {expected} is whole"
         self._right_values(number, targets)
         if step is None:
-            over = {item.step for item in restored.passed_over if item.committed}
-            assert all(not model.is_sound(one) for one in over), f"whole steps were passed over: {over}"
+            self._passed_over(restored)
             model.seen_bad |= {item.step for item in restored.passed_over if item.damaged}
         if self.disk.failed is None:
-            model.steps[number].sure = True  # a restore flushes the step
+            self._restored_from(restored).steps[number].sure = True  # a restore flushes the step
             self.unsure.discard(number)
         self.now = number
         self._after()
 
+    def _newest_sound(self) -> int | None:
+        """The step that a restore must not go below; None if no step is sure."""
+        return max((step for step in self.model.steps if self._is_restorable(step)), default=None)
+
+    def _is_restorable(self, step: int) -> bool:
+        """True if a restore of the step must work."""
+        return self.model.steps[step].sure and self.model.is_sound(step)
+
+    def _is_damaged(self) -> bool:
+        return bool(self.model.damaged)
+
+    def _salts(self, step: int) -> set[int]:
+        """The values that the step may have."""
+        return self.model.steps[step].salts if step in self.model.steps else set()
+
+    def _passed_over(self, restored: sp.checkpointer.RestoredStep) -> None:
+        """Checks the steps that a restore left out."""
+        over = {item.step for item in restored.passed_over if item.committed}
+        assert all(not self.model.is_sound(one) for one in over), f"whole steps were passed over: {over}"
+
+    def _restored_from(self, restored: sp.checkpointer.RestoredStep) -> Model:
+        """The model of the run that a step was restored from."""
+        return self.model
+
     def _right_values(self, step: int, targets: list[dict[str, Any]]) -> None:
         ranks = len(targets)
         salt = targets[0]["salt"]
-        assert salt in self.model.steps[step].salts, f"step {step} has salt {salt}: {self.model.steps[step]}"
+        assert salt in self._salts(step), f"step {step} has salt {salt}, not one of {self._salts(step)}"
         for rank, found in enumerate(targets):
             assert differences(found, values(salt, rank, ranks)) == [], f"step {step} is mixed"
 
@@ -497,14 +547,16 @@ class RunMachine(RuleBasedStateMachine):
             self._record(f"{failed} after {self.disk.operations} operations")
             job = self._job
             self._end_job()
-            self.disk.restart(failed, Random(self.salt))
-            self.model.lost_power()
+            self._restart(failed)
             self._begin_job(job.ranks, job.policy, job.incremental)
         elif failed is not None:
             self.disk.heal()
 
-    def _damage(self, name: str, how: str, place: int) -> None:
-        path = self.root / name
+    def _restart(self, how: Failure) -> None:
+        self.disk.restart(how, Random(self.salt))
+        self.model.lost_power()
+
+    def _damage(self, path: Path, how: str, place: int) -> None:
         data = bytearray(path.read_bytes())
         if how == "remove":
             self.disk.remove(path)
@@ -512,22 +564,22 @@ class RunMachine(RuleBasedStateMachine):
         if how == "cut":
             del data[len(data) // 2 :]
         elif data:
-            header = 8 + int.from_bytes(data[:8], "little") if name.endswith(".safetensors") else 0
+            header = 8 + int.from_bytes(data[:8], "little") if path.name.endswith(".safetensors") else 0
             in_data = place % 3 > 0 and header < len(data)  # most of a small file is its header
             begin = header + place % (len(data) - header) if in_data else place * 7919 % len(data)
             for at in range(begin, min(begin + SECTOR, len(data))):
                 data[at] ^= 1 << place % 8
         self.disk.overwrite(path, bytes(data))
 
-    def _no_leftovers(self) -> None:
+    def _no_leftovers(self, model: Model) -> None:
         """Every file belongs to a step that is there, or is lent to one."""
-        if self.model.damaged:
+        if model.damaged:
             return
-        self.model.check()
-        needed = {name for one in (*self.model.steps.values(),) for name in one.files}
+        model.check()
+        needed = {name for one in model.steps.values() for name in one.files}
         found = {
-            str(path.relative_to(self.root))
-            for path in self.root.rglob("*")
+            str(path.relative_to(model.root))
+            for path in model.root.rglob("*")
             if path.is_file() and "step-" in str(path)
         }
         extra = {name for name in found - needed if not name.endswith("pinned.json")}

@@ -6,7 +6,7 @@ reaches. `Model.check` compares it with the run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -20,6 +20,7 @@ from shardproof.format import MANIFEST_NAME, read_manifest
 from shardproof.rendezvous import LocalRendezvous
 from shardproof.storage import Storage, storage_at
 from tests.scenarios.states import blanked, differences, rows, whole
+from tests.soak.disk import Rot
 
 __all__ = ["HEIGHT", "Model", "Policy", "Step", "target", "values", "whole_values"]
 
@@ -104,9 +105,12 @@ class Model:
 
     Args:
         root: folder or URL of the run.
+        rotten: the files that are damaged now, by their path below the run.
+        options: of the store, for a URL.
     """
 
     root: Any
+    rotten: Callable[[], Mapping[str, Rot]] = dict
     options: dict[str, Any] | None = None
     steps: dict[int, Step] = field(default_factory=dict)
     suspects: dict[int, Step] = field(default_factory=dict)
@@ -116,10 +120,6 @@ class Model:
     """Steps that are or may be pinned, and whether that is certain."""
     may_go: set[int] = field(default_factory=set)
     """Steps that retention or prune may have removed."""
-    damaged: set[str] = field(default_factory=set)
-    """Files whose bytes were changed or cut, by their path below the run."""
-    cut: set[str] = field(default_factory=set)
-    """Those of `damaged` that are missing or too short."""
     ghosts: dict[int, Step] = field(default_factory=dict)
     """Steps whose removal was interrupted."""
     seen_bad: set[int] = field(default_factory=set)
@@ -144,15 +144,15 @@ class Model:
             self.root, rendezvous=LocalRendezvous(), cache="none", scrub=None, storage_options=self.options
         )
 
-    def is_sound(self, step: int) -> bool:
-        """True if no file that the step needs was damaged."""
-        return self.damaged.isdisjoint(self.steps[step].files)
+    @property
+    def damaged(self) -> dict[str, Rot]:
+        """The damaged files that are there, or that a step or a suspect needs."""
+        needed = {name for one in (*self.steps.values(), *self.suspects.values()) for name in one.files}
+        return {name: how for name, how in self.rotten().items() if how != "gone" or name in needed}
 
-    def newest_sound(self) -> int | None:
-        """The step that a restore must not go below; None if no step is sure."""
-        return max(
-            (step for step, one in self.steps.items() if one.sure and self.is_sound(step)), default=None
-        )
+    def is_sound(self, step: int) -> bool:
+        """True if no file that the step needs is damaged."""
+        return self.rotten().keys().isdisjoint(self.steps[step].files)
 
     def begin_save(self, step: int, salt: int, loss: float, *, replaces: bool) -> None:
         """A save begins: from now on the step may have these values."""
@@ -162,14 +162,14 @@ class Model:
         elif replaces:
             known.salts.add(salt)
             known.loss[salt] = loss
-            self._checked.discard((step, False))
+            self.redo(step)
 
     def end_save(self, step: int, salt: int) -> None:
         """A save has ended without an error."""
         known = self.steps[step]
         known.salts, known.sure = {salt}, True
         self.seen_bad.discard(step)
-        self._checked.discard((step, False))
+        self.redo(step)
 
     def retained(self, policy: Policy | None, newest: int, unsure: set[int]) -> set[int]:
         """Retention may have run after the commit of `newest`. Returns the steps that it may have removed."""
@@ -178,8 +178,8 @@ class Model:
         counted = [step for step in self.steps if step <= newest and step not in self.seen_bad]
         # A step whose save failed in this job displaces no other.
         certain = [step for step in counted if step == newest or step not in unsure]
-        kept = {newest, *self._kept(policy, certain)} | {
-            step for step in counted if step not in certain and step in self._kept(policy, [*certain, step])
+        kept = {newest, *self.kept(policy, certain)} | {
+            step for step in counted if step not in certain and step in self.kept(policy, [*certain, step])
         }
         pinned = {step for step, certain in self.pins.items() if certain}
         goes = set(counted) - kept - pinned
@@ -188,30 +188,40 @@ class Model:
             self.suspects[step].sure = False
         return goes
 
-    def _kept(self, policy: Policy, steps: list[int]) -> set[int]:
+    def kept(self, policy: Policy, steps: list[int]) -> set[int]:
         """What the policy keeps, whichever of its possible values each step has."""
-        choices = [sorted({self.steps[step].loss[salt] for salt in self.steps[step].salts}) for step in steps]
+        choices = [
+            sorted({self.steps[step].loss[salt] for salt in self.steps[step].salts}) if policy.best else [0.0]
+            for step in steps
+        ]
         return set.intersection(
             set(steps),
             *(policy.kept(steps, dict(zip(steps, losses, strict=True))) for losses in product(*choices)),
         )
+
+    def redo(self, step: int) -> None:
+        """The step has to be looked at again."""
+        self._checked.discard((step, False))
 
     def lost_power(self) -> None:
         """Everything has to be looked at again."""
         self._checked.clear()
 
     def pruned(self, keep: int) -> None:
-        """`prune` has kept this many steps: those that it sees to be damaged take no place."""
-        seen, unseen = [], []
-        for step in sorted(self.steps):
-            bad = self.steps[step].files & self.damaged
-            if any(name in self.cut or name.endswith(MANIFEST_NAME) for name in bad):
-                continue
-            unseen.append(step)  # it does not read shards, and may or may not see the damage of an index
-            if not any("index-" in name for name in bad):
-                seen.append(step)
-        kept = set(seen[-keep:]) & set(unseen[-keep:])
-        self.may_go |= set(self.steps) - kept - {step for step, certain in self.pins.items() if certain}
+        """`prune` has kept this many steps: those that it sees to be damaged take no place.
+
+        It reads manifests, and looks at the sizes of the other files.
+        """
+        damaged = self.rotten()
+        seen = [
+            step
+            for step, one in sorted(self.steps.items())
+            if not any(
+                damaged[name] != "flipped" or name.endswith(MANIFEST_NAME)
+                for name in one.files & damaged.keys()
+            )
+        ]
+        self.may_go |= set(self.steps) - {*seen[-keep:], *(step for step, sure in self.pins.items() if sure)}
         for step in self.settled & set(self.suspects):
             self.suspects[step].sure = False
 
@@ -257,7 +267,7 @@ class Model:
         try:
             manifest = read_manifest(run.within(folder))
         except (FormatError, NotCommittedError):
-            assert f"{folder}/manifest.json" in self.damaged, f"{folder} has a manifest that cannot be read"
+            assert f"{folder}/manifest.json" in self.rotten(), f"{folder} has a manifest that cannot be read"
             return
         files = {f"{record.folder or folder}/{record.name}" for record in manifest.files}
         one.files = frozenset({*files, f"{folder}/{manifest.index.name}", f"{folder}/manifest.json"})
@@ -265,7 +275,7 @@ class Model:
         try:
             sp.load(run.within(folder), found, rendezvous=LocalRendezvous())
         except ShardproofError:
-            if self.damaged.isdisjoint(one.files):
+            if self.rotten().keys().isdisjoint(one.files):
                 raise
             return
         wrong = {salt: differences(found, whole_values(salt)) for salt in one.salts}

@@ -1,14 +1,14 @@
 """Arbitrary operations and faults: no committed step is lost, no broken one is accepted, nothing grows.
 
 The seeds are fixed. Ranks are threads, so a seed does not fix in which order they come: a failure prints what
-the machine did. The last tests break the package in three places, and the machine must notice.
+the machine did. The last tests break the package in some places, and the machine must notice.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, ClassVar
 
@@ -18,11 +18,13 @@ from hypothesis.stateful import run_state_machine_as_test
 
 import shardproof as sp
 from shardproof.checkpointer import delete_steps
-from shardproof.errors import ShardproofError
+from shardproof.checkpointer.tiers import TieredRun, Uploader
+from shardproof.errors import CorruptChunkError, ShardproofError
 from shardproof.format.chunk_verifier import ChunkVerifier
 from shardproof.storage import LocalSink
 from shardproof.storage.durable import flush_folders
 from tests.soak.machine import Census, RunMachine
+from tests.soak.tiered_machine import TieredMachine, UploadMachine
 
 STEPS = 1000
 
@@ -41,15 +43,18 @@ def run(machine: type[RunMachine], examples: int, steps: int, *, number: int | N
     run_state_machine_as_test(machine if number is None else seed(number)(machine), settings=options)
 
 
-def test_no_committed_step_is_lost_and_no_broken_one_accepted() -> None:
-    run(RunMachine, 4, 25)
+@pytest.mark.parametrize("machine", [RunMachine, TieredMachine], ids=["one tier", "two tiers"])
+def test_no_committed_step_is_lost_and_no_broken_one_accepted(machine: type[RunMachine]) -> None:
+    run(machine, 4, 25)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("number", [1, 2])
-def test_a_thousand_steps_lose_nothing_and_hold_nothing(number: int) -> None:
-    class Counted(RunMachine):
+@pytest.mark.parametrize(
+    ("machine", "number"), [(RunMachine, 1), (RunMachine, 2), (TieredMachine, 1), (TieredMachine, 2)]
+)
+def test_a_thousand_steps_lose_nothing_and_hold_nothing(machine: type[RunMachine], number: int) -> None:
+    class Counted(machine):  # type: ignore[misc,valid-type]
         census: ClassVar[list[Census] | None] = []
         total_steps = 0
 
@@ -99,23 +104,61 @@ def flush_after_the_commit(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LocalSink, "finish", finish)
 
 
+def copies_unverified(patch: pytest.MonkeyPatch) -> None:
+    """An upload compares no digest of a chunk, so damage of the first tier reaches the second."""
+    check = ChunkVerifier.check_pieces
+
+    def unchecked(self: ChunkVerifier, at: int, pieces: Iterable[memoryview]) -> list[bytes]:
+        with suppress(CorruptChunkError):
+            return check(self, at, pieces)
+        return []
+
+    patch.setattr(ChunkVerifier, "check_pieces", unchecked)
+
+
+def leftovers_trusted(patch: pytest.MonkeyPatch) -> None:
+    """A file that a killed upload left is taken as it is."""
+    patch.setattr(Uploader, "_is_whole", lambda self, target, record: True)
+
+
+def waiting_steps_unprotected(patch: pytest.MonkeyPatch) -> None:
+    """Retention of the first tier removes steps that wait for their upload."""
+    patch.setattr(Uploader, "protected", lambda self: set())
+
+
+def damage_ends_the_restore(patch: pytest.MonkeyPatch) -> None:
+    """A step whose first copy is damaged is passed over, although the second tier has a good one."""
+    patch.setattr(TieredRun, "next_copy", lambda self, folder, error: False)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("break_it", "found"),
+    ("machine", "break_it", "found"),
     [
-        (retention_first, r"are lost"),
-        (flush_after_the_commit, r"hash to|expected .* bytes|cannot be read|damaged"),
-        (bytes_unchecked, r"has other values|has salt|is mixed"),
+        (RunMachine, retention_first, r"are lost"),
+        (RunMachine, flush_after_the_commit, r"hash to|expected .* bytes|cannot be read|damaged"),
+        (RunMachine, bytes_unchecked, r"has other values|has salt|is mixed"),
+        (UploadMachine, copies_unverified, r"have digest|differs from|not what was written|damaged|is whole"),
+        (
+            TieredMachine,
+            leftovers_trusted,
+            r"has made no progress|expected .* bytes|have digest|not what was",
+        ),
+        (UploadMachine, waiting_steps_unprotected, r"were removed before their upload|No such file"),
+        (UploadMachine, damage_ends_the_restore, r"is whole|was not restored|was passed over|step \d+: "),
     ],
 )
 def test_the_machine_finds_a_broken_package(
-    break_it: Callable[[pytest.MonkeyPatch], None], found: str, monkeypatch: pytest.MonkeyPatch
+    machine: type[RunMachine],
+    break_it: Callable[[pytest.MonkeyPatch], None],
+    found: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     break_it(monkeypatch)
     failures: list[str] = []
 
-    class Noted(RunMachine):
+    class Noted(machine):  # type: ignore[misc,valid-type]
         def failed(self, error: BaseException) -> None:
             failures.append(repr(error))
 

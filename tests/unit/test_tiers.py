@@ -5,18 +5,22 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 import shardproof as sp
-from shardproof.checkpointer.tiers import open_tiers
+from shardproof.checkpointer.tiers import Uploader, open_tiers
 from shardproof.checkpointer.tiers.throttle import Throttle
 from shardproof.format import read_manifest
 from shardproof.maintenance import verify
-from shardproof.rendezvous import LocalRendezvous
+from shardproof.rendezvous import LocalRendezvous, StoreRendezvous
 from shardproof.storage import LocalStorage, MemoryStorage, ObjectStorage
 from tests.faulty_storage import FaultyStorage
 
@@ -255,17 +259,94 @@ def test_a_failure_of_the_second_tier_touches_nothing_else(
     assert files(near) == files(far)
 
 
-def test_damage_of_the_first_tier_is_not_uploaded(near: Path, far: Path) -> None:
+@pytest.mark.parametrize("what", ["manifest", "index", "lost index", "chunk"])
+def test_damage_of_the_first_tier_is_not_uploaded(what: str, near: Path, far: Path) -> None:
+    """And the older steps, which wait behind the damaged one, are."""
     alone(near).save(1, state(1)).result()
     alone(near).save(2, state(2)).result()
-    (shard,) = (near / "step-00000002" / "shards").iterdir()
-    flip(shard, shard.stat().st_size // 2)
+    folder = near / "step-00000002"
+    (shard,), (index,) = (folder / "shards").iterdir(), folder.glob("index-*")
+    if what == "lost index":
+        index.unlink()
+    else:
+        damaged = {"manifest": folder / "manifest.json", "index": index, "chunk": shard}[what]
+        flip(damaged, damaged.stat().st_size // 2)
     run = checkpointer(near, far)
     run.save(3, state(3)).durable(WAIT)
     run.wait_for_uploads(WAIT)
     assert alone(far).steps() == [1, 3]
     for step in (1, 3):
         assert verify(LocalStorage(far / f"step-0000000{step}")).ok
+
+
+def test_a_damaged_step_takes_no_place_on_the_second_tier(near: Path, far: Path) -> None:
+    for step in (1, 2):
+        alone(near).save(step, state(step)).result()
+    (index,) = (near / "step-00000002").glob("index-*")
+    flip(index, index.stat().st_size // 2)
+    run = checkpointer(near, far, keep_then=sp.KeepLatest(1))
+    assert_restores(run, 1)
+    run.wait_for_uploads(WAIT)
+    assert alone(far).steps() == [1]
+
+
+def test_bytes_that_change_between_read_and_write_are_not_uploaded(near: Path, far: Path) -> None:
+    """In a chunk of one block, so that no table of the file depends on its bytes: only its digest does."""
+
+    class _Flips(LocalStorage):
+        def within(self, prefix: str) -> _Flips:
+            return _Flips(self.path / prefix)
+
+        def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+            super().read_into(name, start, buffer)
+            buffer[len(buffer) // 2] ^= 1
+
+    pending = checkpointer(_Flips(near), far).save(1, {"w": torch.arange(64.0)})
+    with pytest.raises(sp.SaveSkipped, match="it is damaged in"):
+        pending.durable(WAIT)
+    assert alone(far).steps() == []
+    again = checkpointer(near, far)
+    assert again.restore({"w": torch.zeros(64)}) == 1
+    again.wait_for_uploads(WAIT)
+    assert alone(far).steps() == [1]
+
+
+def test_an_overwritten_step_is_judged_by_its_new_metadata(near: Path, far: Path) -> None:
+    run = checkpointer(near, far, keep_then=sp.KeepLatest(1) | sp.KeepBest("loss"))
+    for step, loss in ((1, 0.1), (2, 0.5), (1, 0.9), (3, 0.7)):
+        pending = run.save(step, state(step), metadata={"loss": loss}, overwrite=True)
+        pending.result()
+        run.wait_for_uploads(WAIT)
+    assert alone(far).steps() == [2, 3]
+
+
+@pytest.mark.parametrize("policy", [sp.KeepLatest(1), sp.KeepLatest(1) | sp.KeepBest("loss")])
+def test_while_the_second_tier_is_down_the_first_one_does_not_fill(
+    policy: sp.RetentionPolicy, near: Path, far: Path
+) -> None:
+    """Neither if it was down when the process began."""
+    down = [False]
+
+    def fault(operation: str, name: str) -> None:
+        if down[0]:
+            raise sp.StorageError("no route to host", errno="EHOSTUNREACH")
+
+    second = FaultyStorage(LocalStorage(far), lambda: True, fault)
+    run = checkpointer(near, second, keep=policy, keep_then=policy)
+    run.save(1, state(1), metadata={"loss": 0.9}).durable(WAIT)
+    down[0] = True
+    for step in range(2, 6):
+        run.save(step, state(step), metadata={"loss": 1 / step}).result()
+    assert alone(near).steps() == [5]
+    with pytest.raises(sp.StorageError, match="no route"):
+        run.wait_for_uploads(WAIT)
+    again = checkpointer(near, second, keep=policy, keep_then=policy)
+    for step in range(6, 9):
+        again.save(step, state(step), metadata={"loss": 1 / step}).result()
+    assert alone(near).steps() == [8]
+    down[0] = False
+    again.save(9, state(9), metadata={"loss": 0.0}).durable(WAIT)
+    assert alone(far).steps() == [9]
 
 
 def test_files_of_a_killed_upload_are_read_again(near: Path, far: Path) -> None:
@@ -364,6 +445,86 @@ def test_a_second_tier_that_cannot_be_listed_is_an_error(near: Path, far: Path) 
 
     with pytest.raises(sp.StorageError, match="no route to host"):
         checkpointer(near, _Down(far)).restore(blank())
+
+
+def test_a_first_restore_that_fails_leaves_the_ranks_in_step(near: Path, far: Path) -> None:
+    alone(near).save(1, state(1)).result()
+    down = [True]
+    fault = sp.StorageError("no route to host", errno="EHOSTUNREACH")
+    second = FaultyStorage(LocalStorage(far), lambda: down[0], fault)
+    store = HashStore()
+    ranks = [StoreRendezvous(store, rank, 2, deadline=30.0) for rank in range(2)]
+    runs = [sp.Checkpointer(near, then=second, rendezvous=one, cache="none") for one in ranks]
+    with ThreadPoolExecutor(2) as pool:
+
+        def on_ranks(work: Callable[[sp.Checkpointer], Any]) -> list[Any]:
+            futures = [pool.submit(work, run) for run in runs]
+            return [future.exception(WAIT) or future.result() for future in futures]
+
+        for error in on_ranks(lambda run: run.restore(blank(), step=1)):
+            assert isinstance(error, sp.StorageError) and "no route" in str(error)
+        down[0] = False
+        assert on_ranks(lambda run: run.restore(blank(), step=1)) == [1, 1]
+        assert on_ranks(lambda run: run.wait_for_uploads(WAIT)) == [None, None]
+    for one in ranks:
+        one.close()
+    assert alone(far).steps() == [1]
+
+
+def test_all_ranks_of_an_upload_together_keep_to_the_bandwidth(
+    near: Path, far: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank has a clock of its own, which only the throttle moves. Both clocks begin at 0."""
+    bandwidth, ranks = 100_000, 2
+    clocks = [[0.0] for _ in range(ranks)]
+    sent: list[tuple[float, int]] = []
+
+    class _Noted(LocalStorage):
+        """Notes when the bytes of a rank are handed to the upload."""
+
+        clock: list[float]
+
+        def within(self, prefix: str) -> _Noted:
+            inner = _Noted(self.path / prefix)
+            inner.clock = self.clock
+            return inner
+
+        def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+            sent.append((self.clock[0], len(buffer)))
+            super().read_into(name, start, buffer)
+
+    def of_rank(rank: int) -> sp.Checkpointer:
+        clock, first = clocks[rank], _Noted(near)
+        first.clock = clock
+
+        def sleep(seconds: float) -> None:
+            clock[0] += seconds
+
+        timed = partial(Uploader, clock=lambda: clock[0], sleep=sleep)
+        monkeypatch.setattr("shardproof.checkpointer.checkpointer.Uploader", timed)
+        meetings = StoreRendezvous(store, rank, ranks, deadline=30.0)
+        return sp.Checkpointer(first, then=far, rendezvous=meetings, cache="none", upload_bandwidth=bandwidth)
+
+    def save(rank: int) -> None:
+        rows = (0, 6000) if rank == 0 else (6000, 8000)  # three quarters of the bytes, and one
+        part = torch.arange(float(rows[0]), float(rows[1]))
+        whole = sp.LocalShards((8000, 32), [(part[:, None].repeat(1, 32), (rows[0], 0))], dtype=part.dtype)
+        runs[rank].save(1, {"w": whole}).durable(WAIT)
+
+    store = HashStore()
+    runs = [of_rank(rank) for rank in range(ranks)]
+    with ThreadPoolExecutor(ranks) as pool:
+        list(pool.map(save, range(ranks)))
+    total, piece = sum(count for _, count in sent), max(count for _, count in sent)
+    assert total == 8000 * 32 * 4
+    sent.sort()
+    for at, (begin, _) in enumerate(sent):
+        bytes_since = 0
+        for time, count in sent[at:]:
+            bytes_since += count
+            assert bytes_since <= bandwidth * (time - begin) + ranks * piece
+    for clock in clocks:  # both are busy to the end
+        assert clock[0] == pytest.approx(total / bandwidth, rel=0.2)
 
 
 def test_the_bandwidth_bounds_the_bytes_that_are_sent(near: Path, far: Path) -> None:

@@ -179,7 +179,7 @@ class Checkpointer:
         self._runs: list[Storage] = [self._storage] if second is None else [self._storage, second]
         """The run in each tier, nearest first."""
         self._storage_options = storage_options
-        self._facts = StepFacts(self._view())
+        self._facts = StepFacts(self._storage)
         self._rendezvous = rendezvous or connect(deadline=deadline)
         self._found_rendezvous = rendezvous is None
         self._when_busy = when_busy
@@ -446,6 +446,8 @@ class Checkpointer:
         refuse_inside("restore")
         self._check_group()
         options = Options(strict, include, exclude, cast, rename, read_once, group)
+        if self._uploader is not None:
+            self._uploader.prepare()  # an operation of its own, so not within that of the restore
         with self._rendezvous.operation(f"restore {self._storage.location}"):
             if step == "best":
                 step = self._best_step()
@@ -472,7 +474,8 @@ class Checkpointer:
 
         def decide(posts: Sequence[bytes]) -> bytes:
             steps = [step for step in self.steps() if not self._is_damaged(step)]
-            found, _ = self._facts.select(best, steps)
+            facts = self._facts if self._uploader is None else StepFacts(self._view())
+            found, _ = facts.select(best, steps)
             if steps and not found:
                 raise NotCommittedError(
                     f"{self._storage.location}: no committed step has a finite {best.metric!r} in its "
@@ -510,8 +513,6 @@ class Checkpointer:
         self._saver.settle()
         self.last_restore = None
         run = self._view()
-        if self._uploader is not None:
-            self._uploader.prepare()
         restore = Restore(run, self._rendezvous, step, suspect, options)
         try:
             restored = restore.run(state)

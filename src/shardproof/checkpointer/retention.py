@@ -137,10 +137,12 @@ class StepFacts:
 
     Args:
         run: the run's folder.
+        holder: gives the run whose manifest of a step to read; None: `run`.
     """
 
-    def __init__(self, run: Storage) -> None:
+    def __init__(self, run: Storage, holder: Callable[[int], Storage] | None = None) -> None:
         self._run = run
+        self._holder = holder
         self._known: dict[int, tuple[float, Mapping[str, Any]]] = {}
 
     def select(self, policy: Retention, steps: Sequence[int]) -> tuple[set[int], set[int]]:
@@ -166,13 +168,15 @@ class StepFacts:
         self._known.pop(step, None)
 
     def _read(self, step: int) -> tuple[float, Mapping[str, Any]]:
-        if step not in self._known:
+        facts = self._known.get(step)
+        if facts is None:
+            run = self._run if self._holder is None else self._holder(step)
             try:
-                manifest = read_manifest(self._run.within(step_name(step)))
+                manifest = read_manifest(run.within(step_name(step)))
             except (FormatError, NotCommittedError) as error:
                 raise _Unreadable(step) from error
-            self._known[step] = manifest.time, _small_values(manifest.metadata)
-        return self._known[step]
+            facts = self._known[step] = manifest.time, _small_values(manifest.metadata)
+        return facts
 
 
 def _small_values(metadata: Mapping[str, Any]) -> dict[str, Any]:

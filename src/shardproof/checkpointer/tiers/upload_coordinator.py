@@ -5,6 +5,10 @@ it names is there with the recorded size. The ranks verified each file with its 
 bytes of index and manifest are those of the first tier. So a step on the second tier is an ordinary
 checkpoint, and a killed upload leaves files without a manifest, as a killed save does.
 
+Note "The first tier does not wait": `protected` is part of a save's retention, so it reads the first tier
+alone. Of the second tier it uses what the last round saw. Before the first round that is nothing, and more
+steps stay.
+
 Note "Files that are there": a file on the second tier that a manifest there names is durable and verified.
 It is not copied again. A file that no manifest names may be that of a killed upload: the rank reads it again
 and compares it with its digest.
@@ -17,7 +21,8 @@ Otherwise it is skipped with an error. A node that returns with an old disk repl
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -25,7 +30,6 @@ from shardproof.checkpointer.pins import read_pin
 from shardproof.checkpointer.policies import Retention
 from shardproof.checkpointer.retention import StepFacts, retain
 from shardproof.checkpointer.step_folders import PINNED_NAME, parse_step, step_name
-from shardproof.checkpointer.tiers.tiered_run import TieredRun
 from shardproof.checkpointer.tiers.upload_messages import (
     Skip,
     Upload,
@@ -37,6 +41,7 @@ from shardproof.errors import (
     AlreadyCommittedError,
     FormatError,
     NotCommittedError,
+    ShardproofError,
     StorageError,
 )
 from shardproof.format import (
@@ -84,29 +89,31 @@ class UploadCoordinator:
         self._first, self._second = first, second
         self._keep, self._bandwidth = keep, bandwidth
         self._damaged_before = damaged
-        self._facts = StepFacts(TieredRun([second, first]))
+        self._facts = StepFacts(second, self._holder)
+        self._stored: dict[int, bytes] = {}
+        """Steps of the second tier as the last round saw them, to their seals."""
         self._there: dict[int, bytes] = {}
         """Steps of the second tier that this process found or made whole, to their seals."""
         self._damaged: dict[int, bytes] = {}
         """Steps that could not be uploaded because they are damaged in the first tier, to their seals."""
         self._references: References | None = None
-        self._under_way: tuple[int, Manifest, bytes, bool] | None = None
-        """Step, manifest, its bytes, and whether it replaces one."""
+        self._under_way: _UnderWay | None = None
 
     def protected(self) -> set[int]:
         """The steps that retention must not remove from the first tier.
 
         That is the step whose upload is under way, and with a policy for the second tier those that wait for
-        their upload and that it keeps.
+        their upload and that it keeps (note "The first tier does not wait").
 
         Raises:
-            StorageError: a tier cannot be listed.
+            StorageError: the first tier cannot be listed.
         """
         under_way = self._under_way
-        steps = set() if under_way is None else {under_way[0]}
+        steps = set() if under_way is None else {under_way.step}
         if self._keep is not None:
-            here, there = self._committed(self._first), self._committed(self._second)
-            steps |= self._kept(there, here) & (here.keys() - there.keys())
+            there = self._stored
+            waiting = self._committed(self._first).keys() - there.keys()
+            steps |= self._kept(there, waiting) & waiting
         return steps
 
     def plan(self, requests: Sequence[UploadRequest], posts: Sequence[bytes]) -> list[bytes]:
@@ -122,29 +129,27 @@ class UploadCoordinator:
     def commit(self, requests: Sequence[UploadRequest], posts: Sequence[bytes]) -> list[bytes]:
         """Commits the upload under way, removes old steps of the second tier, and answers as `plan` does."""
         reports = self._reports(posts)
-        assert self._under_way is not None
-        (step, manifest, text, replace), failed = self._under_way, _first_error(reports)
+        upload, failed = self._under_way, _first_error(reports)
+        assert upload is not None
+        step, seal = upload.step, _seal_of(upload.text)
         if failed is not None:
             rank, error = failed
             if not reports[rank].is_damage:
                 raise from_rank(rank, len(reports), error)
-            self._under_way, self._damaged[step] = None, _seal_of(text)
-            _log.error(
-                "%s: step %d is damaged, and is not uploaded: %s",
-                self._first.location,
-                step,
-                from_rank(rank, len(reports), error),
-            )
+            self._under_way = None
+            self._give_up_damaged(step, seal, from_rank(rank, len(reports), error))
             return self._answer(requests, reports)
-        self._publish(step, manifest, text, replace)
+        self._publish(upload)
         self._under_way = None
-        self._there[step] = _seal_of(text)
+        self._there[step] = seal
+        self._stored = {**self._stored, step: seal}
+        self._facts.forget(step)
         if self._references is not None:
-            self._references.add(step_name(step), manifest)
+            self._references.add(step_name(step), upload.manifest)
         _log.info("%s: step %d is on %s", self._first.location, step, self._second.location)
         if self._keep is not None:
             self._references = None
-            retain(
+            removed = retain(
                 self._second,
                 self._keep,
                 max(self._there),
@@ -152,6 +157,7 @@ class UploadCoordinator:
                 is_proved=lambda step: True,
                 facts=self._facts,
             )
+            self._stored = {one: seal for one, seal in self._stored.items() if step_name(one) not in removed}
         return self._answer(requests, reports)
 
     def give_up(self) -> None:
@@ -162,22 +168,22 @@ class UploadCoordinator:
         return [msgspec.msgpack.decode(post, type=UploadReport) for post in posts]
 
     def _answer(self, requests: Sequence[UploadRequest], reports: Sequence[UploadReport]) -> list[bytes]:
-        pending, uploaded, skipped = self._settle(requests)
+        pending, reasons = self._pending(requests)
+        while pending and self._under_way is None:
+            newest = max(pending)
+            self._under_way = self._read(newest, pending[newest])
+            if self._under_way is None:  # without it, keep_then may keep an older one
+                pending, reasons = self._pending(requests)
+        uploaded, skipped = self._settle(requests, pending, reasons)
         shares: list[Upload | None] = [None] * len(reports)
-        for step in sorted(pending, reverse=True):
-            found = self._read(step, pending[step])
-            if found is not None:
-                self._under_way = found
-                shares = [*self._share(found[0], found[1], reports)]
-                break
+        if self._under_way is not None:
+            shares = [*self._share(self._under_way.step, self._under_way.manifest, reports)]
         return [
             msgspec.msgpack.encode(UploadAnswer(share, tuple(uploaded), tuple(skipped))) for share in shares
         ]
 
-    def _settle(
-        self, requests: Sequence[UploadRequest]
-    ) -> tuple[dict[int, bool], list[tuple[int, str]], list[Skip]]:
-        """The steps to upload, with whether one is replaced; what is uploaded; and what is skipped."""
+    def _pending(self, requests: Sequence[UploadRequest]) -> tuple[dict[int, bool], dict[int, str]]:
+        """The steps to upload, with whether one is replaced; and why other steps are not uploaded."""
         here = self._committed(self._first)
         there = self._committed(self._second, None if self._keep is not None else here)
         may_replace = {one.step: one.attempt for one in requests if one.overwrite}
@@ -198,14 +204,20 @@ class UploadCoordinator:
             elif self._there.get(step) != seal:  # its process may have died before it was flushed
                 self._second.within(step_name(step)).flush(MANIFEST_NAME)
             self._there.update({step: there[step]} if step in there and step not in pending else {})
-        kept = self._kept(there, pending)
+        self._stored = {step: seal for step, seal in there.items() if step not in pending}
+        kept = self._kept(self._stored, pending)
         for step in set(pending) - kept:
             reasons[step] = f"keep_then does not keep it beside the other steps of {self._second.location}"
-        pending = {step: replace for step, replace in pending.items() if step in kept}
+        return {step: replace for step, replace in pending.items() if step in kept}, reasons
+
+    def _settle(
+        self, requests: Sequence[UploadRequest], pending: Collection[int], reasons: Mapping[int, str]
+    ) -> tuple[list[tuple[int, str]], list[Skip]]:
+        """The requests that are fulfilled, by step and attempt, and those that will not be."""
         uploaded: list[tuple[int, str]] = []
         skipped: list[Skip] = []
         for one in requests:
-            if one.step not in reasons and one.step in pending:
+            if one.step in pending:
                 continue
             if one.step not in reasons and _attempt(self._second, one.step) == one.attempt:
                 uploaded.append((one.step, one.attempt))
@@ -213,7 +225,7 @@ class UploadCoordinator:
             reason = reasons.get(one.step, f"it was removed from {self._first.location} before its upload")
             skipped.append(Skip(one.step, one.attempt, reason))
             _log.warning("%s: step %d is not uploaded: %s", self._first.location, one.step, reason)
-        return pending, uploaded, skipped
+        return uploaded, skipped
 
     def _may_replace(self, step: int, attempt: str | None) -> bool:
         """True if a step of the second tier may be replaced: by a save that overwrites, or if it is damaged.
@@ -256,22 +268,44 @@ class UploadCoordinator:
         steps = sorted({*there, *pending})
         if self._keep is None or not steps:
             return set(steps)
+        for step in pending:
+            self._facts.forget(step)  # it may have been saved again
         selected, unreadable = self._facts.select(self._keep, steps)
         pinned = {step for step in pending if read_pin(self._first.within(step_name(step))) is not None}
         return {*selected, *unreadable, *pinned, steps[-1]}
 
-    def _read(self, step: int, replace: bool) -> tuple[int, Manifest, bytes, bool] | None:
-        """The manifest of a step in the first tier; None if it cannot be uploaded."""
+    def _holder(self, step: int) -> Storage:
+        """The tier whose manifest of a step counts for the policy: the first for a step that waits."""
+        return self._second if step in self._stored else self._first
+
+    def _read(self, step: int, replace: bool) -> _UnderWay | None:
+        """The manifest and the index of a step in the first tier; None if one is damaged or gone."""
         place = self._first.within(step_name(step))
+        text = b""
         try:
             text = place.read(MANIFEST_NAME)
-            return step, decode_manifest(text, f"{place.location}/{MANIFEST_NAME}"), text, replace
+            manifest = decode_manifest(text, f"{place.location}/{MANIFEST_NAME}")
+            index = place.read(manifest.index.name)
+            if bytes_digest(index) != manifest.index.digest:
+                raise FormatError(
+                    f"{place.location}/{manifest.index.name}: the digest differs from the manifest's. "
+                    "`shardproof repair` can write the index again",
+                    file=manifest.index.name,
+                )
         except FormatError as error:
-            _log.error("%s: step %d cannot be uploaded: %s", self._first.location, step, error)
+            self._give_up_damaged(step, _seal_of(text), error)
         except StorageError as error:
             if not error.details.get("missing"):
                 raise
+            if text:
+                self._give_up_damaged(step, _seal_of(text), error)
+        else:
+            return _UnderWay(step, manifest, text, index, replace)
         return None
+
+    def _give_up_damaged(self, step: int, seal: bytes, error: ShardproofError) -> None:
+        self._damaged[step] = seal
+        _log.error("%s: step %d is damaged, and is not uploaded: %s", self._first.location, step, error)
 
     def _share(self, step: int, manifest: Manifest, reports: Sequence[UploadReport]) -> list[Upload]:
         """Each rank's part of the upload. The rank that wrote a file copies it, if the job still has it."""
@@ -309,9 +343,9 @@ class UploadCoordinator:
             self._references = references_in(self._second)
         return record.name in self._references.files(record.folder)
 
-    def _publish(self, step: int, manifest: Manifest, text: bytes, replace: bool) -> None:
+    def _publish(self, upload: _UnderWay) -> None:
         """The commit on the second tier (note "The manifest goes last")."""
-        name = step_name(step)
+        name, manifest = step_name(upload.step), upload.manifest
         source, target = self._first.within(name), self._second.within(name)
         for record in manifest.files:
             folder = self._second.within(record.folder or name)
@@ -322,22 +356,28 @@ class UploadCoordinator:
                 advice="The ranks copied this file, but rank 0 does not see it: check that all ranks see one "
                 "second tier",
             )
-        index = source.read(manifest.index.name)
-        if bytes_digest(index) != manifest.index.digest:
-            raise FormatError(
-                f"{source.location}/{manifest.index.name}: the digest differs from the manifest's, so the "
-                "step is not uploaded. `shardproof repair` can write the index again",
-                file=manifest.index.name,
-            )
         if target.size(manifest.index.name) is not None:
             target.delete(manifest.index.name)  # of a killed upload
         try:
-            publish(target, manifest, index, overwrite=replace, text=text)
+            publish(target, manifest, upload.index, overwrite=upload.replace, text=upload.text)
         except AlreadyCommittedError:
-            if read_seal(target) != _seal_of(text):
+            if read_seal(target) != _seal_of(upload.text):
                 raise
         if read_pin(source) is not None:
             target.publish(PINNED_NAME, source.read(PINNED_NAME), replace=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """The step whose upload is under way."""
+
+    step: int
+    manifest: Manifest
+    text: bytes
+    """The bytes of the manifest."""
+    index: bytes
+    replace: bool
+    """True if it replaces another save of the step."""
 
 
 def _first_error(reports: Sequence[UploadReport]) -> tuple[int, dict[str, object]] | None:

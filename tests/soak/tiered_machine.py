@@ -1,0 +1,319 @@
+"""The state machine on a run of two tiers: uploads, outages of the second tier, loss of the first.
+
+Both tiers are on the simulated disk, so a failure may happen at any operation of a save or of an upload, and
+a loss of power takes what neither tier has flushed. After each operation the machine waits for the uploads,
+and compares each tier with a model of its own.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, rule
+
+import shardproof as sp
+from shardproof.errors import SaveSkipped, ShardproofError, StorageError
+from shardproof.format import MANIFEST_NAME
+from shardproof.saving import SaveResult
+from shardproof.storage import LocalStorage
+from tests.faulty_storage import FaultyStorage
+from tests.soak.disk import Failure
+from tests.soak.machine import LIMIT, OPERATIONS, POLICIES, RunMachine, ranks_of_a_job, small
+from tests.soak.model import Model, Policy, Step, target
+
+__all__ = ["TieredMachine", "UploadMachine"]
+
+TIERED_OPERATIONS = [
+    *OPERATIONS,
+    *["outage", "damage far"] * 2,
+    *["node loss", "prune far", "roll back far"],
+]
+
+UPLOAD_OPERATIONS = [*["save"] * 8, *["outage", "damage", "arm"] * 3, *["restore"] * 2, "resize", "node loss"]
+
+policies = st.sampled_from(POLICIES)
+
+
+class TieredMachine(RunMachine):
+    """See the module. `model` is that of the first tier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.far = Model(self.root.with_name("far"), partial(self.disk.rotten, self.root.with_name("far")))
+        self.keep_then: Policy | None = None
+        self.outage = 0
+        """Operations until the second tier answers again."""
+        self.saving: tuple[int, int] | None = None
+        """Step and salt of the save of this operation."""
+        self.may_replace: set[int] = set()
+        """Steps that the job may replace on the second tier."""
+        self.has_uploaded = False
+        """True if a round of uploads of this operation has ended without an error."""
+        self.has_restored = False
+        self.by_hand = False
+        """True if this operation removed steps that the policies keep."""
+
+    @initialize(ranks=ranks_of_a_job, policy=policies, incremental=st.booleans(), keep_then=policies)
+    def start(self, ranks: int, policy: Policy | None, incremental: bool, keep_then: Policy | None) -> None:
+        self.keep_then = keep_then
+        self._record(f"the second tier keeps {keep_then}")
+        self._begin_job(ranks, policy, incremental)
+
+    @rule(what=st.sampled_from(TIERED_OPERATIONS), a=small, b=small)
+    def act(self, what: str, a: int, b: int) -> None:
+        """See `RunMachine.act`."""
+        self._step(what, a, b)
+
+    def _step(self, what: str, a: int, b: int) -> None:
+        self.outage = max(0, self.outage - 1)
+        self.saving = None
+        self.has_uploaded = self.has_restored = self.by_hand = False
+        super()._step(what, a, b)
+
+    def _act(self, what: str, a: int, b: int) -> None:
+        if what == "outage":
+            self.outage = 1 + a % 4
+        elif what == "damage far":
+            if self.far.steps:
+                self.damage(self.far, a, b, ["flip", "cut", "remove"][b % 3])
+        elif what == "node loss":
+            self.lose_node(1 + a % 3)
+        elif what == "roll back far":
+            if self.far.steps:
+                self._restore(sorted(self.far.steps)[a % len(self.far.steps)])
+        elif what == "prune far":
+            self.prune(self.far, [None, 1, 3][a % 3])
+            job = self._job
+            self._end_job()  # its uploads know the steps of the second tier
+            self._begin_job(job.ranks, job.policy, job.incremental)
+        else:
+            super()._act(what, a, b)
+
+    def lose_node(self, ranks: int) -> None:
+        """The first tier is gone, and a job on other nodes restores from the second."""
+        job = self._job
+        self._end_job()
+        self.disk.wipe(self.root)
+        self.model = Model(self.model.root, self.model.rotten)
+        self.by_hand = True
+        self._begin_job(ranks, job.policy, job.incremental)
+        self._restore(None)
+
+    def prune(self, model: Model, keep: int | None) -> None:
+        self.by_hand = keep is not None
+        super().prune(model, keep)
+
+    def pin(self, which: int) -> None:
+        step = self._pick(which)
+        if step in self.far.steps:
+            self.far.pins.setdefault(step, False)
+        super().pin(which)
+
+    def unpin(self, which: int) -> None:
+        step = sorted(self.model.pins)[which % len(self.model.pins)]
+        certain = self.far.pins.pop(step, None)
+        super().unpin(which)
+        if certain is not None and step in self.model.pins:
+            self.far.pins[step] = False
+
+    def _describe(self) -> str:
+        down = f"; down for {self.outage}" if self.outage else ""
+        return f"{self.model.describe()}\n  far: {self.far.describe()}{down}"
+
+    def _begin_job(self, ranks: int, policy: Policy | None, incremental: bool) -> None:
+        self.may_replace = set()
+        super()._begin_job(ranks, policy, incremental)
+
+    def _job_options(self) -> dict[str, Any]:
+        down = StorageError("the second tier does not answer", errno="EHOSTUNREACH")
+        return {
+            "then": FaultyStorage(LocalStorage(self.far.root), lambda: self.outage > 0, down),
+            "keep_then": None if self.keep_then is None else self.keep_then.make(),
+        }
+
+    def _restart(self, how: Failure) -> None:
+        super()._restart(how)
+        self.far.lost_power()
+
+    def _save(self, step: int, *, overwrite: bool) -> None:
+        self.saving = step, self.salt + 1
+        if overwrite or step in self.model.seen_bad:
+            self.may_replace.add(step)
+        super()._save(step, overwrite=overwrite)
+
+    def _restore(self, step: int | str | None) -> None:
+        if not self.outage:
+            super()._restore(step)
+            return
+        ranks = self._job.ranks
+        ended = self._run(lambda one, rank: one.restore(target(rank, ranks), step=step))
+        assert all(isinstance(end, ShardproofError) for end in ended), "a tier could not be listed"
+        self._after()
+
+    def _after(self) -> None:
+        self._settle_uploads()
+        super()._after()
+
+    def _settle_uploads(self) -> None:
+        """Waits for the uploads, and notes what they may have changed and what they promise."""
+        pending, self.pending = self.pending, {}
+        saved = self._job.on_ranks(lambda one, rank: rank in pending and pending[rank].result(LIMIT))
+        durable = self._job.on_ranks(lambda one, rank: rank in pending and pending[rank].durable(LIMIT))
+        settled = self._job.on_ranks(lambda one, rank: one.wait_for_uploads(LIMIT))
+        works = self.disk.failed is None and not self.outage
+        if pending or any(settled):
+            self._record(f"  uploads: {[str(end)[-110:] for end in (*durable, *settled)]}")
+        begun = self.has_restored or all(isinstance(end, SaveResult) for end in saved)
+        if works and begun:  # else the errors are those of an earlier round
+            assert not any(settled), settled
+            self.has_uploaded = True
+        if works and all(isinstance(end, SaveResult) for end in saved):
+            skipped = [isinstance(end, SaveSkipped) for end in durable]
+            assert len(set(skipped)) == 1, durable
+            assert skipped[0] or all(isinstance(end, SaveResult) for end in durable), durable
+        self._may_be_uploaded()
+        if any(isinstance(end, SaveResult) for end in durable):
+            assert self.saving is not None
+            step, salt = self.saving
+            one = self.far.steps[step]
+            one.salts, one.sure = {salt}, True
+        if self.far.steps:
+            self.far.retained(self.keep_then, max(self.far.steps), set())
+
+    def _may_be_uploaded(self) -> None:
+        """The second tier may have any of the steps that the first had during the operation."""
+        damaged = self.far.rotten()
+        for step, near in self.model.steps.items():
+            far = self.far.steps.setdefault(step, Step(set(), False))
+            is_damaged = f"step-{step:08d}/{MANIFEST_NAME}" in damaged
+            if not far.sure or is_damaged or step in self.may_replace:
+                far.salts |= near.salts
+                far.loss |= near.loss
+                self.far.redo(step)
+            if step in self.model.pins:
+                self.far.pins.setdefault(step, False)
+
+    def _check(self) -> None:
+        before = {
+            step
+            for step, one in self.model.steps.items()
+            if one.sure and self.model.is_sound(step) and step not in self.model.seen_bad
+        }
+        kept = before & self._kept_on_far()
+        super()._check()
+        self.far.check(interrupted=self.interrupted)
+        near, far = set(self.model.steps), set(self.far.steps)
+        if not self.by_hand:
+            lost = kept - near - far
+            assert not lost, f"steps {sorted(lost)} were removed before their upload"
+        if self.has_uploaded and not self._is_damaged() and not self.model.seen_bad:
+            policy = self.keep_then
+            wanted = (
+                near if policy is None else near & Policy(policy.latest, policy.every).kept(near | far, {})
+            )
+            assert wanted <= far, f"steps {sorted(wanted - far)} were not uploaded"
+            for step in near & far:
+                if self._same_manifest(step):
+                    self.far.steps[step].sure = True
+
+    def _kept_on_far(self) -> set[int]:
+        """The steps of both tiers that the second keeps, whichever of their possible values they have."""
+        if self.keep_then is None:
+            return set()
+        both = Model(self.far.root)
+        for step in {*self.model.steps, *self.far.steps}:
+            found = [one.steps[step] for one in (self.model, self.far) if step in one.steps]
+            both.steps[step] = Step(
+                {salt for one in found for salt in one.salts},
+                True,
+                {salt: loss for one in found for salt, loss in one.loss.items()},
+            )
+        return both.kept(self.keep_then, sorted(both.steps))
+
+    def _same_manifest(self, step: int) -> bool:
+        name = f"step-{step:08d}/{MANIFEST_NAME}"
+        paths: list[Path] = [model.root / name for model in (self.model, self.far)]
+        return all(path.is_file() for path in paths) and paths[0].read_bytes() == paths[1].read_bytes()
+
+    def _retention_works(self, goes: set[int]) -> None:
+        """Also the step stays that was being uploaded, and those that wait and that the second tier keeps."""
+        here = set(self.model.observer().steps())
+        stays = (goes - set(self.model.pins)) & here
+        if self.keep_then is not None:
+            waits = here - set(self.far.observer().steps())
+            policy = self.keep_then
+            stays -= waits if policy.best else waits & policy.kept(here, {})
+        assert len(stays) <= 2, f"retention left {stays}"
+
+    def _is_damaged(self) -> bool:
+        return bool(self.model.damaged or self.far.damaged)
+
+    def _newest_sound(self) -> int | None:
+        steps = {*self.model.steps, *self.far.steps}
+        return max((step for step in steps if self._is_restorable(step)), default=None)
+
+    def _is_restorable(self, step: int) -> bool:
+        near, far = (step in model.steps for model in (self.model, self.far))
+        if not any(model.steps[step].sure for model in (self.model, self.far) if step in model.steps):
+            return False
+        sound = [
+            self._is_sound_in(first, other, step)
+            for first, other in ((self.model, self.far), (self.far, self.model))
+            if step in first.steps
+        ]
+        return any(sound) if not (near and far) or self._same_save(step) else all(sound)
+
+    def _is_sound_in(self, first: Model, other: Model, step: int) -> bool:
+        """True if the manifest and the index of a tier are whole, and each file is in one of the tiers."""
+        damaged, elsewhere = first.rotten(), other.rotten()
+        return all(
+            "/shards/" in name and name not in elsewhere and (other.root / name).is_file()
+            for name in first.steps[step].files & damaged.keys()
+        )
+
+    def _same_save(self, step: int) -> bool:
+        """True if both tiers have one save of a step, or a manifest is damaged, so that it does not count."""
+        name = f"step-{step:08d}/{MANIFEST_NAME}"
+        if name in self.model.rotten() or name in self.far.rotten():
+            return True
+        return self._same_manifest(step)
+
+    def _salts(self, step: int) -> set[int]:
+        return {
+            salt
+            for model in (self.model, self.far)
+            if step in model.steps
+            for salt in model.steps[step].salts
+        }
+
+    def _passed_over(self, restored: sp.checkpointer.RestoredStep) -> None:
+        for item in restored.passed_over:
+            if item.tier:
+                model = self._model_of(item.tier)
+                assert not model.is_sound(item.step), f"a whole copy on {item.tier} was passed over: {item}"
+            elif item.committed:
+                assert not self._is_restorable(item.step), f"a whole step was passed over: {item}"
+
+    def _restored_from(self, restored: sp.checkpointer.RestoredStep) -> Model:
+        self.has_restored = True
+        step = int(restored)
+        if self._model_of(restored.tier) is self.far and step in self.model.steps:
+            is_later = not self._same_save(step)
+            own = {name for name in self.model.steps[step].files if "/shards/" not in name}
+            assert is_later or own & self.model.rotten().keys(), f"step {step} has a nearer copy"
+        return self._model_of(restored.tier)
+
+    def _model_of(self, tier: str) -> Model:
+        return {str(model.root): model for model in (self.model, self.far)}[tier]
+
+
+class UploadMachine(TieredMachine):
+    """The same with the operations alone that uploads depend on: more of the time, steps wait for theirs."""
+
+    @rule(what=st.sampled_from(UPLOAD_OPERATIONS), a=small, b=small)
+    def act(self, what: str, a: int, b: int) -> None:
+        """See `RunMachine.act`."""
+        self._step(what, a, b)
