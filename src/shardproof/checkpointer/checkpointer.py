@@ -578,11 +578,10 @@ class Checkpointer:
             if not folder.suspect:
                 self._scrub.prepare()
                 self._scrub.begin(folder.name)
+        tier = tier_of(run, folder.name).location
         if self._nodes is not None:
             self._nodes.group.end_together()
-        return RestoredStep(
-            folder.step, self.last_restore, self.passed_over, tier_of(run, folder.name).location
-        )
+        return RestoredStep(folder.step, self.last_restore, self.passed_over, tier)
 
     def _view(self) -> Storage:
         """The run as all tiers hold it together, for reading."""
