@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
+import msgspec
 import pytest
 import torch
 
@@ -23,8 +25,8 @@ from shardproof.format import MANIFEST_NAME, read_manifest
 from shardproof.maintenance import verify
 from shardproof.rendezvous import StoreRendezvous
 from shardproof.storage import LocalStorage
-from tests.harness import rank, rendezvous, run_ranks
-from tests.scenarios.states import blanked, differences, rows, whole
+from tests.harness import Job, rank, reach, rendezvous, run_ranks, world_size
+from tests.scenarios.states import attempt, blanked, differences, rows, whole
 
 HEIGHT = 12
 RANKS = 4
@@ -69,6 +71,11 @@ class Stage:
     def together(self) -> None:
         """Waits for all processes."""
         self._barrier.meet("test", "together", b"", lambda posts: b"")
+
+    def posts(self, post: bytes) -> list[bytes]:
+        """What each process posts."""
+        answer = self._barrier.meet("test", "posts", post, msgspec.msgpack.encode)
+        return msgspec.msgpack.decode(answer, type=list[bytes])
 
     def alone(self, work: Callable[[], object]) -> None:
         """One process does something while no job runs."""
@@ -174,12 +181,13 @@ def _without_copies(root: str) -> None:
     stage.save(["a", "c"], 2, salt=7, overwrite=True)
     stage.alone(lambda: shutil.rmtree(stage.root / "b", ignore_errors=True))
     stage.alone(lambda: os.rename(stage.root / "lost", stage.root / "b"))
-    for places in (["b", "a", "c"], ["a", "c", "b"]):
-        restored = stage.restore(places, 7)
-        if restored is not None:
-            (passed,) = restored.passed_over
-            assert restored == 2 and passed.tier.endswith(str(stage.root / "b"))
-            assert "stale" in passed.reason and not passed.damaged
+    restored = stage.restore(["b", "a", "c"], 7)
+    if restored is not None:
+        (passed,) = restored.passed_over
+        assert restored == 2 and passed.tier.endswith(str(stage.root / "b"))
+        assert "stale" in passed.reason and not passed.damaged
+    restored = stage.restore(["a", "c", "b"], 7)
+    assert restored is None or restored.passed_over == ()  # node b has the later manifest now
 
     # Retention removes a step from all nodes.
     stage.save(["a", "b", "c"], 3, keep=sp.KeepLatest(1))
@@ -225,12 +233,13 @@ def _with_copies(root: str) -> None:
         restored = stage.restore(places, 2, replicas=1)
         assert restored is None or (restored == 2 and restored.passed_over == ())
         # The lost node comes back empty.
-        for places in (three, ["b", "a"]):
-            restored = stage.restore(places, 2, replicas=1)
-            if restored is not None:
-                (passed,) = restored.passed_over
-                assert restored == 2 and passed.tier.endswith(str(stage.root / lost))
-                assert "was emptied" in passed.reason and not passed.damaged
+        restored = stage.restore(three, 2, replicas=1)
+        if restored is not None:
+            (passed,) = restored.passed_over
+            assert restored == 2 and passed.tier.endswith(str(stage.root / lost))
+            assert "was emptied" in passed.reason and not passed.damaged
+        restored = stage.restore(["b", "a"], 2, replicas=1)
+        assert restored is None or restored.passed_over == ()  # it has the manifest again
         stage.alone(lambda lost=lost: shutil.rmtree(stage.root / lost))
         stage.alone(lambda lost=lost: os.rename(stage.root / "lost", stage.root / lost))
 
@@ -249,12 +258,74 @@ def _with_copies(root: str) -> None:
     stage.save(three, 2, salt=8, replicas=1, overwrite=True)
     stage.alone(lambda: shutil.rmtree(stage.root / "b"))
     stage.alone(lambda: os.rename(original, stage.root / "b"))
-    for places in (three, ["b", "b", "a", "a"]):
-        restored = stage.restore(places, 8, replicas=1)
-        if restored is not None:
-            assert restored == 2 and [passed.tier.endswith("/b") for passed in restored.passed_over] == [True]
-            assert "stale" in restored.passed_over[0].reason
+    restored = stage.restore(["b", "b", "a", "a"], 8, replicas=1)
+    if restored is not None:
+        assert restored == 2 and [passed.tier.endswith("/b") for passed in restored.passed_over] == [True]
+        assert "stale" in restored.passed_over[0].reason
+
+    # A file with one copy is no base of an incremental save: the step after it has all chunks, twice.
+    options = {"replicas": 1, "incremental": True, "scrub": None}
+    stage.save(["a", "b"], 4, salt=9, **options)
+    stage.save(["a", "b"], 5, salt=9, **options)
+    assert stage.shards("a", 5) == stage.shards("b", 5) == {0}, "which has the plain values"
+    stage.alone(lambda: shutil.rmtree(stage.root / "b"))
+    stage.restore(["a", "b"], 9, **options)
+    stage.save(["a", "b"], 6, salt=9, **options)
+    assert stage.shards("a", 6) == stage.shards("b", 6) == {0, 1}
+    stage.alone(lambda: shutil.rmtree(stage.root / "a"))
+    restored = stage.restore(["a", "b"], 9, **options)
+    assert restored is None or restored == 6
+
+    # Two jobs on the same nodes: one commits, and all ranks of the other one are told.
+    places = ["a", "b"] if rank() < 2 else ["b", "a"]
+    salt = 20 + rank() // 2
+
+    def save(run: sp.Checkpointer, rank: int, ranks: int) -> str:
+        stage.together()
+        return attempt(lambda: run.save(9, part(salt, rank, ranks)).result()).kind
+
+    name = f"job of two {rank() // 2}"
+    ended = stage.job_of(name, rank() % 2, places, save, replicas=1)
+    kinds = [post.decode() for post in stage.posts(ended.encode())]
+    assert kinds in (["", "", *["AlreadyCommittedError"] * 2], [*["AlreadyCommittedError"] * 2, "", ""])
+    stage.restore(["a", "b"], 20 + kinds.index("") // 2, replicas=1)
 
 
 def test_nodes_with_copies(tmp_path: Path) -> None:
     play(_with_copies, tmp_path)
+
+
+def _stopped_and_killed(root: str) -> list[str]:
+    """Rank 0 asks the other node while that is stopped, and when it is gone."""
+    run = sp.Checkpointer(
+        Path(root) / f"node-{rank()}", node_local=True, rendezvous=rendezvous(deadline=3.0), cache="none"
+    )
+    run.save(1, part(1, rank(), world_size())).result()
+    if rank() == 1:
+        reach("waiting")
+        return []
+    ended = []
+    for point in ("stopped", "killed"):
+        reach(point)
+        began = time.monotonic()
+        ended.append(attempt(run.steps).text)
+        assert time.monotonic() - began < 3.0, "within the deadline"
+    return ended
+
+
+def test_a_stopped_node_and_a_dead_one_are_named_within_the_deadline(tmp_path: Path) -> None:
+    def script(job: Job) -> None:
+        job.until_held(1, "waiting")
+        job.until_held(0, "stopped")
+        job.stop(1)
+        job.go(0)
+        job.until_held(0, "killed")
+        job.kill(1)
+        job.go(0)
+
+    outcomes = run_ranks(
+        2, _stopped_and_killed, str(tmp_path), hold={0: ["stopped", "killed"], 1: "waiting"}, script=script
+    )
+    silent, dead = outcomes[0].value
+    assert "node 1 (" in silent and "does not answer within 1.5 s" in silent
+    assert "node 1 (" in dead and "cannot be reached" in dead

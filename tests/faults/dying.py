@@ -36,7 +36,7 @@ Job = Callable[[Any, int, Deadly], str]
 
 
 def die_at_every_operation(
-    job: Job, look: Callable[[int, list[str]], None], who: int, everyone: bool
+    job: Job, look: Callable[[int, list[str]], None], who: int, everyone: bool, stride: int = 1
 ) -> list[str]:
     """Runs jobs 0, 1, ... until one gets through. Called by every rank.
 
@@ -46,6 +46,7 @@ def die_at_every_operation(
             or "killed".
         who: the rank that dies before its k-th file operation in job k.
         everyone: whether all ranks die then.
+        stride: with n, job k dies before operation k * n, so that a shorter test meets every n-th.
 
     Returns:
         How rank `who` ended in each job.
@@ -60,7 +61,7 @@ def die_at_every_operation(
         name = f"job-{number}-{repeated}"
         child = os.fork()
         if child == 0:
-            _run_child(job, name, number, who, everyone)
+            _run_child(job, name, number, who, everyone, stride)
         _, status = os.waitpid(child, 0)
         if os.WIFSIGNALED(status):
             store.set(f"{name}/ended/{rank()}", "killed")
@@ -79,7 +80,7 @@ def die_at_every_operation(
         number, repeated = number + 1, 0
 
 
-def _run_child(job: Job, name: str, number: int, who: int, everyone: bool) -> None:
+def _run_child(job: Job, name: str, number: int, who: int, everyone: bool, stride: int) -> None:
     """Ends this process."""
     from torch.distributed import TCPStore
 
@@ -98,7 +99,7 @@ def _run_child(job: Job, name: str, number: int, who: int, everyone: bool) -> No
         def deadly() -> Iterator[None]:
             meetings.meet("test", "ready", b"", lambda posts: b"")
             meetings.deadline = DEADLINE
-            with _file_operations(number if rank() == who else None, [*pids, os.getpid()]):
+            with _file_operations(number * stride if rank() == who else None, [*pids, os.getpid()]):
                 yield
 
         return job(meetings, number, deadly)

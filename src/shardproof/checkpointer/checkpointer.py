@@ -15,7 +15,7 @@ import msgspec
 from shardproof import events
 from shardproof.checkpointer.damage import Damage
 from shardproof.checkpointer.due_saves import DueSaves
-from shardproof.checkpointer.nodes import NodeStorage, join_nodes
+from shardproof.checkpointer.nodes import NodeStorage, NodesView, join_nodes
 from shardproof.checkpointer.page_cache import NewestStep
 from shardproof.checkpointer.pins import Pin, pinned_steps, remove_pin, write_pin
 from shardproof.checkpointer.policies import KeepBest, Retention
@@ -593,6 +593,8 @@ class Checkpointer:
         """Flushes the restored step. If the load read it `whole`, its commit is confirmed."""
         storage = run.within(folder.name)
         try:
+            if self._nodes is not None and isinstance(storage, NodesView):
+                self._nodes.confirm(storage)
             storage.flush(MANIFEST_NAME)
         except StorageError as error:
             if error.details.get("missing"):

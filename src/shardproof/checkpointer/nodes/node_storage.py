@@ -9,6 +9,7 @@ is exclusive, so of two jobs on the same nodes one commits. Then all other nodes
 returns. A step is committed once one node has its manifest. If the nodes have different manifests of a step,
 the later save counts (note "Copies" in `tiered_run`). A publication that dies in between leaves such nodes,
 or nodes without the manifest. Neither harms: the shard files are durable before the first publication.
+A restore takes such a step, and gives its manifest to all nodes, so that it does not depend on one of them.
 
 Note "Removal": a file is removed on all nodes. The manifest of a step is gone from all nodes before the first
 shard file is removed. A node that was away keeps an old step, which the next retention removes.
@@ -17,6 +18,7 @@ shard file is removed. A node that was away keeps an old step, which the next re
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Sequence
 
 from shardproof.checkpointer.nodes.node_group import NodeGroup
@@ -24,10 +26,20 @@ from shardproof.checkpointer.nodes.peer_frames import Request, name_from, name_t
 from shardproof.checkpointer.nodes.peer_storage import PeerSink, PeerStorage, ask_all
 from shardproof.checkpointer.tiers import Choice, TieredRun
 from shardproof.errors import AlreadyCommittedError, ShardproofError, StorageError
-from shardproof.format import MANIFEST_NAME, Manifest, parse_shard_name, read_seal
+from shardproof.format import (
+    MANIFEST_NAME,
+    SEAL_LENGTH,
+    Manifest,
+    decode_manifest,
+    parse_shard_name,
+    read_seal,
+)
 from shardproof.storage import FreeSpace, LocalStorage, Sink, Storage
 
 __all__ = ["NodeSink", "NodeStorage", "NodesView"]
+
+
+_log = logging.getLogger("shardproof")
 
 
 class NodesView(TieredRun):
@@ -249,6 +261,33 @@ class NodeStorage(NodesView):
     def free_space(self) -> FreeSpace | None:
         """The space for new files on this node."""
         return self._own.free_space()
+
+    def confirm(self, restored: NodesView) -> None:
+        """Gives the manifest of a restored step to the nodes that lack it (note "The commit").
+
+        With `replicas`, logs a warning if files of the step have one copy only.
+
+        Args:
+            restored: the folder of the step, as the restore chose it.
+
+        Raises:
+            StorageError: a node failed, or another process removed the step.
+        """
+        if restored._is_second(restored._holder()):
+            return
+        text = restored.read(MANIFEST_NAME)
+        for place in restored._places[: len(self.group.folders)]:
+            if read_seal(place) != text[-SEAL_LENGTH:]:
+                place.publish(MANIFEST_NAME, text, replace=True)
+        manifest = decode_manifest(text, restored.location)
+        lacking = self.lacks_copies(self.within(restored._path).folder, manifest)
+        if lacking:
+            _log.warning(
+                "%s: one node alone has %s%s. The files of the next save are on two nodes again",
+                restored.location,
+                lacking[0],
+                f" and {len(lacking) - 1} more files" if len(lacking) > 1 else "",
+            )
 
     def lacks_copies(self, folder: str, manifest: Manifest) -> list[str]:
         """With `replicas`: the files of a step that fewer than two nodes have.
