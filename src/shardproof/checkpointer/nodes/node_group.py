@@ -20,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from shardproof.checkpointer.node_mark import NodeMark, write_node_mark
 from shardproof.checkpointer.nodes.file_service import FileService
 from shardproof.checkpointer.nodes.peer_storage import Peer, PeerStorage
 from shardproof.errors import ShardproofError, StorageError, StructureError
@@ -50,9 +51,9 @@ class _Node(msgspec.Struct, frozen=True, array_like=True):
     """A node, as one rank gets to know it."""
 
     label: str
+    name: str
+    """Host and folder."""
     location: str
-    rank: int
-    """The rank whose service this rank asks."""
     addresses: tuple[str, ...]
     port: int
     service: str
@@ -177,6 +178,12 @@ def join_nodes(rendezvous: Rendezvous, root: LocalStorage, replicas: int) -> Nod
     answer = msgspec.msgpack.decode(encoded, type=_Answer)
     service.start(answer.secret)
     own = answer.of_rank[rendezvous.rank]
+    if answer.of_rank.index(own) == rendezvous.rank:  # the lowest rank of its node
+        names = tuple(node.name for node in answer.nodes)
+        try:
+            write_node_mark(root, NodeMark(nodes=names, own=own, replicas=replicas))
+        except StorageError as error:
+            _log.warning("%s: the mark of this node could not be written: %s", root.location, error)
     folders: list[Storage] = []
     for number, node in enumerate(answer.nodes):
         if number == own:
@@ -220,10 +227,11 @@ def _decide(posts: Sequence[bytes]) -> list[bytes]:
         at = ranks[of_rank[rank]].index(rank)
         nodes = []
         for number, members in enumerate(ranks):
-            asked = members[at % len(members)]
-            report = reports[asked]
-            label = f"node {number} ({report.host}, {format_rank_ranges(members)})"
-            nodes.append(_Node(label, report.location, asked, report.addresses, report.port, report.service))
+            report = reports[members[at % len(members)]]
+            label = f"node {number} ({report.host}, rank {format_rank_ranges(members)})"
+            where = f"{report.host}:{report.location}"
+            node = _Node(label, where, report.location, report.addresses, report.port, report.service)
+            nodes.append(node)
         return _Answer(name, secret, reports[0].location, tuple(nodes), of_rank, arbiter)
 
     return [msgspec.msgpack.encode(known_to(rank)) for rank in range(len(reports))]
