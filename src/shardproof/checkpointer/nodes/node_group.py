@@ -166,7 +166,7 @@ def join_nodes(rendezvous: Rendezvous, root: LocalStorage, replicas: int) -> Nod
             )
         )
 
-    operation = "nodes join"
+    operation = "nodes of this run"
     try:
         with rendezvous.operation(operation):
             encoded = MeetingSequence(rendezvous, operation).meet("join", report, _decide)
