@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -229,7 +230,7 @@ def _with_copies(root: str) -> None:
     stage.alone(lambda: shutil.copytree(stage.root / "b", original))
 
     for lost, places in (("b", ["a", "a"]), ("a", ["b"])):
-        stage.alone(lambda lost=lost: os.rename(stage.root / lost, stage.root / "lost"))
+        stage.alone(partial(os.rename, stage.root / lost, stage.root / "lost"))
         restored = stage.restore(places, 2, replicas=1)
         assert restored is None or (restored == 2 and restored.passed_over == ())
         # The lost node comes back empty.
@@ -240,8 +241,8 @@ def _with_copies(root: str) -> None:
             assert "was emptied" in passed.reason and not passed.damaged
         restored = stage.restore(["b", "a"], 2, replicas=1)
         assert restored is None or restored.passed_over == ()  # it has the manifest again
-        stage.alone(lambda lost=lost: shutil.rmtree(stage.root / lost))
-        stage.alone(lambda lost=lost: os.rename(stage.root / "lost", stage.root / lost))
+        stage.alone(partial(shutil.rmtree, stage.root / lost))
+        stage.alone(partial(os.rename, stage.root / "lost", stage.root / lost))
 
     # Damage in the folder of one node is read from the other one, by the ranks of both.
     stage.alone(lambda: _flip(stage.root / "b", 2, 2))

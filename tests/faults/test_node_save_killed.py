@@ -71,12 +71,13 @@ def killed(root: str, who: int, stride: int) -> list[str]:
     )
 
 
+@pytest.mark.timeout(1600)
 @pytest.mark.parametrize(
     ("who", "stride"),
     [(0, 45), *(pytest.param(who, 1, marks=pytest.mark.slow) for who in (0, 1))],
     ids=["the coordinator, some", "the coordinator", "a follower"],
 )
 def test_killed_at_every_file_operation(who: int, stride: int, tmp_path: Path) -> None:
-    ended = run_ranks(RANKS, killed, str(tmp_path), who, stride, timeout=500)[who].value
+    ended = run_ranks(RANKS, killed, str(tmp_path), who, stride, timeout=1500)[who].value
     assert ended[-1] in ("", "committed before") and set(ended) <= ENDS
     assert ended.count("killed") >= (40 if who == 0 else 30) // stride

@@ -355,7 +355,7 @@ class Checkpointer:
         try:
             self._tidy(upload, committed, moved)
         finally:
-            self._nodes.group.end_together()
+            self._nodes.group.end_together(f"save {committed.attempt}")
 
     def _tidy(
         self, upload: UploadRequest | None, committed: SaveResult, progress: Callable[[int, int], None]
@@ -580,7 +580,7 @@ class Checkpointer:
                 self._scrub.begin(folder.name)
         tier = tier_of(run, folder.name).location
         if self._nodes is not None:
-            self._nodes.group.end_together()
+            self._nodes.group.end_together(f"restore {folder}")
         return RestoredStep(folder.step, self.last_restore, self.passed_over, tier)
 
     def _view(self) -> Storage:

@@ -1,8 +1,8 @@
 """Serves the run's folder on this node to the ranks of other nodes.
 
-Each rank has such a service: a thread that accepts connections, and a thread for each connection. The memory
-of a connection is one buffer of `PIECE_BYTES`, whatever the size of a file. It serves the files of one folder
-and no others, because `LocalStorage` refuses names that lead out of it.
+Each rank has such a service: a thread that accepts connections, and a thread for each connection. A request
+takes one buffer of `PIECE_BYTES` at most, whatever the size of a file. The service has the files of one
+folder and no others, because `LocalStorage` refuses names that lead out of it.
 
 Note "Files of a connection": a file that is being written belongs to its connection. If the connection ends
 first, because its rank died, the file is removed.
@@ -104,14 +104,11 @@ class FileService:
                 connection.close()
                 return
             self._connections.add(connection)
-        memory: memoryview | None = None
         try:
             connection.prove(self._secret, self.name.encode(), asks=False)
             while (request := connection.receive(Request, idle=True)) is not None:
                 connection.patience = self._patience()
-                if memory is None and request.do in ("create", "read"):
-                    memory = aligned_buffer(PIECE_BYTES)
-                self._answer(connection, request, memory)
+                self._answer(connection, request)
         except WrongPeer as error:
             _log.warning("%s: a connection to this node was refused: %s", self._root.location, error)
         except OSError:
@@ -121,21 +118,19 @@ class FileService:
                 self._connections.discard(connection)
             connection.close()
 
-    def _answer(self, connection: PeerConnection, request: Request, memory: memoryview | None) -> None:
+    def _answer(self, connection: PeerConnection, request: Request) -> None:
         folder, name = name_from(request.folder), name_from(request.name)
         data = _payload(connection, request) if request.do == "publish" else b""
         try:
             # A new object, so that no file that is removed later stays open.
             place = self._root.within(folder) if folder else LocalStorage(self._root.path)
             if request.do == "create":
-                assert memory is not None
                 sink = place.create(name)
                 connection.send(Answer())
-                _write(connection, sink, memory)
+                _write(connection, sink)
                 return
             if request.do == "read":
-                assert memory is not None
-                _read(connection, place, request, name, memory)
+                _read(connection, place, request, name)
                 return
             value = _CALLS[request.do](place, name, request, data)
         except ShardproofError as error:
@@ -170,17 +165,15 @@ def _payload(connection: PeerConnection, request: Request) -> bytes:
     return bytes(data)
 
 
-def _read(
-    connection: PeerConnection, place: Storage, request: Request, name: str, memory: memoryview
-) -> None:
+def _read(connection: PeerConnection, place: Storage, request: Request, name: str) -> None:
     """Sends a range in pieces; the first answer has the number of all bytes."""
     start, stop = request.start, request.stop
     if stop is None:
         size = place.size(name)
         stop = start if size is None else max(size, start)
-    first = True
+    memory, first = aligned_buffer(max(1, min(PIECE_BYTES, stop - start))), True
     while first or start < stop:
-        piece = memory[: min(PIECE_BYTES, stop - start)]
+        piece = memory[: stop - start]
         if request.stop is None and first and start == stop:
             place.read(name, start)  # raises if the file is missing, a folder, or shorter than `start`
         else:
@@ -189,8 +182,9 @@ def _read(
         start, first = start + len(piece), False
 
 
-def _write(connection: PeerConnection, sink: Sink, memory: memoryview) -> None:
+def _write(connection: PeerConnection, sink: Sink) -> None:
     """Writes the file of a connection until it is finished or aborted (note "Files of a connection")."""
+    memory = aligned_buffer(PIECE_BYTES)
     try:
         while True:
             request = connection.receive(Request, idle=True)

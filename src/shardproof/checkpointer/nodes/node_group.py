@@ -98,7 +98,6 @@ class NodeGroup:
         self.own, self.folders, self.of_rank = own, tuple(folders), tuple(of_rank)
         self.location, self.arbiter, self.replicas = location, arbiter, replicas
         self.meetings = meetings
-        self._operation = f"nodes {location}"
         self._stop = weakref.finalize(self, service.stop)
 
     def partner_of(self, node: int) -> int | None:
@@ -107,12 +106,15 @@ class NodeGroup:
             return None
         return (node + 1) % len(self.folders)
 
-    def end_together(self) -> None:
+    def end_together(self, what: str) -> None:
         """Returns when no rank needs the files of another node any more. All ranks call it.
 
         A failure loses nothing: a rank may have left before rank 0 could remove old steps. It is logged.
+
+        Args:
+            what: the save or restore that ends. A rank that missed one finds the meeting of the next by it.
         """
-        meeting = MeetingSequence(self.meetings, self._operation)
+        meeting = MeetingSequence(self.meetings, f"nodes of {self.location}, {what}")
         try:
             meeting.meet("part", bytes, lambda posts: b"")
         except ShardproofError as error:
