@@ -7,6 +7,7 @@ node and publishes. Between the jobs either node is lost, in turn: what was save
 
 from __future__ import annotations
 
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,12 @@ def look(root: Path, number: int, ended: list[str]) -> None:
         assert differences(target, whole_state(RANKS, int(restored))) == []
         assert verify(LocalStorage(there / step_name(int(restored)))).ok
     assert set(ended) <= ENDS, ended
+    # A job that dies in the retention leaves older steps. With each of them, the next job would have more
+    # operations, and might die at the same one for ever.
+    for place in (node_of(root, number) for number in range(RANKS)):
+        for folder in place.glob("step-*"):
+            if folder.name < step_name(number + 1):
+                shutil.rmtree(folder)
 
 
 def killed(root: str, who: int, stride: int) -> list[str]:
