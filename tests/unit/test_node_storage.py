@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
 import time
@@ -236,3 +237,23 @@ def test_a_silent_node_ends_every_call_in_time(tmp_path: Path) -> None:
         assert not is_damage(caught.value)  # so that no older step is restored
     ended.set()
     silent.close()
+
+
+def test_options_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    for root, options, text in (
+        (tmp_path, {"replicas": 1}, "pass node_local=True, too"),
+        (tmp_path, {"replicas": 2, "node_local": True}, "replicas is 0 or 1, not 2"),
+        ("memory://run", {"node_local": True}, "needs a folder on the disk of each node, not memory://run"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            sp.Checkpointer(root, rendezvous=LocalRendezvous(), **options)
+
+
+def test_one_rank_is_one_node_and_has_no_partner(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "shardproof"):
+        run = sp.Checkpointer(tmp_path, node_local=True, replicas=1, rendezvous=LocalRendezvous())
+    assert "replicas=1 keeps no copies" in caplog.text
+    run.save(1, {"n": 1}).result()
+    state = {"n": 0}
+    assert run.restore(state) == 1 and state == {"n": 1}
+    assert run.steps() == [1]

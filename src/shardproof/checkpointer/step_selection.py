@@ -60,8 +60,8 @@ class PassedOver:
     committed: bool = True
     """True if it has or had a manifest. Without one, its save died or has not ended."""
     tier: str = ""
-    """With several tiers: where the copy is that was passed over, while another tier has one. Empty if no
-    tier has a copy that can be restored."""
+    """With several tiers or nodes: where the copy is that was passed over, while another one has it. Empty if
+    none has a copy that can be restored."""
 
     @property
     def folder(self) -> StepFolder:
