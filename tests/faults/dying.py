@@ -25,6 +25,9 @@ __all__ = ["Deadly", "Job", "die_at_every_operation"]
 DEADLINE = 0.7
 """Seconds after which survivors give up: who is killed says nothing more, and these saves are quick."""
 
+_TOO_BUSY = {"RankSilent", "RankFailure"}
+"""How a save ends on a machine that is too busy for so short a deadline."""
+
 _CALLS = ("open", "pwrite", "ftruncate", "fsync", "mkdir", "rmdir", "link", "unlink", "replace", "rename")
 """Functions of `os` through which a local storage changes files. Opening a folder begins its flush."""
 
@@ -71,7 +74,7 @@ def die_at_every_operation(
         trouble = store.get(f"{name}/looked").decode()
         assert not trouble, trouble
         assert not any(text.startswith("Traceback") for text in said), said
-        if "killed" not in said and any(text == "RankSilent" for text in said) and repeated < 5:
+        if "killed" not in said and not _TOO_BUSY.isdisjoint(said) and repeated < 5:
             repeated += 1  # nobody died: the machine was too busy for so short a deadline
             continue
         ended.append(said[who])

@@ -125,7 +125,7 @@ def test_damage_of_the_first_tier_is_answered_by_the_second(
     again = checkpointer(near, far)
     with caplog.at_level(logging.WARNING, "shardproof"):
         restored = assert_restores(again, 2)
-    assert restored.tier == str(far if what in ("manifest", "index") else near)
+    assert restored.tier == str(far if what == "manifest" else near)
     (passed,) = restored.passed_over
     assert passed.step == 2 and passed.tier == str(near) and passed.damaged
     assert f"step 2 on {near} is passed over" in caplog.text

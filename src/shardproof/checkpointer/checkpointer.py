@@ -15,6 +15,7 @@ import msgspec
 from shardproof import events
 from shardproof.checkpointer.damage import Damage
 from shardproof.checkpointer.due_saves import DueSaves
+from shardproof.checkpointer.nodes import NodeStorage, NodesView, join_nodes
 from shardproof.checkpointer.page_cache import NewestStep
 from shardproof.checkpointer.pins import Pin, pinned_steps, remove_pin, write_pin
 from shardproof.checkpointer.policies import KeepBest, Retention
@@ -27,9 +28,16 @@ from shardproof.checkpointer.scrub import Scrub
 from shardproof.checkpointer.step_folders import StepFolder, parse_step, step_name
 from shardproof.checkpointer.step_selection import PassedOver, written_folders
 from shardproof.checkpointer.suspects import unsettled_suspects, write_settled
-from shardproof.checkpointer.tiers import TieredRun, Uploader, UploadRequest, open_tiers, tier_of
-from shardproof.errors import NotCommittedError, StorageError, StructureError
-from shardproof.format import MANIFEST_NAME, shard_name
+from shardproof.checkpointer.tiers import (
+    TieredRun,
+    Uploader,
+    UploadRequest,
+    check_node_local,
+    open_tiers,
+    tier_of,
+)
+from shardproof.errors import FormatError, NotCommittedError, StorageError, StructureError
+from shardproof.format import MANIFEST_NAME, read_manifest, shard_name
 from shardproof.interop import foreign_of
 from shardproof.loading import Cast, LoadReport, Options, Patterns, ReadOnce, load_from
 from shardproof.reentrance import guarded, refuse_inside
@@ -107,9 +115,15 @@ class Checkpointer:
         keep_then: as `keep`, for `then`. A step that waits for its upload and that `keep_then` keeps stays on
             `root`, too.
         upload_bandwidth: bytes a second that all ranks together send to `then`. None: no bound.
+        node_local: True if `root` is a folder on the local disk of each node, which other nodes do not see.
+            Each rank writes to its node, and reads what its node lacks from the nodes that have it, over the
+            network. All ranks make the `Checkpointer` together. See docs/tiers.md.
+        replicas: 1 to keep a copy of each file on a partner node, too, so that a run that loses a node
+            restores without `then`. Needs `node_local`.
 
     Raises:
         ValueError: an argument has an invalid value.
+        RankFailure, RankSilent: with `node_local`, a rank failed or fell silent.
 
     Example:
         >>> import shardproof as sp, tempfile, torch
@@ -146,6 +160,8 @@ class Checkpointer:
         then: Location | None = None,
         keep_then: Retention | None = None,
         upload_bandwidth: int | None = None,
+        node_local: bool = False,
+        replicas: int = 0,
     ) -> None:
         if cache not in ("auto", "newest", "none"):
             raise ValueError(f"cache is 'auto', 'newest' or 'none', not {cache!r}")
@@ -175,13 +191,18 @@ class Checkpointer:
         self._keep = keep
         self._damaged: set[int] = set()
         """Steps that a restore passed over as damaged. A save of one of them replaces it."""
-        self._storage, second = open_tiers(root, then, keep_then, upload_bandwidth, storage_options)
+        first, second = open_tiers(root, then, keep_then, upload_bandwidth, storage_options)
+        check_node_local(first, node_local, replicas)
+        self._rendezvous = rendezvous or connect(deadline=deadline)
+        self._found_rendezvous = rendezvous is None
+        self._nodes: NodeStorage | None = None
+        if node_local and isinstance(first, LocalStorage):
+            self._nodes = NodeStorage(join_nodes(self._rendezvous, first, replicas))
+        self._storage: Storage = first if self._nodes is None else self._nodes
         self._runs: list[Storage] = [self._storage] if second is None else [self._storage, second]
         """The run in each tier, nearest first."""
         self._storage_options = storage_options
         self._facts = StepFacts(self._storage)
-        self._rendezvous = rendezvous or connect(deadline=deadline)
-        self._found_rendezvous = rendezvous is None
         self._when_busy = when_busy
         self._stage_all = snapshot == "stage"
         self._incremental = incremental
@@ -189,7 +210,7 @@ class Checkpointer:
         self._check_replicas = check_replicas
         self._newest = (
             NewestStep(drop_older=not incremental, only_if_cheap=cache == "auto")
-            if cache != "none" and isinstance(self._storage, LocalStorage)
+            if cache != "none" and isinstance(first, LocalStorage)
             else None
         )
         self._saver = Saver(self._rendezvous, host_memory_budget=host_memory_budget)
@@ -321,12 +342,32 @@ class Checkpointer:
         self, upload: UploadRequest | None, committed: SaveResult, progress: Callable[[int, int], None]
     ) -> None:
         """On each rank, in the thread of saves: upload, page cache; on rank 0 also retention and scrub."""
+        if self._nodes is None:
+            self._tidy(upload, committed, progress)
+            return
+        meetings = self._nodes.group.meetings
+        meetings.arrive()
+
+        def moved(done: int, total: int) -> None:
+            progress(done, total)
+            meetings.progress(done, total)
+
+        try:
+            self._tidy(upload, committed, moved)
+        finally:
+            self._nodes.group.end_together(f"save {committed.attempt}")
+
+    def _tidy(
+        self, upload: UploadRequest | None, committed: SaveResult, progress: Callable[[int, int], None]
+    ) -> None:
         assert committed.step is not None
         self._due.committed(committed.seconds)
         if upload is not None and self._uploader is not None:
             self._uploader.committed(upload, committed.step, committed.attempt)
         self._damaged.discard(committed.step)
         folder = self._storage.within(step_name(committed.step))
+        if isinstance(folder, NodeStorage):
+            folder = folder.own()
         if self._newest is not None and isinstance(folder, LocalStorage):
             self._newest.committed(folder, shard_name(self._rendezvous.rank, committed.attempt))
         if self._rendezvous.rank:
@@ -354,13 +395,22 @@ class Checkpointer:
             folder = self._storage.within(step_name(earlier))
             try:
                 distrusted = self._is_damaged(earlier) or folder in self._saver.unconfirmed
-                if not distrusted and folder.size(MANIFEST_NAME) is not None:
+                if not distrusted and folder.size(MANIFEST_NAME) is not None and self._has_copies(folder):
                     return folder
             except StorageError as error:
                 _log.warning(
                     "%s: step %s does not build on step %s: %s", self._storage.location, step, earlier, error
                 )
         return None
+
+    def _has_copies(self, folder: Storage) -> bool:
+        """True if every file of a step has as many copies as `replicas` asks for."""
+        if self._nodes is None or not self._nodes.group.replicas:
+            return True
+        try:
+            return not self._nodes.lacks_copies(folder.folder, read_manifest(folder))
+        except (FormatError, NotCommittedError):
+            return False
 
     def _is_damaged(self, step: int) -> bool:
         """True if a restore or the scrub found a committed step damaged."""
@@ -529,18 +579,23 @@ class Checkpointer:
             if not folder.suspect:
                 self._scrub.prepare()
                 self._scrub.begin(folder.name)
-        return RestoredStep(
-            folder.step, self.last_restore, self.passed_over, tier_of(run, folder.name).location
-        )
+        tier = tier_of(run, folder.name).location
+        if self._nodes is not None:
+            self._nodes.group.end_together(f"restore {folder}")
+        return RestoredStep(folder.step, self.last_restore, self.passed_over, tier)
 
     def _view(self) -> Storage:
         """The run as all tiers hold it together, for reading."""
+        if self._nodes is not None:
+            return self._nodes.view(self._runs[1] if len(self._runs) > 1 else None)
         return TieredRun(self._runs) if len(self._runs) > 1 else self._storage
 
     def _confirm(self, run: Storage, folder: StepFolder, *, whole: bool) -> None:
         """Flushes the restored step. If the load read it `whole`, its commit is confirmed."""
         storage = run.within(folder.name)
         try:
+            if self._nodes is not None and isinstance(storage, NodesView):
+                self._nodes.confirm(storage)
             storage.flush(MANIFEST_NAME)
         except StorageError as error:
             if error.details.get("missing"):

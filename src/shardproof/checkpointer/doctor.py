@@ -152,7 +152,7 @@ def examine_run(storage: DatedStorage, run: str, *, older_than: float, now: floa
 
 
 def _of_steps(infos: Sequence[StepInfo], run: str) -> Iterator[Finding]:
-    if not any(info.committed for info in infos):
+    if not any(info.committed or info.status == "partial" for info in infos):
         severity: Severity = "error" if infos else "note"
         yield Finding(severity, "no steps", ".", "no step of the run is committed, so none can be restored")
     for info in infos:
@@ -168,6 +168,8 @@ def _of_steps(infos: Sequence[StepInfo], run: str) -> Iterator[Finding]:
             yield Finding("warning", "suspect", info.name, reason, settle)
         elif info.status == "settled":
             yield Finding("note", "settled", info.name, f"a settled suspect: {info.verdict}")
+        elif info.status == "partial":
+            yield Finding("note", "partial", info.name, reason)
         elif info.status == "lends":
             yield Finding("note", "lends", info.name, reason)
         if info.pinned is not None:

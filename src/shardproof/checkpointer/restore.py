@@ -133,7 +133,7 @@ class Restore:
             for item in chosen.passed:
                 self._pass_over(item)
             if isinstance(self._run, TieredRun) and chosen.folder is not None:
-                self._run.use(chosen.levels, chosen.folder.name, chosen.seal)
+                self._run.use(chosen.left_out, chosen.folder.name, chosen.seal)
             if failed is not None:
                 self._check_progress(failed, chosen)
         except ShardproofError as error:
@@ -227,7 +227,8 @@ def report_view(run: Storage, rank: int, step: int | None, *, suspect: bool) -> 
     if rank == 0 or (step is not None and not suspect):  # there is nothing to choose
         return RestoreReport(step, suspect)
     try:
-        return RestoreReport(step, suspect, _newest(run, step, suspect))
+        here = run.seen_here() if isinstance(run, TieredRun) else run
+        return RestoreReport(step, suspect, _newest(here, step, suspect))
     except StorageError as error:
         return RestoreReport(step, suspect, error=error.to_wire())
 

@@ -21,7 +21,7 @@ class RestoredStep(int):
         step: number of the step.
         report: report of the load on this rank.
         passed_over: newer steps that the restore passed over, with the reasons; newest first. With several
-            tiers also copies of the restored step in nearer tiers.
+            tiers also copies of the restored step in nearer tiers, and with `node_local` on nodes.
         tier: the location of the run in the tier that the step was restored from. Single files that are lost
             there were read from another tier, as `passed_over` says. Empty without a run.
 

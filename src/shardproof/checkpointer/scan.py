@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from shardproof.checkpointer.node_mark import read_node_mark
 from shardproof.checkpointer.pins import read_pin
 from shardproof.checkpointer.save_interval import IntervalAdvice, advice_of
 from shardproof.checkpointer.step_folders import PINNED_NAME, SETTLED_NAME, is_ours, parse_folder
@@ -17,6 +18,7 @@ from shardproof.format import (
     MANIFEST_NAME,
     Manifest,
     References,
+    locate_files,
     lost_files,
     read_manifest,
     references_in,
@@ -47,6 +49,7 @@ class StepInfo:
     - "leftover": without a manifest;
     - "lends": deleted, except for files that other steps refer to;
     - "damaged": its manifest is damaged, or a file is missing or cut;
+    - "partial": some of its files are on other nodes (``node_local=True``);
     - "unreadable": the storage failed, and the state of the checkpoint is unknown.
     """
     reason: str | None
@@ -110,6 +113,7 @@ def scan_run(storage: Storage, *, sizes: bool = False) -> list[StepInfo]:
     """
     found = []
     references = references_in(storage)
+    mark = read_node_mark(storage)
     for folder in (".", *storage.folders()):
         place = storage if folder == "." else storage.within(folder)
         parsed = parse_folder(folder)
@@ -130,6 +134,8 @@ def scan_run(storage: Storage, *, sizes: bool = False) -> list[StepInfo]:
         if MANIFEST_NAME in ours or (parsed is not None and ours):
             files = ours - {SETTLED_NAME, PINNED_NAME}
             info = _step_info(place, folder, step, files, sizes, references)
+            if mark is not None and info.status == "damaged" and _only_lacks_files(place):
+                info = replace(info, status="partial", reason=mark.sentence, beyond_repair=False)
             if info.status == "damaged" and place.size(MANIFEST_NAME) is None:  # removed meanwhile
                 info = _step_info(place, folder, step, files, sizes, references_in(storage))
             pin = read_pin(place) if PINNED_NAME in ours else None
@@ -255,6 +261,18 @@ def _without_manifest(
 def _missing(names: list[str]) -> str:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return f"files that the manifest names are missing: {names[0]}{more}"
+
+
+def _only_lacks_files(place: Storage) -> bool:
+    """True if the files of a step that are here have the sizes that the manifest records."""
+    try:
+        manifest = read_manifest(place)
+        files = [(place, manifest.index)]
+        for (folder, _), record in zip(locate_files(place, manifest), manifest.files, strict=True):
+            files.append((folder, record))
+        return all(folder.size(record.name) in (None, record.size) for folder, record in files)
+    except (FormatError, NotCommittedError, StorageError):
+        return False
 
 
 def _cut(faults: Mapping[str, str]) -> str:

@@ -60,8 +60,8 @@ class PassedOver:
     committed: bool = True
     """True if it has or had a manifest. Without one, its save died or has not ended."""
     tier: str = ""
-    """With several tiers: where the copy is that was passed over, while another tier has one. Empty if no
-    tier has a copy that can be restored."""
+    """With several tiers or nodes: where the copy is that was passed over, while another one has it. Empty if
+    none has a copy that can be restored."""
 
     @property
     def folder(self) -> StepFolder:
@@ -83,8 +83,8 @@ class Chosen:
     """True if another process removed or replaced the last chosen step during the read."""
     stands: bool = False
     """True if the error of the last chosen step is final, and rank 0 chooses no other step."""
-    levels: dict[str, int] = field(default_factory=dict)
-    """With several tiers: see note "Levels" in `tiered_run`."""
+    left_out: dict[str, list[int]] = field(default_factory=dict)
+    """With several tiers: see note "Left out" in `tiered_run`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,7 @@ def choose_after(
         chosen = replace(chosen, passed=[*passed, *chosen.passed], changed=changed)
     if isinstance(run, TieredRun):
         chosen = replace(
-            chosen, passed=[*chosen.passed, *_nearer_copies(run)], levels=dict(run.choice.levels)
+            chosen, passed=[*chosen.passed, *_nearer_copies(run)], left_out=dict(run.choice.left_out)
         )
     return chosen
 
@@ -334,7 +334,7 @@ def _nearer_copies(run: Storage) -> list[PassedOver]:
         return []
     found = ((parse_folder(copy.folder), copy) for copy in run.choice.nearer)
     return [
-        PassedOver(folder.step, copy.reason, damaged=True, suspect=folder.suspect, tier=copy.tier)
+        PassedOver(folder.step, copy.reason, copy.damaged, folder.suspect, tier=copy.tier)
         for folder, copy in found
         if folder is not None
     ]

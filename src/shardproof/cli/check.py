@@ -20,6 +20,7 @@ from shardproof.cli.options import (
 
 if TYPE_CHECKING:
     from shardproof.report import Difference
+    from shardproof.storage import Storage
 
 __all__ = ["diff_command", "verify_command"]
 
@@ -54,7 +55,27 @@ def verify_command(ckpt: str, format: str | None, as_json: bool) -> int:  # noqa
         print_json(report)
     else:
         _show_report(report)
+        if not report["ok"] and (note := _of_nodes(foreign.storage)) is not None:
+            click.echo(note)
     return _code(report)
+
+
+def _of_nodes(storage: Storage) -> str | None:
+    """Says that files of a checkpoint may be on other nodes; None if its run is not on several nodes."""
+    from shardproof._utils.humanize import printable
+    from shardproof.checkpointer import read_node_mark
+    from shardproof.errors import StorageError
+    from shardproof.storage import LocalStorage
+
+    if not isinstance(storage, LocalStorage):
+        return None
+    try:
+        mark = read_node_mark(LocalStorage(storage.path.parent))
+    except StorageError:
+        return None
+    if mark is None:
+        return None
+    return printable(f"note: {mark.sentence}. A restore with node_local=True reads them")
 
 
 def _code(report: dict[str, Any]) -> int:

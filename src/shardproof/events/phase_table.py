@@ -59,6 +59,8 @@ _PLAN = "reports its structure; rank 0 proves the tilings and makes the plan. On
 _BASE = "receives the digests of the base of an incremental save. Only if they are not cached"
 _COMMIT = "reports its digests; rank 0 checks them and publishes the manifest: the commit"
 _UPLOADED = "reports its copies; rank 0 checks them and publishes the manifest on the second tier"
+_JOINED = "finds which ranks see one folder, and how to reach the others. Only with `node_local`"
+_PARTED = "waits until rank 0 needs no other node any more, after a save or restore. Only with `node_local`"
 _APPLY = "replaces plain values and calls `load_state_dict`. Only if a rank has any"
 _AGAIN = "votes on the rerun, with a suspect on the same device as before"
 
@@ -153,6 +155,8 @@ PHASES: tuple[KnownPhase, ...] = (
     _error("settle", "settle", "meeting", "agrees on the verdict of a suspect, which rank 0 writes"),
     _error("pin", "pin", "meeting", "agrees on the pin of a step, which rank 0 writes or removes"),
     _error("schedule", "choose", "meeting", "agrees on the call of `save_if_due` at which all ranks save"),
+    _error("nodes", "join", "meeting", _JOINED),
+    _error("nodes", "part", "meeting", _PARTED),
     _error("upload", "prepare", "meeting", "agrees on the name of the rendezvous of the uploads, once"),
     _error("upload", "plan", "meeting", "receives its part of the newest step that waits for its upload"),
     KnownPhase(

@@ -311,7 +311,9 @@ class NativeCheckpoint(Checkpoint):
         for file in set(files) - self._sized:
             record = self.manifest.files[file]
             storage, name = self.files[file]
-            advice = "Restore an older step; `shardproof verify` lists all damage"
+            advice = (
+                f"Rank {record.rank} wrote it. Restore an older step; `shardproof verify` lists all damage"
+            )
             if record.folder:
                 advice = (
                     f"{self.location} was saved incrementally and has chunks in it, so it must stay "

@@ -13,6 +13,7 @@ from shardproof.storage.base import (
     Storage,
     check_name,
 )
+from shardproof.storage.base import check_folder as check_folder  # not listed in __all__: internal
 from shardproof.storage.base import write_file as write_file  # not listed in __all__: internal
 from shardproof.storage.direct_io import ALIGNMENT, aligned_buffer, memory_for
 from shardproof.storage.durable import publish_path as publish_path  # not listed in __all__: internal

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from shardproof.checkpointer import probe_storage
+from shardproof.checkpointer.node_mark import NodeMark, write_node_mark
 from shardproof.checkpointer.pins import write_pin
 from shardproof.format import MANIFEST_NAME
 from shardproof.storage import FreeSpace, LocalStorage
@@ -53,6 +54,26 @@ def test_a_healthy_run_has_no_findings(call: Any, run_folder: Path) -> None:
     code, out, _ = call("doctor", run_folder)
     assert code == 0
     assert out.startswith(f"healthy: {run_folder}: 3 committed steps, the newest is 3; ")
+
+
+def test_the_folder_of_one_node_says_that_files_of_others_are_not_here(call: Any, run_folder: Path) -> None:
+    write_node_mark(LocalStorage(run_folder), NodeMark(nodes=("a:/run", "b:/run"), own=0, replicas=0))
+    others = "files of the other nodes (b:/run) are not here"
+    newest = run_folder / "step-00000003"
+    (shard,) = (newest / "shards").iterdir()
+    data = shard.read_bytes()
+    shard.unlink()  # as the file of a rank on the other node
+    code, kinds = findings(call, run_folder)
+    assert code == 0 and [one["where"] for one in kinds["partial"]] == ["step-00000003"]
+    assert others in kinds["partial"][0]["what"]
+    code, out, _ = call("ls", run_folder)
+    assert code == 0 and others in " ".join(out.split())
+    code, out, _ = call("verify", newest)
+    assert code == 1 and others in out and "Traceback" not in out
+    call("prune", run_folder, "--damaged", "--keep", "1", "--older-than", "0")
+    assert (newest / MANIFEST_NAME).exists(), "its files may be whole on the other node"
+    shard.write_bytes(data[:-1])  # a file that is here, and cut, is damage
+    assert "lost" in findings(call, run_folder)[1]
 
 
 def lose_the_manifest(step: Path) -> None:

@@ -7,9 +7,28 @@ from typing import Any
 
 from shardproof.checkpointer.policies import Retention
 from shardproof.checkpointer.tiers.tiered_run import TieredRun
-from shardproof.storage import Location, Storage, is_bucket_url, storage_at
+from shardproof.storage import LocalStorage, Location, Storage, is_bucket_url, storage_at
 
-__all__ = ["open_tiers", "tier_of"]
+__all__ = ["check_node_local", "open_tiers", "tier_of"]
+
+
+def check_node_local(first: Storage, node_local: bool, replicas: int) -> None:
+    """Checks the options of a first tier on the local disks of the nodes.
+
+    Args:
+        first: the first tier.
+        node_local: True if each node has a folder of its own.
+        replicas: copies of each file on other nodes.
+
+    Raises:
+        ValueError: an option is invalid, or does not fit the first tier.
+    """
+    if isinstance(replicas, bool) or replicas not in (0, 1):
+        raise ValueError(f"replicas is 0 or 1, not {replicas!r}")
+    if replicas and not node_local:
+        raise ValueError("replicas=1 is for local disks of several nodes: pass node_local=True, too")
+    if node_local and not isinstance(first, LocalStorage):
+        raise ValueError(f"node_local=True needs a folder on the disk of each node, not {first.location}")
 
 
 def open_tiers(

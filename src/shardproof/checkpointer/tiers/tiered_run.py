@@ -4,9 +4,9 @@ Note "Copies": the name of a shard file or an index has the attempt of its save.
 the same bytes in all tiers, and each file is read from the nearest tier that has it. A manifest has no
 attempt in its name. If tiers have different manifests of a step, that of the later save counts.
 
-Note "Levels": a copy that turned out to be damaged is left out by a level: for a file, or for the manifest
-and the index of a step, the first tier that counts. Rank 0 raises a level, and all ranks use it. The next
-read of the step takes the next copy. Without a next copy, the step is passed over as damaged.
+Note "Left out": a copy of a file that turned out to be damaged is left out by the number of its tier. Rank 0
+leaves it out, and all ranks do the same, because tiers have the same numbers on all ranks. The next read of
+the step takes the next copy. Without a next copy, the step is passed over as damaged.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import NoReturn, TypeVar
 
 from shardproof.errors import FormatError, ShardproofError, StorageError
-from shardproof.format import MANIFEST_NAME, Manifest, read_manifest, read_seal
-from shardproof.storage import Sink, Storage
+from shardproof.format import MANIFEST_NAME, FileRecord, Manifest, read_manifest, read_seal
+from shardproof.storage import Sink, Storage, check_folder, check_name
 
 __all__ = ["Choice", "NearerCopy", "TieredRun"]
 
@@ -33,14 +33,16 @@ class NearerCopy:
     tier: str
     """Location of the run in that tier."""
     reason: str
+    damaged: bool = True
+    """True if a save of the step may replace it."""
 
 
 @dataclass(slots=True)
 class Choice:
     """Which copies count. All views of one `TieredRun` share it."""
 
-    levels: dict[str, int] = field(default_factory=dict)
-    """The first tier that counts, by folder of a step or by ``folder/file`` (note "Levels")."""
+    left_out: dict[str, list[int]] = field(default_factory=dict)
+    """The tiers whose copy does not count, by ``folder/file`` (note "Left out")."""
     seals: dict[str, bytes] = field(default_factory=dict)
     """The seal of the manifest to use, by folder of a step."""
     nearer: list[NearerCopy] = field(default_factory=list)
@@ -51,7 +53,7 @@ class TieredRun:
     """All tiers of a run, or one folder of it, as one `Storage` that can only be read.
 
     Args:
-        tiers: the run's folder in each tier, nearest first.
+        tiers: the run's folder in each tier, nearest first; in the same order on all ranks.
         path: the folder in the run; empty for the run itself.
         choice: which copies count.
 
@@ -65,6 +67,9 @@ class TieredRun:
         >>> run.folders(), run.within("step-00000002").read("a")
         (['step-00000001', 'step-00000002'], b'far')
     """
+
+    _is_settled = True
+    """True if the manifest of a folder does not change while this object is in use."""
 
     def __init__(self, tiers: Sequence[Storage], path: str = "", choice: Choice | None = None) -> None:
         self.choice = choice or Choice()
@@ -108,11 +113,8 @@ class TieredRun:
 
     def size(self, name: str) -> int | None:
         """Bytes of the nearest copy of a file; None without one."""
-        for tier in self._order(name):
-            size = self._places[tier].size(name)
-            if size is not None:
-                return size
-        return None
+        found = (self._places[tier].size(name) for tier in self._order(name))
+        return next((size for size in found if size is not None), None)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Bytes of the nearest copy of a file."""
@@ -128,12 +130,22 @@ class TieredRun:
 
     def within(self, prefix: str) -> TieredRun:
         """A folder of the run."""
-        return TieredRun(self._runs, f"{self._path}/{prefix}" if self._path else prefix, self.choice)
+        check_name(prefix, self._runs[0].location)
+        return self._at(f"{self._path}/{prefix}" if self._path else prefix)
 
     def sibling(self, folder: str) -> TieredRun:
         """Another folder of the run."""
         above = self._path.rpartition("/")[0]
-        return TieredRun(self._runs, f"{above}/{folder}" if above else folder, self.choice)
+        check_folder(folder, self._runs[0].location)
+        return self._at(f"{above}/{folder}" if above else folder)
+
+    def _at(self, path: str) -> TieredRun:
+        """The folder of this path in the run."""
+        return TieredRun(self._runs, path, self.choice)
+
+    def seen_here(self) -> Storage:
+        """The part of the run that this rank sees without a question to other ranks."""
+        return self
 
     def close(self) -> None:
         """Close the descriptors of all tiers."""
@@ -156,97 +168,122 @@ class TieredRun:
         """The storage of the nearest copy of a shard file; see `CopiedStorage.nearest`."""
         return self._places[self._tier_of(name)]
 
-    def use(self, levels: Mapping[str, int], folder: str, seal: bytes | None) -> None:
+    def use(self, left_out: Mapping[str, Sequence[int]], folder: str, seal: bytes | None) -> None:
         """Takes over the choice of rank 0."""
-        self.choice.levels = dict(levels)
+        self.choice.left_out = {place: [*tiers] for place, tiers in left_out.items()}
         if seal:
             self.choice.seals[folder] = seal
 
     def next_copy(self, folder: str, error: ShardproofError) -> bool:
-        """Raises the level of the copy that an error names. False if there is no other copy.
+        """Leaves out the copy that an error names. False if there is no other copy.
 
         Args:
             folder: of the step that could not be read.
-            error: means damage.
+            error: means damage. Its detail ``rank`` is the rank that read the copy; without it, this one.
         """
-        view = self.within(folder)
-        file = str(error.details.get("file", ""))
+        file, rank = str(error.details.get("file", "")), error.details.get("rank")
         owner, found, name = f"/{file}".rpartition("/shards/")
         if found:
             name, folder = f"shards/{name}", owner.rpartition("/")[2] or folder
-            place, holder = f"{folder}/{name}", self.within(folder)
-            tier = holder._tier_of(name)
-            has_copy = any(holder._lists(other, name) for other in range(tier + 1, len(self._runs)))
         else:
-            place, tier = folder, view._holder()
-            has_copy = any(
-                view._places[other].size(MANIFEST_NAME) is not None
-                for other in range(tier + 1, len(self._runs))
-            )
-        if not has_copy:
+            name = file.rpartition("/")[2]
+            name = name if name.startswith("index-") else MANIFEST_NAME
+        view = self.within(folder)
+        tier = view._tier_of(name, rank)
+        left_out = [*self.choice.left_out.get(f"{folder}/{name}", ()), tier]
+        others = [other for other in range(len(self._runs)) if other not in left_out]
+        copies = [other for other in others if view._has(other, name)]
+        if not copies:
             return False
-        self.choice.levels[place] = tier + 1
+        self.choice.left_out[f"{folder}/{name}"] = left_out
         self.choice.seals.pop(folder, None)
-        self._leave_out(folder, tier, error.message)
+        self._leave_out(folder, tier, error.message, damaged=self._is_damage(copies))
+        return True
+
+    def _is_damage(self, copies: Sequence[int]) -> bool:
+        """True if the first tier is damaged by the loss of a file of which other tiers have copies."""
         return True
 
     def note_lost_files(self, folder: str, manifest: Manifest) -> None:
         """Records files of a step that are read from a farther tier than its manifest."""
         near = self.within(folder)._holder()
-        lost: dict[int, list[str]] = {}
+        lost: dict[int, list[FileRecord]] = {}
         for record in manifest.files:
-            place = f"{record.folder or folder}/{record.name}"
-            if place not in self.choice.levels:
-                tier = self.within(record.folder or folder)._tier_of(record.name)
-                if tier > near:
-                    lost.setdefault(tier, []).append(record.place)
-        for tier, places in lost.items():
-            more = f" and {len(places) - 1} more files" if len(places) > 1 else ""
+            owner = record.folder or folder
+            if f"{owner}/{record.name}" not in self.choice.left_out:
+                tier = self.within(owner)._tier_of(record.name)
+                if self._is_farther(tier, near):
+                    lost.setdefault(tier, []).append(record)
+        for tier, records in lost.items():
+            more = f" and {len(records) - 1} more files" if len(records) > 1 else ""
             where = self._runs[tier].location
-            self._leave_out(folder, near, f"{places[0]}{more}: not there; read from {where}")
+            self._leave_out(folder, near, f"{records[0].place}{more}: not there; read from {where}")
 
-    def _leave_out(self, folder: str, tier: int, reason: str) -> None:
-        copy = NearerCopy(folder, self._runs[tier].location, reason)
+    def _is_farther(self, tier: int, near: int) -> bool:
+        return tier > near
+
+    def _leave_out(self, folder: str, tier: int, reason: str, *, damaged: bool = True) -> None:
+        copy = NearerCopy(folder, self._runs[tier].location, reason, damaged)
         if copy not in self.choice.nearer:
             self.choice.nearer.append(copy)
 
-    def _tier_of(self, name: str) -> int:
-        """The tier of the nearest copy of a shard file; that of the manifest without one."""
-        level = self.choice.levels.get(f"{self._path}/{name}", 0)
-        for tier in range(level, len(self._places)):
-            if self._lists(tier, name):
-                return tier
-        return self._holder()
+    def _numbers(self, name: str, rank: int | None) -> Sequence[int]:
+        """The numbers of all tiers, nearest first.
 
-    def _lists(self, tier: int, name: str) -> bool:
+        Args:
+            name: of the file that is looked for.
+            rank: the rank that looks; None: this one.
+        """
+        return range(len(self._places))
+
+    def _tier_of(self, name: str, rank: int | None = None) -> int:
+        """The tier of the nearest copy of a file; that of the manifest without one."""
+        if name != MANIFEST_NAME:
+            for tier in self._order(name, rank):
+                if self._has(tier, name):
+                    return tier
+        return self._holder(rank)
+
+    def _has(self, tier: int, name: str) -> bool:
+        """True if a tier has a copy of a file."""
+        if not name.startswith("shards/"):
+            return self._places[tier].size(name) is not None
         if tier not in self._listed:
             self._listed[tier] = frozenset(self._places[tier].list("shards"))
         return name in self._listed[tier]
 
-    def _holder(self) -> int:
+    def _holder(self, rank: int | None = None) -> int:
         """The tier that the manifest is read from; the first one without a manifest."""
-        return self._order(MANIFEST_NAME)[0]
+        return self._order(MANIFEST_NAME, rank)[0]
 
-    def _order(self, name: str) -> tuple[int, ...]:
-        """The tiers in which to look for a file, one at least."""
-        level = min(self.choice.levels.get(self._path, 0), len(self._places) - 1)
-        natural = tuple(range(level, len(self._places)))
-        if name != MANIFEST_NAME or len(natural) == 1:
-            return natural
+    def _order(self, name: str, rank: int | None = None) -> tuple[int, ...]:
+        """The tiers in which to look for a file, one at least.
+
+        Args:
+            name: of the file.
+            rank: the rank that looks; None: this one.
+        """
+        numbers = self._numbers(name, rank)
+        left_out = self.choice.left_out.get(f"{self._path}/{name}", ())
+        tiers = tuple(tier for tier in numbers if tier not in left_out) or (numbers[-1],)
+        if name != MANIFEST_NAME or len(tiers) == 1:
+            return tiers
+        if rank is not None or not self._is_settled:
+            return self._order_of_manifests(tiers)
         if self._ordered is None:
-            self._ordered = self._order_of_manifests(natural)
+            self._ordered = self._order_of_manifests(tiers)
         return self._ordered
 
     def _order_of_manifests(self, tiers: tuple[int, ...]) -> tuple[int, ...]:
         """Tiers with the right manifest first (note "Copies")."""
+        wanted = self.choice.seals.get(self._path)
+        if wanted is not None:
+            first = next((tier for tier in tiers if read_seal(self._places[tier]) == wanted), None)
+            if first is not None:
+                return (first, *(tier for tier in tiers if tier != first))
         has = [tier for tier in tiers if self._places[tier].size(MANIFEST_NAME) is not None]
-        if len(has) > 1 or self._path in self.choice.seals:
-            seals = {tier: read_seal(self._places[tier]) for tier in has}
-            wanted = self.choice.seals.get(self._path)
-            if wanted in seals.values():
-                has.sort(key=lambda tier: seals[tier] != wanted)
-            elif len(set(seals.values())) > 1:
-                has.sort(key=lambda tier: -self._time(tier))
+        if len(has) > 1 and len({read_seal(self._places[tier]) for tier in has}) > 1:
+            has.sort(key=lambda tier: -self._time(tier))
         return (*has, *(tier for tier in tiers if tier not in has))
 
     def _time(self, tier: int) -> float:
@@ -254,7 +291,8 @@ class TieredRun:
         try:
             return read_manifest(self._places[tier]).time
         except FormatError as error:
-            self._leave_out(self._path, tier, error.message)
+            others = [other for other in range(len(self._places)) if other != tier]
+            self._leave_out(self._path, tier, error.message, damaged=self._is_damage(others))
             return -math.inf
 
     def _first(self, name: str, work: Callable[[Storage], T]) -> T:

@@ -1,0 +1,264 @@
+"""The nodes of a run on local disks: which ranks see one folder, and how the others reach it.
+
+Note "What a node is": ranks whose folder is the same, by the running system, the device and the inode, are
+one node. No variable of a launcher decides it. Nodes are numbered by their lowest ranks. A later job finds
+its files whatever its numbers are, because it asks every node that is there.
+
+Note "Who asks whom": every rank serves the files of its node. A rank asks one rank of each other node, so the
+requests spread over the ranks of a node.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from shardproof.checkpointer.node_mark import NodeMark, write_node_mark
+from shardproof.checkpointer.nodes.file_service import FileService
+from shardproof.checkpointer.nodes.peer_storage import Peer, PeerStorage
+from shardproof.errors import ShardproofError, StorageError, StructureError
+from shardproof.rendezvous import MeetingSequence, Rendezvous, format_rank_ranges
+from shardproof.storage import LocalStorage, Storage
+
+__all__ = ["NodeGroup", "join_nodes"]
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+_log = logging.getLogger("shardproof")
+
+
+class _Report(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank posts about itself."""
+
+    place: tuple[str, int, int]
+    """The running system, the device and the inode of the folder."""
+    location: str
+    replicas: int
+    host: str
+    addresses: tuple[str, ...]
+    port: int
+    service: str
+
+
+class _Node(msgspec.Struct, frozen=True, array_like=True):
+    """A node, as one rank gets to know it."""
+
+    label: str
+    name: str
+    """Host and folder."""
+    location: str
+    addresses: tuple[str, ...]
+    port: int
+    service: str
+
+
+class _Answer(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank learns of all ranks."""
+
+    name: str
+    secret: bytes
+    location: str
+    nodes: tuple[_Node, ...]
+    of_rank: tuple[int, ...]
+    arbiter: int
+
+
+class NodeGroup:
+    """The run's folders on all nodes, as this rank reaches them.
+
+    Args:
+        own: number of this rank's node.
+        folders: the run's folder on each node.
+        of_rank: number of the node of each rank.
+        location: of the run on the node of rank 0; the same on all ranks.
+        arbiter: number of the node on which a file is published first.
+        replicas: number of other nodes that have a copy of each file, 0 or 1.
+        service: of this rank.
+        meetings: a rendezvous of all ranks.
+    """
+
+    def __init__(
+        self,
+        own: int,
+        folders: Sequence[Storage],
+        of_rank: Sequence[int],
+        location: str,
+        arbiter: int,
+        replicas: int,
+        service: FileService,
+        meetings: Rendezvous,
+    ) -> None:
+        self.own, self.folders, self.of_rank = own, tuple(folders), tuple(of_rank)
+        self.location, self.arbiter, self.replicas = location, arbiter, replicas
+        self.meetings = meetings
+        self._stop = weakref.finalize(self, service.stop)
+
+    def partner_of(self, node: int) -> int | None:
+        """The node that has copies of the files of a node; None without copies."""
+        if not self.replicas or len(self.folders) == 1:
+            return None
+        return (node + 1) % len(self.folders)
+
+    def end_together(self, what: str) -> None:
+        """Returns when no rank needs the files of another node any more. All ranks call it.
+
+        A failure loses nothing: a rank may have left before rank 0 could remove old steps. It is logged.
+
+        Args:
+            what: the save or restore that ends. A rank that missed one finds the meeting of the next by it.
+        """
+        meeting = MeetingSequence(self.meetings, f"nodes of {self.location}, {what}")
+        try:
+            meeting.meet("part", bytes, lambda posts: b"")
+        except ShardproofError as error:
+            _log.warning(
+                "%s: the ranks did not end together: %s",
+                self.location,
+                error,
+            )
+
+
+def join_nodes(rendezvous: Rendezvous, root: LocalStorage, replicas: int) -> NodeGroup:
+    """Finds the nodes of a run. All ranks call it.
+
+    Args:
+        rendezvous: of all ranks.
+        root: the run's folder on the node of this rank. It is made if it does not exist.
+        replicas: see `NodeGroup`.
+
+    Raises:
+        StructureError: ranks pass different `replicas`.
+        RankFailure, RankSilent: a rank failed or fell silent.
+
+    Example:
+        >>> import tempfile
+        >>> from shardproof.rendezvous import LocalRendezvous
+        >>> group = join_nodes(LocalRendezvous(), LocalStorage(tempfile.mkdtemp()), 0)
+        >>> len(group.folders), group.of_rank
+        (1, (0,))
+    """
+
+    def patience() -> float:
+        # Shorter than the deadline, so that all ranks learn which node is silent and not that rank 0 waits.
+        return rendezvous.deadline / 2
+
+    service: FileService | None = None
+
+    def report() -> bytes:
+        nonlocal service
+        try:
+            root.path.mkdir(parents=True, exist_ok=True)
+            found = os.stat(root.path)
+            service = FileService(root, patience)
+        except OSError as error:
+            raise StorageError(
+                f"{root.location}: this rank cannot use the folder of its node: {error}", file=root.location
+            ) from error
+        place = (_running_system(), found.st_dev, found.st_ino)
+        return msgspec.msgpack.encode(
+            _Report(
+                place, root.location, replicas, socket.gethostname(), _addresses(), service.port, service.name
+            )
+        )
+
+    operation = "nodes of this run"
+    try:
+        with rendezvous.operation(operation):
+            encoded = MeetingSequence(rendezvous, operation).meet("join", report, _decide)
+    except BaseException:
+        if service is not None:
+            service.stop()
+        raise
+    assert service is not None
+    answer = msgspec.msgpack.decode(encoded, type=_Answer)
+    service.start(answer.secret)
+    own = answer.of_rank[rendezvous.rank]
+    if answer.of_rank.index(own) == rendezvous.rank:  # the lowest rank of its node
+        names = tuple(node.name for node in answer.nodes)
+        try:
+            write_node_mark(root, NodeMark(nodes=names, own=own, replicas=replicas))
+        except StorageError as error:
+            _log.warning("%s: the mark of this node could not be written: %s", root.location, error)
+    folders: list[Storage] = []
+    for number, node in enumerate(answer.nodes):
+        if number == own:
+            folders.append(root)
+        else:
+            peer = Peer(node.addresses, node.port, node.service, answer.secret, node.label, patience)
+            folders.append(PeerStorage(peer, node.location))
+    meetings = rendezvous.beside(f"nodes/{answer.name}")
+    group = NodeGroup(
+        own, folders, answer.of_rank, answer.location, answer.arbiter, replicas, service, meetings
+    )
+    if rendezvous.rank == 0:
+        _log.info("%s: the ranks are on %d nodes", answer.location, len(folders))
+        if replicas and len(folders) == 1:
+            _log.warning(
+                "%s: replicas=1 keeps no copies, because all ranks see one folder: there is no other node",
+                answer.location,
+            )
+    return group
+
+
+def _decide(posts: Sequence[bytes]) -> list[bytes]:
+    """Rank 0: numbers the nodes, and tells each rank whom to ask."""
+    reports = [msgspec.msgpack.decode(post, type=_Report) for post in posts]
+    other = next((rank for rank, one in enumerate(reports) if one.replicas != reports[0].replicas), None)
+    if other is not None:
+        raise StructureError(
+            f"rank 0 passes replicas={reports[0].replicas}, and rank {other} replicas="
+            f"{reports[other].replicas}: pass the same on all ranks",
+            ranks=[0, other],
+        )
+    numbers: dict[tuple[str, int, int], int] = {}
+    of_rank = tuple(numbers.setdefault(report.place, len(numbers)) for report in reports)
+    ranks: list[list[int]] = [[] for _ in numbers]
+    for rank, node in enumerate(of_rank):
+        ranks[node].append(rank)
+    name, secret, places = secrets.token_hex(8), secrets.token_bytes(32), list(numbers)
+    arbiter = places.index(min(places))
+
+    def known_to(rank: int) -> _Answer:
+        at = ranks[of_rank[rank]].index(rank)
+        nodes = []
+        for number, members in enumerate(ranks):
+            report = reports[members[at % len(members)]]
+            label = f"node {number} ({report.host}, rank {format_rank_ranges(members)})"
+            where = f"{report.host}:{report.location}"
+            node = _Node(label, where, report.location, report.addresses, report.port, report.service)
+            nodes.append(node)
+        return _Answer(name, secret, reports[0].location, tuple(nodes), of_rank, arbiter)
+
+    return [msgspec.msgpack.encode(known_to(rank)) for rank in range(len(reports))]
+
+
+def _running_system() -> str:
+    """A text that is equal for all processes of one running system, also in containers."""
+    try:
+        return _BOOT.read_text().strip()
+    except OSError:
+        return socket.gethostname()  # not Linux
+
+
+def _addresses() -> tuple[str, ...]:
+    """Addresses at which other nodes may reach this one; that of the way to the launcher's store first."""
+    found = []
+    store = os.environ.get("MASTER_ADDR", "")
+    if store:
+        try:
+            for family, kind, _, _, address in socket.getaddrinfo(store, 9, type=socket.SOCK_DGRAM):
+                with socket.socket(family, kind) as probe:
+                    probe.connect(address)  # chooses a route, and sends nothing
+                    found.append(str(probe.getsockname()[0]))
+        except OSError:
+            pass  # the name of the node has to do
+    found.append(socket.gethostname())
+    loopback = [one for one in found if one.startswith("127.") or one == "::1"]
+    return tuple(dict.fromkeys([*(one for one in found if one not in loopback), *loopback]))

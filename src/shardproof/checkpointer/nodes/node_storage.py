@@ -1,0 +1,351 @@
+"""The folders of all nodes as one `Storage`.
+
+Note "What is where": a rank writes its files into the folder of its own node. With `replicas`, the partner
+node has a file of the same name. Every node has each manifest, pin and verdict. A file is read from the own
+node, or else from a node that has it.
+
+Note "The commit": a file is published on one node first, the arbiter, which every rank names alike. There it
+is exclusive, so of two jobs on the same nodes one commits. Then all other nodes get it, and then `publish`
+returns. A step is committed once one node has its manifest. If the nodes have different manifests of a step,
+the later save counts (note "Copies" in `tiered_run`). A publication that dies in between leaves such nodes,
+or nodes without the manifest. Neither harms: the shard files are durable before the first publication.
+A restore takes such a step, and gives its manifest to all nodes, so that it does not depend on one of them.
+
+Note "Removal": a file is removed on all nodes. The manifest of a step is gone from all nodes before the first
+shard file is removed. A node that was away keeps an old step, which the next retention removes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+from shardproof.checkpointer.nodes.node_group import NodeGroup
+from shardproof.checkpointer.nodes.peer_frames import Request, name_from, name_to
+from shardproof.checkpointer.nodes.peer_storage import PeerSink, PeerStorage, ask_all
+from shardproof.checkpointer.tiers import Choice, TieredRun
+from shardproof.errors import AlreadyCommittedError, ShardproofError, StorageError
+from shardproof.format import (
+    MANIFEST_NAME,
+    SEAL_LENGTH,
+    Manifest,
+    decode_manifest,
+    parse_shard_name,
+    read_seal,
+)
+from shardproof.storage import FreeSpace, LocalStorage, Sink, Storage
+
+__all__ = ["NodeSink", "NodeStorage", "NodesView"]
+
+
+_log = logging.getLogger("shardproof")
+
+
+class NodesView(TieredRun):
+    """The folders of all nodes, and a second tier behind them, as one `Storage` that can only be read.
+
+    Args:
+        group: the nodes.
+        second: the run in the second tier; None without one.
+        path: the folder in the run; empty for the run itself.
+        choice: which copies count.
+    """
+
+    def __init__(
+        self, group: NodeGroup, second: Storage | None = None, path: str = "", choice: Choice | None = None
+    ) -> None:
+        super().__init__([*group.folders, *([] if second is None else [second])], path, choice)
+        self.group = group
+        self._second = second
+
+    @property
+    def location(self) -> str:
+        """The run on the node of rank 0, or on the second tier if no node has the manifest."""
+        if self._path and self._is_second(tier := self._holder()):
+            return self._places[tier].location
+        return f"{self.group.location}/{self._path}" if self._path else self.group.location
+
+    @property
+    def folder(self) -> str:
+        """Name of the folder."""
+        return self._own.folder
+
+    @property
+    def linked(self) -> bool:
+        """Whether the folder is a link on a node."""
+        return any(self._ask("linked", lambda place: place.linked).values())
+
+    @property
+    def tier(self) -> Storage:
+        """The nodes, or the second tier if no node has the manifest."""
+        holder = self._holder()
+        return self._runs[holder] if self._is_second(holder) else NodeStorage(self.group)
+
+    def folders(self) -> list[str]:
+        """Sorted names of the folders on any node, or in the second tier."""
+        return _merged(self._ask("folders", lambda place: place.folders()).values())
+
+    def siblings(self) -> list[str]:
+        """Sorted names of the folders beside this one on any node, or in the second tier."""
+        return _merged(self._ask("siblings", lambda place: place.siblings()).values())
+
+    def list(self, prefix: str = "") -> list[str]:
+        """Sorted names of the files on any node, or in the second tier."""
+        return _merged(self._ask("list", lambda place: place.list(prefix), prefix).values())
+
+    def seen_here(self) -> Storage:
+        """The folder of this node, and the second tier."""
+        own = self.group.folders[self.group.own]
+        return own if self._second is None else TieredRun([own, self._second])
+
+    def note_lost_files(self, folder: str, manifest: Manifest) -> None:
+        """Records nodes without this save of a step, and files that only the second tier has."""
+        super().note_lost_files(folder, manifest)
+        view = self.within(folder)
+        assert isinstance(view, NodesView)
+        seal = read_seal(view._places[view._holder()])
+        left_out = self.choice.left_out.get(f"{folder}/{MANIFEST_NAME}", ())
+        sizes = view._ask("size", lambda place: place.size(MANIFEST_NAME), MANIFEST_NAME)
+        for node in range(len(self.group.folders)):
+            if node in left_out:
+                continue
+            if sizes[node] is None:
+                reason = "the folder of this node has no manifest of this step: it is new, or was emptied"
+                self._leave_out(folder, node, reason, damaged=False)
+            elif read_seal(view._places[node]) != seal:
+                reason = "the folder of this node is stale: it has another, earlier save of this step"
+                self._leave_out(folder, node, reason, damaged=False)
+
+    def _at(self, path: str) -> NodesView:
+        return NodesView(self.group, self._second, path, self.choice)
+
+    @property
+    def _own(self) -> LocalStorage:
+        own = self._places[self.group.own]
+        assert isinstance(own, LocalStorage)
+        return own
+
+    def _is_second(self, tier: int) -> bool:
+        return tier == len(self.group.folders)
+
+    def _is_farther(self, tier: int, near: int) -> bool:
+        return self._is_second(tier) and not self._is_second(near)
+
+    def _is_damage(self, copies: Sequence[int]) -> bool:
+        return all(map(self._is_second, copies))
+
+    def _numbers(self, name: str, rank: int | None) -> Sequence[int]:
+        """The own node, then the node of the rank that wrote a shard file, if ranks have not moved."""
+        group = self.group
+        own = group.own if rank is None else group.of_rank[rank]
+        first: list[int | None] = [own]
+        written = parse_shard_name(name)
+        if written is not None and written[0] < len(group.of_rank):
+            writer = group.of_rank[written[0]]
+            first += [writer, group.partner_of(writer)]
+        nearest = [number for number in first if number is not None]
+        return tuple(dict.fromkeys([*nearest, *range(len(self._places))]))
+
+    def _has(self, tier: int, name: str) -> bool:
+        return self._places[tier].size(name) is not None
+
+    def _ask(self, do: str, work: Callable[[Storage], object], name: str = "") -> dict[int, object]:
+        """The result of a method for each tier. All other nodes are asked at once.
+
+        Args:
+            do: name of the method.
+            work: calls it.
+            name: its argument, if it has one.
+        """
+        peers = {
+            number: place.peer for number, place in enumerate(self._places) if isinstance(place, PeerStorage)
+        }
+        here = range(len(self._places))
+        found = {number: work(self._places[number]) for number in here if number not in peers}
+        answers = ask_all(list(peers.values()), Request(do, name_to(self._path), name_to(name)))
+        for number, answer in zip(peers, answers, strict=True):
+            found[number] = [name_from(one) for one in answer] if isinstance(answer, list) else answer
+        return found
+
+
+def _merged(found: Iterable[object]) -> list[str]:
+    return sorted({name for names in found if isinstance(names, list) for name in names})
+
+
+class NodeStorage(NodesView):
+    """The folders of all nodes as one `Storage`; see the notes of this module.
+
+    Args:
+        group: the nodes.
+        path: the folder in the run; empty for the run itself.
+
+    Example:
+        >>> import tempfile
+        >>> from shardproof.checkpointer.nodes import join_nodes
+        >>> from shardproof.rendezvous import LocalRendezvous
+        >>> storage = NodeStorage(join_nodes(LocalRendezvous(), LocalStorage(tempfile.mkdtemp()), 0))
+        >>> storage.publish("step-00000001/manifest.json", b"{}")
+        >>> storage.folders()
+        ['step-00000001']
+    """
+
+    _is_settled = False
+
+    def __init__(self, group: NodeGroup, path: str = "") -> None:
+        super().__init__(group, None, path)
+
+    @property
+    def location(self) -> str:
+        """The folder on the node of rank 0."""
+        return f"{self.group.location}/{self._path}" if self._path else self.group.location
+
+    def own(self) -> LocalStorage:
+        """The folder on this node."""
+        return self._own
+
+    def view(self, second: Storage | None) -> NodesView:
+        """The run as all nodes and the second tier hold it together, for one restore."""
+        return NodesView(self.group, second)
+
+    def create(self, name: str) -> Sink:
+        """Begin a new file on this node, and with `replicas` on its partner."""
+        own = self._own.create(name)
+        partner = self.group.partner_of(self.group.own)
+        if partner is None:
+            return own
+        place = self._places[partner]
+        assert isinstance(place, PeerStorage)
+        try:
+            return NodeSink(own, place.create(name))
+        except BaseException:
+            own.abort()
+            raise
+
+    def publish(self, name: str, data: bytes, *, replace: bool = False) -> None:
+        """Make `data` appear under `name` on all nodes (note "The commit")."""
+        arbiter = self.group.arbiter
+        if not replace and self.size(name) is not None:
+            raise AlreadyCommittedError(
+                f"{self.location}/{name} exists on a node. It was not touched: choose another place or step, "
+                "or ask for overwriting.",
+                path=f"{self.location}/{name}",
+                file=name,
+            )
+        self._places[arbiter].publish(name, data, replace=replace)
+        try:
+            if arbiter != self.group.own:
+                self._own.publish(name, data, replace=True)
+            others = [
+                place.peer
+                for number, place in enumerate(self._places)
+                if number != arbiter and isinstance(place, PeerStorage)
+            ]
+            request = Request("publish", name_to(self._path), name_to(name), replace=True, count=len(data))
+            ask_all(others, request, data)
+        except ShardproofError as error:
+            raise StorageError(
+                f"{self.location}/{name} is in place on {self._places[arbiter].location}, and not on all "
+                f"nodes: {error.message}",
+                **{**error.details, "in_place": True},
+            ) from error
+
+    def flush(self, name: str) -> None:
+        """Make the nearest copy of a file durable."""
+        self._places[self._tier_of(name)].flush(name)
+
+    def delete(self, name: str) -> None:
+        """Remove a file on all nodes (note "Removal")."""
+        self._ask("delete", lambda place: place.delete(name), name)
+
+    def free_space(self) -> FreeSpace | None:
+        """The space for new files on this node."""
+        return self._own.free_space()
+
+    def confirm(self, restored: NodesView) -> None:
+        """Gives the manifest of a restored step to the nodes that lack it (note "The commit").
+
+        With `replicas`, logs a warning if files of the step have one copy only.
+
+        Args:
+            restored: the folder of the step, as the restore chose it.
+
+        Raises:
+            StorageError: a node failed, or another process removed the step.
+        """
+        if restored._is_second(restored._holder()):
+            return
+        text = restored.read(MANIFEST_NAME)
+        for place in restored._places[: len(self.group.folders)]:
+            if read_seal(place) != text[-SEAL_LENGTH:]:
+                place.publish(MANIFEST_NAME, text, replace=True)
+        manifest = decode_manifest(text, restored.location)
+        lacking = self.lacks_copies(self.within(restored._path).folder, manifest)
+        if lacking:
+            _log.warning(
+                "%s: one node alone has %s%s. The files of the next save are on two nodes again",
+                restored.location,
+                lacking[0],
+                f" and {len(lacking) - 1} more files" if len(lacking) > 1 else "",
+            )
+
+    def lacks_copies(self, folder: str, manifest: Manifest) -> list[str]:
+        """With `replicas`: the files of a step that fewer than two nodes have.
+
+        Args:
+            folder: of the step.
+            manifest: of the step.
+        """
+        if self.group.partner_of(self.group.own) is None:
+            return []
+        folders = {record.folder or folder for record in manifest.files}
+        held = {
+            name: self.within(name)._ask("list", lambda place: place.list("shards"), "shards")
+            for name in folders
+        }
+        lacking = []
+        for record in manifest.files:
+            lists = held[record.folder or folder].values()
+            if sum(record.name in names for names in lists if isinstance(names, list)) < 2:
+                lacking.append(record.place)
+        return lacking
+
+    def _at(self, path: str) -> NodeStorage:
+        return NodeStorage(self.group, path)
+
+    def within(self, prefix: str) -> NodeStorage:
+        """A folder of the run."""
+        found = super().within(prefix)
+        assert isinstance(found, NodeStorage)
+        return found
+
+
+class NodeSink:
+    """A new file on this node and on its partner. Both get the same bytes from memory.
+
+    Args:
+        own: the file on this node.
+        partner: its copy.
+    """
+
+    def __init__(self, own: Sink, partner: PeerSink) -> None:
+        self._own, self._partner = own, partner
+
+    def write_at(self, start: int, buffer: memoryview) -> None:
+        """Write the bytes of `buffer` at byte `start` of both files."""
+        self._own.write_at(start, buffer)
+        self._partner.write_at(start, buffer)
+
+    def finish(self, size: int) -> None:
+        """Give both files `size` bytes, and flush both at the same time."""
+        self._partner.begin_finish(size)
+        try:
+            self._own.finish(size)
+        finally:
+            self._partner.end_finish()
+
+    def abort(self) -> None:
+        """Close and remove both files. Does nothing after `finish`."""
+        with contextlib.suppress(ShardproofError):
+            self._own.abort()
+        self._partner.abort()

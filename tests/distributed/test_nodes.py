@@ -1,0 +1,332 @@
+"""Runs on local disks: each node is a folder, which only its own ranks open.
+
+One start of processes plays many jobs. Between two jobs a folder is deleted, emptied, replaced by an older
+one, or damaged; the ranks are renumbered, or their number changes. What is restored has to be the saved
+state, bit for bit.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+import msgspec
+import pytest
+import torch
+
+import shardproof as sp
+from shardproof.checkpointer import RestoredStep
+from shardproof.format import MANIFEST_NAME, read_manifest
+from shardproof.maintenance import verify
+from shardproof.rendezvous import StoreRendezvous
+from shardproof.storage import LocalStorage
+from tests.harness import Job, rank, reach, rendezvous, run_ranks, world_size
+from tests.scenarios.states import attempt, blanked, differences, rows, whole
+
+HEIGHT = 12
+RANKS = 4
+T = TypeVar("T")
+Work: TypeAlias = Callable[[sp.Checkpointer, int, int], T]
+"""The program of a job: takes the run, the rank and the number of ranks."""
+
+
+def part(salt: int, rank: int, ranks: int) -> dict[str, Any]:
+    """A rank's rows of a state that does not depend on the number of ranks."""
+    return {
+        "model": {
+            "weight": rows(whole((HEIGHT, 3), salt), HEIGHT * rank // ranks, HEIGHT * (rank + 1) // ranks),
+            "bias": whole((5,), salt + 1),
+        },
+        "alone": whole((2, 2), salt + 2, torch.int64),
+        "epoch": salt,
+    }
+
+
+class Stage:
+    """The processes of a test, on which one job after the other runs.
+
+    Args:
+        root: the folder that has the folders of the nodes.
+    """
+
+    def __init__(self, root: str) -> None:
+        from torch.distributed import TCPStore
+
+        self.root = Path(root)
+        self._store = TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            None,
+            is_master=False,
+            timeout=timedelta(seconds=60),
+        )
+        self._jobs = 0
+        self._barrier = rendezvous(deadline=20.0)
+
+    def together(self) -> None:
+        """Waits for all processes."""
+        self._barrier.meet("test", "together", b"", lambda posts: b"")
+
+    def posts(self, post: bytes) -> list[bytes]:
+        """What each process posts."""
+        answer = self._barrier.meet("test", "posts", post, msgspec.msgpack.encode)
+        return msgspec.msgpack.decode(answer, type=list[bytes])
+
+    def alone(self, work: Callable[[], object]) -> None:
+        """One process does something while no job runs."""
+        self.together()
+        if rank() == 0:
+            work()
+        self.together()
+
+    def job(self, places: Sequence[str], work: Work[T], **options: Any) -> T | None:
+        """Runs a job whose rank r is on the node ``places[r]``. None on processes outside of it."""
+        self._jobs += 1
+        result = None
+        if rank() < len(places):
+            result = self.job_of(f"job-{self._jobs}", rank(), places, work, **options)
+        self.together()
+        return result
+
+    def job_of(
+        self,
+        name: str,
+        rank: int,
+        places: Sequence[str],
+        work: Work[T],
+        **options: Any,
+    ) -> T:
+        """This process's part of a job."""
+        meetings = StoreRendezvous(
+            self._store, rank, len(places), deadline=options.pop("deadline", 60.0), name=name
+        )
+        run = sp.Checkpointer(
+            self.root / places[rank],
+            **{"node_local": True, "rendezvous": meetings, "cache": "none", **options},
+        )
+        return work(run, rank, len(places))
+
+    def save(self, places: Sequence[str], step: int, salt: int | None = None, **options: Any) -> None:
+        """A job that saves one step."""
+        overwrite = options.pop("overwrite", False)
+
+        def work(run: sp.Checkpointer, rank: int, ranks: int) -> None:
+            run.save(step, part(salt or step, rank, ranks), overwrite=overwrite).result()
+            run.wait_for_uploads(60)
+
+        self.job(places, work, **options)
+
+    def restore(self, places: Sequence[str], salt: int | None, **options: Any) -> RestoredStep | None:
+        """A job that restores the state with this salt; any state of a step without."""
+
+        def work(run: sp.Checkpointer, rank: int, ranks: int) -> RestoredStep:
+            target = blanked(part(0, rank, ranks))
+            restored = run.restore(target)
+            assert restored is not None
+            assert differences(target, part(int(restored) if salt is None else salt, rank, ranks)) == []
+            return restored
+
+        return self.job(places, work, **options)
+
+    def shards(self, node: str, step: int) -> set[int]:
+        """Ranks whose files of a step a node has."""
+        return {int(path.name[:5]) for path in (self.root / node / f"step-{step:08d}" / "shards").glob("*")}
+
+
+def _flip(root: Path, step: int, writer: int) -> None:
+    """Changes a byte of a tensor in the file of a rank, in one node's folder."""
+    folder = LocalStorage(root / f"step-{step:08d}")
+    (record,) = (one for one in read_manifest(folder).files if one.rank == writer)
+    path = folder.path / record.name
+    data = bytearray(path.read_bytes())
+    data[record.data_start + 4] ^= 1
+    path.write_bytes(data)
+
+
+def play(jobs: Callable[[str], None], root: Path) -> None:
+    """Plays the jobs; the first process that failed fails the test."""
+    outcomes = run_ranks(RANKS, jobs, str(root), timeout=120)
+    for outcome in sorted(outcomes, key=lambda one: one.seconds if one.error is not None else 1e9):
+        assert outcome.value is None
+
+
+def _without_copies(root: str) -> None:
+    stage = Stage(root)
+    three = ["a", "a", "b"]
+    stage.save(["a", "a"], 1)
+    stage.save(three, 2)
+    assert (stage.shards("a", 2), stage.shards("b", 2)) == ({0, 1}, {2})
+    for node in ("a", "b"):
+        assert (stage.root / node / "step-00000002" / MANIFEST_NAME).exists()
+    for places in (three, ["b", "a", "b", "a"], ["a", "b"], ["b", "b", "a"]):
+        restored = stage.restore(places, 2)
+        if restored is not None:
+            assert restored == 2 and restored.passed_over == ()
+            assert restored.tier == str(stage.root / places[0])
+
+    # Without node b, step 2 is passed over, and the reason names the file and the rank that wrote it.
+    stage.alone(lambda: os.rename(stage.root / "b", stage.root / "lost"))
+    restored = stage.restore(["a", "a"], 1)
+    if restored is not None:
+        (passed,) = restored.passed_over
+        assert (restored, passed.step, passed.tier, passed.damaged) == (1, 2, "", True)
+        assert "shards/00002-" in passed.reason and "it is missing" in passed.reason
+        assert "Rank 2 wrote it" in passed.reason
+    # A later job saves the step again, and then the node returns with the older save of it.
+    stage.save(["a", "c"], 2, salt=7, overwrite=True)
+    stage.alone(lambda: shutil.rmtree(stage.root / "b", ignore_errors=True))
+    stage.alone(lambda: os.rename(stage.root / "lost", stage.root / "b"))
+    restored = stage.restore(["b", "a", "c"], 7)
+    if restored is not None:
+        (passed,) = restored.passed_over
+        assert restored == 2 and passed.tier.endswith(str(stage.root / "b"))
+        assert "stale" in passed.reason and not passed.damaged
+    restored = stage.restore(["a", "c", "b"], 7)
+    assert restored is None or restored.passed_over == ()  # node b has the later manifest now
+
+    # Retention removes a step from all nodes.
+    stage.save(["a", "b", "c"], 3, keep=sp.KeepLatest(1))
+    stage.alone(lambda: None)
+    for node in ("a", "b", "c"):
+        assert [path.name for path in (stage.root / node).glob("s*")] == ["step-00000003"]
+
+    # The second tier has what a lost node had.
+    far = stage.root / "far"
+    stage.save(three, 4, then=far)
+    assert verify(LocalStorage(far / "step-00000004")).ok
+    stage.alone(lambda: shutil.rmtree(stage.root / "b"))
+    restored = stage.restore(["a", "a"], 4, then=far)
+    if restored is not None:
+        (passed,) = restored.passed_over
+        assert restored == 4 and "shards/00002-" in passed.reason and str(far) in passed.reason
+
+    def differs(run: sp.Checkpointer, rank: int, ranks: int) -> None:
+        raise AssertionError("not reached")
+
+    with pytest.raises(sp.StructureError, match="rank 0 passes replicas=0, and rank 1 replicas=1"):
+        stage.job_of("differing", rank(), ["a", "b", "a", "b"], differs, replicas=rank() % 2)
+
+
+def test_nodes_without_copies(tmp_path: Path) -> None:
+    play(_without_copies, tmp_path)
+
+
+def _with_copies(root: str) -> None:
+    stage = Stage(root)
+    three = ["a", "a", "b"]
+    stage.save(["a", "a"], 1, replicas=1)
+    stage.save(three, 2, replicas=1)
+    assert stage.shards("a", 2) == stage.shards("b", 2) == {0, 1, 2}
+    for node in ("a", "b"):
+        report = verify(LocalStorage(stage.root / node / "step-00000002"))
+        assert report.ok, report.faults  # a step of two nodes is whole in either folder
+    original = stage.root / "original"
+    stage.alone(lambda: shutil.copytree(stage.root / "b", original))
+
+    for lost, places in (("b", ["a", "a"]), ("a", ["b"])):
+        stage.alone(partial(os.rename, stage.root / lost, stage.root / "lost"))
+        restored = stage.restore(places, 2, replicas=1)
+        assert restored is None or (restored == 2 and restored.passed_over == ())
+        # The lost node comes back empty.
+        restored = stage.restore(three, 2, replicas=1)
+        if restored is not None:
+            (passed,) = restored.passed_over
+            assert restored == 2 and passed.tier.endswith(str(stage.root / lost))
+            assert "was emptied" in passed.reason and not passed.damaged
+        restored = stage.restore(["b", "a"], 2, replicas=1)
+        assert restored is None or restored.passed_over == ()  # it has the manifest again
+        stage.alone(partial(shutil.rmtree, stage.root / lost))
+        stage.alone(partial(os.rename, stage.root / "lost", stage.root / lost))
+
+    # Damage in the folder of one node is read from the other one, by the ranks of both.
+    stage.alone(lambda: _flip(stage.root / "b", 2, 2))
+    for places in (three, ["b", "a", "b"]):
+        restored = stage.restore(places, 2, replicas=1)
+        if restored is not None:
+            (passed,) = restored.passed_over
+            assert restored == 2 and passed.tier.endswith(str(stage.root / "b")) and not passed.damaged
+    stage.alone(lambda: _flip(stage.root / "a", 2, 2))
+    restored = stage.restore(three, 1, replicas=1)
+    assert restored is None or (restored == 1 and restored.passed_over[0].step == 2)
+
+    # A stale node has the step as it was before it was saved again.
+    stage.save(three, 2, salt=8, replicas=1, overwrite=True)
+    stage.alone(lambda: shutil.rmtree(stage.root / "b"))
+    stage.alone(lambda: os.rename(original, stage.root / "b"))
+    restored = stage.restore(["b", "b", "a", "a"], 8, replicas=1)
+    if restored is not None:
+        assert restored == 2 and [passed.tier.endswith("/b") for passed in restored.passed_over] == [True]
+        assert "stale" in restored.passed_over[0].reason
+
+    # A file with one copy is no base of an incremental save: the step after it has all chunks, twice.
+    options = {"replicas": 1, "incremental": True, "scrub": None}
+    stage.save(["a", "b"], 4, salt=9, **options)
+    stage.save(["a", "b"], 5, salt=9, **options)
+    assert stage.shards("a", 5) == stage.shards("b", 5) == {0}, "which has the plain values"
+    stage.alone(lambda: shutil.rmtree(stage.root / "b"))
+    stage.restore(["a", "b"], 9, **options)
+    stage.save(["a", "b"], 6, salt=9, **options)
+    assert stage.shards("a", 6) == stage.shards("b", 6) == {0, 1}
+    stage.alone(lambda: shutil.rmtree(stage.root / "a"))
+    restored = stage.restore(["a", "b"], 9, **options)
+    assert restored is None or restored == 6
+
+    # Two jobs on the same nodes: one commits, and all ranks of the other one are told.
+    places = ["a", "b"] if rank() < 2 else ["b", "a"]
+    salt = 20 + rank() // 2
+
+    def save(run: sp.Checkpointer, rank: int, ranks: int) -> str:
+        stage.together()
+        return attempt(lambda: run.save(9, part(salt, rank, ranks)).result()).kind
+
+    name = f"job of two {rank() // 2}"
+    ended = stage.job_of(name, rank() % 2, places, save, replicas=1)
+    kinds = [post.decode() for post in stage.posts(ended.encode())]
+    assert kinds in (["", "", *["AlreadyCommittedError"] * 2], [*["AlreadyCommittedError"] * 2, "", ""])
+    stage.restore(["a", "b"], 20 + kinds.index("") // 2, replicas=1)
+
+
+def test_nodes_with_copies(tmp_path: Path) -> None:
+    play(_with_copies, tmp_path)
+
+
+def _stopped_and_killed(root: str) -> list[str]:
+    """Rank 0 asks the other node while that is stopped, and when it is gone."""
+    run = sp.Checkpointer(
+        Path(root) / f"node-{rank()}", node_local=True, rendezvous=rendezvous(deadline=3.0), cache="none"
+    )
+    run.save(1, part(1, rank(), world_size())).result()
+    if rank() == 1:
+        reach("waiting")
+        return []
+    ended = []
+    for point in ("stopped", "killed"):
+        reach(point)
+        began = time.monotonic()
+        ended.append(attempt(run.steps).text)
+        assert time.monotonic() - began < 3.0, "within the deadline"
+    return ended
+
+
+def test_a_stopped_node_and_a_dead_one_are_named_within_the_deadline(tmp_path: Path) -> None:
+    def script(job: Job) -> None:
+        job.until_held(1, "waiting")
+        job.until_held(0, "stopped")
+        job.stop(1)
+        job.go(0)
+        job.until_held(0, "killed")
+        job.kill(1)
+        job.go(0)
+
+    outcomes = run_ranks(
+        2, _stopped_and_killed, str(tmp_path), hold={0: ["stopped", "killed"], 1: "waiting"}, script=script
+    )
+    silent, dead = outcomes[0].value
+    assert "node 1 (" in silent and "does not answer within 1.5 s" in silent
+    assert "node 1 (" in dead and "cannot be reached" in dead

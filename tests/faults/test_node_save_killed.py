@@ -1,0 +1,90 @@
+"""SIGKILL at every file operation of a node-local save with copies, of a rank and with it of its node.
+
+Each job restores, repeats the save that the last job died in, and dies one operation later in a new one. The
+operations of a rank are those of its own save, and those of its service, which writes the copies of the other
+node and publishes. Between the jobs either node is lost, in turn: what was saved is restored without it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardproof as sp
+from shardproof.checkpointer.step_folders import step_name
+from shardproof.maintenance import verify
+from shardproof.rendezvous import LocalRendezvous
+from shardproof.storage import LocalStorage
+from tests.faults.dying import Deadly, die_at_every_operation
+from tests.harness import rank, run_ranks, world_size
+from tests.scenarios.states import attempt, blanked, differences, plain_state, whole_state
+
+RANKS = 2
+ENDS = {"", "killed", "RankSilent", "RankFailure", "StorageError", "committed before"}
+
+
+def node_of(root: Path, number: int) -> Path:
+    return root / f"node-{number}"
+
+
+def resume_and_save(root: Path, meetings: Any, number: int, deadly: Deadly) -> str:
+    """Saves step `number` + 1, whatever is left of it, and dies in the save of the step after it."""
+    # Every other job has its ranks on the other nodes.
+    place = node_of(root, (rank() + number) % RANKS)
+    run = sp.Checkpointer(
+        place, node_local=True, replicas=1, keep=sp.KeepLatest(2), rendezvous=meetings, cache="none"
+    )
+    step = number + 1
+    target = blanked(plain_state(rank(), world_size(), 0))
+    restored = run.restore(target)
+    if restored is not None:
+        assert restored in (step - 1, step, step + 1)
+        assert differences(target, plain_state(rank(), world_size(), int(restored))) == []
+    if restored is None or restored < step:
+        run.save(step, plain_state(rank(), world_size(), step)).result()
+    if restored == step + 1:
+        return "committed before"
+    with deadly():
+        return attempt(lambda: run.save(step + 1, plain_state(rank(), world_size(), step + 1)).result()).kind
+
+
+def look(root: Path, number: int, ended: list[str]) -> None:
+    """Without either node, the newest step is there whose save has returned, or a newer one."""
+    for lost in range(RANKS):
+        there = node_of(root, 1 - lost)
+        alone = sp.Checkpointer(there, node_local=True, replicas=1, rendezvous=LocalRendezvous())
+        target = blanked(whole_state(RANKS, 0))
+        restored = alone.restore(target, exclude="own")
+        assert restored is not None and restored in (number + 1, number + 2)
+        assert differences(target, whole_state(RANKS, int(restored))) == []
+        assert verify(LocalStorage(there / step_name(int(restored)))).ok
+    assert set(ended) <= ENDS, ended
+    # A job that dies in the retention leaves older steps. With each of them, the next job would have more
+    # operations, and might die at the same one for ever.
+    for place in (node_of(root, number) for number in range(RANKS)):
+        for folder in place.glob("step-*"):
+            if folder.name < step_name(number + 1):
+                shutil.rmtree(folder)
+
+
+def killed(root: str, who: int, every: int) -> list[str]:
+    run = Path(root)
+    return die_at_every_operation(
+        partial(resume_and_save, run), partial(look, run), who, everyone=False, every=every
+    )
+
+
+@pytest.mark.timeout(1600)
+@pytest.mark.parametrize(
+    ("who", "every"),
+    [(0, 45), *(pytest.param(who, 1, marks=pytest.mark.slow) for who in (0, 1))],
+    ids=["the coordinator, some", "the coordinator", "a follower"],
+)
+def test_killed_at_every_file_operation(who: int, every: int, tmp_path: Path) -> None:
+    ended = run_ranks(RANKS, killed, str(tmp_path), who, every, timeout=1500)[who].value
+    assert ended[-1] in ("", "committed before") and set(ended) <= ENDS
+    assert ended.count("killed") >= (40 if who == 0 else 30) // every

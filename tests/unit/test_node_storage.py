@@ -1,0 +1,259 @@
+"""The folders of several nodes as one storage, in one process: what is where, and failures of a node."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import shardproof as sp
+from shardproof.checkpointer.damage import is_damage
+from shardproof.checkpointer.nodes import NodeGroup, NodeStorage
+from shardproof.checkpointer.nodes.file_service import FileService
+from shardproof.checkpointer.nodes.peer_frames import PIECE_BYTES, PeerConnection, Request
+from shardproof.checkpointer.nodes.peer_storage import Peer, PeerStorage, ask_all
+from shardproof.rendezvous import LocalRendezvous
+from shardproof.storage import LocalStorage
+from shardproof.storage.conformance import StorageConformance
+from tests.scenarios.states import attempt
+
+SECRET = b"s" * 32
+
+
+class Nodes:
+    """Some folders with a service each, and the storage that a rank on one of them has."""
+
+    def __init__(self, root: Path, count: int, patience: float = 30.0) -> None:
+        self.folders = [LocalStorage(root / f"node-{number}") for number in range(count)]
+        self.services = []
+        for folder in self.folders:
+            folder.path.mkdir(parents=True)
+            self.services.append(FileService(folder, lambda: patience))
+            self.services[-1].start(SECRET)
+        self.patience = patience
+
+    def peer(self, number: int, *, secret: bytes = SECRET) -> Peer:
+        service = self.services[number]
+        label = f"node {number} (host, {number})"
+        return Peer(["127.0.0.1"], service.port, service.name, secret, label, lambda: self.patience)
+
+    def storage(self, replicas: int = 0, arbiter: int = 0, own: int = 0) -> NodeStorage:
+        folders = [
+            folder if number == own else PeerStorage(self.peer(number), folder.location)
+            for number, folder in enumerate(self.folders)
+        ]
+        group = NodeGroup(
+            own,
+            folders,
+            range(len(folders)),
+            self.folders[0].location,
+            arbiter,
+            replicas,
+            FileService(self.folders[own], lambda: self.patience),
+            LocalRendezvous(),
+        )
+        return NodeStorage(group)
+
+    def stop(self) -> None:
+        for service in self.services:
+            service.stop()
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    made = Nodes(tmp_path, 3)
+    yield made
+    made.stop()
+
+
+class TestPeerStorage(StorageConformance):
+    """The folder of another node alone."""
+
+    @pytest.fixture
+    def storage(self, nodes: Nodes) -> PeerStorage:
+        return PeerStorage(nodes.peer(1), nodes.folders[1].location)
+
+
+class TestNodeStorage(StorageConformance):
+    """The folders of three nodes together, with and without copies, published first here or elsewhere."""
+
+    @pytest.fixture(params=[(0, 0), (1, 2)], ids=["no copies", "copies"])
+    def storage(self, nodes: Nodes, request: pytest.FixtureRequest) -> NodeStorage:
+        return nodes.storage(*request.param)
+
+
+def test_a_file_is_where_its_rank_is_and_on_the_partner(nodes: Nodes) -> None:
+    for replicas, own in ((0, 1), (1, 2)):
+        storage = nodes.storage(replicas, own=own)
+        write(storage, f"step-00000001/shards/0000{own}-a.safetensors", b"bytes")
+        storage.publish(f"step-00000001/{replicas}.json", b"{}")
+    held = [folder.list() for folder in nodes.folders]
+    published = ["step-00000001/0.json", "step-00000001/1.json"]
+    first, second = (f"step-00000001/shards/0000{own}-a.safetensors" for own in (1, 2))
+    assert held == [[*published, second], [*published, first], [*published, second]]
+    everywhere = nodes.storage()
+    assert everywhere.list() == [*published, first, second]
+    for name in (first, second, *published):
+        everywhere.delete(name)
+    assert [folder.list() for folder in nodes.folders] == [[], [], []]
+
+
+def write(storage: sp.storage.Storage, name: str, data: bytes) -> None:
+    sink = storage.create(name)
+    sink.write_at(0, memoryview(data))
+    sink.finish(len(data))
+
+
+def test_of_two_jobs_on_the_same_nodes_one_publishes(nodes: Nodes) -> None:
+    """Rank 0 of each job is on another node, and both publish at the same time."""
+    jobs = [nodes.storage(arbiter=1, own=own) for own in (0, 2)]
+    with ThreadPoolExecutor(2) as pool:
+        for number in range(30):
+            name = f"step-{number:08d}/manifest.json"
+            ready = threading.Barrier(2)
+
+            def publish(job: int, name: str = name, ready: threading.Barrier = ready) -> bool:
+                ready.wait()
+                try:
+                    jobs[job].publish(name, b"%d" % job)
+                except sp.AlreadyCommittedError:
+                    return False
+                return True
+
+            won = list(pool.map(publish, (0, 1)))
+            assert won.count(True) == 1
+            assert {folder.read(name) for folder in nodes.folders} == {b"%d" % won.index(True)}
+
+
+def test_a_publication_that_does_not_reach_a_node_is_in_place(nodes: Nodes) -> None:
+    storage = nodes.storage()
+    nodes.services[2].stop()
+    with pytest.raises(sp.StorageError, match="is in place on .*, and not on all nodes: node 2") as caught:
+        storage.publish("step-00000001/manifest.json", b"{}", replace=True)
+    assert caught.value.details["in_place"] is True
+    assert nodes.folders[0].read("step-00000001/manifest.json") == b"{}"
+
+
+def test_the_service_serves_its_folder_and_nothing_else(nodes: Nodes, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"outside")
+    peer = nodes.peer(1)
+    for do in ("read", "size", "delete", "flush", "create", "publish", "list", "folders"):
+        for folder, name in ((b"..", b"secret"), (b"", b"../secret"), (b"/", bytes(tmp_path / "secret"))):
+            if do == "folders" and not folder:
+                continue
+            with pytest.raises(sp.StorageError, match="cannot name a file"):
+                peer.ask(Request(do, folder, name))
+    assert (tmp_path / "secret").read_bytes() == b"outside"
+
+
+def test_a_rank_without_the_secret_is_refused_and_learns_nothing(
+    nodes: Nodes, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes.folders[1].publish("a", b"1")
+    stranger = PeerStorage(nodes.peer(1, secret=b"x" * 32), "")
+    with pytest.raises(sp.StorageError, match="node 1 .*cannot be reached"):
+        stranger.read("a")
+    # One that sends back what it gets proves nothing, and one that asks first gets no answer.
+    with socket.create_connection(("127.0.0.1", nodes.services[1].port), timeout=10) as mirror:
+        mirror.sendall(mirror.recv(32))
+        assert mirror.recv(64) == b""
+    assert PeerStorage(nodes.peer(1), "").read("a") == b"1"
+
+
+def test_bytes_that_change_on_the_way_are_not_kept(nodes: Nodes) -> None:
+    peer = nodes.peer(1)
+    connection = peer.take()
+    connection.send(Request("create", b"", b"a"))
+    peer.answer(connection)
+    connection.send(Request("write", count=3, digest=b"0" * 16), b"abc")
+    with pytest.raises(sp.StorageError, match="3 bytes from byte 0 on changed on the way"):
+        peer.answer(connection)
+    connection.close()
+    assert nodes.folders[1].list() == []
+
+
+def test_the_copy_of_a_rank_that_dies_is_removed(nodes: Nodes) -> None:
+    sink = PeerStorage(nodes.peer(1), "").create("shards/a")
+    sink.write_at(0, memoryview(bytes(2 * PIECE_BYTES + 5)))
+    sink._connection.close()  # what the end of a process does
+    for _ in range(1000):
+        if not nodes.folders[1].list():
+            break
+        threading.Event().wait(0.01)
+    assert nodes.folders[1].list() == []
+
+
+def test_an_error_of_the_copy_reaches_the_writer_early(nodes: Nodes) -> None:
+    """The other node refuses the first piece, and the writer does not send all the others."""
+    storage = PeerStorage(nodes.peer(1), "")
+    sink = storage.create("a")
+    sink.write_at(2**63 - 1, memoryview(b"0"))  # no file has such an offset
+    kind = ""
+    for start in range(1000):
+        threading.Event().wait(0.01)
+        kind = attempt(lambda start=start: sink.write_at(start, memoryview(b"0"))).kind  # type: ignore[misc]
+        if kind:
+            break
+    assert kind == "StorageError"
+    sink.abort()
+    assert nodes.folders[1].list() == []
+
+
+def test_a_silent_node_ends_every_call_in_time(tmp_path: Path) -> None:
+    """A service accepts, proves itself and never answers."""
+    silent = socket.create_server(("127.0.0.1", 0))
+    ended = threading.Event()
+
+    def accept() -> None:
+        while not ended.is_set():
+            accepted, _ = silent.accept()
+            kept.append(connection := PeerConnection(accepted, 10.0))
+            with contextlib.suppress(OSError):
+                connection.prove(SECRET, b"name", asks=False)
+
+    kept: list[PeerConnection] = []
+    threading.Thread(target=accept, daemon=True).start()
+    peer = Peer(["127.0.0.1"], silent.getsockname()[1], "name", SECRET, "node 1 (host, 1)", lambda: 0.2)
+    storage = PeerStorage(peer, "/run")
+    calls = (
+        lambda: storage.size("a"),
+        lambda: storage.read("a"),
+        lambda: storage.create("a"),
+        lambda: storage.publish("a", b"1"),
+        lambda: ask_all([peer, peer], Request("size", b"", b"a")),
+    )
+    for call in calls:
+        began = time.monotonic()
+        with pytest.raises(sp.StorageError, match="node 1 .* does not answer within 0.2 s") as caught:
+            call()
+        assert time.monotonic() - began < 5
+        assert not is_damage(caught.value)  # so that no older step is restored
+    ended.set()
+    silent.close()
+
+
+def test_options_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    for root, options, text in (
+        (tmp_path, {"replicas": 1}, "pass node_local=True, too"),
+        (tmp_path, {"replicas": 2, "node_local": True}, "replicas is 0 or 1, not 2"),
+        ("memory://run", {"node_local": True}, "needs a folder on the disk of each node, not memory://run"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            sp.Checkpointer(root, rendezvous=LocalRendezvous(), **options)
+
+
+def test_one_rank_is_one_node_and_has_no_partner(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "shardproof"):
+        run = sp.Checkpointer(tmp_path, node_local=True, replicas=1, rendezvous=LocalRendezvous())
+    assert "replicas=1 keeps no copies" in caplog.text
+    run.save(1, {"n": 1}).result()
+    state = {"n": 0}
+    assert run.restore(state) == 1 and state == {"n": 1}
+    assert run.steps() == [1]
