@@ -242,7 +242,7 @@ def test_the_signature_is_that_of_the_description() -> None:
         "&X-Amz-Credential=AKIAIOSFODNN7EXAMPLE%2F20130524%2Fus-east-1%2Fs3%2Faws4_request"
         "&X-Amz-Date=20130524T000000Z&X-Amz-Expires=86400&X-Amz-SignedHeaders=host"
     )
-    told = "aeeed9bbccd4d02ee5c0109b86d86835f995330da4c031957d157751f604d404"
+    told = "aeeed9bbccd4d02ee5c0109b86d86835f995330da4c265957d157751f604d404"
     assert signature(SECRET, "GET", example) == told
 
 
