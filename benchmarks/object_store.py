@@ -36,7 +36,7 @@ from shardproof.storage import ObjectStorage
 PART = 16 << 20
 PARTS_IN_FLIGHT = 8
 REQUEST = 8 << 20
-REQUESTS_IN_FLIGHT = 4
+REQUESTS_IN_FLIGHT = 8
 BUCKET = "bench"
 
 

@@ -29,8 +29,7 @@ def test_doctor_and_watch_on_a_bucket(url: str, capsys: pytest.CaptureFixture[st
     storage = ObjectStorage(url)
     files = storage.list()
     code, told = answer(capsys, "doctor", url, "--probe", "--scrub", "--bandwidth", "1GB")
-    assert (code, [one["kind"] for one in told["findings"]]) == (0, ["uploads"])
-    assert told["findings"][0]["severity"] == "note" and "lifecycle rule" in told["findings"][0]["mend"]
+    assert (code, told["findings"]) == (0, [])
     assert storage.list() == files, "the probe left nothing"
 
     storage.delete("step-00000001/manifest.json")

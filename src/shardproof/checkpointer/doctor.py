@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from shardproof._utils.humanize import age, counted, gigabytes, listed
 from shardproof.checkpointer.damage import is_damage
-from shardproof.checkpointer.prune import plan_prune
+from shardproof.checkpointer.prune import PrunePlan, plan_prune
 from shardproof.checkpointer.scan import StepInfo, scan_run
 from shardproof.errors import NotCommittedError, ShardproofError, StorageError
 from shardproof.format import MANIFEST_NAME
@@ -25,7 +25,6 @@ from shardproof.storage import (
     FreeSpace,
     LimitedStorage,
     LocalStorage,
-    ObjectStorage,
     Storage,
     UncachedStorage,
     write_file,
@@ -146,7 +145,6 @@ def examine_run(storage: DatedStorage, run: str, *, older_than: float, now: floa
         *_of_space(storage.location, next_save, space, run),
         *_of_clocks(storage, infos, now),
         *_of_permissions(storage, infos),
-        *_of_uploads(storage),
     ]
     return Examination(storage.location, steps, next_save, space, ()).with_findings(findings)
 
@@ -198,6 +196,7 @@ def _of_leftovers(storage: DatedStorage, run: str, older_than: float, now: float
         else:
             text = f"{size}, last written {_ago(now, written)}: their save died"
             yield Finding("warning", "leftover", leftover.folder, text, f"shardproof prune {run}")
+    yield from _of_uploads(plan, storage.location, run, now)
 
 
 def _ago(now: float, then: float) -> str:
@@ -250,12 +249,27 @@ def _of_permissions(storage: DatedStorage, infos: Sequence[StepInfo]) -> Iterato
             yield Finding("warning", "permissions", folder, text, f"ls -ld {shlex.quote(str(path))}")
 
 
-def _of_uploads(storage: DatedStorage) -> Iterator[Finding]:
-    """Says what cannot be seen: obstore lists objects, and no parts of uploads that were not completed."""
-    if isinstance(storage, ObjectStorage):
-        text = "parts of uploads that died are not listed, and the store may charge for them"
+def _of_uploads(plan: PrunePlan, location: str, run: str, now: float) -> Iterator[Finding]:
+    """Multipart uploads that did not complete. The store charges for their parts, which no list shows."""
+    folders = sorted({upload.name.partition("/")[0] for upload in (*plan.uploads, *plan.young_uploads)})
+    for folder in folders:
+        dead, young = (
+            [upload for upload in uploads if upload.name.startswith(f"{folder}/")]
+            for uploads in (plan.uploads, plan.young_uploads)
+        )
+        if dead:
+            size = gigabytes(sum(upload.bytes or 0 for upload in dead))
+            last = _ago(now, max(upload.modified for upload in dead))
+            text = f"{size} in {counted(len(dead), 'upload')} that did not complete, last written {last}"
+            yield Finding("warning", "uploads", folder, f"{text}: their save died", f"shardproof prune {run}")
+        if young:
+            last = _ago(now, max(upload.modified for upload in young))
+            text = f"{counted(len(young), 'upload')} that did not complete, last written {last}"
+            mend = f"shardproof watch {run}"
+            yield Finding("note", "in progress", folder, f"{text}: a save may be in progress", mend)
+    if plan.uploads_fault:
         mend = "set a lifecycle rule of the bucket that aborts incomplete multipart uploads after some days"
-        yield Finding("note", "uploads", storage.location, text, mend)
+        yield Finding("note", "uploads", location, plan.uploads_fault, mend)
 
 
 def probe_storage(storage: DatedStorage) -> list[Finding]:

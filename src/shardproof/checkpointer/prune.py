@@ -1,9 +1,9 @@
-"""Removes the leftovers of dead saves, steps beyond those to keep, and steps past repair."""
+"""Removes the leftovers and uploads of dead saves, steps beyond those to keep, and steps past repair."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shardproof.checkpointer.pins import pinned_steps, read_pin
@@ -16,11 +16,11 @@ from shardproof.checkpointer.retention import (
     remove_leftover,
 )
 from shardproof.checkpointer.scan import scan_run
-from shardproof.checkpointer.step_folders import is_ours, parse_step
+from shardproof.checkpointer.step_folders import attempt_of, is_ours, parse_folder, parse_step
 from shardproof.checkpointer.suspects import read_settled
-from shardproof.errors import FormatError, NotCommittedError
+from shardproof.errors import FormatError, NotCommittedError, StorageError
 from shardproof.format import lost_files, read_manifest, references_in
-from shardproof.storage import Storage
+from shardproof.storage import ObjectStorage, Storage, Upload
 
 __all__ = ["PrunePlan", "plan_prune", "prune"]
 
@@ -52,16 +52,23 @@ class PrunePlan:
     """Folders of removed steps some of whose files stay, to the folders of the steps that refer to these."""
     unknown: tuple[str, ...]
     """Folders with unreadable manifests. They may refer to any file of other steps, so such files stay."""
+    uploads: tuple[Upload, ...] = ()
+    """To remove: multipart uploads of dead saves. Their parts are in no file."""
+    young_uploads: tuple[Upload, ...] = ()
+    """These stay: multipart uploads whose save may not have ended."""
+    uploads_fault: str = ""
+    """Why the uploads of the run cannot be listed; empty if they can, or if the storage has none."""
 
     @property
     def bytes(self) -> int:
         """Bytes to be removed."""
-        return self.steps_bytes + self.lost_bytes + sum(leftover.bytes for leftover in self.leftovers)
+        leftover = sum(one.bytes for one in self.leftovers) + sum(one.bytes or 0 for one in self.uploads)
+        return self.steps_bytes + self.lost_bytes + leftover
 
     @property
     def empty(self) -> bool:
         """True if there is nothing to remove."""
-        return not (self.leftovers or self.steps or self.settled or self.lost)
+        return not (self.leftovers or self.steps or self.settled or self.lost or self.uploads)
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -92,7 +99,9 @@ def plan_prune(
         StorageError: the storage failed.
     """
     references = references_in(storage)
-    found = leftovers(storage, modified, references)
+    found, uploads, uploads_fault = _with_uploads(
+        storage, leftovers(storage, modified, references), now - older_than
+    )
     old = [leftover for leftover in found if leftover.older_than(older_than, now)]
     infos = scan_run(storage, sizes=True)
     scanned = {step: info for info in infos if (step := parse_step(info.name)) is not None}
@@ -101,8 +110,10 @@ def plan_prune(
     if keep is not None:
         selected = {*KeepLatest(keep).select(committed), *pinned_steps(storage)}
     young = tuple(leftover for leftover in found if leftover not in old)
+    dead = tuple(upload for upload in uploads if now - upload.modified >= older_than)
+    young_uploads = tuple(upload for upload in uploads if upload not in dead)
     # A running save may be replacing a step in one of these folders.
-    busy = {leftover.folder for leftover in young}
+    busy = {leftover.folder for leftover in young} | {_folder_of(upload) for upload in young_uploads}
     gone = [
         info
         for info in (scanned[step] for step in committed if step not in selected)
@@ -151,7 +162,49 @@ def plan_prune(
         lost_bytes=in_lost,
         lent={name: left.users(name) for name in {**lenders, **removal.lent} if left.users(name)},
         unknown=tuple(references.unknown),
+        uploads=dead,
+        young_uploads=young_uploads,
+        uploads_fault=uploads_fault,
     )
+
+
+def _with_uploads(
+    storage: Storage, found: list[Leftover], before: float
+) -> tuple[list[Leftover], list[Upload], str]:
+    """The leftovers, the multipart uploads, and why these cannot be listed.
+
+    Files and uploads of one attempt have one age, because a rank may upload for hours after another finished.
+
+    Args:
+        storage: the run's folder.
+        found: the leftovers.
+        before: Unix seconds. Of uploads that began later, only the begin is known.
+    """
+    if not isinstance(storage, ObjectStorage):
+        return found, [], ""
+    try:
+        uploads = [upload for upload in storage.uploads(before) if _attempt_of(upload)]
+    except StorageError as error:
+        return found, [], error.message
+    newest = {(one.folder, one.attempt): one.modified for one in found if one.modified is not None}
+    for upload in uploads:
+        attempt = _folder_of(upload), _attempt_of(upload)
+        newest[attempt] = max(newest.get(attempt, 0.0), upload.modified)
+    return (
+        [replace(one, modified=newest.get((one.folder, one.attempt))) for one in found],
+        [replace(one, modified=newest[_folder_of(one), _attempt_of(one)]) for one in uploads],
+        "",
+    )
+
+
+def _folder_of(upload: Upload) -> str:
+    return upload.name.partition("/")[0]
+
+
+def _attempt_of(upload: Upload) -> str:
+    """The attempt of an upload; empty if it is no upload of a step of this run."""
+    folder, _, file = upload.name.partition("/")
+    return (attempt_of(file, folder) or "") if parse_folder(folder) is not None else ""
 
 
 def prune(storage: Storage, plan: PrunePlan) -> list[str]:
@@ -165,18 +218,32 @@ def prune(storage: Storage, plan: PrunePlan) -> list[str]:
         Folders that stay, because a save committed them, or a pin marked them, after the plan was made.
 
     Raises:
-        StorageError: the storage failed. Some of the files may be removed.
+        StorageError: the storage failed. Some of the files may be removed. Uploads go last.
     """
     spared = [leftover.folder for leftover in plan.leftovers if not remove_leftover(storage, leftover)]
     lost = [name for name in plan.lost if _is_lost(storage.within(name))]
     settled = [name for name in plan.settled if read_settled(storage.within(name)) is not None]
     steps = [name for name in plan.steps if read_pin(storage.within(name)) is None]
     delete_steps(storage, [*steps, *settled, *lost])
+    _abort_uploads(storage, plan.uploads)
     return [
         *spared,
         *(name for name in plan.steps if name not in steps),
         *(name for name in (*plan.settled, *plan.lost) if name not in (*settled, *lost)),
     ]
+
+
+def _abort_uploads(storage: Storage, uploads: Sequence[Upload]) -> None:
+    for at, upload in enumerate(uploads):
+        assert isinstance(storage, ObjectStorage)
+        try:
+            storage.abort_upload(upload)
+        except StorageError as error:
+            raise StorageError(
+                f"all else is removed, but {len(uploads) - at} of {len(uploads)} multipart uploads stay: "
+                f"{error.message}",
+                file=storage.location,
+            ) from error
 
 
 def _is_lost(step: Storage) -> bool:

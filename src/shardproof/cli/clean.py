@@ -41,8 +41,9 @@ def prune_command(
 ) -> int:
     """Remove from RUN what dead saves left: files in step folders that no manifest names.
 
-    Only files that shardproof wrote are ever removed, and none that a step which stays refers to. A suspect
-    (a step whose validation failed) stays until it is settled. Asks first on a terminal.
+    In S3, also the parts of uploads that did not complete. Only files that shardproof wrote are ever removed,
+    and none that a step which stays refers to. A suspect (a step whose validation failed) stays until it is
+    settled. Asks first on a terminal.
     """
     from shardproof.checkpointer import plan_prune, prune
     from shardproof.storage import LocalStorage, storage_at
@@ -118,6 +119,15 @@ def _show_plan(plan: PrunePlan, now: float, older_than: float, damaged: bool) ->
         )
         for leftover in plan.leftovers
     ]
+    rows += [
+        (
+            upload.name.partition("/")[0],
+            f"parts of {upload.name.partition('/')[2]}, whose upload did not complete",
+            gigabytes(upload.bytes) if upload.bytes is not None else "-",
+            age(now - upload.modified),
+        )
+        for upload in plan.uploads
+    ]
     rows += [(name, "committed, beyond those to keep", "", "") for name in plan.steps]
     rows += [(name, "settled suspect, older than a step that is kept", "", "") for name in plan.settled]
     rows += [(name, "damaged, cannot be repaired", "", "") for name in plan.lost]
@@ -134,6 +144,15 @@ def _show_plan(plan: PrunePlan, now: float, older_than: float, damaged: bool) ->
                 f"{age(older_than)}: a save may be in progress (--older-than)"
             )
         )
+    for upload in plan.young_uploads:
+        out.print(
+            printable(
+                f"kept: {upload.name}: an upload that did not complete, written to in the last "
+                f"{age(older_than)}: a save may be in progress (--older-than)"
+            )
+        )
+    if plan.uploads_fault:
+        out.print(printable(f"kept: parts of uploads that did not complete, if any: {plan.uploads_fault}"))
     for name, users in plan.lent.items():
         out.print(
             printable(

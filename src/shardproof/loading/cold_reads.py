@@ -4,7 +4,8 @@ Note: depth and memory
     A disk or a file server idles between requests that come one after another. So a rank keeps up to
     `MOST_THREADS` requests of up to `REQUEST_BYTES` in flight. Each request has its own memory, from which
     the rank hashes the bytes and copies them once. All memory together stays below `MEMORY_BYTES` a
-    rank: there are fewer requests if chunks must be read whole.
+    rank, and `REMOTE_MEMORY_BYTES` for a remote storage, whose requests take longer: there are fewer
+    requests if chunks must be read whole.
 
 Note: past the cache or through it
     A read past the page cache saves a copy and the memory of the pages. But bytes that two processes of a
@@ -36,6 +37,7 @@ from shardproof.storage import CachedStorage, RemoteStorage, Storage, aligned_bu
 __all__ = [
     "MEMORY_BYTES",
     "MOST_THREADS",
+    "REMOTE_MEMORY_BYTES",
     "REQUEST_BYTES",
     "SAMPLES",
     "Cold",
@@ -50,6 +52,9 @@ REQUEST_BYTES = 8 << 20
 MOST_THREADS = 16
 MEMORY_BYTES = 32 << 20
 """Bytes of memory for all requests of a rank."""
+REMOTE_MEMORY_BYTES = 64 << 20
+"""The same for a remote storage. With 30 ms a request, eight requests in flight take 0.8 of the time of four
+(benchmarks/results/2026-11-25-object-store-load.json)."""
 SAMPLES = 32
 _LEAST_THREADS = 2
 _SHARE = 8
@@ -73,17 +78,19 @@ class Fetcher:
     Args:
         past_cache: True to read past the page cache where the storage can.
         longest: bytes of the longest request.
+        memory: bytes of memory for all requests.
     """
 
-    def __init__(self, past_cache: bool, longest: int) -> None:
+    def __init__(self, past_cache: bool, longest: int, memory: int = MEMORY_BYTES) -> None:
         self._past_cache = past_cache
+        self._memory = memory
         self._longest = max(longest, 1)
         self._local = threading.local()
 
     @property
     def threads(self) -> int:
         """Number of requests in flight."""
-        return max(_LEAST_THREADS, min(MOST_THREADS, MEMORY_BYTES // self._longest))
+        return max(_LEAST_THREADS, min(MOST_THREADS, self._memory // self._longest))
 
     def read(self, storage: Storage, name: str, start: int, count: int) -> memoryview:
         """Reads a range into memory that the next call of this thread may overwrite.

@@ -20,7 +20,14 @@ from shardproof._utils.memcpy import address as address_of
 from shardproof._utils.memcpy import copy_runs
 from shardproof.format import BLOCK_BYTES
 from shardproof.loading.chunk_reader import Chunks
-from shardproof.loading.cold_reads import REQUEST_BYTES, Cold, Fetcher, is_cached
+from shardproof.loading.cold_reads import (
+    MEMORY_BYTES,
+    REMOTE_MEMORY_BYTES,
+    REQUEST_BYTES,
+    Cold,
+    Fetcher,
+    is_cached,
+)
 from shardproof.loading.destinations import DestinationWriter
 from shardproof.loading.threads import in_threads
 from shardproof.planning import LARGE_BYTES
@@ -92,7 +99,8 @@ class _Job:
         self.fetching = 0
         """Reads in flight past the page cache; 0 if it has everything."""
         if cold is not Cold.AS_CACHED and chunks.any_cold(self.batches):
-            self._fetcher = Fetcher(cold is Cold.PAST_CACHE, self._longest_request())
+            memory = REMOTE_MEMORY_BYTES if chunks.is_remote else MEMORY_BYTES
+            self._fetcher = Fetcher(cold is Cold.PAST_CACHE, self._longest_request(), memory)
             self.fetching = self._fetcher.threads
         self._moved = moved
         self._reported = 0

@@ -25,6 +25,7 @@ from shardproof.storage.locations import is_bucket_url as is_bucket_url  # not l
 from shardproof.storage.memory_link import keepers_here as keepers_here
 from shardproof.storage.memory_sink import MemorySink
 from shardproof.storage.memory_store import MemoryStorage, MemoryUsage
+from shardproof.storage.multipart_uploads import Upload
 from shardproof.storage.object_store import ObjectStorage
 from shardproof.storage.paths import StrOrBytesPath
 from shardproof.storage.sink import LocalSink
@@ -50,6 +51,7 @@ __all__ = [
     "Storage",
     "StrOrBytesPath",
     "UncachedStorage",
+    "Upload",
     "aligned_buffer",
     "check_name",
     "is_url",

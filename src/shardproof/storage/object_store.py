@@ -15,17 +15,20 @@ pauses, for at most `retry_timeout`. An error after that names this time.
 
 from __future__ import annotations
 
+import builtins
 import logging
 import os
 import time
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from shardproof._utils.forks import lock
 from shardproof.errors import AlreadyCommittedError, StorageError
 from shardproof.storage.base import Sink, check_folder, check_name
+from shardproof.storage.multipart_uploads import MultipartUploads, Upload
 from shardproof.storage.object_sink import ObjectSink
 
 if TYPE_CHECKING:
@@ -35,6 +38,7 @@ __all__ = ["SCHEMES", "ObjectStorage"]
 
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss")
 """Schemes of the URLs that name an object store."""
+_S3_SCHEMES = ("s3", "s3a")
 _RETRY_SECONDS = 120
 _REQUEST_BYTES = 16 << 20
 """Bytes of one request of a read. A request has 30 s for all its bytes, unless `client_options` say else."""
@@ -320,6 +324,50 @@ class ObjectStorage:
         except Exception as error:
             if not _is_missing(error):
                 raise self._error(error, "delete", name) from error
+
+    def uploads(self, parts_before: float) -> builtins.list[Upload]:
+        """Multipart uploads below this prefix that did not complete, whose parts no listing shows.
+
+        Azure has none: it drops the blocks of a dead upload after a week.
+
+        Args:
+            parts_before: finds the bytes, and the time of the last part, of the uploads that began before
+                this time, Unix seconds. That takes a request for each.
+
+        Raises:
+            StorageError: the storage failed, or cannot list uploads.
+        """
+        if self._scheme == "gs":
+            raise StorageError(
+                f"cannot list multipart uploads of {self._bucket}: Google Cloud Storage lists them for HMAC "
+                "keys only, through s3:// and its endpoint.",
+                file=self.location,
+            )
+        if self._scheme not in _S3_SCHEMES:
+            return []
+        below = f"{self._prefix}/" if self._prefix else ""
+        found = self._multipart_uploads.list(below, parts_before)
+        return [replace(one, name=one.name.removeprefix(below)) for one in found]
+
+    def abort_upload(self, upload: Upload) -> None:
+        """Remove the parts of an upload; one that ended is no error.
+
+        Args:
+            upload: from `uploads` of this storage.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        self._multipart_uploads.abort(replace(upload, name=self._key(upload.name)))
+
+    @property
+    def _scheme(self) -> str:
+        return self._bucket.partition("://")[0]
+
+    @property
+    def _multipart_uploads(self) -> MultipartUploads:
+        store: Any = self._store  # of S3, by its scheme
+        return MultipartUploads(store, self._bucket, self._retry["retry_timeout"].total_seconds())
 
     def within(self, prefix: str) -> ObjectStorage:
         """The part of this storage below the folder `prefix`, as a storage."""

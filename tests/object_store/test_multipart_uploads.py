@@ -1,0 +1,301 @@
+"""Multipart uploads of dead saves: `prune` removes them, `doctor` names them, and neither touches another."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import parse_qsl, quote, urlsplit
+
+import pytest
+import torch
+
+import shardproof as sp
+from shardproof.checkpointer import plan_prune, prune
+from shardproof.cli.group import run
+from shardproof.storage import ObjectStorage, Upload
+from shardproof.storage.multipart_uploads import MultipartUploads
+from tests.object_store.faulty_proxy import FaultyProxy
+from tests.object_store.seaweed import S3Server
+
+pytestmark = pytest.mark.processes
+
+HOUR = 3600.0
+PART = 16 << 20
+
+
+def shard(step: int, rank: int, attempt: str) -> str:
+    return f"step-{step:08d}/shards/{rank:05d}-{attempt}.safetensors"
+
+
+@pytest.fixture
+def begin(request: pytest.FixtureRequest) -> Callable[[ObjectStorage, str], str]:
+    """Begins an upload whose first part arrives, and leaves it as a killed process does."""
+
+    def begin(storage: ObjectStorage, name: str) -> str:
+        sink = storage.create(name)
+        request.addfinalizer(sink.abort)
+        sink.write_at(0, memoryview(os.urandom(PART + 1)))
+        ends = time.monotonic() + 60.0
+        while True:
+            uploads = [one for one in storage.uploads(time.time() + HOUR) if one.name == name]
+            if uploads and uploads[0].bytes == PART:
+                return uploads[0].id
+            assert time.monotonic() < ends, "no part arrived"
+            time.sleep(0.05)
+
+    return begin
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
+    code = run([*arguments, "--json"])
+    out, err = capsys.readouterr()
+    return code, json.loads(out or err)
+
+
+def test_prune_removes_the_uploads_of_dead_saves_and_nothing_else(
+    url: str, begin: Callable[[ObjectStorage, str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpointer = sp.Checkpointer(url)
+    checkpointer.save(1, {"w": torch.arange(1000.0)}).result()
+    storage, beside = ObjectStorage(url), ObjectStorage(f"{url}-2")
+    files = storage.list()
+    dead = begin(storage, shard(2, 0, "dead"))
+    foreign = begin(storage, "step-00000002/tokenizer.bin"), begin(storage, shard(10**9, 0, "x")[5:])
+    begin(beside, shard(2, 0, "dead"))
+    now = time.time()
+
+    young = plan_prune(storage, storage.modified, older_than=HOUR, now=now)
+    assert young.empty and [one.id for one in young.young_uploads] == [dead]
+    code, told = answer(capsys, "doctor", url)
+    assert (code, [(one["severity"], one["kind"]) for one in told["findings"]]) == (
+        0,
+        [("note", "in progress")],
+    )
+    assert run(["prune", url]) == 0
+    assert "save may be in progress" in capsys.readouterr().out
+
+    code, told = answer(capsys, "doctor", url, "--older-than", "0s")
+    ((kind, where, what),) = [(one["kind"], one["where"], one["what"]) for one in told["findings"]]
+    assert (code, kind, where) == (1, "uploads", "step-00000002") and what.startswith("0.0168 GB in 1 upl")
+    assert run(["prune", url, "--older-than", "0s", "--dry-run"]) == 0
+    assert "shards/00000-dead.safetensors, whose upload did not complete" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+    plan = plan_prune(storage, storage.modified, older_than=HOUR, now=now + 2 * HOUR)
+    assert [(one.id, one.bytes) for one in plan.uploads] == [(dead, PART)] and plan.bytes == PART
+    assert not plan.leftovers and not plan.young_uploads
+    assert prune(storage, plan) == []
+    assert sorted(one.id for one in storage.uploads(0.0)) == sorted(foreign)
+    assert len(beside.uploads(0.0)) == 1 and storage.list() == files
+    assert prune(storage, plan) == [], "an upload that ended is no error"
+    target = {"w": torch.zeros(1000)}
+    assert checkpointer.restore(target) == 1 and torch.equal(target["w"], torch.arange(1000.0))
+
+
+def test_files_and_uploads_of_one_attempt_have_one_age(
+    url: str, begin: Callable[[ObjectStorage, str], str]
+) -> None:
+    """One rank may upload for hours after another rank finished."""
+    storage = ObjectStorage(url)
+    begin(storage, shard(3, 0, "slow"))
+    sink = storage.create(shard(3, 1, "slow"))
+    sink.finish(0)
+    sink = storage.create(shard(3, 1, "other"))
+    sink.finish(0)
+
+    def modified(name: str) -> float | None:
+        return (storage.modified(name) or 0.0) - 5 * HOUR
+
+    plan = plan_prune(storage, modified, older_than=HOUR, now=time.time())
+    assert [one.attempt for one in plan.leftovers] == ["other"]
+    assert [one.attempt for one in plan.young] == ["slow"] and len(plan.young_uploads) == 1
+
+
+def test_an_upload_is_as_old_as_its_last_part(
+    url: str, begin: Callable[[ObjectStorage, str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = ObjectStorage(url)
+    begin(storage, shard(3, 0, "slow"))
+    listed = MultipartUploads._pages
+
+    def pages(self: MultipartUploads, doing: str, *rest: Any) -> Any:
+        for page in listed(self, doing, *rest):
+            for begun in page.iterfind("{*}Upload/{*}Initiated"):
+                begun.text = "2020-01-01T00:00:00Z"
+            yield page
+
+    monkeypatch.setattr(MultipartUploads, "_pages", pages)
+    plan = plan_prune(storage, storage.modified, older_than=HOUR, now=time.time())
+    assert not plan.uploads and len(plan.young_uploads) == 1
+
+
+def test_a_policy_that_forbids_it_leaves_uploads_and_says_so(
+    s3: S3Server, url: str, begin: Callable[[ObjectStorage, str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    storage = ObjectStorage(url)
+    sink = storage.create(shard(2, 0, "old"))
+    sink.finish(0)
+    begin(storage, shard(2, 0, "dead"))
+    later = time.time() + 2 * HOUR
+    reader = ObjectStorage(url, s3.reader_options)
+    plan = plan_prune(reader, reader.modified, older_than=HOUR, now=later)
+    assert len(plan.uploads) == 1
+
+    class MayDelete(ObjectStorage):
+        """Deletes files with other credentials."""
+
+        def delete(self, name: str) -> None:
+            storage.delete(name)
+
+    with pytest.raises(sp.StorageError, match=r"all else is removed, but 1 of 1 .* s3:AbortMultipartUpload"):
+        prune(MayDelete(url, s3.reader_options), plan)
+    assert storage.list() == [] and len(storage.uploads(0.0)) == 1
+
+    sink = storage.create(shard(2, 0, "old"))
+    sink.finish(0)
+    refused = ObjectStorage(url, {**s3.options, "secret_access_key": "wrong"})
+
+    class MayNotListUploads(ObjectStorage):
+        """Lists uploads with wrong credentials."""
+
+        def uploads(self, parts_before: float) -> Any:
+            return refused.uploads(parts_before)
+
+    kept = MayNotListUploads(url)
+    plan = plan_prune(kept, kept.modified, older_than=HOUR, now=later)
+    assert plan.uploads == () and len(plan.leftovers) == 1
+    assert "403" in plan.uploads_fault and "s3:ListBucketMultipartUploads" in plan.uploads_fault
+    prune(kept, plan)
+    assert storage.list() == []
+
+
+def test_all_pages_are_read(url: str, begin: Callable[[ObjectStorage, str], str]) -> None:
+    storage = ObjectStorage(url)
+    begun = {begin(storage, shard(1, rank, "a")) for rank in range(3)}
+    whole = storage._multipart_uploads
+    paged = MultipartUploads(whole._store, "s3://tests", 10.0, page=1)
+    below = f"{url.rpartition('/')[2]}/"
+    assert {one.id for one in paged.list(below, 0.0)} == begun
+    assert paged.list(below, time.time() + HOUR) == whole.list(below, time.time() + HOUR)
+
+
+def test_a_failing_store_is_asked_again_until_the_deadline(s3: S3Server, url: str) -> None:
+    proxy = FaultyProxy(s3.endpoint)
+    try:
+        storage = ObjectStorage(url, {**s3.options, "endpoint": proxy.endpoint})
+        proxy.refuse = 3
+        assert storage.uploads(0.0) == [] and proxy.refuse == 0
+        proxy.refuse = 1000
+        begun = time.monotonic()
+        uploads = MultipartUploads(storage._multipart_uploads._store, "s3://tests", 1.0)
+        with pytest.raises(sp.StorageError, match="503.*at most 1 s"):
+            uploads.list("", 0.0)
+        assert time.monotonic() - begun < 10
+    finally:
+        proxy.close()
+
+
+def signature(secret: str, method: str, url: str) -> str:
+    """The signature of a URL, from the description of Signature Version 4 with query parameters."""
+    parts = urlsplit(url)
+    fields = dict(parse_qsl(parts.query, keep_blank_values=True))
+    fields.pop("X-Amz-Signature", None)
+    names = [(quote(name, safe="-_.~"), quote(value, safe="-_.~")) for name, value in fields.items()]
+    canonical = "\n".join(
+        [
+            method,
+            parts.path,
+            "&".join(f"{name}={value}" for name, value in sorted(names)),
+            f"host:{parts.netloc}\n",
+            "host",
+            "UNSIGNED-PAYLOAD",
+        ]
+    )
+    _, day, region, service, end = fields["X-Amz-Credential"].split("/")
+    text = "\n".join(
+        [
+            "AWS4-HMAC-SHA256",
+            fields["X-Amz-Date"],
+            f"{day}/{region}/{service}/{end}",
+            hashlib.sha256(canonical.encode()).hexdigest(),
+        ]
+    )
+    key = f"AWS4{secret}".encode()
+    for word in (day, region, service, end, text):
+        key = hmac.digest(key, word.encode(), "sha256")
+    return key.hex()
+
+
+SECRET = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
+
+
+def test_the_signature_is_that_of_the_description() -> None:
+    """The example of Amazon's description of query parameters."""
+    example = (
+        "https://examplebucket.s3.amazonaws.com/test.txt?X-Amz-Algorithm=AWS4-HMAC-SHA256"
+        "&X-Amz-Credential=AKIAIOSFODNN7EXAMPLE%2F20130524%2Fus-east-1%2Fs3%2Faws4_request"
+        "&X-Amz-Date=20130524T000000Z&X-Amz-Expires=86400&X-Amz-SignedHeaders=host"
+    )
+    told = "aeeed9bbccd4d02ee5c0109b86d86835f995330da4c265957d157751f604d404"
+    assert signature(SECRET, "GET", example) == told
+
+
+@pytest.mark.parametrize(
+    ("options", "root"),
+    [
+        ({}, "https://s3.eu-west-1.amazonaws.com/bucket"),
+        ({"virtual_hosted_style_request": True}, "https://bucket.s3.eu-west-1.amazonaws.com/"),
+        ({"endpoint": "https://store:9000/"}, "https://store:9000/bucket"),
+    ],
+)
+@pytest.mark.parametrize("token", [None, "a+b/c=="])
+def test_requests_are_signed_as_amazon_describes(
+    options: dict[str, Any], root: str, token: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    keys = {"access_key_id": "AKIAIOSFODNN7EXAMPLE", "secret_access_key": SECRET, "region": "eu-west-1"}
+    if token is not None:
+        keys["session_token"] = token
+    sent: list[tuple[str, str]] = []
+
+    def send(self: MultipartUploads, method: str, url: str) -> bytes:
+        sent.append((method, url))
+        return b"<R/>"
+
+    monkeypatch.setattr(MultipartUploads, "_send", send)
+    storage = ObjectStorage("s3://bucket/run é+~/a b", {**keys, **options})
+    storage.uploads(0.0)
+    storage.abort_upload(Upload("step/x", "id+/=~", None, 0.0))
+    (listing, listed), (removal, aborted) = sent
+    assert (listing, removal) == ("GET", "DELETE")
+    query = parse_qsl(urlsplit(listed).query, keep_blank_values=True)
+    assert query[:3] == [("max-uploads", "1000"), ("prefix", "run é+~/a b/"), ("uploads", "")]
+    assert listed.startswith(f"{root}?")
+    assert aborted.startswith(f"{root.rstrip('/')}/run%20%C3%A9%2B~/a%20b/step/x?uploadId=id%2B%2F%3D~&X-")
+    for method, url in sent:
+        fields = dict(parse_qsl(urlsplit(url).query, keep_blank_values=True))
+        assert fields["X-Amz-Signature"] == signature(SECRET, method, url)
+        assert fields.get("X-Amz-Security-Token") == token
+
+
+def test_another_url_than_the_one_meant_is_not_sent(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import obstore
+
+    sign = obstore.sign
+    monkeypatch.setattr(obstore, "sign", lambda *args: sign(*args).replace("uploads=", "upload="))
+    with pytest.raises(sp.StorageError, match="this version of obstore signs another request"):
+        ObjectStorage(url).uploads(0.0)
+
+
+def test_stores_without_such_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = {"account_name": "a", "account_key": "a2V5"}
+    assert ObjectStorage("az://container/run", key).uploads(0.0) == []
+    with pytest.raises(sp.StorageError, match="lists them for HMAC keys only"):
+        ObjectStorage("gs://bucket/run", {"skip_signature": True}).uploads(0.0)
