@@ -271,8 +271,6 @@ def seal_now(run: Storage, folder: StepFolder) -> bytes | None:
         seal = read_seal(place)
         return b"" if seal is None and place.size(MANIFEST_NAME) is not None else seal
     except StorageError as error:
-        if error.details.get("missing"):
-            return None
         if "byte_count" in error.details:  # shorter than its size just was
             return b""
         raise

@@ -114,7 +114,8 @@ def read_seal(storage: Storage) -> bytes | None:
     """Reads the last bytes of a manifest, which hold its digest and so identify the commit.
 
     Returns:
-        The bytes; None if there is no manifest, or one that is too short to have a seal.
+        The bytes; None if there is no manifest, or one that is too short to have a seal. A manifest that is
+        removed meanwhile counts as none.
 
     Raises:
         StorageError: the manifest cannot be read.
@@ -122,4 +123,9 @@ def read_seal(storage: Storage) -> bytes | None:
     size = storage.size(MANIFEST_NAME)
     if size is None or size < SEAL_LENGTH:
         return None
-    return storage.read(MANIFEST_NAME, size - SEAL_LENGTH, size)
+    try:
+        return storage.read(MANIFEST_NAME, size - SEAL_LENGTH, size)
+    except StorageError as error:
+        if error.details.get("missing"):
+            return None
+        raise

@@ -10,6 +10,8 @@ import pytest
 
 from shardproof.errors import FormatError
 from shardproof.format import (
+    MANIFEST_NAME,
+    SEAL_LENGTH,
     FileRecord,
     Manifest,
     decode_manifest,
@@ -23,6 +25,7 @@ from shardproof.format import (
     unreferenced_files,
 )
 from shardproof.storage import LocalStorage
+from tests.faulty_storage import FaultyStorage
 from tests.unit.format.samples import manifest, sealed
 
 LENT = FileRecord("shards/00007-77aa.safetensors", 5000, 32 * "a", 4096, 7, "step-00000100")
@@ -185,3 +188,16 @@ def test_a_seal_tells_manifests_apart(tmp_path: Path) -> None:
     assert first is not None and read_seal(storage) not in (None, first)
     put(storage, manifest())
     assert read_seal(storage) == first
+
+
+def test_a_manifest_that_is_removed_while_its_seal_is_read_has_none(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    storage.publish(MANIFEST_NAME, bytes(SEAL_LENGTH))
+    removed: list[str] = []
+
+    def remove(operation: str, name: str) -> None:
+        storage.delete(name)
+        removed.append(name)
+
+    assert read_seal(FaultyStorage(storage, 0, remove, only=("read",))) is None
+    assert removed == [MANIFEST_NAME]
