@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import shardproof as sp
 from tests.interop.checkpoints import assert_same_checkpoints
-from tests.interop.training import SCRIPTS, train
+from tests.interop.training import EXAMPLES, SCRIPTS, train
 
 pytestmark = [pytest.mark.interop, pytest.mark.processes]
 
@@ -35,3 +36,16 @@ def test_checkpoint_of_fabric_loads(tmp_path: Path) -> None:
                 found = new[f"optimizer.{name}.{slot}"].read()
                 assert torch.equal(found, old[f"optimizer.state.{number}.{slot}"].read()), (name, slot)
         assert new["schedule"]["last_epoch"] == 3
+
+
+def test_example_resumes_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    example = EXAMPLES / "fabric_loop.py"
+    train("torch", example, tmp_path / "whole", nproc=2)
+    train("torch", example, tmp_path / "run", nproc=2, kill_in_save=4)
+    assert sp.Checkpointer(tmp_path / "run").steps() == [8, 12]
+    shutil.copytree(tmp_path / "run", tmp_path / "wide")
+    train("torch", example, tmp_path / "run", nproc=2)
+    assert_same_checkpoints(tmp_path / "run" / "step-00000024", tmp_path / "whole" / "step-00000024")
+
+    train("torch", example, tmp_path / "wide", nproc=3)
+    assert sp.Checkpointer(tmp_path / "wide").steps() == [20, 24]
