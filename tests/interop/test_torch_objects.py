@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+import shardproof as sp
+from tests.interop.checkpoints import assert_same_checkpoints
 from tests.interop.peer import FOLDER, PeerFailed, assert_same_tensors, run_peer
+from tests.interop.training import EXAMPLES, train
 
 SCRIPT = "torch_objects.py"
 LATER = "a step later: "
@@ -83,3 +87,17 @@ def test_shards_that_cut_a_block_are_refused_in_a_sentence(tmp_path: Path) -> No
         PeerFailed, match="cuts a block of 256 elements that .*OptimState8bit quantises together"
     ):
         run_peer("torchao", SCRIPT, "load", "AdamW8bit cut", tmp_path / "c", nproc=2, timeout=180)
+
+
+def test_example_of_torchao_resumes_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    """Without compilation, which takes minutes."""
+    example, quick = EXAMPLES / "torchao_loop.py", {"TORCHDYNAMO_DISABLE": "1"}
+    train("torchao", example, tmp_path / "whole", nproc=2, **quick)
+    train("torchao", example, tmp_path / "run", nproc=2, kill_in_save=7, **quick)
+    assert sp.Checkpointer(tmp_path / "run").steps() == [5, 6]
+    shutil.copytree(tmp_path / "run", tmp_path / "narrow")
+    train("torchao", example, tmp_path / "run", nproc=2, **quick)
+    assert_same_checkpoints(tmp_path / "run" / "step-00000012", tmp_path / "whole" / "step-00000012")
+
+    train("torchao", example, tmp_path / "narrow", nproc=1, **quick)
+    assert sp.Checkpointer(tmp_path / "narrow").steps() == [11, 12]
