@@ -82,7 +82,7 @@ def test_every_operation_ends_at_the_deadline_that_its_error_names(
     s3: S3Server, proxy: FaultyProxy, url: str
 ) -> None:
     ObjectStorage(url).publish("there", bytes(100))  # tests conditional PUTs, too
-    retry = {"retry_timeout": timedelta(seconds=4), "max_retries": 1000}
+    retry = {**QUICK, "max_retries": 1000, "backoff": {"max_backoff": timedelta(seconds=1)}}
     more = options(s3, proxy, retry_config=retry, client_options={"timeout": "1s"})
     storage = ObjectStorage(url, more)
     implementation._HONOURING.add(f"{proxy.endpoint} s3://tests")

@@ -557,6 +557,7 @@ def test_prune(call: Any, ckpt: Path) -> None:
     assert set(told) == {
         "location", "dry_run", "removed", "committed_meanwhile", "bytes", "leftovers", "steps", "steps_bytes",
         "young", "damaged", "beyond_repair", "lost", "lost_bytes", "lent", "unknown", "settled", "unsettled",
+        "uploads", "young_uploads", "uploads_fault",
     }  # fmt: skip
     assert (told["dry_run"], told["removed"]) == (True, False)
     assert [left["folder"] for left in told["leftovers"]] == ["step-00000007", "step-00000008"]
