@@ -13,9 +13,9 @@ import shardproof as sp
 from tests.harness import rank, rendezvous, run_ranks
 
 SAVES = 60
-STEP = 8
-"""A slow moment may leave a few keys, once."""
 """Something that stays of every second save shows as a difference of 20 or more between early and late."""
+ONCE = 8
+"""A slow moment may leave a few keys, once."""
 
 
 def counts(store: object) -> tuple[int, int, int]:
@@ -46,4 +46,4 @@ def test_descriptors_threads_and_keys_do_not_grow_with_saves(tmp_path: Path) -> 
         # Background work may still hold some at a count, so the least is compared with the most.
         for what, count in enumerate(("descriptors", "threads", "keys")):
             most, least = max(one[what] for one in early), min(one[what] for one in late)
-            assert least <= most + STEP, f"{count} grew from {most} to {least}: {found}"
+            assert least <= most + ONCE, f"{count} grew from {most} to {least}: {found}"
