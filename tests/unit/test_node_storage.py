@@ -257,3 +257,15 @@ def test_one_rank_is_one_node_and_has_no_partner(tmp_path: Path, caplog: pytest.
     state = {"n": 0}
     assert run.restore(state) == 1 and state == {"n": 1}
     assert run.steps() == [1]
+
+
+@pytest.mark.parametrize(("patience", "first"), [(30.0, 30), (0.2, 1), (1e9, 32_767)])
+def test_the_system_probes_a_connection_without_bytes(patience: float, first: int) -> None:
+    """So that the wait for the next request of a node that lost power ends."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        to = socket.create_connection(server.getsockname())
+    connection = PeerConnection(to, patience)
+    assert to.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) != 0
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        assert to.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == first
+    connection.close()

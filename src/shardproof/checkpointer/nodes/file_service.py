@@ -14,6 +14,7 @@ import logging
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable
 
 import xxhash
@@ -37,6 +38,10 @@ _log = logging.getLogger("shardproof")
 
 _MOST_PUBLISHED = 4 << 30
 """Bytes of a published file, at most: those of the largest manifest."""
+
+
+_ACCEPT_PAUSE = 0.01
+"""Seconds until the next attempt to accept a connection after one that failed."""
 
 
 class FileService:
@@ -91,7 +96,8 @@ class FileService:
             except OSError:
                 if self._stopped or self._listener.fileno() < 0:
                     return
-                continue  # the caller left before it was accepted
+                time.sleep(_ACCEPT_PAUSE)  # the caller left before it was accepted, or no descriptor is free
+                continue
             connection = PeerConnection(accepted, self._patience())
             threading.Thread(
                 target=self._serve, args=(connection,), name="shardproof-file", daemon=True

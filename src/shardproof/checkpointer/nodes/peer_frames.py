@@ -5,7 +5,8 @@ rendezvous. Each end sends random bytes, and the other returns their keyed diges
 itself is not sent. What follows is neither encrypted nor signed.
 
 Note "Bounded waits": within a message, each wait for bytes ends after the patience of the connection. Only a
-service waits longer, for the next request of a rank that is connected. The end of that rank ends the wait.
+service waits longer, for the next request of a rank that is connected. The end of that rank ends the wait. If
+its node loses power or the network, the keep-alive probes of the system end it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ _MOST_BYTES = 64 << 20
 """Bytes of a message, without the raw bytes after it. A listing of 500,000 files has less."""
 _HEAD = struct.Struct("<I")
 _NONCE = 32
+_PROBES = 3
+_LONGEST_IDLE = 32_767
+"""Seconds without bytes before the first probe, at most: the limit of Linux."""
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
@@ -79,6 +83,7 @@ class PeerConnection:
         self._to = to
         self._to.settimeout(patience)
         self._to.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._probe_after(min(max(1, round(patience)), _LONGEST_IDLE))
         self.patience = patience
         forks.close_in_child(self)
 
@@ -101,6 +106,15 @@ class PeerConnection:
         except OSError:
             pass  # the other end did so
         self._to.close()
+
+    def _probe_after(self, seconds: int) -> None:
+        """Lets the system probe the other end after so many seconds without bytes (note "Bounded waits")."""
+        self._to.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        pause = max(1, seconds // _PROBES)
+        options = {"TCP_KEEPIDLE": seconds, "TCP_KEEPINTVL": pause, "TCP_KEEPCNT": _PROBES}
+        for name, value in options.items():
+            if hasattr(socket, name):  # not on every system
+                self._to.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def prove(self, secret: bytes, who: bytes, *, asks: bool) -> None:
         """Proves to the other end that this one knows the secret, and lets it prove the same.
