@@ -50,8 +50,11 @@ def read_node_mark(run: Storage) -> NodeMark | None:
     Raises:
         StorageError: the storage cannot read it at the moment.
     """
+    size = run.size(_NAME)
+    if size is None:
+        return None
     try:
-        data = run.read(_NAME, 0, min(run.size(_NAME) or 0, _LONGEST))
+        data = run.read(_NAME, 0, min(size, _LONGEST))
         mark = msgspec.json.decode(data, type=NodeMark)
     except StorageError as error:
         if error.details.get("missing"):
