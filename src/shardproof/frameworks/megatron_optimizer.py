@@ -120,7 +120,7 @@ def load_optimizer_state(optimizer: Any, state: Mapping[Any, Any]) -> None:
         StructureError: the checkpoint has the options of another number of optimizers, which differ.
     """
     optimizers = _optimizers(optimizer)
-    for inner, options in zip(optimizers, _options(state, len(optimizers)), strict=True):
+    for inner, options in zip(optimizers, _options(state, optimizers), strict=True):
         moments = dict(inner.optimizer.state)
         inner.load_state_dict(options)
         inner.optimizer.state.clear()  # Megatron makes moments of uninitialised memory where there are none
@@ -147,7 +147,7 @@ def _state_of(inner: Any, parts: Mapping[int, Any], keys: set[str] | None) -> di
     return state | ({"param_state": dict(enumerate(ranges))} if ranges else {})
 
 
-def _options(state: Mapping[Any, Any], count: int) -> list[dict[str, Any]]:
+def _options(state: Mapping[Any, Any], optimizers: Sequence[Any]) -> list[dict[str, Any]]:
     """The options of each optimizer, from those of the optimizers that saved.
 
     Experts have an optimizer of their own from expert parallel size 2 on.
@@ -157,17 +157,18 @@ def _options(state: Mapping[Any, Any], count: int) -> list[dict[str, Any]]:
     """
     stored: list[Any] = [state[number] for number in sorted(key for key in state if isinstance(key, int))]
     stored = [options for options in stored if "optimizer" in options] or [state]
-    if len(stored) != count:
+    if len(stored) != len(optimizers):
         groups = [_shared(options) for options in stored]
         if any(group not in groups[0] for others in groups[1:] for group in others):
             raise sp.StructureError(
                 f"the checkpoint has the options of {len(stored)} optimizers, which differ, and this run has "
-                f"{count}. Load with as many expert parallel ranks as it was saved with. {_INSTEAD}"
+                f"{len(optimizers)}. Load with as many expert parallel ranks as it was saved with. {_INSTEAD}"
             )
-        stored = [copy.deepcopy(stored[0]) for _ in range(count)]
-        for number, options in enumerate(stored):
+        stored = [copy.deepcopy(stored[0]) for _ in optimizers]
+        for inner, options in zip(optimizers, stored, strict=True):
+            is_expert = any(group.get("is_expert_parallel") for group in inner.optimizer.param_groups)
             for group in options["optimizer"]["param_groups"]:
-                group["is_expert_parallel"] = number > 0
+                group["is_expert_parallel"] = is_expert
     return [
         {key: value for key, value in options.items() if not str(key).startswith("param_state")}
         for options in stored
