@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 # What nearly every rank imports, some of it (torch._dynamo) when an optimizer is made: once for all of them.
-# Packages of shardproof import their modules when a name is asked for, so the modules are named.
+# Packages of shardproof load their modules lazily, so the modules are named.
 _PRELOAD = [
     *("torch.distributed.fsdp", "torch._dynamo", "torch.profiler._cupti_monitor", "numpy.ma"),
     *("shardproof.checkpointer.checkpointer", "shardproof.checkpointer.agreed_calls"),
