@@ -81,6 +81,33 @@ def test_a_checkpoint_callback_of_lightning_beside_ours_saves_with_shardproof(tm
     assert_same_checkpoints(tmp_path / "found", kept, ranks=2, but=["lightning", "loaders"])
 
 
+def test_checkpoint_callbacks_of_lightning_save_through_our_checkpoint_io(tmp_path: Path) -> None:
+    """Killed in a save, resumed on other ranks; the values are those of Lightning's file of the same step."""
+    run, theirs, beside, last = (tmp_path / name for name in ("run", "theirs", "beside", "last"))
+    train("torch", SCRIPT, LIGHTNING, "ddp", "theirs", theirs, last, nproc=1)
+    train("torch", SCRIPT, LIGHTNING, "ddp", "io", run, last, nproc=1, kill_in_save=3)
+    assert not (run / "step=6.ckpt" / "manifest.json").exists()
+
+    compare = SCRIPTS / "compare_lightning.py"
+    saved = [theirs / "step=4.ckpt", run / "step=4.ckpt"]
+    assert "equal: 16 tensors" in train("torch", compare, "callbacks", *saved, nproc=1)
+    restored = [tmp_path / "from-theirs", tmp_path / "from-ours"]
+    for old, new in zip(saved, restored, strict=True):
+        train("torch", SCRIPT, LIGHTNING, "ddp", "io", run, new, old, nproc=2, RESTORED="1")
+    train("torch", compare, "callbacks,loops", *saved, *restored, nproc=1)
+
+    train(
+        "torch", SCRIPT, LIGHTNING, "ddp", "io", run, last, run / "step=4.ckpt", nproc=2, BESIDE=str(beside)
+    )
+    (kept,) = beside.iterdir()  # its rotation removed the one before
+    with sp.open(kept) as checkpoint:
+        assert checkpoint["lightning"]["global_step"] == 8
+        weight = checkpoint["state_dict.net.0.weight"].read()
+    module = torch.nn.ModuleDict({"net": torch.nn.Sequential(torch.nn.Linear(7, 9))})
+    sp.load(kept, {"m": module}, rename={"m": "state_dict"}, include="m.net.0.*")
+    assert torch.equal(module["net"][0].weight, weight)
+
+
 def test_averaged_weights_are_restored(tmp_path: Path) -> None:
     """A callback puts the average under the keys of the module, and the current weights beside it."""
     run, saved, found = tmp_path / "run", tmp_path / "saved", tmp_path / "found"

@@ -10,6 +10,18 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def diffs(page: Path) -> list[str]:
+    return re.findall(r"```diff\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def test_migrate_has_the_diffs_of_all_pages() -> None:
+    pages = sorted((ROOT / "docs" / "frameworks").glob("*.md"))
+    found = {page.name: diffs(page) for page in pages}
+    assert [name for name, blocks in found.items() if not blocks] == []
+    migrate = diffs(ROOT / "docs" / "migrate.md")
+    assert sorted(migrate) == sorted(block for blocks in found.values() for block in blocks)
+
+
 @pytest.mark.parametrize(
     ("page", "example"),
     [
@@ -25,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
     ],
 )
 def test_added_lines_are_those_of_the_example(page: str, example: str) -> None:
-    diff = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "frameworks" / page).read_text(), re.DOTALL)[0]
+    diff = diffs(ROOT / "docs" / "frameworks" / page)[0]
     lines = (ROOT / "examples" / example).read_text().splitlines()
     added = [line[1:] for line in diff.splitlines() if line.startswith("+")]
     assert added

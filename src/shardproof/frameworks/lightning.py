@@ -14,19 +14,16 @@ It works with `lightning` and with `pytorch_lightning`. If a program uses the la
 from __future__ import annotations
 
 import os
-import sys
 from importlib import import_module
 from typing import Any
 
 import shardproof as sp
 from shardproof.frameworks.folder_saves import FolderSaves, Value, is_committed, newest_committed
+from shardproof.frameworks.lightning_io import LIGHTNING, ShardproofCheckpointIO
 
-__all__ = ["ShardproofCheckpoint", "with_shardproof"]
+__all__ = ["ShardproofCheckpoint", "ShardproofCheckpointIO", "with_shardproof"]
 
-_NAME = "pytorch_lightning" if "pytorch_lightning" in sys.modules else "lightning.pytorch"
-if "lightning" in sys.modules:
-    _NAME = "lightning.pytorch"
-ModelCheckpoint: Any = import_module(f"{_NAME}.callbacks").ModelCheckpoint
+ModelCheckpoint: Any = import_module(f"{LIGHTNING}.callbacks").ModelCheckpoint
 
 _REFUSED = {
     "FSDPStrategy": "FSDP1 collects its state with collectives. Use ModelParallelStrategy with fully_shard",

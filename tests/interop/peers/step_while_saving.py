@@ -1,8 +1,8 @@
 """Takes a step while the save before it is not written: `step_while_saving.py FRAMEWORK FENCE RUN`.
 
-FRAMEWORK is `lightning`, `accelerate` or `transformers`, whose wrapper of the optimizer takes the step. The
-writer waits until that step is over. FENCE is `fence`, or `open` to leave the fence out. Prints whether the
-checkpoint has the values before the step, or the error of the save.
+FRAMEWORK is `lightning`, `accelerate`, `transformers`, `deepspeed-1` or `deepspeed-3` (the ZeRO stage), whose
+wrapper of the optimizer takes the step. The writer waits until that step is over. FENCE is `fence`, or `open`
+to leave the fence out. Prints whether the checkpoint has the values before the step, or the save's error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if AFTER_FIRST_STEP:
         WRITING.set()
         return
-    for name, parameter in MODELS[0].named_parameters():
+    for name, parameter in MODELS[0].named_parameters() if MODELS else ():
         AFTER_FIRST_STEP[f"weight of {name}"] = parameter.detach().clone()
         AFTER_FIRST_STEP[f"exp_avg of {name}"] = optimizer.state[parameter]["exp_avg"].clone()
 
@@ -100,12 +100,53 @@ def with_transformers() -> tuple[str, str, str]:
     return f"{RUN}/checkpoint-1/shardproof", "model", "optimizer"
 
 
+def with_deepspeed() -> tuple[str, str, str]:
+    """The base optimizer has flat partitions, so DeepSpeed's own functions give the values of a parameter."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    from shardproof.frameworks.deepspeed import engine_state
+
+    torch.distributed.init_process_group("gloo")
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    model = nn.Linear(40, 30)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=0.1),
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": {"stage": int(FRAMEWORK[-1])},
+        },
+        dist_init_required=False,
+    )
+    state = engine_state(engine)
+    pending = None
+    for step in (1, 2):
+        engine.backward(engine(torch.ones(2, 40)).square().mean())
+        engine.step()
+        if pending is None:
+            for name, parameter in engine.module.named_parameters():
+                AFTER_FIRST_STEP[f"weight of {name}"] = safe_get_full_fp32_param(parameter).clone()
+                moment = safe_get_full_optimizer_state(parameter, "exp_avg")
+                AFTER_FIRST_STEP[f"exp_avg of {name}"] = moment.clone()
+            pending = sp.Checkpointer(RUN).save(step, state)
+    assert pending is not None
+    pending.result()
+    return f"{RUN}/step-00000001", "model", "optimizer"
+
+
 def main() -> None:
     LocalSink.write_at = write_later  # type: ignore[method-assign]
     register_optimizer_step_post_hook(after_step)
     if FENCE == "open":
         Fence.before_step = lambda *_: None  # type: ignore[method-assign]
-    runs = {"lightning": with_lightning, "accelerate": with_accelerate, "transformers": with_transformers}
+    runs = {
+        "lightning": with_lightning,
+        "accelerate": with_accelerate,
+        "transformers": with_transformers,
+        "deepspeed-1": with_deepspeed,
+        "deepspeed-3": with_deepspeed,
+    }
     try:
         folder, model, optimizer = runs[FRAMEWORK]()
     except sp.ShardproofError as error:

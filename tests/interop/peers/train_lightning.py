@@ -1,8 +1,8 @@
 """Trains with Lightning: `train_lightning.py PACKAGE STRATEGY CALLBACK RUN LAST [CKPT_PATH]`.
 
-PACKAGE is `lightning.pytorch` or `pytorch_lightning`; STRATEGY is `ddp`, `fsdp2` or
-`fsdp1`, which is refused; CALLBACK is `ours` or
-`theirs`. At the end, the state is saved to LAST. With RESTORED=1, that is done before the first step instead.
+PACKAGE is `lightning.pytorch` or `pytorch_lightning`; STRATEGY is `ddp`, `fsdp2` or `fsdp1`, refused;
+CALLBACK is `ours`, `theirs`, or `io` or `io-async`, which is theirs with our `CheckpointIO`. At the end, the
+state is saved to LAST. With RESTORED=1, that is done before the first step instead.
 With WEIGHTS_ONLY=1, the last checkpoint has no optimizer. With AVERAGE=1, weights are averaged; they and the
 average are saved to LAST at step 4, or once they are restored, and nothing else is. With LOOSE=1, the module
 has a buffer more and does not load strictly. With BESIDE=FOLDER, a `ModelCheckpoint` saves there, too.
@@ -24,7 +24,7 @@ from torch import nn  # noqa: E402
 
 import shardproof as sp  # noqa: E402
 from shardproof.frameworks import lightning as adapter  # noqa: E402
-from shardproof.frameworks.lightning import ShardproofCheckpoint  # noqa: E402
+from shardproof.frameworks.lightning import ShardproofCheckpoint, ShardproofCheckpointIO  # noqa: E402
 
 
 class Batches:
@@ -94,6 +94,12 @@ class WriteAverage(pl.Callback):
             self.write(trainer, module)
 
 
+def plugins() -> list[Any] | None:
+    if CALLBACK == "io-async":
+        return [import_module(f"{PACKAGE}.plugins.io").AsyncCheckpointIO(ShardproofCheckpointIO())]
+    return [ShardproofCheckpointIO()] if CALLBACK == "io" else None
+
+
 def load_loosely(trainer: Any, module: Any) -> None:
     module.register_buffer("more", torch.full((3,), 7.0))
     module.strict_loading = False
@@ -140,6 +146,7 @@ def main() -> None:
         devices=world_size,
         strategy=strategy,
         callbacks=callbacks,
+        plugins=plugins(),
         enable_progress_bar=False,
         enable_model_summary=False,
         logger=False,
