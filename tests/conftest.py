@@ -23,6 +23,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
 INTEROP = Path(__file__).resolve().parent / "interop"
+UNIT = Path(__file__).resolve().parent / "unit"
 
 # Files of tests/unit that start other processes. All tests outside of tests/unit do.
 PROCESSES = {
@@ -38,6 +39,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("processes")
         if INTEROP in item.path.parents:
             item.add_marker("interop")
+    items.sort(key=_is_short)
+
+
+def _is_short(item: pytest.Item) -> bool:
+    """True for tests of this process alone. They run last, so that the workers end at the same time."""
+    return UNIT in item.path.parents and item.get_closest_marker("processes") is None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -178,7 +178,8 @@ class Save:
         def report() -> RankReport:
             with no_garbage_collection():
                 rank, world_size = self._rendezvous.rank, self._rendezvous.world_size
-                collected = collect(state, rank=rank, world_size=world_size, last=self._cache.walk)
+                last = self._cache.walk if guarded else None  # `sp.save` has no next save
+                collected = collect(state, rank=rank, world_size=world_size, last=last)
                 self._structure, self._digest = structure_of(collected, self._cache)
                 stepped = () if stage_all else collected.stepped
                 may_go_ahead = succeeded and fits_cached_plan(self._request, self._cache, self._digest)

@@ -53,8 +53,8 @@ class CollectHandler(Protocol):
 class Collector(Visitor[CollectHandler]):
     """Collects the entries of one rank. Every key is unique."""
 
-    last: LastWalk = field(default_factory=LastWalk)
-    """Cache of an earlier walk."""
+    last: LastWalk | None = None
+    """Cache of an earlier walk, if there are several walks."""
     tensors: list[TensorEntry] = field(default_factory=list)
     """Entries with their pieces."""
     whole: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -197,11 +197,17 @@ class Collector(Visitor[CollectHandler]):
         for merged in self._merged.values():
             pieces = tuple(merged.pieces.values())
             self.tensors[merged.row] = replace(self.tensors[merged.row], pieces=pieces)
-        entries = self.tensors + self.last.entries(self.whole, self.entries_of)
+        last = self.last
+        if last is None:
+            entries = self.tensors + self.entries_of(list(self.whole), list(self.whole.values()))
+        else:
+            entries = self.tensors + last.entries(self.whole, self.entries_of)
         entries.sort(key=_key)
         self.objects.sort(key=_key)
         tied = tie(entries, self.anchors)
-        token = object() if self.tensors else self.last.token([entry.alias_of for entry in tied])
+        token = object()
+        if last is not None and not self.tensors:
+            token = last.token([entry.alias_of for entry in tied])
         return Collected(tuple(tied), tuple(self.objects), tuple(self.stepped), token)
 
     def _duplicate(self, key: str, origin: Any) -> StructureError:

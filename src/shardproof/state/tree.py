@@ -31,7 +31,8 @@ def collect(tree: Any, *, rank: int = 0, world_size: int = 1, last: LastWalk | N
             load_state_dict, or with state_tree, and plain values.
         rank: rank of this process, which is part of the keys of per-rank values.
         world_size: number of ranks.
-        last: cache of the previous walk, over this tree or another. It is updated.
+        last: cache of the previous walk, over this tree or another. It is updated. None: the next walk finds
+            nothing to reuse, and this one is faster.
 
     Raises:
         StructureError, PlainDataError: a value cannot be stored. The message says where, and what to do.
@@ -41,7 +42,7 @@ def collect(tree: Any, *, rank: int = 0, world_size: int = 1, last: LastWalk | N
     >>> [entry.key for entry in collected.tensors], collected.objects
     (['w'], (ObjectEntry(key='epoch', value=3),))
     """
-    out = Collector(handler_of, rank, world_size, last=last or LastWalk())
+    out = Collector(handler_of, rank, world_size, last=last)
     with no_garbage_collection():
         _walk(out.visit, tree)
         return out.result()
