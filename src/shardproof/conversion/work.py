@@ -1,4 +1,4 @@
-"""The work of one process: writes units of a conversion, and verifies written ones."""
+"""The work of one process: writes units of a conversion, verifies written ones, and uploads files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Work:
         self.request = request
         self.on_bytes: Callable[[int], None] = lambda count: None
         """Called with the bytes that were read since the last call."""
-        self.folder = WorkFolder(request.destination)
+        self.folder = WorkFolder(request.destination, request.temporary)
         self.checkpoint = open_storage(
             foreign_of(request.source),
             format=request.format,
@@ -60,8 +60,9 @@ class Work:
         """Writes a unit and publishes its record.
 
         Raises:
-            ShardproofError: the source is damaged, or the destination fails.
+            ShardproofError: the source is damaged, or the work folder fails or is not shared.
         """
+        self.folder.check_is_shared()
         item = self.plan.writer.units[unit]
         source = _Counted(
             self.checkpoint, self.plan.tensors, item.boxes, piece_bytes(self.request), on_bytes=self.on_bytes
@@ -106,6 +107,14 @@ class Work:
                 done += values.nbytes
                 self.on_bytes(values.nbytes)
         return done
+
+    def upload(self, name: str) -> None:
+        """Uploads a file of the new checkpoint.
+
+        Raises:
+            StorageError: the destination fails, or has other bytes.
+        """
+        self.folder.upload(name, self.on_bytes)
 
 
 class _Counted(MappedSource):
