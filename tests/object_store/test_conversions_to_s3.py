@@ -21,7 +21,7 @@ from tests.object_store.seaweed import S3Server
 
 pytestmark = pytest.mark.processes
 
-STATE = {"model": {f"layer.{at}": torch.arange(at, at + 64.0) for at in range(4)}, "epoch": 3}
+STATE: dict[str, Any] = {"model": {f"layer.{at}": torch.arange(at, at + 64.0) for at in range(4)}, "epoch": 3}
 FILE_BYTES = 600
 """Two tensors a file."""
 
@@ -72,7 +72,7 @@ def die() -> None:
 def test_every_format_is_whole_or_invisible(
     to: str, source: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The conversion dies before each of its PUTs. The next one makes this PUT, and dies before the one after."""
+    """The conversion dies before each of its PUTs. The next one makes that PUT, and dies before the next."""
     how: dict[str, Any] = {"to": to, "include": "model", "max_file_bytes": FILE_BYTES}
     sp.convert(source, tmp_path / "local", **how)
     ObjectStorage(f"{url}-other").publish("a", b"")  # tests the store with PUTs of its own, once
@@ -85,20 +85,27 @@ def test_every_format_is_whole_or_invisible(
             with pytest.raises((Killed, sp.ShardproofError), match="killed here"):
                 sp.convert(source, there, **how)
             assert len(objects(there)) == max(interrupted - 1, 0)
-            with pytest.raises(sp.ShardproofError):
-                sp.open(there)
+            if to in ("hf", "safetensors") and interrupted == len(expected):
+                assert_whole(there)  # names such as model-00001-of-00002 show that all files are there
+            else:
+                with pytest.raises(sp.ShardproofError):
+                    sp.open(there)
         puts.left = 1
         report = sp.convert(source, there, **how)
     assert report.location == there and report.verified == report.bytes == 4 * 64 * 4
     assert objects(there) == expected
     assert ObjectStorage(url).list("run") == sorted(f"run/there/{name}" for name in expected)
     assert leftovers(tmp_path) == []
-    with sp.open(there) as checkpoint:
-        for key, value in STATE["model"].items():
-            assert torch.equal(checkpoint[f"model.{key}"].read(), value)
+    assert_whole(there)
     assert run_command(["verify", there]) == 0
     with pytest.raises(sp.AlreadyCommittedError, match="was not touched"):
         sp.convert(source, there, **how)
+
+
+def assert_whole(url: str) -> None:
+    with sp.open(url) as checkpoint:
+        for key, value in STATE["model"].items():
+            assert torch.equal(checkpoint[f"model.{key}"].read(), value)
 
 
 def objects_of_folder(folder: Path) -> dict[str, bytes]:
@@ -125,9 +132,9 @@ def test_one_file_goes_to_one_object(
 
 def _convert(source: str, there: str, temporary: str, dies: bool) -> tuple[int, int]:
     """Converts on all ranks. Rank 1 may die in its first upload."""
-    tempfile.tempdir = temporary.format(rank=rank())
+    tempfile.tempdir = temporary
     if dies and rank() == 1:
-        ObjectStorage.create = lambda *arguments: os.kill(os.getpid(), 9)  # type: ignore[method-assign]
+        ObjectStorage.create = lambda *arguments: os.kill(os.getpid(), 9)  # type: ignore[method-assign, assignment]
     report = sp.convert(
         source,
         there,
@@ -142,8 +149,6 @@ def test_ranks_share_the_uploads_and_one_that_dies_loses_nothing(
     source: Path, url: str, tmp_path: Path
 ) -> None:
     there, temporary = f"{url}/there", str(tmp_path / "temporary")
-    apart = run_ranks(2, _convert, str(source), there, f"{temporary}-{{rank}}", False, timeout=60)
-    assert "has to be shared by all nodes" in str(apart[0].error)
     killed = run_ranks(2, _convert, str(source), there, temporary, True, timeout=60)
     assert killed[1].exit_code == -9 and isinstance(killed[0].error, sp.RankSilent)
     uploaded = set(objects(there))
