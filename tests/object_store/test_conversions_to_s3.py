@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -90,7 +91,15 @@ def test_every_format_is_whole_or_invisible(
             else:
                 with pytest.raises(sp.ShardproofError):
                     sp.open(there)
+            if interrupted == 2:
+                shutil.rmtree(tmp_path / "temporary" / leftovers(tmp_path)[0])  # another machine goes on
         puts.left = 1
+        patch.setattr("shardproof.conversion.work_folder.shutil.rmtree", lambda *_: die())
+        with pytest.raises((Killed, sp.ShardproofError), match="killed here"):
+            sp.convert(source, there, **how)
+        assert_whole(there)
+    with monkeypatch.context() as patch:
+        AtPut(patch, die).left = 1  # of the last file, which the store refuses
         report = sp.convert(source, there, **how)
     assert report.location == there and report.verified == report.bytes == 4 * 64 * 4
     assert objects(there) == expected
