@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,10 +55,12 @@ class AtPut:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) -> None:
         self.left = -1
+        lock = threading.Lock()
         put = ObjectStorage._put
 
         def counted(storage: ObjectStorage, *arguments: Any, **how: Any) -> None:
-            self.left -= 1
+            with lock:
+                self.left -= 1
             if self.left < 0:
                 then()
             put(storage, *arguments, **how)
@@ -148,7 +151,7 @@ def _convert(source: str, there: str, temporary: str, dies: bool) -> tuple[int, 
         source,
         there,
         to="shardproof",
-        max_file_bytes=FILE_BYTES,
+        max_file_bytes=20 << 20,
         rendezvous=rendezvous(deadline=3.0 if dies else 60.0),
     )
     return report.units, report.resumed
@@ -158,14 +161,16 @@ def test_ranks_share_the_uploads_and_one_that_dies_loses_nothing(
     source: Path, url: str, tmp_path: Path
 ) -> None:
     there, temporary = f"{url}/there", str(tmp_path / "temporary")
-    killed = run_ranks(2, _convert, str(source), there, temporary, True, timeout=60)
+    large = {"a": torch.arange(5 << 20, dtype=torch.int32), "b": torch.ones(5 << 20)}  # files of two parts
+    sp.save(tmp_path / "large", large)
+    killed = run_ranks(2, _convert, str(tmp_path / "large"), there, temporary, True, timeout=60)
     assert killed[1].exit_code == -9 and isinstance(killed[0].error, sp.RankSilent)
     uploaded = set(objects(there))
     assert uploaded and "manifest.json" not in uploaded
-    outcomes = run_ranks(2, _convert, str(source), there, temporary, False, timeout=60)
+    outcomes = run_ranks(2, _convert, str(tmp_path / "large"), there, temporary, False, timeout=60)
     assert [outcome.value for outcome in outcomes] == [(2, 2), (2, 2)]
     assert uploaded < set(objects(there))
-    assert sp.open(there)["epoch"] == 3 and run_command(["verify", there]) == 0
+    assert torch.equal(sp.open(there)["a"].read(), large["a"]) and run_command(["verify", there]) == 0
     assert leftovers(tmp_path) == []
 
 

@@ -202,10 +202,10 @@ class _Conversion:
 
     def upload(self, uploads: bytes) -> bytes:
         """Uploads this rank's share of the files."""
-        names = msgspec.msgpack.decode(uploads, type=list[str])
-        share = names[self._ranks.rank :: self._ranks.world_size]
+        tasks = [UploadTask(names) for names in msgspec.msgpack.decode(uploads, type=list[list[str]])]
+        share = tasks[self._ranks.rank :: self._ranks.world_size]
         with self._phase("publish"):
-            for _ in self._workers(len(share)).run([UploadTask(name) for name in share], self._moved):
+            for _ in self._workers(len(share)).run(share, self._moved):
                 pass
         return b""
 

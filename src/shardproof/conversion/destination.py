@@ -25,6 +25,7 @@ from shardproof.storage import (
     FileWriter,
     LocalStorage,
     ObjectStorage,
+    aligned_buffer,
     is_bucket_url,
     is_url,
     publish_path,
@@ -36,10 +37,10 @@ __all__ = ["FILES", "BucketDestination", "Destination", "FolderDestination", "de
 FILES = "files"
 """Name of the folder of the new checkpoint in the work folder."""
 _log = logging.getLogger("shardproof")
-_COMPARED_BYTES = 8 << 20
-"""Bytes of one request that reads an object again."""
-_COMPARES = 4
-"""Such requests in flight."""
+_PIECE_BYTES = 8 << 20
+"""Bytes of one read of a file, and of one request that reads its object again."""
+_REQUESTS = 8
+"""Requests of small files, and of comparisons, in flight."""
 
 
 class FolderDestination:
@@ -144,43 +145,61 @@ class BucketDestination:
             )
         _make_private(self.work_path)
 
-    def upload(self, files: LocalStorage, name: str, on_bytes: Callable[[int], None]) -> None:
-        """Uploads a file, unless its object is there. Then reads the object again, and compares it.
+    def upload(self, files: LocalStorage, names: Sequence[str], on_bytes: Callable[[int], None]) -> None:
+        """Uploads a large file, or some small ones, but for objects that are there. Compares all objects.
 
         Args:
-            files: where the file is.
-            name: of the file.
+            files: where the files are.
+            names: of the files.
             on_bytes: called with the bytes that were sent or compared since the last call.
 
         Raises:
-            StorageError: the object has other bytes than the file, or a storage failed.
+            StorageError: an object has other bytes than its file, or a storage failed.
         """
-        target, there = (self._above, self._name) if self.is_file else (self._folder, name)
+        with ThreadPoolExecutor(_REQUESTS, "shardproof-upload") as pool:
+            if len(names) == 1:
+                sizes = [self._send(files, names[0], on_bytes)]
+            else:
+                sizes = []
+                for size in pool.map(lambda name: self._send(files, name, lambda count: None), names):
+                    sizes.append(size)
+                    on_bytes(size)
+            pieces = [
+                (name, start, min(start + _PIECE_BYTES, size))
+                for name, size in zip(names, sizes, strict=True)
+                for start in range(0, size, _PIECE_BYTES)
+            ]
+            for count in pool.map(lambda piece: self._compare(files, *piece), pieces):
+                on_bytes(count)
+
+    def _send(self, files: LocalStorage, name: str, on_bytes: Callable[[int], None]) -> int:
+        """Uploads a file unless its object is there. Returns the bytes of both."""
+        target, there = self._object(name)
         size = files.size(name)
         assert size is not None
-        found = target.size(there)
-        if found is None:
-            with FileWriter(target.create(there, size)) as file:
+        if target.size(there) is None:
+            buffer = aligned_buffer(max(min(size, _PIECE_BYTES), 1))
+            with FileWriter(target.create(there, size), buffer) as file:
                 while file.size < size:
                     piece = file.room()[: size - file.size]
                     files.read_into(name, file.size, piece)
                     file.advance(len(piece))
                     on_bytes(len(piece))
                 file.finish()
-        else:
-            on_bytes(size)
-            if found != size:
-                raise self._differs(target, there, f"{found:,} bytes, and {size:,} were written")
+        if (found := target.size(there)) != size:
+            raise self._differs(name, f"{found} bytes, and {size} were written")
+        return size
 
-        def compare(start: int) -> int:
-            stop = min(start + _COMPARED_BYTES, size)
-            if target.read(there, start, stop) != files.read(name, start, stop):
-                raise self._differs(target, there, f"other bytes between {start:,} and {stop:,}")
-            return stop - start
+    def _compare(self, files: LocalStorage, name: str, start: int, stop: int) -> int:
+        """Compares a range of an object with its file. Returns the bytes of it."""
+        target, there = self._object(name)
+        if target.read(there, start, stop) != files.read(name, start, stop):
+            raise self._differs(name, f"other bytes between {start} and {stop}")
+        return stop - start
 
-        with ThreadPoolExecutor(_COMPARES, "shardproof-compare") as pool:
-            for count in pool.map(compare, range(0, size, _COMPARED_BYTES)):
-                on_bytes(count)
+    def _object(self, name: str) -> tuple[ObjectStorage, str]:
+        """The storage and name of the object of a file."""
+        return (self._above, self._name) if self.is_file else (self._folder, name)
 
     def publish(self, files: LocalStorage, names: Sequence[str], last: str) -> None:
         """Makes the new checkpoint visible. A checkpoint of one file is visible since its upload.
@@ -206,7 +225,7 @@ class BucketDestination:
         data = files.read(last)
         self._folder.publish(last, data)
         if self._folder.read(last) != data:
-            raise self._differs(self._folder, last, "other bytes")
+            raise self._differs(last, "other bytes")
 
     def end(self) -> None:
         """Removes the object beside, after the work folder."""
@@ -215,8 +234,9 @@ class BucketDestination:
         except StorageError as error:
             _log.warning("%s is complete, and an object of the conversion stays: %s", self.location, error)
 
-    def _differs(self, target: ObjectStorage, name: str, how: str) -> StorageError:
-        file = f"{target.location}/{name}"
+    def _differs(self, name: str, how: str) -> StorageError:
+        target, there = self._object(name)
+        file = f"{target.location}/{there}"
         return StorageError(
             f"{file} has {how}: another program wrote it, or it was damaged on the way. The new checkpoint "
             "is not complete: remove the object, and repeat the conversion",

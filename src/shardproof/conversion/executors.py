@@ -1,6 +1,6 @@
 """Where the tasks of a conversion run: in this process, in processes of this machine, or on Ray.
 
-A task is a unit to write, boxes to verify or a file to upload. A worker opens the source and plans by itself,
+A task is a unit to write, boxes to verify or files to upload. A worker opens the source and plans by itself,
 from the request alone, so that nothing but requests, tasks and results goes between processes.
 """
 
@@ -66,13 +66,13 @@ class VerifyTask:
 
 @dataclass(frozen=True, slots=True)
 class UploadTask:
-    """Upload a file of the new checkpoint."""
+    """Upload files of the new checkpoint."""
 
-    name: str
+    names: Sequence[str]
 
     def run(self, work: Work) -> None:
         """Carries the task out."""
-        work.upload(self.name)
+        work.upload(self.names)
 
 
 Task = WriteTask | VerifyTask | UploadTask

@@ -108,13 +108,13 @@ class Work:
                 self.on_bytes(values.nbytes)
         return done
 
-    def upload(self, name: str) -> None:
-        """Uploads a file of the new checkpoint.
+    def upload(self, names: Sequence[str]) -> None:
+        """Uploads files of the new checkpoint: a large one, or some small ones.
 
         Raises:
             StorageError: the destination fails, or has other bytes.
         """
-        self.folder.upload(name, self.on_bytes)
+        self.folder.upload(names, self.on_bytes)
 
 
 class _Counted(MappedSource):

@@ -29,6 +29,8 @@ __all__ = ["UnitRecord", "WorkFolder"]
 _PLAN, _UNITS, _LOCK = "plan", "units", "lock"
 _SPARE_BYTES = 64 << 20
 """Bytes of metadata that a conversion may write beside the tensors."""
+_SMALL_BYTES, _GROUP_FILES = 8 << 20, 64
+"""Files of at most so many bytes are uploaded in groups, several at once: their requests take the time."""
 
 
 class UnitRecord(msgspec.Struct, frozen=True):
@@ -154,8 +156,8 @@ class WorkFolder:
             )
         return names
 
-    def uploads(self, last: str) -> Sequence[str]:
-        """Names of the files that `upload` has to upload before `publish`, the largest first.
+    def uploads(self, last: str) -> list[list[str]]:
+        """Names of the files to upload before `publish`, by task: large files, then groups of small ones.
 
         Args:
             last: name of the file that makes the checkpoint visible. `publish` uploads it, unless it is the
@@ -164,15 +166,16 @@ class WorkFolder:
         if not isinstance(self.destination, BucketDestination):
             return []
         names = self.names()
-        return sorted(
-            [name for name in names if name != last] or names,
-            key=lambda name: -(self.files.size(name) or 0),
-        )
+        sizes = {name: self.files.size(name) or 0 for name in names if name != last or len(names) == 1}
+        large = sorted((name for name in sizes if sizes[name] > _SMALL_BYTES), key=lambda name: -sizes[name])
+        small = [name for name in sizes if sizes[name] <= _SMALL_BYTES]
+        groups = [small[at : at + _GROUP_FILES] for at in range(0, len(small), _GROUP_FILES)]
+        return [*([name] for name in large), *groups]
 
-    def upload(self, name: str, on_bytes: Callable[[int], None]) -> None:
-        """Uploads a file of the new checkpoint; see `BucketDestination.upload`."""
+    def upload(self, names: Sequence[str], on_bytes: Callable[[int], None]) -> None:
+        """Uploads the files of a task; see `BucketDestination.upload`."""
         assert isinstance(self.destination, BucketDestination)
-        self.destination.upload(self.files, name, on_bytes)
+        self.destination.upload(self.files, names, on_bytes)
 
     def publish(self, last: str) -> None:
         """Publishes the new checkpoint at the destination and removes the work folder.
