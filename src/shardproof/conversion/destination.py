@@ -6,7 +6,9 @@ may write there, and that the objects at the destination are those of this plan.
 interrupted goes on with them, even without its work folder: equal plans write equal files.
 
 Note "Nothing is replaced": an object that is there already is compared with the file, and stays. The file
-that makes the checkpoint visible is the last one, and its PUT fails if there is an object of its name.
+that makes the checkpoint visible is the last one, and its PUT fails if there is an object of its name. A
+multipart upload cannot have this condition. So another program that writes such an object at the same time
+is found by the comparison only.
 """
 
 from __future__ import annotations
@@ -218,7 +220,7 @@ class BucketDestination:
         if other := {*names} ^ {*self._folder.list(), last}:
             raise AlreadyCommittedError(
                 f"{self.location}: another program wrote or removed objects during the conversion: "
-                f"{listed(sorted(other))}. Nothing was published: choose another destination, or remove "
+                f"{listed(other)}. Nothing was published: choose another destination, or remove "
                 "what is not of this conversion and repeat it",
                 path=self.location,
             )

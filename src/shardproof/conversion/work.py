@@ -80,9 +80,10 @@ class Work:
 
         Raises:
             CorruptChunkError: the bytes are not those that were written.
-            ShardproofError: the written checkpoint cannot be read.
+            ShardproofError: the written checkpoint cannot be read, or the work folder is not shared.
         """
         if self._written is None:
+            self.folder.check_is_shared()
             self._written = open_storage(
                 self.folder.files, trust_pickle=self.request.trust_pickle, warn=False
             )
@@ -112,8 +113,9 @@ class Work:
         """Uploads files of the new checkpoint: a large one, or some small ones.
 
         Raises:
-            StorageError: the destination fails, or has other bytes.
+            ShardproofError: the destination fails or has other bytes, or the work folder is not shared.
         """
+        self.folder.check_is_shared()
         self.folder.upload(names, self.on_bytes)
 
 
